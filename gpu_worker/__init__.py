@@ -1,0 +1,1 @@
+"""The GPU worker: loads KV ahead of the compute, saves it behind, and runs the model."""

@@ -1,0 +1,1 @@
+"""Attention, rotate and gather kernels, each beside its plain PyTorch reference."""

@@ -1,0 +1,3 @@
+"""attnstore: a tiered store for the KV cache of LLM inference (client, daemon, scheduler and worker sides)."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Lookahead scheduling: predicts which turns come next and sends the daemon hints."""
