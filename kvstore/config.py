@@ -1,0 +1,207 @@
+"""One frozen configuration of the daemon: flags over environment (`KVSTORED_*`) over TOML over these defaults."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from kvstore.core.limits import Limits
+from kvstore.errors import ConfigError
+from kvstore.types import Protection
+
+SOCKET_PATH_BYTES_MAX = 107
+"""sun_path of a unix socket, less its terminating zero."""
+DESCRIPTOR_SOCKET = "kvstored.sock"
+GRPC_SOCKET = "grpc.sock"
+LOCK_FILE = "lock"
+ENVIRONMENT_PREFIX = "KVSTORED_"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    run_dir: str = "/run/kvstored"
+    """Directory of the two sockets and the lock; one daemon a directory."""
+    dram_bytes: int = 4 << 30
+    """Size of the arena; a whole number of segments. Refused above the cgroup's memory limit."""
+    segment_bytes: int = 1 << 30
+    """Size of one segment of the arena: the piece that moves between models and slab classes."""
+    protection: str = "sealed"
+    """"sealed": workers read segments read-only and write through staging memory. "group": the workers of one namespace
+    map its segments read-write and write in place."""
+    staging_bytes: int = 64 << 20
+    """Staging memory a worker gets unless it asks for less (protection "sealed")."""
+    staging_bytes_max: int = 1 << 30
+    """Staging memory of all workers together; beyond it a worker gets less, or a clear refusal."""
+    prefault: bool = True
+    """Touch the arena's pages in the background after the start; segments serve as they become ready."""
+    huge_pages: bool = True
+    """Ask for transparent huge pages where the kernel offers them for shared memory."""
+    copy_threads: int = 2
+    """Threads that copy and checksum; they do not hold the interpreter's lock meanwhile."""
+
+    lease_ttl_ms: int = 10_000
+    """Time to live of a lease unless the caller asks for less; renewed by the client."""
+    reservation_ttl_ms: int = 30_000
+    """Time a worker has between Reserve and Commit."""
+    incomplete_ttl_ms: int = 60_000
+    """A chunk of which some rank never commits its shard is dropped after this."""
+    pin_share_max: float = 0.5
+    """Share of the arena that one engine group may pin by leases, renewed ones included."""
+    reserve_share_max: float = 0.25
+    """Share of the arena that one worker may hold in open reservations."""
+    drain_ms: int = 3_000
+    """On SIGTERM: how long open leases and commits may take to end."""
+
+    tcp_address: str = ""
+    """"host:port" to serve gRPC on TCP too; empty: off. No authentication there yet, see tcp_unauthenticated."""
+    tcp_unauthenticated: bool = False
+    """Allows a TCP address that is not loopback. Whoever reaches it can read and write tenant "default"."""
+    message_bytes_max: int = 4 << 20
+    """Largest gRPC message that is read."""
+    metrics_port: int = 0
+    """Loopback port of /metrics in Prometheus format; 0: off."""
+    tenants: Mapping[str, str] = field(default_factory=dict)
+    """Tenant by numeric user id of the caller, e.g. {"1000" = "alice"}. The daemon's own user and root are tenant
+    "default" unless named; other users are refused."""
+    log_level: str = "info"
+    """debug, info, warning or error; logs are one JSON object a line."""
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        page = mmap.PAGESIZE
+        for name in ("dram_bytes", "segment_bytes", "staging_bytes", "staging_bytes_max"):
+            _positive(self, name)
+        if self.segment_bytes % page:
+            raise ConfigError(f"must be a multiple of the page size {page}", field="segment_bytes", value=self.segment_bytes)
+        if self.dram_bytes < self.segment_bytes:
+            raise ConfigError(
+                f"is smaller than one segment of {self.segment_bytes} bytes",
+                field="dram_bytes",
+                value=self.dram_bytes,
+                remedy="raise dram_bytes or lower segment_bytes",
+            )
+        if self.dram_bytes % self.segment_bytes:
+            raise ConfigError(
+                f"must be a whole number of segments of {self.segment_bytes} bytes",
+                field="dram_bytes",
+                value=self.dram_bytes,
+            )
+        if self.dram_bytes // self.segment_bytes > 65_536:
+            raise ConfigError("gives more than 65536 segments", field="segment_bytes", value=self.segment_bytes)
+        if self.protection not in {item.value for item in Protection}:
+            raise ConfigError('must be "sealed" or "group"', field="protection", value=self.protection)
+        for name in ("lease_ttl_ms", "reservation_ttl_ms", "incomplete_ttl_ms", "copy_threads", "message_bytes_max"):
+            _positive(self, name)
+        for name in ("pin_share_max", "reserve_share_max"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ConfigError("must be above 0 and at most 1", field=name, value=getattr(self, name))
+        if self.copy_threads > 64:
+            raise ConfigError("must be at most 64", field="copy_threads", value=self.copy_threads)
+        if not 0 <= self.metrics_port <= 65_535:
+            raise ConfigError("must be between 0 and 65535", field="metrics_port", value=self.metrics_port)
+        if self.drain_ms < 0:
+            raise ConfigError("must not be negative", field="drain_ms", value=self.drain_ms)
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ConfigError("must be debug, info, warning or error", field="log_level", value=self.log_level)
+        for uid, tenant in self.tenants.items():
+            if not (uid.isascii() and uid.isdigit()) or not tenant:
+                raise ConfigError("maps a numeric user id to a tenant's name", field="tenants", value=f"{uid}={tenant}")
+        for path in (self.descriptor_socket, self.grpc_socket):
+            if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+                raise ConfigError(
+                    f"makes the socket path {len(os.fsencode(path))} bytes long; a unix socket allows {SOCKET_PATH_BYTES_MAX}",
+                    field="run_dir",
+                    value=self.run_dir,
+                    remedy="choose a shorter directory",
+                )
+
+    @property
+    def descriptor_socket(self) -> str:
+        return os.path.join(self.run_dir, DESCRIPTOR_SOCKET)
+
+    @property
+    def grpc_socket(self) -> str:
+        return os.path.join(self.run_dir, GRPC_SOCKET)
+
+    @property
+    def lock_file(self) -> Path:
+        return Path(self.run_dir) / LOCK_FILE
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            arena_bytes=self.dram_bytes,
+            segment_bytes=self.segment_bytes,
+            protection=Protection(self.protection),
+            lease_ttl_ms=self.lease_ttl_ms,
+            lease_ttl_max_ms=max(60_000, self.lease_ttl_ms),
+            reservation_ttl_ms=self.reservation_ttl_ms,
+            reservation_ttl_max_ms=max(120_000, self.reservation_ttl_ms),
+            incomplete_ttl_ms=self.incomplete_ttl_ms,
+            pin_share_max=self.pin_share_max,
+            reserve_share_max=self.reserve_share_max,
+        )
+
+
+SIZE_SUFFIXES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_setting(name: str, text: str) -> Any:
+    """A setting given as text (flag or environment): sizes take K, M, G, T (powers of 1024), switches true or false,
+    `tenants` "1000=alice,1001=bob"."""
+    kind = _kinds().get(name)
+    if kind is None:
+        raise ConfigError("no such setting", field=name, value=text, remedy="known: " + ", ".join(_kinds()))
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
+        if kind is int:
+            digits = text.lower().removesuffix("ib").removesuffix("b") if name.endswith(("_bytes", "_bytes_max")) else text
+            factor = SIZE_SUFFIXES.get(digits[-1:], 1) if name.endswith(("_bytes", "_bytes_max")) else 1
+            return int(digits[:-1]) * factor if factor > 1 else int(digits)
+        if kind is float:
+            return float(text)
+        if kind is dict:
+            return dict(pair.split("=", 1) for pair in text.split(",") if pair)
+    except (KeyError, ValueError):
+        raise ConfigError(f"is not a {kind.__name__}", field=name, value=text) from None
+    return text
+
+
+def load(toml: Mapping[str, Any], environment: Mapping[str, str], flags: Mapping[str, Any]) -> StoreConfig:
+    """Flags over environment over TOML over defaults; an unknown key anywhere is refused with the known ones."""
+    values: dict[str, Any] = {}
+    for key, value in toml.items():
+        if key not in _kinds():
+            raise ConfigError("unknown key in the TOML file", field=key, value=value, remedy="known: " + ", ".join(_kinds()))
+        values[key] = parse_setting(key, value) if isinstance(value, str) and _kinds()[key] is not str else value
+    for key, text in environment.items():
+        if key.startswith(ENVIRONMENT_PREFIX):
+            name = key.removeprefix(ENVIRONMENT_PREFIX).lower()
+            values[name] = parse_setting(name, text)
+    values.update(flags)
+    return StoreConfig(**values)
+
+
+def _kinds() -> dict[str, type]:
+    kinds: dict[str, type] = {}
+    for item in fields(StoreConfig):
+        kinds[item.name] = dict if item.default is MISSING else type(item.default)
+    return kinds
+
+
+def _check_types(config: StoreConfig) -> None:
+    for name, kind in _kinds().items():
+        value = getattr(config, name)
+        wanted = (int, float) if kind is float else (Mapping,) if kind is dict else (kind,)
+        if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
+            raise ConfigError(f"must be a {kind.__name__}", field=name, value=repr(value))
+
+
+def _positive(config: StoreConfig, name: str) -> None:
+    if getattr(config, name) <= 0:
+        raise ConfigError("must be above 0", field=name, value=getattr(config, name))

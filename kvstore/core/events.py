@@ -1,0 +1,583 @@
+"""The daemon's whole vocabulary: every event that enters the core and every effect that leaves it.
+
+One object per request, not per chunk. An event that wants an answer carries a `Ticket`; the core answers it with exactly
+one `Reply` effect, at once or later. Effects are performed in the order in which they are returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.errors import StoreError
+from kvstore.layout import NamespaceSpec
+from kvstore.types import (
+    ChunkKey,
+    CommitResult,
+    Extent,
+    GrantResult,
+    LeaseId,
+    Millis,
+    NamespaceId,
+    OpId,
+    Outcome,
+    Reason,
+    ReservationId,
+    SegmentId,
+    StagedPiece,
+    Wait,
+    WorkerId,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Who asks, and under which number.
+
+    `request_id` is chosen by the worker and unique among its requests; a repeated one gets the first answer again.
+    0 means "do not remember". `channel` is opaque to the core: the edge's handle for the answer.
+    """
+
+    worker: WorkerId
+    request_id: int = 0
+    channel: int = 0
+
+
+# ---------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """A process connected to the descriptor socket and was identified. `engine_group` is scoped by tenant."""
+
+    worker: WorkerId
+    tenant: str
+    engine_group: str
+    rank: int = 0
+    admin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft:
+    """The process is gone (its pidfd became readable): nothing of it can read or write any more."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    ticket: Ticket
+    spec: NamespaceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Read-only lookup; never promotes, never pins. `token_count` > 0 leaves at least one token to compute."""
+
+    ticket: Ticket
+    namespace: NamespaceId
+    keys: tuple[ChunkKey, ...]
+    token_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Acquire:
+    """Pin what is READY of `keys` until Release, Renew's absence, or the death of the whole engine group.
+
+    `shards` are the shard numbers whose extents are wanted (empty: all); a chunk is a hit only if *every* shard is READY.
+    `prefix_only` stops at the first key that is not a hit. With `wait_ms` > 0 the worker is told by `ChunksSettled`
+    when PENDING keys become READY or FAILED, at the latest after that time.
+    """
+
+    ticket: Ticket
+    namespace: NamespaceId
+    keys: tuple[ChunkKey, ...]
+    shards: tuple[int, ...] = ()
+    ttl_ms: int = 0
+    wait_ms: int = 0
+    prefix_only: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    ticket: Ticket
+    leases: tuple[LeaseId, ...]
+    ttl_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    ticket: Ticket
+    leases: tuple[LeaseId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Slots to save `shards` (empty: all) of each key.
+
+    `parents` is empty (keys[i-1] is the parent of keys[i], and `parent` that of keys[0]) or one per key.
+    `token_counts` is empty (full chunks) or one per key; fewer tokens than a chunk make a tail.
+    """
+
+    ticket: Ticket
+    namespace: NamespaceId
+    keys: tuple[ChunkKey, ...]
+    parent: ChunkKey = ChunkKey(b"")
+    parents: tuple[ChunkKey, ...] = ()
+    token_counts: tuple[int, ...] = ()
+    shards: tuple[int, ...] = ()
+    derived: bool = False
+    maker: bytes = b""
+    ttl_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """All or nothing. `staged` has one piece per granted (key, shard), in grant order; empty when bytes were written in
+    place (protection `group`)."""
+
+    ticket: Ticket
+    reservation: ReservationId
+    staged: tuple[StagedPiece, ...] = ()
+    wait: Wait = Wait.VISIBLE
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    ticket: Ticket
+    reservations: tuple[ReservationId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLoad:
+    """The worker found that loaded bytes do not match their checksum; the core has them checked."""
+
+    ticket: Ticket
+    namespace: NamespaceId
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEntry:
+    """One entry of a manifest. `first_token` is the position at which the KV was computed; `delta` is what must be added
+    to it when it is loaded. `approximate` entries make everything computed after them derived."""
+
+    key: ChunkKey
+    first_token: int
+    token_count: int
+    delta: int = 0
+    approximate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GetSession:
+    ticket: Ticket
+    namespace: NamespaceId
+    session: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSession:
+    """New manifest version = the first `keep` entries of version `expected_version` + `append` (0: the session is new).
+
+    Every appended key must be committed. The last entry may be a tail. Compare-and-set on `expected_version`.
+    """
+
+    ticket: Ticket
+    namespace: NamespaceId
+    session: bytes
+    expected_version: int
+    keep: int
+    append: tuple[SessionEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """New manifest without the entries that lie in tokens [first_token, first_token + token_count).
+
+    The range must fall on entry boundaries. What follows is kept at its positions (a gap) or, with `close_gap`, moved
+    down by a position delta; either way it attended to what was cut, so it becomes approximate.
+    """
+
+    ticket: Ticket
+    namespace: NamespaceId
+    session: bytes
+    expected_version: int
+    first_token: int
+    token_count: int
+    close_gap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    ticket: Ticket
+    namespace: NamespaceId
+    session: bytes
+    new_session: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Drop a session (and the chunks that nothing else names), or single keys."""
+
+    ticket: Ticket
+    namespace: NamespaceId
+    session: bytes = b""
+    keys: tuple[ChunkKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ListSessions:
+    ticket: Ticket
+    namespace: NamespaceId | None = None
+    limit: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Explain:
+    """History of a session, or of single keys."""
+
+    ticket: Ticket
+    namespace: NamespaceId
+    session: bytes = b""
+    keys: tuple[ChunkKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GetStats:
+    """Of the caller's tenant; of everybody for an admin."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentsUnmapped:
+    """The worker has no mapping of these retired segments any more."""
+
+    ticket: Ticket
+    segments: tuple[SegmentId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentsGranted:
+    """The edge hands this worker descriptors of these segments; until it unmaps them or dies, they hold memory."""
+
+    worker: WorkerId
+    segments: tuple[SegmentId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReady:
+    """A segment that was to be created exists and its pages are in."""
+
+    op: OpId
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFailed:
+    op: OpId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpDone:
+    """A copy or checksum ended; `checksums` has one xxh3_64 per extent, in the op's order."""
+
+    op: OpId
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpFailed:
+    """The op has returned and its target bytes are undefined."""
+
+    op: OpId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed: expiry, compaction, bounds."""
+
+
+Event = (
+    WorkerJoined
+    | WorkerLeft
+    | Open
+    | Match
+    | Acquire
+    | Renew
+    | Release
+    | Reserve
+    | Commit
+    | Abort
+    | ReportLoad
+    | GetSession
+    | UpdateSession
+    | Truncate
+    | Fork
+    | Forget
+    | ListSessions
+    | Explain
+    | GetStats
+    | SegmentsUnmapped
+    | SegmentsGranted
+    | SegmentReady
+    | SegmentFailed
+    | OpDone
+    | OpFailed
+    | Tick
+)
+
+
+# --------------------------------------------------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    namespace: NamespaceId
+    salt: bytes
+    """32 bytes: the namespace's digest, to key chunk hashes with."""
+    epoch: int
+    segment_bytes: int
+    notes: tuple[str, ...] = ()
+    """In which fields other namespaces of the same tenant and model differ: why there may be no hits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    usable: int
+    """Leading keys that are hits, leaving at least one token to compute if token_count was given."""
+    outcomes: tuple[Outcome, ...]
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    lease: LeaseId
+    """0 when nothing was a hit."""
+    ttl_ms: int
+    outcomes: tuple[Outcome, ...]
+    reasons: tuple[Reason, ...]
+    extents: tuple[Extent, ...]
+    """Of the hits, in key order, then in the order of the wanted shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """Per lease: remaining time in ms, 0 when it is gone (released, expired, or over the share it may hold)."""
+
+    ttl_ms: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    reservation: ReservationId
+    """0 when nothing was granted."""
+    ttl_ms: int
+    results: tuple[GrantResult, ...]
+    extents: tuple[Extent, ...]
+    """Per granted key, in key order, then in shard order. Under protection `sealed` only `length` may be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    results: tuple[CommitResult, ...]
+    """One per granted key."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    session: bytes
+    version: int
+    entries: tuple[SessionEntry, ...]
+    usable: int
+    """Leading entries that are whole: what can be loaded now."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRow:
+    """One line of `kvctl sessions`."""
+
+    session: bytes
+    tenant: str
+    namespace: NamespaceId
+    version: int
+    entry_count: int
+    token_count: int
+    usable: int
+    resident_bytes: int
+    idle_ms: Millis
+
+
+@dataclass(frozen=True, slots=True)
+class SessionList:
+    rows: tuple[SessionRow, ...]
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkHistory:
+    """One line of `kvctl explain`."""
+
+    key: ChunkKey
+    outcome: Outcome
+    reason: Reason
+    token_count: int
+    shards_ready: int
+    shards: int
+    pins: int
+    hits: int
+    age_ms: Millis
+    idle_ms: Millis
+    manifests: int
+    derived: bool
+    maker: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    version: int
+    chunks: tuple[ChunkHistory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The request was carried out; `count` of whatever it was about."""
+
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Plain numbers and rows, ready for JSON: see `Store.stats`."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+Answer = (
+    Opened
+    | Matched
+    | Acquired
+    | Renewed
+    | Reserved
+    | Committed
+    | SessionInfo
+    | SessionList
+    | Explained
+    | Done
+    | Stats
+    | StoreError
+)
+
+
+# --------------------------------------------------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    ticket: Ticket
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksSettled:
+    """Push to a worker: keys it waited for are READY (`ready`) or will not come (`failed`)."""
+
+    worker: WorkerId
+    namespace: NamespaceId
+    ready: tuple[ChunkKey, ...]
+    failed: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentsRetired:
+    """Push to a worker: unmap these and say so."""
+
+    worker: WorkerId
+    segments: tuple[SegmentId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesRevoked:
+    """Push to a worker: these expired and their slots were wanted. Loads under them are void."""
+
+    worker: WorkerId
+    leases: tuple[LeaseId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetGenerations:
+    """Write the cells of one segment's header; performed before any later effect. Readers of the old value are void."""
+
+    segment: SegmentId
+    cells: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyIn:
+    """Copy staged pieces of a worker into slots and checksum the destination's bytes. Answer: OpDone or OpFailed."""
+
+    op: OpId
+    worker: WorkerId
+    pieces: tuple[StagedPiece, ...]
+    targets: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """Checksum slots in place (group protection, audits, reports). Answer: OpDone or OpFailed."""
+
+    op: OpId
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MoveSlots:
+    """Copy slot to slot, checksumming the destination. Sources are pinned by the core until the answer."""
+
+    op: OpId
+    sources: tuple[Extent, ...]
+    targets: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CreateSegment:
+    """Make a segment and fault its pages in, in the background. Answer: SegmentReady or SegmentFailed."""
+
+    op: OpId
+    segment: SegmentId
+    bytes: int
+    cells: int
+
+
+@dataclass(frozen=True, slots=True)
+class AssignSegment:
+    """This segment now serves the namespace: only its workers may have the descriptors."""
+
+    segment: SegmentId
+    namespace: NamespaceId
+
+
+@dataclass(frozen=True, slots=True)
+class DestroySegment:
+    """No worker maps it and no op runs on it: close it, its memory returns."""
+
+    segment: SegmentId
+
+
+Effect = (
+    Reply
+    | ChunksSettled
+    | SegmentsRetired
+    | LeasesRevoked
+    | SetGenerations
+    | CopyIn
+    | Checksum
+    | MoveSlots
+    | CreateSegment
+    | AssignSegment
+    | DestroySegment
+)

@@ -1,0 +1,59 @@
+"""Every bound and time that the core needs, in one frozen object. `StoreConfig` validates and builds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.types import Protection
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    arena_bytes: int
+    segment_bytes: int
+    protection: Protection = Protection.SEALED
+    slot_alignment: int = 4096
+    """A slot starts at a multiple of this (pages for direct I/O; smaller only for very small shards)."""
+
+    lease_ttl_ms: int = 10_000
+    lease_ttl_max_ms: int = 60_000
+    revoke_grace_ms: int = 1_000
+    """How long after its expiry a lease keeps its pins even when its slots are wanted."""
+    reservation_ttl_ms: int = 30_000
+    reservation_ttl_max_ms: int = 120_000
+    incomplete_ttl_ms: int = 60_000
+    """A chunk of which some shard never comes is dropped after this."""
+    wait_max_ms: int = 60_000
+    retire_grace_ms: int = 50
+    """How long a reservation is put off in favour of a segment that is being retired, before the caller's own oldest
+    chunks are evicted instead."""
+
+    pin_share_max: float = 0.5
+    """Share of the arena that one engine group may pin; also what Renew may go on holding."""
+    reserve_share_max: float = 0.25
+    """Share of the arena that one worker may hold in open reservations."""
+
+    workers_max: int = 1024
+    namespaces_max: int = 4096
+    chunks_max: int = 64_000_000
+    leases_per_worker_max: int = 4096
+    reservations_per_worker_max: int = 1024
+    waits_per_worker_max: int = 4096
+    remembered_answers_max: int = 256
+    """Per worker: how many answers are kept for repeated requests."""
+    ghosts_max: int = 100_000
+    """Keys remembered after their bytes went, to say why they are a miss."""
+    sessions_max: int = 1_000_000
+    session_entries_max: int = 65_536
+
+    @property
+    def segment_count(self) -> int:
+        return self.arena_bytes // self.segment_bytes
+
+    @property
+    def pin_bytes_max(self) -> int:
+        return int(self.arena_bytes * self.pin_share_max)
+
+    @property
+    def reserve_bytes_max(self) -> int:
+        return int(self.arena_bytes * self.reserve_share_max)

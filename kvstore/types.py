@@ -1,0 +1,143 @@
+"""The shared nouns. Imports nothing of ours, so everything may import it.
+
+Words are those of ARCHITECTURE.md, "Words": a *chunk* is the KV of a fixed number of tokens, a *shard* its bytes for
+one group on one distinct rank, a *slot* the place of a shard in a *segment* of the arena.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NewType
+
+ChunkKey = NewType("ChunkKey", bytes)
+"""At most KEY_BYTES_MAX bytes; opaque to the store."""
+NamespaceId = NewType("NamespaceId", int)
+WorkerId = NewType("WorkerId", int)
+LeaseId = NewType("LeaseId", int)
+ReservationId = NewType("ReservationId", int)
+SegmentId = NewType("SegmentId", int)
+"""Unique in one boot of the daemon, never reused: a stale extent can never name another segment."""
+OpId = NewType("OpId", int)
+"""One long action (copy, checksum, segment creation) that the edge performs for the core."""
+Millis = int
+"""Milliseconds of a monotonic clock (or of the simulator's)."""
+
+KEY_BYTES_MAX = 64
+MAKER_BYTES = 16
+SESSION_NAME_BYTES_MAX = 256
+KEYS_PER_REQUEST_MAX = 4096
+
+
+class Outcome(enum.IntEnum):
+    """What a lookup of one key found."""
+
+    HIT = 0
+    PENDING = 1
+    """Being saved or moved: READY or FAILED is pushed to whoever asked to be told."""
+    MISS = 2
+
+
+class Reason(enum.IntEnum):
+    """Why a lookup was not a hit; kept with a chunk's key for a while after its bytes are gone."""
+
+    NONE = 0
+    NEVER_SEEN = 1
+    EVICTED = 2
+    """Its slots were given to newer chunks."""
+    EXPIRED = 3
+    """Its time to live ended."""
+    CORRUPT = 4
+    """Its bytes no longer matched their checksum; the slots are quarantined."""
+    INCOMPLETE = 5
+    """Some shard was never committed, or was lost."""
+    LAYOUT_MISMATCH = 6
+    TRUNCATED = 7
+    FORGOTTEN = 8
+    OLD_EPOCH = 9
+    """The weights were reloaded since."""
+    BEING_SAVED = 10
+    BEING_MOVED = 11
+    QUOTA = 12
+    """The caller's engine group already pins its share of DRAM."""
+    BEYOND_MISS = 13
+    """Present perhaps, but behind the first missing key of a prefix lookup."""
+    UNAVAILABLE = 14
+    """Said by the client alone: the daemon could not be asked in time."""
+
+
+class SlotState(enum.IntEnum):
+    """Life of a slot: FREE -> RESERVED -> READY -> FREE; QUARANTINED aside."""
+
+    FREE = 0
+    RESERVED = 1
+    READY = 2
+    QUARANTINED = 3
+
+
+class Tier(enum.IntEnum):
+    DRAM = 0
+    SSD = 1
+    REMOTE = 2
+
+
+class Wait(enum.IntEnum):
+    """What a commit waits for before it is answered."""
+
+    VISIBLE = 0
+    DURABLE = 1
+
+
+class Protection(enum.Enum):
+    """Who may write a segment's bytes (ARCHITECTURE.md, "Shared memory")."""
+
+    SEALED = "sealed"
+    GROUP = "group"
+
+
+class GrantResult(enum.IntEnum):
+    """What `Reserve` answers for one key."""
+
+    GRANTED = 0
+    ALREADY = 1
+    """Committed before: the caller need not save it. First copy wins."""
+    BUSY = 2
+    """Another worker holds a reservation of the same shard; it will appear, or be free again, by itself."""
+    FULL = 3
+    """No slot can be freed now. The save is dropped by the caller and counted; it may try again."""
+    QUOTA = 4
+    """The worker has too many bytes reserved already."""
+
+
+class CommitResult(enum.IntEnum):
+    """What `Commit` answers for one granted key."""
+
+    VISIBLE = 0
+    WAITING_FOR_SHARDS = 1
+    """Our shards are in; the chunk is a hit once every distinct shard is."""
+    ALREADY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where one shard's bytes are. Valid while the lease or reservation lives and `generation` still matches.
+
+    `cell` is the index of the slot's generation in the segment's header; a reader compares the cell with `generation`
+    before its first byte and after its last, and a mismatch voids the load.
+    """
+
+    segment: SegmentId
+    offset: int
+    length: int
+    cell: int
+    generation: int
+    checksum: int = 0
+    """xxh3_64 of the bytes at commit; 0 while being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPiece:
+    """Bytes that a worker put in its staging memory for one shard."""
+
+    offset: int
+    length: int
