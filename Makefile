@@ -1,17 +1,75 @@
-# One command per intent, the same at the desk and in CI. Everything stays in this folder: .venv/ and .cache/.
+# One command per intent, the same at the desk and in CI. What they make stays in this folder, ignored by git.
 SHELL := /bin/bash -euo pipefail
 PYTHON ?= python3.11
 PY := .venv/bin/python
-# No script may import what merely lies in the current folder: only the installed package kvstore counts.
+ARGS ?=
+INTO ?= .cache/wheel
+INSTALLED := .cache/installed
+MAKEFLAGS += --no-print-directory
+
+# No program may import what merely lies in the current folder: only the installed package kvstore counts.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: venv
-venv: .venv/ready
+.PHONY: help venv demo check lint types types-installed tidy test proto wheel clean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z%-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
+
+venv: .venv/ready  ## make .venv with all that development needs
 
 # torch comes first and alone, so that no other requirement can choose another build of it
-.venv/ready: pyproject.toml
+.venv/ready: pyproject.toml setup.py
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install --progress-bar off torch==2.13.0
-	$(PY) -m pip install --progress-bar off -e '.[daemon,worker,dev]'
+	$(PY) -m pip install --progress-bar off --editable '.[daemon,worker,dev]'
 	touch $@
+
+demo: venv  ## start a daemon and show what it does (ARGS=...)
+	$(PY) examples/demo.py $(ARGS)
+
+check: lint types tidy  ## all that needs no running: format, lint, types, layout facts
+
+lint: venv
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+# Types are checked on what users get: the wheel, installed into a bare venv that borrows the dependencies of .venv
+types: venv
+	@mkdir -p .cache
+	@flock .cache/types.lock $(MAKE) types-installed
+
+types-installed:
+	rm -rf $(INSTALLED) && $(MAKE) wheel INTO=$(INSTALLED)/wheel
+	$(PY) -m venv --without-pip $(INSTALLED)/venv
+	$(PY) -m pip --quiet --python $(INSTALLED)/venv install --no-deps $(INSTALLED)/wheel/*.whl
+	realpath .venv/lib/python3.*/site-packages > $(INSTALLED)/deps.pth
+	mv $(INSTALLED)/deps.pth $(INSTALLED)/venv/lib/python3.*/site-packages
+	mkdir $(INSTALLED)/elsewhere && cd $(INSTALLED)/elsewhere && $(CURDIR)/.venv/bin/mypy --package kvstore \
+	  --config-file $(CURDIR)/pyproject.toml --python-executable ../venv/bin/python --cache-dir ../../mypy | tee ../types.txt
+	shipped=$$(find $(INSTALLED)/venv/lib/python3.*/site-packages/kvstore -name '*.py' | wc -l); \
+	  grep -q "in $$shipped source files" $(INSTALLED)/types.txt || { echo "but the wheel ships $$shipped files"; exit 1; }
+
+tidy: venv
+	.venv/bin/pytest tests/test_tidy.py $(ARGS)
+
+test: venv  ## the whole test suite (ARGS='-k name')
+	.venv/bin/pytest $(ARGS)
+
+bench-%: venv  ## run benchmarks/%.py (ARGS=...)
+	$(PY) benchmarks/$*.py $(ARGS)
+
+proto: venv  ## write the stubs in kvstore/v1 anew from proto/
+	rm -f kvstore/v1/*_pb2*
+	$(PY) -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. proto/kvstore/v1/*.proto
+
+# Built from a copy: setuptools would put what an earlier build left in build/ into the wheel
+wheel: venv  ## build the wheel into .cache/wheel (INTO=...)
+	@rm -rf $(INTO) && mkdir -p $(INTO)/source
+	@cp -r pyproject.toml setup.py README.md LICENSE kvstore gpu_worker scheduler kernels $(INTO)/source
+	$(PY) -m pip --quiet wheel --no-deps --no-build-isolation --wheel-dir $(INTO) $(INTO)/source
+	@rm -rf $(INTO)/source
+
+clean:  ## remove all that these commands made
+	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,247 @@
+"""Facts about the repository that no compiler checks: who may import whom, what is shipped, fresh stubs."""
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# What a package is called, and the folder it lives in. The mapped ones come first: they are more exact.
+FOLDERS = {
+    "kvstore.gpu_worker": ROOT / "gpu_worker",
+    "kvstore.scheduler": ROOT / "scheduler",
+    "kvstore.kernels": ROOT / "kernels",
+    "kvstore": ROOT / "kvstore",
+}
+SIDES = ("kvstore.gpu_worker", "kvstore.scheduler", "kvstore.kernels")
+HEAVY = ("torch", "triton", "transformers", "vllm", "sglang", "lmcache")
+OUTSIDE_WORLD = (
+    *("asyncio", "concurrent", "multiprocessing", "queue", "sched", "signal", "subprocess", "threading"),
+    *("datetime", "time", "random", "secrets", "uuid"),
+    *("fcntl", "io", "mmap", "os", "pathlib", "select", "selectors", "shutil", "sys", "tempfile"),
+    *("ftplib", "http", "socket", "ssl", "urllib"),
+    *("grpc", "lmdb", "logging", "prometheus_client", "uvloop"),
+)
+
+
+def pyproject() -> dict[str, dict]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def modules(package: str) -> Iterator[tuple[str, Path]]:
+    """Every module of a package that is kept by hand, with its file."""
+    folder = FOLDERS[package]
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder).with_suffix("").parts
+        name = ".".join((package, *parts)).removesuffix(".__init__")
+        if not within(name, "kvstore.v1"):
+            yield name, path
+
+
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def imports(name: str, path: Path) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of everything that a module imports, wherever in the file it does so."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
+        match node:
+            case ast.Import():
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            case ast.ImportFrom():
+                base = node.module or ""
+                if node.level:
+                    base = importlib.util.resolve_name("." * node.level + base, package)
+                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            case ast.Call(
+                func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__"),
+                args=[ast.Constant(value=str(target)), *_],
+            ):
+                yield node.lineno, target
+
+
+def allowed(package: str, name: str) -> bool:
+    """The one table of who may import whom; `package` is whose module asks."""
+    if within(name, "gpu_worker", "scheduler", "kernels", "proto", "tests", "benchmarks", "examples"):
+        return False  # folders of this repository, not packages
+    own = name == "kvstore" or name == "kvstore.__version__" or within(name, package)
+    ours = within(name, "kvstore")
+    match package:
+        case "kvstore.core":
+            bottom = within(name, *(f"kvstore.{module}" for module in ("types", "errors", "keys", "layout")))
+            return (own or bottom) if ours else not within(name, *OUTSIDE_WORLD, *HEAVY)
+        case "kvstore":
+            return not within(name, *SIDES, *HEAVY)
+        case "kvstore.scheduler":
+            names = ("client", "types", "layout", "errors", "config")
+            return own or not ours or within(name, *(f"kvstore.{module}" for module in names))
+        case "kvstore.gpu_worker":
+            names = ("client", "types", "layout", "keys", "errors", "kernels")
+            return own or not ours or within(name, *(f"kvstore.{module}" for module in names))
+        case "kvstore.kernels":
+            standard = name.partition(".")[0] in sys.stdlib_module_names
+            return own or standard or within(name, "torch", "triton", "numpy")
+    raise AssertionError(package)
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_imports_flow_one_way(package: str) -> None:
+    wrong = []
+    for name, path in modules(package):
+        asking = "kvstore.core" if within(name, "kvstore.core") else package
+        for line, imported in imports(name, path):
+            if not allowed(asking, imported):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {imported}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "answer"),
+    [
+        ("kvstore", "torch.cuda", False),
+        ("kvstore", "torchvision_free_name", True),
+        ("kvstore", "kvstore.gpu_worker", False),
+        ("kvstore", "kernels.rotate", False),
+        ("kvstore.core", "kvstore.core.pool", True),
+        ("kvstore.core", "kvstore.types.ChunkKey", True),
+        ("kvstore.core", "kvstore.client", False),
+        ("kvstore.core", "os.path", False),
+        ("kvstore.core", "time.monotonic", False),
+        ("kvstore.scheduler", "kvstore.client.Client", True),
+        ("kvstore.scheduler", "kvstore.core.store", False),
+        ("kvstore.gpu_worker", "kvstore.kernels.rotate", True),
+        ("kvstore.gpu_worker", "kvstore.scheduler", False),
+        ("kvstore.kernels", "torch.nn", True),
+        ("kvstore.kernels", "kvstore.types", False),
+        ("kvstore.kernels", "grpc", False),
+    ],
+)
+def test_the_import_table_says_no(package: str, name: str, answer: bool) -> None:
+    assert allowed(package, name) is answer
+
+
+def test_every_way_to_import_is_seen(tmp_path: Path) -> None:
+    source = tmp_path / "pool.py"
+    source.write_text(
+        "import os.path as p\nfrom . import lease\nfrom ..types import Tier\nfrom kvstore import client\n"
+        "def f():\n    import torch\n    importlib.import_module('grpc')\n    __import__('time')\n"
+    )
+    seen = {imported for _, imported in imports("kvstore.core.pool", source)}
+    ours = {"kvstore.core.lease", "kvstore.types.Tier", "kvstore.client"}
+    assert seen == {"os.path", "torch", "grpc", "time", *ours}
+
+
+def test_core_does_no_io() -> None:
+    """Also not with what needs no import."""
+    wrong = []
+    for name, path in modules("kvstore"):
+        if within(name, "kvstore.core"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                match node:
+                    case ast.AsyncFunctionDef() | ast.Await() | ast.AsyncFor() | ast.AsyncWith():
+                        wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} is asynchronous")
+                    case ast.Call(func=ast.Name(id="open" | "print" | "input" | "hash" as call)):
+                        wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} calls {call}()")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_folder_with_code_is_a_package() -> None:
+    folders = {path.parent for folder in FOLDERS.values() for path in folder.rglob("*.py")}
+    assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Names of the files in a wheel that was built just now."""
+    into = tmp_path_factory.mktemp("wheel")
+    subprocess.run(["make", "wheel", f"INTO={into}"], cwd=ROOT, check=True)
+    (wheel,) = into.glob("attnstore-*.whl")
+    return [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+
+
+def test_wheel_ships_one_package(shipped: list[str]) -> None:
+    assert {name.partition("/")[0] for name in shipped} == {"kvstore"}
+
+
+def test_wheel_ships_every_module_and_its_types(shipped: list[str]) -> None:
+    expected = {
+        "/".join((*package.split("."), *path.relative_to(folder).parts))
+        for package, folder in FOLDERS.items()
+        for path in folder.rglob("*.py*")
+        if path.suffix in (".py", ".pyi")
+    }
+    assert set(shipped) == expected | {"kvstore/py.typed"}
+
+
+def test_console_scripts_exist() -> None:
+    for script, target in pyproject()["project"]["scripts"].items():
+        module, _, function = target.partition(":")
+        path = FOLDERS["kvstore"].joinpath(*module.split(".")[1:]).with_suffix(".py")
+        assert path.exists(), f"{script}: {path} is missing"
+        defined = {
+            node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
+        }
+        assert function in defined, f"{script}: {path} has no {function}()"
+
+
+def test_version_is_one() -> None:
+    import kvstore
+
+    assert kvstore.__version__ == pyproject()["project"]["version"]
+
+
+def test_client_needs_only_the_base_install() -> None:
+    """What an engine's process pays for the client: no package of an extra."""
+    extras = ("gguf", "grpc_health", "grpc_reflection", "grpc_tools", "prometheus_client", "psutil", "uvloop")
+    heavy = (*HEAVY, *extras)
+    script = f"import sys, kvstore.client; print([name for name in {heavy!r} if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=False)
+    assert (loaded.stdout.strip(), loaded.stderr) == ("[]", "")
+
+
+def test_stubs_are_fresh(tmp_path: Path) -> None:
+    pytest.importorskip("grpc_tools", reason="grpcio-tools is not installed: stubs cannot be written anew")
+    protos = sorted((ROOT / "proto/kvstore/v1").glob("*.proto"))
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    command = [sys.executable, "-P", "-m", "grpc_tools.protoc", "-I", "proto", *outputs]
+    subprocess.run([*command, *(str(proto.relative_to(ROOT)) for proto in protos)], cwd=ROOT, check=True)
+    kept = {path.name: path.read_text() for path in (ROOT / "kvstore/v1").glob("*_pb2*.py*")}
+    fresh = {path.name: path.read_text() for path in (tmp_path / "kvstore/v1").iterdir()}
+    stale = sorted(name for name in kept | fresh if kept.get(name) != fresh.get(name))
+    assert not stale, f"run `make proto`: {stale}"
+
+
+def make_targets() -> list[re.Pattern[str]]:
+    names = re.findall(r"(?m)^([a-z][\w%-]*):(?!=)", (ROOT / "Makefile").read_text())
+    return [re.compile(re.escape(name).replace("%", r"[\w-]+")) for name in names]
+
+
+def named_targets(text: str) -> set[str]:
+    """Targets of each `make ...` in the code of a Markdown page; prose may make whatever it likes."""
+    fenced, inline = r"(?s)```.*?```", r"`[^`\n]+`"
+    code = "\n".join(re.findall(fenced, text) + re.findall(inline, re.sub(fenced, "", text)))
+    commands = re.findall(r"(?m)(?:^|[`$&;])[ \t]*make[ \t]+([^#`&;\n]+)", code)
+    return {word for command in commands for word in command.split() if re.fullmatch(r"[a-z][\w-]*", word)}
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
+def test_named_make_targets_exist(page: Path) -> None:
+    targets = make_targets()
+    named = named_targets(page.read_text())
+    assert [name for name in sorted(named) if not any(target.fullmatch(name) for target in targets)] == []
+
+
+def test_make_commands_in_code_are_seen() -> None:
+    prose = "make it so\n`make check` and `make test ARGS=-x`\n"
+    page = prose + "```\n$ make demo  # shows\nmake venv && make bench-copy\n```\n"
+    assert named_targets(page) == {"check", "test", "demo", "venv", "bench-copy"}
+    assert any(target.fullmatch("bench-copy") for target in make_targets())
+    assert not any(target.fullmatch("nonsense") for target in make_targets())
