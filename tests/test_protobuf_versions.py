@@ -87,7 +87,7 @@ def scratch_venv(requirement: str, wheel: Path) -> Path:
 
 def install(python: Path, *arguments: str) -> None:
     pip = [sys.executable, "-P", "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--progress-bar", "off", *arguments], check=True)
+    subprocess.run([*pip, "install", "--quiet", *arguments], check=True)
 
 
 @pytest.mark.slow

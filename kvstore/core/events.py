@@ -66,6 +66,14 @@ class WorkerLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerClosed:
+    """The process closed its connection but lives: no new request will come, an old copy of it may still run. What it
+    holds ends by expiry; its mappings end with `SegmentsUnmapped` (sent before) or with the process."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
     ticket: Ticket
     spec: NamespaceSpec
@@ -260,10 +268,11 @@ class SegmentsUnmapped:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentsGranted:
-    """The edge hands this worker descriptors of these segments; until it unmaps them or dies, they hold memory."""
+class WantSegments:
+    """The worker asks for the descriptors of these segments. Those it may have are answered (`SegmentsAllowed`), and
+    from then on hold memory until it unmaps them or dies."""
 
-    worker: WorkerId
+    ticket: Ticket
     segments: tuple[SegmentId, ...]
 
 
@@ -304,6 +313,7 @@ class Tick:
 Event = (
     WorkerJoined
     | WorkerLeft
+    | WorkerClosed
     | Open
     | Match
     | Acquire
@@ -322,7 +332,7 @@ Event = (
     | Explain
     | GetStats
     | SegmentsUnmapped
-    | SegmentsGranted
+    | WantSegments
     | SegmentReady
     | SegmentFailed
     | OpDone
@@ -450,6 +460,11 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentsAllowed:
+    segments: tuple[SegmentId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Plain numbers and rows, ready for JSON: see `Store.stats`."""
 
@@ -467,6 +482,7 @@ Answer = (
     | SessionList
     | Explained
     | Done
+    | SegmentsAllowed
     | Stats
     | StoreError
 )
@@ -568,6 +584,13 @@ class DestroySegment:
     segment: SegmentId
 
 
+@dataclass(frozen=True, slots=True)
+class ForgetWorker:
+    """Nothing of this worker is left in the core: the edge may close its pidfd and staging memory."""
+
+    worker: WorkerId
+
+
 Effect = (
     Reply
     | ChunksSettled
@@ -580,4 +603,5 @@ Effect = (
     | CreateSegment
     | AssignSegment
     | DestroySegment
+    | ForgetWorker
 )
