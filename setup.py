@@ -1,4 +1,4 @@
-"""The one import package is put together from four folders; everything else about packaging is in pyproject.toml."""
+"""The one import package is put together from four folders; the rest of packaging is in pyproject.toml."""
 
 from setuptools import find_packages, setup
 
