@@ -1,0 +1,464 @@
+"""Proto <-> the nouns of types.py, layout.py and errors.py and the answers of core/events.py, both ways.
+
+Used by the daemon and by the client, so that each conversion stands once. Nothing here does I/O. Results
+travel as one byte per key; a byte that this build does not know (a newer peer) reads as the answer that
+promises least: MISS, NONE, FULL, WAITING_FOR_SHARDS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from kvstore.core.events import (
+    Acquired,
+    Answer,
+    Committed,
+    Done,
+    Explained,
+    Matched,
+    Opened,
+    Renewed,
+    Reserved,
+    SessionEntry,
+    SessionInfo,
+    SessionList,
+)
+from kvstore.errors import BY_CODE, BadRequest, StoreError, Unavailable, Unsupported
+from kvstore.layout import GroupKind, GroupSpec, LayerSlice, NamespaceSpec
+from kvstore.types import (
+    ChunkKey,
+    CommitResult,
+    Extent,
+    GrantResult,
+    LeaseId,
+    NamespaceId,
+    Outcome,
+    Reason,
+    ReservationId,
+    SegmentId,
+)
+from kvstore.v1 import stats_pb2, store_pb2, types_pb2
+
+ERROR_METADATA = "kvstore-error-bin"
+"""Trailing metadata of a failed unary call: a serialised `Error`."""
+TOKEN_METADATA = "kvstore-token-bin"
+"""Request metadata of a unary call: the token of the descriptor socket's hello."""
+
+M = TypeVar("M", bound=Message)
+
+
+def parse(kind: type[M], data: bytes) -> M:
+    """`data` as a message; raises BadRequest where gRPC would say only "exception deserializing"."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as problem:
+        raise BadRequest(
+            f"is not a valid {kind.DESCRIPTOR.name}: {problem}",
+            field="message",
+            value=f"{len(data)} bytes",
+            remedy="text fields must be UTF-8; use stubs generated from this version of proto/",
+        ) from None
+
+
+# ------------------------------------------------------------------------------------------------- namespaces
+
+
+def spec_to_proto(spec: NamespaceSpec) -> types_pb2.Namespace:
+    """Call `spec.validate()` before: a number that does not fit its field is a ValueError here."""
+    return types_pb2.Namespace(
+        model=spec.model,
+        weights_digest=spec.weights_digest,
+        weights_epoch=spec.weights_epoch,
+        adapter_digest=spec.adapter_digest,
+        kv_scales_digest=spec.kv_scales_digest,
+        layout_fingerprint=spec.layout_fingerprint,
+        hash_protocol=spec.hash_protocol,
+        tensor_parallel=spec.tensor_parallel,
+        pipeline_parallel=spec.pipeline_parallel,
+        context_parallel=spec.context_parallel,
+        chunk_tokens=spec.chunk_tokens,
+        groups=[
+            types_pb2.Group(
+                name=group.name,
+                kind=group.kind.value,
+                shard_bytes=group.shard_bytes,
+                shard_count=group.shard_count,
+                layers=[
+                    types_pb2.LayerSlice(layer=piece.layer, offset=piece.offset, length=piece.length)
+                    for piece in group.layers
+                ],
+                position_rule=group.position_rule,
+            )
+            for group in spec.groups
+        ],
+        salt=spec.salt,
+    )
+
+
+def spec_from_proto(message: types_pb2.Namespace) -> NamespaceSpec:
+    """Not validated, except that an unknown group kind is Unsupported; the receiver calls `validate()`."""
+    return NamespaceSpec(
+        model=message.model,
+        weights_digest=message.weights_digest,
+        weights_epoch=message.weights_epoch,
+        adapter_digest=message.adapter_digest,
+        kv_scales_digest=message.kv_scales_digest,
+        layout_fingerprint=message.layout_fingerprint,
+        hash_protocol=message.hash_protocol,
+        tensor_parallel=message.tensor_parallel,
+        pipeline_parallel=message.pipeline_parallel,
+        context_parallel=message.context_parallel,
+        chunk_tokens=message.chunk_tokens,
+        groups=tuple(_group_from_proto(group, index) for index, group in enumerate(message.groups)),
+        salt=message.salt,
+    )
+
+
+def _group_from_proto(message: types_pb2.Group, index: int) -> GroupSpec:
+    try:
+        kind = GroupKind(message.kind)
+    except ValueError:
+        raise Unsupported(
+            "no such kind of group",
+            field=f"namespace.groups[{index}].kind",
+            value=message.kind,
+            remedy="known: " + ", ".join(item.value for item in GroupKind),
+        ) from None
+    return GroupSpec(
+        name=message.name,
+        kind=kind,
+        shard_bytes=message.shard_bytes,
+        shard_count=message.shard_count,
+        layers=tuple(LayerSlice(piece.layer, piece.offset, piece.length) for piece in message.layers),
+        position_rule=message.position_rule,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- extents
+
+
+def extents_to_proto(extents: Sequence[Extent]) -> types_pb2.Extents:
+    return types_pb2.Extents(
+        segment=[extent.segment for extent in extents],
+        offset=[extent.offset for extent in extents],
+        length=[extent.length for extent in extents],
+        cell=[extent.cell for extent in extents],
+        generation=[extent.generation for extent in extents],
+        checksum=[extent.checksum for extent in extents],
+    )
+
+
+def extents_from_proto(message: types_pb2.Extents) -> tuple[Extent, ...]:
+    """Raises StoreError (INTERNAL) when the columns differ in length."""
+    columns = (
+        message.segment,
+        message.offset,
+        message.length,
+        message.cell,
+        message.generation,
+        message.checksum,
+    )
+    if len({len(column) for column in columns}) != 1:
+        raise StoreError(
+            "the columns of an Extents message differ in length", field="extents", value=[*map(len, columns)]
+        )
+    return tuple(map(Extent, map(SegmentId, columns[0]), *columns[1:]))
+
+
+# ---------------------------------------------------------------------------------------- results of one byte
+
+
+E = TypeVar("E", Outcome, Reason, GrantResult, CommitResult)
+
+
+def _table(kind: type[E], unknown: E) -> list[E]:
+    known = {item.value: item for item in kind}
+    return [known.get(byte, unknown) for byte in range(256)]
+
+
+_OUTCOMES = _table(Outcome, Outcome.MISS)
+_REASONS = _table(Reason, Reason.NONE)
+_GRANTS = _table(GrantResult, GrantResult.FULL)
+_COMMITS = _table(CommitResult, CommitResult.WAITING_FOR_SHARDS)
+
+
+def outcomes_from_bytes(data: bytes) -> tuple[Outcome, ...]:
+    return tuple(map(_OUTCOMES.__getitem__, data))
+
+
+def reasons_from_bytes(data: bytes) -> tuple[Reason, ...]:
+    return tuple(map(_REASONS.__getitem__, data))
+
+
+# ----------------------------------------------------------------------------------------------------- errors
+
+
+def error_to_proto(error: StoreError) -> types_pb2.Error:
+    return types_pb2.Error(
+        code=error.code.value,
+        message=_clean(error.message),
+        field=_clean(error.field),
+        value=error.value,
+        remedy=_clean(error.remedy),
+    )
+
+
+def error_from_proto(message: types_pb2.Error) -> StoreError:
+    return _error_of(message.code)(
+        message.message, field=message.field, value=message.value, remedy=message.remedy
+    )
+
+
+def error_metadata(error: StoreError) -> tuple[tuple[str, bytes], ...]:
+    """Trailing metadata for a unary call that is answered with `error`."""
+    return ((ERROR_METADATA, error_to_proto(error).SerializeToString()),)
+
+
+def error_from_status(code: int, details: str, metadata: Iterable[tuple[str, str | bytes]]) -> StoreError:
+    """The error of a failed call: what `error_metadata` carried, else (gRPC failed) the status alone."""
+    for key, value in metadata:
+        if key == ERROR_METADATA and isinstance(value, bytes):
+            try:
+                return error_from_proto(types_pb2.Error.FromString(value))
+            except DecodeError:
+                break
+    return _error_of(code)(details or f"gRPC status {code}")
+
+
+_CANCELLED = 1
+"""gRPC's status for a call that was cut off from either end; to a caller the same as an absent daemon."""
+
+
+def _error_of(code: int) -> type[StoreError]:
+    return Unavailable if code == _CANCELLED else BY_CODE.get(code, StoreError)
+
+
+def _clean(text: str) -> str:
+    """A text field must be UTF-8; lone surrogates come from undecodable file names and the like."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+# ---------------------------------------------------------------------------------------------------- answers
+
+
+def opened_to_proto(answer: Opened) -> store_pb2.OpenReply:
+    return store_pb2.OpenReply(
+        namespace_id=answer.namespace,
+        salt=answer.salt,
+        weights_epoch=answer.epoch,
+        segment_bytes=answer.segment_bytes,
+        notes=[_clean(note) for note in answer.notes],
+    )
+
+
+def opened_from_proto(message: store_pb2.OpenReply) -> Opened:
+    return Opened(
+        namespace=NamespaceId(message.namespace_id),
+        salt=message.salt,
+        epoch=message.weights_epoch,
+        segment_bytes=message.segment_bytes,
+        notes=tuple(message.notes),
+    )
+
+
+def matched_to_proto(answer: Matched) -> store_pb2.MatchReply:
+    return store_pb2.MatchReply(
+        usable=answer.usable, outcomes=bytes(answer.outcomes), reasons=bytes(answer.reasons)
+    )
+
+
+def matched_from_proto(message: store_pb2.MatchReply) -> Matched:
+    return Matched(
+        usable=message.usable,
+        outcomes=outcomes_from_bytes(message.outcomes),
+        reasons=reasons_from_bytes(message.reasons),
+    )
+
+
+def acquired_to_proto(answer: Acquired) -> store_pb2.AcquireReply:
+    return store_pb2.AcquireReply(
+        lease_id=answer.lease,
+        ttl_ms=answer.ttl_ms,
+        outcomes=bytes(answer.outcomes),
+        reasons=bytes(answer.reasons),
+        extents=extents_to_proto(answer.extents),
+    )
+
+
+def acquired_from_proto(message: store_pb2.AcquireReply) -> Acquired:
+    return Acquired(
+        lease=LeaseId(message.lease_id),
+        ttl_ms=message.ttl_ms,
+        outcomes=outcomes_from_bytes(message.outcomes),
+        reasons=reasons_from_bytes(message.reasons),
+        extents=extents_from_proto(message.extents),
+    )
+
+
+def renewed_to_proto(answer: Renewed) -> store_pb2.RenewReply:
+    return store_pb2.RenewReply(ttl_ms=answer.ttl_ms)
+
+
+def renewed_from_proto(message: store_pb2.RenewReply) -> Renewed:
+    return Renewed(ttl_ms=tuple(message.ttl_ms))
+
+
+def reserved_to_proto(answer: Reserved) -> store_pb2.ReserveReply:
+    return store_pb2.ReserveReply(
+        reservation_id=answer.reservation,
+        ttl_ms=answer.ttl_ms,
+        results=bytes(answer.results),
+        extents=extents_to_proto(answer.extents),
+    )
+
+
+def reserved_from_proto(message: store_pb2.ReserveReply) -> Reserved:
+    return Reserved(
+        reservation=ReservationId(message.reservation_id),
+        ttl_ms=message.ttl_ms,
+        results=tuple(map(_GRANTS.__getitem__, message.results)),
+        extents=extents_from_proto(message.extents),
+    )
+
+
+def committed_to_proto(answer: Committed) -> store_pb2.CommitReply:
+    return store_pb2.CommitReply(results=bytes(answer.results))
+
+
+def committed_from_proto(message: store_pb2.CommitReply) -> Committed:
+    return Committed(results=tuple(map(_COMMITS.__getitem__, message.results)))
+
+
+def entries_to_proto(entries: Iterable[SessionEntry]) -> list[store_pb2.SessionEntry]:
+    return [
+        store_pb2.SessionEntry(
+            key=entry.key,
+            first_token=entry.first_token,
+            token_count=entry.token_count,
+            delta=entry.delta,
+            approximate=entry.approximate,
+        )
+        for entry in entries
+    ]
+
+
+def entries_from_proto(messages: Iterable[store_pb2.SessionEntry]) -> tuple[SessionEntry, ...]:
+    return tuple(
+        SessionEntry(
+            key=ChunkKey(message.key),
+            first_token=message.first_token,
+            token_count=message.token_count,
+            delta=message.delta,
+            approximate=message.approximate,
+        )
+        for message in messages
+    )
+
+
+def session_to_proto(answer: SessionInfo) -> store_pb2.SessionReply:
+    return store_pb2.SessionReply(
+        session=answer.session,
+        version=answer.version,
+        entries=entries_to_proto(answer.entries),
+        usable=answer.usable,
+    )
+
+
+def session_from_proto(message: store_pb2.SessionReply) -> SessionInfo:
+    return SessionInfo(
+        session=message.session,
+        version=message.version,
+        entries=entries_from_proto(message.entries),
+        usable=message.usable,
+    )
+
+
+def done_to_proto(answer: Done) -> store_pb2.DoneReply:
+    return store_pb2.DoneReply(count=answer.count)
+
+
+def done_from_proto(message: store_pb2.DoneReply) -> Done:
+    return Done(count=message.count)
+
+
+def sessions_to_proto(answer: SessionList) -> stats_pb2.ListSessionsReply:
+    return stats_pb2.ListSessionsReply(
+        rows=[
+            stats_pb2.SessionRow(
+                session=row.session,
+                tenant=row.tenant,
+                namespace_id=row.namespace,
+                version=row.version,
+                entry_count=row.entry_count,
+                token_count=row.token_count,
+                usable=row.usable,
+                resident_bytes=row.resident_bytes,
+                idle_ms=row.idle_ms,
+            )
+            for row in answer.rows
+        ],
+        total=answer.total,
+    )
+
+
+def explained_to_proto(answer: Explained) -> stats_pb2.ExplainReply:
+    return stats_pb2.ExplainReply(
+        version=answer.version,
+        chunks=[
+            stats_pb2.ChunkHistory(
+                key=chunk.key,
+                outcome=chunk.outcome,
+                reason=chunk.reason,
+                token_count=chunk.token_count,
+                shards_ready=chunk.shards_ready,
+                shards=chunk.shards,
+                pins=chunk.pins,
+                hits=chunk.hits,
+                age_ms=chunk.age_ms,
+                idle_ms=chunk.idle_ms,
+                manifests=chunk.manifests,
+                derived=chunk.derived,
+                maker=chunk.maker,
+            )
+            for chunk in answer.chunks
+        ],
+    )
+
+
+_ATTACH: dict[type[Any], tuple[str, Any, Any]] = {
+    Opened: ("open", opened_to_proto, opened_from_proto),
+    Matched: ("match", matched_to_proto, matched_from_proto),
+    Acquired: ("acquire", acquired_to_proto, acquired_from_proto),
+    Renewed: ("renew", renewed_to_proto, renewed_from_proto),
+    Reserved: ("reserve", reserved_to_proto, reserved_from_proto),
+    Committed: ("commit", committed_to_proto, committed_from_proto),
+    SessionInfo: ("session", session_to_proto, session_from_proto),
+    Done: ("done", done_to_proto, done_from_proto),
+}
+_FROM_ATTACH = {field: convert for field, _, convert in _ATTACH.values()}
+
+
+def attach_reply(request_id: int, answer: Answer) -> store_pb2.AttachReply:
+    """`answer` (a StoreError too) as the reply on the Attach stream to request `request_id`."""
+    if isinstance(answer, StoreError):
+        return store_pb2.AttachReply(request_id=request_id, error=error_to_proto(answer))
+    field, convert, _ = _ATTACH[type(answer)]
+    return store_pb2.AttachReply(request_id=request_id, **{field: convert(answer)})
+
+
+def answer_of(reply: store_pb2.AttachReply) -> Answer:
+    """The answer inside a reply that is not a push (a StoreError is returned, not raised).
+
+    Raises StoreError (INTERNAL) for a body that this build does not know.
+    """
+    field = reply.WhichOneof("body")
+    if field == "error":
+        return error_from_proto(reply.error)
+    convert = _FROM_ATTACH.get(field or "")
+    if convert is None:
+        raise StoreError("unknown answer on the Attach stream", field="body", value=field)
+    answer: Answer = convert(getattr(reply, field))
+    return answer

@@ -1,0 +1,155 @@
+"""Both directions of every conversion, and what a newer or hostile peer may send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore import errors, wire
+from kvstore.core import events
+from kvstore.layout import GroupKind, GroupSpec, LayerSlice, NamespaceSpec
+from kvstore.types import (
+    ChunkKey,
+    CommitResult,
+    Extent,
+    GrantResult,
+    LeaseId,
+    NamespaceId,
+    Outcome,
+    Reason,
+    ReservationId,
+    SegmentId,
+)
+from kvstore.v1 import store_pb2, types_pb2
+
+SPEC = NamespaceSpec(
+    model="llama",
+    weights_digest=b"w" * 32,
+    layout_fingerprint="hf/k,v:[H,T,D]:float32",
+    chunk_tokens=64,
+    groups=(
+        GroupSpec("full", 4096, shard_count=2, layers=(LayerSlice(0, 0, 2048), LayerSlice(3, 2048, 2048))),
+        GroupSpec("mla", 512, kind=GroupKind.LATENT, position_rule="none"),
+    ),
+    weights_epoch=7,
+    adapter_digest=b"a",
+    kv_scales_digest=b"s",
+    hash_protocol="vllm",
+    tensor_parallel=2,
+    pipeline_parallel=3,
+    context_parallel=4,
+    salt=b"pepper",
+)
+EXTENTS = (
+    Extent(SegmentId(1), 0, 4096, 0, 1, 2**64 - 1),
+    Extent(SegmentId(2**32 - 1), 1 << 40, 512, 9, 2**63, 0),
+)
+ENTRY = events.SessionEntry(ChunkKey(b"k"), 64, 64, delta=-128, approximate=True)
+ANSWERS: list[Any] = [
+    events.Opened(NamespaceId(3), b"x" * 32, 7, 1 << 30, ("weights_epoch: 6 != 7",)),
+    events.Matched(1, (Outcome.HIT, Outcome.MISS), (Reason.NONE, Reason.EVICTED)),
+    events.Acquired(
+        LeaseId(2**63), 10_000, (Outcome.HIT, Outcome.PENDING), (Reason.NONE, Reason.BEING_SAVED), EXTENTS
+    ),
+    events.Renewed((10_000, 0)),
+    events.Reserved(ReservationId(9), 30_000, (GrantResult.GRANTED, GrantResult.QUOTA), EXTENTS),
+    events.Committed((CommitResult.VISIBLE, CommitResult.WAITING_FOR_SHARDS, CommitResult.ALREADY)),
+    events.SessionInfo(b"s\xff", 2, (ENTRY,), 1),
+    events.Done(5),
+]
+
+
+def test_a_namespace_survives_the_wire_whole() -> None:
+    message = types_pb2.Namespace.FromString(wire.spec_to_proto(SPEC).SerializeToString())
+    assert wire.spec_from_proto(message) == SPEC
+    assert set(SPEC.__dataclass_fields__) == {field.name for field in types_pb2.Namespace.DESCRIPTOR.fields}
+
+
+def test_an_unknown_group_kind_is_named() -> None:
+    message = wire.spec_to_proto(SPEC)
+    message.groups[1].kind = "hologram"
+    with pytest.raises(errors.Unsupported, match=r"namespace\.groups\[1\]\.kind=hologram") as caught:
+        wire.spec_from_proto(message)
+    assert "latent" in caught.value.remedy
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
+def test_an_answer_survives_the_wire_whole(answer: Any) -> None:
+    data = wire.attach_reply(2**63, answer).SerializeToString()
+    reply = store_pb2.AttachReply.FromString(data)
+    assert reply.request_id == 2**63
+    assert wire.answer_of(reply) == answer
+
+
+def test_bytes_of_a_newer_peer_read_as_the_least_promise() -> None:
+    matched = wire.matched_from_proto(store_pb2.MatchReply(outcomes=b"\x00\xee", reasons=b"\x00\xee"))
+    assert matched.outcomes == (Outcome.HIT, Outcome.MISS)
+    assert matched.reasons == (Reason.NONE, Reason.NONE)
+    assert wire.reserved_from_proto(store_pb2.ReserveReply(results=b"\xee")).results == (GrantResult.FULL,)
+    committed = wire.committed_from_proto(store_pb2.CommitReply(results=b"\xee"))
+    assert committed.results == (CommitResult.WAITING_FOR_SHARDS,)
+
+
+def test_ragged_extents_are_refused() -> None:
+    message = wire.extents_to_proto(EXTENTS)
+    message.checksum.pop()
+    with pytest.raises(errors.StoreError, match="extents"):
+        wire.extents_from_proto(message)
+
+
+@pytest.mark.parametrize("kind", list(errors.BY_CODE.values()))
+def test_an_error_keeps_its_class_and_parts(kind: type[errors.StoreError]) -> None:
+    error = kind("is wrong", field="keys[3]", value=b"\x01\x02", remedy="send less")
+    back = wire.answer_of(wire.attach_reply(1, error))
+    assert type(back) is kind
+    assert isinstance(back, errors.StoreError)
+    assert (str(back), back.field, back.value, back.remedy) == (str(error), "keys[3]", "0102", "send less")
+
+    unary = wire.error_from_status(error.code.value, "cut", wire.error_metadata(error))
+    assert type(unary) is kind
+    assert str(unary) == str(error)
+
+
+def test_a_status_without_our_metadata_still_has_a_class() -> None:
+    assert type(wire.error_from_status(14, "no route", ())) is errors.Unavailable
+    assert type(wire.error_from_status(1, "cancelled", ())) is errors.Unavailable
+    assert type(wire.error_from_status(4, "", ())) is errors.DeadlineExceeded
+    unknown = wire.error_from_status(2, "", ((wire.ERROR_METADATA, b"\xff\xff"),))
+    assert type(unknown) is errors.StoreError
+    assert str(unknown) == "gRPC status 2"
+
+
+def test_an_error_with_unencodable_text_can_be_sent() -> None:
+    back = wire.answer_of(wire.attach_reply(1, errors.NotFound("no \udcff file", field="\udcfe")))
+    assert str(back) == "\\udcfe=: no \\udcff file"
+
+
+def test_an_unknown_answer_is_an_error_of_ours() -> None:
+    with pytest.raises(errors.StoreError, match="body="):
+        wire.answer_of(store_pb2.AttachReply(request_id=1))
+
+
+def test_broken_messages_are_bad_requests() -> None:
+    assert wire.parse(store_pb2.MatchRequest, b"") == store_pb2.MatchRequest()
+    # field 2 of Error is text: two bytes that are no UTF-8
+    with pytest.raises(errors.BadRequest, match="not a valid Error"):
+        wire.parse(types_pb2.Error, b"\x12\x02\xff\xfe")
+    with pytest.raises(errors.BadRequest, match="not a valid MatchRequest"):
+        wire.parse(store_pb2.MatchRequest, b"\x1a\xff")
+
+
+def test_lists_for_the_operator() -> None:
+    row = events.SessionRow(b"s", "alice", NamespaceId(1), 2, 3, 192, 3, 4096, 17)
+    message = wire.sessions_to_proto(events.SessionList((row,), 12))
+    assert (message.total, message.rows[0].tenant, message.rows[0].idle_ms) == (12, "alice", 17)
+    chunk = events.ChunkHistory(
+        ChunkKey(b"k"), Outcome.MISS, Reason.EVICTED, 64, 1, 2, 0, 4, 100, 50, 1, True, b"m" * 16
+    )
+    explained = wire.explained_to_proto(events.Explained(3, (chunk,)))
+    assert explained.version == 3
+    assert (explained.chunks[0].reason, explained.chunks[0].derived, explained.chunks[0].shards) == (
+        2,
+        True,
+        2,
+    )
