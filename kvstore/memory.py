@@ -1,0 +1,363 @@
+"""Shared memory and the packets that hand it over: what the daemon and the client both need, and nothing else.
+
+A piece of shared memory is a *memfd*: it has no name in any file system, so nothing is left behind when its last holder
+is killed. It is handed over as a file descriptor on a unix socket and protected by *seals*, which nobody can take off.
+Imports only numpy and the standard library, so that an engine's process can afford it.
+
+Header of a segment, a memfd of its own, little-endian:
+
+    offset  bytes
+    0       8       magic "KVSEGHDR"
+    8       4       version, 1
+    12      4       number of cells
+    16      8       bytes of the segment
+    24      16      boot id of the daemon that made it
+    40      4056    zero
+    4096    8 each  one generation per cell
+
+Ordering. The daemon stores the new generation, then a `fence()`, and only then may new bytes go into the slot. A reader
+loads the cell, the bytes, and the cell again, with a `fence()` on both sides of the bytes. So if it saw a new byte, its
+second look at the cell sees the new generation, and the load is void. This holds on x86-64 and aarch64, where all
+observers see stores in one order. A cell is eight bytes at a multiple of eight, loaded and stored as one uint64, so it
+is never seen half-written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# From linux/fcntl.h, linux/memfd.h and asm-generic/mman-common.h; not all of them have a name in Python 3.11.
+F_SEAL_SEAL = 0x01
+F_SEAL_SHRINK = 0x02
+F_SEAL_GROW = 0x04
+F_SEAL_WRITE = 0x08
+F_SEAL_FUTURE_WRITE = 0x10
+MFD_NOEXEC_SEAL = 0x08
+MADV_DONTFORK = 10
+MADV_HUGEPAGE = 14
+MADV_POPULATE_WRITE = 23
+
+SEALS_RESIZE = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
+"""Nobody can change the size: a mapping of it never faults with SIGBUS because somebody truncated the file."""
+SEALS_READ_ONLY = SEALS_RESIZE | F_SEAL_FUTURE_WRITE
+"""And nobody can write, but through mappings that exist already: the daemon's own."""
+
+HEADER_MAGIC = b"KVSEGHDR"
+HEADER_VERSION = 1
+HEADER_CELLS_OFFSET = 4096
+CELL_BYTES = 8
+_HEADER = struct.Struct("<8sIIQ16s")
+
+PACKET_BYTES_MAX = 64 << 10
+"""Longest packet on the descriptor socket, either way."""
+
+# The libc calls themselves: mmap.mmap would keep a duplicate of every descriptor, and its madvise() holds the
+# interpreter's lock, which would stop the daemon's loop for as long as a segment is being faulted in.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+# ---------------------------------------------------------------------------------------------------- memfds, mappings
+
+
+def create_memfd(name: str, size_bytes: int) -> int:
+    """A new sealable memfd of zero bytes, closed on exec; `name` shows in /proc/PID/maps. Raises OSError."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create(name, flags | MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.memfd_create(name, flags)  # before Linux 6.3
+    try:
+        os.ftruncate(fd, size_bytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def add_seals(fd: int, seals: int) -> None:
+    """Raises OSError: EPERM once F_SEAL_SEAL is on, EINVAL for F_SEAL_FUTURE_WRITE before Linux 5.1."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+
+
+def get_seals(fd: int) -> int:
+    return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+
+
+class _Region:
+    """The mapped address range. Every numpy view of it holds a reference, so it is unmapped when the last one goes."""
+
+    def __init__(self, address: int, size_bytes: int, *, writable: bool) -> None:
+        self.address = address
+        self.size_bytes = size_bytes
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, not writable),
+        }
+
+    def __del__(self, munmap: Callable[[int, int], int] = _libc.munmap) -> None:
+        munmap(self.address, self.size_bytes)
+
+
+class SharedMapping:
+    """A shared mapping of a memfd, as bytes.
+
+    `close()` gives up this object's reference. The memory is unmapped at that moment unless somebody still holds a view
+    of it, else when the last view goes: an address that a copy is running on, or that a user kept, never turns invalid.
+    `unmapped` says whether it is gone. Holds no descriptor.
+    """
+
+    def __init__(self, region: _Region) -> None:
+        self.size_bytes = region.size_bytes
+        self._array: npt.NDArray[np.uint8] | None = np.asarray(region)
+        self._region = weakref.ref(region)
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """All bytes; read-only unless mapped writable. Raises ValueError after close()."""
+        if self._array is None:
+            raise ValueError("the mapping is closed")
+        return self._array
+
+    @property
+    def unmapped(self) -> bool:
+        return self._region() is None
+
+    def close(self) -> None:
+        self._array = None
+
+    def ask_for_huge_pages(self) -> bool:
+        """Whether the kernel took the advice; it may still hand out small pages."""
+        return self._advise(MADV_HUGEPAGE, 0, self.size_bytes) == 0
+
+    def populate(self, *, step_bytes: int = 64 << 20, cancelled: Callable[[], bool] = lambda: False) -> bool:
+        """Faults all pages of a writable mapping in, without holding the interpreter's lock.
+
+        Looks at `cancelled` before each step; returns False when it stopped for that. For fresh memory only: where the
+        kernel cannot populate (before 5.14) every page gets a zero. Raises OSError (ENOMEM).
+        """
+        for offset in range(0, self.size_bytes, step_bytes):
+            if cancelled():
+                return False
+            length = min(step_bytes, self.size_bytes - offset)
+            code = errno.EINTR
+            while code == errno.EINTR:
+                code = self._advise(MADV_POPULATE_WRITE, offset, length)
+            if code == errno.EINVAL:
+                self.array[offset : offset + length : mmap.PAGESIZE] = 0
+            elif code:
+                raise OSError(code, f"faulting {length} bytes in: {os.strerror(code)}")
+        return True
+
+    def _advise(self, advice: int, offset: int, length: int) -> int:
+        """0 or the errno."""
+        base = self.array  # held for the length of the call, so that close() in another thread cannot unmap
+        if _libc.madvise(base.ctypes.data + offset, length, advice) == 0:
+            return 0
+        return ctypes.get_errno()
+
+    def __repr__(self) -> str:
+        state = "unmapped" if self.unmapped else "closed" if self._array is None else "mapped"
+        return f"SharedMapping({self.size_bytes} bytes, {state})"
+
+
+def map_shared(fd: int, size_bytes: int, *, writable: bool = False) -> SharedMapping:
+    """Maps the first `size_bytes` of a memfd, not inherited by children; always shared (a private mapping would go
+    stale once something pinned it). The descriptor may be closed afterwards.
+
+    Raises OSError: EPERM for a writable mapping of what is sealed against it, EINVAL for a file that is shorter,
+    because touching what it lacks would be SIGBUS.
+    """
+    if size_bytes <= 0 or os.fstat(fd).st_size < size_bytes:
+        raise OSError(errno.EINVAL, f"cannot map {size_bytes} bytes of a file of {os.fstat(fd).st_size}")
+    protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+    address = _libc.mmap(None, size_bytes, protection, mmap.MAP_SHARED, fd, 0)
+    if address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot map {size_bytes} bytes: {os.strerror(code)}")
+    region = _Region(address, size_bytes, writable=writable)
+    if _libc.madvise(address, size_bytes, MADV_DONTFORK):
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot keep a mapping from being inherited: {os.strerror(code)}")
+    return SharedMapping(region)
+
+
+def cut(array: npt.NDArray[np.uint8], offset: int, length: int) -> npt.NDArray[np.uint8]:
+    """View of [offset, offset + length). Raises ValueError outside of the array; slicing alone would silently clip."""
+    if offset < 0 or length < 0 or offset + length > array.size:
+        raise ValueError(f"[{offset}, {offset + length}) is outside of {array.size} bytes")
+    return array[offset : offset + length]
+
+
+# ------------------------------------------------------------------------------------------------------ segment header
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    cells: int
+    segment_bytes: int
+    boot_id: bytes
+
+
+def header_bytes(cells: int) -> int:
+    """Size of a header with `cells` cells, in whole pages."""
+    return -(-(HEADER_CELLS_OFFSET + cells * CELL_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def write_header(array: npt.NDArray[np.uint8], header: SegmentHeader) -> None:
+    assert len(header.boot_id) == 16, header
+    fields = (HEADER_MAGIC, HEADER_VERSION, header.cells, header.segment_bytes, header.boot_id)
+    _HEADER.pack_into(array.data, 0, *fields)
+
+
+def read_header(array: npt.NDArray[np.uint8]) -> SegmentHeader:
+    """Raises ValueError when these are not the bytes of a header that we know how to read."""
+    if array.size < HEADER_CELLS_OFFSET:
+        raise ValueError(f"a segment header has at least {HEADER_CELLS_OFFSET} bytes, not {array.size}")
+    magic, version, cells, segment_bytes, boot_id = _HEADER.unpack_from(array.data, 0)
+    if magic != HEADER_MAGIC:
+        raise ValueError(f"not a segment header: it begins with {magic!r}")
+    if version != HEADER_VERSION:
+        raise ValueError(f"segment header of version {version}; this program reads version {HEADER_VERSION}")
+    if header_bytes(cells) > array.size:
+        raise ValueError(f"a segment header with {cells} cells cannot have {array.size} bytes")
+    return SegmentHeader(cells=cells, segment_bytes=segment_bytes, boot_id=boot_id)
+
+
+def generations(array: npt.NDArray[np.uint8], cells: int) -> npt.NDArray[np.uint64]:
+    """The header's cells as numbers: a view, so reading one loads it from shared memory."""
+    return cut(array, HEADER_CELLS_OFFSET, cells * CELL_BYTES).view("<u8")
+
+
+def fence() -> None:
+    """What this thread loaded and stored before comes before what it loads and stores after, for all who look.
+
+    A processor may reorder plain accesses (aarch64 most of them), but nothing across a release followed by an acquire,
+    which is what the end of one lock's section and the beginning of the next are.
+    """
+    lock = threading.Lock()
+    with lock:
+        pass
+    with lock:
+        pass
+
+
+# -------------------------------------------------------------------------------------------------------- memory limit
+
+
+def memory_limit_bytes(root: str | os.PathLike[str] = "/") -> int:
+    """The most memory this process can ever have: the machine's, or the lowest limit of its cgroup and of those above.
+
+    memory.high counts too: shared memory cannot be reclaimed without swap, so above it every allocation is throttled
+    to a crawl. `root` is where /proc and /sys are looked for.
+    """
+    base = Path(root)
+    (total_kib,) = re.findall(r"(?m)^MemTotal:\s+(\d+) kB", (base / "proc/meminfo").read_text())
+    limits = [int(total_kib) * 1024]
+    for mount_point, path, names in _memory_cgroups(base):
+        folder = base / mount_point.lstrip("/")
+        for level in (folder, *(folder.joinpath(*path[: n + 1]) for n in range(len(path)))):
+            limits += [limit for name in names if (limit := _limit_in(level / name)) is not None]
+    return min(limits)
+
+
+def _memory_cgroups(base: Path) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """For each hierarchy that limits our memory: mount point, our path below it, names of the files with limits."""
+    try:
+        memberships = (base / "proc/self/cgroup").read_text().splitlines()
+        mounts = (base / "proc/self/mountinfo").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    own: dict[str, str] = {}
+    for line in memberships:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            own["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            own["cgroup"] = path
+    found: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
+    for line in mounts:
+        left, _, right = line.partition(" - ")
+        mount_root, mount_point = (_unescape(text) for text in left.split()[3:5])
+        kind, _, options = right.split()[:3]
+        if kind not in own or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        # A container may see only a part of the tree: then our path begins with the mount's root, or lies outside.
+        parts, above = Path(own[kind]).parts, Path(mount_root).parts
+        inside = parts[: len(above)] == above and ".." not in parts
+        names = ("memory.max", "memory.high") if kind == "cgroup2" else ("memory.limit_in_bytes",)
+        found.append((mount_point, parts[len(above) :] if inside else (), names))
+    return found
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _limit_in(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except FileNotFoundError:  # the root has no limits, or our path is one of another cgroup namespace
+        return None
+    return None if text == "max" else int(text)
+
+
+# ------------------------------------------------------------------------------------------------------------- packets
+
+
+def send_packet(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
+    """One packet on a SOCK_SEQPACKET socket, whole or not at all. Raises OSError, BlockingIOError among them."""
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))
+    sock.sendmsg([data], [rights] if fds else [])
+
+
+def receive_packet(
+    sock: socket.socket, *, bytes_max: int = PACKET_BYTES_MAX, fds_max: int = 0
+) -> tuple[bytes, list[int]]:
+    """One packet and the descriptors that came with it (close-on-exec, now the caller's).
+
+    No bytes: the other end closed, or sent an empty packet. More bytes or descriptors than allowed: OSError (EMSGSIZE),
+    and all descriptors are closed; with `fds_max` 0 the kernel never even opens them.
+    """
+    space = socket.CMSG_LEN(fds_max * 4) if fds_max else 0
+    data, ancillary, flags, _ = sock.recvmsg(bytes_max, space, socket.MSG_CMSG_CLOEXEC)
+    fds = [fd for message in ancillary for fd in _fds_of(*message)]
+    if len(fds) > fds_max or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        for fd in fds:
+            os.close(fd)
+        raise OSError(errno.EMSGSIZE, f"a packet with over {bytes_max} bytes or {fds_max} descriptors")
+    return data, fds
+
+
+def _fds_of(level: int, kind: int, data: Any) -> list[int]:
+    if (level, kind) != (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+        return []
+    whole = len(data) - len(data) % 4
+    return list(struct.unpack(f"{whole // 4}i", data[:whole]))
