@@ -1,0 +1,101 @@
+"""Structured logs: one JSON object a line on stderr, for the stdlib's `logging`.
+
+    log = logging.getLogger(__name__)
+    log.warning("a segment could not be created", extra=fields(segment=3, why=why))
+
+A peer can neither forge a line (values are JSON strings in ASCII), nor make one long (texts are cut), nor flood the
+log: a message template that repeats more than REPEATS_MAX times in PERIOD_S is held back, and the next line that passes
+says how many were.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from kvstore.errors import shorten
+
+TEXT_MAX = 2_000
+"""Characters of one text in a line; a traceback may have ten times as many."""
+REPEATS_MAX = 20
+PERIOD_S = 10.0
+TEMPLATES_MAX = 1_024
+
+
+def fields(**values: object) -> dict[str, dict[str, object]]:
+    """`extra=` of a logging call: values that go into the line under their own names."""
+    return {"fields": values}
+
+
+class JsonFormatter(logging.Formatter):
+    """{"time": UTC in ISO 8601, "level", "logger", "message", the record's fields, "exception"}."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": shorten(record.getMessage(), limit=TEXT_MAX),
+        }
+        extra: dict[str, object] = getattr(record, "fields", {})
+        line |= {name: _plain(value) for name, value in extra.items() if name not in line}
+        held_back = getattr(record, "held_back", 0)
+        if held_back:
+            line["held_back"] = held_back
+        if record.exc_info:
+            # what was raised is at the end
+            line["exception"] = self.formatException(record.exc_info)[-10 * TEXT_MAX :]
+        return json.dumps(line, ensure_ascii=True)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float)) else shorten(value, limit=TEXT_MAX)
+
+
+class RateLimit(logging.Filter):
+    """At most REPEATS_MAX lines per PERIOD_S of one template (the text before `%` formatting); critical ones pass."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._templates: dict[tuple[str, str], list[float]] = {}
+        """(logger, template) -> [start of the period, lines in it, held back]."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.CRITICAL:
+            return True
+        now = self._clock()
+        key = (record.name, str(record.msg))
+        state = self._templates.get(key)
+        if state is None or now - state[0] >= PERIOD_S:
+            if state is None and len(self._templates) >= TEMPLATES_MAX:
+                self._templates.clear()  # somebody formats before logging; forget rather than grow
+            record.held_back = int(state[2]) if state else 0
+            self._templates[key] = [now, 1, 0]
+            return True
+        state[1] += 1
+        if state[1] > REPEATS_MAX:
+            state[2] += 1
+            return False
+        return True
+
+
+def setup(level: str, stream: TextIO | None = None) -> None:
+    """Route all that this process logs to `stream` (stderr) as JSON lines; `level` as in StoreConfig.log_level."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    handler.addFilter(RateLimit())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    logging.raiseExceptions = False  # a full or closed stderr must not end the daemon
+    logging.captureWarnings(True)

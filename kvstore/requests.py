@@ -1,0 +1,333 @@
+"""Requests -> events: the one place where every field that a peer sends is checked against its bound.
+
+CALLS says for each request of `Store` and `Stats` how its message becomes an event and its answer a reply. The Attach
+stream and the unary calls share it, so that they cannot differ. What is checked here needs no state; what does (an
+unknown lease, a tenant's namespace, the number of shards) is the core's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from kvstore import wire
+from kvstore.core import events
+from kvstore.core.events import Ticket
+from kvstore.errors import BadRequest
+from kvstore.layout import CHUNK_TOKENS_MAX, SHARDS_MAX
+from kvstore.types import (
+    KEY_BYTES_MAX,
+    KEYS_PER_REQUEST_MAX,
+    MAKER_BYTES,
+    SESSION_NAME_BYTES_MAX,
+    ChunkKey,
+    LeaseId,
+    NamespaceId,
+    ReservationId,
+    SegmentId,
+    StagedPiece,
+    Wait,
+)
+from kvstore.v1 import stats_pb2, store_pb2
+
+TTL_MS_MAX = 24 * 3600 * 1000
+"""Longest time a request may name; the core clips it further."""
+POSITION_MAX = 1 << 40
+"""Tokens of a session, positions and their deltas."""
+NUMBER_MAX = (1 << 63) - 1
+SEGMENTS_PER_REQUEST_MAX = 65_536
+ROWS_MAX = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One kind of request. `event` raises BadRequest or Unsupported; None stands for a request that needs no core."""
+
+    request: type[Message]
+    event: Callable[[Any, Ticket], events.Event] | None
+    reply: Callable[[Any], Message]
+
+
+def number(field: str, value: int, high: int, low: int = 0) -> int:
+    if not low <= value <= high:
+        raise BadRequest(f"must be between {low} and {high}", field=field, value=value)
+    return value
+
+
+def count(field: str, items: Sequence[Any], high: int) -> None:
+    if len(items) > high:
+        raise BadRequest(
+            f"a request has at most {high}",
+            field=f"number of {field}",
+            value=len(items),
+            remedy="split the request",
+        )
+
+
+def chunk_keys(field: str, keys: Sequence[bytes], *, empty: bool = False) -> tuple[ChunkKey, ...]:
+    """`keys` as a tuple; `empty` allows keys of no bytes (the root of a chain)."""
+    count(field, keys, KEYS_PER_REQUEST_MAX)
+    for index, key in enumerate(keys):
+        if len(key) > KEY_BYTES_MAX or not (key or empty):
+            raise BadRequest(
+                f"a key has {'at most' if empty else '1 to'} {KEY_BYTES_MAX} bytes",
+                field=f"{field}[{index}]",
+                value=f"{len(key)} bytes",
+            )
+    return tuple(map(ChunkKey, keys))
+
+
+def some_keys(keys: Sequence[bytes]) -> tuple[ChunkKey, ...]:
+    if not keys:
+        raise BadRequest("name at least one key", field="keys", value="()")
+    return chunk_keys("keys", keys)
+
+
+def shard_numbers(shards: Sequence[int]) -> tuple[int, ...]:
+    count("shards", shards, SHARDS_MAX)
+    for shard in shards:
+        number("shards", shard, SHARDS_MAX - 1)
+    if len(set(shards)) != len(shards):
+        raise BadRequest("names a shard twice", field="shards", value=list(shards))
+    return tuple(shards)
+
+
+def session_name(field: str, name: bytes) -> bytes:
+    if not 1 <= len(name) <= SESSION_NAME_BYTES_MAX:
+        raise BadRequest(f"has 1 to {SESSION_NAME_BYTES_MAX} bytes", field=field, value=f"{len(name)} bytes")
+    return name
+
+
+def maker_id(maker: bytes) -> bytes:
+    if len(maker) not in (0, MAKER_BYTES):
+        raise BadRequest(f"has {MAKER_BYTES} bytes or none", field="maker", value=maker)
+    return maker
+
+
+def namespace_id(value: int) -> NamespaceId:
+    return NamespaceId(number("namespace_id", value, NUMBER_MAX, low=1))
+
+
+def lease_ids(leases: Sequence[int]) -> tuple[LeaseId, ...]:
+    count("lease_ids", leases, KEYS_PER_REQUEST_MAX)
+    return tuple(map(LeaseId, leases))
+
+
+# ------------------------------------------------------------------------------------------------------------ Store
+
+
+def _open(message: store_pb2.OpenRequest, ticket: Ticket) -> events.Open:
+    spec = wire.spec_from_proto(message.namespace)
+    spec.validate()
+    return events.Open(ticket, spec)
+
+
+def _match(message: store_pb2.MatchRequest, ticket: Ticket) -> events.Match:
+    return events.Match(
+        ticket,
+        namespace_id(message.namespace_id),
+        some_keys(message.keys),
+        token_count=number("token_count", message.token_count, POSITION_MAX),
+    )
+
+
+def _acquire(message: store_pb2.AcquireRequest, ticket: Ticket) -> events.Acquire:
+    return events.Acquire(
+        ticket,
+        namespace_id(message.namespace_id),
+        some_keys(message.keys),
+        shards=shard_numbers(message.shards),
+        ttl_ms=number("ttl_ms", message.ttl_ms, TTL_MS_MAX),
+        wait_ms=number("wait_ms", message.wait_ms, TTL_MS_MAX),
+        prefix_only=not message.any_order,
+    )
+
+
+def _renew(message: store_pb2.RenewRequest, ticket: Ticket) -> events.Renew:
+    return events.Renew(ticket, lease_ids(message.lease_ids), number("ttl_ms", message.ttl_ms, TTL_MS_MAX))
+
+
+def _release(message: store_pb2.ReleaseRequest, ticket: Ticket) -> events.Release:
+    return events.Release(ticket, lease_ids(message.lease_ids))
+
+
+def _reserve(message: store_pb2.ReserveRequest, ticket: Ticket) -> events.Reserve:
+    keys = some_keys(message.keys)
+    for field, column in (("parents", message.parents), ("token_counts", message.token_counts)):
+        if column and len(column) != len(keys):
+            raise BadRequest(
+                f"has one entry per key ({len(keys)}) or none", field=f"number of {field}", value=len(column)
+            )
+    return events.Reserve(
+        ticket,
+        namespace_id(message.namespace_id),
+        keys,
+        parent=chunk_keys("parent", (message.parent,), empty=True)[0],
+        parents=chunk_keys("parents", message.parents, empty=True),
+        token_counts=tuple(
+            number("token_counts", tokens, CHUNK_TOKENS_MAX, low=1) for tokens in message.token_counts
+        ),
+        shards=shard_numbers(message.shards),
+        derived=message.derived,
+        maker=maker_id(message.maker),
+        ttl_ms=number("ttl_ms", message.ttl_ms, TTL_MS_MAX),
+    )
+
+
+def _commit(message: store_pb2.CommitRequest, ticket: Ticket) -> events.Commit:
+    count("staging_offsets", message.staging_offsets, KEYS_PER_REQUEST_MAX * SHARDS_MAX)
+    return events.Commit(
+        ticket,
+        ReservationId(message.reservation_id),
+        staged=tuple(
+            # the length is that of the shard, which the core knows
+            StagedPiece(offset=number("staging_offsets", offset, NUMBER_MAX), length=0)
+            for offset in message.staging_offsets
+        ),
+        wait=Wait(number("wait", message.wait, max(Wait))),
+    )
+
+
+def _abort(message: store_pb2.AbortRequest, ticket: Ticket) -> events.Abort:
+    count("reservation_ids", message.reservation_ids, KEYS_PER_REQUEST_MAX)
+    return events.Abort(ticket, tuple(map(ReservationId, message.reservation_ids)))
+
+
+def _report_load(message: store_pb2.ReportLoadRequest, ticket: Ticket) -> events.ReportLoad:
+    return events.ReportLoad(ticket, namespace_id(message.namespace_id), some_keys(message.keys))
+
+
+def _get_session(message: store_pb2.GetSessionRequest, ticket: Ticket) -> events.GetSession:
+    return events.GetSession(
+        ticket, namespace_id(message.namespace_id), session_name("session", message.session)
+    )
+
+
+def _update_session(message: store_pb2.UpdateSessionRequest, ticket: Ticket) -> events.UpdateSession:
+    count("append", message.append, KEYS_PER_REQUEST_MAX)
+    for index, entry in enumerate(message.append):
+        where = f"append[{index}]"
+        chunk_keys(f"{where}.key", (entry.key,))
+        number(f"{where}.first_token", entry.first_token, POSITION_MAX)
+        number(f"{where}.token_count", entry.token_count, CHUNK_TOKENS_MAX, low=1)
+        number(f"{where}.delta", entry.delta, POSITION_MAX, low=-POSITION_MAX)
+    return events.UpdateSession(
+        ticket,
+        namespace_id(message.namespace_id),
+        session_name("session", message.session),
+        expected_version=number("expected_version", message.expected_version, NUMBER_MAX),
+        keep=number("keep", message.keep, NUMBER_MAX),
+        append=wire.entries_from_proto(message.append),
+    )
+
+
+def _truncate(message: store_pb2.TruncateRequest, ticket: Ticket) -> events.Truncate:
+    return events.Truncate(
+        ticket,
+        namespace_id(message.namespace_id),
+        session_name("session", message.session),
+        expected_version=number("expected_version", message.expected_version, NUMBER_MAX),
+        first_token=number("first_token", message.first_token, POSITION_MAX),
+        token_count=number("token_count", message.token_count, POSITION_MAX),
+        close_gap=message.close_gap,
+    )
+
+
+def _fork(message: store_pb2.ForkRequest, ticket: Ticket) -> events.Fork:
+    return events.Fork(
+        ticket,
+        namespace_id(message.namespace_id),
+        session_name("session", message.session),
+        session_name("new_session", message.new_session),
+    )
+
+
+def _forget(message: store_pb2.ForgetRequest, ticket: Ticket) -> events.Forget:
+    if bool(message.session) == bool(message.keys):
+        raise BadRequest(
+            "name either a session or keys",
+            field="session",
+            value=message.session,
+            remedy="send two requests for both",
+        )
+    return events.Forget(
+        ticket,
+        namespace_id(message.namespace_id),
+        session=session_name("session", message.session) if message.session else b"",
+        keys=chunk_keys("keys", message.keys),
+    )
+
+
+def _segments_unmapped(message: store_pb2.SegmentsUnmappedRequest, ticket: Ticket) -> events.SegmentsUnmapped:
+    count("segments", message.segments, SEGMENTS_PER_REQUEST_MAX)
+    return events.SegmentsUnmapped(ticket, tuple(map(SegmentId, message.segments)))
+
+
+STORE_CALLS: dict[str, Call] = {
+    "Open": Call(store_pb2.OpenRequest, _open, wire.opened_to_proto),
+    "Match": Call(store_pb2.MatchRequest, _match, wire.matched_to_proto),
+    "Acquire": Call(store_pb2.AcquireRequest, _acquire, wire.acquired_to_proto),
+    "Renew": Call(store_pb2.RenewRequest, _renew, wire.renewed_to_proto),
+    "Release": Call(store_pb2.ReleaseRequest, _release, wire.done_to_proto),
+    "Reserve": Call(store_pb2.ReserveRequest, _reserve, wire.reserved_to_proto),
+    "Commit": Call(store_pb2.CommitRequest, _commit, wire.committed_to_proto),
+    "Abort": Call(store_pb2.AbortRequest, _abort, wire.done_to_proto),
+    "ReportLoad": Call(store_pb2.ReportLoadRequest, _report_load, wire.done_to_proto),
+    "GetSession": Call(store_pb2.GetSessionRequest, _get_session, wire.session_to_proto),
+    "UpdateSession": Call(store_pb2.UpdateSessionRequest, _update_session, wire.session_to_proto),
+    "Truncate": Call(store_pb2.TruncateRequest, _truncate, wire.session_to_proto),
+    "Fork": Call(store_pb2.ForkRequest, _fork, wire.session_to_proto),
+    "Forget": Call(store_pb2.ForgetRequest, _forget, wire.done_to_proto),
+}
+"""The unary calls of service Store, by method name."""
+
+ATTACH_CALLS: dict[str, Call] = {
+    "open": STORE_CALLS["Open"],
+    "match": STORE_CALLS["Match"],
+    "acquire": STORE_CALLS["Acquire"],
+    "renew": STORE_CALLS["Renew"],
+    "release": STORE_CALLS["Release"],
+    "reserve": STORE_CALLS["Reserve"],
+    "commit": STORE_CALLS["Commit"],
+    "abort": STORE_CALLS["Abort"],
+    "report_load": STORE_CALLS["ReportLoad"],
+    "get_session": STORE_CALLS["GetSession"],
+    "update_session": STORE_CALLS["UpdateSession"],
+    "truncate": STORE_CALLS["Truncate"],
+    "fork": STORE_CALLS["Fork"],
+    "forget": STORE_CALLS["Forget"],
+    "segments_unmapped": Call(store_pb2.SegmentsUnmappedRequest, _segments_unmapped, wire.done_to_proto),
+    "heartbeat": Call(store_pb2.HeartbeatRequest, None, wire.done_to_proto),
+}
+"""The bodies of AttachRequest, by field name; `hello` is the stream's own."""
+
+
+# ------------------------------------------------------------------------------------------------------------ Stats
+
+
+def _list_sessions(message: stats_pb2.ListSessionsRequest, ticket: Ticket) -> events.ListSessions:
+    return events.ListSessions(
+        ticket,
+        namespace=namespace_id(message.namespace_id) if message.namespace_id else None,
+        limit=number("limit", message.limit, ROWS_MAX) or 1000,
+    )
+
+
+def _explain(message: stats_pb2.ExplainRequest, ticket: Ticket) -> events.Explain:
+    if bool(message.session) == bool(message.keys):
+        raise BadRequest("name either a session or keys", field="session", value=message.session)
+    return events.Explain(
+        ticket,
+        namespace_id(message.namespace_id),
+        session=session_name("session", message.session) if message.session else b"",
+        keys=chunk_keys("keys", message.keys),
+    )
+
+
+STATS_CALLS: dict[str, Call] = {
+    "ListSessions": Call(stats_pb2.ListSessionsRequest, _list_sessions, wire.sessions_to_proto),
+    "Explain": Call(stats_pb2.ExplainRequest, _explain, wire.explained_to_proto),
+}

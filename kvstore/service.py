@@ -1,0 +1,459 @@
+"""gRPC <-> events, for the services Store and Stats. No decision is made here and no byte of KV passes.
+
+Request bytes are parsed inside our handlers (no deserializer is registered), so that whatever is wrong with a message
+is answered by us: INVALID_ARGUMENT with field, value and remedy, and the same as an `Error` in the trailing metadata.
+
+A worker's Attach stream is two tasks: one reads requests and posts their events in arrival order, one writes answers as
+they become ready. A stream has at most OUTSTANDING_MAX requests that are read but not answered; beyond, it is not read,
+so that HTTP/2 flow control holds the peer back. Pushes cannot be held back: too many of them unread end the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from kvstore import requests, wire
+from kvstore.core import events
+from kvstore.core.events import Ticket
+from kvstore.errors import BadRequest, Exhausted, Precondition, StoreError, Unauthenticated, Unavailable
+from kvstore.logs import fields
+from kvstore.loop import Loop, Push
+from kvstore.requests import Call
+from kvstore.types import WorkerId
+from kvstore.v1 import stats_pb2, store_pb2
+
+log = logging.getLogger(__name__)
+
+STORE_SERVICE = "kvstore.v1.Store"
+STATS_SERVICE = "kvstore.v1.Stats"
+
+REQUEST_TIMEOUT_S = 30.0
+"""Longest time that any request waits for the core's answer, copies included."""
+HELLO_TIMEOUT_S = 5.0
+"""How long a new Attach stream may take to say hello."""
+FINISH_TIMEOUT_S = 5.0
+"""How long the answers of a stream that the peer half-closed may take."""
+OUTSTANDING_MAX = 1_024
+PUSHES_MAX = 1_024
+DETAILS_MAX = 1_500
+"""Characters of a status' details: headers that are longer than 8 KiB are refused by peers."""
+WATCHERS_MAX = 64
+WATCH_INTERVAL_MS_MIN = 100
+WATCH_INTERVAL_MS_MAX = 3_600_000
+
+INTERNAL = "internal error in the daemon; its log has the details"
+
+STATUS = {code.value[0]: code for code in grpc.StatusCode}
+"""By number: the numbers of errors.Code are those of gRPC."""
+
+STARTS_SOMETHING = frozenset({events.Open, events.Match, events.Acquire, events.Reserve})
+"""Refused while the daemon drains; whatever ends something goes on."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Identify = Callable[[bytes], WorkerId | None]
+"""The worker that a token belongs to: `DescriptorServer.worker_of`."""
+
+
+class Handlers(grpc.GenericRpcHandler):
+    """Method handlers by full name; messages pass as bytes."""
+
+    def __init__(self, methods: dict[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
+        self._methods = methods
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        return self._methods.get(handler_call_details.method)
+
+
+async def abort(context: Context, error: StoreError) -> None:
+    """End the call with the error's status, text and Error message. Raises what gRPC raises to leave a handler."""
+    await context.abort(STATUS[error.code.value], str(error)[:DETAILS_MAX], wire.error_metadata(error))
+
+
+def answering(
+    handler: Callable[[Any, Context], Awaitable[Any]], name: str
+) -> Callable[[Any, Context], Awaitable[Any]]:
+    """`handler` with its StoreErrors turned into statuses; anything else is a bug: logged, and INTERNAL to the peer."""
+
+    async def answer(request: Any, context: Context) -> Any:
+        try:
+            return await handler(request, context)
+        except StoreError as problem:
+            error = problem
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception:
+            log.exception("a handler failed", extra=fields(call=name))
+            error = StoreError(INTERNAL)
+        await abort(context, error)
+
+    return answer
+
+
+class Service:
+    """Handlers of Store and Stats. `anonymous` is the worker that TCP callers without a token act as; None: refused."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        identify: Identify,
+        *,
+        boot_id: bytes,
+        welcome: store_pb2.AttachWelcome,
+        stats: Callable[[events.Stats], stats_pb2.StatsReply],
+        anonymous: WorkerId | None = None,
+    ) -> None:
+        self.loop = loop
+        self.draining = False
+        self._identify = identify
+        self._boot_id = boot_id
+        self._welcome = welcome
+        self._stats = stats
+        self._anonymous = anonymous
+        self._streams: dict[WorkerId, AttachStream] = {}
+        self._watchers = 0
+
+    def __repr__(self) -> str:
+        return f"Service(streams={len(self._streams)}, watchers={self._watchers}, draining={self.draining})"
+
+    def handlers(self) -> Handlers:
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        for service, calls in ((STORE_SERVICE, requests.STORE_CALLS), (STATS_SERVICE, requests.STATS_CALLS)):
+            for name, call in calls.items():
+                methods[f"/{service}/{name}"] = grpc.unary_unary_rpc_method_handler(
+                    answering(self._unary(call), name)
+                )
+        methods[f"/{STORE_SERVICE}/Attach"] = grpc.stream_stream_rpc_method_handler(
+            answering(self._attach, "Attach")
+        )
+        methods[f"/{STATS_SERVICE}/GetStats"] = grpc.unary_unary_rpc_method_handler(
+            answering(self._get_stats, "GetStats")
+        )
+        methods[f"/{STATS_SERVICE}/WatchStats"] = grpc.unary_stream_rpc_method_handler(
+            answering(self._watch_stats, "WatchStats")
+        )
+        return Handlers(methods)
+
+    # ------------------------------------------------------------------------------------------------ identity
+
+    def caller(self, context: Context) -> WorkerId:
+        """Who calls, by the token in the metadata. Raises Unauthenticated."""
+        for key, value in context.invocation_metadata() or ():
+            if key == wire.TOKEN_METADATA:
+                worker = self._identify(value if isinstance(value, bytes) else value.encode())
+                if worker is None:
+                    raise Unauthenticated(
+                        "unknown token: its connection was closed, or the daemon restarted",
+                        field=wire.TOKEN_METADATA,
+                        value=f"{len(value)} bytes",
+                        remedy="say hello on the descriptor socket again",
+                    )
+                return worker
+        if self._anonymous is not None and is_tcp(context):
+            return self._anonymous
+        raise Unauthenticated(
+            "no token in the metadata",
+            field=wire.TOKEN_METADATA,
+            value="absent",
+            remedy="say hello on the descriptor socket and send the token that it answers",
+        )
+
+    def check_not_draining(self) -> None:
+        if self.draining:
+            raise Unavailable(
+                "the daemon is stopping and starts nothing new", remedy="recompute; try again later"
+            )
+
+    # --------------------------------------------------------------------------------------------------- unary
+
+    def _unary(self, call: Call) -> Callable[[Any, Context], Awaitable[bytes]]:
+        build = call.event
+        assert build is not None, "every unary call has an event"
+
+        async def handler(raw: bytes, context: Context) -> bytes:
+            worker = self.caller(context)
+            message: Any = wire.parse(call.request, raw)
+            event = build(message, Ticket(worker, getattr(message, "request_id", 0)))
+            if type(event) in STARTS_SOMETHING:
+                self.check_not_draining()
+            answer = await self.loop.ask(event, time_left(context))
+            return call.reply(answer).SerializeToString()
+
+        return handler
+
+    async def _get_stats(self, raw: bytes, context: Context) -> bytes:
+        worker = self.caller(context)
+        wire.parse(stats_pb2.GetStatsRequest, raw)
+        return await self._stats_of(worker, time_left(context))
+
+    async def _stats_of(self, worker: WorkerId, timeout_s: float) -> bytes:
+        answer = await self.loop.ask(events.GetStats(Ticket(worker)), timeout_s)
+        return self._stats(answer).SerializeToString()
+
+    async def _watch_stats(self, raw: bytes, context: Context) -> None:
+        worker = self.caller(context)
+        message = wire.parse(stats_pb2.WatchStatsRequest, raw)
+        interval_ms = requests.number(
+            "interval_ms", message.interval_ms, WATCH_INTERVAL_MS_MAX, low=WATCH_INTERVAL_MS_MIN
+        )
+        if self._watchers >= WATCHERS_MAX:
+            raise Exhausted(f"{WATCHERS_MAX} callers watch already", remedy="ask with GetStats")
+        self._watchers += 1
+        try:
+            while not self.draining:
+                await context.write(await self._stats_of(worker, REQUEST_TIMEOUT_S))
+                await asyncio.sleep(interval_ms / 1000)
+        finally:
+            self._watchers -= 1
+        self.check_not_draining()
+
+    # -------------------------------------------------------------------------------------------------- attach
+
+    async def _attach(self, _: Any, context: Context) -> None:
+        worker, request_id = await self._hello(context)
+        stream = AttachStream(self, worker, context)
+        older = self._streams.get(worker)
+        self._streams[worker] = stream
+        if older is not None:
+            older.end(
+                Precondition("a newer Attach stream of the same worker took over", remedy="keep one stream")
+            )
+        stream.send(store_pb2.AttachReply(request_id=request_id, welcome=self._welcome))
+        self.loop.subscribe(worker, stream.push)
+        try:
+            await stream.run()
+        finally:
+            self.loop.unsubscribe(worker, stream.push)
+            if self._streams.get(worker) is stream:
+                del self._streams[worker]
+
+    async def _hello(self, context: Context) -> tuple[WorkerId, int]:
+        """Read the stream's first message. Returns the worker and the request id to be answered with the welcome."""
+        if is_tcp(context):
+            raise Precondition(
+                "Attach needs shared memory, which a TCP caller has not",
+                remedy="use the unary calls, Get and Put",
+            )
+        self.check_not_draining()
+        try:
+            raw = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
+        except TimeoutError:
+            raise Precondition(
+                f"no hello within {HELLO_TIMEOUT_S:.0f} s", field="hello", value="absent"
+            ) from None
+        if raw is grpc.aio.EOF:
+            raise BadRequest("the stream ended before its hello", field="hello", value="absent")
+        message = wire.parse(store_pb2.AttachRequest, raw)
+        if message.WhichOneof("body") != "hello":
+            raise BadRequest(
+                "the first message of a stream must be hello", field="body", value=message.WhichOneof("body")
+            )
+        hello = message.hello
+        if hello.boot_id != self._boot_id:
+            raise Precondition(
+                "the daemon restarted: say hello again",
+                field="boot_id",
+                value=hello.boot_id,
+                remedy="connect to the descriptor socket anew and drop all mappings",
+            )
+        worker = self._identify(hello.token)
+        if worker is None:
+            raise Unauthenticated(
+                "unknown token: its connection was closed",
+                field="token",
+                value=f"{len(hello.token)} bytes",
+                remedy="say hello on the descriptor socket again",
+            )
+        return worker, hello.request_id
+
+    def end_stream(self, worker: WorkerId) -> None:
+        """The worker's descriptor connection is gone, and with it its token."""
+        stream = self._streams.get(worker)
+        if stream is not None:
+            stream.end(Unauthenticated("the descriptor connection was closed", remedy="say hello again"))
+
+    def drain(self) -> None:
+        """Tell everybody that the daemon is about to stop, and start nothing new."""
+        self.draining = True
+        for stream in list(self._streams.values()):
+            stream.send(store_pb2.AttachReply(draining=store_pb2.Draining()))
+
+
+class AttachStream:
+    """One worker's stream after its hello."""
+
+    def __init__(self, service: Service, worker: WorkerId, context: Context) -> None:
+        self._service = service
+        self._loop = service.loop
+        self._worker = worker
+        self._context = context
+        self._outbox: deque[tuple[bytes, bool]] = deque()
+        """Serialised replies, and whether each answers a request (else it is a push)."""
+        self._outstanding = 0
+        """Requests that were read and whose answers are not written yet."""
+        self._pushes = 0
+        """Pushes in the outbox."""
+        self._channels: set[int] = set()
+        self._wake = asyncio.Event()
+        self._written = asyncio.Event()
+        self._ended: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
+
+    def __repr__(self) -> str:
+        return (
+            f"AttachStream(worker={self._worker}, outstanding={self._outstanding}, unanswered={len(self._channels)}, "
+            f"outbox={len(self._outbox)})"
+        )
+
+    async def run(self) -> None:
+        """Serve until the peer closes its side; raises the StoreError that `end` was given."""
+        reader = asyncio.create_task(self._read())
+        writer = asyncio.create_task(self._write())
+        try:
+            await asyncio.wait((reader, writer, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            if self._ended.done():
+                raise self._ended.result()
+            if writer.done():
+                return writer.result()  # the peer is gone
+            reader.result()
+            with contextlib.suppress(TimeoutError):  # then the peer gets what is there
+                await asyncio.wait_for(self._finish(), FINISH_TIMEOUT_S)
+        finally:
+            for channel in self._channels:
+                self._loop.drop_channel(channel)
+            self._channels.clear()
+            reader.cancel()
+            writer.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+
+    def end(self, error: StoreError) -> None:
+        if not self._ended.done():
+            self._ended.set_result(error)
+
+    def send(self, reply: store_pb2.AttachReply, *, answers: bool = False) -> None:
+        if not answers:
+            if self._pushes >= PUSHES_MAX:
+                self.end(
+                    Exhausted(
+                        f"{PUSHES_MAX} pushes were not read", remedy="read the stream, and attach again"
+                    )
+                )
+                return
+            self._pushes += 1
+        self._outbox.append((reply.SerializeToString(), answers))
+        self._wake.set()
+
+    def push(self, push: Push) -> None:
+        self.send(push_to_proto(push))
+
+    async def _read(self) -> None:
+        read = self._context.read
+        while (raw := await read()) is not grpc.aio.EOF:
+            self._outstanding += 1
+            try:
+                self._handle(raw)
+            except StoreError as error:  # not even the request id could be read
+                self.end(error)
+                return
+            while self._outstanding >= OUTSTANDING_MAX:
+                self._written.clear()
+                await self._written.wait()
+
+    def _handle(self, raw: bytes) -> None:
+        message: Any = wire.parse(store_pb2.AttachRequest, raw)
+        field = message.WhichOneof("body")
+        call = requests.ATTACH_CALLS.get(field)
+        if call is None:
+            raise BadRequest(
+                "hello comes once, first" if field == "hello" else "a request has a known body",
+                field="body",
+                value=field,
+            )
+        body = getattr(message, field)
+        request_id: int = body.request_id
+        channel = 0
+        try:
+            if request_id == 0:
+                raise BadRequest(
+                    "a request on the stream has a number above 0", field=f"{field}.request_id", value=0
+                )
+            if call.event is None:
+                self._answer(request_id, events.Done())
+                return
+            channel = self._loop.channel(
+                lambda answer: self._answered(channel, request_id, answer), REQUEST_TIMEOUT_S
+            )
+            event = call.event(body, Ticket(self._worker, request_id, channel))
+            if self._service.draining and type(event) in STARTS_SOMETHING:
+                self._service.check_not_draining()
+        except StoreError as error:
+            self._loop.drop_channel(channel)
+            self._answer(request_id, error)
+            return
+        self._channels.add(channel)
+        self._loop.post(event)
+
+    def _answered(self, channel: int, request_id: int, answer: events.Answer) -> None:
+        self._channels.discard(channel)
+        self._answer(request_id, answer)
+
+    def _answer(self, request_id: int, answer: events.Answer) -> None:
+        try:
+            reply = wire.attach_reply(request_id, answer)
+        except Exception:
+            log.exception(
+                "an answer could not be put on the wire", extra=fields(answer=type(answer).__name__)
+            )
+            reply = wire.attach_reply(request_id, StoreError(INTERNAL))
+        self.send(reply, answers=True)
+
+    async def _write(self) -> None:
+        outbox, write = self._outbox, self._context.write
+        while True:
+            while outbox:
+                data, answers = outbox.popleft()
+                await write(data)
+                if answers:
+                    self._outstanding -= 1
+                else:
+                    self._pushes -= 1
+            self._written.set()
+            self._wake.clear()
+            if not outbox:
+                await self._wake.wait()
+
+    async def _finish(self) -> None:
+        """The peer sends nothing more: wait until all that it asked is answered and written."""
+        while self._outstanding or self._pushes:
+            self._written.clear()
+            await self._written.wait()
+
+
+def push_to_proto(push: Push) -> store_pb2.AttachReply:
+    match push:
+        case events.ChunksSettled(_, namespace, ready, failed):
+            return store_pb2.AttachReply(
+                chunks_settled=store_pb2.ChunksSettled(namespace_id=namespace, ready=ready, failed=failed)
+            )
+        case events.SegmentsRetired(_, segments):
+            return store_pb2.AttachReply(segments_retired=store_pb2.SegmentsRetired(segments=segments))
+        case events.LeasesRevoked(_, leases):
+            return store_pb2.AttachReply(leases_revoked=store_pb2.LeasesRevoked(lease_ids=leases))
+
+
+def is_tcp(context: Context) -> bool:
+    return context.peer().startswith(("ipv4:", "ipv6:"))
+
+
+def time_left(context: Context) -> float:
+    """Seconds that the core may take: the caller's deadline, but at most REQUEST_TIMEOUT_S."""
+    left = context.time_remaining()
+    return REQUEST_TIMEOUT_S if left is None else max(0.0, min(left, REQUEST_TIMEOUT_S))
