@@ -51,6 +51,7 @@ F_SEAL_FUTURE_WRITE = 0x10
 MFD_NOEXEC_SEAL = 0x08
 MADV_DONTFORK = 10
 MADV_HUGEPAGE = 14
+MADV_DONTDUMP = 16
 MADV_POPULATE_WRITE = 23
 
 SEALS_RESIZE = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
@@ -189,8 +190,8 @@ class SharedMapping:
 
 
 def map_shared(fd: int, size_bytes: int, *, writable: bool = False) -> SharedMapping:
-    """Maps the first `size_bytes` of a memfd, not inherited by children; always shared (a private mapping would go
-    stale once something pinned it). The descriptor may be closed afterwards.
+    """Maps the first `size_bytes` of a memfd: not inherited by children, not in core dumps, always shared (a private
+    mapping would go stale once something pinned it). The descriptor may be closed afterwards.
 
     Raises OSError: EPERM for a writable mapping of what is sealed against it, EINVAL for a file that is shorter,
     because touching what it lacks would be SIGBUS.
@@ -203,9 +204,10 @@ def map_shared(fd: int, size_bytes: int, *, writable: bool = False) -> SharedMap
         code = ctypes.get_errno()
         raise OSError(code, f"cannot map {size_bytes} bytes: {os.strerror(code)}")
     region = _Region(address, size_bytes, writable=writable)
-    if _libc.madvise(address, size_bytes, MADV_DONTFORK):
-        code = ctypes.get_errno()
-        raise OSError(code, f"cannot keep a mapping from being inherited: {os.strerror(code)}")
+    for advice in (MADV_DONTFORK, MADV_DONTDUMP):
+        if _libc.madvise(address, size_bytes, advice):
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot advise {advice} on a mapping: {os.strerror(code)}")
     return SharedMapping(region)
 
 

@@ -1,0 +1,143 @@
+"""Threads that copy and checksum slots without holding the interpreter's lock.
+
+An effect of the core goes in, exactly one `OpDone` or `OpFailed` comes out. Checksums are those of the *destination*
+after the copy: a worker may still be scribbling over its staging memory, and what counts is what was stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.core.events import Checksum, CopyIn, MoveSlots, OpDone, OpFailed
+from kvstore.errors import BadRequest, StoreError, Unavailable
+from kvstore.tiers.arena import Arena, Staging
+from kvstore.types import Extent
+
+log = logging.getLogger(__name__)
+
+OPS_MAX = 4096
+"""Ops that may wait for a thread; one more fails at once, and with it the commit that wanted it."""
+STEP_BYTES = 2 << 20
+"""What is copied and then checksummed at once: little enough to be in the cache still, and to stop soon when the daemon
+does; much enough that the interpreter's lock, taken twice a step, costs nothing."""
+
+Job = CopyIn | Checksum | MoveSlots
+Done = Callable[[OpDone | OpFailed], None]
+
+
+class Copier:
+    def __init__(self, arena: Arena, staging: Staging, *, threads: int) -> None:
+        self._arena = arena
+        self._staging = staging
+        self._queue: queue.SimpleQueue[tuple[Job, Done] | None] = queue.SimpleQueue()
+        self._closing = False
+        self._out_of_time = False
+        # Daemon threads: one that hangs in the kernel must not keep the process from ending.
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvstored-copy-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, effect: Job, done: Done) -> None:
+        """Never blocks and never raises. `done` is called once: from a copier thread, or, when the op is refused
+        (OPS_MAX are waiting, or the copier is closing), before this returns."""
+        if self._closing:
+            done(OpFailed(effect.op, "the copier is closing"))
+        elif self._queue.qsize() >= OPS_MAX:
+            done(OpFailed(effect.op, f"{OPS_MAX} copies are waiting already"))
+        else:
+            self._queue.put((effect, done))
+
+    def close(self, timeout_s: float) -> None:
+        """What was submitted has `timeout_s` to end; then what did not start fails, and what runs fails at its next
+        step. Returns about in time even if a thread hangs."""
+        self._closing = True
+        for _ in self._threads:
+            self._queue.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._out_of_time = True
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            effect, done = job
+            answer = self._perform(effect)
+            try:
+                done(answer)
+            except Exception:
+                log.exception("the answer %r could not be delivered", answer)
+
+    def _perform(self, effect: Job) -> OpDone | OpFailed:
+        try:
+            match effect:
+                case CopyIn():
+                    checksums = self._copy_in(effect)
+                case MoveSlots():
+                    checksums = self._move(effect)
+                case Checksum():
+                    checksums = tuple(self._checksum(self._slot(extent)) for extent in effect.extents)
+        except StoreError as error:
+            return OpFailed(effect.op, str(error))
+        except Exception as error:  # a bug; its op must end all the same, or its slots would never be free
+            log.exception("op %d failed", effect.op)
+            return OpFailed(effect.op, f"{type(error).__name__}: {error}")
+        return OpDone(effect.op, checksums)
+
+    def _copy_in(self, effect: CopyIn) -> tuple[int, ...]:
+        _same_count(len(effect.pieces), len(effect.targets))
+        return tuple(
+            self._copy(self._staging.view(effect.worker, piece.offset, piece.length), self._slot(target))
+            for piece, target in zip(effect.pieces, effect.targets, strict=True)
+        )
+
+    def _move(self, effect: MoveSlots) -> tuple[int, ...]:
+        _same_count(len(effect.sources), len(effect.targets))
+        return tuple(
+            self._copy(self._slot(source), self._slot(target))
+            for source, target in zip(effect.sources, effect.targets, strict=True)
+        )
+
+    def _slot(self, extent: Extent) -> npt.NDArray[np.uint8]:
+        return self._arena.view(extent.segment, extent.offset, extent.length)
+
+    def _copy(self, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> int:
+        if source.size != target.size:
+            raise BadRequest(f"does not fit a slot of {target.size} bytes", field="length", value=source.size)
+        state = xxhash.xxh3_64()
+        for start in range(0, target.size, STEP_BYTES):
+            self._check_time()
+            step = target[start : start + STEP_BYTES]
+            np.copyto(step, source[start : start + STEP_BYTES])
+            state.update(step.data)
+        return state.intdigest()
+
+    def _checksum(self, slot: npt.NDArray[np.uint8]) -> int:
+        state = xxhash.xxh3_64()
+        for start in range(0, slot.size, STEP_BYTES):
+            self._check_time()
+            state.update(slot[start : start + STEP_BYTES].data)
+        return state.intdigest()
+
+    def _check_time(self) -> None:
+        if self._out_of_time:
+            raise Unavailable("the copier is closing")
+
+    def __repr__(self) -> str:
+        alive = sum(thread.is_alive() for thread in self._threads)
+        return f"Copier({alive} threads, {self._queue.qsize()} ops waiting{', closing' if self._closing else ''})"
+
+
+def _same_count(sources: int, targets: int) -> None:
+    if sources != targets:
+        raise BadRequest(f"there are {targets} targets", field="pieces", value=sources)

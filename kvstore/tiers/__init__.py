@@ -1,0 +1,1 @@
+"""Where shards live: `arena.py` (DRAM). The next ones implement the ports of `base.py`."""

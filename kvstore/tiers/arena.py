@@ -1,0 +1,215 @@
+"""The DRAM tier: segments that the daemon owns, and the staging memory through which workers write.
+
+    protection   who maps a segment's data writable                    how a worker writes
+    sealed       the daemon alone: mapped first, then sealed           into its staging memory; the daemon copies
+    group        the daemon and the workers that got the descriptor    in place
+
+Nobody but the daemon ever maps a header writable, and nobody at all can resize any of these memfds.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import memory
+from kvstore.errors import BadRequest, Exhausted, NotFound
+from kvstore.types import Protection, SegmentId, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    data: memory.SharedMapping
+    header: memory.SharedMapping
+    generations: npt.NDArray[np.uint64]
+    data_fd: int
+    header_fd: int
+
+
+class Arena:
+    """All segments. `create` and `destroy` block (2 s and 0.2 s per GiB where pages are slow to come) and belong in a
+    thread; everything else takes microseconds and may be called from any thread meanwhile."""
+
+    def __init__(self, *, protection: Protection, boot_id: bytes, huge_pages: bool, prefault: bool) -> None:
+        self._data_seals = memory.SEALS_READ_ONLY if protection is Protection.SEALED else memory.SEALS_RESIZE
+        self._boot_id = boot_id
+        self._huge_pages = huge_pages
+        self._prefault = prefault
+        self._segments: dict[SegmentId, _Segment] = {}
+        self._lock = threading.Lock()
+        """Held to change the table, so that close() and a create() in another thread agree."""
+        self._closed = False
+
+    def create(self, segment: SegmentId, segment_bytes: int, cells: int) -> None:
+        """Make a segment and fault its pages in; all or nothing. Raises OSError, ECANCELED when the arena is closed
+        meanwhile."""
+        header = memory.SegmentHeader(cells=cells, segment_bytes=segment_bytes, boot_id=self._boot_id)
+        with ExitStack() as undo:
+            data_fd, data = _new_memfd(f"kvs-data-{segment}", segment_bytes, self._data_seals, undo)
+            header_fd, head = _new_memfd(
+                f"kvs-header-{segment}", memory.header_bytes(cells), memory.SEALS_READ_ONLY, undo
+            )
+            memory.write_header(head.array, header)
+            if self._huge_pages:
+                data.ask_for_huge_pages()
+            if self._prefault and not data.populate(cancelled=lambda: self._closed):
+                raise OSError(errno.ECANCELED, "the arena was closed")
+            made = _Segment(
+                data=data,
+                header=head,
+                generations=memory.generations(head.array, cells),
+                data_fd=data_fd,
+                header_fd=header_fd,
+            )
+            with self._lock:
+                if self._closed:
+                    raise OSError(errno.ECANCELED, "the arena was closed")
+                assert segment not in self._segments, segment
+                self._segments[segment] = made
+            undo.pop_all()
+
+    def destroy(self, segment: SegmentId) -> None:
+        """The memory returns to the machine once no worker maps it and no view of it is left. Raises NotFound."""
+        with self._lock:
+            gone = self._segments.pop(segment, None)
+        if gone is None:
+            raise NotFound("no such segment", field="segment", value=segment)
+        _release(gone)
+
+    def set_generations(self, segment: SegmentId, cells: Sequence[int], generations: Sequence[int]) -> None:
+        """One aligned store per cell; whoever sees a byte stored later than this also sees the new generation."""
+        assert len(cells) == len(generations), (segment, len(cells), len(generations))
+        assert min(cells, default=0) >= 0, (segment, min(cells))  # numpy would count from the end
+        table = self._segment(segment).generations
+        table[np.asarray(cells, dtype=np.intp)] = np.asarray(generations, dtype=np.uint64)
+        memory.fence()
+
+    def view(self, segment: SegmentId, offset: int, length: int) -> npt.NDArray[np.uint8]:
+        """The daemon's own, writable bytes [offset, offset + length). Raises NotFound, or BadRequest outside of it."""
+        try:
+            return memory.cut(self._segment(segment).data.array, offset, length)
+        except ValueError as error:
+            raise BadRequest(str(error), field="extent", value=f"segment {segment}") from None
+
+    def descriptors(self, segment: SegmentId) -> tuple[int, int]:
+        """(data, header): the arena's own descriptors, to be sent at once and never closed. Raises NotFound."""
+        found = self._segment(segment)
+        return found.data_fd, found.header_fd
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            left = list(self._segments.values())
+            self._segments.clear()
+        for gone in left:
+            _release(gone)
+
+    def _segment(self, segment: SegmentId) -> _Segment:
+        found = self._segments.get(segment)
+        if found is None:
+            raise NotFound("no such segment", field="segment", value=segment)
+        return found
+
+    def __repr__(self) -> str:
+        size_bytes = sum(segment.data.size_bytes for segment in list(self._segments.values()))
+        return (
+            f"Arena({len(self._segments)} segments, {size_bytes} bytes{', closed' if self._closed else ''})"
+        )
+
+
+def _new_memfd(name: str, size_bytes: int, seals: int, undo: ExitStack) -> tuple[int, memory.SharedMapping]:
+    """Mapped writable first, sealed afterwards: a mapping that exists stays as it is."""
+    fd = memory.create_memfd(name, size_bytes)
+    undo.callback(os.close, fd)
+    mapping = memory.map_shared(fd, size_bytes, writable=True)
+    undo.callback(mapping.close)
+    memory.add_seals(fd, seals)
+    return fd, mapping
+
+
+def _release(segment: _Segment) -> None:
+    segment.data.close()
+    segment.header.close()
+    os.close(segment.data_fd)
+    os.close(segment.header_fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    fd: int
+    mapping: memory.SharedMapping
+
+
+class Staging:
+    """The staging memory of all workers: each writes its own, the daemon reads them all, nobody can resize them."""
+
+    def __init__(self, *, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.bytes_granted = 0
+        self._by_worker: dict[WorkerId, _Staged] = {}
+        self._lock = threading.Lock()
+        """Held to change the table and the sum: freeing 64 MiB takes up to 20 ms, so drop() may run in a thread."""
+
+    def create(self, worker: WorkerId, wanted: int) -> tuple[int, int]:
+        """(descriptor, granted bytes), whole pages, less than `wanted` where the common bound leaves less.
+
+        The descriptor stays ours. Raises BadRequest for a second one, Exhausted when nothing is left, OSError.
+        """
+        if wanted <= 0:
+            raise BadRequest("must be above 0", field="staging.bytes", value=wanted)
+        with self._lock:
+            if worker in self._by_worker:
+                raise BadRequest("the worker has staging memory already", field="staging.bytes", value=wanted)
+            pages = min(-(-wanted // mmap.PAGESIZE), (self.bytes_max - self.bytes_granted) // mmap.PAGESIZE)
+            if pages <= 0:
+                raise Exhausted(
+                    f"all {self.bytes_max} bytes of staging memory are in use",
+                    field="staging.bytes",
+                    value=wanted,
+                    remedy="raise staging_bytes_max or lower staging_bytes",
+                )
+            granted = pages * mmap.PAGESIZE
+            with ExitStack() as undo:
+                fd = memory.create_memfd(f"kvs-staging-{worker}", granted)
+                undo.callback(os.close, fd)
+                memory.add_seals(fd, memory.SEALS_RESIZE)
+                mapping = memory.map_shared(fd, granted)
+                undo.pop_all()
+            self._by_worker[worker] = _Staged(fd, mapping)
+            self.bytes_granted += granted
+        return fd, granted
+
+    def view(self, worker: WorkerId, offset: int, length: int) -> npt.NDArray[np.uint8]:
+        """Read-only; the worker may change the bytes at any time. Raises NotFound, or BadRequest outside of it."""
+        found = self._by_worker.get(worker)
+        if found is None:
+            raise NotFound("the worker has no staging memory", field="worker", value=worker)
+        try:
+            return memory.cut(found.mapping.array, offset, length)
+        except ValueError as error:
+            raise BadRequest(str(error), field="staging_offsets", value=offset) from None
+
+    def drop(self, worker: WorkerId) -> None:
+        """Does nothing for a worker without. Views that a copy runs on stay valid until it has ended."""
+        with self._lock:
+            gone = self._by_worker.pop(worker, None)
+            if gone is None:
+                return
+            self.bytes_granted -= gone.mapping.size_bytes
+        gone.mapping.close()
+        os.close(gone.fd)
+
+    def close(self) -> None:
+        for worker in list(self._by_worker):
+            self.drop(worker)
+
+    def __repr__(self) -> str:
+        return f"Staging({len(self._by_worker)} workers, {self.bytes_granted} of {self.bytes_max} bytes)"
