@@ -37,7 +37,14 @@ CHANNELS_MAX = 65_536
 TURN_EVENTS_MAX = 1_024
 """Events applied before the sockets are looked at again."""
 
-Push = events.ChunksSettled | events.SegmentsRetired | events.LeasesRevoked
+Push = (
+    events.ChunksSettled
+    | events.SegmentsRetired
+    | events.LeasesRevoked
+    | events.WorkerClosed
+    | events.WorkerLeft
+)
+"""What a worker's stream is told: the core's pushes, and that the worker's connection or process has ended."""
 Answered = Callable[[events.Answer], None]
 
 
@@ -194,8 +201,10 @@ class Loop:
             if not inbox:
                 return
             event = inbox.popleft()
-            if type(event) is events.SegmentsUnmapped:
+            if isinstance(event, events.SegmentsUnmapped):
                 self._retired.get(event.ticket.worker, set()).difference_update(event.segments)
+            elif isinstance(event, (events.WorkerClosed, events.WorkerLeft)):
+                self._push(event)
             self._perform_all(self.store.apply(event, now))
         self._turn_due = True
         self._asyncio.call_soon(self._turn)

@@ -20,12 +20,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from kvstore import requests, wire
+from kvstore import __version__, requests, wire
 from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.errors import BadRequest, Exhausted, Precondition, StoreError, Unauthenticated, Unavailable
 from kvstore.logs import fields
-from kvstore.loop import Loop, Push
+from kvstore.loop import Loop, Push, monotonic_ms
 from kvstore.requests import Call
 from kvstore.types import WorkerId
 from kvstore.v1 import stats_pb2, store_pb2
@@ -109,7 +109,6 @@ class Service:
         *,
         boot_id: bytes,
         welcome: store_pb2.AttachWelcome,
-        stats: Callable[[events.Stats], stats_pb2.StatsReply],
         anonymous: WorkerId | None = None,
     ) -> None:
         self.loop = loop
@@ -117,13 +116,17 @@ class Service:
         self._identify = identify
         self._boot_id = boot_id
         self._welcome = welcome
-        self._stats = stats
+        self._started_ms = monotonic_ms()
         self._anonymous = anonymous
         self._streams: dict[WorkerId, AttachStream] = {}
         self._watchers = 0
 
     def __repr__(self) -> str:
         return f"Service(streams={len(self._streams)}, watchers={self._watchers}, draining={self.draining})"
+
+    @property
+    def streams(self) -> int:
+        return len(self._streams)
 
     def handlers(self) -> Handlers:
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
@@ -137,6 +140,9 @@ class Service:
         )
         methods[f"/{STATS_SERVICE}/GetStats"] = grpc.unary_unary_rpc_method_handler(
             answering(self._get_stats, "GetStats")
+        )
+        methods[f"/{STATS_SERVICE}/ListNamespaces"] = grpc.unary_unary_rpc_method_handler(
+            answering(self._list_namespaces, "ListNamespaces")
         )
         methods[f"/{STATS_SERVICE}/WatchStats"] = grpc.unary_stream_rpc_method_handler(
             answering(self._watch_stats, "WatchStats")
@@ -193,11 +199,21 @@ class Service:
     async def _get_stats(self, raw: bytes, context: Context) -> bytes:
         worker = self.caller(context)
         wire.parse(stats_pb2.GetStatsRequest, raw)
-        return await self._stats_of(worker, time_left(context))
+        return (await self._stats_of(worker, time_left(context))).SerializeToString()
 
-    async def _stats_of(self, worker: WorkerId, timeout_s: float) -> bytes:
-        answer = await self.loop.ask(events.GetStats(Ticket(worker)), timeout_s)
-        return self._stats(answer).SerializeToString()
+    async def _list_namespaces(self, raw: bytes, context: Context) -> bytes:
+        worker = self.caller(context)
+        wire.parse(stats_pb2.ListNamespacesRequest, raw)
+        reply = await self._stats_of(worker, time_left(context))
+        return stats_pb2.ListNamespacesReply(namespaces=reply.namespaces).SerializeToString()
+
+    async def _stats_of(self, worker: WorkerId, timeout_s: float) -> stats_pb2.StatsReply:
+        answer: events.Stats = await self.loop.ask(events.GetStats(Ticket(worker)), timeout_s)
+        reply = stats_to_proto(answer)
+        reply.uptime_ms = monotonic_ms() - self._started_ms
+        reply.version = __version__
+        reply.boot_id = self._boot_id
+        return reply
 
     async def _watch_stats(self, raw: bytes, context: Context) -> None:
         worker = self.caller(context)
@@ -210,7 +226,7 @@ class Service:
         self._watchers += 1
         try:
             while not self.draining:
-                await context.write(await self._stats_of(worker, REQUEST_TIMEOUT_S))
+                await context.write((await self._stats_of(worker, REQUEST_TIMEOUT_S)).SerializeToString())
                 await asyncio.sleep(interval_ms / 1000)
         finally:
             self._watchers -= 1
@@ -275,17 +291,17 @@ class Service:
             )
         return worker, hello.request_id
 
-    def end_stream(self, worker: WorkerId) -> None:
-        """The worker's descriptor connection is gone, and with it its token."""
-        stream = self._streams.get(worker)
-        if stream is not None:
-            stream.end(Unauthenticated("the descriptor connection was closed", remedy="say hello again"))
-
     def drain(self) -> None:
         """Tell everybody that the daemon is about to stop, and start nothing new."""
         self.draining = True
         for stream in list(self._streams.values()):
             stream.send(store_pb2.AttachReply(draining=store_pb2.Draining()))
+
+    def close(self) -> None:
+        """End all streams, telling why."""
+        self.draining = True
+        for stream in list(self._streams.values()):
+            stream.end(Unavailable("the daemon is shutting down", remedy="recompute; attach again later"))
 
 
 class AttachStream:
@@ -352,7 +368,22 @@ class AttachStream:
         self._wake.set()
 
     def push(self, push: Push) -> None:
-        self.send(push_to_proto(push))
+        match push:
+            case events.ChunksSettled(_, namespace, ready, failed):
+                settled = store_pb2.ChunksSettled(namespace_id=namespace, ready=ready, failed=failed)
+                self.send(store_pb2.AttachReply(chunks_settled=settled))
+            case events.SegmentsRetired(_, segments):
+                retired = store_pb2.SegmentsRetired(segments=segments)
+                self.send(store_pb2.AttachReply(segments_retired=retired))
+            case events.LeasesRevoked(_, leases):
+                revoked = store_pb2.LeasesRevoked(lease_ids=leases)
+                self.send(store_pb2.AttachReply(leases_revoked=revoked))
+            case events.WorkerClosed() | events.WorkerLeft():
+                self.end(
+                    Unauthenticated(
+                        "the descriptor connection of this worker ended", remedy="say hello again"
+                    )
+                )
 
     async def _read(self) -> None:
         read = self._context.read
@@ -437,16 +468,23 @@ class AttachStream:
             await self._written.wait()
 
 
-def push_to_proto(push: Push) -> store_pb2.AttachReply:
-    match push:
-        case events.ChunksSettled(_, namespace, ready, failed):
-            return store_pb2.AttachReply(
-                chunks_settled=store_pb2.ChunksSettled(namespace_id=namespace, ready=ready, failed=failed)
-            )
-        case events.SegmentsRetired(_, segments):
-            return store_pb2.AttachReply(segments_retired=store_pb2.SegmentsRetired(segments=segments))
-        case events.LeasesRevoked(_, leases):
-            return store_pb2.AttachReply(leases_revoked=store_pb2.LeasesRevoked(lease_ids=leases))
+def stats_to_proto(answer: events.Stats) -> stats_pb2.StatsReply:
+    """The layout of `values` is that of core/stats.py."""
+    values = answer.values
+    counters = dict(values["counters"])
+    namespaces = []
+    for row in values["namespaces"]:
+        plain = dict(row)
+        for reason, times in plain.pop("by_reason").items():
+            counters[f"lookups{{namespace={row['namespace_id']},reason={reason}}}"] = times
+        namespaces.append(stats_pb2.NamespaceStats(**plain))
+    return stats_pb2.StatsReply(
+        arena=stats_pb2.Arena(**values["arena"]),
+        pools=[stats_pb2.PoolStats(**row) for row in values["pools"]],
+        namespaces=namespaces,
+        counters=counters,
+        gauges=values["gauges"],
+    )
 
 
 def is_tcp(context: Context) -> bool:

@@ -1,0 +1,129 @@
+"""`kvstored`: flags, environment and TOML in; one daemon; an exit status out.
+
+Exit status: 0 after a drain, 2 for settings that cannot work (one line on stderr says which), 70 after an internal
+error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import inspect
+import itertools
+import logging
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvstore import __version__
+from kvstore.config import ENVIRONMENT_PREFIX, StoreConfig, load, parse_setting
+from kvstore.errors import ConfigError
+
+CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, remedy="see kvstored --help")
+
+
+def parser() -> Parser:
+    """One flag per field of StoreConfig, described by the docstring under the field."""
+    about = descriptions()
+    result = Parser(
+        prog="kvstored",
+        description="Keeps attention KV beside the inference workers of a machine.",
+        epilog=f"Flags win over {ENVIRONMENT_PREFIX}* in the environment, that over the TOML file, that over defaults. "
+        "Sizes take K, M, G, T (powers of 1024).",
+        allow_abbrev=False,
+    )
+    result.add_argument("--version", action="version", version=f"kvstored {__version__}")
+    result.add_argument(
+        "--config", metavar="FILE", help=f"TOML file with the settings below (environment: {CONFIG_VARIABLE})"
+    )
+    for item in fields(StoreConfig):
+        default = {} if item.default is MISSING else item.default
+        result.add_argument(
+            f"--{item.name.replace('_', '-')}",
+            dest=item.name,
+            metavar="UID=TENANT,..." if item.default is MISSING else type(item.default).__name__.upper(),
+            default=argparse.SUPPRESS,
+            nargs="?" if isinstance(item.default, bool) else None,
+            const="true"
+            if isinstance(item.default, bool)
+            else None,  # a switch may stand alone: --huge-pages is --huge-pages=true
+            help=f"{about[item.name]} (default: {default or 'none'})".replace("%", "%%"),
+        )
+    return result
+
+
+def descriptions() -> dict[str, str]:
+    """The docstring under each field of StoreConfig."""
+    (body,) = (
+        node.body for node in ast.parse(inspect.getsource(StoreConfig)).body if isinstance(node, ast.ClassDef)
+    )
+    found: dict[str, str] = {}
+    for node, below in itertools.pairwise(body):
+        match node, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
+    return found
+
+
+def configuration(arguments: Sequence[str], environment: Mapping[str, str]) -> StoreConfig:
+    """Raises ConfigError for whatever cannot be understood or cannot work."""
+    flags: dict[str, Any] = vars(parser().parse_args(arguments))
+    settings = {key: value for key, value in environment.items() if key != CONFIG_VARIABLE}
+    path = flags.pop("config") or environment.get(CONFIG_VARIABLE, "")
+    return load(
+        toml=read_toml(path) if path else {},
+        environment=settings,
+        flags={name: parse_setting(name, text) for name, text in flags.items()},
+    )
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text("utf-8"))
+    except OSError as problem:
+        raise ConfigError(f"cannot be read: {problem.strerror}", field="config", value=path) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"is not TOML: {problem}", field="config", value=path) from None
+
+
+def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """uvloop where it is installed: about a third less time per message."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Never returns: the process ends with the daemon."""
+    try:
+        config = configuration(sys.argv[1:] if arguments is None else arguments, os.environ)
+        # Imported now: --help and a wrong flag are answered before gRPC is loaded.
+        from kvstore import daemon, logs
+
+        logs.setup(config.log_level)
+        os.umask(0o077)
+        owned = daemon.Daemon(config)
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+            daemon.leave(runner.run(owned.run()))
+    except ConfigError as error:
+        print(f"kvstored: {error}", file=sys.stderr, flush=True)
+        os._exit(2)
+    except Exception:
+        logging.getLogger(__name__).critical("the daemon ended by a bug", exc_info=True)
+        os._exit(70)
+
+
+if __name__ == "__main__":
+    main()

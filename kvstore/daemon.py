@@ -1,0 +1,431 @@
+"""`kvstored`: everything that one daemon owns, from its lock to its last byte.
+
+    start   lock the directory -> check what could not work -> arena, copier, loop -> sockets -> ready
+    stop    say so (health, Draining) -> wait for open leases and commits, drain_ms at most -> close -> exit
+
+Exclusive: one daemon a directory (flock on <run_dir>/lock, which the kernel drops when the process dies, however it
+dies), and a TCP port that is in use is refused, which gRPC alone would share silently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import ipaddress
+import itertools
+import logging
+import os
+import secrets
+import signal
+import socket
+import stat
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client.core import Metric
+
+from kvstore import __version__
+from kvstore.bytes_service import BYTES_SERVICE, BytesService
+from kvstore.config import StoreConfig
+from kvstore.copier import Copier
+from kvstore.core import events
+from kvstore.core.events import Ticket
+from kvstore.core.store import Store
+from kvstore.descriptors import DEFAULT_TENANT, DescriptorServer
+from kvstore.errors import ConfigError
+from kvstore.logs import fields
+from kvstore.loop import Loop
+from kvstore.memory import memory_limit_bytes
+from kvstore.metrics import MetricsServer, families
+from kvstore.service import STATS_SERVICE, STORE_SERVICE, Service
+from kvstore.tiers.arena import Arena, Staging
+from kvstore.types import Protection, WorkerId
+from kvstore.v1 import store_pb2
+
+log = logging.getLogger(__name__)
+
+EXIT_CONFIG = 2
+EXIT_BUG = 70
+CLOSE_TIMEOUT_S = 5.0
+"""Bound on each step of closing; what has not ended then ends with the process."""
+DRAIN_POLL_S = 0.02
+STATS_TIMEOUT_S = 2.0
+RPCS_MAX = 8_192
+
+SELF = WorkerId(-1)
+"""The daemon as a client of its own core: metrics, draining. Workers on the descriptor socket are numbered from 1."""
+ANONYMOUS = WorkerId(-2)
+"""All TCP callers without a token."""
+FIRST_GUEST = -3
+"""And on downwards: guests of Get and Put."""
+
+
+class RunDirectory:
+    """The directory of sockets and lock, held exclusively from construction to `close`."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        """Raises ConfigError, naming the pid of the daemon that holds the directory, and leaves nothing behind."""
+        self._shared = bool({int(uid) for uid in config.tenants} - {0, os.geteuid()})
+        """Whether other users may come in: their peer credentials decide then what they may see."""
+        path = config.run_dir
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(path, mode=0o700)
+                os.chmod(path, 0o755 if self._shared else 0o700)
+            status = os.stat(path)
+            if not stat.S_ISDIR(status.st_mode):
+                raise ConfigError("is not a directory", field="run_dir", value=path)
+            if status.st_mode & 0o022:
+                raise ConfigError(
+                    "can be written to by other users, who could replace the sockets",
+                    field="run_dir",
+                    value=f"{path} (mode {stat.S_IMODE(status.st_mode):o})",
+                    remedy="choose a directory of the daemon's own, or chmod go-w",
+                )
+            self._lock = os.open(
+                config.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
+        except OSError as problem:
+            raise ConfigError(
+                f"cannot be used: {problem.strerror}",
+                field="run_dir",
+                value=path,
+                remedy="choose another directory",
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip()
+            os.close(self._lock)
+            raise ConfigError(
+                f"another daemon uses this directory (pid {holder or 'unknown'})",
+                field="run_dir",
+                value=path,
+                remedy="stop it, or choose another directory",
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)
+        self._sockets = (config.descriptor_socket, config.grpc_socket)
+        self._remove_sockets()  # left by a daemon that was killed: whoever holds the lock owns them
+
+    def open_to_peers(self, path: str) -> None:
+        """Let in whom the directory lets in: everybody where other users are tenants, else our own user."""
+        os.chmod(path, 0o666 if self._shared else 0o600)
+
+    def close(self) -> None:
+        self._remove_sockets()
+        os.ftruncate(self._lock, 0)
+        os.close(self._lock)  # the file stays: removing it could take away the lock of a successor
+
+    def _remove_sockets(self) -> None:
+        for path in self._sockets:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, config: StoreConfig) -> TcpAddress | None:
+        """Raises ConfigError for what is no address, or is reachable from elsewhere without the flag that says so."""
+        if not config.tcp_address:
+            return None
+        host, _, port = config.tcp_address.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535 and host):
+            raise ConfigError(
+                'must be "host:port" with a port from 1 to 65535',
+                field="tcp_address",
+                value=config.tcp_address,
+            )
+        if host == "localhost":
+            host = "127.0.0.1"
+        try:
+            loopback = ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            raise ConfigError(
+                "needs a numeric IP address", field="tcp_address", value=config.tcp_address
+            ) from None
+        if not loopback and not config.tcp_unauthenticated:
+            raise ConfigError(
+                "is reachable from other machines, and TCP has no authentication yet",
+                field="tcp_address",
+                value=config.tcp_address,
+                remedy="use 127.0.0.1, or set tcp_unauthenticated to let anybody read and write",
+            )
+        return cls(host, int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def check_port_is_free(field: str, host: str, port: int) -> None:
+    """Raises ConfigError when something listens there already, or the address is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as problem:
+            raise ConfigError(
+                f"cannot be used: {problem.strerror}",
+                field=field,
+                value=f"{host}:{port}",
+                remedy="stop what listens there (ss -ltnp), or choose another",
+            ) from None
+
+
+def check_memory(config: StoreConfig) -> None:
+    """Raises ConfigError when arena and staging memory could not all be there at once."""
+    limit = memory_limit_bytes()
+    sealed = config.protection == Protection.SEALED.value
+    wanted = config.dram_bytes + (config.staging_bytes_max if sealed else 0)
+    if wanted > limit:
+        staging = f" and {config.staging_bytes_max} of staging memory" if sealed else ""
+        raise ConfigError(
+            f"{config.dram_bytes} bytes of arena{staging} are more than the {limit} bytes that this process may have"
+            " (machine or cgroup)",
+            field="dram_bytes",
+            value=config.dram_bytes,
+            remedy="lower dram_bytes or staging_bytes_max, or raise the memory limit",
+        )
+
+
+class Daemon:
+    """One daemon in this process. `run` is all of its life."""
+
+    def __init__(self, config: StoreConfig) -> None:
+        """Checks all that can be checked and takes the lock; raises ConfigError, and then nothing was started."""
+        self.config = replace(config, run_dir=os.path.abspath(config.run_dir))
+        self._tcp = TcpAddress.of(config)
+        check_memory(config)
+        if self._tcp is not None:
+            check_port_is_free("tcp_address", self._tcp.host, self._tcp.port)
+        if config.metrics_port:
+            check_port_is_free("metrics_port", "127.0.0.1", config.metrics_port)
+        self.boot_id = secrets.token_bytes(16)
+        self._started_at = time.monotonic()
+        self._grpc_target = f"unix:{self.config.grpc_socket}"
+        self._numbers = itertools.count(FIRST_GUEST, -1)
+        self._server: grpc.aio.Server | None = None
+        self._directory = RunDirectory(self.config)
+
+    async def run(self) -> int:
+        """Serve until SIGTERM or SIGINT, then drain and close. Returns the exit status."""
+        self._stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._build()
+        try:
+            await self._start()
+            self._announce()
+            status = await self._stop
+            if status == 0:
+                await self._drain()
+            return status
+        finally:
+            await self._close()
+
+    # --------------------------------------------------------------------------------------------------- start
+
+    def _build(self) -> None:
+        config = self.config
+        protection = Protection(config.protection)
+        self._arena = Arena(
+            protection=protection,
+            boot_id=self.boot_id,
+            huge_pages=config.huge_pages,
+            prefault=config.prefault,
+        )
+        self._staging = Staging(bytes_max=config.staging_bytes_max)
+        self._copier = Copier(arena=self._arena, staging=self._staging, threads=config.copy_threads)
+        self.loop = Loop(
+            Store(config.limits),
+            self._arena,
+            self._staging,
+            self._copier,
+            on_forget=lambda worker: self._descriptors.forget(worker),
+            on_fatal=lambda: self._end(EXIT_BUG),
+        )
+        self._descriptors = DescriptorServer(
+            config,
+            self.loop,
+            arena=self._arena,
+            staging=self._staging,
+            boot_id=self.boot_id,
+            grpc_target=self._grpc_target,
+        )
+        self._service = Service(
+            self.loop,
+            self._worker_of,
+            boot_id=self.boot_id,
+            welcome=store_pb2.AttachWelcome(
+                lease_ttl_ms=config.lease_ttl_ms, reservation_ttl_ms=config.reservation_ttl_ms
+            ),
+            anonymous=ANONYMOUS if self._tcp is not None else None,
+        )
+        self._metrics = MetricsServer(self._families)
+        self._health = health.aio.HealthServicer()
+
+    async def _start(self) -> None:
+        self._catch_signals()
+        self.loop.start()
+        self.loop.post(events.WorkerJoined(SELF, tenant=DEFAULT_TENANT, engine_group="", admin=True))
+        if self._tcp is not None:
+            self.loop.post(events.WorkerJoined(ANONYMOUS, tenant=DEFAULT_TENANT, engine_group=""))
+        await self._start_grpc()
+        await self._descriptors.start()
+        if self.config.metrics_port:
+            await self._metrics.start(self.config.metrics_port)
+
+    async def _start_grpc(self) -> None:
+        server = grpc.aio.server(
+            maximum_concurrent_rpcs=RPCS_MAX,
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", self.config.message_bytes_max),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+            ],
+        )
+        server.add_generic_rpc_handlers(
+            (self._service.handlers(), BytesService(self._service, self._numbers).handlers())
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (STORE_SERVICE, STATS_SERVICE, BYTES_SERVICE)
+        for name in names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        self._bind(server, self._grpc_target, field="run_dir")
+        self._directory.open_to_peers(self.config.grpc_socket)
+        if self._tcp is not None:
+            self._bind(server, str(self._tcp), field="tcp_address")
+        await server.start()
+        self._server = server
+
+    @staticmethod
+    def _bind(server: grpc.aio.Server, address: str, *, field: str) -> None:
+        try:
+            server.add_insecure_port(address)
+        except RuntimeError as problem:
+            raise ConfigError(f"cannot be bound: {problem}", field=field, value=address) from None
+
+    def _worker_of(self, token: bytes) -> WorkerId | None:
+        identity = self._descriptors.worker_of(token)
+        return None if identity is None else identity.worker
+
+    def _announce(self) -> None:
+        """Say what this daemon uses, to people and to machines, and that it is ready."""
+        config = self.config
+        settings = asdict(config)
+        log.info(
+            "ready",
+            extra=fields(
+                version=__version__,
+                pid=os.getpid(),
+                boot_id=self.boot_id.hex(),
+                settings=settings,
+                uid=os.getuid(),
+            ),
+        )
+        segments = config.limits.segment_count
+        tcp = f"{self._tcp} (not authenticated)" if self._tcp else "off"
+        metrics = f"http://127.0.0.1:{config.metrics_port}/metrics" if config.metrics_port else "off"
+        print(
+            f"kvstored {__version__}: arena {config.dram_bytes / 2**20:,.0f} MiB in {segments} segments"
+            f" ({config.protection}), staging at most {config.staging_bytes_max / 2**20:,.0f} MiB\n"
+            f"  directory {config.run_dir}, TCP {tcp}, metrics {metrics}\n"
+            f"  tenants by user id: {dict(config.tenants) or 'own user and root only'}",
+            flush=True,
+        )
+        sd_notify("READY=1")
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+
+    def _signalled(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._stop.done():
+            log.warning("%s again: leaving at once", name)
+            leave(128 + number)
+        log.info("%s: draining", name, extra=fields(drain_ms=self.config.drain_ms))
+        self._end(0)
+
+    def _end(self, status: int) -> None:
+        if not self._stop.done():
+            self._stop.set_result(status)
+
+    # ---------------------------------------------------------------------------------------------------- stop
+
+    async def _drain(self) -> None:
+        """Start nothing new; what is open may end, for drain_ms."""
+        sd_notify("STOPPING=1")
+        await self._health.enter_graceful_shutdown()
+        self._service.drain()
+        try:
+            async with asyncio.timeout(self.config.drain_ms / 1000):
+                while await self._open_work():  # noqa: ASYNC110 - the core publishes no event for this
+                    await asyncio.sleep(DRAIN_POLL_S)
+        except TimeoutError:
+            log.warning("draining took too long: open leases and commits end now")
+
+    async def _own_stats(self) -> events.Stats:
+        answer: events.Stats = await self.loop.ask(events.GetStats(Ticket(SELF)), STATS_TIMEOUT_S)
+        return answer
+
+    async def _open_work(self) -> int:
+        gauges = (await self._own_stats()).values["gauges"]
+        return int(gauges["leases"] + gauges["reservations"])
+
+    async def _families(self) -> list[Metric]:
+        process = {
+            "uptime_seconds": time.monotonic() - self._started_at,
+            "attach_streams": float(self._service.streams),
+            "staging_bytes": float(self._staging.bytes_granted),
+        }
+        return families((await self._own_stats()).values, process, __version__)
+
+    async def _close(self) -> None:
+        """Each step bounded; the last is the lock, so that no successor meets our remains."""
+        self._metrics.close()
+        self._service.close()
+        if self._server is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._server.stop(grace=0.5), CLOSE_TIMEOUT_S)
+        await self._descriptors.close()
+        self.loop.close(CLOSE_TIMEOUT_S)
+        self._staging.close()
+        self._arena.close()
+        self._directory.close()
+        log.info("stopped", extra=fields(uptime_s=round(time.monotonic() - self._started_at, 3)))
+
+
+def sd_notify(state: str) -> None:
+    """Tell systemd, if it asked to be told."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notify:
+        try:
+            notify.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+        except OSError as problem:
+            log.warning("NOTIFY_SOCKET does not listen", extra=fields(address=address, why=str(problem)))
+
+
+def leave(status: int) -> None:
+    """End the process without waiting for any thread: what is left belongs to the kernel."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
