@@ -104,6 +104,11 @@ class Arena:
         found = self._segment(segment)
         return found.data_fd, found.header_fd
 
+    def size_of(self, segment: SegmentId) -> tuple[int, int]:
+        """(bytes, cells). Raises NotFound."""
+        found = self._segment(segment)
+        return found.data.size_bytes, found.generations.size
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
