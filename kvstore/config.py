@@ -76,7 +76,9 @@ class StoreConfig:
         for name in ("dram_bytes", "segment_bytes", "staging_bytes", "staging_bytes_max"):
             _positive(self, name)
         if self.segment_bytes % page:
-            raise ConfigError(f"must be a multiple of the page size {page}", field="segment_bytes", value=self.segment_bytes)
+            raise ConfigError(
+                f"must be a multiple of the page size {page}", field="segment_bytes", value=self.segment_bytes
+            )
         if self.dram_bytes < self.segment_bytes:
             raise ConfigError(
                 f"is smaller than one segment of {self.segment_bytes} bytes",
@@ -91,10 +93,18 @@ class StoreConfig:
                 value=self.dram_bytes,
             )
         if self.dram_bytes // self.segment_bytes > 65_536:
-            raise ConfigError("gives more than 65536 segments", field="segment_bytes", value=self.segment_bytes)
+            raise ConfigError(
+                "gives more than 65536 segments", field="segment_bytes", value=self.segment_bytes
+            )
         if self.protection not in {item.value for item in Protection}:
             raise ConfigError('must be "sealed" or "group"', field="protection", value=self.protection)
-        for name in ("lease_ttl_ms", "reservation_ttl_ms", "incomplete_ttl_ms", "copy_threads", "message_bytes_max"):
+        for name in (
+            "lease_ttl_ms",
+            "reservation_ttl_ms",
+            "incomplete_ttl_ms",
+            "copy_threads",
+            "message_bytes_max",
+        ):
             _positive(self, name)
         for name in ("pin_share_max", "reserve_share_max"):
             if not 0.0 < getattr(self, name) <= 1.0:
@@ -106,10 +116,14 @@ class StoreConfig:
         if self.drain_ms < 0:
             raise ConfigError("must not be negative", field="drain_ms", value=self.drain_ms)
         if self.log_level not in ("debug", "info", "warning", "error"):
-            raise ConfigError("must be debug, info, warning or error", field="log_level", value=self.log_level)
+            raise ConfigError(
+                "must be debug, info, warning or error", field="log_level", value=self.log_level
+            )
         for uid, tenant in self.tenants.items():
             if not (uid.isascii() and uid.isdigit()) or not tenant:
-                raise ConfigError("maps a numeric user id to a tenant's name", field="tenants", value=f"{uid}={tenant}")
+                raise ConfigError(
+                    "maps a numeric user id to a tenant's name", field="tenants", value=f"{uid}={tenant}"
+                )
         for path in (self.descriptor_socket, self.grpc_socket):
             if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
                 raise ConfigError(
@@ -158,9 +172,15 @@ def parse_setting(name: str, text: str) -> Any:
         raise ConfigError("no such setting", field=name, value=text, remedy="known: " + ", ".join(_kinds()))
     try:
         if kind is bool:
-            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[
+                text.lower()
+            ]
         if kind is int:
-            digits = text.lower().removesuffix("ib").removesuffix("b") if name.endswith(("_bytes", "_bytes_max")) else text
+            digits = (
+                text.lower().removesuffix("ib").removesuffix("b")
+                if name.endswith(("_bytes", "_bytes_max"))
+                else text
+            )
             factor = SIZE_SUFFIXES.get(digits[-1:], 1) if name.endswith(("_bytes", "_bytes_max")) else 1
             return int(digits[:-1]) * factor if factor > 1 else int(digits)
         if kind is float:
@@ -177,8 +197,12 @@ def load(toml: Mapping[str, Any], environment: Mapping[str, str], flags: Mapping
     values: dict[str, Any] = {}
     for key, value in toml.items():
         if key not in _kinds():
-            raise ConfigError("unknown key in the TOML file", field=key, value=value, remedy="known: " + ", ".join(_kinds()))
-        values[key] = parse_setting(key, value) if isinstance(value, str) and _kinds()[key] is not str else value
+            raise ConfigError(
+                "unknown key in the TOML file", field=key, value=value, remedy="known: " + ", ".join(_kinds())
+            )
+        values[key] = (
+            parse_setting(key, value) if isinstance(value, str) and _kinds()[key] is not str else value
+        )
     for key, text in environment.items():
         if key.startswith(ENVIRONMENT_PREFIX):
             name = key.removeprefix(ENVIRONMENT_PREFIX).lower()

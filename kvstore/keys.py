@@ -61,7 +61,9 @@ def manifest_digest(entries: Iterable[tuple[bytes, int, int, int, bool]]) -> byt
     """Digest of manifest entries (key, first token, count, position delta, approximate): what a derived key attended to."""
     state = hashlib.blake2b(digest_size=DIGEST_BYTES, person=_MANIFEST)
     for key, first, count, delta, approximate in entries:
-        state.update(struct.pack("<Q", len(key)) + key + struct.pack("<QQq?", first, count, delta, approximate))
+        state.update(
+            struct.pack("<Q", len(key)) + key + struct.pack("<QQq?", first, count, delta, approximate)
+        )
     return state.digest()
 
 
@@ -72,11 +74,15 @@ def encode_tokens(tokens: Tokens) -> bytes:
         return b""
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise BadRequest(
-            "token ids must be one row of integers", field="tokens", value=f"{array.dtype} of shape {array.shape}"
+            "token ids must be one row of integers",
+            field="tokens",
+            value=f"{array.dtype} of shape {array.shape}",
         )
     low, high = int(array.min()), int(array.max())
     if low < 0 or high > 0xFFFF_FFFF:
-        raise BadRequest("token ids must fit in 32 bits without sign", field="tokens", value=low if low < 0 else high)
+        raise BadRequest(
+            "token ids must fit in 32 bits without sign", field="tokens", value=low if low < 0 else high
+        )
     return array.astype("<u4").tobytes()
 
 

@@ -131,10 +131,14 @@ class NamespaceSpec:
         for name in ("model", "layout_fingerprint", "hash_protocol"):
             text = getattr(self, name)
             if not text or len(text.encode()) > TEXT_BYTES_MAX:
-                raise BadRequest(f"must have 1 to {TEXT_BYTES_MAX} bytes", field=f"namespace.{name}", value=text)
+                raise BadRequest(
+                    f"must have 1 to {TEXT_BYTES_MAX} bytes", field=f"namespace.{name}", value=text
+                )
         for name in ("weights_digest", "adapter_digest", "kv_scales_digest", "salt"):
             if len(getattr(self, name)) > 64:
-                raise BadRequest("must have at most 64 bytes", field=f"namespace.{name}", value=getattr(self, name))
+                raise BadRequest(
+                    "must have at most 64 bytes", field=f"namespace.{name}", value=getattr(self, name)
+                )
         if not self.weights_digest:
             raise BadRequest(
                 "must not be empty",
@@ -148,7 +152,9 @@ class NamespaceSpec:
         if not self.groups:
             raise BadRequest("must name at least one group", field="namespace.groups", value="()")
         if len({group.name for group in self.groups}) != len(self.groups):
-            raise BadRequest("group names must differ", field="namespace.groups", value=[g.name for g in self.groups])
+            raise BadRequest(
+                "group names must differ", field="namespace.groups", value=[g.name for g in self.groups]
+            )
         for index, group in enumerate(self.groups):
             _validate_group(group, f"namespace.groups[{index}]")
         _in_range("namespace.groups: shards in all", self.shard_count, 1, SHARDS_MAX)
@@ -165,7 +171,9 @@ def _validate_group(group: GroupSpec, where: str) -> None:
             remedy="supported: " + ", ".join(sorted(kind.value for kind in SUPPORTED_KINDS)),
         )
     if len(group.position_rule.encode()) > 64:
-        raise BadRequest("must have at most 64 bytes", field=f"{where}.position_rule", value=group.position_rule)
+        raise BadRequest(
+            "must have at most 64 bytes", field=f"{where}.position_rule", value=group.position_rule
+        )
     _in_range(f"{where}.shard_bytes", group.shard_bytes, 1, SHARD_BYTES_MAX)
     _in_range(f"{where}.shard_count", group.shard_count, 1, SHARDS_MAX)
     if len(group.layers) > 4096:

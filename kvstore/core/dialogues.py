@@ -1,0 +1,301 @@
+"""Session names and their manifests: get, update, truncate, fork, forget, list, explain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import DERIVED, NONE
+from kvstore.core.manifests import Manifest, Session
+from kvstore.core.namespaces import Namespace
+from kvstore.core.reads import lookup
+from kvstore.core.state import State
+from kvstore.core.workers import Worker
+from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition
+from kvstore.types import ChunkKey, Outcome, Reason
+
+
+class Dialogues:
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    def get(self, worker: Worker, event: ev.GetSession) -> ev.SessionInfo:
+        namespace = self.state.namespace(worker, event.namespace)
+        session = self.state.sessions.get(namespace.id, event.session, self.state.now)
+        if session is None:
+            return ev.SessionInfo(event.session, 0, (), 0)
+        return self._info(session)
+
+    def _info(self, session: Session) -> ev.SessionInfo:
+        manifest = session.manifest
+        key = self.state.chunks.key
+        entries = tuple(
+            ev.SessionEntry(
+                key[row],
+                manifest.first[i],
+                manifest.count[i],
+                manifest.delta[i],
+                bool(manifest.approximate[i]),
+            )
+            for i, row in enumerate(manifest.rows)
+        )
+        return ev.SessionInfo(session.name, session.version, entries, self._usable(manifest))
+
+    def _usable(self, manifest: Manifest) -> int:
+        """Leading entries that are whole (invariant 6)."""
+        for index, row in enumerate(manifest.rows):
+            if not self.state.is_hit(row):
+                return index
+        return len(manifest)
+
+    # ------------------------------------------------------------------------------------------------------ writing
+
+    def update(self, worker: Worker, event: ev.UpdateSession) -> ev.SessionInfo:
+        """Compare-and-set: keep the first entries of the expected version, append committed chunks."""
+        state = self.state
+        namespace = state.own_namespace(worker, event.namespace)
+        old = self._expect(namespace, event.session, event.expected_version, may_be_new=True)
+        base = old.manifest if old is not None else Manifest()
+        if not 0 <= event.keep <= len(base):
+            raise BadRequest(f"the manifest has {len(base)} entries", field="keep", value=event.keep)
+        if event.keep + len(event.append) > state.limits.session_entries_max:
+            raise Exhausted(
+                f"a manifest has at most {state.limits.session_entries_max} entries",
+                field="append",
+                value=event.keep + len(event.append),
+            )
+        manifest = base.head(event.keep)
+        for index, entry in enumerate(event.append):
+            self._append(namespace, manifest, entry, f"append[{index}]", last=index == len(event.append) - 1)
+        return self._point(namespace, event.session, old, manifest)
+
+    def _append(
+        self, namespace: Namespace, manifest: Manifest, entry: ev.SessionEntry, where: str, *, last: bool
+    ) -> None:
+        chunks = self.state.chunks
+        row = namespace.index.get(entry.key, NONE)
+        if row == NONE or chunks.reason[row] == Reason.NEVER_SEEN or not (self._was_committed(row)):
+            raise Precondition(
+                "was never committed", field=f"{where}.key", value=entry.key, remedy="commit the chunk first"
+            )
+        if entry.token_count != chunks.tokens[row]:
+            raise BadRequest(
+                f"the chunk has {chunks.tokens[row]} tokens",
+                field=f"{where}.token_count",
+                value=entry.token_count,
+            )
+        if entry.first_token < 0 or entry.first_token + entry.delta < manifest.end:
+            raise BadRequest(
+                f"entries must not overlap: the manifest ends at {manifest.end}",
+                field=f"{where}.first_token",
+                value=entry.first_token,
+            )
+        if not last and not entry.approximate and entry.token_count < namespace.spec.chunk_tokens:
+            raise BadRequest(
+                "only the last entry may be a tail", field=f"{where}.token_count", value=entry.token_count
+            )
+        exact_so_far = manifest.exact and entry.first_token == manifest.end and entry.delta == 0
+        if not exact_so_far and not entry.approximate and not chunks.flags[row] & DERIVED:
+            raise Precondition(
+                "follows approximate entries, a gap or a shift, but was committed as exact",
+                field=f"{where}.key",
+                value=entry.key,
+                remedy="save what was computed after approximate KV under a derived key",
+            )
+        manifest.add(row, entry.first_token, entry.token_count, entry.delta, entry.approximate)
+
+    def _was_committed(self, row: int) -> bool:
+        """Resident, or a ghost of a chunk that was: losing bytes between commit and update is no error."""
+        chunks = self.state.chunks
+        return self.state.is_resident(row) or (chunks.shard0[row] == NONE and chunks.tokens[row] > 0)
+
+    def truncate(self, worker: Worker, event: ev.Truncate) -> ev.SessionInfo:
+        """Cut a range out. What follows it attended to it, hence becomes approximate; what precedes it stays exact."""
+        state = self.state
+        namespace = state.own_namespace(worker, event.namespace)
+        old = self._expect(namespace, event.session, event.expected_version, may_be_new=False)
+        assert old is not None
+        manifest = old.manifest
+        begin, end = event.first_token, event.first_token + event.token_count
+        if event.token_count < 1:
+            raise BadRequest("must be at least 1", field="token_count", value=event.token_count)
+        edges = {0}
+        places: list[tuple[int, int]] = []
+        for i in range(len(manifest)):
+            start = manifest.first[i] + manifest.delta[i]
+            places.append((start, start + manifest.count[i]))
+            edges |= set(places[-1])
+        if begin not in edges or (end not in edges and end < manifest.end):
+            near = sorted(edges, key=lambda edge: min(abs(edge - begin), abs(edge - end)))[:4]
+            raise BadRequest(
+                "the range must begin and end where entries do",
+                field="first_token",
+                value=f"[{begin}, {end})",
+                remedy=f"nearest boundaries: {sorted(near)}",
+            )
+        cut = [i for i, (start, stop) in enumerate(places) if begin <= start and stop <= end]
+        kept = manifest.take(i for i in range(len(manifest)) if i not in set(cut))
+        for i in range(cut[0] if cut else len(kept), len(kept)):
+            kept.approximate[i] = True
+            if event.close_gap:
+                kept.delta[i] -= sum(manifest.count[j] for j in cut)
+        info = self._point(namespace, event.session, old, kept)
+        state.counters["sessions_truncated"] += 1
+        return info
+
+    def fork(self, worker: Worker, event: ev.Fork) -> ev.SessionInfo:
+        """A second name for the same manifest."""
+        namespace = self.state.own_namespace(worker, event.namespace)
+        source = self.state.sessions.get(namespace.id, event.session, self.state.now)
+        if source is None:
+            raise NotFound("no such session", field="session", value=event.session)
+        if self.state.sessions.get(namespace.id, event.new_session, self.state.now) is not None:
+            raise Conflict("exists already", field="new_session", value=event.new_session)
+        return self._point(namespace, event.new_session, None, source.manifest)
+
+    def _expect(self, namespace: Namespace, name: bytes, version: int, *, may_be_new: bool) -> Session | None:
+        session = self.state.sessions.get(namespace.id, name, self.state.now)
+        if session is None and not may_be_new:
+            raise NotFound("no such session", field="session", value=name)
+        found = 0 if session is None else session.version
+        if found != version:
+            raise Conflict(
+                f"the session is at version {found}",
+                field="expected_version",
+                value=version,
+                remedy="get it and decide again",
+            )
+        return session
+
+    def _point(
+        self, namespace: Namespace, name: bytes, old: Session | None, manifest: Manifest
+    ) -> ev.SessionInfo:
+        """Let the name point at `manifest`; references of the old one go."""
+        state = self.state
+        for row in manifest.rows:
+            state.add_ref(row)
+        if old is None:
+            if len(state.sessions.by_name) >= state.limits.sessions_max:
+                state.counters["sessions_dropped"] += 1
+                self.drop(state.sessions.oldest())
+            namespace.sessions += 1
+            version = 1
+        else:
+            for row in old.manifest.rows:
+                state.drop_ref(row)
+            version = old.version + 1
+        session = Session(name, namespace.id, version, manifest, state.now)
+        state.sessions.put(session)
+        return self._info(session)
+
+    def drop(self, session: Session) -> None:
+        """The name goes, and its references; chunks stay until they are evicted."""
+        state = self.state
+        state.sessions.remove(session)
+        state.namespaces[session.namespace].sessions -= 1
+        for row in session.manifest.rows:
+            state.drop_ref(row)
+
+    # --------------------------------------------------------------------------------------------------- forgetting
+
+    def forget(self, worker: Worker, event: ev.Forget) -> ev.Done:
+        """The session and the chunks that nothing else names or continues; or single keys."""
+        state = self.state
+        namespace = state.own_namespace(worker, event.namespace)
+        count = 0
+        if event.session:
+            session = state.sessions.get(namespace.id, event.session, state.now)
+            if session is not None:
+                keys = [state.chunks.key[row] for row in session.manifest.rows]
+                self.drop(session)
+                count = 1 + self._forget_unnamed(namespace, reversed(keys))
+        for key in event.keys:
+            row = namespace.index.get(key, NONE)
+            if row != NONE and state.doom(row, Reason.FORGOTTEN):
+                count += 1
+        return ev.Done(count)
+
+    def _forget_unnamed(self, namespace: Namespace, keys: Iterable[ChunkKey]) -> int:
+        """From the end of the chain; a chunk that another chain continues, or another manifest names, stays."""
+        state = self.state
+        chunks = state.chunks
+        count = 0
+        for key in keys:
+            row = namespace.index.get(key, NONE)
+            if row == NONE or chunks.refs[row] or any(state.is_hit(child) for child in chunks.children(row)):
+                continue
+            count += state.doom(row, Reason.FORGOTTEN)
+        return count
+
+    # -------------------------------------------------------------------------------------------------- for operators
+
+    def list(self, worker: Worker, event: ev.ListSessions) -> ev.SessionList:
+        """Most recently used first, of the caller's tenant (an admin sees all)."""
+        state = self.state
+        rows: list[ev.SessionRow] = []
+        total = 0
+        for session in reversed(state.sessions.by_name.values()):
+            namespace = state.namespaces[session.namespace]
+            if event.namespace is not None and session.namespace != event.namespace:
+                continue
+            if namespace.tenant != worker.tenant and not worker.admin:
+                continue
+            total += 1
+            if len(rows) < event.limit:
+                manifest = session.manifest
+                resident = sum(map(state.is_hit, manifest.rows))
+                rows.append(
+                    ev.SessionRow(
+                        session.name,
+                        namespace.tenant,
+                        namespace.id,
+                        session.version,
+                        len(manifest),
+                        manifest.token_count,
+                        self._usable(manifest),
+                        resident * namespace.spec.chunk_bytes,
+                        state.now - session.used_at,
+                    )
+                )
+        return ev.SessionList(tuple(rows), total)
+
+    def explain(self, worker: Worker, event: ev.Explain) -> ev.Explained:
+        """What is known of each chunk of a session, or of each key: where it is, or why it is gone."""
+        state = self.state
+        namespace = state.namespace(worker, event.namespace)
+        keys = list(event.keys)
+        version = 0
+        if event.session:
+            session = state.sessions.by_name.get((namespace.id, event.session))
+            if session is None:
+                raise NotFound("no such session", field="session", value=event.session)
+            version = session.version
+            keys += [state.chunks.key[row] for row in session.manifest.rows]
+        return ev.Explained(version, tuple(self._history(namespace, key) for key in keys))
+
+    def _history(self, namespace: Namespace, key: ChunkKey) -> ev.ChunkHistory:
+        state = self.state
+        chunks = state.chunks
+        row, outcome, reason = lookup(state, namespace, key)
+        if row == NONE:
+            return ev.ChunkHistory(
+                key, Outcome.MISS, reason, 0, 0, namespace.shards, 0, 0, 0, 0, 0, False, b""
+            )
+        maker = chunks.maker[row]
+        return ev.ChunkHistory(
+            key=key,
+            outcome=outcome,
+            reason=reason,
+            token_count=chunks.tokens[row],
+            shards_ready=chunks.ready[row],
+            shards=namespace.shards,
+            pins=chunks.pins[row],
+            hits=chunks.hits[row],
+            age_ms=state.now - chunks.born_at[row],
+            idle_ms=state.now - chunks.used_at[row],
+            manifests=chunks.refs[row],
+            derived=bool(chunks.flags[row] & DERIVED),
+            maker=state.makers[maker] if maker != NONE else b"",
+        )

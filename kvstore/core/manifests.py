@@ -1,0 +1,102 @@
+"""Immutable, versioned lists of chunks, and the session names that point at them.
+
+A manifest is shared by whoever names it (forks); `Session` is the name with its version. Entries are columns, because a
+long conversation has thousands of them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvstore.types import Millis, NamespaceId
+
+
+@dataclass(slots=True, eq=False)
+class Manifest:
+    rows: array[int] = field(default_factory=lambda: array("i"))
+    first: array[int] = field(default_factory=lambda: array("q"))
+    count: array[int] = field(default_factory=lambda: array("i"))
+    delta: array[int] = field(default_factory=lambda: array("q"))
+    approximate: bytearray = field(default_factory=bytearray)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def token_count(self) -> int:
+        return sum(self.count)
+
+    @property
+    def end(self) -> int:
+        """Position after the last token, as the manifest places it."""
+        return self.first[-1] + self.count[-1] + self.delta[-1] if self.rows else 0
+
+    @property
+    def exact(self) -> bool:
+        """Nothing approximate, moved or missing: what is computed after it is exact too (invariant 2)."""
+        return not any(self.approximate) and not any(self.delta) and self.end == self.token_count
+
+    def add(self, row: int, first: int, count: int, delta: int, approximate: bool) -> None:
+        """Only while the manifest is being built."""
+        self.rows.append(row)
+        self.first.append(first)
+        self.count.append(count)
+        self.delta.append(delta)
+        self.approximate.append(approximate)
+
+    def take(self, indices: Iterable[int]) -> Manifest:
+        """A new manifest of these entries."""
+        new = Manifest()
+        for i in indices:
+            new.add(self.rows[i], self.first[i], self.count[i], self.delta[i], bool(self.approximate[i]))
+        return new
+
+    def head(self, keep: int) -> Manifest:
+        """A new manifest of the first `keep` entries."""
+        return Manifest(
+            self.rows[:keep], self.first[:keep], self.count[:keep], self.delta[:keep], self.approximate[:keep]
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Manifest({len(self)} entries, {self.token_count} tokens{'' if self.exact else ', not exact'})"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    name: bytes
+    namespace: NamespaceId
+    version: int
+    manifest: Manifest
+    used_at: Millis
+
+
+class SessionBook:
+    """Sessions in the order of their last use."""
+
+    def __init__(self) -> None:
+        self.by_name: OrderedDict[tuple[NamespaceId, bytes], Session] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"SessionBook({len(self.by_name)} sessions)"
+
+    def get(self, namespace: NamespaceId, name: bytes, now: Millis) -> Session | None:
+        session = self.by_name.get((namespace, name))
+        if session is not None:
+            session.used_at = now
+            self.by_name.move_to_end((namespace, name))
+        return session
+
+    def put(self, session: Session) -> None:
+        self.by_name[session.namespace, session.name] = session
+        self.by_name.move_to_end((session.namespace, session.name))
+
+    def remove(self, session: Session) -> None:
+        del self.by_name[session.namespace, session.name]
+
+    def oldest(self) -> Session:
+        return next(iter(self.by_name.values()))

@@ -1,0 +1,49 @@
+"""Namespaces: what makes KV comparable, one object for each (tenant, spec, weights epoch)."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+
+from kvstore.core.chunks import LinkedRows
+from kvstore.layout import NamespaceSpec
+from kvstore.types import ChunkKey, Millis, NamespaceId, Reason
+
+
+@dataclass(slots=True, eq=False)
+class Namespace:
+    id: NamespaceId
+    tenant: str
+    spec: NamespaceSpec
+    family: bytes
+    """Digest of everything but the epoch."""
+    shards: int
+    slot_bytes: tuple[int, ...]
+    """Per shard number."""
+    chunk_bytes: int
+    """Slots of one chunk in bytes: what pins and reservations are charged."""
+    index: dict[ChunkKey, int] = field(default_factory=dict)
+    recency: LinkedRows = field(default_factory=LinkedRows)
+    """Resident unpinned chunks: the candidates for eviction."""
+    retired: bool = False
+    """A newer weights epoch was opened: nothing is served any more."""
+    visible: int = 0
+    partial: int = 0
+    pinned: int = 0
+    sessions: int = 0
+    lookups: list[int] = field(default_factory=lambda: [0] * len(Reason))
+    """Keys asked for by Acquire, by reason; NONE are the hits."""
+    donor_search_at: Millis = 0
+    """When another namespace's segment may be looked for again."""
+    in_flight: int = 0
+    """Segments that are being retired or created for this namespace."""
+    in_flight_since: Millis = 0
+
+    def __repr__(self) -> str:
+        return f"Namespace({self.id} {self.tenant}/{self.spec.model} epoch {self.spec.weights_epoch}: {self.visible} chunks)"
+
+
+def chunk_salt(family: bytes, epoch: int) -> bytes:
+    """32 bytes that key the chunk hashes of a namespace: derived from the identity, never from a request."""
+    return hashlib.blake2b(family + struct.pack("<Q", epoch), digest_size=32, person=b"kvs.salt.v1").digest()

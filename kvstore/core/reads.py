@@ -1,0 +1,202 @@
+"""Lookups and leases: Match, Acquire, Renew, Release, ReportLoad."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import DOOMED, NONE
+from kvstore.core.namespaces import Namespace
+from kvstore.core.state import State
+from kvstore.core.workers import EngineGroup, Worker
+from kvstore.errors import BadRequest, Exhausted
+from kvstore.types import ChunkKey, Extent, LeaseId, Millis, OpId, Outcome, Reason
+
+Found = tuple[int, Outcome, Reason]
+
+
+def lookup(state: State, namespace: Namespace, key: ChunkKey) -> Found:
+    """(row or NONE, outcome, reason) of one key; changes nothing."""
+    if namespace.retired:
+        return NONE, Outcome.MISS, Reason.OLD_EPOCH
+    row = namespace.index.get(key, NONE)
+    if row == NONE:
+        return NONE, Outcome.MISS, Reason.NEVER_SEEN
+    chunks = state.chunks
+    if chunks.shard0[row] == NONE or chunks.flags[row] & DOOMED:
+        return row, Outcome.MISS, Reason(chunks.reason[row])
+    if chunks.ready[row] == namespace.shards:
+        return row, Outcome.HIT, Reason.NONE
+    if chunks.reserved[row]:
+        return row, Outcome.PENDING, Reason.BEING_SAVED
+    return row, Outcome.MISS, Reason.INCOMPLETE
+
+
+class Reads:
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.audits: dict[OpId, tuple[list[int], list[int]]] = {}
+        """Checksum ops of reported chunks: (pinned rows, expected checksums)."""
+
+    def match(self, worker: Worker, event: ev.Match) -> ev.Matched:
+        """Longest usable boundary (invariant 4). Never promotes, never pins, does not count as a use."""
+        state = self.state
+        namespace = state.namespace(worker, event.namespace)
+        found = [lookup(state, namespace, key) for key in event.keys]
+        usable = 0
+        tokens = 0
+        for row, outcome, _ in found:
+            if outcome is not Outcome.HIT:
+                break
+            tokens += state.chunks.tokens[row]
+            if event.token_count and tokens >= event.token_count:
+                break
+            usable += 1
+        return ev.Matched(usable, tuple(f[1] for f in found), tuple(f[2] for f in found))
+
+    def acquire(self, worker: Worker, event: ev.Acquire) -> ev.Acquired:
+        """Pin the hits; all or nothing per chunk (invariant 3)."""
+        state = self.state
+        limits = state.limits
+        namespace = state.own_namespace(worker, event.namespace)
+        shards = wanted_shards(namespace, event.shards)
+        if len(worker.group.leases) >= limits.leases_per_worker_max * max(1, len(worker.group.members)):
+            raise Exhausted(
+                "too many open leases", field="leases", value=len(worker.group.leases), remedy="release some"
+            )
+        ttl_ms = clip_ttl(event.ttl_ms, limits.lease_ttl_ms, limits.lease_ttl_max_ms)
+        outcomes: list[Outcome] = []
+        reasons: list[Reason] = []
+        hits: list[int] = []
+        extents: list[Extent] = []
+        lengths = namespace.spec.shard_bytes
+        until = state.now + min(event.wait_ms, limits.wait_max_ms)
+        stopped = False
+        for key in event.keys:
+            if stopped:
+                outcomes.append(Outcome.MISS)
+                reasons.append(Reason.BEYOND_MISS)
+                continue
+            row, outcome, reason = lookup(state, namespace, key)
+            if outcome is Outcome.HIT and not self._charge(worker.group, namespace, row):
+                outcome, reason = Outcome.MISS, Reason.QUOTA
+            if outcome is Outcome.HIT:
+                state.pin(row)
+                hits.append(row)
+                self._used(row, namespace)
+                extents += [state.extent(row, shard, lengths[shard]) for shard in shards]
+            else:
+                if outcome is Outcome.PENDING and event.wait_ms > 0:
+                    state.wait_for(worker, row, until)
+                stopped = event.prefix_only
+            outcomes.append(outcome)
+            reasons.append(reason)
+            namespace.lookups[reason] += 1
+        if not hits:
+            return ev.Acquired(LeaseId(0), 0, tuple(outcomes), tuple(reasons), ())
+        lease = state.leases.open(worker.group, worker.id, namespace.id, state.now + ttl_ms)
+        lease.rows.extend(hits)
+        return ev.Acquired(lease.id, ttl_ms, tuple(outcomes), tuple(reasons), tuple(extents))
+
+    def _charge(self, group: EngineGroup, namespace: Namespace, row: int) -> bool:
+        """Count the row against the group's quota; False if it would not fit."""
+        pinned = group.pins.get(row, 0)
+        if not pinned:
+            if group.pinned_bytes + namespace.chunk_bytes > self.state.limits.pin_bytes_max:
+                return False
+            group.pinned_bytes += namespace.chunk_bytes
+        group.pins[row] = pinned + 1
+        return True
+
+    def _used(self, row: int, namespace: Namespace) -> None:
+        chunks = self.state.chunks
+        chunks.used_at[row] = self.state.now
+        chunks.hits[row] += 1
+        start = chunks.shard0[row]
+        for place in range(start, start + namespace.shards):
+            self.state.pool.segments[chunks.shard_segment[place]].touched_at = self.state.now
+
+    def renew(self, worker: Worker, event: ev.Renew) -> ev.Renewed:
+        """The quota was charged when the pins were taken, so whatever is renewed fits in the group's share."""
+        state = self.state
+        ttl_ms = clip_ttl(event.ttl_ms, state.limits.lease_ttl_ms, state.limits.lease_ttl_max_ms)
+        state.leases.expire(state.now)
+        remaining: list[Millis] = []
+        for lease_id in event.leases:
+            lease = state.lease(worker, lease_id)
+            if lease is None or lease.expired:
+                remaining.append(0)
+                continue
+            state.leases.renew(lease, state.now + ttl_ms)
+            remaining.append(lease.expires_at - state.now)
+        return ev.Renewed(tuple(remaining))
+
+    def release(self, worker: Worker, event: ev.Release) -> ev.Done:
+        count = 0
+        for lease_id in event.leases:
+            lease = self.state.lease(worker, lease_id)
+            if lease is not None:
+                self.state.close_lease(lease)
+                count += 1
+        return ev.Done(count)
+
+    def report(self, worker: Worker, event: ev.ReportLoad) -> ev.Done:
+        """Have the slots of suspect chunks read again; the answer to the op decides. Pinned meanwhile."""
+        state = self.state
+        namespace = state.own_namespace(worker, event.namespace)
+        rows: list[int] = []
+        extents: list[Extent] = []
+        lengths = namespace.spec.shard_bytes
+        for key in dict.fromkeys(event.keys):
+            row, outcome, _ = lookup(state, namespace, key)
+            if outcome is Outcome.HIT:
+                state.pin(row)
+                rows.append(row)
+                extents += [state.extent(row, shard, lengths[shard]) for shard in range(namespace.shards)]
+        state.counters["loads_reported_bad"] += len(event.keys)
+        if rows:
+            op = state.new_op()
+            self.audits[op] = (rows, [extent.checksum for extent in extents])
+            state.effects.append(ev.Checksum(op, tuple(extents)))
+        return ev.Done(len(rows))
+
+    def audited(self, op: OpId, checksums: Sequence[int] | None) -> None:
+        """End of a report's checksum; None: it failed, and what cannot be read is not trusted."""
+        state = self.state
+        rows, expected = self.audits.pop(op)
+        namespace = state.namespace_of(rows[0])
+        for index, row in enumerate(rows):
+            mine = slice(index * namespace.shards, (index + 1) * namespace.shards)
+            if checksums is None or list(checksums[mine]) != expected[mine]:
+                state.counters["chunks_corrupt"] += 1
+                state.doom(row, Reason.CORRUPT)
+        state.unpin(namespace, rows)
+
+    def revoke(self, namespace: Namespace) -> bool:
+        """Take the pins of the lease that expired first, if its grace is over. Its loads are void: the generations of
+        whatever is evicted move on before the slots are used again."""
+        state = self.state
+        lease = state.leases.revocable(namespace.id, state.now, state.limits.revoke_grace_ms)
+        if lease is None:
+            return False
+        state.close_lease(lease)
+        state.counters["leases_revoked"] += 1
+        for member in lease.group.members:
+            state.effects.append(ev.LeasesRevoked(member, (lease.id,)))
+        return True
+
+
+def wanted_shards(namespace: Namespace, shards: tuple[int, ...]) -> tuple[int, ...]:
+    """The shard numbers of a request; empty means all."""
+    for shard in shards:
+        if not 0 <= shard < namespace.shards:
+            raise BadRequest(
+                f"the namespace has shards 0 to {namespace.shards - 1}", field="shards", value=shard
+            )
+    if len(set(shards)) != len(shards):
+        raise BadRequest("names a shard twice", field="shards", value=shards)
+    return shards or tuple(range(namespace.shards))
+
+
+def clip_ttl(wanted_ms: int, default_ms: int, max_ms: int) -> int:
+    return min(wanted_ms, max_ms) if wanted_ms > 0 else default_ms

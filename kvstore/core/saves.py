@@ -1,0 +1,415 @@
+"""Writing shards: Reserve, Commit, Abort, and what becomes of them when time or a worker runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import DERIVED, DOOMED, NONE, TAIL
+from kvstore.core.namespaces import Namespace
+from kvstore.core.pool import Phase, Segment
+from kvstore.core.reads import clip_ttl, wanted_shards
+from kvstore.core.reservation import Reservation
+from kvstore.core.segments import Segments
+from kvstore.core.state import State
+from kvstore.core.workers import Worker
+from kvstore.errors import BadRequest, Conflict, DeadlineExceeded, Exhausted, NotFound, Precondition
+from kvstore.types import (
+    ChunkKey,
+    CommitResult,
+    Extent,
+    GrantResult,
+    Millis,
+    NamespaceId,
+    OpId,
+    Protection,
+    Reason,
+    ReservationId,
+    StagedPiece,
+)
+
+COPY_DEADLINE_MS = 10_000
+"""A copy that takes longer is answered as failed; its slots stay quarantined until it returns."""
+ENDED_REMEMBERED_MAX = 4096
+
+
+@dataclass(slots=True)
+class LateCopy:
+    """A copy that missed its deadline: nothing may use its targets before it has returned."""
+
+    slots: list[tuple[Segment, int]]
+
+
+class Saves:
+    def __init__(self, state: State, segments: Segments) -> None:
+        self.state = state
+        self._segments = segments
+        self.copies: dict[OpId, tuple[Reservation, Millis]] = {}
+        """Running copies with their deadlines."""
+        self.late: dict[OpId, LateCopy] = {}
+        self._ended: dict[ReservationId, str] = {}
+        """Why recent reservations ended, for a clear answer to a commit that comes too late."""
+        self._ended_chunks: dict[ReservationId, tuple[int, tuple[ChunkKey, ...]]] = {}
+        self._next_id = 1
+
+    # ----------------------------------------------------------------------------------------------------- reserve
+
+    def reserve(self, worker: Worker, event: ev.Reserve) -> ev.Reserved:
+        """Slots for what is neither committed nor being written by somebody; per key, all of `shards` or none."""
+        state = self.state
+        limits = state.limits
+        namespace = state.own_namespace(worker, event.namespace)
+        if namespace.retired:
+            raise Precondition(
+                "a newer weights epoch was opened",
+                field="namespace_id",
+                value=namespace.id,
+                remedy="open it again",
+            )
+        shards = wanted_shards(namespace, event.shards)
+        counts = event.token_counts or (namespace.spec.chunk_tokens,) * len(event.keys)
+        self._check(namespace, event, counts)
+        if len(worker.reservations) >= limits.reservations_per_worker_max:
+            raise Exhausted(
+                "too many open reservations",
+                field="reservations",
+                value=len(worker.reservations),
+                remedy="commit or abort some",
+            )
+        ttl_ms = clip_ttl(event.ttl_ms, limits.reservation_ttl_ms, limits.reservation_ttl_max_ms)
+        reservation = Reservation(
+            ReservationId(self._next_id), worker.id, namespace.id, state.now + ttl_ms, shards=shards
+        )
+        results: list[GrantResult] = []
+        extents: list[Extent] = []
+        lengths = namespace.spec.shard_bytes
+        parent = event.parent
+        for index, key in enumerate(event.keys):
+            if event.parents:
+                parent = event.parents[index]
+            result = self._grant(worker, namespace, reservation, key, shards)
+            if result is GrantResult.GRANTED:
+                row = namespace.index[key]
+                self._describe(namespace, row, parent, counts[index], event)
+                extents += [state.extent(row, shard, lengths[shard]) for shard in shards]
+            state.counters[f"grants_{result.name.lower()}"] += 1
+            results.append(result)
+            parent = key
+        if not reservation.rows:
+            return ev.Reserved(ReservationId(0), 0, tuple(results), ())
+        self._next_id += 1
+        reservation.maker = state.maker_number(event.maker)
+        state.reservations[reservation.id] = reservation
+        worker.reservations.add(reservation.id)
+        return ev.Reserved(reservation.id, ttl_ms, tuple(results), tuple(extents))
+
+    def _check(self, namespace: Namespace, event: ev.Reserve, counts: Sequence[int]) -> None:
+        full = namespace.spec.chunk_tokens
+        if event.parents and len(event.parents) != len(event.keys):
+            raise BadRequest(
+                "must be empty or have one entry per key", field="parents", value=len(event.parents)
+            )
+        if len(counts) != len(event.keys):
+            raise BadRequest(
+                "must be empty or have one entry per key", field="token_counts", value=len(counts)
+            )
+        for count in counts:
+            if not 1 <= count <= full:
+                raise BadRequest(
+                    f"must be between 1 and chunk_tokens={full}", field="token_counts", value=count
+                )
+
+    def _grant(
+        self,
+        worker: Worker,
+        namespace: Namespace,
+        reservation: Reservation,
+        key: ChunkKey,
+        shards: Sequence[int],
+    ) -> GrantResult:
+        """All `shards` of one key, or none and nothing changed."""
+        state = self.state
+        chunks = state.chunks
+        row = namespace.index.get(key, NONE)
+        if row != NONE and chunks.shard0[row] != NONE:
+            places = [chunks.shard0[row] + shard for shard in shards]
+            if chunks.flags[row] & DOOMED:
+                return GrantResult.BUSY
+            if all(chunks.shard_ready[place] for place in places):
+                return GrantResult.ALREADY
+            if any(chunks.shard_segment[place] != NONE for place in places):
+                return GrantResult.BUSY
+        wanted = sum(namespace.slot_bytes[shard] for shard in shards)
+        if worker.reserved_bytes + wanted > state.limits.reserve_bytes_max:
+            return GrantResult.QUOTA
+        if row == NONE:
+            if chunks.rows_used >= state.limits.chunks_max:
+                return GrantResult.FULL
+            row = namespace.index[key] = chunks.new_row(namespace.id, key, state.now)
+        if chunks.shard0[row] == NONE:
+            state.begin_chunk(namespace, row)
+        placed: list[int] = []
+        for shard in shards:
+            taken = self._segments.allocate(namespace, namespace.slot_bytes[shard], row)
+            if taken is None:
+                for number in placed:
+                    state.free_slot(*state.unplace_shard(row, number))
+                self._drop_if_empty(namespace, row)
+                return GrantResult.FULL
+            state.place_shard(row, shard, *taken)
+            placed.append(shard)
+        reservation.rows.append(row)
+        reservation.bytes += wanted
+        worker.reserved_bytes += wanted
+        return GrantResult.GRANTED
+
+    def _describe(
+        self, namespace: Namespace, row: int, parent: ChunkKey, tokens: int, event: ev.Reserve
+    ) -> None:
+        """What a chunk is, told with its first reserved shard; the others must agree."""
+        chunks = self.state.chunks
+        if chunks.ready[row] or chunks.reserved[row] > len(event.shards or range(namespace.shards)):
+            return
+        chunks.tokens[row] = tokens
+        flags = chunks.flags[row] & ~(DERIVED | TAIL)
+        if event.derived:
+            flags |= DERIVED
+        if tokens < namespace.spec.chunk_tokens:
+            flags |= TAIL
+        chunks.flags[row] = flags
+        above = namespace.index.get(parent, NONE) if parent else NONE
+        if above not in (NONE, row, chunks.parent[row]):
+            chunks.detach(row)
+            chunks.attach(row, above)
+
+    # ------------------------------------------------------------------------------------------------------ commit
+
+    def commit(self, worker: Worker, event: ev.Commit) -> ev.Committed | None:
+        """None: the copy runs, its end answers. Staged bytes are copied by the daemon, so that what is committed is out
+        of everybody's reach; bytes written in place are checksummed where they are."""
+        state = self.state
+        reservation = state.reservations.get(event.reservation)
+        if reservation is None or reservation.worker != worker.id:
+            return self._commit_of_ended(worker, event.reservation)
+        if reservation.copying:
+            raise Conflict("is being committed already", field="reservation_id", value=event.reservation)
+        if reservation.expires_at <= state.now:
+            self._end(reservation, "expired")
+            return self._commit_of_ended(worker, event.reservation)
+        namespace = state.namespaces[reservation.namespace]
+        lengths = namespace.spec.shard_bytes
+        targets = tuple(
+            state.extent(row, shard, lengths[shard])
+            for row in reservation.rows
+            for shard in reservation.shards
+        )
+        op = state.new_op()
+        if state.limits.protection is Protection.SEALED:
+            pieces = _pieces(event.staged, targets)
+            state.effects.append(ev.CopyIn(op, worker.id, pieces, targets))
+        else:
+            if event.staged:
+                raise BadRequest(
+                    "must be empty: under protection group bytes are written in place",
+                    field="staging_offsets",
+                    value=len(event.staged),
+                )
+            state.effects.append(ev.Checksum(op, targets))
+        reservation.ticket = event.ticket
+        reservation.op = op
+        self.copies[op] = (reservation, state.now + COPY_DEADLINE_MS)
+        return None
+
+    def _commit_of_ended(self, worker: Worker, reservation_id: ReservationId) -> ev.Committed:
+        """Success all the same if somebody else committed every chunk meanwhile: first copy wins."""
+        state = self.state
+        why = self._ended.get(reservation_id)
+        namespace_id, keys = self._ended_chunks.get(reservation_id, (NONE, ()))
+        if why is None or namespace_id not in worker.opened:
+            raise NotFound("no such reservation of this worker", field="reservation_id", value=reservation_id)
+        index = state.namespaces[NamespaceId(namespace_id)].index
+        if keys and all(key in index and state.is_hit(index[key]) for key in keys):
+            return ev.Committed((CommitResult.ALREADY,) * len(keys))
+        raise Precondition(
+            f"was {why}",
+            field="reservation_id",
+            value=reservation_id,
+            remedy="reserve again; the save is lost",
+        )
+
+    def copied(self, op: OpId, checksums: Sequence[int] | None, why: str = "") -> None:
+        """The copy of a commit has returned."""
+        state = self.state
+        reservation, _ = self.copies.pop(op)
+        assert reservation.ticket is not None, reservation
+        namespace = state.namespaces[reservation.namespace]
+        ticket = reservation.ticket
+        if checksums is None:
+            self._end(reservation, "aborted")
+            state.counters["commits_failed"] += 1
+            state.reply(
+                ticket,
+                Precondition(
+                    f"the bytes could not be copied: {why}", field="reservation_id", value=reservation.id
+                ),
+            )
+            return
+        results = []
+        at = 0
+        written = 0
+        for row in reservation.rows:
+            doomed = bool(state.chunks.flags[row] & DOOMED)
+            if reservation.maker != NONE:
+                state.chunks.maker[row] = reservation.maker
+            for shard in reservation.shards:
+                state.shard_filled(row, shard, checksums[at])
+                written += namespace.spec.shard_bytes[shard]
+                at += 1
+            visible = not doomed and state.is_hit(row)
+            results.append(CommitResult.VISIBLE if visible else CommitResult.WAITING_FOR_SHARDS)
+            if doomed:
+                self._drop_if_empty(namespace, row)
+        state.counters["bytes_saved"] += written
+        state.counters["chunks_saved"] += len(reservation.rows)
+        self._forget(reservation, "committed")
+        state.reply(ticket, ev.Committed(tuple(results)))
+
+    # ----------------------------------------------------------------------------------------------- abort, expiry
+
+    def abort(self, worker: Worker, event: ev.Abort) -> ev.Done:
+        """The owner lets go: it writes no more into these slots."""
+        count = 0
+        for reservation_id in event.reservations:
+            reservation = self.state.reservations.get(reservation_id)
+            if reservation is not None and reservation.worker == worker.id and not reservation.copying:
+                self._end(reservation, "aborted")
+                count += 1
+        return ev.Done(count)
+
+    def abort_all(self, worker: Worker, *, gone: bool) -> None:
+        """The worker's process is gone, or only its connection is. What is being copied is copied to the end."""
+        for reservation_id in list(worker.reservations):
+            reservation = self.state.reservations[reservation_id]
+            if not reservation.copying:
+                self._end(reservation, "aborted", may_write=not gone)
+
+    def _end(self, reservation: Reservation, why: str, *, may_write: bool = False) -> None:
+        """Take the slots back. While the owner may still write into them (in place, and neither gone nor done), they
+        are quarantined until it is."""
+        state = self.state
+        namespace = state.namespaces[reservation.namespace]
+        worker = state.workers.get(reservation.worker)
+        suspect = may_write and state.limits.protection is Protection.GROUP
+        keys = tuple(state.chunks.key[row] for row in reservation.rows)
+        for row in reservation.rows:
+            for shard in reservation.shards:
+                segment, slot = state.unplace_shard(row, shard)
+                if suspect and worker is not None:
+                    state.quarantine_slot(segment, slot)
+                    worker.suspect.append((segment.id, slot))
+                else:
+                    state.free_slot(segment, slot)
+            self._drop_if_empty(namespace, row)
+        state.counters[f"reservations_{why}"] += 1
+        self._forget(reservation, why, keys)
+
+    def _forget(self, reservation: Reservation, why: str, keys: tuple[ChunkKey, ...] = ()) -> None:
+        state = self.state
+        del state.reservations[reservation.id]
+        worker = state.workers.get(reservation.worker)
+        if worker is not None:
+            worker.reservations.discard(reservation.id)
+            worker.reserved_bytes -= reservation.bytes
+        self._ended[reservation.id] = why
+        self._ended_chunks[reservation.id] = (reservation.namespace, keys)
+        if len(self._ended) > ENDED_REMEMBERED_MAX:
+            oldest = next(iter(self._ended))
+            del self._ended[oldest], self._ended_chunks[oldest]
+
+    def release_suspects(self, worker: Worker) -> None:
+        """The worker is gone: nobody writes its quarantined slots any more."""
+        for segment_id, slot in worker.suspect:
+            segment = self.state.pool.by_id.get(segment_id)
+            if segment is not None and segment.phase is Phase.ASSIGNED:
+                self.state.free_slot(segment, slot)
+        worker.suspect.clear()
+
+    def _drop_if_empty(self, namespace: Namespace, row: int) -> None:
+        """A partial chunk with no shard left, or a doomed one that nobody writes any more, becomes a ghost."""
+        chunks = self.state.chunks
+        if chunks.shard0[row] == NONE or chunks.reserved[row] or chunks.pins[row]:
+            return
+        if chunks.flags[row] & DOOMED:
+            self.state.to_ghost(row, Reason(chunks.reason[row]))
+        elif chunks.ready[row] == 0:
+            self.state.to_ghost(row, Reason.INCOMPLETE)
+        elif chunks.ready[row] < namespace.shards:
+            self.state.settle(row, ready=False)
+
+    def tick(self) -> None:
+        state = self.state
+        for reservation in [
+            r for r in state.reservations.values() if not r.copying and r.expires_at <= state.now
+        ]:
+            self._end(reservation, "expired", may_write=True)
+        for op, (reservation, deadline) in [item for item in self.copies.items() if item[1][1] <= state.now]:
+            del self.copies[op]
+            self._give_up_copy(op, reservation, deadline)
+        while state.partials and state.partials[0].at <= state.now:
+            self._partial_due()
+
+    def _give_up_copy(self, op: OpId, reservation: Reservation, deadline: Millis) -> None:
+        state = self.state
+        assert reservation.ticket is not None, reservation
+        namespace = state.namespaces[reservation.namespace]
+        late = LateCopy([])
+        for row in reservation.rows:
+            for shard in reservation.shards:
+                segment, slot = state.unplace_shard(row, shard)
+                state.quarantine_slot(segment, slot)
+                late.slots.append((segment, slot))
+            self._drop_if_empty(namespace, row)
+        self.late[op] = late
+        state.counters["copies_late"] += 1
+        self._forget(reservation, "aborted: its copy missed the deadline")
+        state.reply(
+            reservation.ticket,
+            DeadlineExceeded("the copy missed its deadline", field="reservation_id", value=reservation.id),
+        )
+
+    def late_copy_returned(self, op: OpId) -> None:
+        for segment, slot in self.late.pop(op).slots:
+            self.state.free_slot(segment, slot)
+
+    def _partial_due(self) -> None:
+        """A chunk that has been incomplete for too long goes, unless a shard is being written right now."""
+        state = self.state
+        chunks = state.chunks
+        due = state.partials.popleft()
+        if chunks.key[due.row] != due.key or chunks.shard0[due.row] == NONE or state.is_resident(due.row):
+            return
+        if chunks.reserved[due.row]:
+            due.at = state.now + state.limits.incomplete_ttl_ms
+            state.partials.append(due)
+            return
+        state.counters["chunks_incomplete"] += 1
+        state.to_ghost(due.row, Reason.INCOMPLETE)
+
+
+def _pieces(staged: tuple[StagedPiece, ...], targets: tuple[Extent, ...]) -> tuple[StagedPiece, ...]:
+    """One piece per target, of its length (0 in a piece means: as long as the shard)."""
+    if len(staged) != len(targets):
+        raise BadRequest(
+            f"must name one piece of staging memory for each of the {len(targets)} granted shards",
+            field="staging_offsets",
+            value=len(staged),
+        )
+    pieces = []
+    for piece, target in zip(staged, targets, strict=True):
+        if piece.length not in (0, target.length):
+            raise BadRequest(
+                f"the shard has {target.length} bytes", field="staged length", value=piece.length
+            )
+        pieces.append(StagedPiece(piece.offset, target.length))
+    return tuple(pieces)

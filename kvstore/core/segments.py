@@ -1,0 +1,288 @@
+"""Where slots come from: free ones, segments that change hands, evicted chunks, revoked leases; and compaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.core import events as ev
+from kvstore.core import planner
+from kvstore.core.chunks import NONE
+from kvstore.core.namespaces import Namespace
+from kvstore.core.pool import Phase, Segment
+from kvstore.core.state import State
+from kvstore.core.workers import Worker
+from kvstore.types import Extent, Millis, NamespaceId, OpId, Reason, SegmentId, SlotState
+
+DONOR_SEARCH_MS = 100
+"""After a fruitless look through all segments, how long a namespace waits before the next."""
+CREATE_RETRY_MS = 1_000
+MOVES_PER_OP_MAX = 64
+MOVE_BYTES_MAX = 64 << 20
+
+
+@dataclass(slots=True)
+class Move:
+    """Chunks whose shard in one segment is being copied to another slot; pinned meanwhile."""
+
+    rows: list[int]
+    shards: list[int]
+    targets: list[tuple[Segment, int]]
+
+
+class Segments:
+    def __init__(self, state: State, revoke: Callable[[Namespace], bool]) -> None:
+        self.state = state
+        self._revoke = revoke
+        self.creating: dict[OpId, Segment] = {}
+        self.moves: dict[OpId, Move] = {}
+        self.retries: list[tuple[Millis, Segment]] = []
+
+    # ------------------------------------------------------------------------------------------- coming and going
+
+    def create(self, segment: Segment) -> None:
+        op = self.state.new_op()
+        self.creating[op] = segment
+        pool = self.state.pool
+        self.state.effects.append(ev.CreateSegment(op, segment.id, pool.segment_bytes, pool.cells))
+
+    def created(self, op: OpId) -> None:
+        segment = self.creating.pop(op)
+        self.state.pool.created(segment)
+        self._arrived(segment)
+
+    def create_failed(self, op: OpId) -> None:
+        """No memory now: try again later; the arena is smaller meanwhile."""
+        segment = self.creating.pop(op)
+        self.state.counters["segment_create_failures"] += 1
+        self._arrived(segment)
+        self.retries.append((self.state.now + CREATE_RETRY_MS, segment))
+
+    def _arrived(self, segment: Segment) -> None:
+        namespace = self.state.namespaces.get(segment.wanted_by)
+        if namespace is not None:
+            namespace.in_flight -= 1
+        segment.wanted_by = NamespaceId(-1)
+
+    def want(self, worker: Worker, event: ev.WantSegments) -> ev.SegmentsAllowed:
+        """Which of these the worker may map: those of namespaces that it opened (invariant 9)."""
+        allowed: list[SegmentId] = []
+        for segment_id in dict.fromkeys(event.segments):
+            segment = self.state.pool.by_id.get(segment_id)
+            if segment is not None and segment.phase is Phase.ASSIGNED and segment.namespace in worker.opened:
+                segment.holders.add(worker.id)
+                worker.holds.add(segment_id)
+                allowed.append(segment_id)
+        return ev.SegmentsAllowed(tuple(allowed))
+
+    def unmapped(self, worker: Worker, segments: Sequence[SegmentId]) -> None:
+        for segment_id in segments:
+            segment = self.state.pool.by_id.get(segment_id)
+            worker.holds.discard(segment_id)
+            if segment is not None:
+                segment.holders.discard(worker.id)
+                self._replace_if_unmapped(segment)
+
+    def _retire(self, segment: Segment, wanted_by: Namespace) -> None:
+        state = self.state
+        state.pool.retire(segment, wanted_by.id)
+        if wanted_by.in_flight == 0:
+            wanted_by.in_flight_since = state.now
+        wanted_by.in_flight += 1
+        state.counters["segments_retired"] += 1
+        for holder in sorted(segment.holders):
+            state.effects.append(ev.SegmentsRetired(holder, (segment.id,)))
+        self._replace_if_unmapped(segment)
+
+    def _replace_if_unmapped(self, segment: Segment) -> None:
+        if segment.phase is Phase.RETIRING and not segment.holders:
+            self.state.effects.append(ev.DestroySegment(segment.id))
+            self.create(self.state.pool.replace(segment))
+
+    def _assign(self, segment: Segment, namespace: Namespace, slot_bytes: int) -> None:
+        state = self.state
+        state.pool.assign(segment, namespace.id, slot_bytes)
+        segment.touched_at = state.now
+        state.bump(segment, range(segment.capacity))
+        state.effects.append(ev.AssignSegment(segment.id, namespace.id))
+
+    # -------------------------------------------------------------------------------------------------- allocation
+
+    def allocate(self, namespace: Namespace, slot_bytes: int, row: int) -> tuple[Segment, int] | None:
+        """A RESERVED slot for chunk row `row`, or None (the save is dropped, or tried again).
+
+        free slot of the class -> idle segment -> empty segment of the namespace's own
+          -> another namespace's segment, if that is no worse than evicting our own oldest (it comes later)
+          -> our own oldest chunk -> an expired lease of ours
+        """
+        pool = self.state.pool
+        taken = self._take(namespace, slot_bytes, row)
+        if taken is not None:
+            if not pool.idle and pool.classes[namespace.id, slot_bytes].free <= taken[0].capacity // 4:
+                self._ask_for_more(namespace)
+            return taken
+        idle = next(iter(pool.idle.values()), None) or planner.empty_of(pool.segments, namespace.id)
+        if idle is not None:
+            self._assign(idle, namespace, slot_bytes)
+            return self._take(namespace, slot_bytes, row)
+        self._ask_for_more(namespace)
+        if (
+            namespace.in_flight
+            and self.state.now - namespace.in_flight_since < self.state.limits.retire_grace_ms
+        ):
+            return None
+        while self._evict_one(namespace):
+            taken = self._take(namespace, slot_bytes, row)
+            if taken is not None:
+                return taken
+            # What was evicted may have been the last chunk of another slab class's segment.
+            empty = planner.empty_of(pool.segments, namespace.id)
+            if empty is not None:
+                self._assign(empty, namespace, slot_bytes)
+        return None
+
+    def _take(self, namespace: Namespace, slot_bytes: int, row: int) -> tuple[Segment, int] | None:
+        slab = self.state.pool.classes.get((namespace.id, slot_bytes))
+        return None if slab is None else self.state.pool.take(slab, row)
+
+    def _evict_one(self, namespace: Namespace) -> bool:
+        state = self.state
+        row = state.policy.victim(namespace)
+        while row == NONE:
+            if not self._revoke(namespace):
+                return False
+            row = state.policy.victim(namespace)
+        state.to_ghost(row, Reason.EVICTED)
+        state.counters["chunks_evicted"] += 1
+        return True
+
+    def _ask_for_more(self, namespace: Namespace) -> None:
+        """Start taking another namespace's segment, if there is one that should go; one at a time."""
+        state = self.state
+        if namespace.in_flight or state.now < namespace.donor_search_at:
+            return
+        own_oldest = state.policy.oldest_use(namespace)
+        with_segments = {s.namespace for s in state.pool.segments if s.phase is Phase.ASSIGNED} | {
+            namespace.id
+        }
+        donor = planner.donor(state.pool.segments, namespace.id, own_oldest, len(with_segments))
+        if donor is None:
+            donor = self._revoked_donor(namespace)
+        if donor is None or not self._empty(donor):
+            namespace.donor_search_at = state.now + DONOR_SEARCH_MS
+            return
+        self._retire(donor, namespace)
+
+    def _revoked_donor(self, namespace: Namespace) -> Segment | None:
+        """While `namespace` has nothing at all: expired leases of others give way."""
+        state = self.state
+        if any(key[0] == namespace.id and slab.segments for key, slab in state.pool.classes.items()):
+            return None
+        for other_id in list(state.leases.expired):
+            while self._revoke(state.namespaces[other_id]):
+                found = planner.donor(state.pool.segments, namespace.id, None, 1)
+                if found is not None:
+                    return found
+        return None
+
+    def _empty(self, segment: Segment) -> bool:
+        """Evict every chunk of an unpinned segment; False if one is still being written by another rank."""
+        state = self.state
+        rows = [row for slot, row in enumerate(segment.owner) if segment.state[slot] == SlotState.READY]
+        if any(state.chunks.reserved[row] for row in rows):
+            return False
+        for row in dict.fromkeys(rows):
+            state.to_ghost(row, Reason.EVICTED)
+            state.counters["chunks_evicted"] += 1
+        return True
+
+    # -------------------------------------------------------------------------------------------------- compaction
+
+    def tick(self) -> None:
+        state = self.state
+        due = [segment for at, segment in self.retries if at <= state.now]
+        if due:
+            self.retries = [(at, segment) for at, segment in self.retries if at > state.now]
+            for segment in due:
+                self.create(segment)
+        if not self.moves and not state.pool.idle:
+            for slab in list(state.pool.classes.values()):
+                segment_or_none = planner.sparse(slab)
+                if segment_or_none is not None:
+                    self._move_out(segment_or_none)
+                    break
+
+    def _move_out(self, segment: Segment) -> None:
+        """Copy some of a sparse segment's chunks into its class's other segments; on later ticks the rest."""
+        state = self.state
+        chunks = state.chunks
+        slab = state.pool.classes[segment.namespace, segment.slot_bytes]
+        namespace = state.namespaces[segment.namespace]
+        lengths = namespace.spec.shard_bytes
+        move = Move([], [], [])
+        sources: list[Extent] = []
+        targets: list[Extent] = []
+        budget = min(MOVES_PER_OP_MAX, max(1, MOVE_BYTES_MAX // segment.slot_bytes))
+        for slot, row in enumerate(segment.owner):
+            if len(sources) >= budget:
+                break
+            if segment.state[slot] != SlotState.READY or not state.is_hit(row):
+                continue
+            taken = state.pool.take(slab, row, avoid=segment.index)
+            if taken is None:
+                break
+            shard = next(
+                number
+                for number in range(namespace.shards)
+                if chunks.shard_segment[chunks.shard0[row] + number] == segment.index
+                and chunks.shard_slot[chunks.shard0[row] + number] == slot
+            )
+            state.pin(row)
+            move.rows.append(row)
+            move.shards.append(shard)
+            move.targets.append(taken)
+            sources.append(state.extent(row, shard, lengths[shard]))
+            target, target_slot = taken
+            targets.append(
+                Extent(
+                    target.id,
+                    target_slot * target.slot_bytes,
+                    lengths[shard],
+                    target_slot,
+                    target.generation[target_slot],
+                )
+            )
+        if sources:
+            op = state.new_op()
+            self.moves[op] = move
+            state.effects.append(ev.MoveSlots(op, tuple(sources), tuple(targets)))
+
+    def moved(self, op: OpId, checksums: Sequence[int] | None) -> None:
+        """Switch each chunk to its new slot, unless the copy differs, or somebody reads the old one meanwhile."""
+        state = self.state
+        chunks = state.chunks
+        move = self.moves.pop(op)
+        namespace = state.namespace_of(move.rows[0])
+        for index, (row, shard, (target, slot)) in enumerate(
+            zip(move.rows, move.shards, move.targets, strict=True)
+        ):
+            place = chunks.shard0[row] + shard
+            checksum = chunks.shard_checksum[place]
+            state.unpin(namespace, (row,), used=False)
+            good = checksums is not None and checksums[index] == checksum
+            if checksums is not None and not good:
+                state.counters["chunks_corrupt"] += 1
+                state.doom(row, Reason.CORRUPT)
+            if not good or chunks.pins[row] or not state.is_hit(row):
+                state.free_slot(target, slot)
+                continue
+            old, old_slot = state.unplace_shard(row, shard)
+            state.free_slot(old, old_slot)
+            state.place_shard(row, shard, target, slot)
+            state.pool.fill(target, slot)
+            target.touched_at = max(target.touched_at, old.touched_at)
+            chunks.shard_checksum[place] = checksum
+            chunks.shard_ready[place] = 1
+            chunks.reserved[row] -= 1
+            chunks.ready[row] += 1
+            state.counters["chunks_moved"] += 1

@@ -1,0 +1,416 @@
+"""What the core knows, and the few transitions that everything else is made of.
+
+Every change of a chunk's condition, a pin or a slot goes through a method here, so that the invariants have one place
+each. `Reads`, `Saves`, `Sessions` and `Memory` decide; this file keeps the books.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.core.chunks import DOOMED, LISTED, NONE, TAIL, ChunkTable, LinkedRows
+from kvstore.core.events import ChunksSettled, Effect, Reply, SetGenerations, Ticket
+from kvstore.core.lease import Lease, LeaseBook
+from kvstore.core.limits import Limits
+from kvstore.core.manifests import SessionBook
+from kvstore.core.namespaces import Namespace
+from kvstore.core.policy import LeastRecentlyUsed
+from kvstore.core.pool import Pool, Segment
+from kvstore.core.reservation import Reservation
+from kvstore.core.workers import EngineGroup, Worker
+from kvstore.errors import Denied, NotFound, Unauthenticated
+from kvstore.types import (
+    ChunkKey,
+    Extent,
+    LeaseId,
+    Millis,
+    NamespaceId,
+    OpId,
+    Reason,
+    ReservationId,
+    SegmentId,
+    WorkerId,
+)
+
+
+@dataclass(slots=True)
+class Wait:
+    """A worker that wants to be told when a PENDING chunk settles."""
+
+    worker: WorkerId
+    until: Millis
+
+
+@dataclass(slots=True)
+class PartialDeadline:
+    row: int
+    key: ChunkKey
+    at: Millis
+
+
+@dataclass(slots=True)
+class State:
+    limits: Limits
+    now: Millis = 0
+    chunks: ChunkTable = field(default_factory=ChunkTable)
+    pool: Pool = field(init=False)
+    policy: LeastRecentlyUsed = field(init=False)
+    leases: LeaseBook = field(default_factory=LeaseBook)
+    sessions: SessionBook = field(default_factory=SessionBook)
+    namespaces: dict[NamespaceId, Namespace] = field(default_factory=dict)
+    newest_epoch: dict[bytes, Namespace] = field(default_factory=dict)
+    """By family digest: the namespace that is served."""
+    workers: dict[WorkerId, Worker] = field(default_factory=dict)
+    groups: dict[tuple[str, str], EngineGroup] = field(default_factory=dict)
+    reservations: dict[ReservationId, Reservation] = field(default_factory=dict)
+    ghosts: LinkedRows = field(default_factory=LinkedRows)
+    partials: deque[PartialDeadline] = field(default_factory=deque)
+    waits: dict[int, list[Wait]] = field(default_factory=dict)
+    """By chunk row."""
+    makers: list[bytes] = field(default_factory=list)
+    maker_numbers: dict[bytes, int] = field(default_factory=dict)
+    counters: Counter[str] = field(default_factory=Counter)
+    effects: list[Effect] = field(default_factory=list)
+    bumps: dict[SegmentId, tuple[list[int], list[int]]] = field(default_factory=dict)
+    """Generations to be written before any other effect of this step."""
+    next_op: int = 1
+
+    def __post_init__(self) -> None:
+        self.pool = Pool(self.limits)
+        self.policy = LeastRecentlyUsed(self.chunks)
+
+    # ------------------------------------------------------------------------------------------------- effects
+
+    def new_op(self) -> OpId:
+        op = OpId(self.next_op)
+        self.next_op += 1
+        return op
+
+    def take_effects(self) -> list[Effect]:
+        """Generation changes first: bumping early only ever voids more."""
+        effects: list[Effect] = [
+            SetGenerations(segment, tuple(cells), tuple(generations))
+            for segment, (cells, generations) in self.bumps.items()
+        ]
+        effects += self.effects
+        self.bumps = {}
+        self.effects = []
+        return effects
+
+    def reply(self, ticket: Ticket, answer: object) -> None:
+        """The answer of a request, to whoever asked and to whoever repeated it meanwhile."""
+        self.effects.append(Reply(ticket, answer))  # type: ignore[arg-type]  # handlers return members of Answer
+        worker = self.workers.get(ticket.worker)
+        if worker is not None and ticket.request_id:
+            for repeated in worker.memory.waiting.pop(ticket.request_id, ()):
+                self.effects.append(Reply(repeated, answer))  # type: ignore[arg-type]
+            worker.memory.remember(ticket.request_id, answer)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------------------------------------- look-ups
+
+    def worker(self, worker_id: WorkerId) -> Worker:
+        worker = self.workers.get(worker_id)
+        if worker is None or worker.closed:
+            raise Unauthenticated(
+                "no such worker is connected", field="worker", value=worker_id, remedy="say hello again"
+            )
+        return worker
+
+    def namespace(self, worker: Worker, namespace_id: NamespaceId) -> Namespace:
+        """The namespace, if `worker` opened it (an admin sees all): another tenant's is not told from a missing one."""
+        namespace = self.namespaces.get(namespace_id)
+        if namespace is None or not (namespace_id in worker.opened or worker.admin):
+            raise NotFound(
+                "is not open for this caller",
+                field="namespace_id",
+                value=namespace_id,
+                remedy="call Open first",
+            )
+        return namespace
+
+    def own_namespace(self, worker: Worker, namespace_id: NamespaceId) -> Namespace:
+        """As `namespace`, for calls that hand out or take bytes: even an admin must have opened it."""
+        namespace = self.namespace(worker, namespace_id)
+        if namespace_id not in worker.opened:
+            raise Denied(
+                "bytes are only for workers that opened it", field="namespace_id", value=namespace_id
+            )
+        return namespace
+
+    def namespace_of(self, row: int) -> Namespace:
+        return self.namespaces[NamespaceId(self.chunks.namespace[row])]
+
+    def maker_number(self, maker: bytes) -> int:
+        if not maker:
+            return NONE
+        number = self.maker_numbers.get(maker)
+        if number is None:
+            number = self.maker_numbers[maker] = len(self.makers)
+            self.makers.append(maker)
+        return number
+
+    def extent(self, row: int, shard: int, length: int) -> Extent:
+        """Where a shard is; its slot must be there."""
+        chunks = self.chunks
+        place = chunks.shard0[row] + shard
+        segment = self.pool.segments[chunks.shard_segment[place]]
+        slot = chunks.shard_slot[place]
+        return Extent(
+            segment.id,
+            slot * segment.slot_bytes,
+            length,
+            slot,
+            segment.generation[slot],
+            chunks.shard_checksum[place],
+        )
+
+    # --------------------------------------------------------------------------------------------------- slots
+
+    def bump(self, segment: Segment, slots: Iterable[int]) -> None:
+        cells, generations = self.bumps.setdefault(segment.id, ([], []))
+        for slot in slots:
+            cells.append(slot)
+            generations.append(segment.generation[slot])
+
+    def free_slot(self, segment: Segment, slot: int) -> None:
+        self.pool.give_back(segment, slot)
+        self.bump(segment, (slot,))
+
+    def quarantine_slot(self, segment: Segment, slot: int) -> None:
+        self.pool.quarantine(segment, slot)
+        self.bump(segment, (slot,))
+        self.counters["slots_quarantined"] += 1
+
+    def place_shard(self, row: int, shard: int, segment: Segment, slot: int) -> None:
+        """A RESERVED slot for a shard that has none."""
+        place = self.chunks.shard0[row] + shard
+        assert self.chunks.shard_segment[place] == NONE, self.chunks.describe(row)
+        self.chunks.shard_segment[place] = segment.index
+        self.chunks.shard_slot[place] = slot
+        self.chunks.reserved[row] += 1
+
+    def unplace_shard(self, row: int, shard: int) -> tuple[Segment, int]:
+        """Take a shard's slot away from it; what becomes of the slot is the caller's business."""
+        chunks = self.chunks
+        place = chunks.shard0[row] + shard
+        segment, slot = self.pool.segments[chunks.shard_segment[place]], chunks.shard_slot[place]
+        assert segment.owner[slot] == row, (chunks.describe(row), segment, slot)
+        chunks.shard_segment[place] = chunks.shard_slot[place] = NONE
+        chunks.shard_checksum[place] = 0
+        if chunks.shard_ready[place]:
+            chunks.shard_ready[place] = 0
+            chunks.ready[row] -= 1
+        else:
+            chunks.reserved[row] -= 1
+        return segment, slot
+
+    # -------------------------------------------------------------------------------------------------- chunks
+
+    def is_resident(self, row: int) -> bool:
+        chunks = self.chunks
+        return chunks.shard0[row] != NONE and chunks.ready[row] == self.namespace_of(row).shards
+
+    def is_hit(self, row: int) -> bool:
+        return self.is_resident(row) and not self.chunks.flags[row] & DOOMED
+
+    def begin_chunk(self, namespace: Namespace, row: int) -> None:
+        """ghost -> partial: room for its shards, none of them placed yet."""
+        chunks = self.chunks
+        if chunks.flags[row] & LISTED:
+            chunks.unlink(self.ghosts, row)
+        chunks.give_shards(row, namespace.shards)
+        chunks.flags[row] &= ~DOOMED
+        chunks.born_at[row] = chunks.used_at[row] = self.now
+        namespace.partial += 1
+        self.partials.append(PartialDeadline(row, chunks.key[row], self.now + self.limits.incomplete_ttl_ms))
+
+    def shard_filled(self, row: int, shard: int, checksum: int) -> None:
+        """RESERVED -> READY; with the last shard the chunk becomes resident."""
+        chunks = self.chunks
+        namespace = self.namespace_of(row)
+        place = chunks.shard0[row] + shard
+        segment = self.pool.segments[chunks.shard_segment[place]]
+        self.pool.fill(segment, chunks.shard_slot[place])
+        segment.touched_at = self.now
+        chunks.shard_checksum[place] = checksum
+        chunks.shard_ready[place] = 1
+        chunks.reserved[row] -= 1
+        chunks.ready[row] += 1
+        if chunks.ready[row] < namespace.shards:
+            return
+        namespace.partial -= 1
+        if chunks.flags[row] & DOOMED:
+            self.to_ghost(row, Reason(chunks.reason[row]))
+            return
+        namespace.visible += 1
+        chunks.reason[row] = Reason.NONE
+        chunks.used_at[row] = self.now
+        self.policy.add(namespace, (row,))
+        self.settle(row, ready=True)
+
+    def doom(self, row: int, reason: Reason) -> bool:
+        """A miss from now on; the bytes go at once, or with the last pin or open reservation. False: was no hit."""
+        chunks = self.chunks
+        if chunks.shard0[row] == NONE:
+            if reason is Reason.FORGOTTEN and not chunks.refs[row]:
+                self.remove_row(row)
+            return False
+        if chunks.flags[row] & DOOMED:
+            return False
+        resident = self.is_resident(row)
+        if chunks.pins[row] or chunks.reserved[row]:
+            if resident:
+                self.namespace_of(row).visible -= 1
+            chunks.flags[row] |= DOOMED
+            chunks.reason[row] = reason
+            self.settle(row, ready=False)
+        else:
+            self.to_ghost(row, reason)
+        return resident
+
+    def to_ghost(self, row: int, reason: Reason) -> None:
+        """Free every slot of an unpinned chunk that nobody is writing; its key stays behind with the reason."""
+        chunks = self.chunks
+        namespace = self.namespace_of(row)
+        assert not chunks.pins[row] and not chunks.reserved[row], chunks.describe(row)
+        if chunks.ready[row] == namespace.shards:
+            self.policy.remove(namespace, row)
+            if not chunks.flags[row] & DOOMED:
+                namespace.visible -= 1
+        else:
+            namespace.partial -= 1
+        never_complete = chunks.ready[row] == 0
+        for shard in range(namespace.shards):
+            if chunks.shard_segment[chunks.shard0[row] + shard] != NONE:
+                segment, slot = self.unplace_shard(row, shard)
+                if reason is Reason.CORRUPT:
+                    self.quarantine_slot(segment, slot)
+                else:
+                    self.free_slot(segment, slot)
+        chunks.take_shards(row, namespace.shards)
+        chunks.flags[row] &= ~DOOMED
+        self.settle(row, ready=False)
+        if never_complete and reason is Reason.INCOMPLETE:
+            reason = Reason(chunks.reason[row])  # an aborted save tells nothing new
+        chunks.reason[row] = reason
+        chunks.used_at[row] = self.now
+        if chunks.refs[row]:
+            return
+        if reason is Reason.NEVER_SEEN:
+            self.remove_row(row)
+        else:
+            self.remember_ghost(row)
+
+    def remember_ghost(self, row: int) -> None:
+        self.chunks.link_newest(self.ghosts, row)
+        if self.ghosts.count > self.limits.ghosts_max:
+            self.remove_row(self.ghosts.oldest)
+
+    def remove_row(self, row: int) -> None:
+        """Forget the key of a ghost altogether."""
+        if self.chunks.flags[row] & LISTED:
+            self.chunks.unlink(self.ghosts, row)
+        del self.namespace_of(row).index[self.chunks.key[row]]
+        self.chunks.free_row(row)
+
+    def add_ref(self, row: int) -> None:
+        chunks = self.chunks
+        chunks.refs[row] += 1
+        if chunks.shard0[row] == NONE and chunks.flags[row] & LISTED:
+            chunks.unlink(self.ghosts, row)
+
+    def drop_ref(self, row: int) -> None:
+        """One manifest entry less. A tail goes with its last manifest; a ghost may now be forgotten."""
+        chunks = self.chunks
+        assert chunks.refs[row] > 0, chunks.describe(row)
+        chunks.refs[row] -= 1
+        if chunks.refs[row]:
+            return
+        if chunks.shard0[row] == NONE:
+            self.remember_ghost(row)
+        elif chunks.flags[row] & TAIL and self.is_resident(row):
+            self.doom(row, Reason.TRUNCATED)
+
+    # ---------------------------------------------------------------------------------------------------- pins
+
+    def pin(self, row: int) -> None:
+        chunks = self.chunks
+        if chunks.pins[row] == 0:
+            namespace = self.namespace_of(row)
+            self.policy.remove(namespace, row)
+            namespace.pinned += 1
+            self._count_pinned(namespace, row, +1)
+        chunks.pins[row] += 1
+
+    def unpin(self, namespace: Namespace, rows: Sequence[int], *, used: bool = True) -> None:
+        """`rows` of one namespace, in chain order; those without another pin become evictable, or go if doomed.
+
+        `used=False`: the pin was the mover's, which is no use of the chunk."""
+        chunks = self.chunks
+        evictable: list[int] = []
+        for row in rows:
+            assert chunks.pins[row] > 0, chunks.describe(row)
+            chunks.pins[row] -= 1
+            if chunks.pins[row] == 0:
+                namespace.pinned -= 1
+                self._count_pinned(namespace, row, -1)
+                if chunks.flags[row] & DOOMED:
+                    self.to_ghost(row, Reason(chunks.reason[row]))
+                else:
+                    evictable.append(row)
+        if used:
+            self.policy.add(namespace, evictable)
+        else:
+            self.policy.put_back(namespace, evictable)
+
+    def _count_pinned(self, namespace: Namespace, row: int, change: int) -> None:
+        start = self.chunks.shard0[row]
+        for place in range(start, start + namespace.shards):
+            self.pool.segments[self.chunks.shard_segment[place]].pinned += change
+
+    def close_lease(self, lease: Lease) -> None:
+        """Unpin all of it: released, revoked, or its engine group is gone."""
+        namespace = self.namespaces[lease.namespace]
+        for row in lease.rows:
+            left = lease.group.pins[row] - 1
+            if left:
+                lease.group.pins[row] = left
+            else:
+                del lease.group.pins[row]
+                lease.group.pinned_bytes -= namespace.chunk_bytes
+        self.leases.close(lease)
+        self.unpin(namespace, lease.rows)
+
+    # ------------------------------------------------------------------------------------------------- waiting
+
+    def wait_for(self, worker: Worker, row: int, until: Millis) -> None:
+        if worker.waits < self.limits.waits_per_worker_max:
+            worker.waits += 1
+            self.waits.setdefault(row, []).append(Wait(worker.id, until))
+
+    def settle(self, row: int, *, ready: bool) -> None:
+        """Tell whoever waits for this chunk."""
+        for wait in self.waits.pop(row, ()):
+            self.tell(wait, row, ready=ready)
+
+    def tell(self, wait: Wait, row: int, *, ready: bool) -> None:
+        worker = self.workers.get(wait.worker)
+        if worker is None:
+            return
+        worker.waits -= 1
+        key = (self.chunks.key[row],)
+        self.effects.append(
+            ChunksSettled(
+                worker.id,
+                NamespaceId(self.chunks.namespace[row]),
+                ready=key if ready else (),
+                failed=() if ready else key,
+            )
+        )
+
+    def lease(self, worker: Worker, lease_id: LeaseId) -> Lease | None:
+        """The lease, if it belongs to the worker's engine group."""
+        lease = self.leases.leases.get(lease_id)
+        return lease if lease is not None and lease.group is worker.group else None

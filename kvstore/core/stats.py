@@ -1,0 +1,83 @@
+"""What an operator sees, as plain numbers; a tenant sees its own, an admin everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstore.core.pool import Phase
+from kvstore.core.state import State
+from kvstore.core.workers import Worker
+from kvstore.types import Reason, SlotState
+
+
+def stats(state: State, worker: Worker) -> dict[str, Any]:
+    """{"arena": {…}, "pools": [{…}], "namespaces": [{…}], "counters": {…}, "gauges": {…}}
+
+    In every pool free + reserved + ready + quarantined = capacity. Counters and gauges of the whole daemon are for
+    admins: another tenant's activity shows in them.
+    """
+    seen = {n.id: n for n in state.namespaces.values() if worker.admin or n.tenant == worker.tenant}
+    segments: dict[int, int] = {}
+    pools = []
+    for (namespace_id, slot_bytes), slab in sorted(state.pool.classes.items()):
+        segments[namespace_id] = segments.get(namespace_id, 0) + len(slab.segments)
+        if namespace_id in seen:
+            counts = [sum(segment.counts[kind] for segment in slab.segments.values()) for kind in SlotState]
+            pools.append(
+                {
+                    "namespace_id": namespace_id,
+                    "slot_bytes": slot_bytes,
+                    "segments": len(slab.segments),
+                    "capacity": sum(segment.capacity for segment in slab.segments.values()),
+                    "free": counts[SlotState.FREE],
+                    "reserved": counts[SlotState.RESERVED],
+                    "ready": counts[SlotState.READY],
+                    "quarantined": counts[SlotState.QUARANTINED],
+                }
+            )
+    namespaces = [
+        {
+            "namespace_id": namespace.id,
+            "tenant": namespace.tenant,
+            "model": namespace.spec.model,
+            "weights_epoch": namespace.spec.weights_epoch,
+            "chunks": namespace.visible,
+            "incomplete": namespace.partial,
+            "resident_bytes": namespace.visible * namespace.spec.chunk_bytes,
+            "pinned_bytes": namespace.pinned * namespace.chunk_bytes,
+            "sessions": namespace.sessions,
+            "lookups": sum(namespace.lookups),
+            "hits": namespace.lookups[Reason.NONE],
+            "segments": segments.get(namespace.id, 0),
+            "by_reason": {
+                Reason(i).name.lower(): count for i, count in enumerate(namespace.lookups) if count
+            },
+        }
+        for namespace in seen.values()
+    ]
+    bytes_each = state.pool.segment_bytes
+    phases = [segment.phase for segment in state.pool.segments]
+    return {
+        "arena": {
+            "bytes": bytes_each * len(phases),
+            "ready_bytes": bytes_each * sum(phase in (Phase.IDLE, Phase.ASSIGNED) for phase in phases),
+            "assigned_bytes": bytes_each * phases.count(Phase.ASSIGNED),
+            "retiring_bytes": bytes_each * phases.count(Phase.RETIRING),
+            "protection": state.limits.protection.value,
+        },
+        "pools": pools,
+        "namespaces": namespaces,
+        "counters": dict(state.counters) if worker.admin else {},
+        "gauges": {
+            "workers": len(state.workers),
+            "engine_groups": len(state.groups),
+            "leases": len(state.leases.leases),
+            "leases_expired": sum(map(len, state.leases.expired.values())),
+            "reservations": len(state.reservations),
+            "ghosts": state.ghosts.count,
+            "chunk_rows": state.chunks.rows_used,
+            "waits": sum(map(len, state.waits.values())),
+        }
+        if worker.admin
+        else {},
+    }

@@ -1,0 +1,371 @@
+"""The decision core: `Store.apply(event, now) -> effects`.
+
+No clock, file, socket, thread or asyncio in here; the daemon and the simulator run this very code. Read `events.py`
+first: it is the vocabulary. A step is: expire what is over, handle the event, hand back the effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import NONE
+from kvstore.core.dialogues import Dialogues
+from kvstore.core.integrity import check_integrity
+from kvstore.core.limits import Limits
+from kvstore.core.namespaces import Namespace, chunk_salt
+from kvstore.core.pool import Phase
+from kvstore.core.reads import Reads
+from kvstore.core.saves import Saves
+from kvstore.core.segments import Segments
+from kvstore.core.state import State
+from kvstore.core.stats import stats
+from kvstore.core.workers import EngineGroup, Memory, Worker
+from kvstore.errors import BadRequest, Exhausted, Precondition, StoreError
+from kvstore.layout import NamespaceSpec
+from kvstore.types import Millis, NamespaceId, Reason
+
+RETIRED_DROPS_PER_TICK = 2_000
+"""An old epoch's chunks go in steps, so that a reload never holds up the loop."""
+
+READ_ONLY = (ev.Match, ev.GetSession, ev.ListSessions, ev.Explain, ev.GetStats, ev.WantSegments)
+"""Asked again, these are answered anew; everything else is remembered by request id."""
+
+
+class Store:
+    def __init__(self, limits: Limits) -> None:
+        self.state = State(limits)
+        self.reads = Reads(self.state)
+        self.segments = Segments(self.state, self.reads.revoke)
+        self.saves = Saves(self.state, self.segments)
+        self.dialogues = Dialogues(self.state)
+        self._next_namespace = 1
+        self._requests: dict[type, Callable[[Worker, Any], ev.Answer | None]] = {
+            ev.Open: self._open,
+            ev.Match: self.reads.match,
+            ev.Acquire: self.reads.acquire,
+            ev.Renew: self.reads.renew,
+            ev.Release: self.reads.release,
+            ev.Reserve: self.saves.reserve,
+            ev.Commit: self.saves.commit,
+            ev.Abort: self.saves.abort,
+            ev.ReportLoad: self.reads.report,
+            ev.GetSession: self.dialogues.get,
+            ev.UpdateSession: self.dialogues.update,
+            ev.Truncate: self.dialogues.truncate,
+            ev.Fork: self.dialogues.fork,
+            ev.Forget: self.dialogues.forget,
+            ev.ListSessions: self.dialogues.list,
+            ev.Explain: self.dialogues.explain,
+            ev.GetStats: lambda worker, _: ev.Stats(stats(self.state, worker)),
+            ev.WantSegments: self.segments.want,
+            ev.SegmentsUnmapped: self._unmapped,
+        }
+        self._facts: dict[type, Callable[[Any], None]] = {
+            ev.WorkerJoined: self._joined,
+            ev.WorkerLeft: self._left,
+            ev.WorkerClosed: self._closed,
+            ev.SegmentReady: lambda event: self.segments.created(event.op),
+            ev.SegmentFailed: lambda event: self.segments.create_failed(event.op),
+            ev.OpDone: lambda event: self._op_ended(event.op, event.checksums, ""),
+            ev.OpFailed: lambda event: self._op_ended(event.op, None, event.why),
+            ev.Tick: lambda _: self._tick(),
+        }
+
+    def __repr__(self) -> str:
+        state = self.state
+        return f"Store({state.chunks}, {state.pool}, {state.leases}, {len(state.workers)} workers)"
+
+    def start(self) -> list[ev.Effect]:
+        """The first effects: every segment of the arena is to be created."""
+        for segment in self.state.pool.segments:
+            self.segments.create(segment)
+        return self.state.take_effects()
+
+    def apply(self, event: ev.Event, now: Millis) -> list[ev.Effect]:
+        """One step. `now` never goes back (a clock that does is held)."""
+        state = self.state
+        state.now = max(state.now, now)
+        state.leases.expire(state.now)
+        fact = self._facts.get(type(event))
+        if fact is not None:
+            fact(event)
+        else:
+            self._request(event)
+        return state.take_effects()
+
+    def check_integrity(self) -> None:
+        """The ten invariants; raises AssertionError. A pass over everything."""
+        audited = [row for rows, _ in self.reads.audits.values() for row in rows]
+        check_integrity(self.state, self.saves, self.segments, audited)
+
+    # ---------------------------------------------------------------------------------------------------- requests
+
+    def _request(self, event: Any) -> None:
+        """Answer once: a repeated request gets the first answer, an expected failure is an answer."""
+        state = self.state
+        ticket: ev.Ticket = event.ticket
+        try:
+            worker = state.worker(ticket.worker)
+        except StoreError as error:
+            state.effects.append(ev.Reply(ticket, error))
+            return
+        remembered = ticket.request_id and not isinstance(event, READ_ONLY)
+        if remembered:
+            answer = worker.memory.recall(ticket.request_id)
+            if answer is not None:
+                state.effects.append(ev.Reply(ticket, answer))
+                return
+            repeats = worker.memory.waiting.get(ticket.request_id)
+            if repeats is not None:
+                repeats.append(ticket)
+                return
+        try:
+            result = self._requests[type(event)](worker, event)
+        except StoreError as error:
+            result = error
+        if result is not None:
+            if remembered:
+                state.reply(ticket, result)
+            else:
+                state.effects.append(ev.Reply(ticket, result))
+        elif remembered:
+            worker.memory.waiting[ticket.request_id] = []
+
+    def _open(self, worker: Worker, event: ev.Open) -> ev.Opened:
+        """The namespace of this spec, for the caller's tenant; a newer epoch retires the older one."""
+        state = self.state
+        spec = event.spec
+        spec.validate()
+        largest = max(state.pool.slot_bytes(size) for size in spec.shard_bytes)
+        if largest > state.limits.segment_bytes:
+            raise BadRequest(
+                f"a shard does not fit in a segment of {state.limits.segment_bytes} bytes",
+                field="namespace.groups: shard_bytes",
+                value=max(spec.shard_bytes),
+                remedy="raise the daemon's segment_bytes, or use fewer tokens per chunk",
+            )
+        if sum(state.pool.slot_bytes(size) for size in spec.shard_bytes) > state.limits.pin_bytes_max:
+            raise BadRequest(
+                f"one chunk is larger than the {state.limits.pin_bytes_max} bytes that an engine group may pin",
+                field="namespace.groups: chunk bytes",
+                value=spec.chunk_bytes,
+                remedy="raise the daemon's dram_bytes or pin_share_max",
+            )
+        _check_engine_group(worker.group, spec)
+        family = spec.digest(worker.tenant)
+        namespace = state.newest_epoch.get(family)
+        if namespace is not None and namespace.spec.weights_epoch > spec.weights_epoch:
+            raise Precondition(
+                f"epoch {namespace.spec.weights_epoch} of these weights was opened already",
+                field="namespace.weights_epoch",
+                value=spec.weights_epoch,
+                remedy="an old epoch is never served again: use the newest",
+            )
+        if namespace is None or namespace.spec.weights_epoch < spec.weights_epoch:
+            namespace = self._new_namespace(worker, spec, family, namespace)
+        worker.opened.add(namespace.id)
+        if spec not in worker.group.specs:
+            worker.group.specs.append(spec)
+        return ev.Opened(
+            namespace.id,
+            chunk_salt(family, spec.weights_epoch),
+            spec.weights_epoch,
+            state.limits.segment_bytes,
+            _relatives(state, namespace),
+        )
+
+    def _new_namespace(
+        self, worker: Worker, spec: NamespaceSpec, family: bytes, older: Namespace | None
+    ) -> Namespace:
+        state = self.state
+        if len(state.namespaces) >= state.limits.namespaces_max:
+            self._reap_namespaces()
+        if len(state.namespaces) >= state.limits.namespaces_max:
+            raise Exhausted("too many namespaces are open", field="namespace", value=len(state.namespaces))
+        if older is not None:
+            older.retired = True
+            state.counters["epochs_retired"] += 1
+        slot_bytes = tuple(state.pool.slot_bytes(size) for size in spec.shard_bytes)
+        namespace = Namespace(
+            id=NamespaceId(self._next_namespace),
+            tenant=worker.tenant,
+            spec=spec,
+            family=family,
+            shards=spec.shard_count,
+            slot_bytes=slot_bytes,
+            chunk_bytes=sum(slot_bytes),
+        )
+        self._next_namespace += 1
+        state.namespaces[namespace.id] = namespace
+        state.newest_epoch[family] = namespace
+        return namespace
+
+    def _unmapped(self, worker: Worker, event: ev.SegmentsUnmapped) -> ev.Done:
+        self.segments.unmapped(worker, event.segments)
+        return ev.Done(len(event.segments))
+
+    # ------------------------------------------------------------------------------------------------------- facts
+
+    def _joined(self, event: ev.WorkerJoined) -> None:
+        state = self.state
+        assert event.worker not in state.workers, event
+        name = event.engine_group or f"worker-{event.worker}"
+        group = state.groups.setdefault((event.tenant, name), EngineGroup(event.tenant, name))
+        group.members.add(event.worker)
+        state.workers[event.worker] = Worker(
+            event.worker,
+            event.tenant,
+            group,
+            event.rank,
+            event.admin,
+            Memory(state.limits.remembered_answers_max),
+        )
+
+    def _left(self, event: ev.WorkerLeft) -> None:
+        worker = self.state.workers.get(event.worker)
+        if worker is not None:
+            self._remove(worker)
+
+    def _closed(self, event: ev.WorkerClosed) -> None:
+        worker = self.state.workers.get(event.worker)
+        if worker is None or worker.closed:
+            return
+        worker.closed = True
+        self.saves.abort_all(worker, gone=False)
+        self._remove_if_over(worker)
+
+    def _remove_if_over(self, worker: Worker) -> None:
+        """A closed connection's process may live on; the worker goes once it can touch nothing of ours any more."""
+        state = self.state
+        if worker.holds or worker.suspect or worker.reservations:
+            return
+        if all(state.workers[member].closed for member in worker.group.members):
+            for lease_id in list(worker.group.leases):
+                lease = state.leases.leases[lease_id]
+                # It has no mapping left, so no old copy of it can be reading.
+                state.close_lease(lease)
+        self._remove(worker)
+
+    def _remove(self, worker: Worker) -> None:
+        """Everything the worker had ends; its engine group's leases with the last member."""
+        state = self.state
+        self.saves.abort_all(worker, gone=True)
+        self.saves.release_suspects(worker)
+        for row, waits in list(state.waits.items()):
+            kept = [wait for wait in waits if wait.worker != worker.id]
+            if kept:
+                state.waits[row] = kept
+            else:
+                del state.waits[row]
+        worker.group.members.discard(worker.id)
+        if not worker.group.members:
+            for lease_id in list(worker.group.leases):
+                state.close_lease(state.leases.leases[lease_id])
+            del state.groups[worker.tenant, worker.group.name]
+        self.segments.unmapped(worker, list(worker.holds))
+        del state.workers[worker.id]
+        state.effects.append(ev.ForgetWorker(worker.id))
+
+    def _op_ended(self, op: Any, checksums: tuple[int, ...] | None, why: str) -> None:
+        if op in self.saves.copies:
+            self.saves.copied(op, checksums, why)
+        elif op in self.saves.late:
+            self.saves.late_copy_returned(op)
+        elif op in self.segments.moves:
+            self.segments.moved(op, checksums)
+        elif op in self.reads.audits:
+            self.reads.audited(op, checksums)
+        else:
+            raise AssertionError(f"op {op} is not under way")
+
+    def _tick(self) -> None:
+        self.saves.tick()
+        self.segments.tick()
+        self._end_waits()
+        self._drop_retired()
+        for worker in [worker for worker in self.state.workers.values() if worker.closed]:
+            self._remove_if_over(worker)
+
+    def _end_waits(self) -> None:
+        state = self.state
+        for row, waits in list(state.waits.items()):
+            over = [wait for wait in waits if wait.until <= state.now]
+            if over:
+                kept = [wait for wait in waits if wait.until > state.now]
+                if kept:
+                    state.waits[row] = kept
+                else:
+                    del state.waits[row]
+                for wait in over:
+                    state.tell(wait, row, ready=False)
+
+    def _drop_retired(self) -> None:
+        """Chunks of old epochs are misses already; here their memory comes back, some at a time."""
+        state = self.state
+        for namespace in state.namespaces.values():
+            if not namespace.retired or not (namespace.index or namespace.sessions):
+                continue
+            if namespace.sessions:
+                mine = (s for s in state.sessions.by_name.values() if s.namespace == namespace.id)
+                for session in list(islice(mine, RETIRED_DROPS_PER_TICK)):
+                    self.dialogues.drop(session)
+            for key in list(islice(namespace.index, RETIRED_DROPS_PER_TICK)):
+                row = namespace.index.get(key, NONE)
+                if row != NONE:
+                    state.doom(row, Reason.OLD_EPOCH)
+                gone = row != NONE and namespace.index.get(key) == row and state.chunks.shard0[row] == NONE
+                if gone and not state.chunks.refs[row]:
+                    state.remove_row(row)
+            return
+
+    def _reap_namespaces(self) -> None:
+        """Namespaces that hold nothing and that nobody has open."""
+        state = self.state
+        opened = {namespace_id for worker in state.workers.values() for namespace_id in worker.opened}
+        held = {s.namespace for s in state.pool.segments if s.phase is Phase.ASSIGNED and not s.empty}
+        for namespace in list(state.namespaces.values()):
+            if namespace.index or namespace.sessions or namespace.id in opened or namespace.id in held:
+                continue
+            if any(s.namespace == namespace.id and s.phase is Phase.ASSIGNED for s in state.pool.segments):
+                continue
+            del state.namespaces[namespace.id]
+            if state.newest_epoch.get(namespace.family) is namespace:
+                del state.newest_epoch[namespace.family]
+
+
+def _check_engine_group(group: EngineGroup, spec: NamespaceSpec) -> None:
+    """The ranks of one engine must agree on everything about one model: a layout that differs is an error here, not a
+    silent miss (or worse) later."""
+    for known in group.specs:
+        same_model = (known.model, known.adapter_digest, known.salt, known.kv_scales_digest) == (
+            spec.model,
+            spec.adapter_digest,
+            spec.salt,
+            spec.kv_scales_digest,
+        )
+        if same_model:
+            differences = [text for text in known.differences(spec) if not text.startswith("weights_epoch:")]
+            if differences and known.weights_digest == spec.weights_digest:
+                raise Precondition(
+                    f"another member of engine group {group.name!r} opened this model differently: {'; '.join(differences)}",
+                    field="namespace",
+                    value=spec.model,
+                    remedy="all ranks of an engine must send the same namespace",
+                )
+
+
+def _relatives(state: State, namespace: Namespace) -> tuple[str, ...]:
+    """Why there may be no hits: namespaces of the same tenant and model that differ in something."""
+    notes = []
+    for other in state.namespaces.values():
+        if (
+            other is not namespace
+            and other.tenant == namespace.tenant
+            and other.spec.model == namespace.spec.model
+        ):
+            differences = namespace.spec.differences(other.spec)
+            notes.append(f"namespace {other.id} of this model does not match: {'; '.join(differences)[:500]}")
+    return tuple(notes[:8])

@@ -1,0 +1,84 @@
+"""Who talks to the store: worker processes, the engine groups they form, and the answers remembered for each.
+
+A lease belongs to an engine group (an engine's scheduler process and all its ranks) and lives while a member lives.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from kvstore.core.events import Acquired, Answer, Reserved, Ticket
+from kvstore.layout import NamespaceSpec
+from kvstore.types import LeaseId, NamespaceId, ReservationId, SegmentId, WorkerId
+
+REMEMBERED_EXTENTS_MAX = 16_384
+"""Bound on the size of a worker's remembered answers: extents are what can be large in them."""
+
+
+@dataclass(slots=True, eq=False)
+class EngineGroup:
+    tenant: str
+    name: str
+    members: set[WorkerId] = field(default_factory=set)
+    leases: set[LeaseId] = field(default_factory=set)
+    pins: dict[int, int] = field(default_factory=dict)
+    """How often the group pins each chunk row: a shared prefix counts once against the quota."""
+    pinned_bytes: int = 0
+    specs: list[NamespaceSpec] = field(default_factory=list)
+    """What its members opened, without epochs: the ranks of one engine must agree."""
+
+    def __repr__(self) -> str:
+        return f"EngineGroup({self.tenant}/{self.name}: {len(self.members)} members, {self.pinned_bytes} B pinned)"
+
+
+class Memory:
+    """Answers by request id, for repeated requests; oldest forgotten first."""
+
+    __slots__ = ("_answers", "_extents", "_limit", "waiting")
+
+    def __init__(self, limit: int) -> None:
+        self._answers: OrderedDict[int, Answer] = OrderedDict()
+        self._extents = 0
+        self._limit = limit
+        self.waiting: dict[int, list[Ticket]] = {}
+        """Requests that are not answered yet, with the tickets that repeated them."""
+
+    def recall(self, request_id: int) -> Answer | None:
+        return self._answers.get(request_id)
+
+    def remember(self, request_id: int, answer: Answer) -> None:
+        self._answers[request_id] = answer
+        self._extents += _extents(answer)
+        while len(self._answers) > 1 and (
+            len(self._answers) > self._limit or self._extents > REMEMBERED_EXTENTS_MAX
+        ):
+            _, oldest = self._answers.popitem(last=False)
+            self._extents -= _extents(oldest)
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    id: WorkerId
+    tenant: str
+    group: EngineGroup
+    rank: int
+    admin: bool
+    memory: Memory
+    closed: bool = False
+    """Its connection is closed but its process lives."""
+    opened: set[NamespaceId] = field(default_factory=set)
+    reservations: set[ReservationId] = field(default_factory=set)
+    reserved_bytes: int = 0
+    holds: set[SegmentId] = field(default_factory=set)
+    """Segments it may have mapped."""
+    waits: int = 0
+    suspect: list[tuple[SegmentId, int]] = field(default_factory=list)
+    """Slots that it may still write: quarantined until it lets go or dies (protection `group`)."""
+
+    def __repr__(self) -> str:
+        return f"Worker({self.id} of {self.group.tenant}/{self.group.name} rank {self.rank}{' closed' * self.closed})"
+
+
+def _extents(answer: Answer) -> int:
+    return len(answer.extents) if isinstance(answer, (Acquired, Reserved)) else 1
