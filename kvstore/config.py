@@ -43,6 +43,23 @@ class StoreConfig:
     copy_threads: int = 2
     """Threads that copy and checksum; they do not hold the interpreter's lock meanwhile."""
 
+    ssd_dir: str = ""
+    """Directory of the SSD tier (slab files and index); empty: no SSD tier. One daemon a directory."""
+    ssd_bytes: int = 64 << 30
+    """Hard cap of everything in ssd_dir, the index included."""
+    ssd_slab_bytes: int = 256 << 20
+    """Size of one slab file; preallocated when it is first needed."""
+    ssd_index_bytes: int = 0
+    """Part of ssd_bytes that the index may use; 0: a thirty-second, at least 16 MiB."""
+    ssd_direct_io: bool = False
+    """Bypass the page cache (worth it on real NVMe, where buffered I/O doubles DRAM). Fixed when ssd_dir is created."""
+    ssd_threads: int = 4
+    """Threads that read and write slab files."""
+    ssd_deadline_ms: int = 2_000
+    """A read or write that takes longer is given up: a miss with a reason, and the tier degrades."""
+    durable_within_ms: int = 5_000
+    """What was committed longer ago than this survives a power cut."""
+
     lease_ttl_ms: int = 10_000
     """Time to live of a lease unless the caller asks for less; renewed by the client."""
     reservation_ttl_ms: int = 30_000

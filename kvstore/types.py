@@ -18,6 +18,8 @@ LeaseId = NewType("LeaseId", int)
 ReservationId = NewType("ReservationId", int)
 SegmentId = NewType("SegmentId", int)
 """Unique in one boot of the daemon, never reused: a stale extent can never name another segment."""
+SlabId = NewType("SlabId", int)
+"""A slab file of the SSD tier: `slab-%08d.kvs`; numbers are never reused in one directory."""
 OpId = NewType("OpId", int)
 """One long action (copy, checksum, segment creation) that the edge performs for the core."""
 Millis = int
@@ -64,6 +66,12 @@ class Reason(enum.IntEnum):
     """Present perhaps, but behind the first missing key of a prefix lookup."""
     UNAVAILABLE = 14
     """Said by the client alone: the daemon could not be asked in time."""
+    ON_SSD = 15
+    """PENDING: being read from SSD, because an Acquire or a hint asked for it. MISS: on SSD, but not asked to rise."""
+    SLOW = 16
+    """The read from SSD missed its deadline, or found no slot in DRAM."""
+    LOST = 17
+    """It was in DRAM only when the daemon stopped."""
 
 
 class SlotState(enum.IntEnum):
@@ -133,6 +141,50 @@ class Extent:
     generation: int
     checksum: int = 0
     """xxh3_64 of the bytes at commit; 0 while being written."""
+
+
+class DiskState(enum.IntEnum):
+    """Health of the SSD tier. It degrades by itself and heals by itself."""
+
+    OK = 0
+    READ_ONLY = 1
+    """Writes fail (full, EIO): what is there is served, nothing new becomes durable."""
+    OFF = 2
+    """Reads fail or hang: DRAM serves alone."""
+    ABSENT = 3
+    """No SSD tier is configured."""
+
+
+class DiskResult(enum.IntEnum):
+    """What became of one shard of a disk op."""
+
+    OK = 0
+    CORRUPT = 1
+    """Header, generation, key or checksum is not what was written: never served."""
+    IO_ERROR = 2
+    NO_SPACE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPlace:
+    """A fixed-size slot of a slab file, and the generation that its record carries."""
+
+    slab: SlabId
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a record on disk says about itself, beside its bytes: enough to refuse a torn, stale or misdirected one."""
+
+    namespace: bytes
+    """32 bytes: digest of tenant, spec and epoch."""
+    key: ChunkKey
+    shard: int
+    length: int
+    checksum: int
+    maker: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

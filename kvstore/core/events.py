@@ -15,6 +15,8 @@ from kvstore.layout import NamespaceSpec
 from kvstore.types import (
     ChunkKey,
     CommitResult,
+    DiskPlace,
+    DiskResult,
     Extent,
     GrantResult,
     LeaseId,
@@ -23,8 +25,10 @@ from kvstore.types import (
     OpId,
     Outcome,
     Reason,
+    Record,
     ReservationId,
     SegmentId,
+    SlabId,
     StagedPiece,
     Wait,
     WorkerId,
@@ -306,6 +310,24 @@ class OpFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class SlabReady:
+    """The slab file exists, preallocated."""
+
+    op: OpId
+
+
+@dataclass(frozen=True, slots=True)
+class DiskDone:
+    """A disk op has returned: one result per record, or per op for ProbeDisk, CreateSlab's failure and WriteIndex.
+
+    Results other than OK say why; after OK of a read the target slot holds the record's verified bytes."""
+
+    op: OpId
+    results: tuple[DiskResult, ...]
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: expiry, compaction, bounds."""
 
@@ -337,6 +359,8 @@ Event = (
     | SegmentFailed
     | OpDone
     | OpFailed
+    | SlabReady
+    | DiskDone
     | Tick
 )
 
@@ -585,6 +609,92 @@ class DestroySegment:
 
 
 @dataclass(frozen=True, slots=True)
+class CreateSlab:
+    """Make and preallocate a slab file. Answer: SlabReady or DiskDone with what went wrong."""
+
+    op: OpId
+    slab: SlabId
+    slot_bytes: int
+    """Size of a slot in the file: header, bytes and padding."""
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRecords:
+    """DRAM slots -> disk slots, each with its self-describing header; not synced. The core pins the sources."""
+
+    op: OpId
+    records: tuple[Record, ...]
+    sources: tuple[Extent, ...]
+    targets: tuple[DiskPlace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRecords:
+    """Disk slots -> RESERVED DRAM slots, verified against `records`. Answered only when the calls have returned: a late
+    read must never land in a reused slot, so the core quarantines the targets of a late op until then."""
+
+    op: OpId
+    records: tuple[Record, ...]
+    sources: tuple[DiskPlace, ...]
+    targets: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRecord:
+    """Index entry of one chunk: where all its shards are on disk."""
+
+    namespace: int
+    """Number of the namespace in the index."""
+    key: ChunkKey
+    token_count: int
+    flags: int
+    maker: bytes
+    places: tuple[DiskPlace, ...]
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceRecord:
+    number: int
+    tenant: str
+    spec: NamespaceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    namespace: int
+    session: bytes
+    version: int
+    entries: tuple[SessionEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteIndex:
+    """fdatasync `slabs`, then one index transaction, in this order: what the index names is on the disk.
+
+    One at a time. Answer: DiskDone with one result; after OK everything in it is durable. After a failure nothing of it
+    is in the index."""
+
+    op: OpId
+    slabs: tuple[SlabId, ...]
+    namespaces: tuple[NamespaceRecord, ...] = ()
+    namespaces_deleted: tuple[int, ...] = ()
+    chunks: tuple[ChunkRecord, ...] = ()
+    chunks_deleted: tuple[tuple[int, ChunkKey], ...] = ()
+    sessions: tuple[SessionRecord, ...] = ()
+    sessions_deleted: tuple[tuple[int, bytes], ...] = ()
+    slabs_deleted: tuple[SlabId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeDisk:
+    """Write, sync, read back and verify a small file, and try a transaction on the index. Answer: DiskDone."""
+
+    op: OpId
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetWorker:
     """Nothing of this worker is left in the core: the edge may close its pidfd and staging memory."""
 
@@ -603,5 +713,10 @@ Effect = (
     | CreateSegment
     | AssignSegment
     | DestroySegment
+    | CreateSlab
+    | WriteRecords
+    | ReadRecords
+    | WriteIndex
+    | ProbeDisk
     | ForgetWorker
 )

@@ -30,6 +30,9 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_QUOTA: _ClassVar[Reason]
     REASON_BEYOND_MISS: _ClassVar[Reason]
     REASON_UNAVAILABLE: _ClassVar[Reason]
+    REASON_ON_SSD: _ClassVar[Reason]
+    REASON_SLOW: _ClassVar[Reason]
+    REASON_LOST: _ClassVar[Reason]
 
 class GrantResult(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -67,6 +70,9 @@ REASON_BEING_MOVED: Reason
 REASON_QUOTA: Reason
 REASON_BEYOND_MISS: Reason
 REASON_UNAVAILABLE: Reason
+REASON_ON_SSD: Reason
+REASON_SLOW: Reason
+REASON_LOST: Reason
 GRANT_RESULT_GRANTED: GrantResult
 GRANT_RESULT_ALREADY: GrantResult
 GRANT_RESULT_BUSY: GrantResult
