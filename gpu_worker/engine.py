@@ -1,0 +1,279 @@
+"""A small multi-turn engine around a Llama-family model: greedy decoding, KV from the store where it is there.
+
+A turn brings its whole history as tokens. The tokens decide what is reused: keys are computed from them, and the
+session's name is only asked how long its tail is. Whatever goes wrong with the store, before or during the turn, the
+answer is computed from the tokens instead, and is the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from kvstore.client import SessionEntry, SessionInfo
+from kvstore.errors import DeadlineExceeded, Unavailable, Unsupported
+from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, namespace_of
+from kvstore.gpu_worker.loader import Load, Loader, Wanted
+from kvstore.gpu_worker.restored_cache import LoadFailed, RestoredCache
+from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, Saver, TurnSave
+from kvstore.keys import ROOT
+from kvstore.types import ChunkKey, Outcome
+
+if TYPE_CHECKING:
+    from kvstore.client import Client, Namespace
+
+OPEN_RETRY_S = 5.0
+"""How long the engine works without a store before it asks again whether there is one."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    tokens: tuple[int, ...]
+    """The answer, greedily chosen."""
+    gaps: tuple[float, ...]
+    """Per token: how far its logit was above the second best."""
+    ttft_s: float
+    """From the call of `turn` to the first token."""
+    seconds: float
+    prompt_tokens: int
+    reused_tokens: int = 0
+    """Of the prompt: their KV came from the store, the rest went through the model."""
+    loaded_bytes: int = 0
+    load_failure: str = ""
+    """Why a history that the store had was computed anew; "" if it was not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the store has of a prompt."""
+
+    base: SessionInfo | None
+    chain: Sequence[ChunkKey] = ()
+    """Keys of the leading full chunks."""
+    cache: RestoredCache | None = None
+    load: Load | None = None
+
+
+class Engine:
+    """One turn at a time, from one thread. Loading and saving run on threads of their own, one each.
+
+    `counters` by name: turns, prompt_tokens, reused_tokens, loaded_bytes, load_failures.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        client: Client | None = None,
+        *,
+        weights: Sequence[Path] = (),
+        weights_epoch: int = 0,
+        salt: bytes = b"",
+        chunk_tokens: int = CHUNK_TOKENS,
+        prefill_tokens: int = 2048,
+        lookup_timeout_s: float = 0.5,
+        load_deadline_s: float = 5.0,
+        save_timeout_s: float = 5.0,
+        save_queue_bytes_max: int = QUEUE_BYTES_MAX,
+    ) -> None:
+        """`weights`: the files the model was loaded from (see `namespace_of`). `prefill_tokens`: how many tokens of a
+        prompt go through the model at once. Without a client, or while no daemon answers, everything is computed.
+
+        Raises Unsupported for a model whose KV cannot be stored, naming the field, and whatever else the daemon has
+        against the namespace.
+        """
+        self.model = model.eval()
+        self.geometry = Geometry.of(model, chunk_tokens)
+        self.counters: Counter[str] = Counter()
+        self._prefill_tokens = prefill_tokens
+        self._lookup_timeout_s = lookup_timeout_s
+        self._load_deadline_s = load_deadline_s
+        self._client = client
+        self._namespace: Namespace | None = None
+        self._open_at = 0.0
+        self._saving: dict[str, TurnSave] = {}
+        self.saver: Saver | None = None
+        self._loader: Loader | None = None
+        if client is not None:
+            if model.device.type != "cpu":
+                raise Unsupported(
+                    "KV is stored from CPU memory only, so far", field="model.device", value=model.device
+                )
+            self.spec = namespace_of(
+                model, self.geometry, weights=weights, weights_epoch=weights_epoch, salt=salt
+            )
+            self._open(client)
+            self._loader = Loader(self.geometry)
+            self.saver = Saver(self.geometry, queue_bytes_max=save_queue_bytes_max, timeout_s=save_timeout_s)
+
+    def turn(
+        self, session: str, prompt: Sequence[int], max_new_tokens: int, *, stop_tokens: Sequence[int] = ()
+    ) -> TurnResult:
+        """Answers `prompt`, the whole conversation so far, with 1 to `max_new_tokens` tokens, the last perhaps a stop
+        token. Raises ValueError for what the model cannot take."""
+        begun = time.perf_counter()
+        capacity = len(prompt) + max_new_tokens
+        if not prompt or max_new_tokens < 1:
+            raise ValueError(f"a turn reads and writes tokens: not {len(prompt)} and {max_new_tokens}")
+        if capacity > self.model.config.max_position_embeddings:
+            raise ValueError(
+                f"{capacity} tokens exceed the model's {self.model.config.max_position_embeddings}"
+            )
+
+        # Three cases: the store has a history and it arrives; it has none; it has one and it gets lost on the way.
+        store = self._open(self._client) if self._client is not None else None
+        found = self._find(store, session, prompt, capacity) if store is not None else _Found(None)
+        result: TurnResult | None = None
+        failure = ""
+        if found.cache is not None and found.load is not None:
+            try:
+                save = self._begin(store, session, found.base, found.chain)
+                result = self._answer(prompt, max_new_tokens, stop_tokens, found.cache, save, begun)
+                result = replace(result, reused_tokens=found.cache.restored, loaded_bytes=found.load.bytes)
+            except LoadFailed as error:
+                # No token was chosen yet: every layer awaits its history in the first forward call.
+                failure = str(error)
+                log.info("the history of a session is computed anew: %s", failure)
+            finally:
+                found.load.cancel("the turn is over")
+        if result is None:
+            save = self._begin(store, session, found.base, ())
+            cache = RestoredCache(self.geometry, capacity=capacity)
+            result = self._answer(prompt, max_new_tokens, stop_tokens, cache, save, begun)
+            result = replace(result, load_failure=failure)
+
+        self.counters["turns"] += 1
+        self.counters["prompt_tokens"] += result.prompt_tokens
+        self.counters["reused_tokens"] += result.reused_tokens
+        self.counters["loaded_bytes"] += result.loaded_bytes
+        self.counters["load_failures"] += bool(failure)
+        return replace(result, seconds=time.perf_counter() - begun)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until all KV is saved or dropped; False if that took too long."""
+        return self.saver is None or self.saver.flush(timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Saves what is queued, for at most `timeout_s`. The client stays open: it is the caller's."""
+        if self._loader is not None:
+            self._loader.close()
+        if self.saver is not None:
+            self.saver.close(timeout_s)
+
+    # ------------------------------------------------------------------------------------------------------- model
+
+    def _answer(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        stop_tokens: Sequence[int],
+        cache: RestoredCache,
+        save: TurnSave | None,
+        begun: float,
+    ) -> TurnResult:
+        """Prefills what `cache` does not hold yet, then decodes. Raises LoadFailed before the first token or never."""
+        tokens: list[int] = []
+        gaps: list[float] = []
+        known = list(
+            prompt
+        )  # all tokens of the conversation; the KV of the last one is computed in the next step
+        ttft_s = 0.0
+        with torch.inference_mode():
+            for start in range(cache.get_seq_length(), len(prompt), self._prefill_tokens):
+                piece = prompt[start : start + self._prefill_tokens]
+                logits = self._forward(piece, cache)
+                if save is not None:
+                    save.extend(cache, known[: start + len(piece)])
+            while True:
+                best = torch.topk(logits, 2).values
+                tokens.append(int(logits.argmax()))
+                gaps.append(float(best[0] - best[1]))
+                ttft_s = ttft_s or time.perf_counter() - begun
+                if len(tokens) == max_new_tokens or tokens[-1] in stop_tokens:
+                    break
+                known.append(tokens[-1])
+                logits = self._forward(tokens[-1:], cache)
+                if save is not None:
+                    save.extend(cache, known)
+            if save is not None:
+                save.finish(cache, known)
+        return TurnResult(tuple(tokens), tuple(gaps), ttft_s, 0.0, len(prompt))
+
+    def _forward(self, tokens: Sequence[int], cache: RestoredCache) -> torch.Tensor:
+        """Logits [vocabulary] after the last of `tokens`, in fp32."""
+        ids = torch.tensor([list(tokens)], dtype=torch.long, device=self.model.device)
+        out = self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
+        logits: torch.Tensor = out.logits[0, -1].float()
+        return logits
+
+    # ------------------------------------------------------------------------------------------------------- store
+
+    def _open(self, client: Client) -> Namespace | None:
+        """The namespace, opened when first the daemon answers."""
+        if self._namespace is None and time.monotonic() >= self._open_at:
+            try:
+                self._namespace = client.open(self.spec, timeout_s=self._lookup_timeout_s)
+            except (Unavailable, DeadlineExceeded) as error:
+                log.warning("working without a store for now: %s", error)
+                self._open_at = time.monotonic() + OPEN_RETRY_S
+        return self._namespace
+
+    def _begin(
+        self, store: Namespace | None, session: str, base: SessionInfo | None, chain: Sequence[ChunkKey]
+    ) -> TurnSave | None:
+        if store is None or self.saver is None:
+            return None
+        self._saving = {name: save for name, save in self._saving.items() if not save.saved.is_set()}
+        self._saving[session] = save = TurnSave(self.saver, store, session, base, chain)
+        return save
+
+    def _find(self, store: Namespace, session: str, prompt: Sequence[int], capacity: int) -> _Found:
+        """Looks the prompt up and starts to load what is there. At least one token is left to compute."""
+        assert self._loader is not None
+        if (last := self._saving.get(session)) is not None:
+            last.saved.wait(self._lookup_timeout_s)  # our own save of the turn before, still under way
+        step = self.geometry.chunk_tokens
+        base = store.get_session(session, timeout_s=self._lookup_timeout_s)
+        keys = store.keys(prompt[: (len(prompt) - 1) // step * step])
+        tail = _tail_of(store, base, keys, prompt, step)
+        asked = [*keys, tail.key] if tail is not None else keys
+        if not asked:
+            return _Found(base)
+        # In any order, because the tail of an earlier turn lies beside the chunk that has grown out of it since.
+        lease = store.read(asked, any_order=True, timeout_s=self._lookup_timeout_s)
+        hit = [outcome is Outcome.HIT for outcome in lease.outcomes]
+        chunks = next((number for number in range(len(keys)) if not hit[number]), len(keys))
+        wanted = [Wanted(number, number * step, step) for number in range(chunks)]
+        if tail is not None and hit[-1] and tail.first_token == chunks * step:
+            wanted.append(Wanted(len(keys), tail.first_token, tail.token_count))
+        if not wanted:
+            lease.release()
+            return _Found(base)
+        restored = wanted[-1].first_token + wanted[-1].token_count
+        cache = RestoredCache(self.geometry, capacity=capacity, restored=restored)
+        load = self._loader.start(lease, wanted, cache.targets(), deadline_s=self._load_deadline_s)
+        cache.expect(load.wait)
+        return _Found(base, keys[:chunks], cache, load)
+
+
+def _tail_of(
+    store: Namespace, base: SessionInfo | None, keys: Sequence[ChunkKey], prompt: Sequence[int], step: int
+) -> SessionEntry | None:
+    """The session's tail, if it is KV of exactly our tokens: its key must be the one that we compute from them."""
+    if base is None or not base.entries:
+        return None
+    tail = base.entries[-1]
+    chunks, aligned = divmod(tail.first_token, step)
+    end = tail.first_token + tail.token_count
+    if aligned != 0 or not 0 < tail.token_count < step or chunks > len(keys) or end >= len(prompt):
+        return None
+    parent = keys[chunks - 1] if chunks else ROOT
+    return tail if store.tail_key(prompt[tail.first_token : end], parent) == tail.key else None

@@ -1,0 +1,226 @@
+"""How the KV of a Hugging Face model lies in the store: namespace, chunk geometry, what is refused and why.
+
+One group "kv" with one shard a chunk. Inside the shard the layers follow one another, each in one contiguous slice, so
+that they can be loaded one by one. The slice of a chunk that holds n tokens (T, or fewer in a tail):
+
+    0            H*n*D*b       2*H*n*D*b          2*H*T*D*b        H KV heads, T tokens a chunk, D head size,
+    | K [H, n, D] | V [H, n, D] | zeros ... (n < T) |              b bytes an element, K after RoPE
+
+A tail is packed the same way, only shorter: its K and V stay contiguous, and the zeros make its bytes a function of its
+key alone (two workers that save the same tail write the same shard).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from kvstore.errors import BadRequest, Unsupported
+from kvstore.layout import GroupSpec, LayerSlice, NamespaceSpec
+
+GROUP = "kv"
+CHUNK_TOKENS = 64
+GGUF_HEAD_BYTES = 8 << 20
+"""How much of a GGUF file is digested: its header with vocabulary and tensor list, and the first tensors."""
+
+SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+"""`config.model_type` of the families whose KV is known to be what the keys say: K and V of a token depend on its
+position, on the tokens before it, and on nothing else."""
+SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rope types whose angles do not change with the length of the context ("dynamic" and "longrope" do)."""
+
+Bits = npt.NDArray[np.signedinteger[Any]]
+"""Elements as integers of their size: numpy has no bfloat16, and copies of bits are exact whatever they mean."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Shape of one chunk. Sizes in elements unless they end in `_bytes`."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    chunk_tokens: int = CHUNK_TOKENS
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, chunk_tokens: int = CHUNK_TOKENS) -> Geometry:
+        """Raises Unsupported, naming the field, for a model whose cache is anything but full attention."""
+        check_supported(model)
+        config = model.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            layers=config.num_hidden_layers,
+            heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            dtype=model.dtype,
+            chunk_tokens=chunk_tokens,
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token in one layer."""
+        return 2 * self.heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def slice_bytes(self) -> int:
+        return self.chunk_tokens * self.token_bytes
+
+    @property
+    def shard_bytes(self) -> int:
+        return self.layers * self.slice_bytes
+
+    @property
+    def group(self) -> GroupSpec:
+        slices = tuple(
+            LayerSlice(layer=layer, offset=layer * self.slice_bytes, length=self.slice_bytes)
+            for layer in range(self.layers)
+        )
+        return GroupSpec(name=GROUP, shard_bytes=self.shard_bytes, layers=slices)
+
+    def offset(self, layer: int) -> int:
+        return layer * self.slice_bytes
+
+    def window(self, shard: npt.NDArray[np.uint8], layer: int, token_count: int) -> Bits:
+        """The part of one layer's slice that `token_count` tokens fill, [2, H, n, D], a view of `shard`."""
+        start = self.offset(layer)
+        used = shard[start : start + token_count * self.token_bytes]
+        integers = used.view(f"i{self.dtype.itemsize}")
+        return integers.reshape(2, self.heads, token_count, self.head_dim)
+
+
+def bits(tensor: torch.Tensor) -> Bits:
+    """A CPU tensor's elements as integers, of the same shape and strides, sharing its memory."""
+    view: Bits = tensor.view(_INTEGERS[tensor.dtype.itemsize]).numpy()
+    return view
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Raises Unsupported, naming the field of the model's config that stands in the way."""
+    config = model.config
+    _refuse_unless(
+        config.model_type in SUPPORTED_MODELS, "config.model_type", config.model_type, SUPPORTED_MODELS
+    )
+    _refuse_unless(not config.is_encoder_decoder, "config.is_encoder_decoder", True, ("decoders",))
+    _refuse_unless(
+        getattr(config, "kv_lora_rank", None) is None, "config.kv_lora_rank", "set", ("full attention",)
+    )
+    # The config's own fields disagree between families (use_sliding_window, layer_types, ...): what Hugging Face would
+    # build for it is what counts.
+    kinds = [type(layer) for layer in DynamicCache(config=config).layers]
+    for number, kind in enumerate(kinds):
+        _refuse_unless(
+            kind is DynamicLayer, f"config.layer_types[{number}]", kind.__name__, ("full attention",)
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    _refuse_unless(rope.get("rope_type") in SUPPORTED_ROPE, "config.rope_parameters", rope, SUPPORTED_ROPE)
+    # The digest of the weight files says nothing about an adapter that was put on top of them.
+    _refuse_unless(
+        not getattr(model, "_hf_peft_config_loaded", False), "model.peft_config", "loaded", ("no adapter",)
+    )
+
+
+def namespace_of(
+    model: PreTrainedModel,
+    geometry: Geometry,
+    *,
+    weights: Sequence[Path] = (),
+    weights_epoch: int = 0,
+    salt: bytes = b"",
+) -> NamespaceSpec:
+    """What makes this model's KV comparable. Without `weights`, the files it was loaded from, every parameter is
+    digested (about a second per GB)."""
+    digest = digest_of_files(model, weights) if weights else digest_of_parameters(model)
+    attention = model.config._attn_implementation
+    dtype = str(geometry.dtype).removeprefix("torch.")
+    spec = NamespaceSpec(
+        model=str(model.config.model_type),
+        weights_digest=digest,
+        layout_fingerprint=f"hf-{transformers.__version__}/{attention}/k,v:[H,T,D]:{dtype}",
+        chunk_tokens=geometry.chunk_tokens,
+        groups=(geometry.group,),
+        weights_epoch=weights_epoch,
+        salt=salt,
+    )
+    spec.validate()
+    return spec
+
+
+def digest_of_files(model: PreTrainedModel, weights: Sequence[Path]) -> bytes:
+    """Config, and of each weight file its name, header, size and time of modification: cheap, and changed by every
+    reload of other weights. Raises BadRequest for a file of unknown format."""
+    state = _state(model)
+    for path in sorted(weights):
+        status = path.stat()
+        _absorb(
+            state, path.name.encode(), _header(path), struct.pack("<QQ", status.st_size, status.st_mtime_ns)
+        )
+    return state.digest()
+
+
+def digest_of_parameters(model: PreTrainedModel) -> bytes:
+    """Config and every byte of the weights."""
+    state = _state(model)
+    for name, tensor in sorted(model.state_dict().items()):
+        plain = tensor.detach().cpu().contiguous()
+        _absorb(state, name.encode(), f"{plain.dtype}{list(plain.shape)}".encode(), bits(plain).tobytes())
+    return state.digest()
+
+
+def _state(model: PreTrainedModel) -> hashlib.blake2b:
+    state = hashlib.blake2b(digest_size=32, person=b"kvs.weights.v1")
+    config = model.config.to_dict()
+    for name in (
+        "_name_or_path",
+        "transformers_version",
+    ):  # where it was read from, and by what: not what it is
+        config.pop(name, None)
+    _absorb(state, json.dumps(config, sort_keys=True, default=str).encode())
+    return state
+
+
+def _header(path: Path) -> bytes:
+    with path.open("rb") as file:
+        if path.suffix == ".safetensors":
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length < path.stat().st_size:
+                raise BadRequest("is not a safetensors file", field="weights", value=path)
+            return file.read(length)
+        if path.suffix == ".gguf":
+            return file.read(GGUF_HEAD_BYTES)
+        if path.name.endswith(".index.json"):
+            return file.read()
+    raise BadRequest(
+        "is a weight file of unknown format",
+        field="weights",
+        value=path,
+        remedy="known: .safetensors, .gguf, .index.json; or give none, and all parameters are digested",
+    )
+
+
+def _absorb(state: hashlib.blake2b, *parts: bytes) -> None:
+    for part in parts:
+        state.update(struct.pack("<Q", len(part)) + part)
+
+
+def _refuse_unless(fine: bool, field: str, value: object, supported: Sequence[str]) -> None:
+    if not fine:
+        raise Unsupported(
+            "this model's KV cannot be stored yet",
+            field=field,
+            value=value,
+            remedy="supported: " + ", ".join(supported),
+        )

@@ -1,0 +1,115 @@
+"""The Loader: copies a session's KV from the store into tensors, layer by layer, ahead of the layer that computes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvstore.gpu_worker.layout import Bits, Geometry
+from kvstore.gpu_worker.restored_cache import LoadFailed
+
+if TYPE_CHECKING:
+    from kvstore.client import ReadLease
+
+SHARD = 0
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One chunk to load: its number in the lease, and the tokens [first_token, first_token + token_count) it fills."""
+
+    index: int
+    first_token: int
+    token_count: int
+
+
+class Load:
+    """One turn's load in flight. `wait` is called by the model's thread, all else by the loader's."""
+
+    def __init__(
+        self, lease: ReadLease, wanted: Sequence[Wanted], targets: Sequence[Bits], deadline_s: float
+    ) -> None:
+        self.bytes = sum(piece.token_count for piece in wanted) * sum(
+            target[:, :, 0].nbytes for target in targets
+        )
+        self._lease = lease
+        self._wanted = wanted
+        self._targets = targets
+        self._deadline = time.monotonic() + deadline_s
+        self._changed = threading.Condition()
+        self._loaded = 0
+        self._failure = ""
+
+    def wait(self, layer: int) -> None:
+        """Returns once `layer` is in. Raises LoadFailed if it will not come or did not come before the deadline; from
+        then on every layer fails: a load is used whole or not at all."""
+        with self._changed:
+            left = self._deadline - time.monotonic()
+            self._changed.wait_for(lambda: self._failure or self._loaded > layer, timeout=max(left, 0.0))
+            if self._loaded <= layer and not self._failure:
+                self._failure = f"layer {layer} was not in at the deadline"
+            if self._failure:
+                raise LoadFailed(self._failure)
+
+    def cancel(self, why: str) -> None:
+        """Nobody wants the rest. A copy that runs ends first; the lease is released after it."""
+        with self._changed:
+            self._failure = self._failure or why
+            self._changed.notify_all()
+
+    def run(self, geometry: Geometry) -> None:
+        """Copies all layers in order, then releases the lease, whatever happened."""
+        try:
+            for layer, target in enumerate(self._targets):
+                if self._failure:
+                    return
+                # In every call the lease compares the slots' generations before the first byte and after the last:
+                # what is reported as loaded here was the committed bytes, whatever becomes of the slots later.
+                whole = self._lease.copy_many(
+                    [
+                        (
+                            piece.index,
+                            SHARD,
+                            geometry.offset(layer),
+                            target[:, :, piece.first_token : piece.first_token + piece.token_count],
+                        )
+                        for piece in self._wanted
+                    ]
+                )
+                with self._changed:
+                    if whole:
+                        self._loaded = layer + 1
+                    else:
+                        self._failure = self._failure or f"the lease was void at layer {layer}"
+                    self._changed.notify_all()
+        except Exception as error:
+            # Our bug, or the client's: said loudly here, while the model must not wait for what will not come.
+            log.exception("loading failed")
+            self.cancel(f"the loader failed: {error!r}")
+        finally:
+            self._lease.release()
+
+
+class Loader:
+    """One thread that runs loads in the order in which they were started."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-loader")
+
+    def start(
+        self, lease: ReadLease, wanted: Sequence[Wanted], targets: Sequence[Bits], *, deadline_s: float
+    ) -> Load:
+        """Takes over `lease`. `targets`: one [2, H_kv, n, D] a layer, not to be read before `Load.wait` says so."""
+        load = Load(lease, wanted, targets, deadline_s)
+        self._thread.submit(load.run, self._geometry)
+        return load
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)

@@ -1,0 +1,332 @@
+"""The Saver: copies new KV into the store behind prefill and decode, chunk by chunk; the rest of a turn as a tail.
+
+    model's thread                      saver's thread
+    TurnSave.extend(cache, tokens) ---> reserve, copy, commit the chunks that became full
+    TurnSave.finish(cache, tokens) ---> the same for the tail, then the session's new manifest
+
+The model's thread never waits here. What the queue or the store cannot take is dropped and counted, with all that comes
+after it in the turn: a history is only usable up to its first hole. The next turn of the session finds the shorter
+history, computes the rest again and saves it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore.client import SessionEntry, SessionInfo
+from kvstore.errors import Conflict, Precondition, StoreError
+from kvstore.gpu_worker.layout import Geometry, bits
+from kvstore.gpu_worker.restored_cache import RestoredCache
+from kvstore.keys import ROOT
+from kvstore.types import ChunkKey, GrantResult
+
+if TYPE_CHECKING:
+    from kvstore.client import Namespace, WriteBatch
+
+QUEUE_BYTES_MAX = 512 << 20
+"""KV that may wait to be saved. It keeps the tensors of its turn alive meanwhile."""
+QUEUE_JOBS_MAX = 4096
+BATCH_BYTES_MAX = 16 << 20
+"""What is reserved, copied and committed at a time: well below the staging memory of a worker."""
+MANIFEST_TRIES = 3
+IN_STORE = (GrantResult.GRANTED, GrantResult.ALREADY, GrantResult.BUSY)
+"""BUSY: another worker is saving the very same tokens. Should it fail, the manifest is cut where the hole is."""
+log = logging.getLogger(__name__)
+
+Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class TurnSave:
+    """What one turn of a session saves. `extend` and `finish` belong to the model's thread, the rest to the saver's."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        namespace: Namespace,
+        session: str,
+        base: SessionInfo | None,
+        chain: Sequence[ChunkKey],
+    ) -> None:
+        """`base`: the session's manifest as this turn found it. `chain`: keys of the leading full chunks that are in
+        the store already, because they were restored from it."""
+        step = saver.geometry.chunk_tokens
+        self.namespace = namespace
+        self.session = session
+        self.base = base
+        self.entries = [SessionEntry(key, number * step, step) for number, key in enumerate(chain)]
+        """The history that is in the store, without holes."""
+        self.whole = True
+        """False once a chunk was dropped: what comes after it is of no use."""
+        self.saved = threading.Event()
+        """Set when all of the turn was saved or dropped."""
+        self._saver = saver
+        self._queued = len(chain) * step
+        self._cut = False
+
+    def extend(self, cache: RestoredCache, tokens: Sequence[int]) -> None:
+        """`tokens` are those whose KV is in `cache`: queues the chunks that became full since the last call."""
+        step = self._saver.geometry.chunk_tokens
+        self._queue(cache, tokens, len(tokens) // step * step)
+
+    def finish(self, cache: RestoredCache, tokens: Sequence[int]) -> None:
+        """Queues what is left, as a tail, and the session's manifest. Nothing may be queued after it."""
+        self.extend(cache, tokens)
+        self._queue(cache, tokens, len(tokens))
+        self._saver.put(_Job(self, cut=self._cut))
+
+    def _queue(self, cache: RestoredCache, tokens: Sequence[int], end: int) -> None:
+        if end > self._queued:
+            job = _Job(self, self._queued, tuple(tokens[self._queued : end]), cache.snapshot(), cut=self._cut)
+            self._cut = not self._saver.put(job)
+            self._queued = end
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Save `tokens`, which start at `first_token` (a multiple of the chunk), from `layers`; or, without tokens, publish
+    the turn's manifest.
+
+    The tensors in `layers` are read without a lock while the model goes on with the same cache. That is safe because
+    the elements of a token are written once, before the job is queued (GrowingLayer): the model only appends behind
+    them, or moves to other memory and leaves these alone, alive for as long as the job holds them.
+    """
+
+    turn: TurnSave
+    first_token: int = 0
+    tokens: tuple[int, ...] = ()
+    layers: Layers = ()
+    cut: bool = False
+    """Something before it was not queued."""
+
+
+class Saver:
+    """One thread that saves in the order in which things were queued.
+
+    `counters` by name: chunks_saved, bytes_saved, chunks_already (others had saved them), chunks_dropped (queue full or
+    behind a hole), chunks_refused (the store had no room or was away), manifests, manifests_dropped.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        queue_bytes_max: int = QUEUE_BYTES_MAX,
+        timeout_s: float = 5.0,
+        maker: bytes = b"",
+    ) -> None:
+        """`timeout_s` bounds each request to the store; `maker` is written on every chunk (16 bytes or none)."""
+        self.geometry = geometry
+        self.counters: Counter[str] = Counter()
+        self._queue_bytes_max = queue_bytes_max
+        self._timeout_s = timeout_s
+        self._maker = maker
+        self._changed = threading.Condition()  # guards all below, and `counters`
+        self._jobs: deque[_Job] = deque()
+        self._waiting_bytes = 0
+        self._busy = False
+        self._closing = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-saver", daemon=True)
+        self._thread.start()
+
+    def put(self, job: _Job) -> None:
+        """Queues a job or drops it; never waits."""
+        with self._changed:
+            full = (
+                self._waiting_bytes + self._bytes(job) > self._queue_bytes_max
+                or len(self._jobs) >= QUEUE_JOBS_MAX
+            )
+            if full or self._closing:
+                self._drop(job)
+                return
+            self._jobs.append(job)
+            self._waiting_bytes += self._bytes(job)
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until all that was queued is saved or dropped; False if that took too long."""
+        with self._changed:
+            idle = self._changed.wait_for(lambda: not self._jobs and not self._busy, timeout=timeout_s)
+            if self._error is not None:
+                raise RuntimeError("the saver failed") from self._error
+            return idle
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Saves what is queued, for at most `timeout_s`; drops the rest."""
+        try:
+            self.flush(timeout_s)
+        finally:
+            with self._changed:
+                self._closing = True
+                while self._jobs:
+                    self._drop(self._jobs.popleft())
+                self._changed.notify_all()
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closing)
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+                self._busy = True
+            try:
+                self._do(job)
+            except Exception as error:
+                # Our bug. It must not stop the model, nor pass unseen: it is logged here and raised by flush and close.
+                log.exception("saving failed")
+                job.turn.whole = False
+                with self._changed:
+                    self._error = self._error or error
+                    self._drop(job)
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._waiting_bytes -= self._bytes(job)
+                    self._changed.notify_all()
+                del job  # and with it the tensors, while the thread sleeps
+
+    def _do(self, job: _Job) -> None:
+        if job.tokens:
+            self._save(job)
+        else:
+            job.turn.whole &= not job.cut
+            self._publish(job.turn)
+            job.turn.saved.set()
+
+    def _save(self, job: _Job) -> None:
+        turn, step = job.turn, self.geometry.chunk_tokens
+        if not turn.whole:
+            with self._changed:
+                self._drop(job)
+            return
+        parent = turn.entries[-1].key if turn.entries else ROOT
+        keys = list(turn.namespace.keys(job.tokens, parent))
+        counts = [step] * len(keys)
+        if rest := len(job.tokens) % step:
+            keys.append(turn.namespace.tail_key(job.tokens[-rest:], keys[-1] if keys else parent))
+            counts.append(rest)
+        batch_chunks = max(1, BATCH_BYTES_MAX // self.geometry.shard_bytes)
+        for start in range(0, len(keys), batch_chunks):
+            batch = slice(start, start + batch_chunks)
+            first_token = job.first_token + start * step
+            fine = self._save_batch(
+                job, keys[batch], counts[batch], first_token, keys[start - 1] if start else parent
+            )
+            for index, (key, count) in enumerate(zip(keys[batch], counts[batch], strict=True)):
+                if turn.whole and fine[index]:
+                    turn.entries.append(SessionEntry(key, first_token + index * step, count))
+                else:
+                    turn.whole = False
+            if not turn.whole:
+                left = len(keys[start + batch_chunks :])
+                with self._changed:
+                    self.counters["chunks_dropped"] += left
+                return
+
+    def _save_batch(
+        self, job: _Job, keys: list[ChunkKey], counts: list[int], first_token: int, parent: ChunkKey
+    ) -> list[bool]:
+        """Per key: whether its chunk is in the store now."""
+        step = self.geometry.chunk_tokens
+        committed = False
+        results: Sequence[GrantResult] = ()
+        try:
+            with job.turn.namespace.write(
+                keys, parent=parent, token_counts=counts, maker=self._maker, timeout_s=self._timeout_s
+            ) as batch:
+                results = batch.results
+                for index in batch.granted:
+                    self._fill(batch.buffer(index), job.layers, first_token + index * step, counts[index])
+                committed = self._commit(batch)
+        except StoreError as error:
+            log.info("not saved: %s", error)
+        fine = [
+            result in IN_STORE and (committed or result is not GrantResult.GRANTED) for result in results
+        ] or [False] * len(keys)
+        with self._changed:
+            saved = sum(result is GrantResult.GRANTED for result in results) if committed else 0
+            self.counters["chunks_saved"] += saved
+            self.counters["bytes_saved"] += saved * self.geometry.shard_bytes
+            self.counters["chunks_already"] += sum(fine) - saved
+            self.counters["chunks_refused"] += len(keys) - sum(fine)
+        return fine
+
+    def _commit(self, batch: WriteBatch) -> bool:
+        if not batch.granted:
+            return True
+        outcome = batch.commit(timeout_s=self._timeout_s)
+        if not outcome.ok:
+            log.info("not saved: %s", outcome.error)
+        return outcome.ok
+
+    def _fill(self, shard: npt.NDArray[np.uint8], layers: Layers, first_token: int, token_count: int) -> None:
+        """Writes one chunk: see gpu_worker/layout.py for the bytes. Copies release the interpreter's lock."""
+        used = token_count * self.geometry.token_bytes
+        for number, (keys, values) in enumerate(layers):
+            window = self.geometry.window(shard, number, token_count)
+            window[0] = bits(keys[0, :, first_token : first_token + token_count])
+            window[1] = bits(values[0, :, first_token : first_token + token_count])
+            start = self.geometry.offset(number)
+            shard[start + used : start + self.geometry.slice_bytes] = 0
+
+    def _publish(self, turn: TurnSave) -> None:
+        """The session's manifest becomes the history that is in the store."""
+        info, entries = turn.base, turn.entries
+        for _ in range(MANIFEST_TRIES):
+            old = info.entries if info is not None else ()
+            keep = _common(old, entries)
+            if keep == len(entries) and (keep == len(old) or not turn.whole):
+                return  # nothing new; and what is behind a hole may yet be reached by the next turn
+            try:
+                turn.namespace.update_session(
+                    turn.session,
+                    expected_version=info.version if info is not None else 0,
+                    keep=keep,
+                    append=entries[keep:],
+                    timeout_s=self._timeout_s,
+                )
+            except Conflict:  # another worker was faster, or the daemon was away when this turn asked
+                info = turn.namespace.get_session(turn.session, timeout_s=self._timeout_s)
+            except Precondition:  # some chunk is gone again
+                usable = turn.namespace.match(
+                    [entry.key for entry in entries], timeout_s=self._timeout_s
+                ).usable
+                entries = entries[:usable]
+            except StoreError as error:
+                log.info("manifest of session not updated: %s", error)
+                break
+            else:
+                with self._changed:
+                    self.counters["manifests"] += 1
+                return
+        with self._changed:
+            self.counters["manifests_dropped"] += 1
+
+    def _drop(self, job: _Job) -> None:
+        """Caller holds the lock."""
+        if job.tokens:
+            self.counters["chunks_dropped"] += -(-len(job.tokens) // self.geometry.chunk_tokens)
+        else:
+            self.counters["manifests_dropped"] += 1
+            job.turn.saved.set()
+
+    def _bytes(self, job: _Job) -> int:
+        return len(job.tokens) * self.geometry.token_bytes * self.geometry.layers
+
+
+def _common(old: Sequence[SessionEntry], new: Sequence[SessionEntry]) -> int:
+    count = 0
+    while count < min(len(old), len(new)) and old[count] == new[count]:
+        count += 1
+    return count

@@ -1,0 +1,59 @@
+"""Jobs (turns of conversations) that wait for a worker, first come first served."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One turn: answer `tokens`, the whole conversation so far."""
+
+    session: str
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+
+
+class JobQueue:
+    """Waiting and running jobs. Of one session one job runs at a time: the next turn needs the last one's KV.
+
+    Jobs of one session leave in the order in which they came; `waiting` is the order over all sessions, from which the
+    store's next reads can be foretold.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Job] = deque()
+        self._running: dict[str, Job] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def __repr__(self) -> str:
+        return f"JobQueue({len(self._waiting)} waiting, {len(self._running)} running)"
+
+    @property
+    def waiting(self) -> tuple[Job, ...]:
+        return tuple(self._waiting)
+
+    def put(self, job: Job) -> None:
+        self._waiting.append(job)
+
+    def start(self) -> Job | None:
+        """The first job whose session is idle; None if there is none. It runs until `finish`."""
+        for job in self._waiting:
+            if job.session not in self._running:
+                self._waiting.remove(job)
+                self._running[job.session] = job
+                return job
+        return None
+
+    def finish(self, job: Job) -> None:
+        """The job was answered."""
+        if self._running.pop(job.session, None) is not job:
+            raise KeyError(f"no such job of session {job.session!r} is running")
+
+    def give_back(self, job: Job) -> None:
+        """The job's worker is gone: it is the next to be started again."""
+        self.finish(job)
+        self._waiting.appendleft(job)

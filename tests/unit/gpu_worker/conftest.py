@@ -1,0 +1,287 @@
+"""A store in memory that speaks the client's language, with faults to order, and tiny models that answer something."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvstore.core.events import Matched, SessionEntry, SessionInfo
+from kvstore.errors import Conflict, Precondition, StoreError, Unavailable
+from kvstore.gpu_worker.engine import Engine
+from kvstore.keys import ROOT, exact_chain, exact_key
+from kvstore.layout import NamespaceSpec
+from kvstore.types import ChunkKey, GrantResult, Outcome, Reason
+
+# A test computes little: more threads would only wait for one another.
+torch.set_num_threads(1)
+
+
+@dataclass
+class FakeStore:
+    """What a daemon would hold. Faults are switched on by setting the attributes."""
+
+    chunks: dict[tuple[bytes, ChunkKey], np.ndarray] = field(default_factory=dict)
+    sessions: dict[tuple[bytes, str], SessionInfo] = field(default_factory=dict)
+    away: bool = False
+    room: int | None = None
+    """Chunks that may still be granted; None: any number."""
+    commits_fail: bool = False
+    busy: set[ChunkKey] = field(default_factory=set)
+    on_copy: Callable[[int], bool] = lambda number: True
+    """Called with the number of the lease's copy_many call; False voids the lease, as would a changed generation."""
+    on_write: Callable[[], None] = lambda: None
+    leases: int = 0
+    """Open ones."""
+    reads: list[list[ChunkKey]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def client(self) -> FakeClient:
+        return FakeClient(self)
+
+    def forget(self, *wanted: ChunkKey) -> None:
+        self.chunks = {name: shard for name, shard in self.chunks.items() if name[1] not in wanted}
+
+
+@dataclass
+class FakeClient:
+    store: FakeStore
+
+    def open(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> FakeNamespace:
+        if self.store.away:
+            raise Unavailable("no daemon")
+        spec.validate()
+        return FakeNamespace(self.store, spec, spec.digest("default"))
+
+
+@dataclass
+class FakeNamespace:
+    store: FakeStore
+    spec: NamespaceSpec
+    salt: bytes
+
+    def keys(self, tokens: Sequence[int], parent: ChunkKey = ROOT) -> list[ChunkKey]:
+        return exact_chain(self.salt, tokens, self.spec.chunk_tokens, parent)
+
+    def tail_key(self, tokens: Sequence[int], parent: ChunkKey) -> ChunkKey:
+        assert len(tokens) < self.spec.chunk_tokens
+        return exact_key(self.salt, parent, tokens)
+
+    def has(self, key: ChunkKey) -> bool:
+        return (self.salt, key) in self.store.chunks
+
+    def match(
+        self, wanted: Sequence[ChunkKey], *, token_count: int = 0, timeout_s: float | None = None
+    ) -> Matched:
+        hits = [self.has(key) and not self.store.away for key in wanted]
+        usable = hits.index(False) if False in hits else len(hits)
+        return Matched(usable, outcomes(hits), (Reason.NONE,) * len(hits))
+
+    def read(
+        self, wanted: Sequence[ChunkKey], *, any_order: bool = False, timeout_s: float | None = None
+    ) -> FakeLease:
+        self.store.reads.append(list(wanted))
+        hits = [self.has(key) and not self.store.away for key in wanted]
+        shards = [
+            self.store.chunks[self.salt, key] if hit else None for key, hit in zip(wanted, hits, strict=True)
+        ]
+        with self.store.lock:
+            self.store.leases += 1
+        return FakeLease(self.store, shards, outcomes(hits))
+
+    def write(
+        self,
+        wanted: Sequence[ChunkKey],
+        *,
+        parent: ChunkKey = ROOT,
+        token_counts: Sequence[int] = (),
+        maker: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> FakeBatch:
+        self.store.on_write()
+        if self.store.away:
+            raise Unavailable("no daemon")
+        assert len(token_counts) == len(wanted)
+        results = []
+        for key in wanted:
+            if self.has(key):
+                results.append(GrantResult.ALREADY)
+            elif key in self.store.busy:
+                results.append(GrantResult.BUSY)
+            elif self.store.room == 0:
+                results.append(GrantResult.FULL)
+            else:
+                results.append(GrantResult.GRANTED)
+                if self.store.room is not None:
+                    self.store.room -= 1
+        return FakeBatch(self, list(wanted), tuple(results))
+
+    def get_session(self, name: str, *, timeout_s: float | None = None) -> SessionInfo | None:
+        if self.store.away or (info := self.store.sessions.get((self.salt, name))) is None:
+            return None
+        hits = [self.has(entry.key) for entry in info.entries]
+        usable = hits.index(False) if False in hits else len(hits)
+        return SessionInfo(info.session, info.version, info.entries, usable)
+
+    def update_session(
+        self,
+        name: str,
+        *,
+        expected_version: int,
+        keep: int,
+        append: Sequence[SessionEntry],
+        timeout_s: float | None = None,
+    ) -> SessionInfo:
+        if self.store.away:
+            raise Unavailable("no daemon")
+        old = self.store.sessions.get((self.salt, name))
+        if expected_version != (old.version if old else 0):
+            raise Conflict("the version has moved on")
+        if missing := [entry for entry in append if not self.has(entry.key)]:
+            raise Precondition("not committed", field="append", value=missing[0].key)
+        entries = (*(old.entries[:keep] if old else ()), *append)
+        info = SessionInfo(name.encode(), expected_version + 1, entries, len(entries))
+        self.store.sessions[self.salt, name] = info
+        return info
+
+
+@dataclass
+class FakeLease:
+    store: FakeStore
+    shards: list[np.ndarray | None]
+    outcomes: tuple[Outcome, ...]
+    copies: int = 0
+    released: bool = False
+
+    def copy_many(self, pieces: Sequence[tuple[int, int, int, Any]]) -> bool:
+        assert not self.released
+        number, self.copies = self.copies, self.copies + 1
+        whole = self.store.on_copy(number)
+        for index, shard, offset, out in pieces:
+            assert shard == 0 and self.outcomes[index] is Outcome.HIT
+            piece = self.shards[index][offset : offset + out.nbytes]
+            out[...] = piece.view(out.dtype).reshape(out.shape) if whole else -1  # void: whatever lies there
+        return whole
+
+    def release(self) -> None:
+        if not self.released:
+            self.released = True
+            with self.store.lock:
+                self.store.leases -= 1
+
+
+@dataclass
+class Committed:
+    ok: bool
+    error: StoreError | None
+
+
+class FakeBatch:
+    def __init__(
+        self, namespace: FakeNamespace, wanted: list[ChunkKey], results: tuple[GrantResult, ...]
+    ) -> None:
+        self.namespace, self.wanted, self.results = namespace, wanted, results
+        self.granted = tuple(number for number, result in enumerate(results) if result is GrantResult.GRANTED)
+        # Staging memory holds what was there before: whoever writes must write all of it.
+        self.buffers = {
+            number: np.full(namespace.spec.shard_bytes[0], 0xA5, np.uint8) for number in self.granted
+        }
+
+    def __enter__(self) -> FakeBatch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.buffers = {}
+
+    def buffer(self, index: int, shard: int | None = None) -> np.ndarray:
+        return self.buffers[index]
+
+    def commit(self, *, timeout_s: float | None = None) -> Committed:
+        store = self.namespace.store
+        if store.away or store.commits_fail:
+            return Committed(False, Unavailable("the daemon went away"))
+        for number, shard in self.buffers.items():
+            store.chunks.setdefault((self.namespace.salt, self.wanted[number]), shard)
+        return Committed(True, None)
+
+
+def outcomes(hits: Sequence[bool]) -> tuple[Outcome, ...]:
+    return tuple(Outcome.HIT if hit else Outcome.MISS for hit in hits)
+
+
+class InMemory:
+    """An engine that keeps a session's KV, in Hugging Face's own cache: what a restored one is compared to."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self.model = model
+        self.caches: dict[str, DynamicCache] = {}
+
+    def turn(self, session: str, prompt: Sequence[int], max_new_tokens: int) -> tuple[int, ...]:
+        cache = self.caches.setdefault(session, DynamicCache(config=self.model.config))
+        step, answer = list(prompt[cache.get_seq_length() :]), []
+        with torch.inference_mode():
+            while len(answer) < max_new_tokens:
+                logits = self.model(
+                    torch.tensor([step]), cache=cache, use_cache=True, logits_to_keep=1
+                ).logits
+                step = [int(logits[0, -1].float().argmax())]
+                answer += step
+        return tuple(answer)
+
+
+@contextmanager
+def recorded_logits(model: LlamaForCausalLM) -> Iterator[list[torch.Tensor]]:
+    seen: list[torch.Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.detach().clone()))
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def tiny_llama(dtype: torch.dtype = torch.float32, *, seed: int = 0, layers: int = 4) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        initializer_range=0.2,  # large enough for answers that depend on the whole history
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def text(count: int, seed: int = 1) -> list[int]:
+    """`count` token ids."""
+    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture
+def store() -> FakeStore:
+    return FakeStore()
+
+
+@pytest.fixture
+def engines() -> Iterator[Callable[..., Engine]]:
+    """Makes engines, and closes them: a thread that failed is seen."""
+    made: list[Engine] = []
+
+    def make(model: LlamaForCausalLM, store: FakeStore | None, **options: Any) -> Engine:
+        made.append(Engine(model, store.client() if store is not None else None, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()

@@ -1,0 +1,293 @@
+"""Turns with a store: reuse is exact, logits are those of an engine that never let go, whatever fails is computed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvstore.errors import Unsupported
+from kvstore.gpu_worker.engine import Engine
+from kvstore.types import ChunkKey
+
+from .conftest import FakeStore, InMemory, recorded_logits, text, tiny_llama
+
+MakeEngine = Callable[..., Engine]
+T = 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_logits_are_bit_equal_to_an_engine_that_kept_its_kv(
+    dtype: torch.dtype, store: FakeStore, engines: MakeEngine
+) -> None:
+    """Four turns; before each one the worker starts anew, so that all it knows comes from the store."""
+    model = tiny_llama(dtype)
+    kept = InMemory(model)
+    history = text(100)
+    for number in range(4):
+        with recorded_logits(model) as expected:
+            answer = kept.turn("s", history, 30)
+        with recorded_logits(model) as restored:
+            engine = engines(model, store)
+            result = engine.turn("s", history, 30)
+        assert engine.flush(10)
+        assert result.tokens == answer
+        assert len(expected) == len(restored)
+        assert all(torch.equal(a, b) for a, b in zip(expected, restored, strict=True))
+        # All that an engine could have kept: the KV of the last token of an answer is never computed.
+        assert result.reused_tokens == (0 if number == 0 else len(history) - 20 - 1)
+        history = [*history, *answer, *text(20, seed=number)]
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 63, 64, 65, 127, 128, 129, 200])
+def test_the_next_turn_reuses_every_token_that_was_computed(
+    prompt_tokens: int, store: FakeStore, engines: MakeEngine
+) -> None:
+    engine = engines(tiny_llama(), store)
+    prompt = text(prompt_tokens)
+    first = engine.turn("s", prompt, 1)  # no decode step: the KV of exactly the prompt
+    assert engine.flush(10)
+    assert first.reused_tokens == 0
+    second = engine.turn("s", [*prompt, *first.tokens, 7], 1)
+    assert second.reused_tokens == prompt_tokens
+    assert second.tokens == engines(engine.model, None).turn("s", [*prompt, *first.tokens, 7], 1).tokens
+
+
+def test_decoding_fills_chunks_too(store: FakeStore, engines: MakeEngine) -> None:
+    engine = engines(tiny_llama(), store)
+    result = engine.turn("s", text(60), 80)
+    assert engine.flush(10)
+    assert engine.saver.counters["chunks_saved"] == 3  # 139 tokens: two full chunks and a tail
+    assert engine.turn("s", [*text(60), *result.tokens], 1).reused_tokens == 139
+
+
+def test_at_least_one_token_is_left_to_compute(store: FakeStore, engines: MakeEngine) -> None:
+    engine = engines(tiny_llama(), store)
+    for tokens in (2 * T, 2 * T - 1):
+        first = engine.turn("s", text(tokens), 1)
+        assert engine.flush(10)
+        again = engine.turn("s", text(tokens), 1)  # the same request again, nothing new in it
+        assert again.tokens == first.tokens
+        assert again.reused_tokens == T
+
+
+def test_sessions_share_what_their_prompts_begin_with(store: FakeStore, engines: MakeEngine) -> None:
+    engine = engines(tiny_llama(), store)
+    system = text(150)
+    engine.turn("a", [*system, 1, 2, 3], 5)
+    assert engine.flush(10)
+    result = engine.turn("b", [*system, 4, 5, 6], 5)
+    assert result.reused_tokens == 2 * T
+    assert result.tokens == engines(engine.model, None).turn("b", [*system, 4, 5, 6], 5).tokens
+
+
+def test_the_tokens_decide_not_the_name(store: FakeStore, engines: MakeEngine) -> None:
+    """A tail is used only if its key is that of our tokens: an edited message must not meet the old one's KV."""
+    engine = engines(tiny_llama(), store)
+    prompt = text(T + 30)
+    engine.turn("s", prompt, 1)
+    assert engine.flush(10)
+    edited = [*prompt[: T + 10], (prompt[T + 10] + 1) % 256, *prompt[T + 11 :], 9]
+    assert engine.turn("s", edited, 1).reused_tokens == T
+    assert engine.flush(10)
+    other_head = [(prompt[0] + 1) % 256, *prompt[1:], 9]
+    assert engine.turn("s", other_head, 1).reused_tokens == 0
+
+
+def test_other_weights_never_hit(store: FakeStore, engines: MakeEngine) -> None:
+    prompt = text(200)
+    engine = engines(tiny_llama(seed=0), store)
+    engine.turn("s", prompt, 1)
+    assert engine.flush(10)
+    assert engines(tiny_llama(seed=1), store).turn("s", [*prompt, 1], 1).reused_tokens == 0
+    assert (
+        engines(tiny_llama(seed=0), store, weights_epoch=1, salt=b"x")
+        .turn("s", [*prompt, 1], 1)
+        .reused_tokens
+        == 0
+    )
+    assert engines(tiny_llama(seed=0), store).turn("s", [*prompt, 1], 1).reused_tokens == 200
+
+
+@pytest.mark.parametrize("layer", range(4))
+@pytest.mark.parametrize("prefill_tokens", [2048, 50])
+def test_a_load_that_fails_at_any_layer_is_computed_instead(
+    layer: int, prefill_tokens: int, store: FakeStore, engines: MakeEngine
+) -> None:
+    model = tiny_llama()
+    engine = engines(model, store, prefill_tokens=prefill_tokens)
+    prompt = text(150)
+    first = engine.turn("s", prompt, 5)
+    assert engine.flush(10)
+    prompt = [*prompt, *first.tokens, *text(70, seed=2)]
+    expected = engines(model, None, prefill_tokens=prefill_tokens).turn("s", prompt, 20).tokens
+
+    store.on_copy = lambda number: number != layer
+    failed = engine.turn("s", prompt, 20)
+    assert failed.tokens == expected
+    assert failed.reused_tokens == 0
+    assert f"layer {layer}" in failed.load_failure
+    assert engine.counters["load_failures"] == 1
+    assert store.leases == 0
+
+    assert engine.flush(10)
+    store.on_copy = lambda number: True
+    again = engine.turn("s", prompt, 20)  # nothing wrong was saved meanwhile
+    assert again.tokens == expected
+    assert again.reused_tokens == len(prompt) // T * T
+
+
+def test_a_load_that_is_late_is_computed_instead(store: FakeStore, engines: MakeEngine) -> None:
+    engine = engines(tiny_llama(), store, load_deadline_s=0.05)
+    prompt = text(150)
+    first = engine.turn("s", prompt, 5)
+    assert engine.flush(10)
+    released = threading.Event()
+
+    def hang(number: int) -> bool:
+        assert released.wait(30)
+        return True
+
+    store.on_copy = hang
+    prompt = [*prompt, *first.tokens]
+    late = engine.turn("s", prompt, 5)
+    assert "deadline" in late.load_failure
+    assert late.tokens == engines(engine.model, None).turn("s", prompt, 5).tokens
+    released.set()  # the copy that came too late went into memory that nobody reads
+
+
+def test_a_loader_that_breaks_does_not_hold_up_the_model(
+    store: FakeStore, engines: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engines(tiny_llama(), store)
+    prompt = text(150)
+    engine.turn("s", prompt, 1)
+    assert engine.flush(10)
+
+    def break_down(number: int) -> bool:
+        raise ZeroDivisionError("a bug")
+
+    store.on_copy = break_down
+    result = engine.turn("s", [*prompt, 1], 5)
+    assert "a bug" in result.load_failure
+    assert result.tokens == engines(engine.model, None).turn("s", [*prompt, 1], 5).tokens
+    assert "ZeroDivisionError" in caplog.text
+    engine._loader.close()
+    assert store.leases == 0
+
+
+def test_layer_0_computes_before_the_last_layer_is_there(store: FakeStore, engines: MakeEngine) -> None:
+    """The loader may not copy a layer before the model has computed the one two before it: a load that had to be
+    complete before the first layer would wait for its deadline here."""
+    model = tiny_llama()
+    engine = engines(model, store, load_deadline_s=30)
+    prompt = text(150)
+    first = engine.turn("s", prompt, 1)
+    assert engine.flush(10)
+    computed = [threading.Event() for _ in model.model.layers]
+    hooks = [
+        layer.register_forward_hook(lambda *args, number=number: computed[number].set())
+        for number, layer in enumerate(model.model.layers)
+    ]
+    store.on_copy = lambda number: number < 2 or computed[number - 2].wait(30)
+    result = engine.turn("s", [*prompt, *first.tokens], 1)
+    for hook in hooks:
+        hook.remove()
+    assert result.load_failure == ""
+    assert result.reused_tokens == 150
+
+
+def test_without_a_daemon_everything_is_computed(store: FakeStore, engines: MakeEngine) -> None:
+    store.away = True
+    engine = engines(tiny_llama(), store)
+    prompt = text(150)
+    plain = engines(engine.model, None).turn("s", prompt, 5)
+    assert engine.turn("s", prompt, 5).tokens == plain.tokens
+    store.away = False
+    engine._open_at = 0.0  # it asks again after a while
+    engine.turn("s", prompt, 5)
+    assert engine.flush(10)
+    assert engine.turn("s", prompt, 5).reused_tokens > 0
+
+
+def test_a_daemon_that_goes_in_mid_turn_is_not_missed(store: FakeStore, engines: MakeEngine) -> None:
+    engine = engines(tiny_llama(), store)
+    prompt = text(150)
+    first = engine.turn("s", prompt, 5)
+    assert engine.flush(10)
+    prompt = [*prompt, *first.tokens]
+    expected = engines(engine.model, None).turn("s", prompt, 100).tokens
+
+    def go(number: int) -> bool:
+        store.away = True
+        return number == 0
+
+    store.on_copy = go
+    assert engine.turn("s", prompt, 100).tokens == expected
+    assert engine.flush(10)
+    assert engine.saver.counters["chunks_refused"] > 0
+    assert engine.turn("s", prompt, 100).tokens == expected
+
+
+def test_what_was_evicted_is_computed_and_saved_again(store: FakeStore, engines: MakeEngine) -> None:
+    engine = engines(tiny_llama(), store)
+    prompt = text(4 * T + 10)
+    engine.turn("s", prompt, 1)
+    assert engine.flush(10)
+    keys = [entry.key for entry in engine._namespace.get_session("s").entries]
+    store.forget(keys[1])
+    assert engine.turn("s", [*prompt, 1], 1).reused_tokens == T
+    assert engine.flush(10)
+    assert engine.turn("s", [*prompt, 1, 2], 1).reused_tokens == 4 * T + 11
+
+
+def test_a_chunk_that_has_grown_out_of_a_tail_is_preferred_to_it(
+    store: FakeStore, engines: MakeEngine
+) -> None:
+    """Another session went on from the same text: its full chunk is worth more than our tail."""
+    engine = engines(tiny_llama(), store)
+    prompt = text(2 * T + 20)
+    engine.turn("a", prompt[: T + 20], 1)
+    engine.turn("b", prompt, 1)
+    assert engine.flush(10)
+    assert engine.turn("a", prompt, 1).reused_tokens == 2 * T
+
+
+def test_a_stop_token_ends_the_answer(engines: MakeEngine) -> None:
+    engine = engines(tiny_llama(), None)
+    free = engine.turn("s", text(20), 10).tokens
+    stopped = engine.turn("s", text(20), 10, stop_tokens=[free[3]]).tokens
+    assert stopped == free[: free.index(free[3]) + 1]
+
+
+def test_gaps_tell_how_clear_each_choice_was(engines: MakeEngine) -> None:
+    model = tiny_llama()
+    with recorded_logits(model) as logits:
+        result = engines(model, None).turn("s", text(20), 3)
+    for gap, seen in zip(result.gaps, logits, strict=True):
+        best, second = seen[0, -1].float().sort(descending=True).values[:2]
+        assert gap == pytest.approx((best - second).item())
+
+
+@pytest.mark.parametrize(("prompt", "new"), [([], 1), ([1], 0), (list(range(200)) * 5, 100)])
+def test_a_turn_that_the_model_cannot_take_is_refused(
+    prompt: list[int], new: int, engines: MakeEngine
+) -> None:
+    with pytest.raises(ValueError, match="tokens"):
+        engines(tiny_llama(), None).turn("s", prompt, new)
+
+
+def test_a_model_that_is_not_on_the_cpu_is_refused(store: FakeStore, engines: MakeEngine) -> None:
+    with pytest.raises(Unsupported, match=r"model\.device"):
+        engines(tiny_llama().to("meta"), store)
+
+
+def test_the_store_is_asked_for_keys_only_once_a_turn(store: FakeStore, engines: MakeEngine) -> None:
+    engine = engines(tiny_llama(), store)
+    engine.turn("s", text(150), 1)
+    assert engine.flush(10)
+    engine.turn("s", [*text(150), 1], 1)
+    asked: list[list[ChunkKey]] = store.reads
+    assert [len(keys) for keys in asked] == [2, 3]  # two full chunks, then with the tail

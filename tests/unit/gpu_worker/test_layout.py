@@ -1,0 +1,242 @@
+"""What an HF model's KV looks like in the store, and which models are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from kvstore.errors import BadRequest, Unsupported
+from kvstore.gpu_worker.engine import Engine
+from kvstore.gpu_worker.layout import Geometry, bits, namespace_of
+
+from .conftest import FakeStore, text, tiny_llama
+
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+LLAMA3_ROPE = DEFAULT_ROPE | {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = DEFAULT_ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR_ROPE = DEFAULT_ROPE | {"rope_type": "linear", "factor": 4.0}
+
+
+def llama(**options: object) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **options)).eval()
+
+
+def test_a_chunk_is_one_shard_with_a_slice_a_layer() -> None:
+    geometry = Geometry.of(tiny_llama(torch.bfloat16))
+    assert (geometry.layers, geometry.heads, geometry.head_dim) == (4, 2, 16)
+    assert geometry.token_bytes == 2 * 2 * 16 * 2
+    assert geometry.slice_bytes == 64 * 128
+    assert geometry.shard_bytes == 4 * 64 * 128
+    group = geometry.group
+    assert [(piece.layer, piece.offset, piece.length) for piece in group.layers] == [
+        (layer, layer * 8192, 8192) for layer in range(4)
+    ]
+
+
+def test_the_shape_of_smollm2_gives_its_bytes_a_token() -> None:
+    geometry = Geometry(layers=30, heads=3, head_dim=64, dtype=torch.float16)
+    assert geometry.layers * geometry.token_bytes == 23_040
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64])
+def test_a_window_is_k_then_v_packed(tokens: int) -> None:
+    geometry = Geometry(layers=3, heads=2, head_dim=4, dtype=torch.float32)
+    shard = np.zeros(geometry.shard_bytes, np.uint8)
+    k = torch.randn(2, tokens, 4)
+    v = torch.randn(2, tokens, 4)
+    window = geometry.window(shard, 1, tokens)
+    window[0], window[1] = bits(k), bits(v)
+    expected = k.numpy().tobytes() + v.numpy().tobytes()
+    assert shard[geometry.slice_bytes :][: len(expected)].tobytes() == expected
+    assert not shard[: geometry.slice_bytes].any()
+    assert not shard[geometry.slice_bytes + len(expected) :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_bits_share_the_tensor_s_memory(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(2, 3, 4).to(dtype)[:, 1]  # not contiguous
+    view = bits(tensor)
+    assert view.shape == tensor.shape
+    view[1, 2] = 1
+    assert tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[dtype.itemsize])[1, 2] == 1
+
+
+SUPPORTED: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": llama,
+    "llama3 rope": lambda: llama(rope_parameters=LLAMA3_ROPE),
+    "yarn rope": lambda: llama(rope_parameters=YARN_ROPE),
+    "linear rope": lambda: llama(rope_parameters=LINEAR_ROPE),
+    "eager attention": lambda: llama(attn_implementation="eager"),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)).eval(),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)).eval(),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)).eval(),
+}
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_supported_families_give_the_same_answer_from_the_store(
+    name: str, store: FakeStore, engines: Callable[..., Engine]
+) -> None:
+    torch.manual_seed(0)
+    engine = engines(SUPPORTED[name](), store)
+    first = engine.turn("s", text(100), 5)
+    assert engine.flush(10)
+    prompt = [*text(100), *first.tokens, 1, 2, 3]
+    second = engine.turn("s", prompt, 5)
+    assert second.reused_tokens == 104
+    assert second.tokens == engines(engine.model, None).turn("s", prompt, 5).tokens
+
+
+REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
+    "sliding window": (
+        lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=32)),
+        "layer_types[0]",
+    ),
+    "window on some layers": (
+        lambda: Qwen2ForCausalLM(
+            Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=32, max_window_layers=2)
+        ),
+        "layer_types[2]",
+    ),
+    "dynamic rope": (
+        lambda: llama(rope_parameters=DEFAULT_ROPE | {"rope_type": "dynamic", "factor": 2.0}),
+        "config.rope_parameters",
+    ),
+    "latent": (lambda: llama(kv_lora_rank=16), "config.kv_lora_rank"),
+    "another family": (
+        lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)),
+        "config.model_type=gpt2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_models_are_refused_and_told_why(
+    name: str, store: FakeStore, engines: Callable[..., Engine]
+) -> None:
+    make, field = REFUSED[name]
+    with pytest.raises(Unsupported) as refusal:
+        engines(make(), store)
+    assert field in str(refusal.value)
+    assert "supported: " in str(refusal.value)
+
+
+def test_an_adapter_is_refused() -> None:
+    model = llama()
+    model._hf_peft_config_loaded = True
+    with pytest.raises(Unsupported, match=r"model\.peft_config"):
+        Geometry.of(model)
+
+
+def test_the_fingerprint_names_what_the_bytes_depend_on() -> None:
+    model = tiny_llama(torch.bfloat16)
+    spec = namespace_of(model, Geometry.of(model))
+    assert spec.layout_fingerprint == f"hf-{transformers.__version__}/sdpa/k,v:[H,T,D]:bfloat16"
+    assert spec.chunk_tokens == 64
+    assert spec.model == "llama"
+
+
+def saved(model: PreTrainedModel, folder: Path) -> list[Path]:
+    model.save_pretrained(folder)
+    return [folder / "model.safetensors"]
+
+
+def digest(folder: Path, weights: list[Path]) -> bytes:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    return namespace_of(model, Geometry.of(model), weights=weights).weights_digest
+
+
+def test_the_weights_digest_is_that_of_the_files(tmp_path: Path) -> None:
+    weights = saved(tiny_llama(), tmp_path)
+    before = digest(tmp_path, weights)
+    assert digest(tmp_path, weights) == before
+
+    later = weights[0].stat().st_mtime_ns + 1
+    os.utime(weights[0], ns=(later, later))
+    assert (touched := digest(tmp_path, weights)) != before
+
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
+    assert (configured := digest(tmp_path, weights)) not in (before, touched)
+
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("{}")
+    assert digest(tmp_path, [*weights, index]) not in (before, touched, configured)
+
+
+def test_where_a_model_lies_does_not_matter(tmp_path: Path) -> None:
+    here, there = saved(tiny_llama(), tmp_path / "here"), saved(tiny_llama(), tmp_path / "there")
+    for path in (*here, *there):
+        os.utime(path, ns=(1, 1))
+    assert digest(tmp_path / "here", here) == digest(tmp_path / "there", there)
+
+
+def test_without_files_every_parameter_counts() -> None:
+    def of(model: LlamaForCausalLM) -> bytes:
+        return namespace_of(model, Geometry.of(model)).weights_digest
+
+    model = tiny_llama()
+    before = of(model)
+    assert of(tiny_llama()) == before
+    assert of(tiny_llama(seed=1)) != before
+    with torch.no_grad():
+        model.model.norm.weight[-1] += 1e-6
+    assert of(model) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("pytorch_model.bin", b"x" * 100), ("model.safetensors", b"\xff" * 100), ("model.safetensors", b"")],
+)
+def test_a_file_that_is_no_weight_file_is_refused(name: str, content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    model = tiny_llama()
+    with pytest.raises(BadRequest, match="weights"):
+        namespace_of(model, Geometry.of(model), weights=[path])
+
+
+def test_a_gguf_file_is_known_by_its_header(tmp_path: Path) -> None:
+    model, path = tiny_llama(), tmp_path / "model.gguf"
+    digests = set()
+    for content in (b"GGUF" + b"a" * 100, b"GGUF" + b"b" * 100):
+        path.write_bytes(content)
+        os.utime(path, ns=(1, 1))
+        digests.add(namespace_of(model, Geometry.of(model), weights=[path]).weights_digest)
+    assert len(digests) == 2

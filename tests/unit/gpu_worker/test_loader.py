@@ -1,0 +1,122 @@
+"""One load: order, failures, deadline, and that the lease always goes back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from kvstore.gpu_worker.layout import Geometry
+from kvstore.gpu_worker.loader import Loader, Wanted
+from kvstore.gpu_worker.restored_cache import LoadFailed
+from kvstore.types import Outcome
+
+from .conftest import FakeLease, FakeStore
+
+GEOMETRY = Geometry(layers=3, heads=2, head_dim=4, dtype=torch.float32, chunk_tokens=8)
+WANTED = [Wanted(0, 0, 8), Wanted(2, 8, 5)]
+
+
+@pytest.fixture
+def loader() -> Iterator[Loader]:
+    made = Loader(GEOMETRY)
+    yield made
+    made.close()
+
+
+def lease(store: FakeStore) -> FakeLease:
+    """A hit, a miss, and a hit whose bytes count upwards."""
+    shards = [
+        np.zeros(GEOMETRY.shard_bytes, np.uint8),
+        None,
+        np.arange(GEOMETRY.shard_bytes // 4, dtype=np.int32).view(np.uint8),
+    ]
+    store.leases += 1
+    return FakeLease(store, shards, (Outcome.HIT, Outcome.MISS, Outcome.HIT))
+
+
+def targets() -> list[np.ndarray]:
+    return [np.full((2, 2, 20, 4), -7, np.int32) for _ in range(3)]
+
+
+def test_chunks_land_at_their_tokens_and_nowhere_else(store: FakeStore, loader: Loader) -> None:
+    into = targets()
+    load = loader.start(lease(store), WANTED, into, deadline_s=30)
+    for layer in range(3):
+        load.wait(layer)
+        assert (into[layer][:, :, :8] == 0).all()
+        start = layer * GEOMETRY.slice_bytes // 4
+        assert (into[layer][:, :, 8:13].ravel() == np.arange(start, start + 2 * 2 * 5 * 4)).all()
+        assert (into[layer][:, :, 13:] == -7).all()
+    loader.close()
+    assert store.leases == 0
+    assert load.bytes == 13 * GEOMETRY.token_bytes * 3
+
+
+def test_a_layer_is_handed_out_while_the_next_is_copied(store: FakeStore, loader: Loader) -> None:
+    go = threading.Event()
+    store.on_copy = lambda number: number == 0 or go.wait(30)
+    load = loader.start(lease(store), WANTED, targets(), deadline_s=30)
+    load.wait(0)  # would hang for layers 1 and 2
+    go.set()
+    load.wait(2)
+
+
+def test_a_void_layer_voids_the_load(store: FakeStore, loader: Loader) -> None:
+    store.on_copy = lambda number: number != 1
+    load = loader.start(lease(store), WANTED, targets(), deadline_s=30)
+    with pytest.raises(LoadFailed, match="void at layer 1"):
+        load.wait(1)
+    with pytest.raises(LoadFailed, match="void at layer 1"):
+        load.wait(0)
+    loader.close()
+    assert store.leases == 0
+
+
+def test_a_layer_that_comes_after_the_deadline_does_not_count(store: FakeStore, loader: Loader) -> None:
+    go = threading.Event()
+    store.on_copy = lambda number: go.wait(30)
+    load = loader.start(lease(store), WANTED, targets(), deadline_s=0)
+    with pytest.raises(LoadFailed, match="layer 0 was not in"):
+        load.wait(0)
+    go.set()
+    loader.close()
+    with pytest.raises(LoadFailed, match="layer 0 was not in"):
+        load.wait(0)
+    assert store.leases == 0
+
+
+def test_a_cancelled_load_stops_and_gives_its_lease_back(store: FakeStore, loader: Loader) -> None:
+    copying, go = threading.Event(), threading.Event()
+
+    def copy(number: int) -> bool:
+        copying.set()
+        return go.wait(30)
+
+    store.on_copy = copy
+    taken = lease(store)
+    load = loader.start(taken, WANTED, targets(), deadline_s=30)
+    assert copying.wait(30)
+    load.cancel("enough")
+    assert store.leases == 1  # the copy still reads
+    go.set()
+    loader.close()
+    assert store.leases == 0
+    assert taken.copies == 1
+    with pytest.raises(LoadFailed, match="enough"):
+        load.wait(0)
+
+
+def test_a_load_that_was_cancelled_before_it_began_copies_nothing(store: FakeStore, loader: Loader) -> None:
+    go = threading.Event()
+    store.on_copy = lambda number: go.wait(30)
+    loader.start(lease(store), WANTED, targets(), deadline_s=30)
+    second = lease(store)
+    loader.start(second, WANTED, targets(), deadline_s=30).cancel("enough")
+    go.set()
+    loader.close()
+    assert second.copies == 0
+    assert store.leases == 0

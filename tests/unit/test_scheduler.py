@@ -1,0 +1,61 @@
+"""The queue of jobs."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.scheduler.job_queue import Job, JobQueue
+
+
+def jobs(*names: str) -> list[Job]:
+    """Job "a2" is the second turn of session "a"."""
+    return [Job(name[0], tuple(range(int(name[1]))), 1) for name in names]
+
+
+def filled(*names: str) -> tuple[JobQueue, list[Job]]:
+    queue, made = JobQueue(), jobs(*names)
+    for job in made:
+        queue.put(job)
+    return queue, made
+
+
+def test_first_come_first_served() -> None:
+    queue, (a, b, c) = filled("a1", "b1", "c1")
+    assert [queue.start(), queue.start(), queue.start(), queue.start()] == [a, b, c, None]
+    assert len(queue) == 3
+
+
+def test_one_turn_of_a_session_at_a_time() -> None:
+    queue, (a1, a2, b1) = filled("a1", "a2", "b1")
+    assert queue.start() is a1
+    assert queue.start() is b1
+    assert queue.start() is None
+    assert queue.waiting == (a2,)
+    queue.finish(a1)
+    assert queue.start() is a2
+
+
+def test_a_job_whose_worker_died_is_next() -> None:
+    queue, (a1, b1, a2) = filled("a1", "b1", "a2")
+    assert queue.start() is a1
+    queue.give_back(a1)
+    assert queue.waiting == (a1, b1, a2)
+    assert queue.start() is a1
+
+
+def test_equal_turns_of_one_session_are_different_jobs() -> None:
+    queue, (first, second) = filled("a1", "a1")
+    assert queue.start() is first
+    queue.finish(first)
+    assert queue.start() is second
+
+
+def test_only_a_running_job_can_finish() -> None:
+    queue, (a1,) = filled("a1")
+    with pytest.raises(KeyError):
+        queue.finish(a1)
+    assert queue.start() is a1
+    queue.finish(a1)
+    with pytest.raises(KeyError):
+        queue.finish(a1)
+    assert len(queue) == 0
