@@ -6,11 +6,12 @@ after the copy: a worker may still be scribbling over its staging memory, and wh
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,8 @@ OPS_MAX = 4096
 STEP_BYTES = 2 << 20
 """What is copied and then checksummed at once: little enough to be in the cache still, and to stop soon when the daemon
 does; much enough that the interpreter's lock, taken twice a step, costs nothing."""
+
+CLOSING = "the copier is closing"
 
 Job = CopyIn | Checksum | MoveSlots
 Done = Callable[[OpDone | OpFailed], None]
@@ -52,7 +55,7 @@ class Copier:
         """Never blocks and never raises. `done` is called once: from a copier thread, or, when the op is refused
         (OPS_MAX are waiting, or the copier is closing), before this returns."""
         if self._closing:
-            done(OpFailed(effect.op, "the copier is closing"))
+            done(OpFailed(effect.op, CLOSING))
         elif self._queue.qsize() >= OPS_MAX:
             done(OpFailed(effect.op, f"{OPS_MAX} copies are waiting already"))
         else:
@@ -62,12 +65,25 @@ class Copier:
         """What was submitted has `timeout_s` to end; then what did not start fails, and what runs fails at its next
         step. Returns about in time even if a thread hangs."""
         self._closing = True
-        for _ in self._threads:
-            self._queue.put(None)
+        self._let_threads_end()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._out_of_time = True
+        for effect, done in self._take_what_waits():
+            done(OpFailed(effect.op, CLOSING))
+        self._let_threads_end()
+
+    def _let_threads_end(self) -> None:
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def _take_what_waits(self) -> Iterator[tuple[Job, Done]]:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._queue.get_nowait()
+                if job is not None:
+                    yield job
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -114,7 +130,9 @@ class Copier:
     def _copy(self, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> int:
         if source.size != target.size:
             raise BadRequest(f"does not fit a slot of {target.size} bytes", field="length", value=source.size)
-        state = xxhash.xxh3_64()
+        state = (
+            xxhash.xxh3_64()
+        )  # its update() lets go of the lock; the one-shot function of xxhash 3.4 does not
         for start in range(0, target.size, STEP_BYTES):
             self._check_time()
             step = target[start : start + STEP_BYTES]
@@ -131,7 +149,7 @@ class Copier:
 
     def _check_time(self) -> None:
         if self._out_of_time:
-            raise Unavailable("the copier is closing")
+            raise Unavailable(CLOSING)
 
     def __repr__(self) -> str:
         alive = sum(thread.is_alive() for thread in self._threads)

@@ -1,0 +1,338 @@
+"""Segments and staging memory: who can reach which bytes, and where the memory goes afterwards."""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore import memory
+from kvstore.errors import BadRequest, Exhausted, NotFound
+from kvstore.tiers.arena import Arena, Staging
+from kvstore.types import Protection, SegmentId, WorkerId
+
+SIZE = 1 << 20
+CELLS = SIZE // 4096
+BOOT = bytes(range(16))
+ONE, TWO = SegmentId(1), SegmentId(2)
+
+
+def make_arena(protection: Protection = Protection.SEALED, *, prefault: bool = False) -> Arena:
+    return Arena(protection=protection, boot_id=BOOT, huge_pages=False, prefault=prefault)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = make_arena()
+    yield arena
+    arena.close()
+
+
+def open_fds() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def mapped(name: str) -> bool:
+    return f"/memfd:{name} " in Path("/proc/self/maps").read_text()
+
+
+def shared_rss_bytes() -> int:
+    (kib,) = re.findall(r"RssShmem:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(kib) * 1024
+
+
+def in_worker(script: str, *arguments: int, fds: tuple[int, ...]) -> str:
+    """What a worker's process prints, given these descriptors."""
+    command = [sys.executable, "-P", "-c", textwrap.dedent(script), *map(str, arguments)]
+    done = subprocess.run(command, pass_fds=fds, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+TRY_TO_WRITE = """
+    import sys
+    from kvstore import memory
+    for fd, size in zip(*[iter(map(int, sys.argv[1:]))] * 2):
+        print(memory.map_shared(fd, size).array[0], end=" ")
+        try:
+            memory.map_shared(fd, size, writable=True).array[1] = 66
+            print("written")
+        except PermissionError:
+            print("refused")
+"""
+
+
+@pytest.mark.parametrize(
+    ("protection", "data"), [(Protection.SEALED, "refused"), (Protection.GROUP, "written")]
+)
+def test_who_may_write_a_segment(protection: Protection, data: str) -> None:
+    arena = make_arena(protection)
+    arena.create(ONE, SIZE, CELLS)
+    arena.view(ONE, 0, 2)[:] = [65, 1]
+    data_fd, header_fd = arena.descriptors(ONE)
+    said = in_worker(
+        TRY_TO_WRITE, data_fd, SIZE, header_fd, memory.header_bytes(CELLS), fds=(data_fd, header_fd)
+    )
+    assert said == f"65 {data}\n{ord('K')} refused\n"
+    assert arena.view(ONE, 1, 1)[0] == (66 if data == "written" else 1)
+    for fd in (data_fd, header_fd):
+        for length in (0, 2 * SIZE):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, length)
+    arena.close()
+
+
+def test_header_says_what_the_segment_is(arena: Arena) -> None:
+    arena.create(ONE, SIZE, CELLS)
+    header = memory.map_shared(arena.descriptors(ONE)[1], memory.header_bytes(CELLS))
+    assert memory.read_header(header.array) == memory.SegmentHeader(CELLS, SIZE, BOOT)
+    assert not memory.generations(header.array, CELLS).any()
+    assert arena.size_of(ONE) == (SIZE, CELLS)
+
+
+def test_generations_reach_a_reader_and_only_their_cells(arena: Arena) -> None:
+    arena.create(ONE, SIZE, CELLS)
+    arena.create(TWO, SIZE, CELLS)
+    maps = [memory.map_shared(arena.descriptors(each)[1], memory.header_bytes(CELLS)) for each in (ONE, TWO)]
+    arena.set_generations(ONE, (3, 0, CELLS - 1), (7, (1 << 64) - 1, 8))
+    arena.set_generations(ONE, (), ())
+    seen = memory.generations(maps[0].array, CELLS)
+    assert {int(cell): int(seen[cell]) for cell in np.flatnonzero(seen)} == {
+        0: (1 << 64) - 1,
+        3: 7,
+        CELLS - 1: 8,
+    }
+    assert not memory.generations(maps[1].array, CELLS).any()
+
+
+@pytest.mark.parametrize(
+    ("cells", "generations", "error"),
+    [((-1,), (1,), AssertionError), ((CELLS,), (1,), IndexError), ((1, 2), (1,), AssertionError)],
+)
+def test_cells_that_do_not_exist_are_our_bug(
+    arena: Arena, cells: tuple[int, ...], generations: tuple[int, ...], error: type[Exception]
+) -> None:
+    arena.create(ONE, SIZE, CELLS)
+    with pytest.raises(error):
+        arena.set_generations(ONE, cells, generations)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 2), (0, SIZE + 1), (SIZE, 1), (0, -1)])
+def test_views_stay_inside_of_their_segment(arena: Arena, offset: int, length: int) -> None:
+    arena.create(ONE, SIZE, CELLS)
+    assert arena.view(ONE, SIZE - 1, 1).size == 1
+    with pytest.raises(BadRequest, match=f"outside of {SIZE} bytes"):
+        arena.view(ONE, offset, length)
+
+
+def test_unknown_segments_are_not_found(arena: Arena) -> None:
+    calls = (
+        lambda: arena.view(ONE, 0, 1),
+        lambda: arena.descriptors(ONE),
+        lambda: arena.size_of(ONE),
+        lambda: arena.set_generations(ONE, (0,), (1,)),
+        lambda: arena.destroy(ONE),
+    )
+    for call in calls:
+        with pytest.raises(NotFound, match="segment=1"):
+            call()
+
+
+def test_destroyed_segments_leave_nothing() -> None:
+    before, resident = open_fds(), shared_rss_bytes()
+    arena = make_arena(prefault=True)
+    size = 32 << 20
+    arena.create(ONE, size, size // 4096)
+    assert os.fstat(arena.descriptors(ONE)[0]).st_blocks * 512 == size
+    assert shared_rss_bytes() - resident >= size
+    arena.destroy(ONE)
+    assert open_fds() == before
+    assert not mapped("kvs-data-1")
+    assert not mapped("kvs-header-1")
+    assert shared_rss_bytes() - resident < 1 << 20
+
+
+def test_without_prefault_pages_come_when_touched(arena: Arena) -> None:
+    arena.create(ONE, SIZE, CELLS)
+    data_fd = arena.descriptors(ONE)[0]
+    assert os.fstat(data_fd).st_blocks == 0
+    arena.view(ONE, 5 * 4096, 4096)[:] = 1
+    assert os.fstat(data_fd).st_blocks * 512 == 4096
+
+
+def test_a_view_outlives_destruction(arena: Arena) -> None:
+    arena.create(ONE, SIZE, CELLS)
+    view = arena.view(ONE, 0, 4096)
+    arena.destroy(ONE)
+    view[:] = 9
+    assert mapped("kvs-data-1")
+    del view
+    assert not mapped("kvs-data-1")
+
+
+@pytest.mark.parametrize("step", ["map_shared", "add_seals", "write_header"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_creation_is_all_or_nothing(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, step: str, call: int
+) -> None:
+    before = open_fds()
+    real, calls = getattr(memory, step), iter(range(1, 9))
+
+    def failing(*arguments: object, **options: object) -> object:
+        if next(calls) == call:
+            raise OSError(errno.ENOMEM, "no memory")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(memory, step, failing)
+    if (step, call) == ("write_header", 2):  # there is but one
+        arena.create(ONE, SIZE, CELLS)
+        return
+    with pytest.raises(OSError, match="no memory"):
+        arena.create(ONE, SIZE, CELLS)
+    monkeypatch.undo()
+    assert open_fds() == before
+    assert not mapped("kvs-data-1")
+    arena.create(ONE, SIZE, CELLS)
+
+
+def test_closing_stops_a_creation_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_fds()
+    arena = make_arena(prefault=True)
+    real = memory.SharedMapping.populate
+
+    def closing_meanwhile(mapping: memory.SharedMapping, **options: object) -> bool:
+        arena.close()
+        return real(mapping, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(memory.SharedMapping, "populate", closing_meanwhile)
+    with pytest.raises(OSError, match="closed") as caught:
+        arena.create(ONE, SIZE, CELLS)
+    assert caught.value.errno == errno.ECANCELED
+    assert open_fds() == before
+    with pytest.raises(OSError, match="closed"):
+        arena.create(TWO, SIZE, CELLS)
+    assert open_fds() == before
+
+
+def test_close_gives_everything_back() -> None:
+    before = open_fds()
+    arena = make_arena()
+    for number in range(1, 9):
+        arena.create(SegmentId(number), SIZE, CELLS)
+    assert len(open_fds()) == len(before) + 16
+    arena.close()
+    assert open_fds() == before
+    assert not mapped("kvs-data-8")
+
+
+def test_nothing_of_it_is_in_a_file_system(arena: Arena) -> None:
+    before = sorted(os.listdir("/dev/shm"))
+    arena.create(ONE, SIZE, CELLS)
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+# ------------------------------------------------------------------------------------------------------------ staging
+
+ALICE, BOB = WorkerId(1), WorkerId(2)
+
+
+@pytest.fixture
+def staging() -> Iterator[Staging]:
+    staging = Staging(bytes_max=10 * 4096)
+    yield staging
+    staging.close()
+
+
+def test_a_worker_writes_and_the_daemon_reads(staging: Staging) -> None:
+    fd, granted = staging.create(ALICE, 4097)
+    assert granted == 2 * 4096 == os.fstat(fd).st_size
+    script = """
+        import os, sys
+        from kvstore import memory
+        fd, size = map(int, sys.argv[1:])
+        array = memory.map_shared(fd, size, writable=True).array
+        array[4090:4100] = range(10)
+        for length in (0, size - 4096, size + 4096):
+            try:
+                os.ftruncate(fd, length)
+                print("resized")
+            except PermissionError:
+                print("refused")
+    """
+    assert in_worker(script, fd, granted, fds=(fd,)) == "refused\n" * 3
+    view = staging.view(ALICE, 4090, 10)
+    assert bytes(view) == bytes(range(10))
+    assert not view.flags.writeable
+
+
+def test_the_common_bound_clips_then_refuses(staging: Staging) -> None:
+    assert staging.create(ALICE, 7 * 4096)[1] == 7 * 4096
+    assert staging.create(BOB, 7 * 4096)[1] == 3 * 4096
+    before = open_fds()
+    with pytest.raises(Exhausted, match="all 40960 bytes"):
+        staging.create(WorkerId(3), 1)
+    assert open_fds() == before
+    staging.drop(ALICE)
+    assert staging.bytes_granted == 3 * 4096
+    assert staging.create(WorkerId(3), 1 << 40)[1] == 7 * 4096
+
+
+@pytest.mark.parametrize("wanted", [0, -1])
+def test_nothing_is_no_wish(staging: Staging, wanted: int) -> None:
+    with pytest.raises(BadRequest, match="above 0"):
+        staging.create(ALICE, wanted)
+
+
+def test_one_per_worker(staging: Staging) -> None:
+    staging.create(ALICE, 4096)
+    with pytest.raises(BadRequest, match="already"):
+        staging.create(ALICE, 4096)
+    assert staging.bytes_granted == 4096
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (4096, 1), (0, 4097), (0, -1), (1 << 62, 8)])
+def test_nobody_reads_outside_of_its_own(staging: Staging, offset: int, length: int) -> None:
+    staging.create(ALICE, 4096)
+    staging.create(BOB, 8192)
+    with pytest.raises(BadRequest, match="outside of 4096 bytes"):
+        staging.view(ALICE, offset, length)
+    with pytest.raises(NotFound):
+        staging.view(WorkerId(3), 0, 1)
+
+
+def test_drop_keeps_what_a_copy_runs_on() -> None:
+    before = open_fds()
+    staging = Staging(bytes_max=SIZE)
+    fd, _ = staging.create(ALICE, SIZE)
+    os.pwrite(fd, b"abc", 0)
+    view = staging.view(ALICE, 0, 3)
+    staging.drop(ALICE)
+    staging.drop(ALICE)
+    assert open_fds() == before
+    assert bytes(view) == b"abc"
+    assert mapped("kvs-staging-1")
+    del view
+    assert not mapped("kvs-staging-1")
+    with pytest.raises(NotFound):
+        staging.view(ALICE, 0, 1)
+
+
+@pytest.mark.parametrize("step", ["map_shared", "add_seals"])
+def test_failed_staging_leaves_nothing(staging: Staging, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def failing(*_: object, **__: object) -> object:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    before = open_fds()
+    monkeypatch.setattr(memory, step, failing)
+    with pytest.raises(OSError, match="no memory"):
+        staging.create(ALICE, 4096)
+    monkeypatch.undo()
+    assert open_fds() == before
+    assert staging.bytes_granted == 0
+    assert staging.create(ALICE, 4096)[1] == 4096
