@@ -54,7 +54,9 @@ EXIT_CONFIG = 2
 EXIT_BUG = 70
 CLOSE_TIMEOUT_S = 5.0
 """Bound on each step of closing; what has not ended then ends with the process."""
-DRAIN_POLL_S = 0.02
+FIRST_SEGMENT_TIMEOUT_S = 10.0
+"""How long being ready waits for the first segment of the arena."""
+POLL_S = 0.01
 STATS_TIMEOUT_S = 2.0
 RPCS_MAX = 8_192
 
@@ -226,6 +228,7 @@ class Daemon:
         self._build()
         try:
             await self._start()
+            await self._first_segment()
             self._announce()
             status = await self._stop
             if status == 0:
@@ -312,6 +315,15 @@ class Daemon:
         await server.start()
         self._server = server
 
+    async def _first_segment(self) -> None:
+        """Ready means that something can be saved; the other segments come while we serve."""
+        deadline = time.monotonic() + FIRST_SEGMENT_TIMEOUT_S
+        while not (await self._own_stats()).values["arena"]["ready_bytes"] and not self._stop.done():
+            if time.monotonic() > deadline:
+                log.warning("no segment of the arena is ready yet: everything is a miss until then")
+                return
+            await asyncio.sleep(POLL_S)
+
     @staticmethod
     def _bind(server: grpc.aio.Server, address: str, *, field: str) -> None:
         try:
@@ -376,7 +388,7 @@ class Daemon:
         try:
             async with asyncio.timeout(self.config.drain_ms / 1000):
                 while await self._open_work():  # noqa: ASYNC110 - the core publishes no event for this
-                    await asyncio.sleep(DRAIN_POLL_S)
+                    await asyncio.sleep(POLL_S)
         except TimeoutError:
             log.warning("draining took too long: open leases and commits end now")
 

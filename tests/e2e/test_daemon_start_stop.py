@@ -1,0 +1,349 @@
+"""Starting, refusing to start, and stopping."""
+
+import json
+import os
+import signal
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvstore import wire
+from kvstore.errors import Unavailable
+from kvstore.memory import memory_limit_bytes
+from kvstore.v1 import store_pb2
+
+SERVICES = ("", "kvstore.v1.Store", "kvstore.v1.Stats", "kvstore.v1.Bytes")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+def health(target: str, service: str = "") -> int:
+    with grpc.insecure_channel(target) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=20).status
+
+
+# ----------------------------------------------------------------------------------------------------------- starting
+
+
+def test_says_what_it_uses(start_daemon, run_dir):
+    daemon = start_daemon()
+    ready = daemon.wait_for("ready")
+    assert ready["pid"] == daemon.pid
+    assert ready["settings"]["dram_bytes"] == 64 << 20
+    daemon.stop()
+    assert "arena 64 MiB in 4 segments (sealed)" in daemon.process.stdout.read()
+
+
+def test_the_directory_and_its_sockets_are_for_us_alone(daemon, run_dir):
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (run_dir, *run_dir.iterdir())}
+    assert modes == {"run": 0o700, "kvstored.sock": 0o600, "grpc.sock": 0o600, "lock": 0o600}
+
+
+def test_other_tenants_can_come_in(start_daemon, run_dir):
+    start_daemon(tenants="12345=alice")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (run_dir, *run_dir.iterdir())}
+    assert modes == {"run": 0o755, "kvstored.sock": 0o666, "grpc.sock": 0o666, "lock": 0o600}
+
+
+def test_tells_systemd(start_daemon, run_dir):
+    address = str(run_dir.parent / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+        notify.bind(address)
+        notify.settimeout(20)
+        daemon = start_daemon(environment={"NOTIFY_SOCKET": address})
+        assert notify.recv(100) == b"READY=1"
+        daemon.stop()
+        assert notify.recv(100) == b"STOPPING=1"
+
+
+def test_a_second_daemon_is_refused(daemon, launch, run_dir):
+    second = launch()
+    assert second.exit_status() == 2
+    assert second.text == [
+        f"kvstored: run_dir={run_dir}: another daemon uses this directory (pid {daemon.pid})"
+        " (stop it, or choose another directory)"
+    ]
+    assert health(daemon.grpc_target) == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_takes_over_after_kill(daemon, start_daemon, run_dir):
+    daemon.kill()
+    assert (run_dir / "kvstored.sock").exists(), "nothing is cleaned up by kill -9"
+    second = start_daemon()
+    assert health(second.grpc_target) == health_pb2.HealthCheckResponse.SERVING
+    assert int((run_dir / "lock").read_text()) == second.pid
+
+
+def test_two_directories_two_daemons(daemon, start_daemon, run_dir):
+    other = start_daemon(run_dir=run_dir.parent / "other")
+    assert health(daemon.grpc_target) == health(other.grpc_target) == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("setting", ["tcp_address", "metrics_port"])
+def test_port_in_use(launch, setting, port):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        value = port if setting == "metrics_port" else f"127.0.0.1:{port}"
+        refused(
+            launch(**{setting: value}), f"{setting}=127.0.0.1:{port}: cannot be used: Address already in use"
+        )
+
+
+def test_tcp_port_of_another_daemon(start_daemon, launch, run_dir, port):
+    start_daemon(tcp_address=f"127.0.0.1:{port}")
+    second = launch(run_dir=run_dir.parent / "other", tcp_address=f"127.0.0.1:{port}")
+    refused(second, f"tcp_address=127.0.0.1:{port}: cannot be used: Address already in use")
+    assert not (run_dir.parent / "other").exists(), "something was started all the same"
+
+
+def refused(daemon, start: str) -> None:
+    """Exit status 2 and one clear line, no traceback, no log."""
+    assert daemon.exit_status() == 2
+    (line,) = daemon.text
+    assert line.startswith(f"kvstored: {start}"), line
+    assert [entry["message"] for entry in daemon.lines] == ["<end of log>"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "start"),
+    [
+        ({"dram_bytes": 4096}, "dram_bytes=4096: is smaller than one segment"),
+        ({"dram_bytes": 40 << 20}, "dram_bytes=41943040: must be a whole number of segments"),
+        ({"segment_bytes": 1000}, "segment_bytes=1000: must be a multiple of the page size"),
+        ({"dram_bytes": "many"}, "dram_bytes=many: is not a int"),
+        ({"protection": "none"}, 'protection=none: must be "sealed" or "group"'),
+        ({"copy_threads": 0}, "copy_threads=0: must be above 0"),
+        ({"pin_share_max": 1.5}, "pin_share_max=1.5: must be above 0 and at most 1"),
+        ({"metrics_port": 70_000}, "metrics_port=70000: must be between"),
+        ({"drain_ms": -1}, "drain_ms=-1: must not be negative"),
+        ({"log_level": "loud"}, "log_level=loud: must be debug, info, warning or error"),
+        ({"tenants": "alice=1000"}, "tenants=alice=1000: maps a numeric user id"),
+        ({"tcp_address": "here"}, 'tcp_address=here: must be "host:port"'),
+        ({"tcp_address": "127.0.0.1:0"}, 'tcp_address=127.0.0.1:0: must be "host:port"'),
+        ({"tcp_address": "example.org:80"}, "tcp_address=example.org:80: needs a numeric IP address"),
+        ({"tcp_address": "0.0.0.0:5000"}, "tcp_address=0.0.0.0:5000: is reachable from other machines"),
+        ({"tcp_address": "[::]:5000"}, "tcp_address=[::]:5000: is reachable from other machines"),
+        ({"run_dir": "/tmp/" + "d" * 100}, "run_dir=/tmp/" + "d" * 75),
+        ({"run_dir": "/dev/null"}, "run_dir=/dev/null: is not a directory"),
+        ({"run_dir": "/proc/nowhere"}, "run_dir=/proc/nowhere: cannot be used: No such file or directory"),
+        ({"run_dir": "/tmp"}, "run_dir=/tmp (mode 1777): can be written to by other users"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_impossible_settings(launch, settings, start):
+    refused(launch(**settings), start)
+
+
+def test_too_long_a_socket_path_says_so(launch):
+    daemon = launch(run_dir="/tmp/" + "d" * 100)
+    refused(daemon, "run_dir=")
+    assert (
+        "makes the socket path 119 bytes long; a unix socket allows 107 (choose a shorter directory)"
+        in daemon.text[0]
+    )
+
+
+def test_arena_above_the_memory_limit(launch):
+    limit = memory_limit_bytes()
+    above = (limit // (16 << 20) + 1) * (16 << 20)
+    daemon = launch(dram_bytes=above)
+    refused(
+        daemon,
+        f"dram_bytes={above}: {above} bytes of arena and {32 << 20} of staging memory are more than the {limit}",
+    )
+
+
+def test_an_unknown_flag(launch):
+    refused(launch("--drams-bytes=1"), "unrecognized arguments: --drams-bytes=1 (see kvstored --help)")
+
+
+def test_an_unknown_variable(launch):
+    refused(
+        launch(environment={"KVSTORED_DRAMS": "1"}), "drams=1: no such setting (known: run_dir, dram_bytes"
+    )
+
+
+def test_an_unknown_toml_key(launch, run_dir):
+    (run_dir.parent / "kvstored.toml").write_text("dram_byte = 1\n")
+    refused(
+        launch(f"--config={run_dir.parent}/kvstored.toml"),
+        "dram_byte=1: unknown key in the TOML file (known: run_dir,",
+    )
+
+
+def test_broken_toml(launch, run_dir):
+    (run_dir.parent / "kvstored.toml").write_text("dram_bytes = = 1\n")
+    refused(
+        launch(f"--config={run_dir.parent}/kvstored.toml"),
+        f"config={run_dir.parent}/kvstored.toml: is not TOML",
+    )
+
+
+def test_missing_toml(launch):
+    refused(
+        launch("--config=/nowhere.toml"), "config=/nowhere.toml: cannot be read: No such file or directory"
+    )
+
+
+def test_flags_over_environment_over_toml(start_daemon, run_dir):
+    toml = run_dir.parent / "kvstored.toml"
+    toml.write_text(
+        'lease_ttl_ms = 1001\nreservation_ttl_ms = 1001\nincomplete_ttl_ms = 1001\n[tenants]\n"77" = "t"\n'
+    )
+    daemon = start_daemon(
+        environment={
+            "KVSTORED_CONFIG": str(toml),
+            "KVSTORED_LEASE_TTL_MS": "1002",
+            "KVSTORED_RESERVATION_TTL_MS": "1002",
+        },
+        lease_ttl_ms=1003,
+    )
+    settings = daemon.wait_for("ready")["settings"]
+    assert [settings[f"{name}_ttl_ms"] for name in ("lease", "reservation", "incomplete")] == [
+        1003,
+        1002,
+        1001,
+    ]
+    assert settings["tenants"] == {"77": "t"}
+
+
+# ----------------------------------------------------------------------------------------------------------- stopping
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly(daemon, run_dir, number):
+    daemon.process.send_signal(number)
+    assert daemon.exit_status() == 0
+    assert [path.name for path in run_dir.iterdir()] == ["lock"]
+    assert daemon.text == []
+
+
+def test_drain_waits_for_open_leases(start_daemon, connect, spec):
+    """Health says no, the worker is told, nothing new begins, what is open may end; then the daemon goes."""
+    daemon = start_daemon(drain_ms=15_000)
+    worker = connect(daemon)
+    stream = worker.attach()
+    opened = stream.ask("open", store_pb2.OpenRequest(namespace=wire.spec_to_proto(spec)))
+    reserved = stream.ask("reserve", store_pb2.ReserveRequest(namespace_id=opened.namespace_id, keys=[b"k"]))
+    assert reserved.reservation_id
+    daemon.process.send_signal(signal.SIGTERM)
+    stream.wait_for(lambda: [push for push in stream.pushes if push.WhichOneof("body") == "draining"])
+    for service in SERVICES:
+        assert health(daemon.grpc_target, service) == health_pb2.HealthCheckResponse.NOT_SERVING
+    with pytest.raises(Unavailable, match="stopping and starts nothing new"):
+        stream.ask("reserve", store_pb2.ReserveRequest(namespace_id=opened.namespace_id, keys=[b"j"]))
+    with pytest.raises(Unavailable, match="stopping and starts nothing new"):
+        worker.call("Match", store_pb2.MatchRequest(namespace_id=opened.namespace_id, keys=[b"k"]))
+    assert daemon.process.poll() is None
+    assert stream.ask("abort", store_pb2.AbortRequest(reservation_ids=[reserved.reservation_id])).count == 1
+    assert daemon.exit_status() == 0
+    assert isinstance(stream.wait_for_end(), Unavailable)
+    assert "draining took too long: open leases and commits end now" not in [
+        line["message"] for line in daemon.lines
+    ]
+
+
+def test_drain_is_bounded(start_daemon, connect, spec):
+    daemon = start_daemon(drain_ms=200)
+    stream = connect(daemon).attach()
+    opened = stream.ask("open", store_pb2.OpenRequest(namespace=wire.spec_to_proto(spec)))
+    reserve = store_pb2.ReserveRequest(namespace_id=opened.namespace_id, keys=[b"k"])
+    assert stream.ask("reserve", reserve).reservation_id
+    assert daemon.stop() == 0
+    daemon.wait_for("draining took too long: open leases and commits end now")
+
+
+def test_a_second_signal_ends_it_at_once(start_daemon, connect, spec):
+    daemon = start_daemon(drain_ms=600_000)
+    stream = connect(daemon).attach()
+    opened = stream.ask("open", store_pb2.OpenRequest(namespace=wire.spec_to_proto(spec)))
+    reserve = store_pb2.ReserveRequest(namespace_id=opened.namespace_id, keys=[b"k"])
+    assert stream.ask("reserve", reserve).reservation_id
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.wait_for("SIGTERM: draining")
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.exit_status() == 128 + signal.SIGTERM
+
+
+def test_nothing_is_left_in_shared_memory(daemon, worker, namespace):
+    before = sorted(os.listdir("/dev/shm"))
+    worker.staging(1 << 20).close()
+    daemon.kill()
+    assert sorted(os.listdir("/dev/shm")) == before
+    assert not any("kvs" in name for name in before)
+
+
+# ------------------------------------------------------------------------------------------------------------- health
+
+
+def test_health_of_each_service(daemon):
+    for service in SERVICES:
+        assert health(daemon.grpc_target, service) == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_reflection_names_the_services(daemon):
+    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+    with grpc.insecure_channel(daemon.grpc_target) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert set(SERVICES[1:]) | {"grpc.health.v1.Health"} <= set(database.get_services())
+        file = database.FindFileContainingSymbol("kvstore.v1.Store")
+        assert "Attach" in [method.name for method in file.service[0].method]
+
+
+# ------------------------------------------------------------------------------------------------------------ metrics
+
+
+def scrape(port: int, path: str = "/metrics") -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as answer:
+        return answer.read().decode()
+
+
+def test_metrics(start_daemon, connect, spec, port):
+    daemon = start_daemon(metrics_port=port)
+    worker = connect(daemon)
+    opened = worker.call("Open", store_pb2.OpenRequest(namespace=wire.spec_to_proto(spec)))
+    worker.call("Reserve", store_pb2.ReserveRequest(namespace_id=opened.namespace_id, keys=[b"k"]))
+    worker.call("Acquire", store_pb2.AcquireRequest(namespace_id=opened.namespace_id, keys=[b"other"]))
+    lines = scrape(port).splitlines()
+    assert "kvstored_arena_bytes 6.7108864e+07" in lines
+    assert 'kvstored_slots{namespace="1",state="reserved"} 1.0' in lines
+    assert 'kvstored_slots{namespace="1",state="free"} 63.0' in lines
+    assert 'kvstored_lookups_total{outcome="miss",reason="never_seen",tenant="default"} 1.0' in lines
+    assert 'kvstored_namespace_info{model="tiny",namespace="1",tenant="default"} 1.0' in lines
+    assert "kvstored_grants_granted_total 1.0" in lines
+
+
+def test_metrics_answers_nothing_else(start_daemon, port):
+    start_daemon(metrics_port=port)
+    with pytest.raises(urllib.error.HTTPError, match="404") as caught:
+        scrape(port, "/")
+    caught.value.close()
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as peer:
+        peer.sendall(b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n")
+        assert peer.recv(100).startswith(b"HTTP/1.1 400 ")
+    assert "kvstored_arena_bytes" in scrape(port)
+
+
+def test_every_log_line_is_json(daemon):
+    daemon.stop()
+    assert daemon.text == []
+    for line in daemon.lines[:-1]:
+        assert {"time", "level", "logger", "message"} <= line.keys(), json.dumps(line)
+        assert Path(line["logger"]).suffix != ".py"
