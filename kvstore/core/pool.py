@@ -16,13 +16,14 @@ import enum
 from array import array
 from dataclasses import dataclass, field
 
-from kvstore.core.limits import Limits
 from kvstore.types import NamespaceId, SegmentId, SlotState, WorkerId
 
 NO_OWNER = -1
 
 
 class Phase(enum.Enum):
+    ABSENT = "absent"
+    """Not made yet (slab files are made when they are first needed)."""
     CREATING = "creating"
     IDLE = "idle"
     ASSIGNED = "assigned"
@@ -88,17 +89,22 @@ class SlabClass:
 
 
 class Pool:
-    def __init__(self, limits: Limits) -> None:
-        self.segment_bytes = limits.segment_bytes
-        self.alignment = limits.slot_alignment
-        self.cells = limits.segment_bytes // limits.slot_alignment
+    """`count` segments of `segment_bytes`, of which `header_bytes` hold no slots. The arena is one, the SSD another."""
+
+    def __init__(
+        self, *, segment_bytes: int, count: int, alignment: int, header_bytes: int = 0, phase: Phase = Phase.CREATING
+    ) -> None:
+        self.segment_bytes = segment_bytes
+        self.alignment = alignment
+        self.header_bytes = header_bytes
+        self.cells = segment_bytes // alignment
         self.segments: list[Segment] = []
         self.by_id: dict[SegmentId, Segment] = {}
         self.idle: dict[int, Segment] = {}
         self.classes: dict[tuple[NamespaceId, int], SlabClass] = {}
         self._next_id = 1
-        for index in range(limits.segment_count):
-            self.segments.append(self._new(index))
+        for index in range(count):
+            self.segments.append(self._new(index, phase))
 
     def __repr__(self) -> str:
         return f"Pool({len(self.segments)} segments of {self.segment_bytes} B, {len(self.idle)} idle)"
@@ -109,8 +115,12 @@ class Pool:
 
     # ------------------------------------------------------------------------------------------------ segments
 
-    def _new(self, index: int) -> Segment:
-        segment = Segment(id=SegmentId(self._next_id), index=index)
+    def slots_of(self, slot_bytes: int) -> int:
+        """How many slots of this size a segment holds."""
+        return (self.segment_bytes - self.header_bytes) // slot_bytes
+
+    def _new(self, index: int, phase: Phase) -> Segment:
+        segment = Segment(id=SegmentId(self._next_id), index=index, phase=phase)
         self._next_id += 1
         self.by_id[segment.id] = segment
         return segment
@@ -129,7 +139,7 @@ class Pool:
                 segment
             )
             self._leave_class(segment)
-        slots = self.segment_bytes // slot_bytes
+        slots = self.slots_of(slot_bytes)
         assert 0 < slots <= self.cells, (slot_bytes, self.segment_bytes)
         segment.phase = Phase.ASSIGNED
         segment.namespace = namespace
@@ -165,7 +175,7 @@ class Pool:
         """The new segment in the place of a retired one that nobody maps any more."""
         assert segment.phase is Phase.RETIRING and not segment.holders, segment
         del self.by_id[segment.id]
-        new = self._new(segment.index)
+        new = self._new(segment.index, Phase.CREATING)
         new.wanted_by = segment.wanted_by
         self.segments[segment.index] = new
         return new

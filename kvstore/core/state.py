@@ -78,7 +78,10 @@ class State:
     next_op: int = 1
 
     def __post_init__(self) -> None:
-        self.pool = Pool(self.limits)
+        limits = self.limits
+        self.pool = Pool(
+            segment_bytes=limits.segment_bytes, count=limits.segment_count, alignment=limits.slot_alignment
+        )
         self.policy = LeastRecentlyUsed(self.chunks)
 
     # ------------------------------------------------------------------------------------------------- effects
