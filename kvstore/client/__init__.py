@@ -1,0 +1,45 @@
+"""The client library: what an engine's process uses of the store. See `connect` and `connect_async`.
+
+    with connect("/run/kvstored") as client:
+        space = client.open(spec)
+        keys = space.keys(tokens)
+        with space.read(keys) as lease:
+            loaded = [lease.copy_to(n, kv[n]) for n in range(lease.hits)]   # False: recompute that chunk
+        with space.write(keys[lease.hits:], parent=keys[lease.hits - 1]) as batch:
+            for n in batch.granted:
+                batch.buffer(n)[:] = ...
+            batch.commit()
+
+Light on purpose: grpcio, protobuf, numpy, xxhash. A lost, late or refusing daemon is data in the engine's path (a
+miss, a dropped save), never an exception; set-up and session calls raise `kvstore.errors.StoreError`.
+"""
+
+from kvstore.client.aio import (
+    AsyncClient,
+    AsyncNamespace,
+    AsyncReadLease,
+    AsyncWriteBatch,
+    connect_async,
+)
+from kvstore.client.batch import CommitOutcome, WriteBatch
+from kvstore.client.lease import ReadLease
+from kvstore.client.namespace import Namespace
+from kvstore.client.sync import Client, connect
+from kvstore.core.events import Matched, SessionEntry, SessionInfo
+
+__all__ = [
+    "AsyncClient",
+    "AsyncNamespace",
+    "AsyncReadLease",
+    "AsyncWriteBatch",
+    "Client",
+    "CommitOutcome",
+    "Matched",
+    "Namespace",
+    "ReadLease",
+    "SessionEntry",
+    "SessionInfo",
+    "WriteBatch",
+    "connect",
+    "connect_async",
+]

@@ -1,0 +1,325 @@
+"""The awaitable client: the blocking one's operations, driven by an event loop.
+
+What may wait is awaited; what never does (release, abort, buffer) is called as it is. Copies of COPY_INLINE_MAX bytes
+or more are made in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.client.batch import CommitOutcome, WriteBatch
+from kvstore.client.call import drive_async
+from kvstore.client.lease import ReadLease
+from kvstore.client.namespace import Namespace
+from kvstore.client.sync import STAGING_BYTES, TIMEOUT_S, Client, connect
+from kvstore.core.events import Matched, SessionEntry, SessionInfo
+from kvstore.keys import ROOT, Tokens
+from kvstore.layout import NamespaceSpec
+from kvstore.types import ChunkKey, GrantResult, Outcome, Protection, Reason, Wait
+from kvstore.v1 import stats_pb2
+
+COPY_INLINE_MAX = 1 << 20
+"""Bytes; a copy of so many takes about as long as handing it to a thread."""
+
+
+class AsyncClient:
+    """See `sync.Client`."""
+
+    def __init__(self, client: Client) -> None:
+        """Use `connect_async`."""
+        self._client = client
+
+    def __repr__(self) -> str:
+        return f"Async{self._client!r}"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def connected(self) -> bool:
+        return self._client.connected
+
+    @property
+    def tenant(self) -> str:
+        return self._client.tenant
+
+    @property
+    def protection(self) -> Protection:
+        return self._client.protection
+
+    @property
+    def boot_id(self) -> bytes:
+        return self._client.boot_id
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self._client.counters
+
+    async def open(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> AsyncNamespace:
+        namespace = self._client.unopened(spec)
+        await drive_async(namespace.opening(timeout_s))
+        return AsyncNamespace(namespace)
+
+    async def stats(self, *, timeout_s: float | None = None) -> stats_pb2.StatsReply:
+        return await asyncio.to_thread(self._client.stats, timeout_s=timeout_s)
+
+    async def unary(
+        self,
+        stub: Callable[[grpc.Channel], Any],
+        method: str,
+        request: Any,
+        *,
+        timeout_s: float | None = None,
+    ) -> Any:
+        return await asyncio.to_thread(self._client.unary, stub, method, request, timeout_s=timeout_s)
+
+    async def wait_connected(self, timeout_s: float | None = None) -> None:
+        await asyncio.to_thread(self._client.wait_connected, timeout_s)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._client.close)
+
+
+class AsyncNamespace:
+    """See `namespace.Namespace`."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+
+    def __repr__(self) -> str:
+        return f"Async{self._namespace!r}"
+
+    @property
+    def spec(self) -> NamespaceSpec:
+        return self._namespace.spec
+
+    @property
+    def salt(self) -> bytes:
+        return self._namespace.salt
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._namespace.notes
+
+    def keys(self, tokens: Tokens, parent: ChunkKey = ROOT) -> list[ChunkKey]:
+        return self._namespace.keys(tokens, parent)
+
+    def tail_key(self, tokens: Tokens, parent: ChunkKey) -> ChunkKey:
+        return self._namespace.tail_key(tokens, parent)
+
+    async def match(
+        self, keys: Sequence[ChunkKey], *, token_count: int = 0, timeout_s: float | None = None
+    ) -> Matched:
+        return await drive_async(self._namespace.matching(keys, token_count, timeout_s))
+
+    async def read(
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        shards: Sequence[int] = (),
+        wait_ms: int = 0,
+        any_order: bool = False,
+        ttl_ms: int = 0,
+        verify: float | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncReadLease:
+        return AsyncReadLease(
+            await drive_async(
+                self._namespace.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s)
+            )
+        )
+
+    async def write(
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        parent: ChunkKey = ROOT,
+        parents: Sequence[ChunkKey] = (),
+        token_counts: Sequence[int] = (),
+        shards: Sequence[int] = (),
+        derived: bool = False,
+        maker: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> AsyncWriteBatch:
+        return AsyncWriteBatch(
+            await drive_async(
+                self._namespace.writing(
+                    keys, parent, parents, token_counts, shards, derived, maker, timeout_s
+                )
+            )
+        )
+
+    async def get_session(self, name: str | bytes, *, timeout_s: float | None = None) -> SessionInfo | None:
+        return await drive_async(self._namespace.getting_session(name, timeout_s))
+
+    async def update_session(
+        self,
+        name: str | bytes,
+        *,
+        expected_version: int,
+        keep: int,
+        append: Sequence[SessionEntry],
+        timeout_s: float | None = None,
+    ) -> SessionInfo:
+        return await drive_async(
+            self._namespace.updating_session(name, expected_version, keep, append, timeout_s)
+        )
+
+    async def truncate(
+        self,
+        name: str | bytes,
+        *,
+        expected_version: int,
+        first_token: int,
+        token_count: int,
+        close_gap: bool = False,
+        timeout_s: float | None = None,
+    ) -> SessionInfo:
+        return await drive_async(
+            self._namespace.truncating(name, expected_version, first_token, token_count, close_gap, timeout_s)
+        )
+
+    async def fork(
+        self, name: str | bytes, new_name: str | bytes, *, timeout_s: float | None = None
+    ) -> SessionInfo:
+        return await drive_async(self._namespace.forking(name, new_name, timeout_s))
+
+    async def forget(
+        self,
+        name: str | bytes | None = None,
+        *,
+        keys: Sequence[ChunkKey] = (),
+        timeout_s: float | None = None,
+    ) -> int:
+        return await drive_async(self._namespace.forgetting(name, keys, timeout_s))
+
+
+class AsyncReadLease:
+    """See `lease.ReadLease`."""
+
+    def __init__(self, lease: ReadLease) -> None:
+        self._lease = lease
+
+    def __repr__(self) -> str:
+        return f"Async{self._lease!r}"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def hits(self) -> int:
+        return self._lease.hits
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        return self._lease.outcomes
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        return self._lease.reasons
+
+    @property
+    def alive(self) -> bool:
+        return self._lease.alive
+
+    async def copy_to(
+        self,
+        index: int,
+        out: Any,
+        *,
+        shard: int | None = None,
+        layer: int | None = None,
+        offset: int | None = None,
+    ) -> bool:
+        def copy() -> bool:
+            return self._lease.copy_to(index, out, shard=shard, layer=layer, offset=offset)
+
+        if _size(out) < COPY_INLINE_MAX:
+            return copy()
+        return await asyncio.to_thread(copy)
+
+    async def copy_many(self, pieces: Sequence[tuple[int, int, int, Any]]) -> bool:
+        if sum(_size(out) for *_, out in pieces) < COPY_INLINE_MAX:
+            return self._lease.copy_many(pieces)
+        return await asyncio.to_thread(self._lease.copy_many, pieces)
+
+    def unsafe_view(self, index: int, shard: int | None = None) -> memoryview | None:
+        return self._lease.unsafe_view(index, shard)
+
+    async def settled(self, timeout_s: float | None = None) -> tuple[int, ...]:
+        return await asyncio.to_thread(self._lease.settled, timeout_s)
+
+    def release(self) -> None:
+        self._lease.release()
+
+
+class AsyncWriteBatch:
+    """See `batch.WriteBatch`."""
+
+    def __init__(self, batch: WriteBatch) -> None:
+        self._batch = batch
+
+    def __repr__(self) -> str:
+        return f"Async{self._batch!r}"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._batch.abort()
+
+    @property
+    def results(self) -> tuple[GrantResult, ...]:
+        return self._batch.results
+
+    @property
+    def granted(self) -> tuple[int, ...]:
+        return self._batch.granted
+
+    def buffer(self, index: int, shard: int | None = None) -> npt.NDArray[np.uint8]:
+        return self._batch.buffer(index, shard)
+
+    async def commit(self, *, wait: Wait = Wait.VISIBLE, timeout_s: float | None = None) -> CommitOutcome:
+        return await drive_async(self._batch.committing(wait, timeout_s))
+
+    def abort(self) -> None:
+        self._batch.abort()
+
+
+def _size(out: Any) -> int:
+    size: int = getattr(out, "nbytes", 0) or memoryview(out).nbytes
+    return size
+
+
+async def connect_async(
+    run_dir: str,
+    *,
+    engine_group: str = "",
+    rank: int = 0,
+    timeout_s: float = TIMEOUT_S,
+    staging_bytes: int = STAGING_BYTES,
+) -> AsyncClient:
+    """See `sync.connect`."""
+    return AsyncClient(
+        await asyncio.to_thread(
+            connect,
+            run_dir,
+            engine_group=engine_group,
+            rank=rank,
+            timeout_s=timeout_s,
+            staging_bytes=staging_bytes,
+        )
+    )

@@ -1,0 +1,674 @@
+"""What the client has of one hello to one daemon: it dies as a whole, and the connection says hello anew.
+
+The descriptor socket is the anchor: while it is open the daemon is the same process and knows us by our token. The
+gRPC stream on top may break and be attached again; requests that were not answered are then sent again under the same
+number, and the daemon answers those that it carried out before with their first answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import select
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+import kvstore
+from kvstore import memory, wire
+from kvstore.client.call import Call, Reply
+from kvstore.client.mappings import Mappings
+from kvstore.client.renewals import Renewals
+from kvstore.client.staging import Staging
+from kvstore.errors import DeadlineExceeded, Exhausted, StoreError, Unavailable, Unsupported
+from kvstore.types import Protection
+from kvstore.v1 import descriptor_pb2, store_pb2, store_pb2_grpc
+
+if TYPE_CHECKING:
+    from kvstore.client.batch import WriteBatch
+    from kvstore.client.connection import Connection
+    from kvstore.client.lease import Waiter
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = 1
+CALLS_MAX = 192
+"""Requests that may be unanswered at one time. Answers that a broken stream loses are among the last so many, so this
+must stay below the 256 that the daemon remembers."""
+NOTICE_IDS_MAX = 4096
+"""Most leases, reservations or segments that one notice names."""
+SEGMENTS_PER_REQUEST = 16
+AWAITED_MAX = 64
+"""Unanswered requests on the descriptor socket, when the daemon stands still."""
+HEARTBEAT_S = 1.0
+"""A daemon that said nothing for so long is asked whether it is there."""
+SILENCE_S = 2.0
+"""A daemon that says nothing for so long though something is asked is not waited for again until it speaks."""
+
+_EXPECTS = {
+    "open": "open",
+    "match": "match",
+    "acquire": "acquire",
+    "renew": "renew",
+    "release": "done",
+    "reserve": "reserve",
+    "commit": "commit",
+    "abort": "done",
+    "report_load": "done",
+    "get_session": "session",
+    "update_session": "session",
+    "truncate": "session",
+    "fork": "session",
+    "forget": "done",
+    "segments_unmapped": "done",
+    "heartbeat": "done",
+}
+
+WELCOME_S = 5.0
+"""How long a new stream may take until the daemon welcomes us."""
+ASK_AGAIN_S = 1.0
+NEVER = float("inf")
+
+CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.default_authority", "localhost"),
+    ("grpc.max_receive_message_length", 16 << 20),
+)
+
+FORKED = "this is a forked child: the connection is its parent's"
+
+Handler = Callable[[descriptor_pb2.DescriptorReply, list[int]], None]
+
+
+def gone(why: str) -> Unavailable:
+    return Unavailable(why, remedy="recompute; the client reconnects by itself")
+
+
+class Attachment:
+    """Thread-safe. `alive` turns false once and for ever; `attached` says whether the stream is up."""
+
+    def __init__(
+        self,
+        descriptor_socket: str,
+        *,
+        engine_group: str,
+        rank: int,
+        deadline: float,
+        owner: Connection,
+    ) -> None:
+        """Connect and say hello. Raises StoreError: Unavailable, DeadlineExceeded, Denied, Unsupported, Exhausted."""
+        self.pid = os.getpid()
+        self.alive = False
+        self.attached = False
+        self.silent = False
+        self.draining = False
+        self.lease_ttl_ms = 0
+        self.staging: Staging | None = None
+        self._waiters: list[Waiter] = []
+        self.renewals = Renewals()
+        self.batches: weakref.WeakSet[WriteBatch] = weakref.WeakSet()
+        self._owner = owner
+        self._next_tick = 0.0
+        self._stream_opened_at = 0.0
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._calls: dict[int, Call] = {}
+        self._last_id = 0
+        self._outgoing: queue.SimpleQueue[store_pb2.AttachRequest | None] = queue.SimpleQueue()
+        self._channel: grpc.Channel | None = None
+        self._stream: Any = None
+        self._heard_at = time.monotonic()
+        self._notices: dict[str, list[int]] = {"release": [], "abort": [], "segments_unmapped": []}
+        self._noticing: set[str] = set()
+        self._beating = False
+        self._dropped: deque[Callable[[], None]] = deque()
+
+        self._socket_lock = threading.Lock()
+        self._awaited: deque[Handler] = deque()
+        self._socket = _connect(descriptor_socket, deadline)
+        self.hello = descriptor_pb2.HelloReply()
+        try:
+            self._hello(engine_group, rank, deadline)
+        except BaseException:
+            self._socket.close()
+            raise
+        self.tenant = self.hello.tenant
+        self.boot_id = self.hello.boot_id
+        self.protection = Protection(self.hello.protection)
+        self.mappings = Mappings(boot_id=self.boot_id, writable=self.protection is Protection.GROUP)
+        self.alive = True
+
+    def __repr__(self) -> str:
+        state = "attached" if self.attached else "detached" if self.alive else "ended"
+        return (
+            f"Attachment(boot {self.hello.boot_id.hex()[:8]}, {state}, {len(self._calls)} unanswered, "
+            f"{self.mappings!r}, {self.staging!r})"
+        )
+
+    # --------------------------------------------------------------------------------- the descriptor socket
+
+    def _hello(self, engine_group: str, rank: int, deadline: float) -> None:
+        request = descriptor_pb2.DescriptorRequest(
+            hello=descriptor_pb2.Hello(
+                protocol=PROTOCOL,
+                client=f"attnstore-python/{kvstore.__version__} pid {self.pid}",
+                engine_group=engine_group,
+                rank=rank,
+            )
+        )
+
+        def answered(reply: descriptor_pb2.DescriptorReply, fds: list[int]) -> None:
+            _close_all(fds)
+            if reply.WhichOneof("body") == "error":
+                raise wire.error_from_proto(reply.error)
+            self.hello.CopyFrom(reply.hello)
+
+        self._exchange(request, answered, deadline)
+        if self.hello.protocol != PROTOCOL or self.hello.protection not in {p.value for p in Protection}:
+            raise Unsupported(
+                f"the daemon ({self.hello.version}) speaks protocol {self.hello.protocol} with protection "
+                f"{self.hello.protection!r}; this client speaks protocol {PROTOCOL}",
+                field="protocol",
+                value=self.hello.protocol,
+                remedy="install the same version of attnstore on both sides",
+            )
+
+    def anchored(self) -> bool:
+        """Whether the daemon still holds its end of the descriptor socket."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) != b""
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            return False
+
+    def _exchange(self, request: descriptor_pb2.DescriptorRequest, handler: Handler, deadline: float) -> None:
+        """Send, and read until this request's reply was handled. Replies come in order, so what an earlier request
+        gave up waiting for is handled on the way. Raises DeadlineExceeded, Unavailable, and what handlers raise."""
+        if os.getpid() != self.pid:
+            raise gone(FORKED)
+        if not self._socket_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise DeadlineExceeded("the descriptor socket is busy: the daemon does not answer")
+        try:
+            if len(self._awaited) >= AWAITED_MAX:
+                raise Exhausted(f"{AWAITED_MAX} requests on the descriptor socket are unanswered already")
+            memory.send_packet(self._socket, request.SerializeToString())
+            self._awaited.append(handler)
+            while handler in self._awaited:
+                self._handle_one(deadline)
+        except BlockingIOError:
+            raise DeadlineExceeded("the daemon does not read its descriptor socket") from None
+        except OSError as problem:
+            raise gone(f"the descriptor socket failed: {problem}") from problem
+        finally:
+            self._socket_lock.release()
+
+    def _handle_one(self, deadline: float) -> None:
+        _wait_readable(self._socket, deadline)
+        data, fds = memory.receive_packet(self._socket, fds_max=2 * SEGMENTS_PER_REQUEST)
+        if not data:
+            raise gone("the daemon closed the descriptor socket")
+        try:
+            reply = descriptor_pb2.DescriptorReply.FromString(data)
+        except DecodeError as problem:
+            _close_all(fds)
+            raise gone(f"an unreadable packet on the descriptor socket: {problem}") from problem
+        self._awaited.popleft()(reply, fds)
+
+    def read_late_packets(self) -> None:
+        """Handle replies that nobody waits for any more, if they have come. Never blocks."""
+        while self._awaited and self._socket_lock.acquire(blocking=False):
+            try:
+                if not (self.alive and self._awaited and _readable(self._socket)):
+                    return
+                self._handle_one(time.monotonic() + 1.0)
+            except (OSError, StoreError) as problem:
+                log.debug("a late reply on the descriptor socket: %s", problem)
+                return
+            finally:
+                self._socket_lock.release()
+
+    def map_segments(self, segments: Sequence[int], deadline: float) -> None:
+        """Map those that are not mapped yet; one that the daemon refuses stays unmapped. Blocks, never raises
+        StoreError: what could not be mapped is a miss."""
+        missing = self.mappings.missing(segments)
+        for start in range(0, len(missing), SEGMENTS_PER_REQUEST):
+            wanted = missing[start : start + SEGMENTS_PER_REQUEST]
+            self.mappings.asking(wanted)
+
+            def answered(
+                reply: descriptor_pb2.DescriptorReply, fds: list[int], wanted: Sequence[int] = tuple(wanted)
+            ) -> None:
+                self._install(reply, fds)
+                self.mappings.answered(wanted)
+
+            request = descriptor_pb2.DescriptorRequest(
+                segments=descriptor_pb2.SegmentsRequest(segments=wanted)
+            )
+            try:
+                self._exchange(request, answered, deadline)
+            except StoreError as problem:
+                log.info("segments %s could not be fetched: %s", wanted, problem)
+                return
+
+    def _install(self, reply: descriptor_pb2.DescriptorReply, fds: list[int]) -> None:
+        body = reply.segments
+        if reply.WhichOneof("body") == "error":
+            log.info("segments refused: %s", wire.error_from_proto(reply.error))
+        if not len(body.segments) * 2 == len(body.bytes) * 2 == len(body.cells) * 2 == len(fds):
+            # the kernel drops descriptors when this process has too many open
+            log.error("%d descriptors came for %d segments", len(fds), len(body.segments))
+            _close_all(fds)
+            self.notice("segments_unmapped", body.segments)
+            return
+        refused = [
+            number
+            for index, number in enumerate(body.segments)
+            if not self.mappings.install(
+                number, body.bytes[index], body.cells[index], fds[2 * index], fds[2 * index + 1]
+            )
+        ]
+        self.notice("segments_unmapped", refused)
+
+    def make_staging(self, wanted_bytes: int, deadline: float) -> None:
+        """Ask for staging memory, unless there is some. Blocks; without success `staging` stays None."""
+
+        def answered(reply: descriptor_pb2.DescriptorReply, fds: list[int]) -> None:
+            try:
+                if reply.WhichOneof("body") == "error":
+                    log.warning("no staging memory: %s", wire.error_from_proto(reply.error))
+                elif len(fds) == 1 and self.staging is None and self.alive:
+                    self.staging = Staging(fds[0], reply.staging.bytes)
+            except OSError as problem:
+                log.error("staging memory could not be mapped: %s", problem)
+            finally:
+                _close_all(fds)
+
+        if self.staging is None:
+            request = descriptor_pb2.DescriptorRequest(
+                staging=descriptor_pb2.StagingRequest(bytes=wanted_bytes)
+            )
+            try:
+                self._exchange(request, answered, deadline)
+            except StoreError as problem:
+                log.info("no staging memory: %s", problem)
+
+    # --------------------------------------------------------------------------------------------- the stream
+
+    def open_stream(self) -> Any:
+        """A new stream whose first message is our hello; iterate it and hand every reply to `receive`."""
+        outgoing: queue.SimpleQueue[store_pb2.AttachRequest | None] = queue.SimpleQueue()
+        hello = store_pb2.AttachHello(token=self.hello.token, boot_id=self.hello.boot_id)
+        outgoing.put(store_pb2.AttachRequest(hello=hello))
+        with self._lock:
+            if not self.alive:
+                raise gone("this connection has ended")
+            self._outgoing = outgoing
+            self._stream_opened_at = time.monotonic()
+            self._channel = grpc.insecure_channel(self.hello.grpc_target, options=CHANNEL_OPTIONS)
+            self._stream = store_pb2_grpc.StoreStub(self._channel).Attach(iter(outgoing.get, None))
+            return self._stream
+
+    def cancel_stream(self) -> None:
+        """From any thread: the loop over `open_stream()` ends with an error."""
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
+
+    @property
+    def channel(self) -> grpc.Channel | None:
+        return self._channel
+
+    def _welcomed(self, welcome: store_pb2.AttachWelcome) -> None:
+        """Send what a broken stream left unanswered, in order and under the same numbers, before anything new."""
+        with self._lock:
+            self.lease_ttl_ms = welcome.lease_ttl_ms
+            for number, call in sorted(self._calls.items()):
+                if call.request is None or (call.abandoned and not call.has_consequences):
+                    del self._calls[number]
+                else:
+                    self._outgoing.put(call.request)
+            self.attached = True
+        self._send_notices()
+        self._owner.attached(self)
+
+    def receive(self, reply: store_pb2.AttachReply) -> None:
+        """Every message of the stream, in order, on the receiving thread."""
+        self._heard_at = time.monotonic()
+        self.silent = False
+        body = reply.WhichOneof("body")
+        if reply.request_id:
+            with self._lock:
+                call = self._calls.pop(reply.request_id, None)
+            if call is not None:
+                self._answered(call, reply, body or "")
+            return
+        match body:
+            case "welcome":
+                self._welcomed(reply.welcome)
+            case "chunks_settled":
+                for waiter in list(self._waiters):
+                    waiter.settle(reply.chunks_settled)
+            case "segments_retired":
+                self.notice("segments_unmapped", self.mappings.retire(reply.segments_retired.segments))
+                self.collect()
+            case "leases_revoked":
+                self.count("leases_revoked", len(reply.leases_revoked.lease_ids))
+                self.renewals.void(reply.leases_revoked.lease_ids)
+            case "draining":
+                self.draining = True
+            case _:
+                log.debug("an unknown push: %s", body)  # a newer daemon
+
+    def _answered(self, call: Call, reply: store_pb2.AttachReply, body: str) -> None:
+        answer: Reply = reply
+        if body == "error":
+            answer = wire.error_from_proto(reply.error)
+        elif body != call.expects:
+            answer = StoreError(f"the daemon answered with {body!r}", field="body", value=call.expects)
+        now = time.monotonic()
+        with self._lock:
+            late, call.settled = call.abandoned, True
+            # The daemon stopped waiting, not working: asked again, it tells how it ended.
+            unknown = isinstance(answer, DeadlineExceeded) and call.has_consequences
+            if unknown and now - call.asked_at > ASK_AGAIN_S and call.request is not None:
+                call.abandoned, call.asked_at = True, now
+                self._calls[reply.request_id] = call
+                self._outgoing.put(call.request)
+        if not late:
+            call.future.set_result(answer)
+        if unknown:
+            return
+        if call.on_reply is not None:
+            call.on_reply(answer)
+        if late:
+            self.count("late_answers", 1)
+            if call.on_late is not None and isinstance(answer, store_pb2.AttachReply):
+                call.on_late(answer)
+
+    # ---------------------------------------------------------------------------------------------- requests
+
+    def call(
+        self,
+        field: str,
+        body: Any,
+        deadline: float,
+        *,
+        patient: bool = False,
+        on_reply: Callable[[Reply], None] | None = None,
+        on_late: Callable[[store_pb2.AttachReply], None] | None = None,
+    ) -> Call:
+        """Send a request; `field` names it in AttachRequest. Never blocks and never raises: what cannot be sent now is
+        answered at once. `patient` asks even a daemon that has been silent for long."""
+        call = Call(self, _EXPECTS[field], deadline, on_reply, on_late)
+        if os.getpid() != self.pid:
+            # before any lock: another thread of the parent may have held it when the process forked
+            call.future.set_result(gone(FORKED))
+            return call
+        with self._lock:
+            if not self.attached:
+                problem = gone("not connected to the daemon")
+            elif self.silent and not patient:
+                problem = gone("the daemon has not answered for a while")
+            elif len(self._calls) >= CALLS_MAX:
+                problem = gone(f"{CALLS_MAX} requests are unanswered already")
+            else:
+                self._send(field, body, call)
+                if deadline < self._next_tick:
+                    self._owner.wake()
+                return call
+        call.future.set_result(problem)
+        return call
+
+    def _send(self, field: str, body: Any, call: Call) -> None:
+        """Under the lock."""
+        self._last_id += 1
+        body.request_id = self._last_id
+        call.request = store_pb2.AttachRequest(**{field: body})
+        self._calls[self._last_id] = call
+        self._outgoing.put(call.request)
+
+    def expire(self, call: Call) -> None:
+        """Stop waiting for an answer; it is dealt with when it comes."""
+        with self._lock:
+            if not call.settled:
+                call.settled = call.abandoned = True
+                expired = True
+            else:
+                expired = False
+        if expired:
+            self.count("requests_late", 1)
+            call.future.set_result(
+                DeadlineExceeded("the daemon did not answer in time", remedy="recompute, or allow more time")
+            )
+        else:
+            call.future.result()  # being set by another thread at this moment
+
+    def abandon(self, call: Call) -> None:
+        """Nobody will look at the answer, be it there already or not: give back what it acquired."""
+        with self._lock:
+            settled, call.settled = call.settled, True
+            call.abandoned = True
+        if not settled:
+            call.future.set_result(gone("nobody waits for this answer"))
+            return
+        answer = call.future.result()
+        if call.on_late is not None and isinstance(answer, store_pb2.AttachReply):
+            call.on_late(answer)
+
+    def notice(self, kind: str, ids: Iterable[int]) -> None:
+        """Tell the daemon without waiting: `kind` is release, abort or segments_unmapped. One request of a kind is
+        under way at a time; what comes meanwhile goes together into the next, and survives a broken stream."""
+        ids = list(ids)
+        if ids and os.getpid() == self.pid:
+            with self._lock:
+                self._notices[kind] += ids
+            self._send_notices()
+
+    def _send_notices(self) -> None:
+        with self._lock:
+            for kind, ids in self._notices.items():
+                if not (ids and self.attached) or kind in self._noticing:
+                    continue
+                first, self._notices[kind] = ids[:NOTICE_IDS_MAX], ids[NOTICE_IDS_MAX:]
+                self._noticing.add(kind)
+                self._send(kind, _notice(kind, first), self._notice_call(kind))
+
+    def _notice_call(self, kind: str) -> Call:
+        def answered(_: Reply) -> None:
+            with self._lock:
+                self._noticing.discard(kind)
+                self._idle.notify_all()
+            self._send_notices()
+
+        return Call(self, "done", NEVER, on_reply=answered)
+
+    def wait_for_notices(self, deadline: float) -> bool:
+        """Until the daemon has confirmed all notices; False when it did not in time, or is gone."""
+        with self._lock:
+            self._idle.wait_for(
+                lambda: not self.attached or not (self._noticing or any(self._notices.values())),
+                max(0.0, deadline - time.monotonic()),
+            )
+            return self.attached and not self._noticing
+
+    # ------------------------------------------------------------------------------------------ housekeeping
+
+    def collect(self) -> None:
+        """Tell the daemon of retired segments that nobody here uses any more."""
+        self.notice("segments_unmapped", self.mappings.collect())
+
+    def count(self, name: str, number: int = 1) -> None:
+        self._owner.count(name, number)
+
+    def new_waiter(self, waiter: Waiter) -> Waiter:
+        """From now on `waiter` hears which chunks settled, until `forget_waiter`."""
+        with self._lock:
+            self._waiters.append(waiter)
+        return waiter
+
+    def forget_waiter(self, waiter: Waiter) -> None:
+        with self._lock:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Run `work` on the housekeeping thread soon: for destructors, which may run anywhere and must take no lock."""
+        self._dropped.append(work)
+
+    def tick(self, now: float) -> float:
+        """Expire, renew, heartbeat, collect. Returns when to come again at the latest."""
+        while self._dropped:
+            self._dropped.popleft()()
+        with self._lock:
+            waiting = [call for call in self._calls.values() if not call.settled]
+        overdue = [call for call in waiting if call.deadline <= now]
+        for call in overdue:
+            self.expire(call)
+        if self.attached:
+            self._watch(now)
+            for ttl_ms, leases in self.renewals.due(now):
+                self._renew(ttl_ms, leases)
+            self.read_late_packets()
+            self.collect()
+        elif self._stream is not None and now - self._stream_opened_at > WELCOME_S:
+            self.cancel_stream()
+        deadlines = [call.deadline for call in waiting if call.deadline > now]
+        self._next_tick = min([now + HEARTBEAT_S / 2, self.renewals.next_due(), *deadlines])
+        return self._next_tick
+
+    def _watch(self, now: float) -> None:
+        if not self.anchored():
+            self.cancel_stream()
+            return
+        with self._lock:
+            oldest = min((call.asked_at for call in self._calls.values()), default=now)
+        if now - max(oldest, self._heard_at) > SILENCE_S and not self.silent:
+            self.silent = True
+            self.count("silences", 1)
+            log.warning("the daemon has not answered for %.1f s", now - max(oldest, self._heard_at))
+        if now - self._heard_at > HEARTBEAT_S and not self._beating:
+            self._beating = True
+            beat = self.call(
+                "heartbeat", store_pb2.HeartbeatRequest(), NEVER, patient=True, on_reply=self._beaten
+            )
+            if beat.request is None:  # not sent after all
+                self._beating = False
+
+    def _beaten(self, _: Reply) -> None:
+        self._beating = False
+
+    def _renew(self, ttl_ms: int, leases: Sequence[int]) -> None:
+        sent_at = time.monotonic()
+
+        def answered(answer: Reply) -> None:
+            if isinstance(answer, store_pb2.AttachReply):
+                for lease, granted_ms in zip(leases, answer.renew.ttl_ms, strict=False):
+                    self.renewals.renewed(lease, sent_at, granted_ms)
+
+        body = store_pb2.RenewRequest(lease_ids=leases, ttl_ms=ttl_ms)
+        self.call("renew", body, sent_at + ttl_ms / 1000, patient=True, on_reply=answered)
+
+    # ---------------------------------------------------------------------------------------------------- end
+
+    def close_stream(self) -> None:
+        """No more requests can be sent; those that are unanswered wait for the next stream."""
+        with self._lock:
+            self.attached = False
+            stream, self._stream = self._stream, None
+            channel, self._channel = self._channel, None
+            self._idle.notify_all()
+        self._outgoing.put(None)  # ends gRPC's thread that waits for requests
+        if stream is not None:
+            stream.cancel()
+        if channel is not None:
+            channel.close()
+
+    def give_everything_back(self, deadline: float) -> None:
+        """Release, abort, unmap, and wait until the daemon knows."""
+        for batch in list(self.batches):
+            batch.abort()
+        for lease in self.renewals.open_leases():
+            lease.release()
+        while self._dropped:
+            self._dropped.popleft()()
+        self.wait_for_notices(deadline)
+        self.mappings.retire_all()
+        self.collect()
+        self.wait_for_notices(deadline)
+
+    def end(self, why: str) -> None:
+        """Everything of this boot is void: leases, batches, mappings, staging. Answers every open call."""
+        with self._lock:
+            self.alive = False
+        self.close_stream()
+        with self._lock:
+            calls = [call for call in self._calls.values() if not call.settled]
+            self._calls.clear()
+            for call in calls:
+                call.settled = True
+        for call in calls:
+            call.future.set_result(gone(why))
+        for waiter in list(self._waiters):
+            waiter.end()
+        self.mappings.retire_all()
+        self.staging = None
+        with contextlib.suppress(OSError):  # the daemon closed it already
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits on it
+        with self._socket_lock:
+            self._socket.close()
+
+
+def _notice(kind: str, ids: list[int]) -> Any:
+    match kind:
+        case "release":
+            return store_pb2.ReleaseRequest(lease_ids=ids)
+        case "abort":
+            return store_pb2.AbortRequest(reservation_ids=ids)
+        case _:
+            return store_pb2.SegmentsUnmappedRequest(segments=ids)
+
+
+def _connect(path: str, deadline: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        sock.connect(path)
+        sock.setblocking(False)
+        return sock
+    except OSError as problem:
+        sock.close()
+        raise Unavailable(
+            f"no daemon answers there: {problem.strerror or problem}",
+            field="run_dir",
+            value=os.path.dirname(path),
+            remedy="start kvstored with this run_dir, or check the directory's permissions",
+        ) from problem
+
+
+def _readable(sock: socket.socket) -> bool:
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def _wait_readable(sock: socket.socket, deadline: float) -> None:
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise DeadlineExceeded("the daemon did not answer on the descriptor socket in time")
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,82 @@
+"""Where loaded bytes go: any writable buffer, numpy array or CPU torch tensor, as a numpy array of plain bits.
+
+torch is looked up, never imported: whoever hands us a tensor has it loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import BadRequest
+
+Bits = npt.NDArray[Any]
+_UNSIGNED: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.uint16),
+    4: np.dtype(np.uint32),
+    8: np.dtype(np.uint64),
+}
+
+
+def destination(out: object, field: str = "out") -> Bits:
+    """A writable view of `out` as unsigned integers of its item size: flat bytes where it is contiguous, else with its
+    shape and strides, to be filled in C order. Copying through it never converts, rounds or quiets a NaN.
+
+    Raises BadRequest for what cannot be written in place.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(out, torch.Tensor):
+        array = _of_tensor(torch, out, field)
+    elif isinstance(out, np.ndarray):
+        array = out
+    else:
+        try:
+            array = np.asarray(memoryview(out))  # type: ignore[arg-type]
+        except TypeError as problem:
+            raise BadRequest(
+                f"is neither a buffer, a numpy array nor a CPU tensor: {problem}",
+                field=field,
+                value=type(out).__name__,
+            ) from None
+    if not array.flags.writeable:
+        raise BadRequest("is read-only", field=field, value=_describe(array))
+    if array.dtype.hasobject:
+        raise BadRequest("holds objects, not bytes", field=field, value=_describe(array))
+    if array.flags.c_contiguous:
+        return array.reshape(-1).view(np.uint8)
+    if any(step == 0 and length > 1 for step, length in zip(array.strides, array.shape, strict=True)):
+        raise BadRequest("has elements that share memory", field=field, value=_describe(array))
+    bits: Bits = array.view(_UNSIGNED.get(array.itemsize, np.dtype(f"V{array.itemsize}")))
+    return bits
+
+
+def fill(bits: Bits, source: npt.NDArray[np.uint8]) -> None:
+    """Copy `source` (flat, as many bytes as `bits`) into a `destination`."""
+    if bits.ndim != 1 or bits.dtype != np.uint8:
+        source = source.view(bits.dtype).reshape(bits.shape)
+    np.copyto(bits, source, casting="no")
+
+
+def _of_tensor(torch: Any, tensor: Any, field: str) -> Bits:
+    if tensor.device.type != "cpu":
+        raise BadRequest(
+            "is not in host memory", field=field, value=tensor.device, remedy="copy to a CPU tensor first"
+        )
+    try:
+        plain = tensor.detach()
+        if plain.element_size() == 16:
+            plain = torch.view_as_real(plain)
+        whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
+        array: Bits = plain.view(whole).numpy()
+    except (RuntimeError, TypeError, KeyError) as problem:
+        kind = f"{tensor.dtype} {tensor.layout}"
+        raise BadRequest(f"is no plain strided tensor: {problem}", field=field, value=kind) from None
+    return array
+
+
+def _describe(array: Bits) -> str:
+    return f"{array.dtype} of shape {array.shape}"

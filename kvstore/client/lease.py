@@ -1,0 +1,303 @@
+"""A read pin on chunks: while it is open, their bytes can be copied out of shared memory."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.client.destination import Bits, destination, fill
+from kvstore.errors import BadRequest
+from kvstore.memory import fence
+from kvstore.types import ChunkKey, Outcome, Reason
+from kvstore.v1 import store_pb2
+
+if TYPE_CHECKING:
+    from kvstore.client.attachment import Attachment
+    from kvstore.client.geometry import Geometry
+
+log = logging.getLogger(__name__)
+
+SETTLE_SLACK_S = 0.25
+"""The daemon tells at the latest after `wait_ms`; its word needs a moment to arrive."""
+
+_samples = itertools.count()
+
+
+class Waiter:
+    """Collects what the daemon says about keys that were PENDING."""
+
+    def __init__(self, namespace_id: int, keys: Iterable[ChunkKey]) -> None:
+        self._namespace_id = namespace_id
+        self._changed = threading.Condition()
+        self._open = set(keys)
+        self._ready: set[ChunkKey] = set()
+        self._ended = False
+
+    def settle(self, push: store_pb2.ChunksSettled) -> None:
+        if push.namespace_id == self._namespace_id:
+            with self._changed:
+                self._ready.update(self._open.intersection(map(ChunkKey, push.ready)))
+                self._open.difference_update(push.ready, push.failed)
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """No more will be said."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def wait(self, keys: Iterable[ChunkKey], deadline: float) -> set[ChunkKey]:
+        """Those of `keys` that became READY: when all are settled, or until the deadline."""
+        wanted = set(keys)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._ended or not (wanted & self._open), max(0.0, deadline - time.monotonic())
+            )
+            return wanted & self._ready
+
+
+class Place(NamedTuple):
+    """One shard of a hit, in shared memory."""
+
+    data: npt.NDArray[np.uint8]
+    generations: npt.NDArray[np.uint64]
+    cell: int
+    generation: int
+    checksum: int
+
+    def intact(self) -> bool:
+        """Whether the slot still holds what the daemon granted."""
+        return bool(self.generations[self.cell] == self.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What the daemon pinned: per key number of a hit its places, in the order of the wanted shards."""
+
+    attachment: Attachment
+    namespace_id: int
+    lease_id: int
+    ttl_ms: int
+    sent_at: float
+    """Monotonic seconds at which the request was sent: the daemon granted the lease later, so we give up earlier."""
+    places: dict[int, tuple[Place, ...]]
+    waiter: Waiter | None = None
+    settled_by: float = 0.0
+
+
+class ReadLease:
+    """What `Namespace.read` found. A context manager; never raises because of a lost or late daemon.
+
+    `outcomes` and `reasons` have one entry per key, `hits` counts the leading hits. Copies are made in the calling
+    thread, without the interpreter's lock for large ones. Not to be used after a fork.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[ChunkKey],
+        outcomes: Sequence[Outcome],
+        reasons: Sequence[Reason],
+        geometry: Geometry,
+        shards: tuple[int, ...],
+        grant: Grant | None = None,
+        verify_every: int = 0,
+    ) -> None:
+        """`verify_every` n: one copy in n is compared with its checksum; 0: none."""
+        self._released = False
+        self._grant = grant
+        self.keys = tuple(keys)
+        self.outcomes = tuple(outcomes)
+        self.reasons = tuple(reasons)
+        misses = (number for number, outcome in enumerate(outcomes) if outcome is not Outcome.HIT)
+        self.hits = next(misses, len(outcomes))
+        self.shards = shards
+        self.lease_id = grant.lease_id if grant else 0
+        self.ttl_ms = grant.ttl_ms if grant else 0
+        self.granted_at = grant.sent_at if grant else 0.0
+        self.expires_at = self.granted_at + self.ttl_ms / 1000
+        self._geometry = geometry
+        self._verify_every = verify_every
+        self._places = grant.places if grant else {}
+
+    def __repr__(self) -> str:
+        state = "open" if self.alive else "released" if self._released else "void"
+        return f"ReadLease({self.lease_id}, {self.hits} of {len(self.keys)} keys hit, {state})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        # May run at any point of any thread, so it takes no lock and leaves the work to the housekeeping.
+        if not getattr(self, "_released", True) and self._grant is not None:
+            self._grant.attachment.later(
+                partial(_give_back, self._grant.attachment, self.lease_id, self._grant.waiter)
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether copies can succeed now: neither released, expired nor revoked, and the daemon is the same."""
+        grant = self._grant
+        return (
+            grant is not None
+            and grant.attachment.alive
+            and not self._released
+            and time.monotonic() < self.expires_at
+            and os.getpid() == grant.attachment.pid
+        )
+
+    # ------------------------------------------------------------------------------------------------- copies
+
+    def copy_to(
+        self,
+        index: int,
+        out: Any,
+        *,
+        shard: int | None = None,
+        layer: int | None = None,
+        offset: int | None = None,
+    ) -> bool:
+        """Copy bytes of key number `index` into `out`: a writable buffer, numpy array (any strides) or CPU tensor.
+
+        Of `shard` (default: the first wanted one) all bytes, or those of one `layer`; with `offset` (in bytes, from
+        the start of the shard or layer) as many as `out` has. False: no hit, or void (expired, revoked, daemon gone,
+        slot reused): `out` is undefined, recompute. Raises BadRequest for a wrong index, shard, layer or size.
+        """
+        place, shard = self._place(index, shard)
+        bits = destination(out)
+        start, length = self._geometry.span(shard, layer)
+        if offset is not None:
+            _check_range(offset, bits.nbytes, length)
+            start += offset
+        elif bits.nbytes != length:
+            what = f"shard {shard} whole" if layer is None else f"layer {layer} of shard {shard}"
+            raise BadRequest(f"must have {length} bytes: {what}", field="out", value=f"{bits.nbytes} bytes")
+        return place is not None and self._copy(((index, place, start, bits),))
+
+    def copy_many(self, pieces: Sequence[tuple[int, int, int, Any]]) -> bool:
+        """Copy all of (index, shard, offset in bytes within the shard, out); each `out` as in `copy_to`.
+
+        False: at least one is no hit or void, and all outs are undefined. Raises BadRequest before copying anything.
+        """
+        plan: list[tuple[int, Place, int, Bits]] = []
+        for index, shard, offset, out in pieces:
+            place, shard = self._place(index, shard)
+            bits = destination(out)
+            _check_range(offset, bits.nbytes, self._geometry.shard_bytes[shard])
+            if place is not None:
+                plan.append((index, place, offset, bits))
+        return len(plan) == len(pieces) and self._copy(plan)
+
+    def unsafe_view(self, index: int, shard: int | None = None) -> memoryview | None:
+        """The shard's bytes in shared memory, read-only and without a copy; None when no copy would succeed.
+
+        Unsafe: after release or expiry the bytes may change under the reader, and nothing will tell. The segment
+        stays mapped while the view lives.
+        """
+        place, _ = self._place(index, shard)
+        if place is None or not self.alive or not place.intact():
+            return None
+        return place.data.data.toreadonly()
+
+    def _copy(self, plan: Sequence[tuple[int, Place, int, Bits]]) -> bool:
+        """(key number, place, offset, destination). Each slot's generation is compared before the first byte and after
+        the last, so bytes of a slot that was given to somebody else meanwhile never pass for ours."""
+        grant = self._grant
+        if grant is None or not self.alive:
+            return self._void()
+        if not all(place.intact() for _, place, _, _ in plan):
+            return self._void()
+        fence()
+        for _, place, offset, bits in plan:
+            fill(bits, place.data[offset : offset + bits.nbytes])
+        corrupt = {index for index, place, _, _ in plan if not self._verified(place)}
+        fence()
+        if not all(place.intact() for _, place, _, _ in plan):
+            return self._void()
+        if corrupt:
+            self._report(grant, sorted(corrupt))
+        return not corrupt
+
+    def _verified(self, place: Place) -> bool:
+        """On a sample: whether the whole shard still has the checksum that it was committed with."""
+        if not self._verify_every or next(_samples) % self._verify_every:
+            return True
+        return xxhash.xxh3_64_intdigest(place.data.data) == place.checksum
+
+    def _report(self, grant: Grant, corrupt: Sequence[int]) -> None:
+        grant.attachment.count("loads_corrupt", len(corrupt))
+        log.error("%d loaded chunks do not match their checksums: the daemon is asked to check", len(corrupt))
+        body = store_pb2.ReportLoadRequest(
+            namespace_id=grant.namespace_id, keys=[self.keys[index] for index in corrupt]
+        )
+        grant.attachment.call("report_load", body, time.monotonic() + self.ttl_ms / 1000)
+
+    def _void(self) -> bool:
+        if self._grant is not None and os.getpid() == self._grant.attachment.pid:
+            self._grant.attachment.count("loads_void")
+        return False
+
+    def _place(self, index: int, shard: int | None) -> tuple[Place | None, int]:
+        """Where the shard is (None: the key is no hit), and its number. Raises BadRequest."""
+        if not 0 <= index < len(self.keys):
+            raise BadRequest(f"the lease has keys 0 to {len(self.keys) - 1}", field="index", value=index)
+        if shard is None:
+            shard = self.shards[0]
+        elif shard not in self.shards:
+            raise BadRequest(f"the lease was asked for shards {self.shards}", field="shard", value=shard)
+        places = self._places.get(index)
+        return (places[self.shards.index(shard)] if places else None), shard
+
+    # ---------------------------------------------------------------------------------------------------- end
+
+    def settled(self, timeout_s: float | None = None) -> tuple[int, ...]:
+        """Wait for the PENDING keys of a read with `wait_ms`; returns the numbers of those that became READY: read them
+        again. Returns when all are settled, after `timeout_s`, or when the daemon's own time for it is over."""
+        grant = self._grant
+        pending = [number for number, outcome in enumerate(self.outcomes) if outcome is Outcome.PENDING]
+        if grant is None or grant.waiter is None or not pending:
+            return ()
+        limit = grant.settled_by + SETTLE_SLACK_S
+        deadline = limit if timeout_s is None else min(limit, time.monotonic() + timeout_s)
+        ready = grant.waiter.wait([self.keys[number] for number in pending], deadline)
+        return tuple(number for number in pending if self.keys[number] in ready)
+
+    def release(self) -> None:
+        """Unpin. Does not wait; idempotent. Nothing can be copied any more."""
+        if self._released:
+            return
+        self._released = True
+        self._places = {}
+        grant, self._grant = self._grant, None
+        if grant is not None and os.getpid() == grant.attachment.pid:
+            grant.places.clear()
+            _give_back(grant.attachment, self.lease_id, grant.waiter)
+
+
+def _give_back(attachment: Attachment, lease_id: int, waiter: Waiter | None) -> None:
+    if waiter is not None:
+        attachment.forget_waiter(waiter)
+    if lease_id:
+        attachment.renewals.remove(lease_id)
+        attachment.notice("release", [lease_id])
+        attachment.collect()
+
+
+def _check_range(offset: int, nbytes: int, length: int) -> None:
+    if not 0 <= offset <= length - nbytes:
+        raise BadRequest(
+            f"{nbytes} bytes from there are not inside of {length}", field="offset", value=offset
+        )

@@ -1,0 +1,134 @@
+"""Which segments of the arena this process has mapped, for one connection to one daemon.
+
+A lease holds the `Segment` objects it reads, and every view of their bytes holds the mapping. So "in use" is what the
+interpreter counts anyway: a retired segment is unmapped when its last lease, batch or view goes, and only then do we
+tell the daemon.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import memory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """One mapped segment. `data` is writable only under protection `group`."""
+
+    number: int
+    data: npt.NDArray[np.uint8]
+    generations: npt.NDArray[np.uint64]
+    """The header's cells: reading one loads it from shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    segment: Segment
+    data: memory.SharedMapping
+    header: memory.SharedMapping
+
+
+class Mappings:
+    """`boot_id` is what every header must carry; `writable` whether segments are mapped for writing in place."""
+
+    def __init__(self, *, boot_id: bytes, writable: bool) -> None:
+        self._boot_id = boot_id
+        self._writable = writable
+        self._lock = threading.Lock()
+        self._mapped: dict[int, _Mapped] = {}
+        self._leaving: list[tuple[int, memory.SharedMapping, memory.SharedMapping]] = []
+        self._retired_early: set[int] = set()
+        self._asked: list[int] = []
+        """Segments in requests that are under way, one entry per request."""
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"Mappings({len(self._mapped)} mapped, {len(self._leaving)} leaving)"
+
+    def get(self, segment: int) -> Segment | None:
+        mapped = self._mapped.get(segment)
+        return mapped.segment if mapped else None
+
+    def missing(self, segments: Iterable[int]) -> list[int]:
+        return [number for number in dict.fromkeys(segments) if number not in self._mapped]
+
+    def asking(self, segments: Sequence[int]) -> None:
+        """A request for these is about to be sent. Ends with `install` and `answered`."""
+        with self._lock:
+            self._asked.extend(segments)
+
+    def answered(self, segments: Sequence[int]) -> None:
+        with self._lock:
+            for number in segments:
+                self._asked.remove(number)
+            self._retired_early.intersection_update(self._asked)
+
+    def install(self, number: int, size_bytes: int, cells: int, data_fd: int, header_fd: int) -> bool:
+        """Map what the daemon handed over and close both descriptors. False: not mapped, and the daemon must be told
+        so (the segment was retired meanwhile, memory is short, or the header is not what it should be)."""
+        try:
+            with self._lock:
+                if number in self._mapped:
+                    return True
+                if self._closed or number in self._retired_early:
+                    return False
+                self._mapped[number] = self._map(number, size_bytes, cells, data_fd, header_fd)
+                return True
+        except (OSError, ValueError) as problem:
+            log.error("segment %d could not be mapped: %s", number, problem)
+            return False
+        finally:
+            os.close(data_fd)
+            os.close(header_fd)
+
+    def _map(self, number: int, size_bytes: int, cells: int, data_fd: int, header_fd: int) -> _Mapped:
+        header = memory.map_shared(header_fd, memory.header_bytes(cells))
+        found = memory.read_header(header.array)
+        expected = memory.SegmentHeader(cells=cells, segment_bytes=size_bytes, boot_id=self._boot_id)
+        if found != expected:
+            raise ValueError(f"its header says {found}, expected {expected}")
+        data = memory.map_shared(data_fd, size_bytes, writable=self._writable)
+        segment = Segment(number, data.array, memory.generations(header.array, cells))
+        return _Mapped(segment, data, header)
+
+    def retire(self, segments: Iterable[int]) -> list[int]:
+        """The daemon wants these back. Returns those that are not mapped now; `collect` tells of the others later."""
+        gone = []
+        with self._lock:
+            for number in segments:
+                mapped = self._mapped.pop(number, None)
+                if mapped is not None:
+                    mapped.data.close()
+                    mapped.header.close()
+                    self._leaving.append((number, mapped.data, mapped.header))
+                elif number in self._asked:
+                    self._retired_early.add(number)  # its descriptors may be on their way
+                elif all(number != leaving for leaving, _, _ in self._leaving):
+                    gone.append(number)
+        return gone
+
+    def collect(self) -> list[int]:
+        """Retired segments whose last user has gone since the last look."""
+        if not self._leaving:
+            return []
+        with self._lock:
+            gone = [n for n, data, header in self._leaving if data.unmapped and header.unmapped]
+            self._leaving = [entry for entry in self._leaving if entry[0] not in gone]
+        return gone
+
+    def retire_all(self) -> None:
+        """The connection ends: give up everything; what a lease or view still uses goes with it."""
+        with self._lock:
+            self._closed = True
+            everything = list(self._mapped)
+        self.retire(everything)

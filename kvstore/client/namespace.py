@@ -1,0 +1,686 @@
+"""One namespace of the store, and every operation on it, each written once as a generator (see `call`).
+
+`Namespace` is its blocking face, `aio.AsyncNamespace` the awaitable one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import wire
+from kvstore.client.attachment import Attachment, gone
+from kvstore.client.batch import StagedPieces, WriteBatch
+from kvstore.client.call import Operation, Reply, drive
+from kvstore.client.geometry import Geometry
+from kvstore.client.lease import Grant, Place, ReadLease, Waiter
+from kvstore.client.staging import footprint
+from kvstore.core.events import Matched, Opened, SessionEntry, SessionInfo
+from kvstore.errors import BadRequest, DeadlineExceeded, NotFound, StoreError, Unavailable
+from kvstore.keys import ROOT, Tokens, exact_chain, exact_key
+from kvstore.layout import NamespaceSpec
+from kvstore.types import (
+    KEY_BYTES_MAX,
+    KEYS_PER_REQUEST_MAX,
+    MAKER_BYTES,
+    SESSION_NAME_BYTES_MAX,
+    ChunkKey,
+    GrantResult,
+    NamespaceId,
+    Outcome,
+    Protection,
+    Reason,
+)
+from kvstore.v1 import store_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from kvstore.client import Client
+    from kvstore.client.connection import Connection
+
+log = logging.getLogger(__name__)
+
+REOPEN_AGAIN_S = 1.0
+"""After the daemon refused to open a namespace again."""
+GROUP_VERIFY_EVERY = 64
+"""Under protection `group` other workers can write what we read: one load in so many is compared with its checksum."""
+NUMBER_MAX = (1 << 63) - 1
+
+
+class Namespace:
+    """Chunks of one model replica in one layout. Made by `Client.open`; survives restarts of the daemon, after which it
+    is opened again in the background. Thread-safe.
+
+    `match`, `read` and `write` never raise because the daemon is away, late or refuses: then every key is a MISS
+    (UNAVAILABLE) or not granted. They raise BadRequest for what the caller got wrong. Timeouts are in seconds; None
+    stands for the connection's.
+    """
+
+    def __init__(self, client: Client, connection: Connection, spec: NamespaceSpec) -> None:
+        """Not bound yet: `opening` does that."""
+        self.spec = spec
+        self.client = client
+        self.notes: tuple[str, ...] = ()
+        """In which fields other namespaces of the same model differ: why there may be no hits."""
+        self._salt = b""
+        self._connection = connection
+        self._geometry = Geometry(spec)
+        self._binding: tuple[Attachment, NamespaceId] | None = None
+        self._reopening: tuple[Attachment | None, float] = (None, 0.0)
+
+    def __repr__(self) -> str:
+        binding = self._binding
+        state = "unbound" if binding is None or not binding[0].alive else f"id {binding[1]}"
+        return f"Namespace({self.spec.model}, epoch {self.spec.weights_epoch}, {state})"
+
+    @property
+    def salt(self) -> bytes:
+        """32 bytes that key this namespace's chunk hashes; the daemon derives them from tenant and spec."""
+        return self._salt
+
+    def keys(self, tokens: Tokens, parent: ChunkKey = ROOT) -> list[ChunkKey]:
+        """Keys of all full chunks of `tokens`, which follow the chain that ends in `parent`."""
+        return exact_chain(self._salt, tokens, self.spec.chunk_tokens, parent)
+
+    def tail_key(self, tokens: Tokens, parent: ChunkKey) -> ChunkKey:
+        """Key of the rest of a conversation: fewer tokens than a chunk, after `parent`."""
+        return exact_key(self._salt, parent, tokens)
+
+    # ------------------------------------------------------------------------------------- the engine's path
+
+    def match(
+        self, keys: Sequence[ChunkKey], *, token_count: int = 0, timeout_s: float | None = None
+    ) -> Matched:
+        """How many leading keys could be loaded now; with `token_count`, leaving at least one of so many tokens to
+        compute. Pins and promotes nothing."""
+        return drive(self.matching(keys, token_count, timeout_s))
+
+    def read(
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        shards: Sequence[int] = (),
+        wait_ms: int = 0,
+        any_order: bool = False,
+        ttl_ms: int = 0,
+        verify: float | None = None,
+        timeout_s: float | None = None,
+    ) -> ReadLease:
+        """Pin what is there of `keys` and map it; of interest are `shards` (none: all).
+
+        Stops at the first key that is no hit unless `any_order`. With `wait_ms` the lease's `settled()` waits for
+        PENDING keys. `ttl_ms` 0: the daemon's default; the client renews while the lease is open. `verify` is the share
+        of loads compared with their checksum (None: 0, or 1/64 under protection `group`).
+        """
+        return drive(self.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s))
+
+    def write(
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        parent: ChunkKey = ROOT,
+        parents: Sequence[ChunkKey] = (),
+        token_counts: Sequence[int] = (),
+        shards: Sequence[int] = (),
+        derived: bool = False,
+        maker: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> WriteBatch:
+        """Ask to save `shards` (none: all) of each key. The parent of keys[i] is keys[i-1], that of keys[0] is
+        `parent`, unless `parents` names one per key. `token_counts` has one entry per key when some are tails.
+
+        What does not fit in staging memory now is answered FULL: dropped and counted, never stalled.
+        """
+        return drive(self.writing(keys, parent, parents, token_counts, shards, derived, maker, timeout_s))
+
+    # ---------------------------------------------------------------------------------------------- sessions
+
+    def get_session(self, name: str | bytes, *, timeout_s: float | None = None) -> SessionInfo | None:
+        """None: no such session, or the daemon could not be asked."""
+        return drive(self.getting_session(name, timeout_s))
+
+    def update_session(
+        self,
+        name: str | bytes,
+        *,
+        expected_version: int,
+        keep: int,
+        append: Sequence[SessionEntry],
+        timeout_s: float | None = None,
+    ) -> SessionInfo:
+        """New version = the first `keep` entries of version `expected_version` (0: the session is new) + `append`.
+
+        Raises Conflict when the version has moved on, Precondition when an appended chunk is not committed,
+        Unavailable, and other StoreErrors.
+        """
+        return drive(self.updating_session(name, expected_version, keep, append, timeout_s))
+
+    def truncate(
+        self,
+        name: str | bytes,
+        *,
+        expected_version: int,
+        first_token: int,
+        token_count: int,
+        close_gap: bool = False,
+        timeout_s: float | None = None,
+    ) -> SessionInfo:
+        """New version without tokens [first_token, first_token + token_count), which must fall on entry boundaries."""
+        return drive(self.truncating(name, expected_version, first_token, token_count, close_gap, timeout_s))
+
+    def fork(
+        self, name: str | bytes, new_name: str | bytes, *, timeout_s: float | None = None
+    ) -> SessionInfo:
+        """A second name for the session's present version. Raises Conflict when it exists, NotFound, Unavailable."""
+        return drive(self.forking(name, new_name, timeout_s))
+
+    def forget(
+        self,
+        name: str | bytes | None = None,
+        *,
+        keys: Sequence[ChunkKey] = (),
+        timeout_s: float | None = None,
+    ) -> int:
+        """Drop a session, with the chunks that nothing else names, or single keys; how many were dropped."""
+        return drive(self.forgetting(name, keys, timeout_s))
+
+    # -------------------------------------------------------------------------------------------- operations
+
+    def opening(self, timeout_s: float | None) -> Operation[None]:
+        deadline = self._connection.deadline(timeout_s)
+        yield partial(self._connection.wait_until, self._can_open, deadline)
+        attachment = self._connection.attachment
+        assert attachment is not None, self._connection
+        body = store_pb2.OpenRequest(namespace=wire.spec_to_proto(self.spec))
+        call = attachment.call("open", body, deadline, patient=True)
+        yield call
+        self._bind(attachment, wire.opened_from_proto(_raised(call.answer).open))
+        self._connection.namespaces.add(self)
+
+    def matching(
+        self, keys: Sequence[ChunkKey], token_count: int, timeout_s: float | None
+    ) -> Operation[Matched]:
+        _check_keys("keys", keys)
+        _check_number("token_count", token_count)
+        binding = self._bound()
+        if binding is not None and keys:
+            attachment, number = binding
+            body = store_pb2.MatchRequest(namespace_id=number, keys=keys, token_count=token_count)
+            call = attachment.call("match", body, self._connection.deadline(timeout_s))
+            yield call
+            if isinstance(call.answer, store_pb2.AttachReply):
+                matched = wire.matched_from_proto(call.answer.match)
+                if len(matched.outcomes) == len(matched.reasons) == len(keys):
+                    return matched
+            self._connection.count("matches_failed")
+        return Matched(0, (Outcome.MISS,) * len(keys), (Reason.UNAVAILABLE,) * len(keys))
+
+    def reading(
+        self,
+        keys: Sequence[ChunkKey],
+        shards: Sequence[int],
+        wait_ms: int,
+        any_order: bool,
+        ttl_ms: int,
+        verify: float | None,
+        timeout_s: float | None,
+    ) -> Operation[ReadLease]:
+        _check_keys("keys", keys)
+        wanted = self._geometry.wanted(tuple(shards))
+        _check_number("wait_ms", wait_ms)
+        _check_number("ttl_ms", ttl_ms)
+        if verify is not None and not 0 <= verify <= 1:
+            raise BadRequest("must be between 0 and 1", field="verify", value=verify)
+        deadline = self._connection.deadline(timeout_s)
+        binding = self._bound()
+        if binding is None or not keys:
+            return self._no_lease(keys, wanted)
+        attachment, number = binding
+        waiter = attachment.new_waiter(Waiter(number, keys)) if wait_ms else None
+
+        def give_back(answer: store_pb2.AttachReply) -> None:
+            attachment.notice("release", [answer.acquire.lease_id] if answer.acquire.lease_id else [])
+
+        body = store_pb2.AcquireRequest(
+            namespace_id=number,
+            keys=keys,
+            shards=wanted,
+            ttl_ms=ttl_ms,
+            wait_ms=wait_ms,
+            any_order=any_order,
+        )
+        lease = None
+        try:
+            call = attachment.call("acquire", body, deadline, on_late=give_back)
+            yield call
+            answer = call.answer
+            if not isinstance(answer, store_pb2.AttachReply):
+                self._connection.count("reads_failed")
+                return self._no_lease(keys, wanted)
+            try:
+                segments = answer.acquire.extents.segment
+                if attachment.mappings.missing(segments):
+                    yield partial(attachment.map_segments, list(segments), deadline)
+                grant = Grant(
+                    attachment,
+                    namespace_id=number,
+                    lease_id=answer.acquire.lease_id,
+                    ttl_ms=answer.acquire.ttl_ms,
+                    sent_at=call.sent_at,
+                    places={},
+                    waiter=waiter,
+                    settled_by=call.sent_at + wait_ms / 1000,
+                )
+                lease = self._lease(
+                    answer.acquire, keys, wanted, any_order, self._verify_every(verify), grant
+                )
+            finally:
+                if lease is None:  # interrupted, or a bug
+                    give_back(answer)
+        finally:
+            if waiter is not None and (lease is None or Outcome.PENDING not in lease.outcomes):
+                attachment.forget_waiter(waiter)
+        if lease.lease_id:
+            attachment.renewals.add(lease)
+        return lease
+
+    def _lease(
+        self,
+        message: store_pb2.AcquireReply,
+        keys: Sequence[ChunkKey],
+        shards: tuple[int, ...],
+        any_order: bool,
+        verify_every: int,
+        grant: Grant,
+    ) -> ReadLease:
+        """The lease of an answer whose segments are mapped; a hit in one that could not be mapped becomes a miss."""
+        outcomes = list(wire.outcomes_from_bytes(message.outcomes))
+        reasons = list(wire.reasons_from_bytes(message.reasons))
+        places = self._places(message.extents, shards, grant.attachment)
+        hits = [index for index, outcome in enumerate(outcomes) if outcome is Outcome.HIT]
+        if not len(outcomes) == len(reasons) == len(keys) or len(places) != len(hits) * len(shards):
+            log.error(
+                "an answer to Acquire does not fit the request: %d extents, %d hits", len(places), len(hits)
+            )
+            outcomes, reasons = [Outcome.MISS] * len(keys), [Reason.UNAVAILABLE] * len(keys)
+            hits = []
+        for rank, index in enumerate(hits):
+            mine = places[rank * len(shards) : (rank + 1) * len(shards)]
+            whole = tuple(place for place in mine if place is not None)
+            if len(whole) == len(mine):
+                grant.places[index] = whole
+                continue
+            self._connection.count("hits_not_mapped")
+            outcomes[index], reasons[index] = Outcome.MISS, Reason.UNAVAILABLE
+            if not any_order:
+                behind = len(keys) - index - 1
+                outcomes[index + 1 :] = [Outcome.MISS] * behind
+                reasons[index + 1 :] = [Reason.BEYOND_MISS] * behind
+                break
+        return ReadLease(keys, outcomes, reasons, self._geometry, shards, grant, verify_every)
+
+    def _places(
+        self, extents: types_pb2.Extents, shards: tuple[int, ...], attachment: Attachment
+    ) -> list[Place | None]:
+        """One per extent; None where it is not inside a segment that we have mapped."""
+        lengths = [self._geometry.shard_bytes[shard] for shard in shards]
+        columns = zip(
+            extents.segment,
+            extents.offset,
+            extents.length,
+            extents.cell,
+            extents.generation,
+            extents.checksum,
+            strict=False,
+        )
+        places: list[Place | None] = []
+        for row, (number, offset, length, cell, generation, checksum) in enumerate(columns):
+            segment = attachment.mappings.get(number)
+            wanted = lengths[row % len(lengths)]
+            if (
+                segment is None
+                or length != wanted
+                or offset + length > segment.data.size
+                or cell >= segment.generations.size
+            ):
+                places.append(None)
+                continue
+            data = segment.data[offset : offset + length]
+            places.append(Place(data, segment.generations, cell, generation, checksum))
+        return places
+
+    def _verify_every(self, verify: float | None) -> int:
+        if verify is None:
+            attachment = self._connection.attachment
+            group = attachment is not None and attachment.protection is Protection.GROUP
+            return GROUP_VERIFY_EVERY if group else 0
+        return round(1 / verify) if verify > 0 else 0
+
+    def _no_lease(self, keys: Sequence[ChunkKey], shards: tuple[int, ...]) -> ReadLease:
+        outcomes, reasons = (Outcome.MISS,) * len(keys), (Reason.UNAVAILABLE,) * len(keys)
+        return ReadLease(keys, outcomes, reasons, self._geometry, shards)
+
+    def writing(
+        self,
+        keys: Sequence[ChunkKey],
+        parent: ChunkKey,
+        parents: Sequence[ChunkKey],
+        token_counts: Sequence[int],
+        shards: Sequence[int],
+        derived: bool,
+        maker: bytes,
+        timeout_s: float | None,
+    ) -> Operation[WriteBatch]:
+        _check_keys("keys", keys)
+        _check_keys("parent", (parent,), empty=True)
+        _check_keys("parents", parents, empty=True)
+        for field, column in (("parents", parents), ("token_counts", token_counts)):
+            if column and len(column) != len(keys):
+                raise BadRequest(
+                    f"has one entry per key ({len(keys)}) or none", field=field, value=len(column)
+                )
+        for count in token_counts:
+            _check_number("token_counts", count, low=1, high=self.spec.chunk_tokens)
+        wanted = self._geometry.wanted(tuple(shards))
+        if len(maker) not in (0, MAKER_BYTES):
+            raise BadRequest(f"has {MAKER_BYTES} bytes or none", field="maker", value=maker)
+        lengths = [self._geometry.shard_bytes[shard] for shard in wanted]
+        deadline = self._connection.deadline(timeout_s)
+        binding = self._bound()
+        if binding is None or not keys:
+            return self._no_batch(keys, None if not keys else gone("not connected to the daemon"))
+        attachment, number = binding
+
+        pieces: StagedPieces | None = None
+        asked = len(keys)
+        starts: list[int] = []
+        if attachment.protection is Protection.SEALED:
+            self._check_staging(lengths)
+            if attachment.staging is None:
+                yield partial(attachment.make_staging, self._connection.staging_bytes, deadline)
+            staging = attachment.staging
+            if staging is None:
+                return self._no_batch(keys, None)
+            pieces = StagedPieces(staging)
+            for _ in keys:
+                start = pieces.take(footprint(lengths))
+                if start is None:
+                    break
+                starts.append(start)
+            asked = len(starts)
+        if not asked:
+            return self._no_batch(keys, None)
+
+        def give_back(answer: store_pb2.AttachReply) -> None:
+            attachment.notice(
+                "abort", [answer.reserve.reservation_id] if answer.reserve.reservation_id else []
+            )
+
+        body = store_pb2.ReserveRequest(
+            namespace_id=number,
+            keys=keys[:asked],
+            parent=parent,
+            parents=parents[:asked],
+            token_counts=token_counts[:asked],
+            shards=wanted,
+            derived=derived,
+            maker=maker,
+        )
+        batch = None
+        try:
+            call = attachment.call("reserve", body, deadline, on_late=give_back)
+            yield call
+            answer = call.answer
+            if not isinstance(answer, store_pb2.AttachReply):
+                return self._no_batch(keys, answer)
+            try:
+                if pieces is None and attachment.mappings.missing(answer.reserve.extents.segment):
+                    yield partial(attachment.map_segments, list(answer.reserve.extents.segment), deadline)
+                batch = self._batch(answer.reserve, keys, wanted, lengths, pieces, starts, attachment)
+            finally:
+                if batch is None:
+                    give_back(answer)
+        finally:
+            if batch is None and pieces is not None:
+                pieces.give_back()  # nothing was committed, so the daemon reads none of it
+        if batch is None:
+            return self._no_batch(keys, gone("the reserved slots could not be mapped"))
+        attachment.batches.add(batch)
+        return batch
+
+    def _batch(
+        self,
+        message: store_pb2.ReserveReply,
+        keys: Sequence[ChunkKey],
+        shards: tuple[int, ...],
+        lengths: Sequence[int],
+        pieces: StagedPieces | None,
+        starts: Sequence[int],
+        attachment: Attachment,
+    ) -> WriteBatch | None:
+        """The batch of an answer; None when it does not fit the request, or its slots are not mapped."""
+        results = list(wire.reserved_from_proto(message).results)
+        results += [GrantResult.FULL] * (len(keys) - len(results))
+        granted = [index for index, result in enumerate(results) if result is GrantResult.GRANTED]
+        if list(message.extents.length) != list(lengths) * len(granted):
+            log.error("an answer to Reserve does not fit the request: %d keys granted", len(granted))
+            return None
+        buffers: list[npt.NDArray[np.uint8]] = []
+        offsets: list[int] = []
+        if pieces is None:
+            places = self._places(message.extents, shards, attachment)
+            buffers = [place.data for place in places if place is not None]
+            if len(buffers) != len(places):
+                return None
+        else:
+            pieces.give_back(keep=granted)
+            for index in granted:
+                offset = starts[index]
+                for length in lengths:
+                    offsets.append(offset)
+                    buffers.append(pieces.staging.array[offset : offset + length])
+                    offset += footprint((length,))
+        self._count_dropped(results)
+        return WriteBatch(
+            results,
+            shards=shards,
+            attachment=attachment,
+            timeout_s=self._connection.timeout_s,
+            reservation_id=message.reservation_id,
+            buffers=buffers,
+            offsets=offsets,
+            pieces=pieces,
+        )
+
+    def _no_batch(self, keys: Sequence[ChunkKey], error: StoreError | None) -> WriteBatch:
+        results = (GrantResult.FULL,) * len(keys)
+        self._count_dropped(results)
+        return WriteBatch(results, error=error)
+
+    def _count_dropped(self, results: Sequence[GrantResult]) -> None:
+        dropped = sum(result in (GrantResult.FULL, GrantResult.QUOTA) for result in results)
+        if dropped:
+            self._connection.count("saves_dropped", dropped)
+
+    def _check_staging(self, lengths: Sequence[int]) -> None:
+        if footprint(lengths) > self._connection.staging_bytes:
+            raise BadRequest(
+                f"is too small for one chunk's {footprint(lengths)} bytes",
+                field="staging_bytes",
+                value=self._connection.staging_bytes,
+                remedy="connect with more, or write fewer shards at a time",
+            )
+
+    # ---------------------------------------------------------------------------------------------- sessions
+
+    def getting_session(self, name: str | bytes, timeout_s: float | None) -> Operation[SessionInfo | None]:
+        try:
+            answer = yield from self._asking(
+                "get_session", store_pb2.GetSessionRequest(session=_name(name)), timeout_s
+            )
+        except (NotFound, Unavailable, DeadlineExceeded):
+            return None
+        info = wire.session_from_proto(answer.session)
+        return info if info.version else None
+
+    def updating_session(
+        self,
+        name: str | bytes,
+        expected_version: int,
+        keep: int,
+        append: Sequence[SessionEntry],
+        timeout_s: float | None,
+    ) -> Operation[SessionInfo]:
+        _check_number("expected_version", expected_version)
+        _check_number("keep", keep)
+        _check_keys("append", [entry.key for entry in append])
+        for entry in append:
+            _check_number("append.first_token", entry.first_token)
+            _check_number("append.token_count", entry.token_count, low=1)
+            _check_number("append.delta", entry.delta, low=-NUMBER_MAX)
+        body = store_pb2.UpdateSessionRequest(
+            session=_name(name),
+            expected_version=expected_version,
+            keep=keep,
+            append=wire.entries_to_proto(append),
+        )
+        answer = yield from self._asking("update_session", body, timeout_s)
+        return wire.session_from_proto(answer.session)
+
+    def truncating(
+        self,
+        name: str | bytes,
+        expected_version: int,
+        first_token: int,
+        token_count: int,
+        close_gap: bool,
+        timeout_s: float | None,
+    ) -> Operation[SessionInfo]:
+        _check_number("expected_version", expected_version)
+        _check_number("first_token", first_token)
+        _check_number("token_count", token_count)
+        body = store_pb2.TruncateRequest(
+            session=_name(name),
+            expected_version=expected_version,
+            first_token=first_token,
+            token_count=token_count,
+            close_gap=close_gap,
+        )
+        answer = yield from self._asking("truncate", body, timeout_s)
+        return wire.session_from_proto(answer.session)
+
+    def forking(
+        self, name: str | bytes, new_name: str | bytes, timeout_s: float | None
+    ) -> Operation[SessionInfo]:
+        body = store_pb2.ForkRequest(session=_name(name), new_session=_name(new_name, "new_name"))
+        answer = yield from self._asking("fork", body, timeout_s)
+        return wire.session_from_proto(answer.session)
+
+    def forgetting(
+        self, name: str | bytes | None, keys: Sequence[ChunkKey], timeout_s: float | None
+    ) -> Operation[int]:
+        _check_keys("keys", keys)
+        session = b"" if name is None else _name(name)
+        if bool(session) == bool(keys):
+            raise BadRequest("name either a session or keys", field="name", value=name)
+        answer = yield from self._asking(
+            "forget", store_pb2.ForgetRequest(session=session, keys=keys), timeout_s
+        )
+        return answer.done.count
+
+    def _asking(self, field: str, body: Any, timeout_s: float | None) -> Operation[store_pb2.AttachReply]:
+        """A request that waits for a connection and whose failure is raised."""
+        deadline = self._connection.deadline(timeout_s)
+        if not self._can_ask():
+            yield partial(self._connection.wait_until, self._can_ask, deadline)
+        binding = self._bound()
+        if binding is None:
+            raise gone("the connection was lost at this moment")
+        attachment, body.namespace_id = binding
+        call = attachment.call(field, body, deadline, patient=True)
+        yield call
+        return _raised(call.answer)
+
+    # ----------------------------------------------------------------------------------------------- binding
+
+    def _bound(self) -> tuple[Attachment, NamespaceId] | None:
+        """The attachment and the number that the namespace has there; None while there is none. The two belong
+        together: another boot of the daemon may know another namespace by that number."""
+        binding = self._binding
+        return binding if binding is not None and binding[0].alive else None
+
+    def _can_open(self) -> bool:
+        attachment = self._connection.attachment
+        return attachment is not None and attachment.attached
+
+    def _can_ask(self) -> bool:
+        binding = self._bound()
+        return binding is not None and binding[0].attached
+
+    def _bind(self, attachment: Attachment, opened: Opened) -> None:
+        self._salt = opened.salt
+        self.notes = opened.notes
+        self._binding = (attachment, opened.namespace)
+        self._connection.changed()
+
+    def reopen(self, attachment: Attachment, now: float) -> None:
+        """Called now and then by the connection: after a restart of the daemon, open the namespace there too."""
+        if self._bound() is not None and self._binding is not None and self._binding[0] is attachment:
+            return
+        asked, at = self._reopening
+        if asked is attachment and now < at + REOPEN_AGAIN_S:
+            return
+        self._reopening = (attachment, now)
+
+        def answered(answer: Reply) -> None:
+            if isinstance(answer, store_pb2.AttachReply):
+                self._bind(attachment, wire.opened_from_proto(answer.open))
+            else:
+                self._connection.count("reopens_failed")
+                log.warning("%r could not be opened again: %s", self, answer)
+
+        body = store_pb2.OpenRequest(namespace=wire.spec_to_proto(self.spec))
+        attachment.call("open", body, now + self._connection.timeout_s, patient=True, on_reply=answered)
+
+
+def _raised(answer: Reply) -> store_pb2.AttachReply:
+    if isinstance(answer, StoreError):
+        raise answer
+    return answer
+
+
+def _check_keys(field: str, keys: Sequence[bytes], *, empty: bool = False) -> None:
+    if len(keys) > KEYS_PER_REQUEST_MAX:
+        raise BadRequest(
+            f"a request has at most {KEYS_PER_REQUEST_MAX} keys",
+            field=field,
+            value=len(keys),
+            remedy="split the request",
+        )
+    for index, key in enumerate(keys):
+        if not isinstance(key, bytes) or len(key) > KEY_BYTES_MAX or not (key or empty):
+            raise BadRequest(
+                f"a key is {0 if empty else 1} to {KEY_BYTES_MAX} bytes",
+                field=f"{field}[{index}]",
+                value=f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__,
+            )
+
+
+def _check_number(field: str, value: int, *, low: int = 0, high: int = NUMBER_MAX) -> None:
+    if not low <= value <= high:
+        raise BadRequest(f"must be between {low} and {high}", field=field, value=value)
+
+
+def _name(name: str | bytes, field: str = "name") -> bytes:
+    data = name.encode() if isinstance(name, str) else name
+    if not 1 <= len(data) <= SESSION_NAME_BYTES_MAX:
+        raise BadRequest(
+            f"a session's name has 1 to {SESSION_NAME_BYTES_MAX} bytes",
+            field=field,
+            value=f"{len(data)} bytes",
+        )
+    return data

@@ -1,0 +1,136 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Self
+
+import grpc
+
+from kvstore.client.attachment import Attachment
+from kvstore.client.call import drive
+from kvstore.client.connection import Connection, State
+from kvstore.client.namespace import Namespace
+from kvstore.layout import NamespaceSpec
+from kvstore.types import Protection
+from kvstore.v1 import stats_pb2, stats_pb2_grpc
+
+STAGING_BYTES = 64 << 20
+TIMEOUT_S = 5.0
+
+
+class Client:
+    """A connection to the daemon of one run directory. Thread-safe; a context manager; reconnects by itself.
+
+    In a forked child it is useless and harmless: every call answers that the daemon is unavailable.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        """Use `connect`."""
+        self._connection = connection
+        # Also when it is only dropped, and at exit: gRPC's threads must not meet an interpreter that goes down.
+        self._finalizer = weakref.finalize(self, connection.close)
+
+    def __repr__(self) -> str:
+        return f"Client({self._connection!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def connected(self) -> bool:
+        """False while the client reconnects, and after `close`."""
+        return self._connection.state is State.CONNECTED
+
+    @property
+    def tenant(self) -> str:
+        """As the daemon derived it from our user."""
+        return self._attachment.tenant
+
+    @property
+    def protection(self) -> Protection:
+        return self._attachment.protection
+
+    @property
+    def boot_id(self) -> bytes:
+        """16 bytes, new at each start of the daemon: of the one that we are or were connected to."""
+        return self._attachment.boot_id
+
+    @property
+    def lease_ttl_ms(self) -> int:
+        """What a lease lasts unless `read` asks for less; renewed while it is open."""
+        return self._attachment.lease_ttl_ms
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What went on, by name: loads_void, loads_corrupt, saves_dropped, requests_late, reconnects, ..."""
+        return self._connection.counters
+
+    @property
+    def _attachment(self) -> Attachment:
+        attachment = self._connection.attachment
+        assert attachment is not None, "connect() waits for the first"
+        return attachment
+
+    def open(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> Namespace:
+        """Make the namespace known to the daemon. Raises StoreError: BadRequest and Unsupported name the field."""
+        namespace = self.unopened(spec)
+        drive(namespace.opening(timeout_s))
+        return namespace
+
+    def unopened(self, spec: NamespaceSpec) -> Namespace:
+        """Checked, but not known to the daemon yet. Raises BadRequest, Unsupported."""
+        spec.validate()
+        return Namespace(self, self._connection, spec)
+
+    def stats(self, *, timeout_s: float | None = None) -> stats_pb2.StatsReply:
+        """The daemon's, as far as this tenant may see them. Raises StoreError."""
+        reply: stats_pb2.StatsReply = self.unary(
+            stats_pb2_grpc.StatsStub, "GetStats", stats_pb2.GetStatsRequest(), timeout_s=timeout_s
+        )
+        return reply
+
+    def unary(
+        self,
+        stub: Callable[[grpc.Channel], Any],
+        method: str,
+        request: Any,
+        *,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Any unary call of the daemon's services, as this client. Raises StoreError."""
+        return self._connection.unary(stub, method, request, self._connection.deadline(timeout_s))
+
+    def wait_connected(self, timeout_s: float | None = None) -> None:
+        """Until the client is connected (again). Raises Unavailable when that takes longer."""
+        self._connection.wait_until(lambda: self.connected, self._connection.deadline(timeout_s))
+
+    def close(self) -> None:
+        """Release all leases, abort all batches, unmap everything, tell the daemon, and end. Idempotent; bounded."""
+        self._finalizer()
+
+
+def connect(
+    run_dir: str,
+    *,
+    engine_group: str = "",
+    rank: int = 0,
+    timeout_s: float = TIMEOUT_S,
+    staging_bytes: int = STAGING_BYTES,
+) -> Client:
+    """Connect to the daemon that serves `run_dir`.
+
+    `engine_group` names the engine whose scheduler and ranks hold leases together ("": this process alone). `timeout_s`
+    bounds connecting, and is the default of every later call. `staging_bytes` of memory for saves are asked for when
+    the first save needs them. Raises StoreError: Unavailable when no daemon answers in time, Denied when it does not
+    serve this user.
+    """
+    connection = Connection(
+        run_dir, engine_group=engine_group, rank=rank, timeout_s=timeout_s, staging_bytes=staging_bytes
+    )
+    connection.start()
+    return Client(connection)
