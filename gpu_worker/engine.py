@@ -8,9 +8,10 @@ answer is computed from the tokens instead, and is the same.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.client import SessionEntry, SessionInfo
-from kvstore.errors import DeadlineExceeded, Unavailable, Unsupported
+from kvstore.errors import DeadlineExceeded, StoreError, Unavailable, Unsupported
 from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, namespace_of
 from kvstore.gpu_worker.loader import Load, Loader, Wanted
 from kvstore.gpu_worker.restored_cache import LoadFailed, RestoredCache
@@ -30,8 +31,8 @@ from kvstore.types import ChunkKey, Outcome
 if TYPE_CHECKING:
     from kvstore.client import Client, Namespace
 
-OPEN_RETRY_S = 5.0
-"""How long the engine works without a store before it asks again whether there is one."""
+CONNECT_AGAIN_S = 5.0
+"""How long the engine works without a store before it looks again whether there is one."""
 log = logging.getLogger(__name__)
 
 
@@ -72,7 +73,7 @@ class Engine:
     def __init__(
         self,
         model: PreTrainedModel,
-        client: Client | None = None,
+        connect: Callable[[], Client] | None = None,
         *,
         weights: Sequence[Path] = (),
         weights_epoch: int = 0,
@@ -84,11 +85,12 @@ class Engine:
         save_timeout_s: float = 5.0,
         save_queue_bytes_max: int = QUEUE_BYTES_MAX,
     ) -> None:
-        """`weights`: the files the model was loaded from (see `namespace_of`). `prefill_tokens`: how many tokens of a
-        prompt go through the model at once. Without a client, or while no daemon answers, everything is computed.
+        """`connect` makes the client, which the engine closes; while no daemon answers, everything is computed, and now
+        and then it is called again, in the background. `weights`: the files the model was loaded from (see
+        `namespace_of`). `prefill_tokens`: how many tokens of a prompt go through the model at once.
 
         Raises Unsupported for a model whose KV cannot be stored, naming the field, and whatever else the daemon has
-        against the namespace.
+        against us or the namespace.
         """
         self.model = model.eval()
         self.geometry = Geometry.of(model, chunk_tokens)
@@ -96,23 +98,30 @@ class Engine:
         self._prefill_tokens = prefill_tokens
         self._lookup_timeout_s = lookup_timeout_s
         self._load_deadline_s = load_deadline_s
-        self._client = client
+        self._connect = connect
+        self._client: Client | None = None
         self._namespace: Namespace | None = None
-        self._open_at = 0.0
+        self._connecting: threading.Thread | None = None
+        self._connect_at = 0.0
         self._saving: dict[str, TurnSave] = {}
         self.saver: Saver | None = None
         self._loader: Loader | None = None
-        if client is not None:
-            if model.device.type != "cpu":
-                raise Unsupported(
-                    "KV is stored from CPU memory only, so far", field="model.device", value=model.device
-                )
-            self.spec = namespace_of(
-                model, self.geometry, weights=weights, weights_epoch=weights_epoch, salt=salt
+        if connect is None:
+            return
+        if model.device.type != "cpu":
+            raise Unsupported(
+                "KV is stored from CPU memory only, so far", field="model.device", value=model.device
             )
-            self._open(client)
-            self._loader = Loader(self.geometry)
-            self.saver = Saver(self.geometry, queue_bytes_max=save_queue_bytes_max, timeout_s=save_timeout_s)
+        self.spec = namespace_of(
+            model, self.geometry, weights=weights, weights_epoch=weights_epoch, salt=salt
+        )
+        try:
+            self._open(connect)
+        except (Unavailable, DeadlineExceeded) as error:
+            log.warning("working without a store for now: %s", error)
+            self._connect_at = time.monotonic() + CONNECT_AGAIN_S
+        self._loader = Loader(self.geometry)
+        self.saver = Saver(self.geometry, queue_bytes_max=save_queue_bytes_max, timeout_s=save_timeout_s)
 
     def turn(
         self, session: str, prompt: Sequence[int], max_new_tokens: int, *, stop_tokens: Sequence[int] = ()
@@ -129,7 +138,7 @@ class Engine:
             )
 
         # Three cases: the store has a history and it arrives; it has none; it has one and it gets lost on the way.
-        store = self._open(self._client) if self._client is not None else None
+        store = self._store()
         found = self._find(store, session, prompt, capacity) if store is not None else _Found(None)
         result: TurnResult | None = None
         failure = ""
@@ -162,11 +171,15 @@ class Engine:
         return self.saver is None or self.saver.flush(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Saves what is queued, for at most `timeout_s`. The client stays open: it is the caller's."""
-        if self._loader is not None:
-            self._loader.close()
-        if self.saver is not None:
-            self.saver.close(timeout_s)
+        """Saves what is queued, for at most `timeout_s`, and closes the client."""
+        try:
+            if self._loader is not None:
+                self._loader.close()
+            if self.saver is not None:
+                self.saver.close(timeout_s)
+        finally:
+            if self._client is not None:
+                self._client.close()
 
     # ------------------------------------------------------------------------------------------------------- model
 
@@ -216,15 +229,31 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------- store
 
-    def _open(self, client: Client) -> Namespace | None:
-        """The namespace, opened when first the daemon answers."""
-        if self._namespace is None and time.monotonic() >= self._open_at:
-            try:
-                self._namespace = client.open(self.spec, timeout_s=self._lookup_timeout_s)
-            except (Unavailable, DeadlineExceeded) as error:
-                log.warning("working without a store for now: %s", error)
-                self._open_at = time.monotonic() + OPEN_RETRY_S
+    def _store(self) -> Namespace | None:
+        """None while there is no daemon; never waits for one."""
+        idle = self._connecting is None or not self._connecting.is_alive()
+        if (
+            self._connect is not None
+            and self._namespace is None
+            and idle
+            and time.monotonic() >= self._connect_at
+        ):
+            self._connecting = threading.Thread(
+                target=self._open_again, args=(self._connect,), name="kv-connect", daemon=True
+            )
+            self._connecting.start()
         return self._namespace
+
+    def _open_again(self, connect: Callable[[], Client]) -> None:
+        try:
+            self._open(connect)
+        except StoreError as error:
+            log.warning("still working without a store: %s", error)
+            self._connect_at = time.monotonic() + CONNECT_AGAIN_S
+
+    def _open(self, connect: Callable[[], Client]) -> None:
+        self._client = self._client or connect()
+        self._namespace = self._client.open(self.spec)
 
     def _begin(
         self, store: Namespace | None, session: str, base: SessionInfo | None, chain: Sequence[ChunkKey]

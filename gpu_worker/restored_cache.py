@@ -33,14 +33,13 @@ class GrowingLayer(DynamicLayer):
     def __init__(self, *, capacity: int = 0) -> None:
         """`capacity`: tokens to make room for at once; more are welcome."""
         self._capacity = capacity
-        self._room: torch.Tensor | None = (
-            None  # [2, B, H_kv, capacity, D]; its first n tokens are _keys and _values
-        )
+        self._room: torch.Tensor | None = None
+        """[2, B, H_kv, capacity, D]; `_keys` and `_values` are its first n tokens, or it is None."""
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
         self._arriving = 0
         self._wait: Callable[[], None] | None = None
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def expect(self, room: torch.Tensor, length: int, wait: Callable[[], None]) -> None:
         """The first `length` tokens of `room` [2, B, H_kv, capacity, D] are there once `wait` returns; it raises
@@ -125,7 +124,9 @@ class RestoredCache(Cache):
         self.geometry = geometry
         self.restored = restored
         self._capacity = max(capacity, restored)
-        super().__init__(layers=[GrowingLayer(capacity=self._capacity) for _ in range(geometry.layers)])
+        self._growing = [GrowingLayer(capacity=self._capacity) for _ in range(geometry.layers)]
+        self._rooms: list[torch.Tensor] = []
+        super().__init__(layers=list(self._growing))
 
     def targets(self) -> list[Bits]:
         """Memory for the history, one [2, H_kv, capacity, D] a layer, to be filled by whoever then says `expect`."""
@@ -135,10 +136,16 @@ class RestoredCache(Cache):
 
     def expect(self, wait: Callable[[int], None]) -> None:
         """`wait(layer)` returns once that layer's history is in its target, or raises LoadFailed."""
-        for number, (layer, room) in enumerate(zip(self.layers, self._rooms, strict=True)):
+        for number, (layer, room) in enumerate(zip(self._growing, self._rooms, strict=True)):
             layer.expect(room, self.restored, lambda number=number: wait(number))
 
     def snapshot(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of every layer as they are now, [1, H_kv, n, D]: later steps append behind them and never write into
         them (see GrowingLayer)."""
-        return [(layer.keys, layer.values) for layer in self.layers]
+        snapshot = []
+        for layer in self._growing:
+            assert layer.keys is not None and layer.values is not None, (
+                "a snapshot of a cache that holds nothing"
+            )
+            snapshot.append((layer.keys, layer.values))
+        return snapshot

@@ -138,19 +138,19 @@ class Saver:
         self._thread = threading.Thread(target=self._run, name="kv-saver", daemon=True)
         self._thread.start()
 
-    def put(self, job: _Job) -> None:
-        """Queues a job or drops it; never waits."""
+    def put(self, job: _Job) -> bool:
+        """Queues a job, or drops it: False. Never waits."""
         with self._changed:
-            full = (
-                self._waiting_bytes + self._bytes(job) > self._queue_bytes_max
-                or len(self._jobs) >= QUEUE_JOBS_MAX
-            )
-            if full or self._closing:
+            waiting_bytes = self._waiting_bytes + self._bytes(job)
+            full = waiting_bytes > self._queue_bytes_max or len(self._jobs) >= QUEUE_JOBS_MAX
+            useless = job.cut and job.tokens
+            if full or useless or self._closing:
                 self._drop(job)
-                return
+                return False
             self._jobs.append(job)
-            self._waiting_bytes += self._bytes(job)
+            self._waiting_bytes = waiting_bytes
             self._changed.notify_all()
+            return True
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all that was queued is saved or dropped; False if that took too long."""
@@ -268,7 +268,7 @@ class Saver:
         outcome = batch.commit(timeout_s=self._timeout_s)
         if not outcome.ok:
             log.info("not saved: %s", outcome.error)
-        return outcome.ok
+        return bool(outcome.ok)
 
     def _fill(self, shard: npt.NDArray[np.uint8], layers: Layers, first_token: int, token_count: int) -> None:
         """Writes one chunk: see gpu_worker/layout.py for the bytes. Copies release the interpreter's lock."""

@@ -40,10 +40,13 @@ class FakeStore:
     on_write: Callable[[], None] = lambda: None
     leases: int = 0
     """Open ones."""
+    closed: int = 0
     reads: list[list[ChunkKey]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def client(self) -> FakeClient:
+    def connect(self) -> FakeClient:
+        if self.away:
+            raise Unavailable("no daemon")
         return FakeClient(self)
 
     def forget(self, *wanted: ChunkKey) -> None:
@@ -55,10 +58,11 @@ class FakeClient:
     store: FakeStore
 
     def open(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> FakeNamespace:
-        if self.store.away:
-            raise Unavailable("no daemon")
         spec.validate()
         return FakeNamespace(self.store, spec, spec.digest("default"))
+
+    def close(self) -> None:
+        self.store.closed += 1
 
 
 @dataclass
@@ -279,7 +283,7 @@ def engines() -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
     def make(model: LlamaForCausalLM, store: FakeStore | None, **options: Any) -> Engine:
-        made.append(Engine(model, store.client() if store is not None else None, **options))
+        made.append(Engine(model, store.connect if store is not None else None, **options))
         return made[-1]
 
     yield make

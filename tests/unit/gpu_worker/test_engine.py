@@ -199,17 +199,28 @@ def test_layer_0_computes_before_the_last_layer_is_there(store: FakeStore, engin
     assert result.reused_tokens == 150
 
 
-def test_without_a_daemon_everything_is_computed(store: FakeStore, engines: MakeEngine) -> None:
+def test_without_a_daemon_everything_is_computed_until_there_is_one(
+    store: FakeStore, engines: MakeEngine
+) -> None:
     store.away = True
     engine = engines(tiny_llama(), store)
     prompt = text(150)
     plain = engines(engine.model, None).turn("s", prompt, 5)
     assert engine.turn("s", prompt, 5).tokens == plain.tokens
-    store.away = False
-    engine._open_at = 0.0  # it asks again after a while
+    assert engine._connecting is None  # not yet
+    for away in (True, False):
+        store.away = away
+        engine._connect_at = 0.0  # as after a while
+        assert engine.turn("s", prompt, 5).tokens == plain.tokens  # it may have found it or not: nobody waits
+        engine._connecting.join(10)
     engine.turn("s", prompt, 5)
     assert engine.flush(10)
     assert engine.turn("s", prompt, 5).reused_tokens > 0
+
+
+def test_closing_an_engine_closes_its_client(store: FakeStore, engines: MakeEngine) -> None:
+    engines(tiny_llama(), store).close()
+    assert store.closed == 1
 
 
 def test_a_daemon_that_goes_in_mid_turn_is_not_missed(store: FakeStore, engines: MakeEngine) -> None:

@@ -27,7 +27,7 @@ SPEC = namespace_of(MODEL, GEOMETRY)
 
 @pytest.fixture
 def namespace(store: FakeStore) -> FakeNamespace:
-    return store.client().open(SPEC)
+    return store.connect().open(SPEC)
 
 
 @pytest.fixture
@@ -179,6 +179,19 @@ def test_a_hole_does_not_shorten_an_older_manifest(
     assert saver.flush(10)
     info = namespace.get_session("s")
     assert info is not None and info.version == 1 and len(info.entries) == 5
+
+
+def test_an_edited_conversation_replaces_the_manifest(
+    store: FakeStore, namespace: FakeNamespace, saver: Saver
+) -> None:
+    begin(saver, namespace).finish(filled(300), text(300))
+    assert saver.flush(10)
+    ids = text(300)[:128]
+    begin(saver, namespace, namespace.keys(ids)).finish(filled(128), ids)
+    assert saver.flush(10)
+    info = namespace.get_session("s")
+    assert info is not None and info.version == 2
+    assert [entry.token_count for entry in info.entries] == [64, 64]
 
 
 def test_a_queue_that_is_full_drops_and_never_waits(store: FakeStore, namespace: FakeNamespace) -> None:
