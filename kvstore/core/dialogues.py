@@ -203,7 +203,7 @@ class Dialogues:
     def forget(self, worker: Worker, event: ev.Forget) -> ev.Done:
         """The session and the chunks that nothing else names or continues; or single keys."""
         state = self.state
-        namespace = state.own_namespace(worker, event.namespace)
+        namespace = state.administered_namespace(worker, event.namespace)
         count = 0
         if event.session:
             session = state.sessions.get(namespace.id, event.session, state.now)
@@ -264,7 +264,7 @@ class Dialogues:
     def explain(self, worker: Worker, event: ev.Explain) -> ev.Explained:
         """What is known of each chunk of a session, or of each key: where it is, or why it is gone."""
         state = self.state
-        namespace = state.namespace(worker, event.namespace)
+        namespace = state.administered_namespace(worker, event.namespace)
         keys = list(event.keys)
         version = 0
         if event.session:

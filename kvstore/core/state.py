@@ -142,6 +142,14 @@ class State:
             )
         return namespace
 
+    def administered_namespace(self, worker: Worker, namespace_id: NamespaceId) -> Namespace:
+        """For an operator's questions and orders, which concern no bytes: any namespace of the caller's tenant, opened
+        or not; all for an admin."""
+        namespace = self.namespaces.get(namespace_id)
+        if namespace is None or not (worker.admin or namespace.tenant == worker.tenant):
+            raise NotFound("no such namespace of this tenant", field="namespace_id", value=namespace_id)
+        return namespace
+
     def namespace_of(self, row: int) -> Namespace:
         return self.namespaces[NamespaceId(self.chunks.namespace[row])]
 
