@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DERIVED, NONE
+from kvstore.core.chunks import COMMITTED, DERIVED, NONE
 from kvstore.core.manifests import Manifest, Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.reads import lookup
@@ -76,7 +76,8 @@ class Dialogues:
     ) -> None:
         chunks = self.state.chunks
         row = namespace.index.get(entry.key, NONE)
-        if row == NONE or chunks.reason[row] == Reason.NEVER_SEEN or not (self._was_committed(row)):
+        # Losing bytes between commit and update is no error.
+        if row == NONE or not chunks.flags[row] & COMMITTED:
             raise Precondition(
                 "was never committed", field=f"{where}.key", value=entry.key, remedy="commit the chunk first"
             )
@@ -105,11 +106,6 @@ class Dialogues:
                 remedy="save what was computed after approximate KV under a derived key",
             )
         manifest.add(row, entry.first_token, entry.token_count, entry.delta, entry.approximate)
-
-    def _was_committed(self, row: int) -> bool:
-        """Resident, or a ghost of a chunk that was: losing bytes between commit and update is no error."""
-        chunks = self.state.chunks
-        return self.state.is_resident(row) or (chunks.shard0[row] == NONE and chunks.tokens[row] > 0)
 
     def truncate(self, worker: Worker, event: ev.Truncate) -> ev.SessionInfo:
         """Cut a range out. What follows it attended to it, hence becomes approximate; what precedes it stays exact."""

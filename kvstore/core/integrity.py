@@ -31,6 +31,7 @@ def _check_chunks(state: State) -> None:
         visible = partial = pinned = 0
         listed = list(chunks.walk(namespace.recency))
         assert len(listed) == namespace.recency.count, namespace
+        _check_list(chunks, namespace.recency)
         for row in listed:
             assert chunks.namespace[row] == namespace.id and state.is_hit(row) and not chunks.pins[row], (
                 chunks.describe(row)
@@ -50,7 +51,8 @@ def _check_chunks(state: State) -> None:
             visible += resident and not chunks.flags[row] & DOOMED
             partial += not resident
             pinned += chunks.pins[row] > 0
-            assert bool(chunks.flags[row] & LISTED) == (resident and chunks.pins[row] == 0), where
+            assert bool(chunks.flags[row] & LISTED) == (chunks.pins[row] == 0), where
+            assert resident or not chunks.pins[row], where
             if resident and chunks.flags[row] & DOOMED:
                 assert chunks.pins[row], where
         assert (visible, partial, pinned) == (namespace.visible, namespace.partial, namespace.pinned), (
@@ -65,6 +67,11 @@ def _check_chunks(state: State) -> None:
     assert len(ghosts) == state.ghosts.count <= state.limits.ghosts_max, state.ghosts
     assert all(chunks.shard0[row] == NONE for row in ghosts)
     _check_list(chunks, state.ghosts)
+    partials = list(chunks.walk(state.partials))
+    assert len(partials) == state.partials.count == sum(n.partial for n in state.namespaces.values())
+    assert all(chunks.shard0[row] != NONE and not state.is_resident(row) for row in partials)
+    assert [chunks.used_at[row] for row in partials] == sorted(chunks.used_at[row] for row in partials)
+    _check_list(chunks, state.partials)
 
 
 def _check_tree(chunks: ChunkTable, free: set[int]) -> None:

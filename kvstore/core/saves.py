@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DERIVED, DOOMED, NONE, TAIL
+from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, NONE, TAIL
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
 from kvstore.core.reads import clip_ttl, wanted_shards
@@ -70,6 +70,7 @@ class Saves:
         shards = wanted_shards(namespace, event.shards)
         counts = event.token_counts or (namespace.spec.chunk_tokens,) * len(event.keys)
         self._check(namespace, event, counts)
+        self._check_described(namespace, event, counts)
         if len(worker.reservations) >= limits.reservations_per_worker_max:
             raise Exhausted(
                 "too many open reservations",
@@ -120,6 +121,27 @@ class Saves:
                     f"must be between 1 and chunk_tokens={full}", field="token_counts", value=count
                 )
 
+    def _check_described(self, namespace: Namespace, event: ev.Reserve, counts: Sequence[int]) -> None:
+        """What a chunk is was settled by its first shard, and for ever by its first commit: bytes may go and come back,
+        but exact never becomes derived, or the other way round (invariant 2)."""
+        chunks = self.state.chunks
+        for key, count in zip(event.keys, counts, strict=True):
+            row = namespace.index.get(key, NONE)
+            if row == NONE or (chunks.shard0[row] == NONE and not chunks.flags[row] & COMMITTED):
+                continue
+            if chunks.tokens[row] != count:
+                raise BadRequest(
+                    f"chunk {key.hex()} has {chunks.tokens[row]} tokens", field="token_counts", value=count
+                )
+            if bool(chunks.flags[row] & DERIVED) != event.derived:
+                kind = "exact" if event.derived else "derived"
+                raise BadRequest(
+                    f"chunk {key.hex()} was saved as {kind}",
+                    field="derived",
+                    value=event.derived,
+                    remedy="keys of exact and of derived KV must differ",
+                )
+
     def _grant(
         self,
         worker: Worker,
@@ -167,7 +189,7 @@ class Saves:
     def _describe(
         self, namespace: Namespace, row: int, parent: ChunkKey, tokens: int, event: ev.Reserve
     ) -> None:
-        """What a chunk is, told with its first reserved shard; the others must agree."""
+        """What a chunk is, told with its first reserved shard; `_check_described` sees to it that the others agree."""
         chunks = self.state.chunks
         if chunks.ready[row] or chunks.reserved[row] > len(event.shards or range(namespace.shards)):
             return
@@ -180,7 +202,7 @@ class Saves:
         chunks.flags[row] = flags
         above = namespace.index.get(parent, NONE) if parent else NONE
         if above not in (NONE, row, chunks.parent[row]):
-            chunks.detach(row)
+            chunks.leave_parent(row)
             chunks.attach(row, above)
 
     # ------------------------------------------------------------------------------------------------------ commit
@@ -356,8 +378,7 @@ class Saves:
         for op, (reservation, deadline) in [item for item in self.copies.items() if item[1][1] <= state.now]:
             del self.copies[op]
             self._give_up_copy(op, reservation, deadline)
-        while state.partials and state.partials[0].at <= state.now:
-            self._partial_due()
+        self._drop_incomplete()
 
     def _give_up_copy(self, op: OpId, reservation: Reservation, deadline: Millis) -> None:
         state = self.state
@@ -382,19 +403,19 @@ class Saves:
         for segment, slot in self.late.pop(op).slots:
             self.state.free_slot(segment, slot)
 
-    def _partial_due(self) -> None:
+    def _drop_incomplete(self) -> None:
         """A chunk that has been incomplete for too long goes, unless a shard is being written right now."""
         state = self.state
         chunks = state.chunks
-        due = state.partials.popleft()
-        if chunks.key[due.row] != due.key or chunks.shard0[due.row] == NONE or state.is_resident(due.row):
-            return
-        if chunks.reserved[due.row]:
-            due.at = state.now + state.limits.incomplete_ttl_ms
-            state.partials.append(due)
-            return
-        state.counters["chunks_incomplete"] += 1
-        state.to_ghost(due.row, Reason.INCOMPLETE)
+        over = state.now - state.limits.incomplete_ttl_ms
+        while (row := state.partials.oldest) != NONE and chunks.used_at[row] <= over:
+            if chunks.reserved[row]:
+                chunks.unlink(state.partials, row)
+                chunks.used_at[row] = state.now
+                chunks.link_newest(state.partials, row)
+                continue
+            state.counters["chunks_incomplete"] += 1
+            state.to_ghost(row, Reason.INCOMPLETE)
 
 
 def _pieces(staged: tuple[StagedPiece, ...], targets: tuple[Extent, ...]) -> tuple[StagedPiece, ...]:

@@ -6,11 +6,11 @@ each. `Reads`, `Saves`, `Sessions` and `Memory` decide; this file keeps the book
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.core.chunks import DOOMED, LISTED, NONE, TAIL, ChunkTable, LinkedRows
+from kvstore.core.chunks import COMMITTED, DOOMED, LISTED, NONE, TAIL, ChunkTable, LinkedRows
 from kvstore.core.events import ChunksSettled, Effect, Reply, SetGenerations, Ticket
 from kvstore.core.lease import Lease, LeaseBook
 from kvstore.core.limits import Limits
@@ -22,7 +22,6 @@ from kvstore.core.reservation import Reservation
 from kvstore.core.workers import EngineGroup, Worker
 from kvstore.errors import Denied, NotFound, Unauthenticated
 from kvstore.types import (
-    ChunkKey,
     Extent,
     LeaseId,
     Millis,
@@ -44,13 +43,6 @@ class Wait:
 
 
 @dataclass(slots=True)
-class PartialDeadline:
-    row: int
-    key: ChunkKey
-    at: Millis
-
-
-@dataclass(slots=True)
 class State:
     limits: Limits
     now: Millis = 0
@@ -66,7 +58,8 @@ class State:
     groups: dict[tuple[str, str], EngineGroup] = field(default_factory=dict)
     reservations: dict[ReservationId, Reservation] = field(default_factory=dict)
     ghosts: LinkedRows = field(default_factory=LinkedRows)
-    partials: deque[PartialDeadline] = field(default_factory=deque)
+    partials: LinkedRows = field(default_factory=LinkedRows)
+    """Chunks that lack some shard, in the order of `used_at`: since when they wait for it."""
     waits: dict[int, list[Wait]] = field(default_factory=dict)
     """By chunk row."""
     makers: list[bytes] = field(default_factory=list)
@@ -235,7 +228,7 @@ class State:
         chunks.flags[row] &= ~DOOMED
         chunks.born_at[row] = chunks.used_at[row] = self.now
         namespace.partial += 1
-        self.partials.append(PartialDeadline(row, chunks.key[row], self.now + self.limits.incomplete_ttl_ms))
+        chunks.link_newest(self.partials, row)
 
     def shard_filled(self, row: int, shard: int, checksum: int) -> None:
         """RESERVED -> READY; with the last shard the chunk becomes resident."""
@@ -252,6 +245,8 @@ class State:
         if chunks.ready[row] < namespace.shards:
             return
         namespace.partial -= 1
+        chunks.unlink(self.partials, row)
+        chunks.flags[row] |= COMMITTED
         if chunks.flags[row] & DOOMED:
             self.to_ghost(row, Reason(chunks.reason[row]))
             return
@@ -292,6 +287,7 @@ class State:
                 namespace.visible -= 1
         else:
             namespace.partial -= 1
+            chunks.unlink(self.partials, row)
         never_complete = chunks.ready[row] == 0
         for shard in range(namespace.shards):
             if chunks.shard_segment[chunks.shard0[row] + shard] != NONE:
