@@ -32,6 +32,8 @@ from kvstore.types import (
 COPY_DEADLINE_MS = 10_000
 """A copy that takes longer is answered as failed; its slots stay quarantined until it returns."""
 ENDED_REMEMBERED_MAX = 4096
+ENDED_KEYS_MAX = 65_536
+"""Of how many reservations, and of how many keys in them, it is remembered how they ended."""
 
 
 @dataclass(slots=True)
@@ -41,6 +43,15 @@ class LateCopy:
     slots: list[tuple[Segment, int]]
 
 
+@dataclass(slots=True)
+class Ended:
+    """Why a reservation ended, for a clear answer to a commit that comes too late or again."""
+
+    why: str
+    namespace: NamespaceId
+    keys: tuple[ChunkKey, ...]
+
+
 class Saves:
     def __init__(self, state: State, segments: Segments) -> None:
         self.state = state
@@ -48,9 +59,9 @@ class Saves:
         self.copies: dict[OpId, tuple[Reservation, Millis]] = {}
         """Running copies with their deadlines."""
         self.late: dict[OpId, LateCopy] = {}
-        self._ended: dict[ReservationId, str] = {}
-        """Why recent reservations ended, for a clear answer to a commit that comes too late."""
-        self._ended_chunks: dict[ReservationId, tuple[int, tuple[ChunkKey, ...]]] = {}
+        self._ended: dict[ReservationId, Ended] = {}
+        """The most recent ones, oldest first."""
+        self._ended_keys = 0
         self._next_id = 1
 
     # ----------------------------------------------------------------------------------------------------- reserve
@@ -244,20 +255,20 @@ class Saves:
         return None
 
     def _commit_of_ended(self, worker: Worker, reservation_id: ReservationId) -> ev.Committed:
-        """Success all the same if somebody else committed every chunk meanwhile: first copy wins."""
+        """Success all the same if somebody else, or this very reservation, committed every chunk: first copy wins."""
         state = self.state
-        why = self._ended.get(reservation_id)
-        namespace_id, keys = self._ended_chunks.get(reservation_id, (NONE, ()))
-        if why is None or namespace_id not in worker.opened:
+        ended = self._ended.get(reservation_id)
+        namespace = state.namespaces.get(ended.namespace) if ended is not None else None
+        if ended is None or namespace is None or namespace.id not in worker.opened:
             raise NotFound("no such reservation of this worker", field="reservation_id", value=reservation_id)
-        index = state.namespaces[NamespaceId(namespace_id)].index
-        if keys and all(key in index and state.is_hit(index[key]) for key in keys):
-            return ev.Committed((CommitResult.ALREADY,) * len(keys))
+        index = namespace.index
+        if all(key in index and state.is_hit(index[key]) for key in ended.keys):
+            return ev.Committed((CommitResult.ALREADY,) * len(ended.keys))
         raise Precondition(
-            f"was {why}",
+            f"was {ended.why}",
             field="reservation_id",
             value=reservation_id,
-            remedy="reserve again; the save is lost",
+            remedy="" if ended.why == "committed" else "reserve again; the save is lost",
         )
 
     def copied(self, op: OpId, checksums: Sequence[int] | None, why: str = "") -> None:
@@ -277,6 +288,7 @@ class Saves:
                 ),
             )
             return
+        keys = self._keys(reservation)
         results = []
         at = 0
         written = 0
@@ -294,7 +306,7 @@ class Saves:
                 self._drop_if_empty(namespace, row)
         state.counters["bytes_saved"] += written
         state.counters["chunks_saved"] += len(reservation.rows)
-        self._forget(reservation, "committed")
+        self._forget(reservation, "committed", keys)
         state.reply(ticket, ev.Committed(tuple(results)))
 
     # ----------------------------------------------------------------------------------------------- abort, expiry
@@ -323,7 +335,7 @@ class Saves:
         namespace = state.namespaces[reservation.namespace]
         worker = state.workers.get(reservation.worker)
         suspect = may_write and state.limits.protection is Protection.GROUP
-        keys = tuple(state.chunks.key[row] for row in reservation.rows)
+        keys = self._keys(reservation)
         for row in reservation.rows:
             for shard in reservation.shards:
                 segment, slot = state.unplace_shard(row, shard)
@@ -336,18 +348,21 @@ class Saves:
         state.counters[f"reservations_{why}"] += 1
         self._forget(reservation, why, keys)
 
-    def _forget(self, reservation: Reservation, why: str, keys: tuple[ChunkKey, ...] = ()) -> None:
+    def _keys(self, reservation: Reservation) -> tuple[ChunkKey, ...]:
+        """To be asked for while its rows are still its own."""
+        return tuple([self.state.chunks.key[row] for row in reservation.rows])
+
+    def _forget(self, reservation: Reservation, why: str, keys: tuple[ChunkKey, ...]) -> None:
         state = self.state
         del state.reservations[reservation.id]
         worker = state.workers.get(reservation.worker)
         if worker is not None:
             worker.reservations.discard(reservation.id)
             worker.reserved_bytes -= reservation.bytes
-        self._ended[reservation.id] = why
-        self._ended_chunks[reservation.id] = (reservation.namespace, keys)
-        if len(self._ended) > ENDED_REMEMBERED_MAX:
-            oldest = next(iter(self._ended))
-            del self._ended[oldest], self._ended_chunks[oldest]
+        self._ended[reservation.id] = Ended(why, reservation.namespace, keys)
+        self._ended_keys += len(keys)
+        while len(self._ended) > ENDED_REMEMBERED_MAX or self._ended_keys > ENDED_KEYS_MAX:
+            self._ended_keys -= len(self._ended.pop(next(iter(self._ended))).keys)
 
     def release_suspects(self, worker: Worker) -> None:
         """The worker is gone: nobody writes its quarantined slots any more."""
@@ -384,6 +399,7 @@ class Saves:
         state = self.state
         assert reservation.ticket is not None, reservation
         namespace = state.namespaces[reservation.namespace]
+        keys = self._keys(reservation)
         late = LateCopy([])
         for row in reservation.rows:
             for shard in reservation.shards:
@@ -393,7 +409,7 @@ class Saves:
             self._drop_if_empty(namespace, row)
         self.late[op] = late
         state.counters["copies_late"] += 1
-        self._forget(reservation, "aborted: its copy missed the deadline")
+        self._forget(reservation, "aborted: its copy missed the deadline", keys)
         state.reply(
             reservation.ticket,
             DeadlineExceeded("the copy missed its deadline", field="reservation_id", value=reservation.id),
