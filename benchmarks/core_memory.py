@@ -1,8 +1,8 @@
 """What a chunk costs the daemon: memory of its bookkeeping at 1,000,000 chunks, and the core's time per key.
 
 Chunks come in as in service (Reserve, Commit, end of the copy, in batches of 256 through `Store.apply`): chains of 64
-with parents, 32-byte keys, one shard, 1,000 sessions of 64 entries, all of them unpinned, so in the recency list. Memory
-is the growth of RssAnon in a fresh process, measured from a store that has its (empty) arena.
+with parents, 32-byte keys, one shard, 1,000 sessions of 64 entries, nothing pinned, so all in the recency list. Memory is
+the growth of RssAnon in a fresh process, measured from a store that has its (empty) arena.
 
     make bench-core_memory ARGS='--quick --json benchmarks/results/core_memory.json'
 """

@@ -1,4 +1,4 @@
-"""Reserve, Commit, Abort: when a chunk becomes visible, who may write it, and what becomes of a save that ends badly."""
+"""Reserve, Commit, Abort: when a chunk becomes visible, who may write it, and what becomes of saves that end badly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvstore.core import events as ev
 from kvstore.core import saves
 from kvstore.errors import BadRequest, Conflict, DeadlineExceeded, Exhausted, NotFound, Precondition
 from kvstore.layout import GroupSpec
-from kvstore.types import ChunkKey, CommitResult, GrantResult, Outcome, Protection, ReservationId
+from kvstore.types import ChunkKey, CommitResult, Outcome, Protection, ReservationId
 
 from .world import CHUNK_TOKENS, PAGE, World, chain, spec
 
@@ -28,7 +28,7 @@ def names(reserved: ev.Reserved) -> list[str]:
 def test_a_chunk_is_visible_once_all_its_bytes_are_in(protection: Protection) -> None:
     world = World(protection=protection)
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     keys = chain("k", 3)
     world.hold = {ev.CopyIn, ev.Checksum}
     reserved = world.reserve(worker, namespace, keys)
@@ -44,7 +44,7 @@ def test_a_chunk_is_visible_once_all_its_bytes_are_in(protection: Protection) ->
 def test_a_chunk_is_visible_only_when_every_shard_is_there() -> None:
     world = World()
     ranks = [world.join(group="engine", rank=rank) for rank in range(3)]
-    namespace = [world.open(rank, spec(shards=3)) for rank in ranks][0]
+    namespace = world.open(spec(shards=3), *ranks)
     keys = chain("k", 2)
     assert world.save(ranks[0], namespace, keys, shards=(0,)).results == (WAITING,) * 2
     assert world.save(ranks[2], namespace, keys, shards=(2,)).results == (WAITING,) * 2
@@ -59,7 +59,7 @@ def test_groups_of_one_chunk_are_shards_of_one_chunk() -> None:
     world = World()
     worker = world.join()
     groups = (GroupSpec("full", PAGE, shard_count=2), GroupSpec("latent", 3 * PAGE + 1))
-    namespace = world.open(worker, spec(groups=groups))
+    namespace = world.open(spec(groups=groups), worker)
     world.save(worker, namespace, chain("k", 2), shards=(0, 1))
     assert world.outcomes(worker, namespace, chain("k", 2)) == ["INCOMPLETE"] * 2
     world.save(worker, namespace, chain("k", 2), shards=(2,))
@@ -70,7 +70,7 @@ def test_groups_of_one_chunk_are_shards_of_one_chunk() -> None:
 def test_a_chunk_whose_second_rank_never_commits_is_dropped_as_incomplete() -> None:
     world = World(incomplete_ttl_ms=1_000)
     worker = world.join()
-    namespace = world.open(worker, spec(shards=2))
+    namespace = world.open(spec(shards=2), worker)
     keys = chain("k", 2)
     world.save(worker, namespace, keys, shards=(0,))
     world.tick(999)
@@ -86,7 +86,7 @@ def test_a_chunk_whose_second_rank_never_commits_is_dropped_as_incomplete() -> N
 def test_a_shard_that_is_being_written_keeps_an_incomplete_chunk() -> None:
     world = World(incomplete_ttl_ms=1_000, reservation_ttl_ms=5_000)
     worker = world.join()
-    namespace = world.open(worker, spec(shards=2))
+    namespace = world.open(spec(shards=2), worker)
     world.save(worker, namespace, chain("k", 1), shards=(0,))
     reserved = world.reserve(worker, namespace, chain("k", 1), shards=(1,))
     world.tick(1_500)
@@ -97,7 +97,7 @@ def test_a_shard_that_is_being_written_keeps_an_incomplete_chunk() -> None:
 def test_the_time_of_an_incomplete_chunk_runs_from_its_last_beginning() -> None:
     world = World(incomplete_ttl_ms=1_000)
     worker = world.join()
-    namespace = world.open(worker, spec(shards=2))
+    namespace = world.open(spec(shards=2), worker)
     world.abort(worker, world.reserve(worker, namespace, chain("k", 1), shards=(0,)))
     world.tick(900)
     world.save(worker, namespace, chain("k", 1), shards=(0,))
@@ -113,7 +113,7 @@ def test_the_time_of_an_incomplete_chunk_runs_from_its_last_beginning() -> None:
 def test_committed_bytes_are_never_written_again() -> None:
     world = World()
     one, other = world.join(), world.join()
-    namespace = [world.open(worker, spec()) for worker in (one, other)][0]
+    namespace = world.open(spec(), one, other)
     world.save(one, namespace, chain("k", 2))
     reserved = world.reserve(other, namespace, chain("k", 3))
     assert names(reserved) == ["ALREADY", "ALREADY", "GRANTED"]
@@ -124,7 +124,7 @@ def test_committed_bytes_are_never_written_again() -> None:
 def test_what_another_worker_writes_is_busy() -> None:
     world = World()
     one, other = world.join(), world.join()
-    namespace = [world.open(worker, spec(shards=2)) for worker in (one, other)][0]
+    namespace = world.open(spec(shards=2), one, other)
     world.reserve(one, namespace, chain("k", 1), shards=(0,))
     assert names(world.reserve(other, namespace, chain("k", 1))) == ["BUSY"]
     assert names(world.reserve(other, namespace, chain("k", 1), shards=(0,))) == ["BUSY"]
@@ -134,14 +134,14 @@ def test_what_another_worker_writes_is_busy() -> None:
 def test_a_key_twice_in_one_request_is_granted_once() -> None:
     world = World()
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     assert names(world.reserve(worker, namespace, chain("k", 1) * 3)) == ["GRANTED", "BUSY", "BUSY"]
 
 
 def test_first_copy_wins_and_the_late_commit_is_a_success() -> None:
     world = World(reservation_ttl_ms=1_000)
     slow, fast = world.join(), world.join()
-    namespace = [world.open(worker, spec()) for worker in (slow, fast)][0]
+    namespace = world.open(spec(), slow, fast)
     keys = chain("k", 2)
     reserved = world.reserve(slow, namespace, keys)
     world.tick(1_000)
@@ -155,12 +155,12 @@ def test_first_copy_wins_and_the_late_commit_is_a_success() -> None:
 def test_a_commit_after_the_expiry_is_refused(noticed_by: str) -> None:
     world = World(reservation_ttl_ms=1_000)
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     reserved = world.reserve(worker, namespace, chain("k", 2))
     world.now += 1_000
     if noticed_by == "tick":
         world.tick()
-    with pytest.raises(Precondition, match="was expired.*reserve again") as error:
+    with pytest.raises(Precondition, match=r"was expired.*reserve again") as error:
         world.commit(worker, reserved)
     assert (error.value.field, error.value.value) == ("reservation_id", str(reserved.reservation))
     assert world.outcomes(worker, namespace, chain("k", 2)) == ["NEVER_SEEN"] * 2
@@ -170,7 +170,7 @@ def test_a_commit_after_the_expiry_is_refused(noticed_by: str) -> None:
 def test_a_commit_just_before_the_expiry_is_in_time() -> None:
     world = World(reservation_ttl_ms=1_000)
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     reserved = world.reserve(worker, namespace, chain("k", 2))
     world.tick(999)
     assert world.commit(worker, reserved) is not None
@@ -179,7 +179,7 @@ def test_a_commit_just_before_the_expiry_is_in_time() -> None:
 def test_an_aborted_reservation_cannot_be_committed() -> None:
     world = World()
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     reserved = world.reserve(worker, namespace, chain("k", 2))
     assert world.abort(worker, reserved) == 1
     assert world.abort(worker, reserved) == 0
@@ -191,7 +191,7 @@ def test_an_aborted_reservation_cannot_be_committed() -> None:
 def test_a_commit_of_nothing_known_is_refused() -> None:
     world = World()
     worker, other = world.join(), world.join()
-    namespace = [world.open(w, spec()) for w in (worker, other)][0]
+    namespace = world.open(spec(), worker, other)
     reserved = world.reserve(other, namespace, chain("k", 1))
     for unknown in (ReservationId(99), reserved.reservation):
         with pytest.raises(NotFound, match="no such reservation of this worker"):
@@ -203,7 +203,7 @@ def test_a_commit_of_nothing_known_is_refused() -> None:
 def test_a_commit_repeated_after_its_answer_was_lost_is_a_success() -> None:
     world = World()
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     reserved = world.reserve(worker, namespace, chain("k", 2))
     world.commit(worker, reserved)
     again = world.commit(worker, reserved)
@@ -213,7 +213,7 @@ def test_a_commit_repeated_after_its_answer_was_lost_is_a_success() -> None:
 def test_a_committed_reservation_is_not_said_to_be_lost() -> None:
     world = World()
     worker = world.join()
-    namespace = world.open(worker, spec(shards=2))
+    namespace = world.open(spec(shards=2), worker)
     reserved = world.reserve(worker, namespace, chain("k", 1), shards=(0,))
     world.commit(worker, reserved)
     with pytest.raises(Precondition, match="was committed") as error:
@@ -227,7 +227,7 @@ def test_a_committed_reservation_is_not_said_to_be_lost() -> None:
 def test_a_key_gets_all_its_shards_or_none() -> None:
     world = World(segments=1, segment_bytes=4 * PAGE, reserve_share_max=1.0)
     worker, other = world.join(), world.join()
-    namespace = [world.open(w, spec(shards=2)) for w in (worker, other)][0]
+    namespace = world.open(spec(shards=2), worker, other)
     world.reserve(other, namespace, chain("held", 1), shards=(0,))
     reserved = world.reserve(worker, namespace, chain("k", 2))
     assert names(reserved) == ["GRANTED", "FULL"]
@@ -239,7 +239,7 @@ def test_a_key_gets_all_its_shards_or_none() -> None:
 def test_a_failed_copy_commits_nothing(protection: Protection) -> None:
     world = World(protection=protection)
     worker = world.join()
-    namespace = world.open(worker, spec(shards=2))
+    namespace = world.open(spec(shards=2), worker)
     world.hold = {ev.CopyIn, ev.Checksum}
     reserved = world.reserve(worker, namespace, chain("k", 3))
     request = world._next_request
@@ -254,7 +254,7 @@ def test_a_failed_copy_commits_nothing(protection: Protection) -> None:
 def test_a_commit_that_is_under_way_cannot_be_committed_or_aborted() -> None:
     world = World()
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     world.hold = {ev.CopyIn}
     reserved = world.reserve(worker, namespace, chain("k", 1))
     world.commit(worker, reserved)
@@ -268,7 +268,7 @@ def test_a_commit_that_is_under_way_cannot_be_committed_or_aborted() -> None:
 def test_a_commit_outlives_its_reservation_and_its_worker() -> None:
     world = World(reservation_ttl_ms=1_000)
     worker, other = world.join(), world.join()
-    namespace = [world.open(w, spec()) for w in (worker, other)][0]
+    namespace = world.open(spec(), worker, other)
     world.hold = {ev.CopyIn}
     reserved = world.reserve(worker, namespace, chain("k", 1))
     world.commit(worker, reserved)
@@ -285,7 +285,7 @@ def test_a_commit_outlives_its_reservation_and_its_worker() -> None:
 def test_the_slots_of_a_late_copy_are_quarantined_until_it_returns(protection: Protection) -> None:
     world = World(protection=protection)
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     world.hold = {ev.CopyIn, ev.Checksum}
     reserved = world.reserve(worker, namespace, chain("k", 2))
     request = world._next_request
@@ -307,7 +307,7 @@ def test_the_slots_of_a_late_copy_are_quarantined_until_it_returns(protection: P
 def test_a_late_copy_that_fails_gives_its_slots_back_too() -> None:
     world = World()
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     world.hold = {ev.CopyIn}
     world.commit(worker, world.reserve(worker, namespace, chain("k", 2)))
     world.tick(saves.COPY_DEADLINE_MS)
@@ -318,7 +318,7 @@ def test_a_late_copy_that_fails_gives_its_slots_back_too() -> None:
 def test_an_expired_reservation_in_place_is_quarantined_until_its_owner_dies() -> None:
     world = World(protection=GROUP, reservation_ttl_ms=1_000)
     worker, other = world.join(), world.join()
-    namespace = [world.open(w, spec()) for w in (worker, other)][0]
+    namespace = world.open(spec(), worker, other)
     world.map(worker, sorted(world.memory))
     reserved = world.reserve(worker, namespace, chain("k", 3))
     world.map(worker, [extent.segment for extent in reserved.extents])
@@ -336,7 +336,7 @@ def test_an_expired_reservation_in_place_is_quarantined_until_its_owner_dies() -
 def test_an_owner_that_aborts_an_expired_reservation_in_time_needs_no_quarantine() -> None:
     world = World(protection=GROUP)
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     world.abort(worker, world.reserve(worker, namespace, chain("k", 3)))
     assert world.slots()["quarantined"] == 0
 
@@ -344,7 +344,7 @@ def test_an_owner_that_aborts_an_expired_reservation_in_time_needs_no_quarantine
 def test_staged_bytes_of_an_expired_reservation_need_no_quarantine() -> None:
     world = World(reservation_ttl_ms=1_000)
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     world.reserve(worker, namespace, chain("k", 3))
     world.tick(1_000)
     assert world.slots()["free"] == world.slots()["capacity"]
@@ -354,7 +354,7 @@ def test_staged_bytes_of_an_expired_reservation_need_no_quarantine() -> None:
 def test_what_a_dead_worker_had_reserved_is_free_at_once(protection: Protection) -> None:
     world = World(protection=protection)
     worker, other = world.join(), world.join()
-    namespace = [world.open(w, spec()) for w in (worker, other)][0]
+    namespace = world.open(spec(), worker, other)
     world.reserve(worker, namespace, chain("k", 3))
     world.kill(worker)
     assert world.slots()["free"] == world.slots()["capacity"]
@@ -364,7 +364,7 @@ def test_what_a_dead_worker_had_reserved_is_free_at_once(protection: Protection)
 def test_a_forgotten_chunk_that_is_being_saved_never_becomes_visible() -> None:
     world = World()
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     world.hold = {ev.CopyIn}
     reserved = world.reserve(worker, namespace, chain("k", 1))
     world.commit(worker, reserved)
@@ -382,7 +382,7 @@ def test_a_forgotten_chunk_that_is_being_saved_never_becomes_visible() -> None:
 def test_shards_of_one_chunk_must_agree_on_what_it_is() -> None:
     world = World()
     worker = world.join()
-    namespace = world.open(worker, spec(shards=2))
+    namespace = world.open(spec(shards=2), worker)
     world.save(worker, namespace, chain("k", 2), shards=(0,))
     with pytest.raises(BadRequest, match="has 4 tokens") as error:
         world.reserve(worker, namespace, chain("k", 2), shards=(1,), token_counts=(CHUNK_TOKENS, 3))
@@ -398,7 +398,7 @@ def test_a_chunk_comes_back_as_what_it_was(derived: bool) -> None:
     """Derived for ever (invariant 2), also when the bytes were gone in between."""
     world = World()
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     world.save(worker, namespace, chain("k", 1), derived=derived)
     world.append(worker, namespace, b"s", chain("k", 1), approximate=derived)
     world.ask(ev.Forget, worker, namespace, b"", chain("k", 1))
@@ -415,7 +415,7 @@ def test_a_chunk_comes_back_as_what_it_was(derived: bool) -> None:
 def test_an_aborted_save_binds_nobody_to_what_it_said() -> None:
     world = World()
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     world.abort(worker, world.reserve(worker, namespace, chain("k", 1), token_counts=(2,), derived=True))
     world.save(worker, namespace, chain("k", 1))
     (history,) = world.ask(ev.Explain, worker, namespace, b"", chain("k", 1)).chunks
@@ -425,7 +425,7 @@ def test_an_aborted_save_binds_nobody_to_what_it_said() -> None:
 def test_a_chunk_remembers_its_maker() -> None:
     world = World()
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     world.save(worker, namespace, chain("a", 1), maker=b"m" * 16)
     world.save(worker, namespace, chain("b", 1))
     found = world.ask(ev.Explain, worker, namespace, b"", chain("a", 1) + chain("b", 1)).chunks
@@ -438,7 +438,7 @@ def test_a_chunk_remembers_its_maker() -> None:
 def test_a_worker_reserves_at_most_its_share() -> None:
     world = World(reserve_share_max=0.25)  # of 128 pages
     worker, other = world.join(), world.join()
-    namespace = [world.open(w, spec()) for w in (worker, other)][0]
+    namespace = world.open(spec(), worker, other)
     first = world.reserve(worker, namespace, chain("k", 40))
     assert names(first) == ["GRANTED"] * 32 + ["QUOTA"] * 8
     assert names(world.reserve(other, namespace, chain("o", 1))) == ["GRANTED"]
@@ -449,7 +449,7 @@ def test_a_worker_reserves_at_most_its_share() -> None:
 def test_aborted_and_expired_reservations_are_given_back_to_the_quota() -> None:
     world = World(reserve_share_max=0.25, reservation_ttl_ms=1_000)
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     world.abort(worker, world.reserve(worker, namespace, chain("a", 32)))
     world.reserve(worker, namespace, chain("b", 32))
     assert names(world.reserve(worker, namespace, chain("c", 1))) == ["QUOTA"]
@@ -460,10 +460,10 @@ def test_aborted_and_expired_reservations_are_given_back_to_the_quota() -> None:
 def test_reservations_of_a_worker_are_bounded() -> None:
     world = World(reservations_per_worker_max=2)
     worker, other = world.join(), world.join()
-    namespace = [world.open(w, spec()) for w in (worker, other)][0]
+    namespace = world.open(spec(), worker, other)
     first = world.reserve(worker, namespace, chain("a", 1))
     world.reserve(worker, namespace, chain("b", 1))
-    with pytest.raises(Exhausted, match="too many open reservations.*commit or abort"):
+    with pytest.raises(Exhausted, match=r"too many open reservations.*commit or abort"):
         world.reserve(worker, namespace, chain("c", 1))
     assert world.reserve(other, namespace, chain("c", 1)).reservation
     world.commit(worker, first)
@@ -473,7 +473,7 @@ def test_reservations_of_a_worker_are_bounded() -> None:
 def test_time_to_live_is_what_was_asked_but_at_most_the_bound() -> None:
     world = World(reservation_ttl_ms=1_000, reservation_ttl_max_ms=5_000)
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     asked = [(0, 1_000), (10, 10), (1 << 40, 5_000)]
     for number, (wanted, granted) in enumerate(asked):
         reserved = world.reserve(worker, namespace, chain(f"{number}", 1), ttl_ms=wanted)
@@ -484,7 +484,7 @@ def test_reasons_why_old_reservations_ended_are_bounded(monkeypatch: pytest.Monk
     monkeypatch.setattr(saves, "ENDED_REMEMBERED_MAX", 3)
     world = World()
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     ended = []
     for _ in range(4):
         ended.append(world.reserve(worker, namespace, chain("k", 1)))
@@ -499,7 +499,7 @@ def test_keys_of_ended_reservations_are_bounded(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(saves, "ENDED_KEYS_MAX", 8)
     world = World()
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     ended = []
     for number in range(4):
         ended.append(world.reserve(worker, namespace, chain(f"{number}", 4)))
@@ -531,7 +531,7 @@ def test_a_bad_reserve_is_refused_and_changes_nothing(
 ) -> None:
     world = World()
     worker = world.join()
-    namespace = world.open(worker, spec(shards=2))
+    namespace = world.open(spec(shards=2), worker)
     with pytest.raises(BadRequest, match=message) as error:
         world.reserve(worker, namespace, chain("k", 2), **request_)
     assert (error.value.field, error.value.value) == (field, value)
@@ -541,7 +541,7 @@ def test_a_bad_reserve_is_refused_and_changes_nothing(
 def test_a_commit_names_one_piece_of_the_right_length_for_each_shard() -> None:
     world = World()
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     reserved = world.reserve(worker, namespace, chain("k", 2))
     pieces = world.write(reserved)
     for staged in ((), pieces[:1], pieces * 2):
@@ -558,7 +558,7 @@ def test_a_commit_names_one_piece_of_the_right_length_for_each_shard() -> None:
 def test_a_commit_in_place_names_no_staging_memory() -> None:
     world = World(protection=GROUP)
     worker = world.join()
-    namespace = world.open(worker, spec())
+    namespace = world.open(spec(), worker)
     reserved = world.reserve(worker, namespace, chain("k", 1))
     with pytest.raises(BadRequest, match="must be empty: under protection group") as error:
         world.ask(ev.Commit, worker, reserved.reservation, (ev.StagedPiece(0, 0),))

@@ -171,9 +171,11 @@ class World:
         """The connection is gone, the process lives."""
         self.step(ev.WorkerClosed(worker))
 
-    def open(self, worker: WorkerId, namespace: NamespaceSpec) -> NamespaceId:
-        opened: ev.Opened = self.ask(ev.Open, worker, namespace)
-        return opened.namespace
+    def open(self, namespace: NamespaceSpec, *workers: WorkerId) -> NamespaceId:
+        """Open it for each of these workers of one tenant."""
+        opened: list[ev.Opened] = [self.ask(ev.Open, worker, namespace) for worker in workers]
+        (number,) = {answer.namespace for answer in opened}
+        return number
 
     def map(self, worker: WorkerId, segments: Sequence[SegmentId]) -> tuple[SegmentId, ...]:
         allowed: ev.SegmentsAllowed = self.ask(ev.WantSegments, worker, tuple(segments))
