@@ -13,7 +13,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import lmdb
 import numpy as np
@@ -45,8 +45,7 @@ Outcome = tuple[DiskResult, str]
 """And why, "" if it is OK."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlabRow:
+class SlabRow(NamedTuple):
     slab: SlabId
     slot_bytes: int
     slots: int
