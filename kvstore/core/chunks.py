@@ -18,6 +18,9 @@ from collections.abc import Iterator
 from kvstore.types import ChunkKey, Reason
 
 NONE = -1
+GROWTH_MIN = 1_024
+GROWTH_SHARE = 16
+"""Columns grow by this part of their length, at least by GROWTH_MIN rows."""
 
 DERIVED = 1
 """Attended to something approximate: never reported as exact (invariant 2)."""
@@ -60,29 +63,38 @@ class ChunkTable:
         self.pins = array("i")
         self.refs = array("i")
         """How many manifest entries name it."""
-        self.hits = array("I")
+        self.hits = array("Q")
         self.tokens = array("i")
-        self.maker = array("i")
         self.shard0 = array("i")
         self.ready = array("H")
         self.reserved = array("H")
         self.flags = bytearray()
         self.reason = bytearray()
         self.free_rows = array("i")
+        self._rows = 0
+        """Rows that were ever used; the columns are longer."""
 
         self.shard_segment = array("i")
         """Index of the segment in the pool, NONE if the shard has no slot."""
         self.shard_slot = array("i")
         self.shard_checksum = array("Q")
         self.shard_ready = bytearray()
-        self._free_shards: dict[int, list[int]] = {}
+        self._shards = 0
+        self._free_shards: dict[int, array[int]] = {}
+        """By number of shards: where they start."""
+
+        self._maker = array("i")
+        self._makers: list[bytes] = []
+        self._maker_uses: list[int] = []
+        self._maker_numbers: dict[bytes, int] = {}
+        self._free_makers: list[int] = []
 
     def __repr__(self) -> str:
-        return f"ChunkTable({self.rows_used} of {len(self.key)} rows)"
+        return f"ChunkTable({self.rows_used} of {self._rows} rows)"
 
     @property
     def rows_used(self) -> int:
-        return len(self.key) - len(self.free_rows)
+        return self._rows - len(self.free_rows)
 
     # ---------------------------------------------------------------------------------------------------- rows
 
@@ -90,31 +102,45 @@ class ChunkTable:
         """A ghost row, unlinked from everything."""
         if self.free_rows:
             row = self.free_rows.pop()
-            self.key[row] = key
-            self.namespace[row] = namespace
-            self.used_at[row] = self.born_at[row] = now
-            return row
-        row = len(self.key)
-        self.key.append(key)
-        self.namespace.append(namespace)
-        for column in (
+        else:
+            row = self._rows
+            if row == len(self.key):
+                self._grow_rows()
+            self._rows += 1
+        self.key[row] = key
+        self.namespace[row] = namespace
+        self.used_at[row] = self.born_at[row] = now
+        return row
+
+    def _grow_rows(self) -> None:
+        """All columns at once and in steps, so that the allocator is not asked for each of them again and again."""
+        more = max(GROWTH_MIN, len(self.key) // GROWTH_SHARE)
+        self.key += [ChunkKey(b"")] * more
+        for none in (
+            self.namespace,
             self.parent,
             self.first_child,
             self.next_sibling,
             self.prev_sibling,
             self.newer,
             self.older,
+            self.shard0,
+            self._maker,
         ):
-            column.append(NONE)
-        self.used_at.append(now)
-        self.born_at.append(now)
-        self.shard0.append(NONE)
-        self.maker.append(NONE)
-        for counter in (self.pins, self.refs, self.hits, self.tokens, self.ready, self.reserved):
-            counter.append(0)
-        self.flags.append(0)
-        self.reason.append(Reason.NEVER_SEEN)
-        return row
+            none.extend(array("i", [NONE]) * more)
+        for zero in (
+            self.used_at,
+            self.born_at,
+            self.pins,
+            self.refs,
+            self.hits,
+            self.tokens,
+            self.ready,
+            self.reserved,
+        ):
+            zero.frombytes(bytes(more * zero.itemsize))
+        self.flags += bytes(more)
+        self.reason += bytes([Reason.NEVER_SEEN]) * more
 
     def free_row(self, row: int) -> None:
         assert self.shard0[row] == NONE and not self.pins[row] and not self.refs[row], self.describe(row)
@@ -125,7 +151,7 @@ class ChunkTable:
         self.namespace[row] = NONE
         self.hits[row] = 0
         self.tokens[row] = 0
-        self.maker[row] = NONE
+        self.set_maker(row, b"")
         self.flags[row] = 0
         self.reason[row] = Reason.NEVER_SEEN
         self.free_rows.append(row)
@@ -146,20 +172,54 @@ class ChunkTable:
         if free:
             self.shard0[row] = free.pop()
             return
-        self.shard0[row] = len(self.shard_segment)
-        for _ in range(shards):
-            self.shard_segment.append(NONE)
-            self.shard_slot.append(NONE)
-            self.shard_checksum.append(0)
-            self.shard_ready.append(0)
+        self.shard0[row] = self._shards
+        self._shards += shards
+        if self._shards > len(self.shard_segment):
+            more = max(GROWTH_MIN, shards, len(self.shard_segment) // GROWTH_SHARE)
+            self.shard_segment.extend(array("i", [NONE]) * more)
+            self.shard_slot.extend(array("i", [NONE]) * more)
+            self.shard_checksum.frombytes(bytes(more * self.shard_checksum.itemsize))
+            self.shard_ready += bytes(more)
 
     def take_shards(self, row: int, shards: int) -> None:
         """The row becomes a ghost; none of its shards may have a slot any more."""
         start = self.shard0[row]
         assert self.ready[row] == 0 and self.reserved[row] == 0, self.describe(row)
         assert all(self.shard_segment[start + number] == NONE for number in range(shards)), self.describe(row)
-        self._free_shards.setdefault(shards, []).append(start)
+        self._free_shards.setdefault(shards, array("i")).append(start)
         self.shard0[row] = NONE
+
+    # -------------------------------------------------------------------------------------------------- makers
+
+    def maker(self, row: int) -> bytes:
+        """Who computed it; b"" if nobody said."""
+        number = self._maker[row]
+        return self._makers[number] if number != NONE else b""
+
+    def set_maker(self, row: int, maker: bytes) -> None:
+        """Few makers make many chunks: each is kept once, as long as some chunk is of it."""
+        old = self._maker[row]
+        if old != NONE:
+            self._maker_uses[old] -= 1
+            if not self._maker_uses[old]:
+                del self._maker_numbers[self._makers[old]]
+                self._makers[old] = b""
+                self._free_makers.append(old)
+            self._maker[row] = NONE
+        if not maker:
+            return
+        number = self._maker_numbers.get(maker, NONE)
+        if number == NONE:
+            if self._free_makers:
+                number = self._free_makers.pop()
+                self._makers[number] = maker
+            else:
+                number = len(self._makers)
+                self._makers.append(maker)
+                self._maker_uses.append(0)
+            self._maker_numbers[maker] = number
+        self._maker_uses[number] += 1
+        self._maker[row] = number
 
     # ---------------------------------------------------------------------------------------------------- tree
 

@@ -297,7 +297,6 @@ class Dialogues:
             return ev.ChunkHistory(
                 key, Outcome.MISS, reason, 0, 0, namespace.shards, 0, 0, 0, 0, 0, False, b""
             )
-        maker = chunks.maker[row]
         return ev.ChunkHistory(
             key=key,
             outcome=outcome,
@@ -311,5 +310,5 @@ class Dialogues:
             idle_ms=state.now - chunks.used_at[row],
             manifests=chunks.refs[row],
             derived=bool(chunks.flags[row] & DERIVED),
-            maker=state.makers[maker] if maker != NONE else b"",
+            maker=chunks.maker(row),
         )

@@ -185,7 +185,7 @@ def _check_workers(state: State) -> None:
         assert worker.waits == waiting[worker.id], (worker, worker.waits, waiting[worker.id])
         mine = [r for r in state.reservations.values() if r.worker == worker.id]
         assert {r.id for r in mine} == worker.reservations, worker
-        assert worker.reserved_bytes == sum(r.bytes for r in mine), worker
+        assert worker.reserved_bytes == sum(r.reserved_bytes for r in mine), worker
         for segment_id in worker.holds:
             segment = state.pool.by_id[segment_id]
             assert worker.id in segment.holders, (worker, segment)

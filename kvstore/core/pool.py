@@ -41,7 +41,7 @@ class Segment:
     owner: array[int] = field(default_factory=lambda: array("i"))
     """Per slot: the chunk row it belongs to."""
     state: bytearray = field(default_factory=bytearray)
-    generation: array[int] = field(default_factory=lambda: array("I"))
+    generation: array[int] = field(default_factory=lambda: array("Q"))
     free: array[int] = field(default_factory=lambda: array("i"))
     counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     """Slots per SlotState."""
@@ -148,7 +148,7 @@ class Pool:
         segment.generation_floor += 1
         segment.owner = array("i", [NO_OWNER]) * slots
         segment.state = bytearray(slots)
-        segment.generation = array("I", [segment.generation_floor]) * slots
+        segment.generation = array("Q", [segment.generation_floor]) * slots
         segment.free = array("i", range(slots - 1, -1, -1))
         segment.counts = [slots, 0, 0, 0]
         slab = self.classes.setdefault((namespace, slot_bytes), SlabClass(namespace, slot_bytes))
@@ -195,6 +195,7 @@ class Pool:
         self._change(segment, slot, SlotState.FREE, SlotState.RESERVED)
         slab.free -= 1
         if not segment.free:
+            segment.free = array("i")  # a list that was popped from keeps its memory
             del slab.with_free[segment.index]
         return segment, slot
 

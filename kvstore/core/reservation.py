@@ -20,12 +20,12 @@ class Reservation:
     worker: WorkerId
     namespace: NamespaceId
     expires_at: Millis
-    bytes: int = 0
+    reserved_bytes: int = 0
     rows: array[int] = field(default_factory=lambda: array("i"))
     """Granted chunks, in request order."""
     shards: tuple[int, ...] = ()
     """Shard numbers of each of them."""
-    maker: int = -1
+    maker: bytes = b""
     ticket: Ticket | None = None
     """Of the commit that is being copied."""
     op: OpId = OpId(0)

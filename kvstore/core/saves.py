@@ -111,7 +111,7 @@ class Saves:
         if not reservation.rows:
             return ev.Reserved(ReservationId(0), 0, tuple(results), ())
         self._next_id += 1
-        reservation.maker = state.maker_number(event.maker)
+        reservation.maker = event.maker
         state.reservations[reservation.id] = reservation
         worker.reservations.add(reservation.id)
         return ev.Reserved(reservation.id, ttl_ms, tuple(results), tuple(extents))
@@ -193,7 +193,7 @@ class Saves:
             state.place_shard(row, shard, *taken)
             placed.append(shard)
         reservation.rows.append(row)
-        reservation.bytes += wanted
+        reservation.reserved_bytes += wanted
         worker.reserved_bytes += wanted
         return GrantResult.GRANTED
 
@@ -294,8 +294,8 @@ class Saves:
         written = 0
         for row in reservation.rows:
             doomed = bool(state.chunks.flags[row] & DOOMED)
-            if reservation.maker != NONE:
-                state.chunks.maker[row] = reservation.maker
+            if reservation.maker:
+                state.chunks.set_maker(row, reservation.maker)
             for shard in reservation.shards:
                 state.shard_filled(row, shard, checksums[at])
                 written += namespace.spec.shard_bytes[shard]
@@ -358,7 +358,7 @@ class Saves:
         worker = state.workers.get(reservation.worker)
         if worker is not None:
             worker.reservations.discard(reservation.id)
-            worker.reserved_bytes -= reservation.bytes
+            worker.reserved_bytes -= reservation.reserved_bytes
         self._ended[reservation.id] = Ended(why, reservation.namespace, keys)
         self._ended_keys += len(keys)
         while len(self._ended) > ENDED_REMEMBERED_MAX or self._ended_keys > ENDED_KEYS_MAX:

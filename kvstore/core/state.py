@@ -62,8 +62,6 @@ class State:
     """Chunks that lack some shard, in the order of `used_at`: since when they wait for it."""
     waits: dict[int, list[Wait]] = field(default_factory=dict)
     """By chunk row."""
-    makers: list[bytes] = field(default_factory=list)
-    maker_numbers: dict[bytes, int] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
     effects: list[Effect] = field(default_factory=list)
     bumps: dict[SegmentId, tuple[list[int], list[int]]] = field(default_factory=dict)
@@ -145,15 +143,6 @@ class State:
 
     def namespace_of(self, row: int) -> Namespace:
         return self.namespaces[NamespaceId(self.chunks.namespace[row])]
-
-    def maker_number(self, maker: bytes) -> int:
-        if not maker:
-            return NONE
-        number = self.maker_numbers.get(maker)
-        if number is None:
-            number = self.maker_numbers[maker] = len(self.makers)
-            self.makers.append(maker)
-        return number
 
     def extent(self, row: int, shard: int, length: int) -> Extent:
         """Where a shard is; its slot must be there."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from kvstore.core.events import Acquired, Answer, Reserved, Ticket
+from kvstore.core.events import Acquired, Answer, Reserved, SessionInfo, Ticket
 from kvstore.layout import NamespaceSpec
 from kvstore.types import LeaseId, NamespaceId, ReservationId, SegmentId, WorkerId
 
-REMEMBERED_EXTENTS_MAX = 16_384
-"""Bound on the size of a worker's remembered answers: extents are what can be large in them."""
+REMEMBERED_ROWS_MAX = 16_384
+"""Bound on the size of a worker's remembered answers: extents and entries are what can be many in them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,11 +35,11 @@ class EngineGroup:
 class Memory:
     """Answers by request id, for repeated requests; oldest forgotten first."""
 
-    __slots__ = ("_answers", "_extents", "_limit", "waiting")
+    __slots__ = ("_answers", "_limit", "_rows", "waiting")
 
     def __init__(self, limit: int) -> None:
         self._answers: OrderedDict[int, Answer] = OrderedDict()
-        self._extents = 0
+        self._rows = 0
         self._limit = limit
         self.waiting: dict[int, list[Ticket]] = {}
         """Requests that are not answered yet, with the tickets that repeated them."""
@@ -49,12 +49,12 @@ class Memory:
 
     def remember(self, request_id: int, answer: Answer) -> None:
         self._answers[request_id] = answer
-        self._extents += _extents(answer)
+        self._rows += _rows(answer)
         while len(self._answers) > 1 and (
-            len(self._answers) > self._limit or self._extents > REMEMBERED_EXTENTS_MAX
+            len(self._answers) > self._limit or self._rows > REMEMBERED_ROWS_MAX
         ):
             _, oldest = self._answers.popitem(last=False)
-            self._extents -= _extents(oldest)
+            self._rows -= _rows(oldest)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,5 +80,10 @@ class Worker:
         return f"Worker({self.id} of {self.group.tenant}/{self.group.name} rank {self.rank}{' closed' * self.closed})"
 
 
-def _extents(answer: Answer) -> int:
-    return len(answer.extents) if isinstance(answer, (Acquired, Reserved)) else 1
+def _rows(answer: Answer) -> int:
+    match answer:
+        case Acquired() | Reserved():
+            return len(answer.extents)
+        case SessionInfo():
+            return len(answer.entries)
+    return 1
