@@ -1,10 +1,11 @@
 """All chunks as columns: identity, tree, recency, pins, shards.
 
 A million chunks must cost at most 300 bytes each, so a chunk is a *row number* into arrays, not an object. A row is in
-one of three conditions:
+one of these conditions:
 
-    resident   shard0 >= 0 and ready == shards     a hit, unless DOOMED
-    partial    shard0 >= 0 and ready <  shards     some shard is being written or was never committed
+    resident   ready == shards                     all bytes in DRAM: a hit, unless DOOMED
+    cold       STORED, not resident                all bytes on SSD only; RISING while they are read back
+    partial    shard0 >= 0, neither of these       some shard is being written or was never committed
     ghost      shard0 <  0                         bytes gone; key and reason are remembered for a while
 
 Row numbers are reused; whoever keeps one (lease, manifest, reservation, index) must be undone before `free_row`.
@@ -24,11 +25,19 @@ DERIVED = 1
 TAIL = 2
 """Fewer tokens than a chunk; lives as long as a manifest names it."""
 LISTED = 4
-"""Linked in its namespace's recency list (resident and unpinned) or in the ghost list."""
+"""Linked in a list: candidates for eviction from DRAM (resident, unpinned) or from SSD (cold), or the ghosts."""
 DOOMED = 8
 """A miss from now on; its slots are freed with its last pin."""
-MOVING = 16
-"""A slot-to-slot copy is under way."""
+STORING = 16
+"""Being written to SSD; pinned meanwhile."""
+STORED = 32
+"""Every shard is on SSD."""
+DURABLE = 64
+"""Its index record is synced: it survives a power cut."""
+RISING = 128
+"""Waits to be read back from SSD, or is."""
+WANTED = 256
+"""Linked among the chunks that queued jobs need, not in the recency list."""
 
 
 class LinkedRows:
@@ -66,7 +75,7 @@ class ChunkTable:
         self.shard0 = array("i")
         self.ready = array("H")
         self.reserved = array("H")
-        self.flags = bytearray()
+        self.flags = array("H")
         self.reason = bytearray()
         self.free_rows = array("i")
 
@@ -75,6 +84,10 @@ class ChunkTable:
         self.shard_slot = array("i")
         self.shard_checksum = array("Q")
         self.shard_ready = bytearray()
+        self.disk_slab = array("i")
+        """Index of the slab in the disk pool, NONE if the shard is not on SSD."""
+        self.disk_slot = array("i")
+        self.disk_generation = array("Q")
         self._free_shards: dict[int, list[int]] = {}
 
     def __repr__(self) -> str:
@@ -151,12 +164,16 @@ class ChunkTable:
             self.shard_slot.append(NONE)
             self.shard_checksum.append(0)
             self.shard_ready.append(0)
+            self.disk_slab.append(NONE)
+            self.disk_slot.append(NONE)
+            self.disk_generation.append(0)
 
     def take_shards(self, row: int, shards: int) -> None:
         """The row becomes a ghost; none of its shards may have a slot any more."""
         start = self.shard0[row]
         assert self.ready[row] == 0 and self.reserved[row] == 0, self.describe(row)
-        assert all(self.shard_segment[start + number] == NONE for number in range(shards)), self.describe(row)
+        for place in range(start, start + shards):
+            assert self.shard_segment[place] == NONE and self.disk_slab[place] == NONE, self.describe(row)
         self._free_shards.setdefault(shards, []).append(start)
         self.shard0[row] = NONE
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DERIVED, NONE
+from kvstore.core.chunks import DERIVED, NONE, STORED
 from kvstore.core.manifests import Manifest, Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.reads import lookup
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition
-from kvstore.types import ChunkKey, Outcome, Reason
+from kvstore.types import ChunkKey, DiskState, Outcome, Reason
 
 
 class Dialogues:
@@ -46,7 +46,7 @@ class Dialogues:
     def _usable(self, manifest: Manifest) -> int:
         """Leading entries that are whole (invariant 6)."""
         for index, row in enumerate(manifest.rows):
-            if not self.state.is_hit(row):
+            if not self.state.is_usable(row):
                 return index
         return len(manifest)
 
@@ -107,9 +107,11 @@ class Dialogues:
         manifest.add(row, entry.first_token, entry.token_count, entry.delta, entry.approximate)
 
     def _was_committed(self, row: int) -> bool:
-        """Resident, or a ghost of a chunk that was: losing bytes between commit and update is no error."""
+        """Whole in some tier, or a ghost of what was: losing bytes between commit and update is no error."""
         chunks = self.state.chunks
-        return self.state.is_resident(row) or (chunks.shard0[row] == NONE and chunks.tokens[row] > 0)
+        if self.state.is_resident(row) or chunks.flags[row] & STORED:
+            return True
+        return chunks.shard0[row] == NONE and chunks.tokens[row] > 0
 
     def truncate(self, worker: Worker, event: ev.Truncate) -> ev.SessionInfo:
         """Cut a range out. What follows it attended to it, hence becomes approximate; what precedes it stays exact."""
@@ -188,15 +190,35 @@ class Dialogues:
             version = old.version + 1
         session = Session(name, namespace.id, version, manifest, state.now)
         state.sessions.put(session)
+        self._dirty(session)
         return self._info(session)
 
     def drop(self, session: Session) -> None:
         """The name goes, and its references; chunks stay until they are evicted."""
         state = self.state
         state.sessions.remove(session)
+        self._dirty(session)
         state.namespaces[session.namespace].sessions -= 1
         for row in session.manifest.rows:
             state.drop_ref(row)
+
+    def _dirty(self, session: Session) -> None:
+        """Its index record is to be written or deleted."""
+        if self.state.disk_state is not DiskState.ABSENT:
+            self.state.dirty_sessions.setdefault((session.namespace, session.name), self.state.now)
+
+    def tick(self) -> None:
+        """Sessions that nobody used for their time to live end, with the chunks that nothing else names."""
+        state = self.state
+        ttl_ms = state.limits.session_ttl_ms
+        while ttl_ms and state.sessions.by_name:
+            session = state.sessions.oldest()
+            if session.used_at + ttl_ms > state.now:
+                return
+            keys = [state.chunks.key[row] for row in session.manifest.rows]
+            self.drop(session)
+            self._forget_unnamed(state.namespaces[session.namespace], reversed(keys), Reason.EXPIRED)
+            state.counters["sessions_expired"] += 1
 
     # --------------------------------------------------------------------------------------------------- forgetting
 
@@ -210,23 +232,27 @@ class Dialogues:
             if session is not None:
                 keys = [state.chunks.key[row] for row in session.manifest.rows]
                 self.drop(session)
-                count = 1 + self._forget_unnamed(namespace, reversed(keys))
+                count = 1 + self._forget_unnamed(namespace, reversed(keys), Reason.FORGOTTEN)
         for key in event.keys:
             row = namespace.index.get(key, NONE)
             if row != NONE and state.doom(row, Reason.FORGOTTEN):
                 count += 1
         return ev.Done(count)
 
-    def _forget_unnamed(self, namespace: Namespace, keys: Iterable[ChunkKey]) -> int:
+    def _forget_unnamed(self, namespace: Namespace, keys: Iterable[ChunkKey], reason: Reason) -> int:
         """From the end of the chain; a chunk that another chain continues, or another manifest names, stays."""
         state = self.state
         chunks = state.chunks
         count = 0
         for key in keys:
             row = namespace.index.get(key, NONE)
-            if row == NONE or chunks.refs[row] or any(state.is_hit(child) for child in chunks.children(row)):
+            if (
+                row == NONE
+                or chunks.refs[row]
+                or any(state.is_usable(child) for child in chunks.children(row))
+            ):
                 continue
-            count += state.doom(row, Reason.FORGOTTEN)
+            count += state.doom(row, reason)
         return count
 
     # -------------------------------------------------------------------------------------------------- for operators

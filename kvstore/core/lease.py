@@ -27,7 +27,8 @@ class Lease:
     expired: bool = False
 
     def __repr__(self) -> str:
-        return f"Lease({self.id} of {self.group.name}: {len(self.rows)} chunks until {self.expires_at}{' expired' * self.expired})"
+        state = "expired" if self.expired else f"until {self.expires_at}"
+        return f"Lease({self.id} of {self.group.name}: {len(self.rows)} chunks, {state})"
 
 
 class LeaseBook:
