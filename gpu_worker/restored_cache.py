@@ -8,6 +8,7 @@ concatenated per step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ class RestoredCache(Cache):
     def expect(self, wait: Callable[[int], None]) -> None:
         """`wait(layer)` returns once that layer's history is in its target, or raises LoadFailed."""
         for number, (layer, room) in enumerate(zip(self._growing, self._rooms, strict=True)):
-            layer.expect(room, self.restored, lambda number=number: wait(number))
+            layer.expect(room, self.restored, partial(wait, number))
 
     def snapshot(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of every layer as they are now, [1, H_kv, n, D]: later steps append behind them and never write into

@@ -75,8 +75,9 @@ class Copier:
         self._let_threads_end()
 
     def _let_threads_end(self) -> None:
-        for _ in self._threads:
-            self._queue.put(None)
+        for thread in self._threads:
+            if thread.is_alive():
+                self._queue.put(None)
 
     def _take_what_waits(self) -> Iterator[tuple[Job, Done]]:
         with contextlib.suppress(queue.Empty):

@@ -103,7 +103,6 @@ class _Peer:
     identity: Identity | None = None
     token: bytes = field(default=b"", repr=False)
     connected: bool = True
-    alive: bool = True
 
 
 class DescriptorServer:
@@ -394,7 +393,6 @@ class DescriptorServer:
 
     def _died(self, peer: _Peer) -> None:
         """Its pidfd is readable: the process has ended, whoever else may still hold its end of the connection."""
-        peer.alive = False
         self._unwatch(peer)
         if peer.identity is not None and self._workers.pop(peer.identity.worker, None) is not None:
             self._tokens.pop(peer.token, None)
@@ -412,7 +410,7 @@ class DescriptorServer:
             self._unwatch(peer)
             return
         self._tokens.pop(peer.token, None)
-        if peer.alive and not self._closing and peer.identity.worker in self._workers:
+        if peer.identity.worker in self._workers and not self._closing:  # neither left nor forgotten
             self._core.post(WorkerClosed(peer.identity.worker))
             log.info("worker closed its connection", extra=fields(worker=peer.identity.worker, pid=peer.pid))
 

@@ -116,6 +116,7 @@ class _Region:
     def __init__(self, address: int, size_bytes: int, *, writable: bool) -> None:
         self.address = address
         self.size_bytes = size_bytes
+        self.pid = os.getpid()
         self.__array_interface__ = {
             "version": 3,
             "shape": (size_bytes,),
@@ -123,8 +124,13 @@ class _Region:
             "data": (address, not writable),
         }
 
-    def __del__(self, munmap: Callable[[int, int], int] = _libc.munmap) -> None:
-        munmap(self.address, self.size_bytes)
+    def __del__(
+        self,
+        munmap: Callable[[int, int], int] = _libc.munmap,
+        getpid: Callable[[], int] = os.getpid,
+    ) -> None:
+        if getpid() == self.pid:  # a forked child never had it, and may have other memory at that address
+            munmap(self.address, self.size_bytes)
 
 
 class SharedMapping:

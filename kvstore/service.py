@@ -416,6 +416,9 @@ class AttachStream:
                 raise BadRequest(
                     "a request on the stream has a number above 0", field=f"{field}.request_id", value=0
                 )
+            if message.release_lease_ids:
+                leases = requests.lease_ids(message.release_lease_ids)
+                self._loop.post(events.Release(Ticket(self._worker), leases))
             if call.event is None:
                 self._answer(request_id, events.Done())
                 return

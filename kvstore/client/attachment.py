@@ -36,7 +36,7 @@ from kvstore.v1 import descriptor_pb2, store_pb2, store_pb2_grpc
 if TYPE_CHECKING:
     from kvstore.client.batch import WriteBatch
     from kvstore.client.connection import Connection
-    from kvstore.client.lease import Waiter
+    from kvstore.client.lease import ReadLease, Waiter
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +131,7 @@ class Attachment:
         self._notices: dict[str, list[int]] = {"release": [], "abort": [], "segments_unmapped": []}
         self._noticing: set[str] = set()
         self._beating = False
+        self._spoiled = False
         self._dropped: deque[Callable[[], None]] = deque()
 
         self._socket_lock = threading.Lock()
@@ -183,8 +184,16 @@ class Attachment:
                 remedy="install the same version of attnstore on both sides",
             )
 
+    def _spoil(self, why: str) -> None:
+        """Some staging memory can never be used again: begin anew, with a new hello."""
+        log.error("%s: connecting anew", why)
+        self._spoiled = True
+        self.cancel_stream()
+
     def anchored(self) -> bool:
-        """Whether the daemon still holds its end of the descriptor socket."""
+        """Whether this attachment can go on: the daemon still holds its end of the descriptor socket."""
+        if self._spoiled:
+            return False
         try:
             return self._socket.recv(1, socket.MSG_PEEK) != b""
         except (BlockingIOError, InterruptedError):
@@ -379,15 +388,18 @@ class Attachment:
         now = time.monotonic()
         with self._lock:
             late, call.settled = call.abandoned, True
-            # The daemon stopped waiting, not working: asked again, it tells how it ended.
-            unknown = isinstance(answer, DeadlineExceeded) and call.has_consequences
-            if unknown and now - call.asked_at > ASK_AGAIN_S and call.request is not None:
+            # The daemon stopped waiting, not copying: asked again, it may tell how it ended.
+            unknown = call.must_end and isinstance(answer, DeadlineExceeded)
+            ask_again = unknown and now - call.asked_at > ASK_AGAIN_S and call.request is not None
+            if ask_again and call.request is not None:
                 call.abandoned, call.asked_at = True, now
                 self._calls[reply.request_id] = call
                 self._outgoing.put(call.request)
         if not late:
             call.future.set_result(answer)
         if unknown:
+            if not ask_again:
+                self._spoil("a commit never ended")
             return
         if call.on_reply is not None:
             call.on_reply(answer)
@@ -405,12 +417,14 @@ class Attachment:
         deadline: float,
         *,
         patient: bool = False,
+        must_end: bool = False,
         on_reply: Callable[[Reply], None] | None = None,
         on_late: Callable[[store_pb2.AttachReply], None] | None = None,
     ) -> Call:
         """Send a request; `field` names it in AttachRequest. Never blocks and never raises: what cannot be sent now is
-        answered at once. `patient` asks even a daemon that has been silent for long."""
-        call = Call(self, _EXPECTS[field], deadline, on_reply, on_late)
+        answered at once. `patient` asks even a daemon that has been silent for long; `must_end` says that a
+        DeadlineExceeded of the daemon is no answer, because it may still be reading our memory."""
+        call = Call(self, _EXPECTS[field], deadline, must_end, on_reply, on_late)
         if os.getpid() != self.pid:
             # before any lock: another thread of the parent may have held it when the process forked
             call.future.set_result(gone(FORKED))
@@ -510,6 +524,12 @@ class Attachment:
 
     def count(self, name: str, number: int = 1) -> None:
         self._owner.count(name, number)
+
+    def hold(self, lease: ReadLease) -> None:
+        """Renew it while it is open."""
+        due = self.renewals.add(lease)
+        if due < self._next_tick:
+            self._owner.wake()
 
     def new_waiter(self, waiter: Waiter) -> Waiter:
         """From now on `waiter` hears which chunks settled, until `forget_waiter`."""

@@ -176,8 +176,9 @@ class WriteBatch:
                 return
             self._state = _State.ENDED
         self._buffers = ()
+        pieces, self._pieces = self._pieces, None
         if self._attachment is not None and os.getpid() == self._attachment.pid:
-            _give_back(self._attachment, self.reservation_id, self._pieces)
+            _give_back(self._attachment, self.reservation_id, pieces)
 
     def _check_open(self) -> None:
         if self._state is not _State.OPEN:
@@ -188,7 +189,8 @@ class WriteBatch:
             self._check_open()
             self._state = _State.COMMITTED
         self._buffers = ()
-        attachment, pieces = self._attachment, self._pieces
+        attachment = self._attachment
+        pieces, self._pieces = self._pieces, None
         if self.error is not None or attachment is None or not self.granted:
             return CommitOutcome(ok=self.error is None, error=self.error)
 
@@ -200,7 +202,7 @@ class WriteBatch:
             reservation_id=self.reservation_id, staging_offsets=self._offsets, wait=wait
         )
         limit = self._timeout_s if timeout_s is None else timeout_s
-        call = attachment.call("commit", body, time.monotonic() + limit, on_reply=answered)
+        call = attachment.call("commit", body, time.monotonic() + limit, must_end=True, on_reply=answered)
         if call.request is None and os.getpid() == attachment.pid:
             _give_back(attachment, self.reservation_id, pieces)  # it was never sent: nobody reads them
         return call

@@ -38,6 +38,7 @@ class Call:
         "deadline",
         "expects",
         "future",
+        "must_end",
         "on_late",
         "on_reply",
         "request",
@@ -50,12 +51,14 @@ class Call:
         attachment: Attachment,
         expects: str,
         deadline: float,
+        must_end: bool = False,
         on_reply: Callable[[Reply], None] | None = None,
         on_late: Callable[[store_pb2.AttachReply], None] | None = None,
     ) -> None:
         self.attachment = attachment
         self.expects = expects
         self.deadline = deadline
+        self.must_end = must_end
         self.on_reply = on_reply
         self.on_late = on_late
         self.sent_at = self.asked_at = time.monotonic()

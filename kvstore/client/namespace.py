@@ -285,7 +285,7 @@ class Namespace:
             if waiter is not None and (lease is None or Outcome.PENDING not in lease.outcomes):
                 attachment.forget_waiter(waiter)
         if lease.lease_id:
-            attachment.renewals.add(lease)
+            attachment.hold(lease)
         return lease
 
     def _lease(

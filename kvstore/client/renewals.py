@@ -24,9 +24,12 @@ class Renewals:
     def __repr__(self) -> str:
         return f"Renewals({len(self._renew_at)} leases)"
 
-    def add(self, lease: ReadLease) -> None:
+    def add(self, lease: ReadLease) -> float:
+        """Returns when it is due for the first time."""
+        due = lease.granted_at + lease.ttl_ms / 1000 * RENEW_FRACTION
         self._leases[lease.lease_id] = lease
-        self._renew_at[lease.lease_id] = lease.granted_at + lease.ttl_ms / 1000 * RENEW_FRACTION
+        self._renew_at[lease.lease_id] = due
+        return due
 
     def remove(self, lease: int) -> None:
         """Harmless when it is not there. Takes no lock, so destructors may call it."""

@@ -25,18 +25,21 @@ DERIVED = 1
 TAIL = 2
 """Fewer tokens than a chunk; lives as long as a manifest names it."""
 LISTED = 4
-"""Linked in a list: candidates for eviction from DRAM (resident, unpinned) or from SSD (cold), or the ghosts."""
+"""Linked in a list: the candidates for eviction from DRAM (resident, unpinned) or from SSD (cold), the partial chunks,
+or the ghosts."""
 DOOMED = 8
 """A miss from now on; its slots are freed with its last pin."""
-STORING = 16
+COMMITTED = 16
+"""Was whole at least once: what it is (tokens, derived or exact) is settled, and manifests may name it."""
+STORING = 32
 """Being written to SSD; pinned meanwhile."""
-STORED = 32
+STORED = 64
 """Every shard is on SSD."""
-DURABLE = 64
+DURABLE = 128
 """Its index record is synced: it survives a power cut."""
-RISING = 128
+RISING = 256
 """Waits to be read back from SSD, or is."""
-WANTED = 256
+WANTED = 512
 """Linked among the chunks that queued jobs need, not in the recency list."""
 
 
@@ -132,7 +135,8 @@ class ChunkTable:
     def free_row(self, row: int) -> None:
         assert self.shard0[row] == NONE and not self.pins[row] and not self.refs[row], self.describe(row)
         assert not self.flags[row] & LISTED, self.describe(row)
-        self.detach(row)
+        self.leave_parent(row)
+        self.leave_children(row)
         self.key[row] = ChunkKey(b"")
         self.namespace[row] = NONE
         self.hits[row] = 0
@@ -180,7 +184,7 @@ class ChunkTable:
     # ---------------------------------------------------------------------------------------------------- tree
 
     def attach(self, row: int, parent: int) -> None:
-        """Make `row` a child of `parent`."""
+        """Make `row` a child of `parent`; it has none."""
         assert self.parent[row] == NONE and row != parent, self.describe(row)
         head = self.first_child[parent]
         self.parent[row] = parent
@@ -190,8 +194,7 @@ class ChunkTable:
             self.prev_sibling[head] = row
         self.first_child[parent] = row
 
-    def detach(self, row: int) -> None:
-        """Unlink `row` from its parent and its children from `row`."""
+    def leave_parent(self, row: int) -> None:
         parent = self.parent[row]
         if parent != NONE:
             before, after = self.prev_sibling[row], self.next_sibling[row]
@@ -202,6 +205,8 @@ class ChunkTable:
             if after != NONE:
                 self.prev_sibling[after] = before
             self.parent[row] = self.prev_sibling[row] = self.next_sibling[row] = NONE
+
+    def leave_children(self, row: int) -> None:
         child = self.first_child[row]
         while child != NONE:
             after = self.next_sibling[child]

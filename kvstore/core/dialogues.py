@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DERIVED, NONE, STORED
+from kvstore.core.chunks import COMMITTED, DERIVED, NONE
 from kvstore.core.manifests import Manifest, Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.reads import lookup
@@ -76,7 +76,8 @@ class Dialogues:
     ) -> None:
         chunks = self.state.chunks
         row = namespace.index.get(entry.key, NONE)
-        if row == NONE or chunks.reason[row] == Reason.NEVER_SEEN or not (self._was_committed(row)):
+        # Losing bytes between commit and update is no error.
+        if row == NONE or not chunks.flags[row] & COMMITTED:
             raise Precondition(
                 "was never committed", field=f"{where}.key", value=entry.key, remedy="commit the chunk first"
             )
@@ -105,13 +106,6 @@ class Dialogues:
                 remedy="save what was computed after approximate KV under a derived key",
             )
         manifest.add(row, entry.first_token, entry.token_count, entry.delta, entry.approximate)
-
-    def _was_committed(self, row: int) -> bool:
-        """Whole in some tier, or a ghost of what was: losing bytes between commit and update is no error."""
-        chunks = self.state.chunks
-        if self.state.is_resident(row) or chunks.flags[row] & STORED:
-            return True
-        return chunks.shard0[row] == NONE and chunks.tokens[row] > 0
 
     def truncate(self, worker: Worker, event: ev.Truncate) -> ev.SessionInfo:
         """Cut a range out. What follows it attended to it, hence becomes approximate; what precedes it stays exact."""
@@ -225,7 +219,7 @@ class Dialogues:
     def forget(self, worker: Worker, event: ev.Forget) -> ev.Done:
         """The session and the chunks that nothing else names or continues; or single keys."""
         state = self.state
-        namespace = state.own_namespace(worker, event.namespace)
+        namespace = state.administered_namespace(worker, event.namespace)
         count = 0
         if event.session:
             session = state.sessions.get(namespace.id, event.session, state.now)
@@ -290,7 +284,7 @@ class Dialogues:
     def explain(self, worker: Worker, event: ev.Explain) -> ev.Explained:
         """What is known of each chunk of a session, or of each key: where it is, or why it is gone."""
         state = self.state
-        namespace = state.namespace(worker, event.namespace)
+        namespace = state.administered_namespace(worker, event.namespace)
         keys = list(event.keys)
         version = 0
         if event.session:

@@ -48,6 +48,8 @@ def _check_chunks(state: State) -> None:
         wanted = set(chunks.walk(namespace.wanted))
         listed = [*chunks.walk(namespace.recency), *wanted]
         assert len(listed) == namespace.recency.count + namespace.wanted.count, namespace
+        _check_list(chunks, namespace.recency)
+        _check_list(chunks, namespace.wanted)
         for row in listed:
             assert bool(chunks.flags[row] & WANTED) == (row in wanted), chunks.describe(row)
             assert chunks.namespace[row] == namespace.id and state.is_hit(row) and not chunks.pins[row], (
@@ -72,8 +74,8 @@ def _check_chunks(state: State) -> None:
             pinned += chunks.pins[row] > 0
             rising = bool(chunks.flags[row] & RISING)
             assert not rising or (stored and not resident), where
-            candidate = chunks.pins[row] == 0 if resident else stored and not rising
-            assert bool(chunks.flags[row] & LISTED) == candidate, where
+            assert bool(chunks.flags[row] & LISTED) == (chunks.pins[row] == 0 and not rising), where
+            assert resident or not chunks.pins[row], where
             if resident and chunks.flags[row] & DOOMED:
                 assert chunks.pins[row], where
         counted = (visible, cold, partial, pinned)
@@ -91,6 +93,13 @@ def _check_chunks(state: State) -> None:
     assert sum(1 for _ in chunks.walk(state.cold)) == state.cold.count, state.cold
     for row in chunks.walk(state.cold):
         assert chunks.flags[row] & (STORED | RISING) == STORED and not chunks.ready[row], chunks.describe(row)
+    partials = list(chunks.walk(state.partials))
+    assert len(partials) == state.partials.count == sum(n.partial for n in state.namespaces.values())
+    for row in partials:
+        assert chunks.shard0[row] != NONE and not state.is_resident(row), chunks.describe(row)
+        assert not chunks.flags[row] & STORED, chunks.describe(row)
+    assert [chunks.used_at[row] for row in partials] == sorted(chunks.used_at[row] for row in partials)
+    _check_list(chunks, state.partials)
 
 
 def _check_tree(chunks: ChunkTable, free: set[int]) -> None:

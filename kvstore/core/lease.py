@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from kvstore.core.workers import EngineGroup
 from kvstore.types import LeaseId, Millis, NamespaceId, WorkerId
 
+CLOSED_IN_HEAP_MAX = 1_024
+
 
 @dataclass(slots=True, eq=False)
 class Lease:
@@ -37,6 +39,7 @@ class LeaseBook:
         self.expired: dict[NamespaceId, dict[LeaseId, Lease]] = {}
         """Expired and not yet released or revoked, oldest first."""
         self._by_expiry: list[tuple[Millis, LeaseId]] = []
+        """A heap with one entry of each open lease, at its expiry or earlier (renewals do not move it)."""
         self._next_id = 1
 
     def __repr__(self) -> str:
@@ -48,22 +51,27 @@ class LeaseBook:
         self.leases[lease.id] = lease
         group.leases.add(lease.id)
         heapq.heappush(self._by_expiry, (expires_at, lease.id))
+        if len(self._by_expiry) > 2 * len(self.leases) + CLOSED_IN_HEAP_MAX:
+            self._by_expiry = [
+                (other.expires_at, other.id) for other in self.leases.values() if not other.expired
+            ]
+            heapq.heapify(self._by_expiry)
         return lease
 
     def renew(self, lease: Lease, expires_at: Millis) -> None:
         """Only ever later; an expired lease stays expired."""
         assert not lease.expired, lease
-        if expires_at > lease.expires_at:
-            lease.expires_at = expires_at
-            heapq.heappush(self._by_expiry, (expires_at, lease.id))
+        lease.expires_at = max(lease.expires_at, expires_at)
 
     def expire(self, now: Millis) -> int:
         """Mark what is over; returns how many."""
         count = 0
         while self._by_expiry and self._by_expiry[0][0] <= now:
-            _, lease_id = heapq.heappop(self._by_expiry)
+            at, lease_id = heapq.heappop(self._by_expiry)
             lease = self.leases.get(lease_id)
-            if lease is not None and not lease.expired and lease.expires_at <= now:
+            if lease is not None and lease.expires_at > at:  # renewed since
+                heapq.heappush(self._by_expiry, (lease.expires_at, lease_id))
+            elif lease is not None:
                 lease.expired = True
                 self.expired.setdefault(lease.namespace, {})[lease_id] = lease
                 count += 1
@@ -80,7 +88,5 @@ class LeaseBook:
 
     def revocable(self, namespace: NamespaceId, now: Millis, grace_ms: int) -> Lease | None:
         """The lease that expired first in `namespace`, if its grace is over."""
-        for lease in self.expired.get(namespace, {}).values():
-            if lease.expires_at + grace_ms <= now:
-                return lease
-        return None
+        lease = next(iter(self.expired.get(namespace, {}).values()), None)
+        return lease if lease is not None and lease.expires_at + grace_ms <= now else None

@@ -42,6 +42,8 @@ class Reads:
         """Starts the promotion of a cold chunk; set by the store, which knows the disk."""
         self.audits: dict[OpId, tuple[list[int], list[int]]] = {}
         """Checksum ops of reported chunks: (pinned rows, expected checksums)."""
+        self._audited: set[int] = set()
+        """Rows in `audits`: however often a chunk is reported, it is read once."""
 
     def match(self, worker: Worker, event: ev.Match) -> ev.Matched:
         """Longest usable boundary (invariant 4), what is on SSD included. Never promotes, never pins, is no use."""
@@ -164,13 +166,14 @@ class Reads:
         lengths = namespace.spec.shard_bytes
         for key in dict.fromkeys(event.keys):
             row, outcome, _ = lookup(state, namespace, key)
-            if outcome is Outcome.HIT:
+            if outcome is Outcome.HIT and row not in self._audited:
                 state.pin(row)
                 rows.append(row)
                 extents += [state.extent(row, shard, lengths[shard]) for shard in range(namespace.shards)]
         state.counters["loads_reported_bad"] += len(event.keys)
         if rows:
             op = state.new_op()
+            self._audited.update(rows)
             self.audits[op] = (rows, [extent.checksum for extent in extents])
             state.effects.append(ev.Checksum(op, tuple(extents)))
         return ev.Done(len(rows))
@@ -179,6 +182,7 @@ class Reads:
         """End of a report's checksum; None: it failed, and what cannot be read is not trusted."""
         state = self.state
         rows, expected = self.audits.pop(op)
+        self._audited.difference_update(rows)
         namespace = state.namespace_of(rows[0])
         for index, row in enumerate(rows):
             mine = slice(index * namespace.shards, (index + 1) * namespace.shards)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.core.chunks import DURABLE, LISTED, NONE, STORED
+from kvstore.core.chunks import COMMITTED, DURABLE, LISTED, NONE, STORED, TAIL
 from kvstore.core.disk import Disk
 from kvstore.core.events import NamespaceRecord, SessionRecord
 from kvstore.core.manifests import Manifest, Session
@@ -18,6 +18,8 @@ from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
 from kvstore.core.state import DISK, State
 from kvstore.types import ChunkKey, NamespaceId, Reason, SegmentId, SlabId, SlotState
+
+FLAGS = COMMITTED | STORED | DURABLE | LISTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,7 @@ def _chunks(
     chunks.shard0.extend(array("i", range(places, places + count * shards, shards)))
     for narrow in (chunks.ready, chunks.reserved):
         narrow.extend(array("H", [0]) * count)
-    chunks.flags.extend(array("H", [int(batch.flags[i]) | STORED | DURABLE | LISTED for i in per_chunk]))
+    chunks.flags.extend(array("H", [int(batch.flags[i]) | FLAGS for i in per_chunk]))
     chunks.reason.extend(bytes([Reason.NONE]) * count)
     total = count * shards
     chunks.shard_segment.extend(array("i", [NONE]) * total)
@@ -236,6 +238,8 @@ def _session(state: State, record: SessionRecord, done: Restored) -> None:
             row = namespace.index[entry.key] = state.chunks.new_row(namespace.id, entry.key, state.now)
             state.chunks.reason[row] = Reason.LOST
             state.chunks.tokens[row] = entry.token_count
+            tail = TAIL if entry.token_count < namespace.spec.chunk_tokens else 0
+            state.chunks.flags[row] |= COMMITTED | tail
         manifest.add(row, entry.first_token, entry.token_count, entry.delta, entry.approximate)
     for row, count in Counter(manifest.rows).items():
         state.chunks.refs[row] += count

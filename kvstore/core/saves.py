@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DERIVED, DOOMED, NONE, STORED, TAIL
+from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, NONE, STORED, TAIL
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
 from kvstore.core.reads import clip_ttl, wanted_shards
@@ -34,6 +34,8 @@ from kvstore.types import (
 COPY_DEADLINE_MS = 10_000
 """A copy that takes longer is answered as failed; its slots stay quarantined until it returns."""
 ENDED_REMEMBERED_MAX = 4096
+ENDED_KEYS_MAX = 65_536
+"""Of how many reservations, and of how many keys in them, it is remembered how they ended."""
 
 
 @dataclass(slots=True)
@@ -41,6 +43,15 @@ class LateCopy:
     """A copy that missed its deadline: nothing may use its targets before it has returned."""
 
     slots: list[tuple[Segment, int]]
+
+
+@dataclass(slots=True)
+class Ended:
+    """Why a reservation ended, for a clear answer to a commit that comes too late or again."""
+
+    why: str
+    namespace: NamespaceId
+    keys: tuple[ChunkKey, ...]
 
 
 class Saves:
@@ -54,9 +65,9 @@ class Saves:
         self.copies: dict[OpId, tuple[Reservation, Millis]] = {}
         """Running copies with their deadlines."""
         self.late: dict[OpId, LateCopy] = {}
-        self._ended: dict[ReservationId, str] = {}
-        """Why recent reservations ended, for a clear answer to a commit that comes too late."""
-        self._ended_chunks: dict[ReservationId, tuple[int, tuple[ChunkKey, ...]]] = {}
+        self._ended: dict[ReservationId, Ended] = {}
+        """The most recent ones, oldest first."""
+        self._ended_keys = 0
         self._next_id = 1
 
     # ----------------------------------------------------------------------------------------------------- reserve
@@ -76,6 +87,7 @@ class Saves:
         shards = wanted_shards(namespace, event.shards)
         counts = event.token_counts or (namespace.spec.chunk_tokens,) * len(event.keys)
         self._check(namespace, event, counts)
+        self._check_described(namespace, event, counts)
         if len(worker.reservations) >= limits.reservations_per_worker_max:
             raise Exhausted(
                 "too many open reservations",
@@ -124,6 +136,27 @@ class Saves:
             if not 1 <= count <= full:
                 raise BadRequest(
                     f"must be between 1 and chunk_tokens={full}", field="token_counts", value=count
+                )
+
+    def _check_described(self, namespace: Namespace, event: ev.Reserve, counts: Sequence[int]) -> None:
+        """What a chunk is was settled by its first shard, and for ever by its first commit: bytes may go and come back,
+        but exact never becomes derived, or the other way round (invariant 2)."""
+        chunks = self.state.chunks
+        for key, count in zip(event.keys, counts, strict=True):
+            row = namespace.index.get(key, NONE)
+            if row == NONE or (chunks.shard0[row] == NONE and not chunks.flags[row] & COMMITTED):
+                continue
+            if chunks.tokens[row] != count:
+                raise BadRequest(
+                    f"chunk {key.hex()} has {chunks.tokens[row]} tokens", field="token_counts", value=count
+                )
+            if bool(chunks.flags[row] & DERIVED) != event.derived:
+                kind = "exact" if event.derived else "derived"
+                raise BadRequest(
+                    f"chunk {key.hex()} was saved as {kind}",
+                    field="derived",
+                    value=event.derived,
+                    remedy="keys of exact and of derived KV must differ",
                 )
 
     def _grant(
@@ -175,7 +208,7 @@ class Saves:
     def _describe(
         self, namespace: Namespace, row: int, parent: ChunkKey, tokens: int, event: ev.Reserve
     ) -> None:
-        """What a chunk is, told with its first reserved shard; the others must agree."""
+        """What a chunk is, told with its first reserved shard; `_check_described` sees to it that the others agree."""
         chunks = self.state.chunks
         if chunks.ready[row] or chunks.reserved[row] > len(event.shards or range(namespace.shards)):
             return
@@ -188,7 +221,7 @@ class Saves:
         chunks.flags[row] = flags
         above = namespace.index.get(parent, NONE) if parent else NONE
         if above not in (NONE, row, chunks.parent[row]):
-            chunks.detach(row)
+            chunks.leave_parent(row)
             chunks.attach(row, above)
 
     # ------------------------------------------------------------------------------------------------------ commit
@@ -238,20 +271,20 @@ class Saves:
         return None
 
     def _commit_of_ended(self, worker: Worker, reservation_id: ReservationId) -> ev.Committed:
-        """Success all the same if somebody else committed every chunk meanwhile: first copy wins."""
+        """Success all the same if somebody else, or this very reservation, committed every chunk: first copy wins."""
         state = self.state
-        why = self._ended.get(reservation_id)
-        namespace_id, keys = self._ended_chunks.get(reservation_id, (NONE, ()))
-        if why is None or namespace_id not in worker.opened:
+        ended = self._ended.get(reservation_id)
+        namespace = state.namespaces.get(ended.namespace) if ended is not None else None
+        if ended is None or namespace is None or namespace.id not in worker.opened:
             raise NotFound("no such reservation of this worker", field="reservation_id", value=reservation_id)
-        index = state.namespaces[NamespaceId(namespace_id)].index
-        if keys and all(key in index and state.is_hit(index[key]) for key in keys):
-            return ev.Committed((CommitResult.ALREADY,) * len(keys))
+        index = namespace.index
+        if all(key in index and state.is_hit(index[key]) for key in ended.keys):
+            return ev.Committed((CommitResult.ALREADY,) * len(ended.keys))
         raise Precondition(
-            f"was {why}",
+            f"was {ended.why}",
             field="reservation_id",
             value=reservation_id,
-            remedy="reserve again; the save is lost",
+            remedy="" if ended.why == "committed" else "reserve again; the save is lost",
         )
 
     def copied(self, op: OpId, checksums: Sequence[int] | None, why: str = "") -> None:
@@ -271,6 +304,7 @@ class Saves:
                 ),
             )
             return
+        keys = self._keys(reservation)
         results = []
         at = 0
         written = 0
@@ -288,10 +322,7 @@ class Saves:
                 self._drop_if_empty(namespace, row)
         state.counters["bytes_saved"] += written
         state.counters["chunks_saved"] += len(reservation.rows)
-        keys = tuple(
-            state.chunks.key[row] for row in reservation.rows if state.chunks.flags[row] & DOOMED == 0
-        )
-        self._forget(reservation, "committed")
+        self._forget(reservation, "committed", keys)
         answer = ev.Committed(tuple(results))
         if reservation.wait is Wait.DURABLE:
             self.await_durable(ticket, namespace, [key for key in keys if key in namespace.index], answer)
@@ -324,7 +355,7 @@ class Saves:
         namespace = state.namespaces[reservation.namespace]
         worker = state.workers.get(reservation.worker)
         suspect = may_write and state.limits.protection is Protection.GROUP
-        keys = tuple(state.chunks.key[row] for row in reservation.rows)
+        keys = self._keys(reservation)
         for row in reservation.rows:
             for shard in reservation.shards:
                 segment, slot = state.unplace_shard(row, shard)
@@ -337,18 +368,21 @@ class Saves:
         state.counters[f"reservations_{why}"] += 1
         self._forget(reservation, why, keys)
 
-    def _forget(self, reservation: Reservation, why: str, keys: tuple[ChunkKey, ...] = ()) -> None:
+    def _keys(self, reservation: Reservation) -> tuple[ChunkKey, ...]:
+        """To be asked for while its rows are still its own."""
+        return tuple([self.state.chunks.key[row] for row in reservation.rows])
+
+    def _forget(self, reservation: Reservation, why: str, keys: tuple[ChunkKey, ...]) -> None:
         state = self.state
         del state.reservations[reservation.id]
         worker = state.workers.get(reservation.worker)
         if worker is not None:
             worker.reservations.discard(reservation.id)
             worker.reserved_bytes -= reservation.bytes
-        self._ended[reservation.id] = why
-        self._ended_chunks[reservation.id] = (reservation.namespace, keys)
-        if len(self._ended) > ENDED_REMEMBERED_MAX:
-            oldest = next(iter(self._ended))
-            del self._ended[oldest], self._ended_chunks[oldest]
+        self._ended[reservation.id] = Ended(why, reservation.namespace, keys)
+        self._ended_keys += len(keys)
+        while len(self._ended) > ENDED_REMEMBERED_MAX or self._ended_keys > ENDED_KEYS_MAX:
+            self._ended_keys -= len(self._ended.pop(next(iter(self._ended))).keys)
 
     def release_suspects(self, worker: Worker) -> None:
         """The worker is gone: nobody writes its quarantined slots any more."""
@@ -384,13 +418,13 @@ class Saves:
         for op, (reservation, deadline) in [item for item in self.copies.items() if item[1][1] <= state.now]:
             del self.copies[op]
             self._give_up_copy(op, reservation, deadline)
-        while state.partials and state.partials[0].at <= state.now:
-            self._partial_due()
+        self._drop_incomplete()
 
     def _give_up_copy(self, op: OpId, reservation: Reservation, deadline: Millis) -> None:
         state = self.state
         assert reservation.ticket is not None, reservation
         namespace = state.namespaces[reservation.namespace]
+        keys = self._keys(reservation)
         late = LateCopy([])
         for row in reservation.rows:
             for shard in reservation.shards:
@@ -400,7 +434,7 @@ class Saves:
             self._drop_if_empty(namespace, row)
         self.late[op] = late
         state.counters["copies_late"] += 1
-        self._forget(reservation, "aborted: its copy missed the deadline")
+        self._forget(reservation, "aborted: its copy missed the deadline", keys)
         state.reply(
             reservation.ticket,
             DeadlineExceeded("the copy missed its deadline", field="reservation_id", value=reservation.id),
@@ -410,21 +444,19 @@ class Saves:
         for segment, slot in self.late.pop(op).slots:
             self.state.free_slot(segment, slot)
 
-    def _partial_due(self) -> None:
+    def _drop_incomplete(self) -> None:
         """A chunk that has been incomplete for too long goes, unless a shard is being written right now."""
         state = self.state
         chunks = state.chunks
-        due = state.partials.popleft()
-        if chunks.key[due.row] != due.key or chunks.shard0[due.row] == NONE or state.is_resident(due.row):
-            return
-        if chunks.flags[due.row] & STORED:
-            return
-        if chunks.reserved[due.row]:
-            due.at = state.now + state.limits.incomplete_ttl_ms
-            state.partials.append(due)
-            return
-        state.counters["chunks_incomplete"] += 1
-        state.to_ghost(due.row, Reason.INCOMPLETE)
+        over = state.now - state.limits.incomplete_ttl_ms
+        while (row := state.partials.oldest) != NONE and chunks.used_at[row] <= over:
+            if chunks.reserved[row]:
+                chunks.unlink(state.partials, row)
+                chunks.used_at[row] = state.now
+                chunks.link_newest(state.partials, row)
+                continue
+            state.counters["chunks_incomplete"] += 1
+            state.to_ghost(row, Reason.INCOMPLETE)
 
 
 def _pieces(staged: tuple[StagedPiece, ...], targets: tuple[Extent, ...]) -> tuple[StagedPiece, ...]:

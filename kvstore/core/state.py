@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core.chunks import (
+    COMMITTED,
     DOOMED,
     DURABLE,
     LISTED,
@@ -62,13 +63,6 @@ class Wait:
 
 
 @dataclass(slots=True)
-class PartialDeadline:
-    row: int
-    key: ChunkKey
-    at: Millis
-
-
-@dataclass(slots=True)
 class State:
     limits: Limits
     now: Millis = 0
@@ -98,7 +92,8 @@ class State:
     dirty_sessions: dict[tuple[NamespaceId, bytes], Millis] = field(default_factory=dict)
     prefetched: set[int] = field(default_factory=set)
     """Rows that a hint brought to DRAM and nobody has used yet."""
-    partials: deque[PartialDeadline] = field(default_factory=deque)
+    partials: LinkedRows = field(default_factory=LinkedRows)
+    """Chunks that lack some shard, in the order of `used_at`: since when they wait for it."""
     waits: dict[int, list[Wait]] = field(default_factory=dict)
     """By chunk row."""
     makers: list[bytes] = field(default_factory=list)
@@ -188,6 +183,14 @@ class State:
             )
         return namespace
 
+    def administered_namespace(self, worker: Worker, namespace_id: NamespaceId) -> Namespace:
+        """For an operator's questions and orders, which concern no bytes: any namespace of the caller's tenant, opened
+        or not; all for an admin."""
+        namespace = self.namespaces.get(namespace_id)
+        if namespace is None or not (worker.admin or namespace.tenant == worker.tenant):
+            raise NotFound("no such namespace of this tenant", field="namespace_id", value=namespace_id)
+        return namespace
+
     def namespace_of(self, row: int) -> Namespace:
         return self.namespaces[NamespaceId(self.chunks.namespace[row])]
 
@@ -246,9 +249,8 @@ class State:
         place = chunks.shard0[row] + shard
         segment, slot = self.pool.segments[chunks.shard_segment[place]], chunks.shard_slot[place]
         assert segment.owner[slot] == row, (chunks.describe(row), segment, slot)
-        chunks.shard_segment[place] = chunks.shard_slot[place] = (
-            NONE  # the checksum stays: the SSD copy has it too
-        )
+        # The checksum stays: it is also that of the copy on SSD, and what a read from there must match.
+        chunks.shard_segment[place] = chunks.shard_slot[place] = NONE
         if chunks.shard_ready[place]:
             chunks.shard_ready[place] = 0
             chunks.ready[row] -= 1
@@ -296,7 +298,7 @@ class State:
         chunks.flags[row] &= ~DOOMED
         chunks.born_at[row] = chunks.used_at[row] = self.now
         self._tally(row, +1)
-        self.partials.append(PartialDeadline(row, chunks.key[row], self.now + self.limits.incomplete_ttl_ms))
+        chunks.link_newest(self.partials, row)
 
     def shard_filled(self, row: int, shard: int, checksum: int) -> None:
         """RESERVED -> READY; with the last shard the chunk becomes resident."""
@@ -314,7 +316,9 @@ class State:
         self._tally(row, +1)
         if chunks.ready[row] < namespace.shards:
             return
-        chunks.flags[row] &= ~RISING
+        if chunks.flags[row] & LISTED:
+            chunks.unlink(self.partials, row)
+        chunks.flags[row] = chunks.flags[row] & ~RISING | COMMITTED
         if chunks.flags[row] & DOOMED:
             self.to_ghost(row, Reason(chunks.reason[row]))
             return
@@ -385,7 +389,7 @@ class State:
         self.counters["chunks_demoted"] += 1
 
     def _unlist(self, namespace: Namespace, row: int) -> None:
-        """Out of whatever list of candidates for eviction it is in; a chunk that a hint brought in vain is counted."""
+        """Out of whatever list it is in; a chunk that a hint brought in vain is counted."""
         chunks = self.chunks
         if row in self.prefetched:
             self.prefetched.discard(row)
@@ -395,7 +399,7 @@ class State:
         if chunks.ready[row] == namespace.shards:
             self.policy.remove(namespace, row)
         else:
-            chunks.unlink(self.cold, row)
+            chunks.unlink(self.cold if chunks.flags[row] & STORED else self.partials, row)
 
     def _free_dram(self, namespace: Namespace, row: int, *, quarantine: bool) -> None:
         chunks = self.chunks

@@ -73,7 +73,7 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
         "namespaces": namespaces,
         "counters": dict(state.counters) if worker.admin else {},
         "gauges": {
-            "workers": len(state.workers),
+            "workers": sum(worker_id > 0 for worker_id in state.workers),  # the daemon's own are below
             "engine_groups": len(state.groups),
             "leases": len(state.leases.leases),
             "leases_expired": sum(map(len, state.leases.expired.values())),

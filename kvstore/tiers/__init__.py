@@ -1,1 +1,1 @@
-"""Where shards live: `arena.py` (DRAM). The next ones implement the ports of `base.py`."""
+"""Where shards live: `arena.py` (DRAM), `ssd.py` (slab files). `base.py`: what the one asks of the other."""

@@ -205,18 +205,27 @@ def test_closing_stops_a_creation_that_is_under_way(monkeypatch: pytest.MonkeyPa
     before = open_fds()
     arena = make_arena(prefault=True)
     real = memory.SharedMapping.populate
+    answers = []
 
     def closing_meanwhile(mapping: memory.SharedMapping, **options: object) -> bool:
         arena.close()
-        return real(mapping, **options)  # type: ignore[arg-type]
+        answers.append(real(mapping, **options))  # type: ignore[arg-type]
+        return answers[0]
 
     monkeypatch.setattr(memory.SharedMapping, "populate", closing_meanwhile)
     with pytest.raises(OSError, match="closed") as caught:
         arena.create(ONE, SIZE, CELLS)
     assert caught.value.errno == errno.ECANCELED
+    assert answers == [False]
     assert open_fds() == before
+
+
+def test_nothing_is_created_after_close() -> None:
+    before = open_fds()
+    arena = make_arena()
+    arena.close()
     with pytest.raises(OSError, match="closed"):
-        arena.create(TWO, SIZE, CELLS)
+        arena.create(ONE, SIZE, CELLS)
     assert open_fds() == before
 
 

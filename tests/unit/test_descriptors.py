@@ -63,8 +63,10 @@ class FakeLoop:
         self.error: Exception | None = None
         self.asked = threading.Semaphore(0)
         self.hold: asyncio.Event | None = None
+        self.on_post: Callable[[Event], None] = lambda event: None
 
     def post(self, event: Event) -> None:
+        self.on_post(event)
         self.posted.put(event)
 
     async def ask(self, event: Any, timeout_s: float) -> Any:
@@ -369,11 +371,14 @@ def test_hello_makes_a_worker(daemon: Daemon) -> None:
         assert daemon.call(lambda: daemon.server.worker_of(b"")) is None
 
 
-def test_every_hello_has_a_worker_and_token_of_its_own(daemon: Daemon) -> None:
+def test_every_hello_has_a_worker_and_token_of_its_own(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Client(daemon)) for _ in range(20)]
         assert len({client.hello().hello.token for client in clients}) == 20
         assert len({joined(daemon).worker for _ in range(20)}) == 20
+    assert caplog.records == []  # no warning
 
 
 def test_killed_worker_has_left(daemon: Daemon) -> None:
@@ -384,7 +389,7 @@ def test_killed_worker_has_left(daemon: Daemon) -> None:
         assert (known.worker, known.pid) == (number, worker.pid)
         worker.kill()
         assert left(daemon) == number
-        daemon.until(lambda: daemon.server.worker_of(worker.token) is None)
+        assert daemon.call(lambda: daemon.server.worker_of(worker.token)) is None
 
 
 def test_death_is_the_pidfd_not_the_connection(daemon: Daemon) -> None:
@@ -397,11 +402,12 @@ def test_death_is_the_pidfd_not_the_connection(daemon: Daemon) -> None:
                 "print(child, flush=True) if child else (sock.recv(1), os._exit(0))"
             )
         )
-        os.kill(worker.pid, signal.SIGKILL)
-        worker.process.wait(WAIT_S)
+        valid = []
+        daemon.core.on_post = lambda _: valid.append(daemon.server.worker_of(worker.token))
+        worker.kill()
         os.kill(child, 0)
-        event = daemon.event()
-        assert event == WorkerLeft(number)
+        assert daemon.event() == WorkerLeft(number)
+        assert valid == [None]  # the token ended before the core was told
         assert daemon.call(lambda: daemon.server.worker_of(worker.token)) is None
         # the child is hung up on: it sees the end of the connection, and ends
         deadline = time.monotonic() + WAIT_S

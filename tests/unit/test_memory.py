@@ -208,6 +208,25 @@ def test_children_do_not_inherit_mappings(fd: int) -> None:
     assert run_script(script, str(fd), str(SIZE), fds=(fd,)) == "0\n"
 
 
+def test_a_child_does_not_unmap_what_it_never_had(fd: int) -> None:
+    script = """
+        import ctypes, os, sys
+        from kvstore import memory
+        size = int(sys.argv[2])
+        mapping = memory.map_shared(int(sys.argv[1]), size)
+        address = mapping.array.ctypes.data
+        child = os.fork()
+        if not child:
+            fixed_private_anonymous = 0x100000 | 0x2 | 0x20
+            assert memory._libc.mmap(address, size, 3, fixed_private_anonymous, -1, 0) == address
+            ctypes.memset(address, 7, size)
+            mapping.close()
+            os._exit(ctypes.string_at(address, 1)[0])
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    assert run_script(script, str(fd), str(SIZE), fds=(fd,)) == "7\n"
+
+
 def test_mapping_flags_in_the_kernel(fd: int) -> None:
     mapping = memory.map_shared(fd, SIZE)
     smaps = Path("/proc/self/smaps").read_text()
@@ -357,12 +376,16 @@ V2 = "31 23 0:31 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
         pytest.param(
             "0::/pod/x\n",
             V2.format(root="/pod/x"),
-            {"memory.max": "6000"},
+            {"memory.max": "6000", "pod/x/memory.max": "1"},
             6000,
             id="mount shows our part only",
         ),
         pytest.param(
-            "0::/../other\n", V2.format(root="/"), {"memory.max": "6000"}, 6000, id="our path is outside"
+            "0::/../other\n",
+            V2.format(root="/"),
+            {"memory.max": "6000", "../other/memory.max": "1"},
+            6000,
+            id="our path is outside",
         ),
         pytest.param(
             "9:cpu:/z\n4:hugetlb,memory:/a/b\n0::/\n",
@@ -380,6 +403,13 @@ V2 = "31 23 0:31 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
             {"memory/memory.limit_in_bytes": "3000"},
             3000,
             id="version 1, container",
+        ),
+        pytest.param(
+            "4:memory:/docker/x/inner\n",
+            V1.format(root="/docker/x"),
+            {"memory/inner/memory.limit_in_bytes": "2000", "memory/memory.limit_in_bytes": "3000"},
+            2000,
+            id="version 1, below a container",
         ),
         pytest.param("4:memory:/\n", "", {}, 1 << 30, id="not mounted"),
     ],

@@ -1,0 +1,243 @@
+"""`kvctl doctor`: one round trip through everything, with findings that say what to do.
+
+Silent trouble (writes that are never read, a client and a daemon that do not fit) is what users of such stores lose
+most time with; this looks for it in two seconds, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore import __version__
+from kvstore.client import Client, Namespace, ReadLease, SessionEntry, connect
+from kvstore.config import DESCRIPTOR_SOCKET, LOCK_FILE
+from kvstore.errors import StoreError
+from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.types import ChunkKey, GrantResult, Outcome
+
+CHUNKS = 3
+SHARD_BYTES = 256 << 10
+CHUNK_TOKENS = 16
+ROUND_TRIPS = 50
+
+SPEC = NamespaceSpec(
+    model="kvctl-doctor",
+    weights_digest=b"kvctl.doctor.v1",
+    layout_fingerprint="kvctl-1:opaque",
+    chunk_tokens=CHUNK_TOKENS,
+    groups=(GroupSpec("bytes", shard_bytes=SHARD_BYTES, position_rule="none"),),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    check: str
+    ok: bool
+    detail: str
+    remedy: str = ""
+
+
+class Failed(Exception):
+    """A check that found something; no later check makes sense."""
+
+    def __init__(self, detail: str, remedy: str) -> None:
+        super().__init__(detail)
+        self.remedy = remedy
+
+
+def examine(run_dir: str, timeout_s: float) -> Iterator[Finding]:
+    """Findings in order, as they come; ends with the first that is not ok. Never raises for what the daemon does."""
+    try:
+        yield Finding("directory", True, _look_at(run_dir))
+        client = connect(run_dir, timeout_s=timeout_s)
+    except Failed as failed:
+        yield Finding("directory", False, str(failed), failed.remedy)
+        return
+    except StoreError as error:
+        yield Finding("connect", False, str(error), "is it running, and does it name your user? See its log")
+        return
+    with client:
+        patient = Patient(client)
+        try:
+            for check in patient.checks():
+                name = check.__name__.removeprefix("check_").replace("_", " ")
+                try:
+                    yield Finding(name, True, check())
+                except Failed as failed:
+                    yield Finding(name, False, str(failed), failed.remedy)
+                    return
+                except StoreError as error:
+                    yield Finding(name, False, error.message, error.remedy or "see the daemon's log")
+                    return
+        finally:
+            patient.clean_up()
+
+
+def _look_at(run_dir: str) -> str:
+    path = os.path.join(run_dir, DESCRIPTOR_SOCKET)
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        raise Failed(f"{path} is not there", "start kvstored, or name its directory with --run-dir") from None
+    except PermissionError:
+        raise Failed(
+            f"{path} is not for you", "name your user under `tenants` in the daemon's settings"
+        ) from None
+    if not stat.S_ISSOCK(mode):
+        raise Failed(f"{path} is no socket", "name the daemon's directory with --run-dir")
+    try:
+        with open(os.path.join(run_dir, LOCK_FILE), encoding="ascii", errors="replace") as lock:
+            return f"{path}, daemon's pid {lock.read(32).strip() or 'unknown'}"
+    except OSError:
+        return path  # the lock is for the daemon's user alone
+
+
+class Patient:
+    """The checks, in the order in which they build on each other."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.session = f"kvctl-doctor-{secrets.token_hex(8)}"
+        self.rng = np.random.default_rng()
+        self.data = self.rng.integers(0, 256, size=(CHUNKS, SHARD_BYTES), dtype=np.uint8)
+        self.namespace: Namespace | None = None
+        self.keys: list[ChunkKey] = []
+
+    def checks(self) -> list[Callable[[], str]]:
+        return [
+            self.check_connect,
+            self.check_arena,
+            self.check_open,
+            self.check_round_trip_time,
+            self.check_write,
+            self.check_read_back,
+            self.check_session,
+            self.check_generations,
+            self.check_slots,
+        ]
+
+    @property
+    def open_namespace(self) -> Namespace:
+        assert self.namespace is not None, "check_open comes first"
+        return self.namespace
+
+    def check_connect(self) -> str:
+        version = self.client.stats().version
+        if version != __version__:
+            raise Failed(
+                f"the daemon is version {version}, this client {__version__}",
+                "install the same version on both sides",
+            )
+        return f"version {version}, tenant {self.client.tenant}, protection {self.client.protection.value}"
+
+    def check_arena(self) -> str:
+        arena = self.client.stats().arena
+        if not arena.ready_bytes:
+            raise Failed("no segment of the arena is ready", "wait for the prefault, or see the daemon's log")
+        return f"{arena.ready_bytes >> 20} of {arena.bytes >> 20} MiB are ready"
+
+    def check_open(self) -> str:
+        self.namespace = self.client.open(SPEC)
+        tokens = self.rng.integers(0, 1 << 31, size=CHUNKS * CHUNK_TOKENS)
+        self.keys = self.namespace.keys(tokens)
+        return f"namespace with {SPEC.chunk_bytes >> 10} KiB a chunk"
+
+    def check_round_trip_time(self) -> str:
+        times = []
+        for _ in range(ROUND_TRIPS):
+            began = time.perf_counter()
+            matched = self.open_namespace.match(self.keys)
+            times.append(time.perf_counter() - began)
+            if matched.usable or Outcome.HIT in matched.outcomes:
+                raise Failed("a hit for keys that nobody saved", "stop the daemon and report this")
+        return f"median of {ROUND_TRIPS} lookups {1e6 * sorted(times)[ROUND_TRIPS // 2]:.0f} us"
+
+    def check_write(self) -> str:
+        with self.open_namespace.write(self.keys) as batch:
+            refused = [result.name for result in batch.results if result is not GrantResult.GRANTED]
+            if refused:
+                raise Failed(
+                    f"the daemon granted no room: {', '.join(refused)}",
+                    "see kvctl stats: is the arena pinned or reserved by others? Raise dram_bytes",
+                )
+            for index in range(CHUNKS):
+                batch.buffer(index)[:] = self.data[index]
+            began = time.perf_counter()
+            outcome = batch.commit()
+            took = time.perf_counter() - began
+        if not outcome.ok:
+            raise Failed(f"the commit failed: {outcome.error}", "see the daemon's log")
+        return f"{CHUNKS} chunks committed in {1e3 * took:.1f} ms"
+
+    def check_read_back(self) -> str:
+        with self.open_namespace.read(self.keys, verify=1.0) as lease:
+            if lease.hits != CHUNKS:
+                reasons = ", ".join(reason.name for reason in lease.reasons)
+                raise Failed(f"{lease.hits} of {CHUNKS} chunks are hits ({reasons})", "see the daemon's log")
+            self._compare(lease)
+        return f"{CHUNKS} chunks, every byte as it was written"
+
+    def _compare(self, lease: ReadLease) -> None:
+        for index in range(CHUNKS):
+            copy = np.empty(SHARD_BYTES, dtype=np.uint8)
+            if not lease.copy_to(index, copy):
+                raise Failed(
+                    f"the load of chunk {index} was void",
+                    "is the arena under heavy pressure? See kvctl stats",
+                )
+            if not np.array_equal(copy, self.data[index]):
+                raise Failed(f"chunk {index} came back with other bytes", "stop the daemon and report this")
+
+    def check_session(self) -> str:
+        entries = [
+            SessionEntry(key, index * CHUNK_TOKENS, CHUNK_TOKENS) for index, key in enumerate(self.keys)
+        ]
+        made = self.open_namespace.update_session(self.session, expected_version=0, keep=0, append=entries)
+        found = self.open_namespace.get_session(self.session)
+        if found is None or found.entries != made.entries or found.usable != CHUNKS:
+            raise Failed(f"the session came back as {found}", "report this")
+        return f"version {found.version} with {len(found.entries)} entries"
+
+    def check_generations(self) -> str:
+        """A reader that comes too late must see that its slot was given away."""
+        namespace = self.open_namespace
+        lease = namespace.read(self.keys)
+        place, _ = lease._place(0, None)
+        if place is None or not place.intact():
+            raise Failed("the generation of a leased slot does not match", "stop the daemon and report this")
+        namespace.forget(self.session)
+        namespace.forget(keys=self.keys)
+        if not place.intact():
+            raise Failed("a slot was given away under an open lease", "stop the daemon and report this")
+        lease.release()
+        namespace.match(self.keys)  # on the same stream, hence after the release
+        if place.intact():
+            raise Failed("a slot was freed without a new generation", "stop the daemon and report this")
+        return "a slot that was given away is noticed by its old reader"
+
+    def check_slots(self) -> str:
+        pools = self.client.stats().pools
+        for pool in pools:
+            total = pool.free + pool.reserved + pool.ready + pool.quarantined
+            if total != pool.capacity:
+                raise Failed(
+                    f"namespace {pool.namespace_id}: {total} slots of {pool.capacity} are accounted for",
+                    "stop the daemon and report this",
+                )
+        return f"free + reserved + ready + quarantined = capacity in {len(pools)} pools"
+
+    def clean_up(self) -> None:
+        """Whatever a check left behind; what cannot be dropped now is evicted like anything else."""
+        if self.namespace is None or not self.keys or not self.client.connected:
+            return
+        with contextlib.suppress(StoreError):  # a finding has told it, or the daemon has just gone
+            self.namespace.forget(self.session)
+            self.namespace.forget(keys=self.keys)

@@ -1,0 +1,397 @@
+"""`kvctl`: what an operator asks of a running daemon.
+
+Exit status: 0, 1 when the daemon refused or the doctor found something (one line on stderr says why), 2 for a wrong
+command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import Message
+
+from kvstore import __version__
+from kvstore.cli import doctor, objects
+from kvstore.cli.tables import age, name, peer_text, plain, size, table
+from kvstore.client import Client, connect
+from kvstore.config import ENVIRONMENT_PREFIX, StoreConfig
+from kvstore.errors import BadRequest, NotFound, StoreError
+from kvstore.types import KEY_BYTES_MAX, SESSION_NAME_BYTES_MAX, Outcome, Reason
+from kvstore.v1 import stats_pb2, stats_pb2_grpc, store_pb2, store_pb2_grpc
+
+RUN_DIR_VARIABLE = f"{ENVIRONMENT_PREFIX}RUN_DIR"
+WATCH_S = 1.0
+FOREVER_S = 10 * 365 * 86_400.0
+"""A watch that reaches this ends."""
+
+
+def parser() -> argparse.ArgumentParser:
+    # On both sides of the command's name; what is not given leaves the other's value alone.
+    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    common.add_argument(
+        "--run-dir", metavar="DIR", help=f"the daemon's directory (environment: {RUN_DIR_VARIABLE})"
+    )
+    common.add_argument(
+        "--timeout", type=seconds, metavar="SECONDS", help="longest wait for the daemon (default: 5)"
+    )
+    common.add_argument("--json", action="store_true", help="for programs: JSON, bytes in hexadecimal")
+    result = argparse.ArgumentParser(prog="kvctl", description=__doc__, parents=[common], allow_abbrev=False)
+    result.add_argument("--version", action="version", version=f"kvctl {__version__}")
+    commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(run: Callable[[Client, argparse.Namespace], int], about: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            run.__name__, help=about, description=about, parents=[common], allow_abbrev=False
+        )
+        added.set_defaults(run=run)
+        return added
+
+    stats_ = command(stats, "arena, pools, namespaces and counters")
+    stats_.add_argument(
+        "--watch",
+        nargs="?",
+        type=seconds,
+        const=WATCH_S,
+        metavar="SECONDS",
+        help="again and again (default: 1)",
+    )
+    command(namespaces, "one line per namespace")
+    sessions_ = command(sessions, "one line per session, most recently used first")
+    sessions_.add_argument("--namespace", type=int, default=0, metavar="ID")
+    sessions_.add_argument("--limit", type=int, default=1000, metavar="N")
+    explain_ = command(
+        explain, "the history of a session's chunks, or of single keys: where they are, or why not"
+    )
+    explain_.add_argument("session", nargs="?", type=session_name, help="its name, or hex:...")
+    explain_.add_argument("--key", action="append", type=key, default=[], metavar="HEX")
+    explain_.add_argument("--namespace", type=int, default=0, metavar="ID")
+    put_ = command(put, "store a file; prints its key")
+    put_.add_argument("file", help="- for standard input")
+    get_ = command(get, "write a file that was put to standard output")
+    get_.add_argument("key", type=key, metavar="KEY")
+    get_.add_argument("-o", "--output", metavar="FILE")
+    forget_ = command(forget, "drop a session and the chunks that nothing else names, single keys, or a file")
+    forget_.add_argument("session", nargs="?", type=session_name, help="its name, or hex:...")
+    forget_.add_argument("--key", action="append", type=key, default=[], metavar="HEX")
+    forget_.add_argument("--file", type=key, metavar="KEY", help="as put printed it")
+    forget_.add_argument("--namespace", type=int, default=0, metavar="ID")
+    examine = commands.add_parser(
+        "doctor", help="a round trip through everything, with findings", parents=[common], allow_abbrev=False
+    )
+    examine.set_defaults(run=None)
+    return result
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 3600 seconds")
+    return value
+
+
+def session_name(text: str) -> bytes:
+    data = bytes.fromhex(text.removeprefix("hex:")) if text.startswith("hex:") else os.fsencode(text)
+    if not 1 <= len(data) <= SESSION_NAME_BYTES_MAX:
+        raise argparse.ArgumentTypeError(f"a session's name has 1 to {SESSION_NAME_BYTES_MAX} bytes")
+    return data
+
+
+def key(text: str) -> bytes:
+    data = bytes.fromhex(text)
+    if not 1 <= len(data) <= KEY_BYTES_MAX:
+        raise argparse.ArgumentTypeError(f"a key has 1 to {KEY_BYTES_MAX} bytes")
+    return data
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(arguments, argparse.Namespace(json=False, timeout=5.0, run_dir=""))
+    run_dir = options.run_dir or os.environ.get(RUN_DIR_VARIABLE) or StoreConfig().run_dir
+    try:
+        if options.command == "doctor":
+            sys.exit(run_doctor(run_dir, options))
+        with connect(run_dir, timeout_s=options.timeout) as client:
+            sys.exit(options.run(client, options))
+    except StoreError as error:
+        print(f"kvctl: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:  # of `kvctl ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+# ---------------------------------------------------------------------------------------------------------- commands
+
+
+def stats(client: Client, options: argparse.Namespace) -> int:
+    ask = stats_pb2.GetStatsRequest()
+    until = time.monotonic() + (FOREVER_S if options.watch else 0.0)
+    while True:
+        reply = _ask(client, "GetStats", ask)
+        if options.json:
+            print(json.dumps(plain(reply)), flush=True)
+        else:
+            print(_stats_text(reply), end="\n\n" if options.watch else "\n", flush=True)
+        if time.monotonic() >= until:
+            return 0
+        time.sleep(options.watch)
+
+
+def _stats_text(reply: stats_pb2.StatsReply) -> str:
+    arena = reply.arena
+    parts = [
+        f"kvstored {reply.version}, up {age(reply.uptime_ms)}, boot {reply.boot_id.hex()[:8]}",
+        f"arena {size(arena.bytes)} ({arena.protection}): ready {size(arena.ready_bytes)},"
+        f" assigned {size(arena.assigned_bytes)}, retiring {size(arena.retiring_bytes)}",
+    ]
+    if reply.namespaces:
+        parts += ["", _namespaces_text(reply.namespaces)]
+    if reply.pools:
+        head = ("namespace", "slot", "segments", "capacity", "free", "reserved", "ready", "quarantined")
+        rows = [
+            (
+                p.namespace_id,
+                size(p.slot_bytes),
+                p.segments,
+                p.capacity,
+                p.free,
+                p.reserved,
+                p.ready,
+                p.quarantined,
+            )
+            for p in reply.pools
+        ]
+        parts += ["", table(head, rows)]
+    numbers = [
+        *sorted(reply.gauges.items()),
+        *((counter, value) for counter, value in sorted(reply.counters.items()) if "{" not in counter),
+    ]
+    if numbers:
+        parts += ["", "\n".join(f"{number:>12,.0f}  {what}" for what, number in numbers)]
+    return "\n".join(parts)
+
+
+def namespaces(client: Client, options: argparse.Namespace) -> int:
+    reply = _ask(client, "ListNamespaces", stats_pb2.ListNamespacesRequest())
+    return _show(options, reply, lambda: _namespaces_text(reply.namespaces))
+
+
+def _namespaces_text(rows: Sequence[stats_pb2.NamespaceStats]) -> str:
+    head = (
+        "id",
+        "tenant",
+        "model",
+        "epoch",
+        "chunks",
+        "incomplete",
+        "resident",
+        "pinned",
+        "sessions",
+        "hit rate",
+    )
+    return table(
+        head,
+        [
+            (
+                row.namespace_id,
+                peer_text(row.tenant),
+                peer_text(row.model),
+                row.weights_epoch,
+                row.chunks,
+                row.incomplete,
+                size(row.resident_bytes),
+                size(row.pinned_bytes),
+                row.sessions,
+                f"{row.hits / row.lookups:.1%} of {row.lookups:,}" if row.lookups else "-",
+            )
+            for row in rows
+        ],
+    )
+
+
+def sessions(client: Client, options: argparse.Namespace) -> int:
+    reply = _sessions(client, options.namespace, options.limit)
+    head = ("session", "tenant", "namespace", "version", "entries", "tokens", "usable", "resident", "idle")
+    return _show(
+        options,
+        reply,
+        lambda: "\n".join(
+            (
+                table(
+                    head,
+                    [
+                        (
+                            name(row.session),
+                            peer_text(row.tenant),
+                            row.namespace_id,
+                            row.version,
+                            row.entry_count,
+                            row.token_count,
+                            row.usable,
+                            size(row.resident_bytes),
+                            age(row.idle_ms),
+                        )
+                        for row in reply.rows
+                    ],
+                ),
+                f"{len(reply.rows):,} of {reply.total:,} sessions",
+            )
+        ),
+    )
+
+
+def explain(client: Client, options: argparse.Namespace) -> int:
+    asked = [
+        stats_pb2.ExplainRequest(namespace_id=number, session=options.session or b"", keys=options.key)
+        for number in _where(client, options)
+    ]
+    replies = [(ask.namespace_id, _ask(client, "Explain", ask)) for ask in asked]
+    if options.json:
+        print(json.dumps([{"namespace_id": n, **plain(reply)} for n, reply in replies]))
+        return 0
+    head = (
+        "key",
+        "found",
+        "reason",
+        "tokens",
+        "shards",
+        "pins",
+        "hits",
+        "age",
+        "idle",
+        "sessions",
+        "derived",
+        "maker",
+    )
+    for number, reply in replies:
+        version = f", version {reply.version}" if reply.version else ""
+        print(f"namespace {number}{version}: {len(reply.chunks)} chunks")
+        print(table(head, [_history(chunk) for chunk in reply.chunks]))
+    return 0
+
+
+def _history(chunk: stats_pb2.ChunkHistory) -> tuple[object, ...]:
+    return (
+        chunk.key.hex()[:16],
+        Outcome(chunk.outcome).name.lower(),
+        Reason(chunk.reason).name.lower().replace("_", " "),
+        chunk.token_count,
+        f"{chunk.shards_ready}/{chunk.shards}",
+        chunk.pins,
+        chunk.hits,
+        age(chunk.age_ms),
+        age(chunk.idle_ms),
+        chunk.manifests,
+        chunk.derived,
+        chunk.maker.hex() or "-",
+    )
+
+
+def put(client: Client, options: argparse.Namespace) -> int:
+    try:
+        data = sys.stdin.buffer.read() if options.file == "-" else Path(options.file).read_bytes()
+    except OSError as problem:
+        raise BadRequest(f"cannot be read: {problem.strerror}", field="FILE", value=options.file) from None
+    stored = objects.put(client, data).hex()
+    print(json.dumps({"key": stored, "bytes": len(data)}) if options.json else stored)
+    return 0
+
+
+def get(client: Client, options: argparse.Namespace) -> int:
+    data = objects.get(client, options.key)
+    if options.output:
+        Path(options.output).write_bytes(data)
+    else:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    return 0
+
+
+def forget(client: Client, options: argparse.Namespace) -> int:
+    if options.file is not None:
+        if options.session or options.key:
+            raise BadRequest("name one of SESSION, --key and --file", field="--file", value=options.file)
+        count = objects.forget(client, options.file)
+    else:
+        count = sum(
+            client.unary(
+                store_pb2_grpc.StoreStub,
+                "Forget",
+                store_pb2.ForgetRequest(
+                    namespace_id=number, session=options.session or b"", keys=options.key
+                ),
+            ).count
+            for number in _where(client, options)
+        )
+    print(json.dumps({"count": count}) if options.json else f"{count} dropped")
+    return 0
+
+
+def run_doctor(run_dir: str, options: argparse.Namespace) -> int:
+    status = 0
+    for finding in doctor.examine(run_dir, options.timeout):
+        status = status if finding.ok else 1
+        if options.json:
+            print(json.dumps(dataclasses.asdict(finding)), flush=True)
+        else:
+            print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.check:16} {finding.detail}", flush=True)
+            if finding.remedy:
+                print(f"      {'':16} -> {finding.remedy}", flush=True)
+    return status
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+AS_THEY_ARE: dict[str, Any] = {
+    "preserving_proto_field_name": True,
+    "always_print_fields_with_no_presence": True,
+}
+
+
+def _ask(client: Client, method: str, request: Message) -> Any:
+    return client.unary(stats_pb2_grpc.StatsStub, method, request)
+
+
+def _sessions(client: Client, namespace: int, limit: int) -> stats_pb2.ListSessionsReply:
+    reply: stats_pb2.ListSessionsReply = _ask(
+        client, "ListSessions", stats_pb2.ListSessionsRequest(namespace_id=namespace, limit=limit)
+    )
+    return reply
+
+
+def _where(client: Client, options: argparse.Namespace) -> list[int]:
+    """The namespaces that are meant: the one that was named, else those that have the session, else (keys) all."""
+    if bool(options.session) == bool(options.key):
+        raise BadRequest("name either a session or --key", field="SESSION", value=options.session or "")
+    if options.namespace:
+        return [options.namespace]
+    if options.session:
+        reply = _sessions(client, 0, 100_000)
+        found = [row.namespace_id for row in reply.rows if row.session == options.session]
+        if not found:
+            raise NotFound(
+                "no such session", field="SESSION", value=name(options.session), remedy="see kvctl sessions"
+            )
+        return found
+    rows = _ask(client, "ListNamespaces", stats_pb2.ListNamespacesRequest()).namespaces
+    if not rows:
+        raise NotFound("no namespace is open", field="--key", value=options.key[0])
+    return [row.namespace_id for row in rows]
+
+
+def _show(options: argparse.Namespace, reply: Message, text: Callable[[], str]) -> int:
+    print(json.dumps(plain(reply)) if options.json else text())
+    return 0
+
+
+if __name__ == "__main__":
+    main()

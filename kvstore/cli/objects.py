@@ -1,0 +1,103 @@
+"""Files in the store: `kvctl put` and `kvctl get`.
+
+A file is cut into chunks of one shard each, in a namespace of its own: the first begins with the file's length as a
+little-endian u64, the last is filled up with zeros. Its name is a digest of its bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+
+from kvstore.client import Client, Namespace
+from kvstore.errors import BadRequest, Exhausted, NotFound, StoreError
+from kvstore.keys import ROOT, exact_key
+from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, GrantResult
+
+PIECE_BYTES = 256 << 10
+PIECES_MAX = KEYS_PER_REQUEST_MAX
+BATCH = 16
+"""Pieces that are saved or loaded together."""
+LENGTH = struct.Struct("<Q")
+NAME_BYTES = 16
+
+SPEC = NamespaceSpec(
+    model="kvctl",
+    weights_digest=b"kvctl.objects.v1",
+    layout_fingerprint="kvctl-1:opaque",
+    chunk_tokens=1,
+    groups=(GroupSpec("file", shard_bytes=PIECE_BYTES, position_rule="none"),),
+)
+
+
+def put(client: Client, data: bytes) -> bytes:
+    """Store a file; returns its name. Raises StoreError when it does not fit now."""
+    body = LENGTH.pack(len(data)) + data
+    count = -(-len(body) // PIECE_BYTES)
+    if count > PIECES_MAX:
+        raise BadRequest(f"a file has at most {PIECES_MAX * PIECE_BYTES - LENGTH.size} bytes", field="FILE")
+    name = hashlib.blake2b(data, digest_size=NAME_BYTES).digest()
+    namespace = client.open(SPEC)
+    keys = keys_of(namespace, name, count)
+    for start in range(0, count, BATCH):
+        batch_keys = keys[start : start + BATCH]
+        with namespace.write(batch_keys, parent=keys[start - 1] if start else ROOT) as batch:
+            for index, result in enumerate(batch.results):
+                if result is GrantResult.GRANTED:
+                    piece = body[(start + index) * PIECE_BYTES :][:PIECE_BYTES]
+                    buffer = batch.buffer(index)
+                    buffer[: len(piece)] = memoryview(piece)
+                    buffer[len(piece) :] = 0
+                elif result is not GrantResult.ALREADY:
+                    raise Exhausted(
+                        f"the daemon answered {result.name} for piece {start + index} of {count}",
+                        remedy="see kvctl stats, and try again",
+                    )
+            outcome = batch.commit()
+            if outcome.error is not None:
+                raise outcome.error
+    return name
+
+
+def get(client: Client, name: bytes) -> bytes:
+    """A file by its name. Raises NotFound when any piece of it is gone."""
+    namespace = client.open(SPEC)
+    first = next(_load(namespace, keys_of(namespace, name, 1)))
+    (length,) = LENGTH.unpack(first[: LENGTH.size])
+    count = -(-(LENGTH.size + length) // PIECE_BYTES)
+    body = b"".join((first, *_load(namespace, keys_of(namespace, name, count)[1:])))
+    data = body[LENGTH.size : LENGTH.size + length]
+    if hashlib.blake2b(data, digest_size=NAME_BYTES).digest() != name:
+        raise StoreError(
+            "these are not the bytes that were put", field="KEY", value=name, remedy="report this"
+        )
+    return data
+
+
+def forget(client: Client, name: bytes) -> int:
+    """Drop a file; returns how many pieces of it were there."""
+    namespace = client.open(SPEC)
+    return namespace.forget(keys=keys_of(namespace, name, PIECES_MAX))
+
+
+def keys_of(namespace: Namespace, name: bytes, count: int) -> list[ChunkKey]:
+    if len(name) != NAME_BYTES:
+        raise BadRequest(f"a key of put has {NAME_BYTES} bytes", field="KEY", value=name)
+    keys: list[ChunkKey] = []
+    for number in range(count):
+        keys.append(exact_key(namespace.salt, keys[-1] if keys else ROOT, [number], (name,)))
+    return keys
+
+
+def _load(namespace: Namespace, keys: list[ChunkKey]) -> Iterator[bytes]:
+    for start in range(0, len(keys), BATCH):
+        batch = keys[start : start + BATCH]
+        with namespace.read(batch, verify=1.0) as lease:
+            for index in range(len(batch)):
+                piece = bytearray(PIECE_BYTES)
+                if index >= lease.hits or not lease.copy_to(index, piece):
+                    why = lease.reasons[min(index, lease.hits)].name if lease.reasons else "UNAVAILABLE"
+                    raise NotFound(f"a piece of it is not there: {why}", field="KEY", value=batch[index])
+                yield bytes(piece)

@@ -1,0 +1,563 @@
+"""The index of the SSD tier: an LMDB environment in `<ssd_dir>/index`, tables and values as `format.py` says.
+
+One thread writes (the index thread of `tiers/ssd.py`), one transaction a batch, on the disk when it returns. It is read
+once, at the start, in short transactions: a long one would keep LMDB from reusing pages. It holds no lock against other
+processes; whoever opens it holds that of the directory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import format
+from kvstore.core.events import NamespaceRecord, SessionEntry, SessionRecord, WriteIndex
+from kvstore.errors import ConfigError, Exhausted, StoreError, Unavailable
+from kvstore.format import FORMAT_VERSION, Defect
+from kvstore.layout import NamespaceSpec
+from kvstore.ports import Disk, describe, disk_result
+from kvstore.types import KEY_BYTES_MAX, ChunkKey, DiskResult, SlabId
+
+log = logging.getLogger(__name__)
+
+TABLES = ("meta", "slabs", "namespaces", "chunks", "sessions")
+READERS_MAX = 8
+"""Slots for readers in LMDB's lock file: ours, and a person with mdb_stat."""
+RESERVE_SHARE = 8
+"""One part in so many of the index is for deletions alone: they too need free pages, so that an index full to the last
+could not be emptied."""
+CHUNK_ROWS = 65_536
+SESSION_ROWS = 1_024
+"""Rows read in one transaction at the start."""
+START_EMPTY = "restore it, or remove the directory to start with an empty SSD tier"
+
+Transaction: TypeAlias = "lmdb.Transaction[bytes]"
+Outcome = tuple[DiskResult, str]
+"""And why, "" if it is OK."""
+
+
+class SlabRow(NamedTuple):
+    slab: SlabId
+    slot_bytes: int
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBatch:
+    """n chunks of one namespace; arrays of two dimensions are [n, shards]."""
+
+    namespace: int
+    keys: list[ChunkKey]
+    token_count: npt.NDArray[np.int32]
+    flags: npt.NDArray[np.int32]
+    maker: list[bytes]
+    slab: npt.NDArray[np.int64]
+    slot: npt.NDArray[np.int64]
+    generation: npt.NDArray[np.uint64]
+    checksum: npt.NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    env: lmdb.Environment
+    meta: lmdb._Database
+    slabs: lmdb._Database
+    namespaces: lmdb._Database
+    chunks: lmdb._Database
+    sessions: lmdb._Database
+
+
+class Index:
+    """After a failed transaction nothing of it is in the index, and the next one is tried on a fresh environment."""
+
+    def __init__(self, path: str, *, bytes_max: int, direct: bool, disk: Disk) -> None:
+        """Opens or creates; the boot count is one higher afterwards. `bytes_max` is a hard cap of the data file.
+
+        Raises ConfigError (a newer format, another layout, a damaged index), Exhausted (the disk is full) or
+        Unavailable (it fails); nothing is open then, and nothing but the boot count was changed."""
+        self._path = path
+        self._bytes_max = bytes_max
+        self._disk = disk
+        self._open: _Open | None = None
+        self.boot_count = 0
+        self.next_slab = 0
+        self.used_bytes = 0
+        """Of the data file, as of the last transaction; freed pages inside count as used."""
+        try:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+            self._open = self._open_or_create(direct)
+            self._preallocate()
+        except lmdb.Error as problem:
+            self.close()
+            raise _cannot_open(path, problem) from None
+        except OSError as problem:
+            self.close()
+            raise Unavailable(f"{path}: {describe(problem)}") from None
+        except StoreError:
+            self.close()
+            raise
+
+    @property
+    def bytes_reserved(self) -> int:
+        """What the data file may grow to: `bytes_max`, or its present size if the cap was lowered below that."""
+        return max(self._bytes_max, self.used_bytes)
+
+    def close(self) -> None:
+        """By the thread that writes, and no other: LMDB's write lock belongs to it."""
+        if self._open is not None:
+            self._open.env.close()
+            self._open = None
+
+    # ---------------------------------------------------------------------------------------------------- writing
+
+    def write(self, batch: WriteIndex) -> Outcome:
+        """One transaction; deletions come first in it. OK: it is on the disk. Otherwise nothing of it is."""
+        only_deletes = not (batch.namespaces or batch.chunks or batch.sessions)
+        return self._transact(lambda to, txn: _write(to, txn, batch), may_use_reserve=only_deletes)
+
+    def add_slab(self, slab: SlabId, slot_bytes: int, slots: int) -> Outcome:
+        def work(to: _Open, txn: Transaction) -> None:
+            txn.put(format.number_key(slab), format.encode_slab(slot_bytes, slots), db=to.slabs)
+            if slab >= self.next_slab:
+                _put_meta(to, txn, "next_slab", slab + 1)
+
+        result, why = self._transact(work)
+        if result == DiskResult.OK:
+            self.next_slab = max(self.next_slab, slab + 1)
+        return result, why
+
+    def remove_slabs(self, slabs: Iterable[SlabId]) -> Outcome:
+        return self._delete("slabs", [format.number_key(slab) for slab in slabs])
+
+    def probe(self) -> Outcome:
+        """A transaction that changes nothing of consequence."""
+
+        def work(to: _Open, txn: Transaction) -> None:
+            _put_meta(to, txn, "probe", _get_meta(to, txn, "probe") + 1)
+
+        return self._transact(work, may_use_reserve=True)
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    def slabs(self) -> list[SlabRow]:
+        """Unreadable rows are deleted, here as below: what they named is a miss."""
+        found, bad = [], []
+        for key, value in self._rows("slabs", CHUNK_ROWS):
+            slab = format.decode_slab(value)
+            if isinstance(slab, Defect) or len(key) != 4:
+                bad.append(key)
+            else:
+                found.append(SlabRow(SlabId(int.from_bytes(key, "big")), *slab))
+        self._drop("slabs", bad)
+        return found
+
+    def namespaces(self) -> list[NamespaceRecord]:
+        found, bad = [], []
+        for key, value in self._rows("namespaces", CHUNK_ROWS):
+            namespace = format.decode_namespace(int.from_bytes(key, "big"), value)
+            if isinstance(namespace, Defect) or len(key) != 4:
+                bad.append(key)
+            else:
+                found.append(namespace)
+        self._drop("namespaces", bad)
+        return found
+
+    def sessions(self, namespaces: Iterable[int]) -> list[SessionRecord]:
+        """Of these namespaces; others', and those of which a page is missing or unreadable, are deleted."""
+        known = set(namespaces)
+        found: list[SessionRecord] = []
+        bad: list[bytes] = []
+        rows = self._rows("sessions", SESSION_ROWS)
+        for _, group in itertools.groupby(rows, key=lambda row: row[0][:-4]):
+            pages = list(group)
+            session = _assemble(pages)
+            if session is None or session.namespace not in known:
+                bad += [key for key, _ in pages]
+            else:
+                found.append(session)
+        self._drop("sessions", bad)
+        return found
+
+    def chunks(
+        self, namespaces: Mapping[int, NamespaceSpec], slabs: Iterable[SlabRow], *, direct: bool
+    ) -> Iterator[ChunkBatch]:
+        """All chunks of these namespaces whose shards lie in slots of these slabs that no other chunk names; the others
+        are deleted. To be read to its end before anything is written."""
+        places = _Places(slabs, direct=direct)
+        for rows in _batched(self._rows("chunks", CHUNK_ROWS), CHUNK_ROWS):
+            keys, values = map(list, zip(*rows, strict=True))
+            bad: list[bytes] = []
+            start = 0
+            while start < len(keys):
+                number = int.from_bytes(keys[start][:4], "big")
+                end = (
+                    bisect_left(keys, format.number_key(number + 1), start)
+                    if number + 1 < 1 << 32
+                    else len(keys)
+                )
+                spec = namespaces.get(number)
+                if spec is None:
+                    bad += keys[start:end]
+                else:
+                    columns = format.decode_chunks(values[start:end], spec.shard_count)
+                    lengths = np.fromiter(map(len, keys[start:end]), np.int64, end - start)
+                    good = columns.sound & (lengths > 4) & (lengths <= 4 + KEY_BYTES_MAX)
+                    good = places.take(good, columns.slab, columns.slot, spec.shard_bytes)
+                    batch = _batch(number, keys[start:end], columns)
+                    if not good.all():
+                        bad += [keys[start + row] for row in np.flatnonzero(~good)]
+                        batch = _select(batch, np.flatnonzero(good))
+                    if len(batch):
+                        yield batch
+                start = end
+            self._drop("chunks", bad)
+
+    # ------------------------------------------------------------------------------------------------ the environment
+
+    def _open_or_create(self, direct: bool) -> _Open:
+        env = self._environment()
+        try:
+            env.reader_check()  # readers that were killed
+            with env.begin(write=True) as txn:
+                to = _tables(env, txn, create=True)
+                version = _get_meta(to, txn, "format")
+                if version > FORMAT_VERSION:
+                    raise ConfigError(
+                        f"was written by a newer kvstored, in format {version}; this one knows {FORMAT_VERSION}",
+                        field="ssd_dir",
+                        value=os.path.dirname(self._path),
+                        remedy="run the newer version again, or name another directory",
+                    )
+                if version and _get_meta(to, txn, "direct") != direct:
+                    raise ConfigError(
+                        f"is not how {os.path.dirname(self._path)} was laid out when it was created",
+                        field="ssd_direct_io",
+                        value=direct,
+                        remedy=f"set it to {str(not direct).lower()}, or name another ssd_dir",
+                    )
+                self.boot_count = _get_meta(to, txn, "boot_count") + 1
+                self.next_slab = _get_meta(to, txn, "next_slab")
+                _put_meta(to, txn, "format", FORMAT_VERSION)
+                _put_meta(to, txn, "direct", direct)
+                _put_meta(to, txn, "boot_count", self.boot_count)
+        except BaseException:
+            env.close()
+            raise
+        self._measure(env)
+        env.set_mapsize(self._normal_bytes)
+        return to
+
+    def _environment(self) -> lmdb.Environment:
+        return lmdb.open(
+            self._path,
+            map_size=self._bytes_max,
+            subdir=True,
+            readonly=False,
+            sync=True,  # a transaction is on the disk when commit returns,
+            metasync=True,  # and so is the page that makes it the current one
+            map_async=False,
+            mode=0o600,
+            create=True,
+            readahead=True,  # the start reads all of it
+            writemap=False,  # a full or failing disk would be a SIGBUS
+            meminit=True,  # no stray memory of ours in the file
+            max_readers=READERS_MAX,
+            max_dbs=len(TABLES),
+            max_spare_txns=1,
+            lock=True,
+            lib_version=0,  # the file format of LMDB 0.9
+        )
+
+    @property
+    def _normal_bytes(self) -> int:
+        return self._bytes_max - self._bytes_max // RESERVE_SHARE
+
+    def _preallocate(self) -> None:
+        """The file gets all its space at once, so that a full disk cannot keep deletions from being recorded. Where
+        there is not so much space, it grows while it can."""
+        fd = self._disk.open(os.path.join(self._path, "data.mdb"))
+        try:
+            self._disk.allocate(fd, self._bytes_max)
+        except OSError as problem:
+            log.warning(
+                "no room for the whole index of %d bytes in %s (%s): it grows as long as it can",
+                self._bytes_max,
+                self._path,
+                describe(problem),
+            )
+        finally:
+            self._disk.close(fd)
+
+    def _reopened(self) -> _Open:
+        if self._open is None:
+            env = self._environment()
+            try:
+                env.set_mapsize(self._normal_bytes)
+                with env.begin() as txn:
+                    self._open = _tables(env, txn, create=False)
+            except BaseException:
+                env.close()
+                raise
+        return self._open
+
+    def _transact(
+        self, work: Callable[[_Open, Transaction], None], *, may_use_reserve: bool = False
+    ) -> Outcome:
+        try:
+            to = self._reopened()
+            try:
+                self._commit(to, work)
+            except lmdb.MapFullError:
+                if not may_use_reserve:
+                    raise
+                to.env.set_mapsize(self._bytes_max)
+                try:
+                    self._commit(to, work)
+                finally:
+                    to.env.set_mapsize(self._normal_bytes)  # LMDB keeps it above what is used
+            self._measure(to.env)
+        except lmdb.MapFullError:
+            return DiskResult.NO_SPACE, f"the index is full ({self._bytes_max} bytes)"
+        except lmdb.Error as problem:
+            # After some failures LMDB refuses all further transactions of an environment: begin anew with the next.
+            self.close()
+            full = isinstance(problem, lmdb.DiskError)
+            return (DiskResult.NO_SPACE if full else DiskResult.IO_ERROR), f"index: {problem}"
+        except OSError as problem:
+            return disk_result(problem), f"index: {describe(problem)}"
+        return DiskResult.OK, ""
+
+    def _commit(self, to: _Open, work: Callable[[_Open, Transaction], None]) -> None:
+        with to.env.begin(write=True) as txn:
+            work(to, txn)
+            self._disk.index_commit()
+
+    def _measure(self, env: lmdb.Environment) -> None:
+        self.used_bytes = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+
+    def _rows(self, table: str, count: int) -> Iterator[tuple[bytes, bytes]]:
+        """All rows in the order of their keys, `count` in a transaction."""
+        position = b"\0"  # LMDB has no empty key
+        while True:
+            try:
+                to = self._reopened()
+                with to.env.begin() as txn, txn.cursor(db=getattr(to, table)) as cursor:
+                    found = cursor.set_range(position)
+                    rows = list(itertools.islice(cursor.iternext(), count)) if found else []
+            except lmdb.Error as problem:
+                raise _cannot_open(self._path, problem) from None
+            yield from rows
+            if len(rows) < count:
+                return
+            position = rows[-1][0] + b"\0"
+
+    def _drop(self, table: str, keys: Sequence[bytes]) -> None:
+        """Deletes rows that lead nowhere. If that fails they are dropped again at the next start."""
+        if keys:
+            result, why = self._delete(table, keys)
+            log.warning(
+                "%d rows of table %s are unreadable or name what is gone: %s",
+                len(keys),
+                table,
+                "deleted" if result == DiskResult.OK else f"not deleted ({why})",
+            )
+
+    def _delete(self, table: str, keys: Sequence[bytes]) -> Outcome:
+        def work(to: _Open, txn: Transaction) -> None:
+            for key in keys:
+                txn.delete(key, db=getattr(to, table))
+
+        return self._transact(work, may_use_reserve=True)
+
+    def __repr__(self) -> str:
+        state = "open" if self._open else "closed"
+        return f"Index({self._path} {state}, {self.used_bytes} of {self._bytes_max} bytes, boot {self.boot_count})"
+
+
+# --------------------------------------------------------------------------------------------------------- one batch
+
+
+def _write(to: _Open, txn: Transaction, batch: WriteIndex) -> None:
+    for slab in batch.slabs_deleted:
+        txn.delete(format.number_key(slab), db=to.slabs)
+    for number in batch.namespaces_deleted:
+        prefix = format.number_key(number)
+        txn.delete(prefix, db=to.namespaces)
+        _delete_range(txn, to.chunks, prefix, prefix)
+        _delete_range(txn, to.sessions, prefix, prefix)
+    for number, key in batch.chunks_deleted:
+        txn.delete(format.chunk_key(number, key), db=to.chunks)
+    for number, name in batch.sessions_deleted:
+        first = format.session_key(number, name, 0)
+        _delete_range(txn, to.sessions, first, first[:-4])
+    for namespace in batch.namespaces:
+        value = format.encode_namespace(namespace)
+        txn.put(format.number_key(namespace.number), value, db=to.namespaces)
+    for chunk in batch.chunks:
+        value = format.encode_chunk(chunk)
+        txn.put(format.chunk_key(chunk.namespace, chunk.key), value, db=to.chunks)
+    for session in batch.sessions:
+        _write_session(to, txn, session)
+
+
+def _write_session(to: _Open, txn: Transaction, session: SessionRecord) -> None:
+    def key(page: int) -> bytes:
+        return format.session_key(session.namespace, session.session, page)
+
+    head = format.encode_session_head(session.version, len(session.entries))
+    for number, page in enumerate((head, *format.encode_session_pages(session.entries))):
+        if txn.get(key(number), db=to.sessions) != page:
+            txn.put(key(number), page, db=to.sessions)
+    _delete_range(txn, to.sessions, key(number + 1), key(0)[:-4])
+
+
+def _delete_range(txn: Transaction, table: lmdb._Database, first: bytes, prefix: bytes) -> None:
+    """Deletes the rows from `first` on that begin with `prefix`."""
+    with txn.cursor(db=table) as cursor:
+        found = cursor.set_range(first)
+        while found and cursor.key().startswith(prefix):
+            found = cursor.delete()
+
+
+def _assemble(pages: list[tuple[bytes, bytes]]) -> SessionRecord | None:
+    """A session from the rows that share its key but for the page number; None if they are not exactly its pages."""
+    (first_key, head_value), *rest = pages
+    where, head = format.decode_session_key(first_key), format.decode_session_head(head_value)
+    if isinstance(where, Defect) or isinstance(head, Defect) or where.page != 0 or head.pages != len(rest):
+        return None
+    entries: list[SessionEntry] = []
+    for number, (key, value) in enumerate(rest, 1):
+        page = format.decode_session_page(value)
+        if isinstance(page, Defect) or key[-4:] != format.number_key(number):
+            return None
+        entries += page
+    if len(entries) != head.entries:
+        return None
+    return SessionRecord(where.namespace, where.session, head.version, tuple(entries))
+
+
+# ---------------------------------------------------------------------------------------------------- chunks in bulk
+
+
+class _Places:
+    """Which slots of which slabs are named already, as one row of bits over all slabs."""
+
+    def __init__(self, slabs: Iterable[SlabRow], *, direct: bool) -> None:
+        known = sorted(slabs, key=lambda row: row.slab)
+        self._direct = direct
+        self._slabs = np.array([row.slab for row in known], np.int64)
+        self._slots = np.array([row.slots for row in known], np.int64)
+        self._slot_bytes = np.array([row.slot_bytes for row in known], np.int64)
+        self._first = np.concatenate([[0], np.cumsum(self._slots)]).astype(np.int64)
+        self._named = np.zeros(int(self._first[-1]), np.bool_)
+
+    def take(
+        self,
+        rows: npt.NDArray[np.bool_],
+        slab: npt.NDArray[np.int64],
+        slot: npt.NDArray[np.int64],
+        shard_bytes: Sequence[int],
+    ) -> npt.NDArray[np.bool_]:
+        """Which of `rows` name only slots that exist, fit their shards ([n, shards]) and were not named before."""
+        if not len(self._slabs):
+            return np.zeros_like(rows)
+        fitting = np.array([format.slot_bytes(size, direct=self._direct) for size in shard_bytes])
+        number = np.minimum(np.searchsorted(self._slabs, slab), len(self._slabs) - 1)
+        exists = (self._slabs[number] == slab) & (slot < self._slots[number])
+        fits = (exists & (self._slot_bytes[number] == fitting)).all(axis=1)
+        good: npt.NDArray[np.bool_] = rows & fits
+        place = np.where(good[:, None], self._first[number] + slot, 0)
+        flat = place[good].ravel()
+        if not self._named[flat].any() and len(np.unique(flat)) == len(flat):
+            self._named[flat] = True
+            return good
+        for row in np.flatnonzero(good):  # a slot named twice: the first one keeps it
+            mine = place[row]
+            if self._named[mine].any() or len(set(mine)) < len(mine):
+                good[row] = False
+            else:
+                self._named[mine] = True
+        return good
+
+
+def _batch(namespace: int, keys: list[bytes], columns: format.ChunkColumns) -> ChunkBatch:
+    return ChunkBatch(
+        namespace=namespace,
+        keys=[ChunkKey(key[4:]) for key in keys],
+        token_count=columns.token_count,
+        flags=columns.flags,
+        maker=columns.maker,
+        slab=columns.slab,
+        slot=columns.slot,
+        generation=columns.generation,
+        checksum=columns.checksum,
+    )
+
+
+def _select(batch: ChunkBatch, rows: npt.NDArray[np.intp]) -> ChunkBatch:
+    return ChunkBatch(
+        namespace=batch.namespace,
+        keys=[batch.keys[row] for row in rows],
+        token_count=batch.token_count[rows],
+        flags=batch.flags[rows],
+        maker=[batch.maker[row] for row in rows],
+        slab=batch.slab[rows],
+        slot=batch.slot[rows],
+        generation=batch.generation[rows],
+        checksum=batch.checksum[rows],
+    )
+
+
+def _batched(rows: Iterator[tuple[bytes, bytes]], count: int) -> Iterator[list[tuple[bytes, bytes]]]:
+    while batch := list(itertools.islice(rows, count)):
+        yield batch
+
+
+# ------------------------------------------------------------------------------------------------------------ pieces
+
+
+def _tables(env: lmdb.Environment, txn: Transaction, *, create: bool) -> _Open:
+    return _Open(env, *(env.open_db(name.encode(), txn=txn, create=create) for name in TABLES))
+
+
+def _get_meta(to: _Open, txn: Transaction, name: str) -> int:
+    """0 when it was never set."""
+    value = txn.get(name.encode(), db=to.meta)
+    number = 0 if value is None else format.decode_meta(value)
+    if isinstance(number, Defect):
+        raise ConfigError(
+            f"its index is damaged: meta.{name} {number.value}", field="ssd_dir", remedy=START_EMPTY
+        )
+    return number
+
+
+def _put_meta(to: _Open, txn: Transaction, name: str, value: int) -> None:
+    txn.put(name.encode(), format.encode_meta(value), db=to.meta)
+
+
+def _cannot_open(path: str, problem: lmdb.Error) -> StoreError:
+    if isinstance(problem, (lmdb.DiskError, lmdb.MapFullError)):
+        return Exhausted(
+            f"the index cannot be opened, because there is no space left: {problem}",
+            field="ssd_dir",
+            value=os.path.dirname(path),
+            remedy="free some space on its file system, or raise ssd_index_bytes",
+        )
+    return ConfigError(
+        f"its index cannot be read: {problem}",
+        field="ssd_dir",
+        value=os.path.dirname(path),
+        remedy=START_EMPTY,
+    )

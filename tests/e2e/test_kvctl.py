@@ -1,0 +1,255 @@
+"""`kvctl` against a real daemon."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kvstore import wire
+from kvstore.v1 import store_pb2
+
+SHARD = 256 << 10
+
+
+@pytest.fixture
+def kvctl(run_dir):
+    """kvctl(*arguments, stdin=b"", status=0) -> what it wrote to standard output."""
+
+    def run(*arguments: str, stdin: bytes = b"", status: int = 0, environment=None) -> bytes:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "kvstore.cli.kvctl", *arguments],
+            input=stdin,
+            capture_output=True,
+            timeout=60,
+            cwd="/",
+            env={
+                **os.environ,
+                "PYTHONSAFEPATH": "1",
+                "KVSTORED_RUN_DIR": str(run_dir),
+                **(environment or {}),
+            },
+        )
+        assert done.returncode == status, (done.stdout, done.stderr)
+        run.stderr = done.stderr.decode()
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def session(worker, namespace):
+    """A session "talk" of two committed chunks."""
+    stream = worker.attach()
+    memory = worker.staging(2 * SHARD)
+    reserved = stream.ask("reserve", store_pb2.ReserveRequest(namespace_id=namespace, keys=[b"a", b"b"]))
+    stream.ask(
+        "commit",
+        store_pb2.CommitRequest(reservation_id=reserved.reservation_id, staging_offsets=[0, SHARD]),
+    )
+    memory.close()
+    entries = [
+        store_pb2.SessionEntry(key=key, first_token=64 * i, token_count=64)
+        for i, key in enumerate((b"a", b"b"))
+    ]
+    stream.ask(
+        "update_session",
+        store_pb2.UpdateSessionRequest(namespace_id=namespace, session=b"talk", append=entries),
+    )
+    return stream
+
+
+def fill(worker, spec) -> None:
+    """Reserve all of a 16 MiB arena."""
+    namespace = worker.call("Open", store_pb2.OpenRequest(namespace=wire.spec_to_proto(spec))).namespace_id
+    keys = [b"%d" % number for number in range(64)]
+    reserved = worker.call("Reserve", store_pb2.ReserveRequest(namespace_id=namespace, keys=keys))
+    assert set(reserved.results) == {0}
+
+
+# ------------------------------------------------------------------------------------------------------------- stats
+
+
+def test_stats_conserve_slots(daemon, kvctl, session):
+    reply = json.loads(kvctl("stats", "--json"))
+    (pool,) = reply["pools"]
+    assert pool["free"] + pool["reserved"] + pool["ready"] + pool["quarantined"] == pool["capacity"] == 64
+    assert pool["ready"] == 2
+    assert reply["arena"]["bytes"] == 64 << 20
+    assert reply["gauges"]["workers"] == 2, "the test's, and kvctl itself"
+    assert reply["boot_id"] == daemon.wait_for("ready")["boot_id"]
+
+
+def test_stats_for_people(daemon, kvctl, session):
+    text = kvctl("stats").decode()
+    assert "arena 64.0 MiB (sealed): ready" in text
+    assert "tiny" in text
+    assert "quarantined" in text
+
+
+def test_watch(daemon, kvctl):
+    watching = subprocess.Popen(
+        [sys.executable, "-P", "-m", "kvstore.cli.kvctl", "stats", "--watch", "0.1", "--json"],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "KVSTORED_RUN_DIR": str(daemon.run_dir)},
+    )
+    try:
+        uptimes = [json.loads(watching.stdout.readline())["uptime_ms"] for _ in range(3)]
+        assert uptimes[0] + 100 <= uptimes[1]
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(20) == 130
+    finally:
+        watching.kill()
+        watching.wait(20)
+        watching.stdout.close()
+
+
+def test_namespaces(daemon, kvctl, session):
+    (row,) = json.loads(kvctl("namespaces", "--json"))["namespaces"]
+    assert (row["model"], row["tenant"], row["chunks"], row["sessions"]) == ("tiny", "default", 2, 1)
+    assert "tiny" in kvctl("namespaces").decode()
+
+
+# ---------------------------------------------------------------------------------------------------------- sessions
+
+
+def test_sessions(daemon, kvctl, session):
+    (row,) = json.loads(kvctl("sessions", "--json"))["rows"]
+    assert (row["session"], row["usable"], row["resident_bytes"]) == (b"talk".hex(), 2, 2 * SHARD)
+    text = kvctl("sessions").decode()
+    assert "talk" in text
+    assert "1 of 1 sessions" in text
+
+
+def test_explain_a_session(daemon, kvctl, session):
+    (answer,) = json.loads(kvctl("explain", "talk", "--json"))
+    assert [chunk["key"] for chunk in answer["chunks"]] == [b"a".hex(), b"b".hex()]
+    assert "hit" in kvctl("explain", "hex:" + b"talk".hex()).decode()
+
+
+def test_explain_says_why_a_chunk_is_gone(daemon, kvctl, session):
+    assert kvctl("forget", "--key", b"b".hex()) == b"1 dropped\n"
+    text = kvctl("explain", "talk").decode()
+    assert "hit" in text
+    assert "forgotten" in text
+
+
+def test_explain_keys(daemon, kvctl, session):
+    (answer,) = json.loads(kvctl("explain", "--key", "61", "--key", "ff", "--json"))
+    assert [chunk["shards_ready"] for chunk in answer["chunks"]] == [1, 0]
+
+
+def test_forget_a_session(daemon, kvctl, session, namespace):
+    assert kvctl("forget", "talk") == b"3 dropped\n"
+    assert "0 of 0 sessions" in kvctl("sessions").decode()
+    request = store_pb2.MatchRequest(namespace_id=namespace, keys=[b"a"])
+    assert session.ask("match", request).outcomes == b"\2"
+
+
+# ------------------------------------------------------------------------------------------------------ put and get
+
+
+@pytest.mark.parametrize("size", [0, 1, SHARD - 8, SHARD - 7, 5_000_000])
+def test_a_file_comes_back_as_it_was(daemon, kvctl, tmp_path, size):
+    data = os.urandom(size)
+    (tmp_path / "in").write_bytes(data)
+    key = kvctl("put", str(tmp_path / "in")).decode().strip()
+    assert kvctl("get", key) == data
+    kvctl("get", key, "-o", str(tmp_path / "out"))
+    assert (tmp_path / "out").read_bytes() == data
+    assert json.loads(kvctl("put", "-", "--json", stdin=data)) == {"key": key, "bytes": size}, (
+        "again: the same key"
+    )
+    kvctl("forget", "--file", key)
+    kvctl("get", key, status=1)
+    assert "a piece of it is not there: FORGOTTEN" in kvctl.stderr
+
+
+def test_a_file_that_does_not_fit(start_daemon, connect, kvctl, spec):
+    daemon = start_daemon(dram_bytes=16 << 20, reserve_share_max=1.0)
+    fill(connect(daemon), spec)
+    kvctl("put", "-", stdin=b"x", status=1)
+    assert "the daemon answered FULL for piece 0 of 1 (see kvctl stats, and try again)" in kvctl.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------ doctor
+
+
+def test_doctor_finds_nothing_and_leaves_nothing(daemon, kvctl):
+    before = json.loads(kvctl("stats", "--json"))
+    text = kvctl("doctor").decode()
+    assert "FAIL" not in text
+    assert [line.split()[1] for line in text.splitlines()][:3] == ["directory", "connect", "arena"]
+    after = json.loads(kvctl("stats", "--json"))
+    assert sum(pool["ready"] + pool["reserved"] + pool["quarantined"] for pool in after["pools"]) == 0
+    assert sum(row["sessions"] for row in after["namespaces"]) == 0
+    assert after["gauges"]["leases"] == before["gauges"]["leases"] == 0
+
+
+@pytest.mark.parametrize("protection", ["sealed", "group"])
+def test_doctor_of_both_protections(start_daemon, kvctl, protection):
+    start_daemon(protection=protection)
+    findings = [json.loads(line) for line in kvctl("doctor", "--json").splitlines()]
+    assert [finding["check"] for finding in findings if not finding["ok"]] == []
+    assert len(findings) == 10
+
+
+def test_doctor_without_a_daemon(kvctl, run_dir):
+    text = kvctl("doctor", status=1).decode()
+    assert "FAIL  directory" in text
+    assert "start kvstored, or name its directory with --run-dir" in text
+
+
+def test_doctor_after_kill(daemon, kvctl):
+    daemon.kill()
+    text = kvctl("doctor", "--timeout", "0.5", status=1).decode()
+    assert "FAIL  connect" in text
+
+
+def test_doctor_of_a_full_arena(start_daemon, connect, kvctl, spec):
+    """Everything is reserved by somebody else."""
+    daemon = start_daemon(dram_bytes=16 << 20, reserve_share_max=1.0)
+    fill(connect(daemon), spec)
+    text = kvctl("doctor", status=1).decode()
+    assert "FAIL  write            the daemon granted no room: FULL, FULL, FULL" in text
+    assert "see kvctl stats" in text
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "why"),
+    [
+        (["stats"], 1, "kvctl: run_dir="),
+        (["nonsense"], 2, "invalid choice: 'nonsense'"),
+        ([], 2, "the following arguments are required: COMMAND"),
+        (["get", "xyz"], 2, "argument KEY: invalid key value: 'xyz'"),
+        (["stats", "--watch", "0"], 2, "0 is not between 0.1 and 3600 seconds"),
+        (["explain", "hex:" + "00" * 300], 2, "a session's name has 1 to 256 bytes"),
+    ],
+)
+def test_errors_are_one_line(kvctl, arguments, status, why):
+    kvctl("--timeout", "0.5", *arguments, status=status)
+    assert why in kvctl.stderr
+    assert "Traceback" not in kvctl.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["explain"], "name either a session or --key"),
+        (["explain", "talk", "--key", "61"], "name either a session or --key"),
+        (["explain", "nobody"], "SESSION=nobody: no such session (see kvctl sessions)"),
+        (["explain", "--key", "61", "--namespace", "99"], "no such namespace of this tenant"),
+        (["forget", "talk", "--file", "00" * 16], "name one of SESSION, --key and --file"),
+        (["get", "00"], "a key of put has 16 bytes"),
+        (["put", "/nowhere"], "FILE=/nowhere: cannot be read: No such file or directory"),
+    ],
+)
+def test_what_the_daemon_has_not(daemon, kvctl, session, arguments, why):
+    kvctl(*arguments, status=1)
+    assert why in kvctl.stderr
+    assert "Traceback" not in kvctl.stderr

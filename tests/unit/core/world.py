@@ -1,0 +1,484 @@
+"""A tiny world around the core: virtual time, memory whose content can be seen, and workers that map it.
+
+The world performs every effect, at once or (`hold`) when it is told to, and checks after each step what no test should
+have to remember: the core's own integrity; that what a hit names is what was committed under that key; that nobody
+writes what a living reader or another writer may still use (invariant 8); and that no segment changes hands while
+somebody maps it (invariant 9). Memory has one tag per page instead of bytes: the tag of what was written there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvstore.core import events as ev
+from kvstore.core.limits import Limits
+from kvstore.core.store import Store
+from kvstore.errors import StoreError
+from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.types import (
+    ChunkKey,
+    Extent,
+    LeaseId,
+    NamespaceId,
+    OpId,
+    Outcome,
+    Protection,
+    ReservationId,
+    SegmentId,
+    StagedPiece,
+    WorkerId,
+)
+
+PAGE = 4096
+CHUNK_TOKENS = 4
+UNWRITTEN = 0
+
+Shard = tuple[NamespaceId, ChunkKey, int]
+Op = ev.CopyIn | ev.Checksum | ev.MoveSlots
+
+
+def spec(
+    model: str = "llama", *, shards: int = 1, shard_bytes: int = PAGE, epoch: int = 0, **others: Any
+) -> NamespaceSpec:
+    """A namespace of one group unless told otherwise."""
+    groups = others.pop("groups", (GroupSpec("kv", shard_bytes, shard_count=shards),))
+    return NamespaceSpec(
+        model, others.pop("weights", b"w"), "layout", CHUNK_TOKENS, groups, weights_epoch=epoch, **others
+    )
+
+
+def chain(name: str, count: int) -> tuple[ChunkKey, ...]:
+    return tuple(ChunkKey(f"{name}-{number}".encode()) for number in range(count))
+
+
+def tag(shard: Shard, variant: int = 0) -> int:
+    """What a worker writes for a shard; another `variant` stands for an engine that computes differently."""
+    state = hashlib.blake2b(repr((*shard, variant)).encode(), digest_size=8)
+    return int.from_bytes(state.digest(), "little") | 1
+
+
+@dataclass(slots=True)
+class Saving:
+    """A reservation as its worker sees it."""
+
+    worker: WorkerId
+    shards: tuple[Shard, ...]
+    extents: tuple[Extent, ...]
+
+
+class World:
+    def __init__(
+        self,
+        *,
+        segments: int = 8,
+        segment_bytes: int = 16 * PAGE,
+        protection: Protection = Protection.SEALED,
+        **limits: Any,
+    ) -> None:
+        limits.setdefault("slot_alignment", PAGE)
+        self.limits = Limits(segments * segment_bytes, segment_bytes, protection, **limits)
+        self.store = Store(self.limits)
+        self.now = 0
+        self.hold: set[type] = set()
+        """Kinds of effects (CopyIn, Checksum, MoveSlots, CreateSegment) that wait in `held` until `finish`."""
+        self.held: list[Op | ev.CreateSegment] = []
+        self.unmap_at_once = True
+        """Workers unmap what is retired as soon as they are told."""
+        self.pushes: list[ev.ChunksSettled | ev.SegmentsRetired | ev.LeasesRevoked] = []
+        self.replies: list[ev.Reply] = []
+        self.answers: dict[tuple[WorkerId, int], ev.Answer] = {}
+        self.committed: dict[Shard, int] = {}
+        """Tag of every shard, as it was last committed."""
+        self.memory: dict[SegmentId, list[int]] = {}
+        self.cells: dict[SegmentId, list[int]] = {}
+        self.mapped: dict[WorkerId, set[SegmentId]] = {}
+        """By process: closed connections keep their mappings."""
+        self.groups: dict[WorkerId, tuple[str, str]] = {}
+        self.leases: dict[LeaseId, tuple[WorkerId, tuple[Extent, ...]]] = {}
+        self.savings: dict[ReservationId, Saving] = {}
+        self.may_write: dict[tuple[SegmentId, int], WorkerId] = {}
+        """Pages that a worker may be writing in place (protection `group`), by its own understanding."""
+        self._staging: dict[tuple[WorkerId, int], int] = {}
+        self._committing: dict[OpId, ReservationId] = {}
+        self._asked: dict[tuple[WorkerId, int], Any] = {}
+        self._owner: dict[SegmentId, NamespaceId] = {}
+        self._inbox: deque[ev.Event] = deque()
+        self._next_worker = 1
+        self._next_request = 1
+        self._next_piece = 0
+        self._perform_all(self.store.start())
+        self._drain()
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def step(self, event: ev.Event) -> None:
+        """Apply one event and whatever follows from it at once."""
+        self._inbox.append(event)
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._inbox:
+            event = self._inbox.popleft()
+            effects = self.store.apply(event, self.now)
+            if isinstance(event, ev.Commit):
+                for effect in effects:
+                    if isinstance(effect, (ev.CopyIn, ev.Checksum)):
+                        self._committing[effect.op] = event.reservation
+            self._perform_all(effects)
+            self.store.check_integrity()
+
+    def tick(self, ms: int = 0) -> None:
+        self.now += ms
+        self.step(ev.Tick())
+
+    def ask(
+        self, kind: type, worker: WorkerId, *args: Any, request_id: int | None = None, **named: Any
+    ) -> Any:
+        """The answer, raised if it is an error; None while there is none."""
+        if request_id is None:
+            request_id = self._next_request
+            self._next_request += 1
+        event = kind(ev.Ticket(worker, request_id), *args, **named)
+        self._asked[worker, request_id] = event
+        self.answers.pop((worker, request_id), None)
+        self.step(event)
+        answer = self.answers.get((worker, request_id))
+        if isinstance(answer, StoreError):
+            raise answer
+        return answer
+
+    # ----------------------------------------------------------------------------------------------------- workers
+
+    def join(self, tenant: str = "alice", group: str = "", rank: int = 0, *, admin: bool = False) -> WorkerId:
+        worker = WorkerId(self._next_worker)
+        self._next_worker += 1
+        self.mapped[worker] = set()
+        self.groups[worker] = (tenant, group or f"only {worker}")
+        self.step(ev.WorkerJoined(worker, tenant, group, rank, admin))
+        return worker
+
+    def kill(self, worker: WorkerId) -> None:
+        """The process is gone, and with it its mappings."""
+        del self.mapped[worker]
+        self.may_write = {page: owner for page, owner in self.may_write.items() if owner != worker}
+        self.step(ev.WorkerLeft(worker))
+
+    def close(self, worker: WorkerId) -> None:
+        """The connection is gone, the process lives."""
+        self.step(ev.WorkerClosed(worker))
+
+    def open(self, namespace: NamespaceSpec, *workers: WorkerId) -> NamespaceId:
+        """Open it for each of these workers of one tenant."""
+        opened: list[ev.Opened] = [self.ask(ev.Open, worker, namespace) for worker in workers]
+        (number,) = {answer.namespace for answer in opened}
+        return number
+
+    def map(self, worker: WorkerId, segments: Sequence[SegmentId]) -> tuple[SegmentId, ...]:
+        allowed: ev.SegmentsAllowed = self.ask(ev.WantSegments, worker, tuple(segments))
+        self.mapped[worker] |= set(allowed.segments)
+        return allowed.segments
+
+    def unmap(self, worker: WorkerId, segments: Sequence[SegmentId]) -> None:
+        self.mapped[worker] -= set(segments)
+        self.ask(ev.SegmentsUnmapped, worker, tuple(segments))
+
+    # ------------------------------------------------------------------------------------------------------ writing
+
+    def reserve(
+        self, worker: WorkerId, namespace: NamespaceId, keys: Sequence[ChunkKey], **named: Any
+    ) -> ev.Reserved:
+        reserved: ev.Reserved = self.ask(ev.Reserve, worker, namespace, tuple(keys), **named)
+        return reserved
+
+    def write(self, reserved: ev.Reserved, variant: int = 0) -> tuple[StagedPiece, ...]:
+        """The worker writes its bytes: into staging memory, or in place. Returns what Commit names."""
+        saving = self.savings[reserved.reservation]
+        pieces = []
+        for shard, extent in zip(saving.shards, saving.extents, strict=True):
+            if self.limits.protection is Protection.GROUP:
+                self._write(extent, tag(shard, variant), by=saving.worker)
+                continue
+            self._next_piece += 1
+            self._staging[saving.worker, self._next_piece] = tag(shard, variant)
+            pieces.append(StagedPiece(self._next_piece, 0))
+        return tuple(pieces)
+
+    def commit(self, worker: WorkerId, reserved: ev.Reserved, *, variant: int = 0) -> ev.Committed | None:
+        staged = self.write(reserved, variant)
+        self._let_go(reserved.reservation)
+        committed: ev.Committed | None = self.ask(ev.Commit, worker, reserved.reservation, staged)
+        return committed
+
+    def abort(self, worker: WorkerId, reserved: ev.Reserved) -> int:
+        self._let_go(reserved.reservation)
+        done: ev.Done = self.ask(ev.Abort, worker, (reserved.reservation,))
+        return done.count
+
+    def save(
+        self,
+        worker: WorkerId,
+        namespace: NamespaceId,
+        keys: Sequence[ChunkKey],
+        *,
+        variant: int = 0,
+        **named: Any,
+    ) -> ev.Committed:
+        """Reserve, write and commit; at least one key must be granted."""
+        reserved = self.reserve(worker, namespace, keys, **named)
+        assert reserved.reservation, reserved
+        committed = self.commit(worker, reserved, variant=variant)
+        assert committed is not None
+        return committed
+
+    def _let_go(self, reservation: ReservationId) -> None:
+        """From here on the worker does not write there any more."""
+        for extent in self.savings[reservation].extents:
+            for page in _pages(extent):
+                self.may_write.pop((extent.segment, page), None)
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    def match(
+        self, worker: WorkerId, namespace: NamespaceId, keys: Sequence[ChunkKey], tokens: int = 0
+    ) -> ev.Matched:
+        matched: ev.Matched = self.ask(ev.Match, worker, namespace, tuple(keys), tokens)
+        return matched
+
+    def acquire(
+        self, worker: WorkerId, namespace: NamespaceId, keys: Sequence[ChunkKey], **named: Any
+    ) -> ev.Acquired:
+        """With the worker mapping what it was shown; every extent is compared with what was committed."""
+        acquired: ev.Acquired = self.ask(ev.Acquire, worker, namespace, tuple(keys), **named)
+        segments = {extent.segment for extent in acquired.extents}
+        if segments:
+            assert set(self.map(worker, sorted(segments))) == segments
+        return acquired
+
+    def release(self, worker: WorkerId, *leases: LeaseId) -> int:
+        for lease in leases:
+            if lease in self.leases and self.groups[self.leases[lease][0]] == self.groups[worker]:
+                del self.leases[lease]
+        done: ev.Done = self.ask(ev.Release, worker, leases)
+        return done.count
+
+    def load(self, worker: WorkerId, extent: Extent) -> int | None:
+        """What the worker reads there now, or None where the generation says that the load is void."""
+        assert extent.segment in self.mapped[worker], (worker, extent)
+        if extent.segment not in self.memory or self.cells[extent.segment][extent.cell] != extent.generation:
+            return None
+        return self._read(extent)
+
+    def session(self, worker: WorkerId, namespace: NamespaceId, name: bytes) -> ev.SessionInfo:
+        info: ev.SessionInfo = self.ask(ev.GetSession, worker, namespace, name)
+        return info
+
+    def append(
+        self,
+        worker: WorkerId,
+        namespace: NamespaceId,
+        name: bytes,
+        keys: Sequence[ChunkKey],
+        *,
+        version: int = 0,
+        keep: int = 0,
+        first: int | None = None,
+        counts: Sequence[int] = (),
+        approximate: bool = False,
+    ) -> ev.SessionInfo:
+        """UpdateSession with full chunks (or `counts` tokens) one after the other from `first` on."""
+        position = keep * CHUNK_TOKENS if first is None else first
+        entries = []
+        for index, key in enumerate(keys):
+            count = counts[index] if counts else CHUNK_TOKENS
+            entries.append(ev.SessionEntry(key, position, count, approximate=approximate))
+            position += count
+        info: ev.SessionInfo = self.ask(
+            ev.UpdateSession, worker, namespace, name, version, keep, tuple(entries)
+        )
+        return info
+
+    # -------------------------------------------------------------------------------------------------------- facts
+
+    def outcomes(self, worker: WorkerId, namespace: NamespaceId, keys: Sequence[ChunkKey]) -> list[str]:
+        """ "HIT", or the reason, per key: what Match says."""
+        matched = self.match(worker, namespace, keys)
+        return [
+            "HIT" if outcome is Outcome.HIT else reason.name
+            for outcome, reason in zip(matched.outcomes, matched.reasons, strict=True)
+        ]
+
+    def slots(self) -> dict[str, int]:
+        """Slots of all pools by state, as an admin's stats say."""
+        admin = self.join("operator", admin=True)
+        pools = self.ask(ev.GetStats, admin).values["pools"]
+        self.kill(admin)
+        names = ("capacity", "free", "reserved", "ready", "quarantined")
+        return {name: sum(pool[name] for pool in pools) for name in names}
+
+    def take(self, kind: type) -> list[Any]:
+        """The pushes of this kind since the last look."""
+        found = [push for push in self.pushes if isinstance(push, kind)]
+        self.pushes = [push for push in self.pushes if not isinstance(push, kind)]
+        return found
+
+    # ------------------------------------------------------------------------------------------------------ effects
+
+    def finish(self, held: Op | ev.CreateSegment | None = None, *, fails: str = "", spoil: int = 0) -> None:
+        """Perform what is held (the oldest if not told which). `spoil` is xor-ed to the checksums: damaged bytes."""
+        held = held or self.held[0]
+        self.held.remove(held)
+        self._perform_op(held, fails=fails, spoil=spoil)
+        self._drain()
+
+    def _perform_all(self, effects: Sequence[ev.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ev.Reply():
+                    self._replied(effect)
+                case ev.ChunksSettled() | ev.LeasesRevoked():
+                    self.pushes.append(effect)
+                    for lease in effect.leases if isinstance(effect, ev.LeasesRevoked) else ():
+                        self.leases.pop(lease, None)
+                case ev.SegmentsRetired():
+                    self.pushes.append(effect)
+                    if self.unmap_at_once:
+                        self.mapped[effect.worker] -= set(effect.segments)
+                        self._inbox.append(ev.SegmentsUnmapped(ev.Ticket(effect.worker), effect.segments))
+                case ev.SetGenerations():
+                    cells = self.cells[effect.segment]
+                    for cell, generation in zip(effect.cells, effect.generations, strict=True):
+                        # Never back, or an old extent would be valid again.
+                        assert generation > cells[cell], (effect.segment, cell, generation, cells[cell])
+                        cells[cell] = generation
+                case ev.AssignSegment():
+                    owner = self._owner.setdefault(effect.segment, effect.namespace)
+                    assert owner == effect.namespace, f"segment {effect.segment} changes hands unmapped"
+                case ev.DestroySegment():
+                    assert not any(effect.segment in mapped for mapped in self.mapped.values()), effect
+                    del self.memory[effect.segment], self.cells[effect.segment]
+                case ev.ForgetWorker():
+                    pass  # a copy that still runs keeps its view of the staging memory
+                case _ if type(effect) in self.hold:
+                    self.held.append(effect)  # type: ignore[arg-type]
+                case _:
+                    self._perform_op(effect)  # type: ignore[arg-type]
+
+    def _perform_op(self, effect: Op | ev.CreateSegment, *, fails: str = "", spoil: int = 0) -> None:
+        checksums: list[int] = []
+        match effect:
+            case ev.CreateSegment():
+                if fails:
+                    self._inbox.append(ev.SegmentFailed(effect.op, fails))
+                    return
+                self.memory[effect.segment] = [UNWRITTEN] * (effect.bytes // PAGE)
+                self.cells[effect.segment] = [0] * effect.cells
+                self._inbox.append(ev.SegmentReady(effect.op))
+                return
+            case ev.CopyIn():
+                for piece, target in zip(effect.pieces, effect.targets, strict=True):
+                    assert piece.length == target.length, (piece, target)
+                    self._write(target, self._staging[effect.worker, piece.offset], by=None)
+                    checksums.append(self._read(target) ^ spoil)
+            case ev.Checksum():
+                checksums = [self._read(extent) ^ spoil for extent in effect.extents]
+            case ev.MoveSlots():
+                for source, target in zip(effect.sources, effect.targets, strict=True):
+                    self._write(target, self._read(source), by=None)
+                    checksums.append(self._read(target) ^ spoil)
+        if fails:
+            self._inbox.append(ev.OpFailed(effect.op, fails))
+            return
+        reservation = self._committing.pop(effect.op, None)
+        if (
+            reservation in self.store.state.reservations
+        ):  # else the copy came too late, and counts for nothing
+            for shard, checksum in zip(self.savings[reservation].shards, checksums, strict=True):
+                self.committed[shard] = checksum
+        self._inbox.append(ev.OpDone(effect.op, tuple(checksums)))
+
+    def _replied(self, effect: ev.Reply) -> None:
+        self.replies.append(effect)
+        ticket, answer = effect.ticket, effect.answer
+        event = self._asked.get((ticket.worker, ticket.request_id))
+        self.answers[ticket.worker, ticket.request_id] = answer
+        if isinstance(answer, ev.Acquired) and isinstance(event, ev.Acquire):
+            self._check_acquired(event, answer)
+            if answer.lease:
+                self.leases[answer.lease] = (ticket.worker, answer.extents)
+        if isinstance(answer, ev.Reserved) and isinstance(event, ev.Reserve):
+            self._note_reserved(event, answer)
+
+    def _check_acquired(self, event: ev.Acquire, answer: ev.Acquired) -> None:
+        """A hit names exactly what was committed under its key, shard by shard."""
+        namespace = self.store.state.namespaces[event.namespace]
+        shards = event.shards or range(namespace.shards)
+        extents = iter(answer.extents)
+        for key, outcome in zip(event.keys, answer.outcomes, strict=True):
+            if outcome is not Outcome.HIT:
+                continue
+            for shard in shards:
+                extent = next(extents)
+                wanted = self.committed[event.namespace, key, shard]
+                found = self._read(extent)
+                assert found == wanted == extent.checksum, (key, shard, extent, found, wanted)
+                assert extent.length == namespace.spec.shard_bytes[shard], (key, shard, extent)
+                assert self.cells[extent.segment][extent.cell] == extent.generation, (key, shard, extent)
+        assert next(extents, None) is None, answer
+
+    def _note_reserved(self, event: ev.Reserve, answer: ev.Reserved) -> None:
+        if not answer.reservation:
+            assert not answer.extents, answer
+            return
+        namespace = self.store.state.namespaces[event.namespace]
+        granted = [
+            key for key, result in zip(event.keys, answer.results, strict=True) if result.name == "GRANTED"
+        ]
+        shards = tuple(
+            (event.namespace, key, shard)
+            for key in granted
+            for shard in event.shards or range(namespace.shards)
+        )
+        assert len(shards) == len(answer.extents), answer
+        self.savings[answer.reservation] = Saving(event.ticket.worker, shards, answer.extents)
+        if self.limits.protection is Protection.GROUP:
+            for extent in answer.extents:
+                for page in _pages(extent):
+                    writer = self.may_write.setdefault((extent.segment, page), event.ticket.worker)
+                    assert writer == event.ticket.worker, f"worker {writer} may still write {extent}"
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def _read(self, extent: Extent) -> int:
+        found = {self.memory[extent.segment][page] for page in _pages(extent)}
+        assert len(found) == 1, (extent, found)
+        return found.pop()
+
+    def _write(self, extent: Extent, what: int, *, by: WorkerId | None) -> None:
+        pages = _pages(extent)
+        for lease, (worker, extents) in self.leases.items():
+            readers = [
+                member
+                for member, group in self.groups.items()
+                if group == self.groups[worker] and extent.segment in self.mapped.get(member, ())
+            ]
+            for other in extents if readers else ():
+                overlaps = other.segment == extent.segment and set(_pages(other)) & set(pages)
+                assert not overlaps, (
+                    f"{extent} is written under lease {lease}, which worker {readers} may use"
+                )
+        for page in pages:
+            writer = self.may_write.get((extent.segment, page))
+            assert writer in (None, by), f"{extent} is used while worker {writer} may still write there"
+            self.memory[extent.segment][page] = what
+
+
+def _pages(extent: Extent) -> range:
+    return range(extent.offset // PAGE, -(-(extent.offset + extent.length) // PAGE))
+
+
+def epoch_of(namespace: NamespaceSpec, epoch: int) -> NamespaceSpec:
+    return replace(namespace, weights_epoch=epoch)

@@ -1,0 +1,126 @@
+"""Settings: where they come from, which win, and what is refused in which words."""
+
+import dataclasses
+
+import pytest
+
+from kvstore.__main__ import configuration, descriptions, parser, read_toml
+from kvstore.config import StoreConfig, load, parse_setting
+from kvstore.errors import ConfigError
+
+FIELDS = [field.name for field in dataclasses.fields(StoreConfig)]
+
+
+def test_defaults_are_possible():
+    assert configuration([], {}) == StoreConfig()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_setting_is_a_flag_a_variable_and_a_toml_key(name, tmp_path):
+    """With a value that is not the default."""
+    default = getattr(StoreConfig(), name)
+    text, toml, value = {
+        bool: (str(not default).lower(), str(not default).lower(), not default),
+        int: ("4096", "4096", 4096) if "_bytes" not in name else ("8G", '"8G"', 8 << 30),
+        float: ("0.75", "0.75", 0.75),
+        str: ("x", '"x"', "x"),
+        dict: ("7=t", '{"7" = "t"}', {"7": "t"}),
+    }[type(default)]
+    if name == "protection":
+        text, toml, value = "group", '"group"', "group"
+    if name == "log_level":
+        text, toml, value = "debug", '"debug"', "debug"
+    if name == "copy_threads":
+        text, toml, value = "3", "3", 3
+    arguments = [f"--{name.replace('_', '-')}={text}"]
+    file = tmp_path / "kvstored.toml"
+    file.write_text(f"{name} = {toml}\n")
+    rest = {"dram_bytes": 8 << 30} if name == "segment_bytes" else {}
+    others = [f"--{key.replace('_', '-')}={number}" for key, number in rest.items()]
+    assert value != default
+    for made in (
+        configuration([*arguments, *others], {}),
+        configuration(others, {f"KVSTORED_{name.upper()}": text}),
+        configuration([*others, f"--config={file}"], {}),
+    ):
+        assert getattr(made, name) == value
+
+
+def test_every_setting_is_described():
+    about = descriptions()
+    assert set(FIELDS) - {"run_dir"} <= about.keys() | {"run_dir"}
+    assert all(name in about for name in FIELDS)
+    text = parser().format_help()
+    assert "--lease-ttl-ms INT" in text
+    assert "Time to live of a lease" in text
+
+
+def test_flags_win_over_the_environment_and_that_over_toml(tmp_path):
+    file = tmp_path / "kvstored.toml"
+    file.write_text("lease_ttl_ms = 1\ndrain_ms = 1\ncopy_threads = 1\n")
+    environment = {
+        "KVSTORED_LEASE_TTL_MS": "2",
+        "KVSTORED_DRAIN_MS": "2",
+        "KVSTORED_CONFIG": str(file),
+        "PATH": "",
+    }
+    config = configuration(["--lease-ttl-ms=3"], environment)
+    assert (config.lease_ttl_ms, config.drain_ms, config.copy_threads) == (3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("4096", 4096), ("4k", 4096), ("4KiB", 4096), ("2M", 2 << 20), ("1g", 1 << 30), ("1T", 1 << 40)],
+)
+def test_sizes(text, value):
+    assert parse_setting("dram_bytes", text) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("dram_bytes", "4x"),
+        ("dram_bytes", ""),
+        ("lease_ttl_ms", "4k"),
+        ("prefault", "maybe"),
+        ("pin_share_max", "half"),
+    ],
+)
+def test_what_is_no_value(name, text):
+    with pytest.raises(ConfigError, match=f"{name}={text}: is not a"):
+        parse_setting(name, text)
+
+
+def test_a_switch_may_stand_alone():
+    assert configuration(["--tcp-unauthenticated"], {}).tcp_unauthenticated
+    assert not configuration(["--prefault=no"], {}).prefault
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "why"),
+    [
+        (["--nonsense"], {}, r"unrecognized arguments: --nonsense \(see kvstored --help\)"),
+        (["--dram"], {}, "unrecognized arguments: --dram"),
+        (["stray"], {}, "unrecognized arguments: stray"),
+        (["--dram-bytes"], {}, "argument --dram-bytes: expected one argument"),
+        ([], {"KVSTORED_NONSENSE": "1"}, "nonsense=1: no such setting"),
+        ([], {"KVSTORED_DRAIN_MS": "soon"}, "drain_ms=soon: is not a int"),
+        ([], {"KVSTORED_CONFIG": "/nowhere"}, "config=/nowhere: cannot be read: No such file"),
+    ],
+)
+def test_what_is_refused(arguments, environment, why):
+    with pytest.raises(ConfigError, match=why):
+        configuration(arguments, environment)
+
+
+def test_toml_values_have_types():
+    with pytest.raises(ConfigError, match=r"drain_ms=1.5: must be a int"):
+        load({"drain_ms": 1.5}, {}, {})
+    with pytest.raises(ConfigError, match="drain_ms=True: must be a int"):
+        load({"drain_ms": True}, {}, {})
+
+
+def test_toml_that_is_no_text(tmp_path):
+    (tmp_path / "bad").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        read_toml(str(tmp_path / "bad"))

@@ -1,0 +1,112 @@
+"""One JSON object a line, whatever a peer puts into it; and no flood."""
+
+import io
+import json
+import logging
+
+import pytest
+
+from kvstore import logs
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def log(clock):
+    """A logger of its own, so that the one of pytest stays as it is."""
+    logger = logging.Logger("kvstore.test")
+    logger.stream = io.StringIO()
+    handler = logging.StreamHandler(logger.stream)
+    handler.setFormatter(logs.JsonFormatter())
+    handler.addFilter(logs.RateLimit(clock))
+    logger.addHandler(handler)
+    return logger
+
+
+def lines(log) -> list[dict]:
+    return [json.loads(line) for line in log.stream.getvalue().splitlines()]
+
+
+def test_fields(log):
+    log.warning(
+        "a %s", "b", extra=logs.fields(number=1, level="not this", data=b"\xff", nested={"a": [1, "ü"]})
+    )
+    (line,) = lines(log)
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "level": "warning",
+        "logger": "kvstore.test",
+        "message": "a b",
+        "number": 1,
+        "data": "ff",
+        "nested": {"a": [1, "\\xfc"]},
+    }
+
+
+def test_a_value_cannot_forge_a_line(log):
+    log.info("%s", 'x"}\n{"level": "critical"}\x1b[2J')
+    (line,) = lines(log)
+    assert line["level"] == "info"
+    assert "\x1b" not in log.stream.getvalue()
+
+
+def test_texts_are_cut(log):
+    log.info("x" * 10_000, extra=logs.fields(value="y" * 10_000))
+    (line,) = lines(log)
+    assert len(line["message"]) < 2_100
+    assert len(line["value"]) < 2_100
+
+
+def test_exceptions_keep_their_end(log):
+    try:
+        raise ValueError("the end")
+    except ValueError:
+        log.exception("failed")
+    (line,) = lines(log)
+    assert line["exception"].endswith("ValueError: the end")
+
+
+def test_a_flood_is_held_back_and_counted(log, clock):
+    for number in range(1_000):
+        log.warning("peer %d misbehaves", number)
+        log.warning("something else") if number == 500 else None
+    assert [line["message"] for line in lines(log)].count("something else") == 1
+    assert len(lines(log)) == logs.REPEATS_MAX + 1
+    clock.now = logs.PERIOD_S
+    log.warning("peer %d misbehaves", 1)
+    assert lines(log)[-1]["held_back"] == 1_000 - logs.REPEATS_MAX
+    log.critical("the end")
+    for _ in range(100):
+        log.critical("the end")
+    assert [line["message"] for line in lines(log)].count("the end") == 101
+
+
+def test_templates_are_bounded(clock):
+    limit = logs.RateLimit(clock)
+    for number in range(3 * logs.TEMPLATES_MAX):
+        limit.filter(logging.LogRecord("n", logging.INFO, "", 0, f"formatted {number}", (), None))
+    assert len(limit._templates) <= logs.TEMPLATES_MAX
+
+
+def test_setup_routes_everything(monkeypatch):
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level, logging.raiseExceptions)
+    stream = io.StringIO()
+    try:
+        logs.setup("warning", stream)
+        logging.getLogger("any").info("no")
+        logging.getLogger("any").warning("yes")
+    finally:
+        root.handlers[:], root.level, logging.raiseExceptions = before
+        logging.captureWarnings(False)
+    assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == ["yes"]

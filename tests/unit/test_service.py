@@ -1,0 +1,367 @@
+"""Handlers with a scripted peer: what the tests with a real daemon cannot bring about at will."""
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore import errors, requests, wire
+from kvstore.core import events as ev
+from kvstore.core.limits import Limits
+from kvstore.core.store import Store
+from kvstore.errors import Code, Unavailable
+from kvstore.service import (
+    DETAILS_MAX,
+    OUTSTANDING_MAX,
+    PUSHES_MAX,
+    STATUS,
+    AttachStream,
+    Service,
+    answering,
+    stats_to_proto,
+)
+from kvstore.types import NamespaceId, WorkerId
+from kvstore.v1 import store_pb2
+
+WORKER = WorkerId(1)
+BOUND_S = 20.0
+
+
+class Core:
+    """A loop that answers when told to."""
+
+    def __init__(self) -> None:
+        self.posted: list[ev.Event] = []
+        self.channels: dict[int, Callable[[ev.Answer], None]] = {}
+
+    def channel(self, answered, timeout_s):
+        number = len(self.posted) + 1
+        self.channels[number] = answered
+        return number
+
+    def drop_channel(self, number):
+        self.channels.pop(number, None)
+
+    def post(self, event):
+        self.posted.append(event)
+
+    def answer(self, answer, number=None):
+        self.channels.pop(number or min(self.channels))(answer)
+
+
+class Peer:
+    """The other end of a stream, as gRPC's context shows it to a handler."""
+
+    def __init__(self) -> None:
+        self.requests: asyncio.Queue[Any] = asyncio.Queue()
+        self.replies: list[store_pb2.AttachReply] = []
+        self.reads = 0
+        self.gone = False
+        self.reading = asyncio.Event()
+        """Cleared while the peer takes nothing from its socket."""
+        self.reading.set()
+
+    async def read(self):
+        self.reads += 1
+        return await self.requests.get()
+
+    async def write(self, data):
+        await self.reading.wait()
+        if self.gone:
+            raise grpc.aio.UsageError("RPC already finished")
+        self.replies.append(store_pb2.AttachReply.FromString(data))
+
+    def send(self, field, request):
+        self.requests.put_nowait(store_pb2.AttachRequest(**{field: request}).SerializeToString())
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.core = Core()
+        self.peer = Peer()
+        self.service = SimpleNamespace(loop=self.core, draining=False)
+        self.stream = AttachStream(self.service, WORKER, self.peer)
+        self.task = asyncio.create_task(self.stream.run())
+
+    async def until(self, found):
+        async with asyncio.timeout(BOUND_S):
+            while not found():  # noqa: ASYNC110 - the conditions are of many kinds
+                await asyncio.sleep(0)
+
+    async def settle(self):
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def rig():
+    rig = Rig()
+    yield rig
+    rig.task.cancel()
+    await asyncio.gather(rig.task, return_exceptions=True)
+
+
+def match(number: int) -> store_pb2.MatchRequest:
+    return store_pb2.MatchRequest(request_id=number, namespace_id=1, keys=[b"k"])
+
+
+# ------------------------------------------------------------------------------------------------------------- stream
+
+
+async def test_answers_go_out_in_the_order_in_which_they_come(rig):
+    for number in (11, 12):
+        rig.peer.send("match", match(number))
+    await rig.until(lambda: len(rig.core.posted) == 2)
+    assert [event.ticket.request_id for event in rig.core.posted] == [11, 12]
+    rig.core.answer(ev.Matched(0, (), ()), 2)
+    rig.core.answer(ev.Matched(1, (), ()), 1)
+    await rig.until(lambda: len(rig.peer.replies) == 2)
+    assert [(reply.request_id, reply.match.usable) for reply in rig.peer.replies] == [(12, 0), (11, 1)]
+
+
+async def test_a_stream_that_is_not_answered_is_not_read_on(rig):
+    """Bounded memory, whatever a peer sends: gRPC's flow control holds it back."""
+    for number in range(1, OUTSTANDING_MAX + 10):
+        rig.peer.send("match", match(number))
+    await rig.until(lambda: len(rig.core.posted) == OUTSTANDING_MAX)
+    await rig.settle()
+    assert len(rig.core.posted) == OUTSTANDING_MAX
+    assert rig.peer.reads == OUTSTANDING_MAX
+    rig.core.answer(ev.Done())
+    await rig.until(lambda: len(rig.core.posted) == OUTSTANDING_MAX + 1)
+
+
+async def test_a_stream_that_is_not_read_by_its_peer_is_not_read_on(rig):
+    """Answers that are not taken count as outstanding, so they cannot pile up either."""
+    rig.peer.reading.clear()
+    for number in range(1, OUTSTANDING_MAX + 10):
+        rig.peer.send("heartbeat", store_pb2.HeartbeatRequest(request_id=number))
+    await rig.until(lambda: rig.peer.reads == OUTSTANDING_MAX)
+    await rig.settle()
+    assert rig.peer.reads == OUTSTANDING_MAX
+    rig.peer.reading.set()
+    await rig.until(lambda: len(rig.peer.replies) == OUTSTANDING_MAX + 9)
+
+
+async def test_too_many_pushes_end_the_stream(rig):
+    rig.peer.reading.clear()
+    push = ev.ChunksSettled(WORKER, NamespaceId(1), (), ())
+    rig.stream.push(push)
+    await rig.settle()  # the first is being written, and counts no more once it is
+    for _ in range(PUSHES_MAX):
+        rig.stream.push(push)
+    with pytest.raises(errors.Exhausted, match="pushes were not read"):
+        await asyncio.wait_for(rig.task, BOUND_S)
+
+
+async def test_the_end_drops_what_was_waited_for(rig):
+    rig.peer.send("match", match(1))
+    await rig.until(lambda: rig.core.posted)
+    rig.stream.end(Unavailable("the end"))
+    with pytest.raises(Unavailable, match="the end"):
+        await asyncio.wait_for(rig.task, BOUND_S)
+    assert rig.core.channels == {}
+
+
+async def test_half_close_waits_for_answers(rig):
+    rig.peer.send("match", match(1))
+    rig.peer.requests.put_nowait(grpc.aio.EOF)
+    await rig.until(lambda: rig.core.posted)
+    await rig.settle()
+    assert not rig.task.done()
+    rig.core.answer(ev.Done())
+    await asyncio.wait_for(rig.task, BOUND_S)
+    assert len(rig.peer.replies) == 1
+
+
+async def test_a_peer_that_vanishes_ends_the_stream(rig):
+    rig.peer.gone = True
+    rig.stream.push(ev.LeasesRevoked(WORKER, ()))
+    with pytest.raises(grpc.aio.UsageError):
+        await asyncio.wait_for(rig.task, BOUND_S)
+
+
+async def test_an_answer_that_cannot_be_said_is_an_internal_error(rig):
+    rig.peer.send("match", match(1))
+    await rig.until(lambda: rig.core.posted)
+    rig.core.answer(ev.Stats({}))
+    await rig.until(lambda: rig.peer.replies)
+    assert rig.peer.replies[0].error.code == Code.INTERNAL.value
+
+
+@pytest.mark.parametrize("event", [ev.WorkerClosed(WORKER), ev.WorkerLeft(WORKER)])
+async def test_the_end_of_the_worker_is_the_end_of_the_stream(rig, event):
+    rig.stream.push(event)
+    with pytest.raises(errors.Unauthenticated):
+        await asyncio.wait_for(rig.task, BOUND_S)
+
+
+async def test_every_push_has_a_message(rig):
+    for push in (
+        ev.ChunksSettled(WORKER, NamespaceId(3), (b"r",), (b"f",)),
+        ev.SegmentsRetired(WORKER, (5,)),
+        ev.LeasesRevoked(WORKER, (6,)),
+    ):
+        rig.stream.push(push)
+    await rig.until(lambda: len(rig.peer.replies) == 3)
+    settled, retired, revoked = rig.peer.replies
+    assert (settled.chunks_settled.namespace_id, settled.chunks_settled.ready) == (3, [b"r"])
+    assert retired.segments_retired.segments == [5]
+    assert revoked.leases_revoked.lease_ids == [6]
+    assert {reply.request_id for reply in rig.peer.replies} == {0}
+
+
+async def test_draining_refuses_what_starts_something(rig):
+    rig.service.draining = True
+    rig.service.check_not_draining = lambda: Service.check_not_draining(rig.service)
+    rig.peer.send("match", match(1))
+    rig.peer.send("release", store_pb2.ReleaseRequest(request_id=2))
+    await rig.until(lambda: rig.peer.replies and rig.core.posted)
+    assert rig.peer.replies[0].error.code == Code.UNAVAILABLE.value
+    assert isinstance(rig.core.posted[0], ev.Release)
+
+
+# -------------------------------------------------------------------------------------------------------------- calls
+
+
+def test_every_body_of_the_stream_has_a_call():
+    bodies = {field.name for field in store_pb2.AttachRequest.DESCRIPTOR.oneofs_by_name["body"].fields}
+    assert requests.ATTACH_CALLS.keys() == bodies - {"hello"}
+
+
+def test_every_method_has_a_handler():
+    handlers = Service(Core(), lambda token: None, boot_id=b"", welcome=store_pb2.AttachWelcome()).handlers()
+    for service in ("Store", "Stats"):
+        module = __import__(f"kvstore.v1.{service.lower()}_pb2", fromlist=["DESCRIPTOR"])
+        for method in module.DESCRIPTOR.services_by_name[service].methods:
+            handler = handlers.service(SimpleNamespace(method=f"/kvstore.v1.{service}/{method.name}"))
+            assert handler is not None, method.full_name
+            assert (handler.request_streaming, handler.response_streaming) == (
+                method.client_streaming,
+                method.server_streaming,
+            ), method.full_name
+            assert handler.request_deserializer is None, "fields are parsed by us"
+    assert handlers.service(SimpleNamespace(method="/kvstore.v1.Store/Nothing")) is None
+
+
+def test_every_code_is_a_status():
+    assert {code: STATUS[code.value].name for code in Code} == {code: code.name for code in Code}
+
+
+class Aborted(Exception):
+    pass
+
+
+class Call:
+    """gRPC's context of one call, as far as the identity is concerned."""
+
+    def __init__(self, peer="unix:", metadata=()):
+        self._peer, self._metadata = peer, metadata
+        self.aborted: tuple[Any, ...] = ()
+
+    def peer(self):
+        return self._peer
+
+    def invocation_metadata(self):
+        return self._metadata
+
+    async def abort(self, *status):
+        self.aborted = status
+        raise Aborted
+
+
+async def test_an_error_is_a_status_with_details_and_an_error_message():
+    async def fail(request, context):
+        raise errors.Conflict("no", field="f", value="v" * 500, remedy="r" * 5000)
+
+    context = Call()
+    with pytest.raises(Aborted):
+        await answering(fail, "Fail")(b"", context)
+    code, details, metadata = context.aborted
+    assert code is grpc.StatusCode.ABORTED
+    assert details.startswith("f=vvv")
+    assert len(details) == DETAILS_MAX
+    error = wire.error_from_status(code.value[0], details, metadata)
+    assert (type(error), error.field) == (errors.Conflict, "f")
+
+
+async def test_a_bug_is_internal_and_tells_the_peer_nothing(caplog):
+    async def fail(request, context):
+        raise KeyError("secret")
+
+    context = Call()
+    with pytest.raises(Aborted):
+        await answering(fail, "Fail")(b"", context)
+    assert context.aborted[0] is grpc.StatusCode.INTERNAL
+    assert "secret" not in context.aborted[1]
+    assert "secret" in caplog.text
+
+
+TOKEN = ((wire.TOKEN_METADATA, b"good"),)
+
+
+@pytest.mark.parametrize(
+    ("anonymous", "call", "worker"),
+    [
+        (None, Call(metadata=TOKEN), 1),
+        (None, Call(), None),
+        (None, Call("ipv4:127.0.0.1:1"), None),
+        (WorkerId(-2), Call("ipv4:127.0.0.1:1"), -2),
+        (WorkerId(-2), Call("ipv6:[::1]:1"), -2),
+        (WorkerId(-2), Call("ipv4:127.0.0.1:1", TOKEN), 1),
+        (WorkerId(-2), Call("ipv4:127.0.0.1:1", ((wire.TOKEN_METADATA, b"bad"),)), None),
+        (WorkerId(-2), Call("unix:"), None),
+    ],
+)
+def test_who_calls(anonymous, call, worker):
+    service = Service(
+        Core(), {b"good": WORKER}.get, boot_id=b"", welcome=store_pb2.AttachWelcome(), anonymous=anonymous
+    )
+    if worker is None:
+        with pytest.raises(errors.Unauthenticated):
+            service.caller(call)
+    else:
+        assert service.caller(call) == worker
+
+
+def test_statistics_fit_the_message():
+    """The layout of core/stats.py, with something in every part of it."""
+    store = Store(Limits(arena_bytes=1 << 20, segment_bytes=1 << 20))
+    for effect in store.start():
+        store.apply(ev.SegmentReady(effect.op), 0)
+    store.apply(ev.WorkerJoined(WORKER, "t", "", admin=True), 0)
+    spec = requests.STORE_CALLS["Open"].event(
+        store_pb2.OpenRequest(namespace=wire.spec_to_proto(SPEC)), ev.Ticket(WORKER)
+    )
+    store.apply(spec, 0)
+    store.apply(ev.Reserve(ev.Ticket(WORKER), NamespaceId(1), (b"k",)), 0)
+    store.apply(ev.Acquire(ev.Ticket(WORKER), NamespaceId(1), (b"k", b"j"), prefix_only=False), 0)
+    (reply,) = store.apply(ev.GetStats(ev.Ticket(WORKER)), 0)
+    proto = stats_to_proto(reply.answer)
+    assert proto.arena.bytes == 1 << 20
+    (pool,) = proto.pools
+    assert (pool.reserved, pool.free, pool.capacity) == (1, 255, 256)
+    assert proto.namespaces[0].lookups == 2
+    assert proto.counters["lookups{namespace=1,reason=never_seen}"] == 1
+    assert proto.counters["grants_granted"] == 1
+    assert proto.gauges["reservations"] == 1
+
+
+SPEC = wire.spec_from_proto(
+    store_pb2.OpenRequest(
+        namespace={
+            "model": "m",
+            "weights_digest": b"w",
+            "layout_fingerprint": "l",
+            "hash_protocol": "h",
+            "tensor_parallel": 1,
+            "pipeline_parallel": 1,
+            "context_parallel": 1,
+            "chunk_tokens": 64,
+            "groups": [{"name": "g", "kind": "full", "shard_bytes": 4096, "shard_count": 1}],
+        }
+    ).namespace
+)
