@@ -17,7 +17,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -46,6 +47,8 @@ CALLS_MAX = 192
 must stay below the 256 that the daemon remembers."""
 NOTICE_IDS_MAX = 4096
 """Most leases, reservations or segments that one notice names."""
+LINGER_S = 0.002
+"""How long a release waits for a request that takes it along, before it becomes a message of its own."""
 SEGMENTS_PER_REQUEST = 16
 AWAITED_MAX = 64
 """Unanswered requests on the descriptor socket, when the daemon stands still."""
@@ -87,6 +90,8 @@ CHANNEL_OPTIONS = (
 
 FORKED = "this is a forked child: the connection is its parent's"
 
+Outgoing = queue.SimpleQueue[store_pb2.AttachRequest | EllipsisType | None]
+"""Requests for one stream; `...`: something is to be released, soon; None: the end."""
 Handler = Callable[[descriptor_pb2.DescriptorReply, list[int]], None]
 
 
@@ -124,7 +129,7 @@ class Attachment:
         self._idle = threading.Condition(self._lock)
         self._calls: dict[int, Call] = {}
         self._last_id = 0
-        self._outgoing: queue.SimpleQueue[store_pb2.AttachRequest | None] = queue.SimpleQueue()
+        self._outgoing: Outgoing = queue.SimpleQueue()
         self._channel: grpc.Channel | None = None
         self._stream: Any = None
         self._heard_at = time.monotonic()
@@ -316,7 +321,7 @@ class Attachment:
 
     def open_stream(self) -> Any:
         """A new stream whose first message is our hello; iterate it and hand every reply to `receive`."""
-        outgoing: queue.SimpleQueue[store_pb2.AttachRequest | None] = queue.SimpleQueue()
+        outgoing: Outgoing = queue.SimpleQueue()
         hello = store_pb2.AttachHello(token=self.hello.token, boot_id=self.hello.boot_id)
         outgoing.put(store_pb2.AttachRequest(hello=hello))
         with self._lock:
@@ -325,8 +330,22 @@ class Attachment:
             self._outgoing = outgoing
             self._stream_opened_at = time.monotonic()
             self._channel = grpc.insecure_channel(self.hello.grpc_target, options=CHANNEL_OPTIONS)
-            self._stream = store_pb2_grpc.StoreStub(self._channel).Attach(iter(outgoing.get, None))
+            self._stream = store_pb2_grpc.StoreStub(self._channel).Attach(self._requests(outgoing))
             return self._stream
+
+    def _requests(self, outgoing: Outgoing) -> Iterator[store_pb2.AttachRequest]:
+        """What gRPC sends, taken from the queue on a thread of its own, until None."""
+        item = outgoing.get()
+        while item is not None:
+            if isinstance(item, store_pb2.AttachRequest):
+                yield item
+                item = outgoing.get()
+                continue
+            try:
+                item = outgoing.get(timeout=LINGER_S)
+            except queue.Empty:
+                self._send_notices()
+                item = outgoing.get()
 
     def cancel_stream(self) -> None:
         """From any thread: the loop over `open_stream()` ends with an error."""
@@ -345,6 +364,7 @@ class Attachment:
             for number, call in sorted(self._calls.items()):
                 if call.request is None or (call.abandoned and not call.has_consequences):
                     del self._calls[number]
+                    self._notices["release"] += call.request.release_lease_ids if call.request else ()
                 else:
                     self._outgoing.put(call.request)
             self.attached = True
@@ -448,7 +468,9 @@ class Attachment:
         """Under the lock."""
         self._last_id += 1
         body.request_id = self._last_id
-        call.request = store_pb2.AttachRequest(**{field: body})
+        releases = self._notices["release"]
+        along, self._notices["release"] = releases[:NOTICE_IDS_MAX], releases[NOTICE_IDS_MAX:]
+        call.request = store_pb2.AttachRequest(release_lease_ids=along, **{field: body})
         self._calls[self._last_id] = call
         self._outgoing.put(call.request)
 
@@ -482,12 +504,17 @@ class Attachment:
 
     def notice(self, kind: str, ids: Iterable[int]) -> None:
         """Tell the daemon without waiting: `kind` is release, abort or segments_unmapped. One request of a kind is
-        under way at a time; what comes meanwhile goes together into the next, and survives a broken stream."""
+        under way at a time; what comes meanwhile goes together into the next, and survives a broken stream. A release
+        goes along with the next request of whatever kind if there is one at once."""
         ids = list(ids)
         if ids and os.getpid() == self.pid:
             with self._lock:
+                first = not self._notices[kind]
                 self._notices[kind] += ids
-            self._send_notices()
+            if kind != "release":
+                self._send_notices()
+            elif first:
+                self._outgoing.put(...)
 
     def _send_notices(self) -> None:
         with self._lock:
@@ -509,6 +536,7 @@ class Attachment:
 
     def wait_for_notices(self, deadline: float) -> bool:
         """Until the daemon has confirmed all notices; False when it did not in time, or is gone."""
+        self._send_notices()
         with self._lock:
             self._idle.wait_for(
                 lambda: not self.attached or not (self._noticing or any(self._notices.values())),
@@ -561,6 +589,7 @@ class Attachment:
                 self._renew(ttl_ms, leases)
             self.read_late_packets()
             self.collect()
+            self._send_notices()
         elif self._stream is not None and now - self._stream_opened_at > WELCOME_S:
             self.cancel_stream()
         deadlines = [call.deadline for call in waiting if call.deadline > now]

@@ -41,14 +41,16 @@ class Dialogues:
             )
             for i, row in enumerate(manifest.rows)
         )
-        return ev.SessionInfo(session.name, session.version, entries, self._usable(manifest))
+        return ev.SessionInfo(session.name, session.version, entries, self._usable(session))
 
-    def _usable(self, manifest: Manifest) -> int:
-        """Leading entries that are whole (invariant 6)."""
-        for index, row in enumerate(manifest.rows):
+    def _usable(self, session: Session) -> int:
+        """Leading entries that are whole in some tier (invariant 6); none of an old epoch."""
+        if self.state.namespaces[session.namespace].retired:
+            return 0
+        for index, row in enumerate(session.manifest.rows):
             if not self.state.is_usable(row):
                 return index
-        return len(manifest)
+        return len(session.manifest)
 
     # ------------------------------------------------------------------------------------------------------ writing
 
@@ -67,13 +69,23 @@ class Dialogues:
                 value=event.keep + len(event.append),
             )
         manifest = base.head(event.keep)
+        exact = manifest.exact
         for index, entry in enumerate(event.append):
-            self._append(namespace, manifest, entry, f"append[{index}]", last=index == len(event.append) - 1)
+            last = index == len(event.append) - 1
+            exact = self._append(namespace, manifest, entry, f"append[{index}]", exact=exact, last=last)
         return self._point(namespace, event.session, old, manifest)
 
     def _append(
-        self, namespace: Namespace, manifest: Manifest, entry: ev.SessionEntry, where: str, *, last: bool
-    ) -> None:
+        self,
+        namespace: Namespace,
+        manifest: Manifest,
+        entry: ev.SessionEntry,
+        where: str,
+        *,
+        exact: bool,
+        last: bool,
+    ) -> bool:
+        """Returns whether the manifest, exact so far or not, is exact with this entry."""
         chunks = self.state.chunks
         row = namespace.index.get(entry.key, NONE)
         # Losing bytes between commit and update is no error.
@@ -97,8 +109,8 @@ class Dialogues:
             raise BadRequest(
                 "only the last entry may be a tail", field=f"{where}.token_count", value=entry.token_count
             )
-        exact_so_far = manifest.exact and entry.first_token == manifest.end and entry.delta == 0
-        if not exact_so_far and not entry.approximate and not chunks.flags[row] & DERIVED:
+        exact = exact and entry.first_token == manifest.end and entry.delta == 0
+        if not exact and not entry.approximate and not chunks.flags[row] & DERIVED:
             raise Precondition(
                 "follows approximate entries, a gap or a shift, but was committed as exact",
                 field=f"{where}.key",
@@ -106,6 +118,7 @@ class Dialogues:
                 remedy="save what was computed after approximate KV under a derived key",
             )
         manifest.add(row, entry.first_token, entry.token_count, entry.delta, entry.approximate)
+        return exact and not entry.approximate
 
     def truncate(self, worker: Worker, event: ev.Truncate) -> ev.SessionInfo:
         """Cut a range out. What follows it attended to it, hence becomes approximate; what precedes it stays exact."""
@@ -132,11 +145,12 @@ class Dialogues:
                 remedy=f"nearest boundaries: {sorted(near)}",
             )
         cut = [i for i, (start, stop) in enumerate(places) if begin <= start and stop <= end]
-        kept = manifest.take(i for i in range(len(manifest)) if i not in set(cut))
+        gone = set(cut)
+        kept = manifest.take(i for i in range(len(manifest)) if i not in gone)
+        gap = sum(manifest.count[i] for i in cut) if event.close_gap else 0
         for i in range(cut[0] if cut else len(kept), len(kept)):
             kept.approximate[i] = True
-            if event.close_gap:
-                kept.delta[i] -= sum(manifest.count[j] for j in cut)
+            kept.delta[i] -= gap
         info = self._point(namespace, event.session, old, kept)
         state.counters["sessions_truncated"] += 1
         return info
@@ -170,22 +184,26 @@ class Dialogues:
     ) -> ev.SessionInfo:
         """Let the name point at `manifest`; references of the old one go."""
         state = self.state
+        sessions = state.sessions
         for row in manifest.rows:
             state.add_ref(row)
         if old is None:
-            if len(state.sessions.by_name) >= state.limits.sessions_max:
-                state.counters["sessions_dropped"] += 1
-                self.drop(state.sessions.oldest())
+            if len(sessions.by_name) >= state.limits.sessions_max:
+                self._drop_oldest()
             namespace.sessions += 1
-            version = 1
-        else:
+        session = Session(name, namespace.id, sessions.next_version(old), manifest, state.now)
+        sessions.put(session, old)
+        if old is not None:
             for row in old.manifest.rows:
                 state.drop_ref(row)
-            version = old.version + 1
-        session = Session(name, namespace.id, version, manifest, state.now)
-        state.sessions.put(session)
         self._dirty(session)
+        while sessions.entries > state.limits.manifest_entries_max and sessions.oldest() is not session:
+            self._drop_oldest()
         return self._info(session)
+
+    def _drop_oldest(self) -> None:
+        self.state.counters["sessions_dropped"] += 1
+        self.drop(self.state.sessions.oldest())
 
     def drop(self, session: Session) -> None:
         """The name goes, and its references; chunks stay until they are evicted."""
@@ -274,7 +292,7 @@ class Dialogues:
                         session.version,
                         len(manifest),
                         manifest.token_count,
-                        self._usable(manifest),
+                        self._usable(session),
                         resident * namespace.spec.chunk_bytes,
                         state.now - session.used_at,
                     )

@@ -232,12 +232,14 @@ def _check_references(state: State) -> None:
     for session in state.sessions.by_name.values():
         refs.update(session.manifest.rows)
         sessions[session.namespace] += 1
+        assert session.version > 0, session
         for row in session.manifest.rows:
             assert chunks.namespace[row] == session.namespace, (session.name, chunks.describe(row))
     for row in range(len(chunks.key)):
         assert chunks.refs[row] == refs[row], (chunks.describe(row), refs[row])
     for namespace in state.namespaces.values():
         assert namespace.sessions == sessions[namespace.id], namespace
+    assert state.sessions.entries == sum(refs.values()) <= state.limits.manifest_entries_max, state.sessions
     for row, waits in state.waits.items():
         assert waits and chunks.shard0[row] != NONE and not state.is_resident(row), chunks.describe(row)
 

@@ -66,6 +66,8 @@ class Limits:
     """Keys remembered after their bytes went, to say why they are a miss."""
     sessions_max: int = 1_000_000
     session_entries_max: int = 65_536
+    manifest_entries_max: int = 16_000_000
+    """Of all sessions together (25 bytes each); beyond, the sessions that were used longest ago are dropped."""
 
     @property
     def segment_count(self) -> int:

@@ -80,6 +80,11 @@ class SessionBook:
 
     def __init__(self) -> None:
         self.by_name: OrderedDict[tuple[NamespaceId, bytes], Session] = OrderedDict()
+        self.entries = 0
+        """Of all manifests, a shared one counted once for each name."""
+        self._version_floor = 0
+        """Highest version of any session that is gone: a name that comes back never repeats a version, or a
+        compare-and-set could mistake the new conversation for the old one."""
 
     def __repr__(self) -> str:
         return f"SessionBook({len(self.by_name)} sessions)"
@@ -91,11 +96,22 @@ class SessionBook:
             self.by_name.move_to_end((namespace, name))
         return session
 
-    def put(self, session: Session) -> None:
+    def begin_versions(self, boot_count: int) -> None:
+        """Above whatever any earlier start of the daemon gave to names that are forgotten since."""
+        self._version_floor = boot_count << 32
+
+    def next_version(self, old: Session | None) -> int:
+        return 1 + (self._version_floor if old is None else old.version)
+
+    def put(self, session: Session, old: Session | None) -> None:
+        """`old` is what the name stood for."""
+        self.entries += len(session.manifest) - (len(old.manifest) if old is not None else 0)
         self.by_name[session.namespace, session.name] = session
         self.by_name.move_to_end((session.namespace, session.name))
 
     def remove(self, session: Session) -> None:
+        self.entries -= len(session.manifest)
+        self._version_floor = max(self._version_floor, session.version)
         del self.by_name[session.namespace, session.name]
 
     def oldest(self) -> Session:

@@ -64,6 +64,7 @@ def restore(state: State, disk: Disk, snapshot: Snapshot) -> Restored:
     """Before the first event. Whatever does not fit together is dropped, never served: records verify themselves."""
     done = Restored()
     disk.begin_generations(snapshot.boot_count)
+    state.sessions.begin_versions(snapshot.boot_count)
     slabs = _slabs(state, disk, snapshot, done)
     for record in snapshot.namespaces:
         _namespace(state, record)
@@ -243,6 +244,6 @@ def _session(state: State, record: SessionRecord, done: Restored) -> None:
         manifest.add(row, entry.first_token, entry.token_count, entry.delta, entry.approximate)
     for row, count in Counter(manifest.rows).items():
         state.chunks.refs[row] += count
-    state.sessions.put(Session(record.session, namespace.id, record.version, manifest, state.now))
+    state.sessions.put(Session(record.session, namespace.id, record.version, manifest, state.now), None)
     namespace.sessions += 1
     done.sessions += 1

@@ -1,0 +1,191 @@
+"""Bytes per second through the client against a daemon of its own, as shares of a plain memcpy of the same run.
+
+A get is read (16 keys) + copy into the caller's arrays + release; a put is write (16 fresh keys) + copy into staging
+memory + commit until visible: the daemon copies once more and checksums. Rounds of get, put and memcpy alternate, so
+that a machine whose speed drifts does not favour one of them; figures are medians over rounds, working sets exceed
+the caches.
+
+    python benchmarks/data_plane.py [--quick] [--json] [--protection sealed|group]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvstore.client import Namespace, connect
+from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.types import ChunkKey
+
+ROOT = Path(__file__).resolve().parent.parent
+BATCH = 16
+GOALS = {
+    ("get", 2 << 20): 0.6,
+    ("put", 2 << 20): 0.45,
+    ("get", 256 << 10): 0.35,
+    ("put", 256 << 10): 0.3,
+}
+"""Share of memcpy that is to be reached at least."""
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("--quick", action="store_true", help="fewer rounds")
+    options.add_argument("--json", action="store_true", help="one JSON object in the last line")
+    options.add_argument("--protection", choices=("sealed", "group"), default="sealed")
+    chosen = options.parse_args()
+    rounds = 12 if chosen.quick else 60
+    rows = []
+    for size in (2 << 20, 256 << 10):
+        with tempfile.TemporaryDirectory(prefix="kvs-") as folder:
+            command = (
+                *(sys.executable, "-P", "-m", "kvstore"),
+                *(f"--run-dir={folder}/run", "--dram-bytes=1G", "--segment-bytes=128M"),
+                *(f"--protection={chosen.protection}", "--log-level=warning"),
+            )
+            daemon = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            try:
+                rows += measure(f"{folder}/run", size, rounds)
+            finally:
+                daemon.terminate()
+                daemon.wait(30)
+    goals = [goal_of(row) for row in rows if row["what"] != "memcpy"]
+    for row in rows:
+        share = f"{row['of_memcpy']:6.2f} x memcpy" if row["what"] != "memcpy" else ""
+        name = f"{row['chunk_bytes'] >> 10:6} KiB  {row['what']:7}"
+        print(f"{name} {row['gb_per_s']:6.1f} GB/s {row['ms']:8.3f} ms {share}")
+    report = {
+        "machine": {
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+            "load": os.getloadavg()[0],
+        },
+        "commit": commit(),
+        "results": rows,
+        "goals": goals,
+    }
+    if chosen.json:
+        print(json.dumps(report))
+    return 0
+
+
+def measure(run_dir: str, size: int, rounds: int) -> list[dict[str, Any]]:
+    """Rows for memcpy, get and put of 16 chunks of `size` bytes."""
+    sets = 8 if size >= 1 << 20 else 32
+    """Batches that gets cycle through: together 128 MiB or more."""
+    spec = NamespaceSpec(
+        model=f"bench-{size}",
+        weights_digest=b"bench",
+        layout_fingerprint="bytes",
+        chunk_tokens=16,
+        groups=(GroupSpec("full", shard_bytes=size),),
+    )
+    source = np.random.default_rng(1).integers(0, 256, (sets, BATCH, size), dtype=np.uint8)
+    target = np.zeros((BATCH, size), np.uint8)
+    with connect(run_dir, timeout_s=30, staging_bytes=2 * BATCH * size) as client:
+        deadline = time.monotonic() + 60
+        while (arena := client.stats().arena).ready_bytes < arena.bytes:
+            assert time.monotonic() < deadline, "the arena is not ready"
+            time.sleep(0.1)
+        space = client.open(spec)
+        keys = [space.keys(np.arange(BATCH * 16) + (number << 20)) for number in range(sets)]
+        fresh = iter(range(1 << 14, 1 << 18))
+        for number in range(sets):
+            put(space, keys[number], source[number])
+            get(space, keys[number], target)  # touches the pages: figures are of a worker that has run for a while
+        took: dict[str, list[float]] = {"memcpy": [], "get": [], "put": []}
+        actions: dict[str, Callable[[int], None]] = {
+            "memcpy": lambda n: copy_all(target, source[n]),
+            "get": lambda n: get(space, keys[n], target),
+            "put": lambda n: put(space, space.keys(np.arange(BATCH * 16) + (next(fresh) << 12)), source[n]),
+        }
+        for turn in range(rounds + 4):
+            for what, action in actions.items():
+                n = turn % sets
+                if what == "put":
+                    # kept from evicting what the gets read: they are the more recent ones
+                    get(space, keys[n], target)
+                began = time.perf_counter()
+                action(n)
+                if turn >= 4:
+                    took[what].append(time.perf_counter() - began)
+        get(space, keys[0], target)
+        assert np.array_equal(target, source[0]), "wrong bytes"
+        assert not client.counters["saves_dropped"], client.counters
+    memcpy = statistics.median(took["memcpy"])
+    return [
+        {
+            "what": what,
+            "chunk_bytes": size,
+            "chunks": BATCH,
+            "ms": 1e3 * statistics.median(times),
+            "gb_per_s": BATCH * size / statistics.median(times) / 1e9,
+            "of_memcpy": memcpy / statistics.median(times),
+            "rounds": len(times),
+        }
+        for what, times in took.items()
+    ]
+
+
+def copy_all(target: Any, source: Any) -> None:
+    for index in range(BATCH):
+        np.copyto(target[index], source[index])
+
+
+def get(space: Namespace, keys: list[ChunkKey], target: Any) -> None:
+    with space.read(keys) as lease:
+        assert lease.hits == BATCH, lease
+        for index in range(BATCH):
+            assert lease.copy_to(index, target[index])
+
+
+def put(space: Namespace, keys: list[ChunkKey], source: Any) -> None:
+    with space.write(keys) as batch:
+        assert len(batch.granted) == BATCH, batch
+        for index in batch.granted:
+            np.copyto(batch.buffer(index), source[index])
+        assert batch.commit().ok
+
+
+def goal_of(row: dict[str, Any]) -> dict[str, Any]:
+    goal = GOALS[row["what"], row["chunk_bytes"]]
+    return {
+        "name": f"{row['what']} of 16 x {row['chunk_bytes'] >> 10} KiB",
+        "value": round(row["of_memcpy"], 3),
+        "unit": "x memcpy",
+        "goal": goal,
+        "direction": "at least",
+        "met": row["of_memcpy"] >= goal,
+    }
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def commit() -> str:
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

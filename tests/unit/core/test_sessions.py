@@ -1,0 +1,518 @@
+"""Sessions and manifests: compare-and-set, forks, truncation, what stays exact, what is dropped with the last name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from kvstore.core import dialogues, manifests
+from kvstore.core import events as ev
+from kvstore.core.manifests import Manifest
+from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition, StoreError
+from kvstore.types import ChunkKey, NamespaceId, WorkerId
+
+from .world import CHUNK_TOKENS, PAGE, World, chain, spec
+
+
+def started(**limits: int) -> tuple[World, WorkerId, NamespaceId]:
+    world = World(**limits)
+    worker = world.join()
+    return world, worker, world.open(spec(), worker)
+
+
+def places(info: ev.SessionInfo) -> list[tuple[bytes, int, int, int, bool]]:
+    return [(e.key, e.first_token, e.token_count, e.delta, e.approximate) for e in info.entries]
+
+
+# ---------------------------------------------------------------------------------------------------- update, get
+
+
+def test_a_session_is_a_list_of_committed_chunks_with_a_version() -> None:
+    world, worker, namespace = started()
+    keys = chain("k", 4)
+    world.save(worker, namespace, keys)
+    first = world.append(worker, namespace, b"s", keys[:2])
+    assert (first.version, first.usable) == (1, 2)
+    second = world.append(worker, namespace, b"s", keys[2:], version=1, keep=2)
+    assert (second.version, second.usable) == (2, 4)
+    assert places(second) == [(key, 4 * i, 4, 0, False) for i, key in enumerate(keys)]
+    assert world.session(worker, namespace, b"s") == second
+
+
+def test_a_session_that_is_not_there_has_version_0() -> None:
+    world, worker, namespace = started()
+    assert world.session(worker, namespace, b"s") == ev.SessionInfo(b"s", 0, (), 0)
+
+
+@pytest.mark.parametrize("expected", [0, 1, 3])
+def test_an_update_of_another_version_is_refused(expected: int) -> None:
+    world, worker, namespace = started()
+    keys = chain("k", 3)
+    world.save(worker, namespace, keys)
+    world.append(worker, namespace, b"s", keys[:1])
+    world.append(worker, namespace, b"s", keys[1:2], version=1, keep=1)
+    with pytest.raises(Conflict, match=r"at version 2.*get it and decide again") as error:
+        world.append(worker, namespace, b"s", keys[2:], version=expected, keep=1)
+    assert (error.value.field, error.value.value) == ("expected_version", str(expected))
+    assert world.session(worker, namespace, b"s").version == 2
+
+
+def test_a_new_session_expects_version_0() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 1))
+    with pytest.raises(Conflict, match="at version 0"):
+        world.append(worker, namespace, b"s", chain("k", 1), version=1)
+
+
+def test_a_name_that_comes_back_never_repeats_a_version() -> None:
+    """Or who knew the old conversation could append to the new one."""
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("old", 3))
+    world.save(worker, namespace, chain("new", 3))
+    old = world.append(worker, namespace, b"s", chain("old", 2))
+    world.ask(ev.Forget, worker, namespace, b"s")
+    new = world.append(worker, namespace, b"s", chain("new", 2))
+    assert new.version > old.version
+    with pytest.raises(Conflict):
+        world.append(worker, namespace, b"s", chain("old", 3)[2:], version=old.version, keep=2)
+
+
+def test_updating_a_prefix_drops_the_rest() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 4))
+    world.save(worker, namespace, chain("edit", 1), parent=chain("k", 4)[1])
+    world.append(worker, namespace, b"s", chain("k", 4))
+    edited = world.append(worker, namespace, b"s", chain("edit", 1), version=1, keep=2)
+    assert [e.key for e in edited.entries] == [*chain("k", 2), *chain("edit", 1)]
+    assert [e.first_token for e in edited.entries] == [0, 4, 8]
+
+
+def test_a_manifest_names_committed_chunks_only() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 1))
+    world.reserve(worker, namespace, chain("k", 2))
+    for missing in (chain("k", 2)[1], ChunkKey(b"never")):
+        with pytest.raises(Precondition, match=r"never committed.*commit the chunk first") as error:
+            world.append(worker, namespace, b"s", [*chain("k", 1), missing])
+        assert (error.value.field, error.value.value) == ("append[1].key", missing.hex())
+    assert world.session(worker, namespace, b"s").version == 0
+
+
+def test_a_manifest_does_not_name_what_never_had_all_its_shards() -> None:
+    world = World(incomplete_ttl_ms=1_000)
+    worker = world.join()
+    namespace = world.open(spec(shards=2), worker)
+    world.save(worker, namespace, chain("k", 1), shards=(0,))
+    for _ in range(2):
+        with pytest.raises(Precondition, match="never committed"):
+            world.append(worker, namespace, b"s", chain("k", 1))
+        world.tick(1_000)  # then it is a ghost
+
+
+def test_losing_the_bytes_between_commit_and_update_is_no_error() -> None:
+    world, worker, namespace = started(segments=1, segment_bytes=4 * PAGE)
+    world.save(worker, namespace, chain("k", 1))
+    for number in range(5):
+        world.save(worker, namespace, chain(f"{number}", 1))
+    assert world.outcomes(worker, namespace, chain("k", 1)) == ["EVICTED"]
+    assert world.append(worker, namespace, b"s", chain("k", 1)).usable == 0
+    # Somebody is saving it again, and it is usable when that is done.
+    reserved = world.reserve(worker, namespace, chain("k", 1))
+    assert world.append(worker, namespace, b"t", chain("k", 1)).usable == 0
+    world.commit(worker, reserved)
+    assert world.session(worker, namespace, b"s").usable == 1
+
+
+def test_usable_is_the_longest_whole_prefix() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 4))
+    world.append(worker, namespace, b"s", chain("k", 4))
+    world.ask(ev.Forget, worker, namespace, b"", chain("k", 4)[2:3])
+    assert world.session(worker, namespace, b"s").usable == 2
+    assert len(world.session(worker, namespace, b"s").entries) == 4
+
+
+# ----------------------------------------------------------------------------------------------------------- purity
+
+
+def test_exact_after_approximate_is_refused_and_derived_is_taken() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 3))
+    world.save(worker, namespace, chain("derived", 2), derived=True)
+    world.append(worker, namespace, b"s", chain("k", 2), approximate=True)
+    with pytest.raises(Precondition, match=r"follows approximate.*derived key") as error:
+        world.append(worker, namespace, b"s", chain("k", 3)[2:], version=1, keep=2)
+    assert error.value.field == "append[0].key"
+    world.append(worker, namespace, b"s", chain("derived", 1), version=1, keep=2)
+    world.append(worker, namespace, b"s", chain("derived", 2)[1:], version=2, keep=3)
+
+
+def test_exact_after_approximate_in_one_request_is_refused_too() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 2))
+    entries = (
+        ev.SessionEntry(chain("k", 2)[0], 0, 4, approximate=True),
+        ev.SessionEntry(chain("k", 2)[1], 4, 4),
+    )
+    with pytest.raises(Precondition, match="follows approximate") as error:
+        world.ask(ev.UpdateSession, worker, namespace, b"s", 0, 0, entries)
+    assert error.value.field == "append[1].key"
+
+
+@pytest.mark.parametrize(("first", "delta"), [(8, 0), (4, 4), (0, 4)])
+def test_exact_after_a_gap_or_a_shift_is_refused(first: int, delta: int) -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 2))
+    world.append(worker, namespace, b"s", chain("k", 1))
+    entry = ev.SessionEntry(chain("k", 2)[1], first, 4, delta)
+    with pytest.raises(Precondition, match="a gap or a shift"):
+        world.ask(ev.UpdateSession, worker, namespace, b"s", 1, 1, (entry,))
+
+
+def test_exact_after_truncation_is_refused_unless_only_the_end_was_cut() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 4))
+    world.append(worker, namespace, b"s", chain("k", 3))
+    world.ask(ev.Fork, worker, namespace, b"s", b"middle cut")
+    world.ask(ev.Truncate, worker, namespace, b"s", 1, 8, 4)
+    world.append(worker, namespace, b"s", chain("k", 3)[2:], version=2, keep=2)  # still exact
+    world.ask(ev.Truncate, worker, namespace, b"middle cut", 1, 4, 4)
+    with pytest.raises(Precondition):
+        world.append(worker, namespace, b"middle cut", chain("k", 4)[3:], version=2, keep=2, first=12)
+
+
+# --------------------------------------------------------------------------------------------------------- truncate
+
+
+def test_truncation_keeps_the_front_exact_and_makes_the_rest_approximate() -> None:
+    world, worker, namespace = started()
+    keys = chain("k", 6)
+    world.save(worker, namespace, keys)
+    world.append(worker, namespace, b"s", keys)
+    cut = world.ask(ev.Truncate, worker, namespace, b"s", 1, 4, 8)
+    assert (cut.version, cut.usable) == (2, 4)
+    assert places(cut) == [
+        (keys[0], 0, 4, 0, False),
+        (keys[3], 12, 4, 0, True),
+        (keys[4], 16, 4, 0, True),
+        (keys[5], 20, 4, 0, True),
+    ]
+
+
+def test_closing_the_gap_adds_up_in_deltas_and_edits_no_bytes() -> None:
+    world, worker, namespace = started()
+    keys = chain("k", 6)
+    world.save(worker, namespace, keys)
+    world.append(worker, namespace, b"s", keys)
+    once = world.ask(ev.Truncate, worker, namespace, b"s", 1, 4, 4, True)
+    assert places(once)[1:] == [(keys[i], 4 * i, 4, -4, True) for i in (2, 3, 4, 5)]
+    # In the new positions: [0] 0-4, [2] 4-8, [3] 8-12, [4] 12-16, [5] 16-20.
+    twice = world.ask(ev.Truncate, worker, namespace, b"s", 2, 8, 8, True)
+    assert places(twice)[1:] == [(keys[2], 8, 4, -4, True), (keys[5], 20, 4, -12, True)]
+    assert world.outcomes(worker, namespace, keys) == ["HIT"] * 6
+
+
+def test_cutting_the_head_makes_everything_approximate() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 3))
+    world.append(worker, namespace, b"s", chain("k", 3))
+    cut = world.ask(ev.Truncate, worker, namespace, b"s", 1, 0, 4)
+    assert [e.approximate for e in cut.entries] == [True, True]
+
+
+def test_cutting_everything_leaves_an_empty_session() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 3))
+    world.append(worker, namespace, b"s", chain("k", 3))
+    assert world.ask(ev.Truncate, worker, namespace, b"s", 1, 0, 1_000).entries == ()
+    assert world.append(worker, namespace, b"s", chain("k", 3), version=2).usable == 3
+
+
+def test_old_versions_of_a_fork_do_not_change() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 3))
+    before = world.append(worker, namespace, b"s", chain("k", 3))
+    world.ask(ev.Fork, worker, namespace, b"s", b"fork")
+    world.ask(ev.Truncate, worker, namespace, b"s", 1, 4, 4, True)
+    assert places(world.session(worker, namespace, b"fork")) == places(before)
+
+
+@pytest.mark.parametrize("span", [(1, 3), (4, 5), (5, 3), (2, 100), (1 << 39, 4)])
+def test_a_range_that_splits_an_entry_is_refused_with_the_boundaries(span: tuple[int, int]) -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 3))
+    world.append(worker, namespace, b"s", chain("k", 3))
+    with pytest.raises(BadRequest, match=r"begin and end where entries do.*nearest boundaries: \[") as error:
+        world.ask(ev.Truncate, worker, namespace, b"s", 1, *span)
+    assert (error.value.field, error.value.value) == ("first_token", f"[{span[0]}, {span[0] + span[1]})")
+    assert world.session(worker, namespace, b"s").version == 1
+
+
+def test_truncating_nothing_or_of_nothing_is_refused() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 1))
+    world.append(worker, namespace, b"s", chain("k", 1))
+    with pytest.raises(BadRequest, match="at least 1") as error:
+        world.ask(ev.Truncate, worker, namespace, b"s", 1, 0, 0)
+    assert error.value.field == "token_count"
+    with pytest.raises(NotFound, match="no such session"):
+        world.ask(ev.Truncate, worker, namespace, b"t", 1, 0, 4)
+    with pytest.raises(Conflict):
+        world.ask(ev.Truncate, worker, namespace, b"s", 2, 0, 4)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_long_manifests_are_updated_and_cut_in_linear_time(
+    cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Items that builtins go through are counted, nothing is timed: an item per pair of entries would be millions."""
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 1))
+    count = 2_000
+    items = 0
+
+    def counted(builtin: Callable[[Any], Any]) -> Callable[..., Any]:
+        def call(iterable: Iterable[Any] = ()) -> Any:
+            nonlocal items
+            listed = list(iterable)
+            items += len(listed)
+            return builtin(listed)
+
+        return call
+
+    for module in (dialogues, manifests):
+        for builtin in (any, sum, set, list, sorted):
+            monkeypatch.setattr(module, builtin.__name__, counted(builtin), raising=False)
+    (key,) = chain("k", 1)
+    entries = tuple(ev.SessionEntry(key, 4 * i, 4, approximate=i == count - 1) for i in range(count))
+    world.store.check_integrity = lambda: None  # type: ignore[method-assign]  # not what is counted
+    world.ask(ev.UpdateSession, worker, namespace, b"s", 0, 0, entries)
+    if cut:
+        world.ask(ev.Truncate, worker, namespace, b"s", 1, 4 * count // 2, 4 * count // 4, True)
+    assert items < 20 * count
+
+
+# ------------------------------------------------------------------------------------------------------- fork, tails
+
+
+def test_a_fork_is_a_second_name_for_the_same_manifest() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 3))
+    world.append(worker, namespace, b"s", chain("k", 2))
+    fork = world.ask(ev.Fork, worker, namespace, b"s", b"t")
+    assert (fork.session, fork.version, len(fork.entries)) == (b"t", 1, 2)
+    world.append(worker, namespace, b"t", chain("k", 3)[2:], version=1, keep=2)
+    assert len(world.session(worker, namespace, b"s").entries) == 2
+    with pytest.raises(Conflict, match="exists already"):
+        world.ask(ev.Fork, worker, namespace, b"s", b"t")
+    with pytest.raises(NotFound, match="no such session"):
+        world.ask(ev.Fork, worker, namespace, b"u", b"v")
+
+
+def test_a_tail_goes_with_the_last_manifest_that_names_it() -> None:
+    world, worker, namespace = started()
+    keys = chain("k", 2)
+    world.save(worker, namespace, keys, token_counts=(4, 2))
+    world.save(worker, namespace, chain("full", 1), parent=keys[0])
+    world.append(worker, namespace, b"s", keys, counts=(4, 2))
+    world.ask(ev.Fork, worker, namespace, b"s", b"t")
+    world.append(worker, namespace, b"s", chain("full", 1), version=1, keep=1)
+    assert world.outcomes(worker, namespace, keys) == ["HIT", "HIT"]
+    world.append(worker, namespace, b"t", chain("full", 1), version=1, keep=1)
+    assert world.outcomes(worker, namespace, keys) == ["HIT", "TRUNCATED"]
+    assert world.slots()["ready"] == 2
+
+
+def test_a_tail_that_is_kept_in_the_next_version_stays() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 2), token_counts=(4, 2))
+    world.append(worker, namespace, b"s", chain("k", 2), counts=(4, 2))
+    world.append(worker, namespace, b"s", (), version=1, keep=2)
+    assert world.outcomes(worker, namespace, chain("k", 2)) == ["HIT", "HIT"]
+
+
+def test_full_chunks_outlive_their_manifests() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 2))
+    world.append(worker, namespace, b"s", chain("k", 2))
+    world.append(worker, namespace, b"s", (), version=1, keep=0)
+    assert world.outcomes(worker, namespace, chain("k", 2)) == ["HIT", "HIT"]
+
+
+def test_tails_that_nobody_names_are_evicted_first() -> None:
+    world, worker, namespace = started(segments=1, segment_bytes=4 * PAGE, reserve_share_max=1)
+    world.save(worker, namespace, chain("full", 2))
+    world.save(worker, namespace, chain("tail", 2), token_counts=(2, 2))
+    world.append(worker, namespace, b"s", chain("tail", 1), counts=(2,))
+    world.release(worker, world.acquire(worker, namespace, chain("tail", 2)).lease)
+    world.save(worker, namespace, chain("new", 1))
+    assert world.outcomes(worker, namespace, chain("full", 2) + chain("tail", 2)) == ["HIT"] * 3 + ["EVICTED"]
+
+
+def test_only_the_last_entry_may_be_a_tail() -> None:
+    world, worker, namespace = started()
+    keys = chain("k", 2)
+    world.save(worker, namespace, keys, token_counts=(2, 4))
+    with pytest.raises(BadRequest, match="only the last entry may be a tail") as error:
+        world.append(worker, namespace, b"s", keys, counts=(2, 4))
+    assert error.value.field == "append[0].token_count"
+
+
+# ----------------------------------------------------------------------------------------------------------- forget
+
+
+def test_forgetting_a_session_drops_what_nothing_else_names_or_continues() -> None:
+    world, worker, namespace = started()
+    keys = chain("k", 4)
+    world.save(worker, namespace, keys)
+    world.save(worker, namespace, chain("branch", 1), parent=keys[1])
+    world.append(worker, namespace, b"s", keys)
+    world.append(worker, namespace, b"other", keys[:1])
+    # keys[0] is named by another session, keys[1] is continued by the branch.
+    assert world.ask(ev.Forget, worker, namespace, b"s").count == 3
+    assert world.outcomes(worker, namespace, keys) == ["HIT", "HIT", "FORGOTTEN", "FORGOTTEN"]
+    assert world.session(worker, namespace, b"s").version == 0
+    assert world.ask(ev.Forget, worker, namespace, b"s").count == 0
+
+
+def test_a_chunk_that_came_back_is_still_continued_by_its_children() -> None:
+    world, worker, namespace = started()
+    keys = chain("k", 3)
+    world.save(worker, namespace, keys)
+    world.ask(ev.Forget, worker, namespace, b"", keys[:2])
+    world.ask(ev.Forget, worker, namespace, b"", keys[:1])  # the root is not even a ghost now
+    world.save(worker, namespace, keys[:2])
+    world.append(worker, namespace, b"s", keys[:2])
+    world.ask(ev.Forget, worker, namespace, b"s")
+    assert world.outcomes(worker, namespace, keys) == ["HIT"] * 3
+
+
+def test_forgetting_keys_drops_them_whoever_names_them() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 2))
+    world.append(worker, namespace, b"s", chain("k", 2))
+    assert world.ask(ev.Forget, worker, namespace, b"", (*chain("k", 1), ChunkKey(b"never"))).count == 1
+    assert world.outcomes(worker, namespace, chain("k", 2)) == ["FORGOTTEN", "HIT"]
+    assert world.session(worker, namespace, b"s").usable == 0
+
+
+# ----------------------------------------------------------------------------------------------------------- bounds
+
+
+def test_sessions_are_bounded_and_the_one_used_longest_ago_goes() -> None:
+    world, worker, namespace = started(sessions_max=3)
+    world.save(worker, namespace, chain("k", 1))
+    for name in (b"a", b"b", b"c"):
+        world.append(worker, namespace, name, chain("k", 1))
+    world.session(worker, namespace, b"a")
+    world.append(worker, namespace, b"d", chain("k", 1))
+    found = {row.session for row in world.ask(ev.ListSessions, worker).rows}
+    assert found == {b"a", b"c", b"d"}
+    assert world.store.state.counters["sessions_dropped"] == 1
+
+
+def test_a_fork_at_the_bound_keeps_what_it_names() -> None:
+    world, worker, namespace = started(sessions_max=1)
+    world.save(worker, namespace, chain("k", 2), token_counts=(4, 2))
+    world.append(worker, namespace, b"s", chain("k", 2), counts=(4, 2))
+    fork = world.ask(ev.Fork, worker, namespace, b"s", b"t")
+    assert (fork.usable, world.session(worker, namespace, b"s").version) == (2, 0)
+
+
+def test_entries_of_a_manifest_are_bounded() -> None:
+    world, worker, namespace = started(session_entries_max=3)
+    world.save(worker, namespace, chain("k", 4))
+    world.append(worker, namespace, b"s", chain("k", 3))
+    with pytest.raises(Exhausted, match="at most 3 entries") as error:
+        world.append(worker, namespace, b"s", chain("k", 4)[3:], version=1, keep=3)
+    assert error.value.value == "4"
+
+
+def test_entries_of_all_manifests_are_bounded() -> None:
+    world, worker, namespace = started(manifest_entries_max=10)
+    world.save(worker, namespace, chain("k", 4))
+    for name in (b"a", b"b", b"c"):
+        world.append(worker, namespace, name, chain("k", 4))
+    found = {row.session for row in world.ask(ev.ListSessions, worker).rows}
+    assert found == {b"b", b"c"}
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("entry", "keep", "field", "message"),
+    [
+        (ev.SessionEntry(ChunkKey(b"k-1"), 4, 3), 1, "append[0].token_count", "has 4 tokens"),
+        (ev.SessionEntry(ChunkKey(b"k-1"), 3, 4), 1, "append[0].first_token", "ends at 4"),
+        (ev.SessionEntry(ChunkKey(b"k-1"), -1, 4), 0, "append[0].first_token", "overlap"),
+        (ev.SessionEntry(ChunkKey(b"k-1"), 4, 4, -1), 1, "append[0].first_token", "ends at 4"),
+        (ev.SessionEntry(ChunkKey(b"k-1"), 4, 4), 2, "keep", "has 1 entries"),
+        (ev.SessionEntry(ChunkKey(b"k-1"), 4, 4), -1, "keep", "has 1 entries"),
+    ],
+)
+def test_a_bad_update_is_refused_and_changes_nothing(
+    entry: ev.SessionEntry, keep: int, field: str, message: str
+) -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 2))
+    before = world.append(worker, namespace, b"s", chain("k", 1))
+    with pytest.raises(StoreError, match=message) as error:
+        world.ask(ev.UpdateSession, worker, namespace, b"s", 1, keep, (entry,))
+    assert isinstance(error.value, BadRequest)
+    assert error.value.field == field
+    assert world.session(worker, namespace, b"s") == before
+
+
+# -------------------------------------------------------------------------------------------------------- manifests
+
+
+def test_a_manifest_knows_whether_it_is_exact() -> None:
+    manifest = Manifest()
+    assert manifest.exact and manifest.end == 0
+    manifest.add(0, 0, CHUNK_TOKENS, 0, False)
+    manifest.add(1, CHUNK_TOKENS, 2, 0, False)
+    assert manifest.exact and (manifest.end, manifest.token_count) == (6, 6)
+    for first, delta, approximate in ((6, 0, True), (7, 0, False), (5, 1, False)):
+        other = manifest.head(2)
+        other.add(2, first, CHUNK_TOKENS, delta, approximate)
+        assert not other.exact
+        assert other.head(2).exact
+    assert len(manifest) == 2
+
+
+def test_a_list_of_sessions_is_most_recent_first_and_says_what_is_there() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 3), token_counts=(4, 4, 1))
+    world.append(worker, namespace, b"a", chain("k", 3), counts=(4, 4, 1))
+    world.tick(1_000)
+    world.append(worker, namespace, b"b", chain("k", 1))
+    world.ask(ev.Forget, worker, namespace, b"", chain("k", 2)[1:])
+    listed = world.ask(ev.ListSessions, worker, None, 1)
+    assert ([row.session for row in listed.rows], listed.total) == ([b"b"], 2)
+    (_, row) = world.ask(ev.ListSessions, worker, namespace).rows
+    assert row == ev.SessionRow(b"a", "alice", namespace, 1, 3, 9, 1, 2 * PAGE, 1_000)
+
+
+def test_explain_tells_the_history_of_a_session() -> None:
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 2), maker=b"maker of all this")
+    world.append(worker, namespace, b"s", chain("k", 2))
+    world.tick(500)
+    world.acquire(worker, namespace, chain("k", 1))
+    world.ask(ev.Forget, worker, namespace, b"", chain("k", 2)[1:])
+    world.tick(500)
+    told = world.ask(ev.Explain, worker, namespace, b"s", (ChunkKey(b"never"),))
+    assert told.version == 1
+    assert [(h.key, h.outcome.name, h.reason.name) for h in told.chunks] == [
+        (b"never", "MISS", "NEVER_SEEN"),
+        (b"k-0", "HIT", "NONE"),
+        (b"k-1", "MISS", "FORGOTTEN"),
+    ]
+    first = told.chunks[1]
+    assert (first.pins, first.hits, first.age_ms, first.idle_ms, first.manifests) == (1, 1, 1_000, 500, 1)
+    assert (first.shards_ready, first.shards, first.token_count) == (1, 1, 4)
+    with pytest.raises(NotFound, match="no such session"):
+        world.ask(ev.Explain, worker, namespace, b"t")

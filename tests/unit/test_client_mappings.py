@@ -1,0 +1,157 @@
+"""Segments come and go by what still uses them; nothing of a parent is touched in a child."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvstore import memory
+from kvstore.client.mappings import Mappings
+
+BOOT = b"b" * 16
+SIZE = 1 << 20
+CELLS = 256
+
+Handed = Callable[..., tuple[int, int]]
+
+
+@pytest.fixture
+def handed() -> Handed:
+    """Descriptors (data, header) of a new segment, as the daemon hands them over."""
+
+    def make(boot: bytes = BOOT, cells: int = CELLS, size: int = SIZE, fill: int = 1) -> tuple[int, int]:
+        data_fd = memory.create_memfd("test-data", size)
+        data = memory.map_shared(data_fd, size, writable=True)
+        data.array[:] = fill
+        header_fd = memory.create_memfd("test-header", memory.header_bytes(CELLS))
+        header = memory.map_shared(header_fd, memory.header_bytes(CELLS), writable=True)
+        memory.write_header(header.array, memory.SegmentHeader(cells, size, boot))
+        memory.generations(header.array, CELLS)[:] = 7
+        memory.add_seals(data_fd, memory.SEALS_READ_ONLY)
+        memory.add_seals(header_fd, memory.SEALS_READ_ONLY)
+        return data_fd, header_fd
+
+    return make
+
+
+@pytest.fixture
+def mappings() -> Mappings:
+    return Mappings(boot_id=BOOT, writable=False)
+
+
+def test_installed_read_only_and_without_descriptors(mappings: Mappings, handed: Handed) -> None:
+    fds = handed()
+    assert mappings.missing([3, 4, 3]) == [3, 4]
+    assert mappings.install(3, SIZE, CELLS, *fds)
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+    segment = mappings.get(3)
+    assert segment is not None
+    assert segment.data.sum() == SIZE
+    assert list(segment.generations[:2]) == [7, 7]
+    with pytest.raises(ValueError, match="read-only"):
+        segment.data[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        segment.generations[0] = 1
+    assert mappings.missing([3, 4]) == [4]
+
+
+def test_the_same_segment_twice_is_mapped_once(mappings: Mappings, handed: Handed) -> None:
+    mappings.install(3, SIZE, CELLS, *handed())
+    first = mappings.get(3)
+    assert mappings.install(3, SIZE, CELLS, *handed(fill=2))
+    assert mappings.get(3) is first
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"boot": b"x" * 16}, {"cells": 255}, {"size": 2 * SIZE}], ids=lambda wrong: next(iter(wrong))
+)
+def test_a_header_that_says_something_else_is_refused(
+    mappings: Mappings, handed: Handed, wrong: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    fds = handed(**wrong)
+    assert not mappings.install(3, SIZE, CELLS, *fds)
+    assert mappings.get(3) is None
+    assert "segment 3 could not be mapped" in caplog.text
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fds[0])
+
+
+def test_sealed_memory_cannot_be_mapped_for_writing(handed: Handed) -> None:
+    assert not Mappings(boot_id=BOOT, writable=True).install(3, SIZE, CELLS, *handed())
+
+
+def test_a_retired_segment_goes_with_its_last_user(mappings: Mappings, handed: Handed) -> None:
+    mappings.install(3, SIZE, CELLS, *handed())
+    segment = mappings.get(3)
+    assert segment is not None
+    view = memoryview(segment.data[10:20].data)
+    assert mappings.retire([3, 9]) == [9], "what we never had is gone already"
+    assert mappings.get(3) is None
+    assert mappings.collect() == []
+    assert mappings.retire([3]) == [], "asked again: still there"
+    del segment
+    assert mappings.collect() == []
+    assert view[0] == 1
+    view.release()
+    assert mappings.collect() == [3]
+    assert mappings.collect() == []
+    assert mappings.retire([3]) == [3]
+
+
+def test_descriptors_that_arrive_after_the_retirement(mappings: Mappings, handed: Handed) -> None:
+    mappings.asking([3, 4])
+    assert mappings.retire([3]) == [], "its descriptors may be on their way"
+    assert not mappings.install(3, SIZE, CELLS, *handed())
+    assert mappings.install(4, SIZE, CELLS, *handed())
+    mappings.answered([3, 4])
+    assert mappings.get(3) is None
+    assert mappings.retire([3]) == [3]
+
+
+def test_after_the_end_nothing_is_mapped(mappings: Mappings, handed: Handed) -> None:
+    mappings.install(3, SIZE, CELLS, *handed())
+    segment = mappings.get(3)
+    assert segment is not None
+    data = weakref.ref(segment.data.base)
+    mappings.retire_all()
+    assert mappings.get(3) is None
+    assert segment.data[0] == 1, "held by whoever still reads"
+    del segment
+    assert data() is None
+    assert mappings.collect() == [3]
+    assert not mappings.install(4, SIZE, CELLS, *handed())
+
+
+def test_a_child_that_drops_its_parents_mapping_leaves_its_own_memory_alone(
+    mappings: Mappings, handed: Handed
+) -> None:
+    mappings.install(3, SIZE, CELLS, *handed())
+    segment = mappings.get(3)
+    assert segment is not None
+    address = segment.data.ctypes.data
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        fixed_noreplace = 0x100000
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = memory._libc.mmap.argtypes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed_noreplace
+        found = libc.mmap(address, SIZE, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if found != address:
+            os._exit(3)  # then the mapping was inherited
+        ctypes.memset(found, 9, SIZE)
+        mappings.retire_all()
+        del segment, mappings
+        os._exit(0 if ctypes.string_at(found, SIZE) == bytes([9]) * SIZE else 4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert int(segment.data.astype(np.uint64).sum()) == SIZE
