@@ -233,6 +233,10 @@ class Daemon:
             status = await self._stop
             if status == 0:
                 await self._drain()
+                if log.isEnabledFor(
+                    logging.DEBUG
+                ):  # a pass over everything: for tests and for whoever hunts a bug
+                    self.loop.store.check_integrity()
             return status
         finally:
             await self._close()

@@ -7,11 +7,12 @@ first: it is the vocabulary. A step is: expire what is over, handle the event, h
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import NONE
+from kvstore.core.chunks import DOOMED, NONE
 from kvstore.core.dialogues import Dialogues
 from kvstore.core.disk import Disk
 from kvstore.core.integrity import check_integrity
@@ -32,6 +33,9 @@ from kvstore.types import Millis, NamespaceId, Reason
 
 RETIRED_DROPS_PER_TICK = 2_000
 """An old epoch's chunks go in steps, so that a reload never holds up the loop."""
+
+GROUP_SPECS_MAX = 256
+"""Of how many namespaces of an engine group it is checked that all its members agree."""
 
 READ_ONLY = (ev.Match, ev.GetSession, ev.ListSessions, ev.Explain, ev.GetStats, ev.WantSegments)
 """Asked again, these are answered anew; everything else is remembered by request id."""
@@ -184,8 +188,10 @@ class Store:
         if namespace is None or namespace.spec.weights_epoch < spec.weights_epoch:
             namespace = self._new_namespace(worker, spec, family, namespace)
         worker.opened.add(namespace.id)
-        if spec not in worker.group.specs:
-            worker.group.specs.append(spec)
+        timeless = replace(spec, weights_epoch=0)
+        if timeless not in worker.group.specs:
+            worker.group.specs.append(timeless)
+            del worker.group.specs[:-GROUP_SPECS_MAX]
         return ev.Opened(
             namespace.id,
             chunk_salt(family, spec.weights_epoch),
@@ -257,16 +263,10 @@ class Store:
         self._remove_if_over(worker)
 
     def _remove_if_over(self, worker: Worker) -> None:
-        """A closed connection's process may live on; the worker goes once it can touch nothing of ours any more."""
-        state = self.state
-        if worker.holds or worker.suspect or worker.reservations:
-            return
-        if all(state.workers[member].closed for member in worker.group.members):
-            for lease_id in list(worker.group.leases):
-                lease = state.leases.leases[lease_id]
-                # It has no mapping left, so no old copy of it can be reading.
-                state.close_lease(lease)
-        self._remove(worker)
+        """A closed connection's process may live on; the worker goes once it can touch nothing of ours any more: it
+        has no mapping left and will get none, so no old copy of it reads, and it writes no slot that it was granted."""
+        if not worker.holds and not worker.reservations:
+            self._remove(worker)
 
     def _remove(self, worker: Worker) -> None:
         """Everything the worker had ends; its engine group's leases with the last member."""
@@ -326,38 +326,44 @@ class Store:
                     state.tell(wait, row, ready=False)
 
     def _drop_retired(self) -> None:
-        """Chunks of old epochs are misses already; here their memory comes back, some at a time."""
+        """Chunks of old epochs are misses already; here their memory comes back, some at a time. Those that are pinned
+        or being written go by themselves when they are let go of."""
         state = self.state
+        chunks = state.chunks
+        left = RETIRED_DROPS_PER_TICK
         for namespace in state.namespaces.values():
-            if not namespace.retired or not (namespace.index or namespace.sessions):
+            if not namespace.retired or left <= 0:
                 continue
             if namespace.sessions:
                 mine = (s for s in state.sessions.by_name.values() if s.namespace == namespace.id)
-                for session in list(islice(mine, RETIRED_DROPS_PER_TICK)):
+                for session in list(islice(mine, left)):
                     self.dialogues.drop(session)
-            for key in list(islice(namespace.index, RETIRED_DROPS_PER_TICK)):
-                row = namespace.index.get(key, NONE)
-                if row != NONE:
+                    left -= 1
+            alive = ((k, row) for k, row in namespace.index.items() if not chunks.flags[row] & DOOMED)
+            for key, row in list(islice(alive, max(0, left))):
+                left -= 1
+                if namespace.index.get(key) == row:  # else it went with another
                     state.doom(row, Reason.OLD_EPOCH)
-                gone = row != NONE and namespace.index.get(key) == row and state.chunks.shard0[row] == NONE
-                if gone and not state.chunks.refs[row]:
-                    state.remove_row(row)
-            return
+                    if namespace.index.get(key) == row and chunks.shard0[row] == NONE and not chunks.refs[row]:
+                        state.remove_row(row)
 
     def _reap_namespaces(self) -> None:
-        """Namespaces that hold nothing and that nobody has open."""
+        """Namespaces that hold nothing and that nobody has open; old epochs also while somebody has them open, who is
+        told then to open the newest."""
         state = self.state
         opened = {namespace_id for worker in state.workers.values() for namespace_id in worker.opened}
-        held = {s.namespace for s in state.pool.segments if s.phase is Phase.ASSIGNED and not s.empty}
+        with_segments = {s.namespace for s in state.pool.segments if s.phase is Phase.ASSIGNED}
         for namespace in list(state.namespaces.values()):
-            if namespace.index or namespace.sessions or namespace.id in opened or namespace.id in held:
+            if namespace.index or namespace.sessions or namespace.id in with_segments:
                 continue
-            if any(s.namespace == namespace.id and s.phase is Phase.ASSIGNED for s in state.pool.segments):
+            if namespace.id in opened and not namespace.retired:
                 continue
             del state.namespaces[namespace.id]
             if self.disk.present:
                 self.disk.dirty_namespaces.pop(namespace.id, None)
                 self.disk.deleted_namespaces.append(namespace.id)
+            for worker in state.workers.values():
+                worker.opened.discard(namespace.id)
             if state.newest_epoch.get(namespace.family) is namespace:
                 del state.newest_epoch[namespace.family]
 
@@ -373,7 +379,7 @@ def _check_engine_group(group: EngineGroup, spec: NamespaceSpec) -> None:
             spec.kv_scales_digest,
         )
         if same_model:
-            differences = [text for text in known.differences(spec) if not text.startswith("weights_epoch:")]
+            differences = known.differences(replace(spec, weights_epoch=0))
             if differences and known.weights_digest == spec.weights_digest:
                 raise Precondition(
                     f"another member of engine group {group.name!r} opened it differently: {'; '.join(differences)}",

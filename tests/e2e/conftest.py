@@ -31,6 +31,8 @@ SMALL = {
     "segment_bytes": 16 << 20,
     "staging_bytes": 8 << 20,
     "staging_bytes_max": 32 << 20,
+    "drain_ms": 200,
+    "log_level": "debug",  # at debug the daemon checks all its invariants before it ends
 }
 
 
@@ -96,12 +98,15 @@ class Daemon:
         self.exit_status()
 
     def close(self) -> None:
-        if self.process.poll() is None:
+        """The end of the test; a daemon that is still there must end well, its invariants checked."""
+        ended = self.process.poll() is not None or self.stop() == 0
+        if not ended:
             self.kill()
         self._reader.join(BOUND_S)
         for pipe in (self.process.stdout, self.process.stderr):
             assert pipe is not None
             pipe.close()
+        assert ended, self.lines
 
     @property
     def pid(self) -> int:
@@ -171,13 +176,28 @@ def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
     return start_daemon()
 
 
-class Worker:
-    """A process' connection to the daemon: descriptor socket, token, channel; one Attach stream on demand."""
+@contextlib.contextmanager
+def acting_as(uid: int | None) -> Iterator[None]:
+    """The kernel notes the effective user when a socket connects."""
+    if uid is None:
+        yield
+        return
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
-    def __init__(self, daemon: Daemon, **hello: Any) -> None:
+
+class Worker:
+    """A process' connection to the daemon: descriptor socket, token, channel; one Attach stream on demand. `uid`: as
+    which user (we must be root)."""
+
+    def __init__(self, daemon: Daemon, *, uid: int | None = None, **hello: Any) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(BOUND_S)
-        self.socket.connect(str(daemon.run_dir / "kvstored.sock"))
+        with acting_as(uid):
+            self.socket.connect(str(daemon.run_dir / "kvstored.sock"))
         reply, _ = self.ask(
             descriptor_pb2.DescriptorRequest(hello=descriptor_pb2.Hello(protocol=1, client="test", **hello))
         )
