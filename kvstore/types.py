@@ -69,7 +69,7 @@ class Reason(enum.IntEnum):
     ON_SSD = 15
     """PENDING: being read from SSD, because an Acquire or a hint asked for it. MISS: on SSD, but not asked to rise."""
     SLOW = 16
-    """The read from SSD missed its deadline, or found no slot in DRAM."""
+    """It is on SSD, but could not be read in time: the tier is slow, failing or off, or DRAM has no slot to spare."""
     LOST = 17
     """It was in DRAM only when the daemon stopped."""
 
@@ -141,6 +141,19 @@ class Extent:
     generation: int
     checksum: int = 0
     """xxh3_64 of the bytes at commit; 0 while being written."""
+
+
+class HintResult(enum.IntEnum):
+    """What `PublishQueue` answers for one job."""
+
+    ACCEPTED = 0
+    """Inside the prefetch window: its chunks are in DRAM or on their way."""
+    DEFERRED = 1
+    """Inside the eviction window: its chunks are kept, and rise when the job comes nearer."""
+    CLIPPED = 2
+    """Behind the eviction window: too far for the memory there is."""
+    REJECTED = 3
+    """No such session, no keys, or too many hints."""
 
 
 class DiskState(enum.IntEnum):

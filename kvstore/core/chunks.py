@@ -1,10 +1,11 @@
 """All chunks as columns: identity, tree, recency, pins, shards.
 
 A million chunks must cost at most 300 bytes each, so a chunk is a *row number* into arrays, not an object. A row is in
-one of three conditions:
+one of these conditions:
 
-    resident   shard0 >= 0 and ready == shards     a hit, unless DOOMED
-    partial    shard0 >= 0 and ready <  shards     some shard is being written or was never committed
+    resident   ready == shards                     all bytes in DRAM: a hit, unless DOOMED
+    cold       STORED, not resident                all bytes on SSD only; RISING while they are read back
+    partial    shard0 >= 0, neither of these       some shard is being written or was never committed
     ghost      shard0 <  0                         bytes gone; key and reason are remembered for a while
 
 Row numbers are reused; whoever keeps one (lease, manifest, reservation, index) must be undone before `free_row`.
@@ -13,7 +14,8 @@ Row numbers are reused; whoever keeps one (lease, manifest, reservation, index) 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from kvstore.types import ChunkKey, Reason
 
@@ -27,11 +29,22 @@ DERIVED = 1
 TAIL = 2
 """Fewer tokens than a chunk; lives as long as a manifest names it."""
 LISTED = 4
-"""Linked in a list: its namespace's recency list (resident and unpinned), that of partial chunks, or that of ghosts."""
+"""Linked in a list: the candidates for eviction from DRAM (resident, unpinned) or from SSD (cold), the partial chunks,
+or the ghosts."""
 DOOMED = 8
 """A miss from now on; its slots are freed with its last pin."""
 COMMITTED = 16
 """Was whole at least once: what it is (tokens, derived or exact) is settled, and manifests may name it."""
+STORING = 32
+"""Being written to SSD; pinned meanwhile."""
+STORED = 64
+"""Every shard is on SSD."""
+DURABLE = 128
+"""Its index record is synced: it survives a power cut."""
+RISING = 256
+"""Waits to be read back from SSD, or is."""
+WANTED = 512
+"""Linked among the chunks that queued jobs need, not in the recency list."""
 
 
 class LinkedRows:
@@ -68,7 +81,7 @@ class ChunkTable:
         self.shard0 = array("i")
         self.ready = array("H")
         self.reserved = array("H")
-        self.flags = bytearray()
+        self.flags = array("H")
         self.reason = bytearray()
         self.free_rows = array("i")
         self._rows = 0
@@ -79,6 +92,10 @@ class ChunkTable:
         self.shard_slot = array("i")
         self.shard_checksum = array("Q")
         self.shard_ready = bytearray()
+        self.disk_slab = array("i")
+        """Index of the slab in the disk pool, NONE if the shard is not on SSD."""
+        self.disk_slot = array("i")
+        self.disk_generation = array("Q")
         self._shards = 0
         self._free_shards: dict[int, array[int]] = {}
         """By number of shards: where they start."""
@@ -103,18 +120,22 @@ class ChunkTable:
         if self.free_rows:
             row = self.free_rows.pop()
         else:
-            row = self._rows
-            if row == len(self.key):
-                self._grow_rows()
-            self._rows += 1
+            row = self.new_rows(1)
         self.key[row] = key
         self.namespace[row] = namespace
         self.used_at[row] = self.born_at[row] = now
         return row
 
-    def _grow_rows(self) -> None:
+    def new_rows(self, count: int) -> int:
+        """`count` rows at the end of the columns, to be filled by the caller; the first of them."""
+        first = self._rows
+        self._rows += count
+        if self._rows > len(self.key):
+            self._grow_rows(max(GROWTH_MIN, count, len(self.key) // GROWTH_SHARE))
+        return first
+
+    def _grow_rows(self, more: int) -> None:
         """All columns at once and in steps, so that the allocator is not asked for each of them again and again."""
-        more = max(GROWTH_MIN, len(self.key) // GROWTH_SHARE)
         self.key += [ChunkKey(b"")] * more
         for none in (
             self.namespace,
@@ -137,9 +158,9 @@ class ChunkTable:
             self.tokens,
             self.ready,
             self.reserved,
+            self.flags,
         ):
             zero.frombytes(bytes(more * zero.itemsize))
-        self.flags += bytes(more)
         self.reason += bytes([Reason.NEVER_SEEN]) * more
 
     def free_row(self, row: int) -> None:
@@ -172,20 +193,27 @@ class ChunkTable:
         if free:
             self.shard0[row] = free.pop()
             return
-        self.shard0[row] = self._shards
-        self._shards += shards
+        self.shard0[row] = self.new_shards(shards)
+
+    def new_shards(self, count: int) -> int:
+        """Room for `count` shards at the end of their columns; where it starts."""
+        start = self._shards
+        self._shards += count
         if self._shards > len(self.shard_segment):
-            more = max(GROWTH_MIN, shards, len(self.shard_segment) // GROWTH_SHARE)
-            self.shard_segment.extend(array("i", [NONE]) * more)
-            self.shard_slot.extend(array("i", [NONE]) * more)
-            self.shard_checksum.frombytes(bytes(more * self.shard_checksum.itemsize))
+            more = max(GROWTH_MIN, count, len(self.shard_segment) // GROWTH_SHARE)
+            for none in (self.shard_segment, self.shard_slot, self.disk_slab, self.disk_slot):
+                none.extend(array("i", [NONE]) * more)
+            for zero in (self.shard_checksum, self.disk_generation):
+                zero.frombytes(bytes(more * zero.itemsize))
             self.shard_ready += bytes(more)
+        return start
 
     def take_shards(self, row: int, shards: int) -> None:
         """The row becomes a ghost; none of its shards may have a slot any more."""
         start = self.shard0[row]
         assert self.ready[row] == 0 and self.reserved[row] == 0, self.describe(row)
-        assert all(self.shard_segment[start + number] == NONE for number in range(shards)), self.describe(row)
+        for place in range(start, start + shards):
+            assert self.shard_segment[place] == NONE and self.disk_slab[place] == NONE, self.describe(row)
         self._free_shards.setdefault(shards, array("i")).append(start)
         self.shard0[row] = NONE
 
@@ -206,8 +234,20 @@ class ChunkTable:
                 self._makers[old] = b""
                 self._free_makers.append(old)
             self._maker[row] = NONE
-        if not maker:
-            return
+        if maker:
+            self._maker[row] = self._maker_number(maker, uses=1)
+
+    def set_makers(self, first: int, numbers: Sequence[int], makers: Sequence[bytes]) -> None:
+        """Of many new rows, from `first` on: numbers index `makers`, NONE for nobody."""
+        own = {
+            number: self._maker_number(makers[number], uses)
+            for number, uses in Counter(numbers).items()
+            if number >= 0
+        }
+        own[NONE] = NONE
+        self._maker[first : first + len(numbers)] = array("i", [own[number] for number in numbers])
+
+    def _maker_number(self, maker: bytes, uses: int) -> int:
         number = self._maker_numbers.get(maker, NONE)
         if number == NONE:
             if self._free_makers:
@@ -218,8 +258,8 @@ class ChunkTable:
                 self._makers.append(maker)
                 self._maker_uses.append(0)
             self._maker_numbers[maker] = number
-        self._maker_uses[number] += 1
-        self._maker[row] = number
+        self._maker_uses[number] += uses
+        return number
 
     # ---------------------------------------------------------------------------------------------------- tree
 

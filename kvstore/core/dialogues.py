@@ -12,7 +12,7 @@ from kvstore.core.reads import lookup
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition
-from kvstore.types import ChunkKey, Outcome, Reason
+from kvstore.types import ChunkKey, DiskState, Outcome, Reason
 
 
 class Dialogues:
@@ -44,11 +44,11 @@ class Dialogues:
         return ev.SessionInfo(session.name, session.version, entries, self._usable(session))
 
     def _usable(self, session: Session) -> int:
-        """Leading entries that are whole (invariant 6); none of an old epoch."""
+        """Leading entries that are whole in some tier (invariant 6); none of an old epoch."""
         if self.state.namespaces[session.namespace].retired:
             return 0
         for index, row in enumerate(session.manifest.rows):
-            if not self.state.is_hit(row):
+            if not self.state.is_usable(row):
                 return index
         return len(session.manifest)
 
@@ -196,6 +196,7 @@ class Dialogues:
         if old is not None:
             for row in old.manifest.rows:
                 state.drop_ref(row)
+        self._dirty(session)
         while sessions.entries > state.limits.manifest_entries_max and sessions.oldest() is not session:
             self._drop_oldest()
         return self._info(session)
@@ -208,9 +209,28 @@ class Dialogues:
         """The name goes, and its references; chunks stay until they are evicted."""
         state = self.state
         state.sessions.remove(session)
+        self._dirty(session)
         state.namespaces[session.namespace].sessions -= 1
         for row in session.manifest.rows:
             state.drop_ref(row)
+
+    def _dirty(self, session: Session) -> None:
+        """Its index record is to be written or deleted."""
+        if self.state.disk_state is not DiskState.ABSENT:
+            self.state.dirty_sessions.setdefault((session.namespace, session.name), self.state.now)
+
+    def tick(self) -> None:
+        """Sessions that nobody used for their time to live end, with the chunks that nothing else names."""
+        state = self.state
+        ttl_ms = state.limits.session_ttl_ms
+        while ttl_ms and state.sessions.by_name:
+            session = state.sessions.oldest()
+            if session.used_at + ttl_ms > state.now:
+                return
+            keys = [state.chunks.key[row] for row in session.manifest.rows]
+            self.drop(session)
+            self._forget_unnamed(state.namespaces[session.namespace], reversed(keys), Reason.EXPIRED)
+            state.counters["sessions_expired"] += 1
 
     # --------------------------------------------------------------------------------------------------- forgetting
 
@@ -224,23 +244,27 @@ class Dialogues:
             if session is not None:
                 keys = [state.chunks.key[row] for row in session.manifest.rows]
                 self.drop(session)
-                count = 1 + self._forget_unnamed(namespace, reversed(keys))
+                count = 1 + self._forget_unnamed(namespace, reversed(keys), Reason.FORGOTTEN)
         for key in event.keys:
             row = namespace.index.get(key, NONE)
             if row != NONE and state.doom(row, Reason.FORGOTTEN):
                 count += 1
         return ev.Done(count)
 
-    def _forget_unnamed(self, namespace: Namespace, keys: Iterable[ChunkKey]) -> int:
+    def _forget_unnamed(self, namespace: Namespace, keys: Iterable[ChunkKey], reason: Reason) -> int:
         """From the end of the chain; a chunk that another chain continues, or another manifest names, stays."""
         state = self.state
         chunks = state.chunks
         count = 0
         for key in keys:
             row = namespace.index.get(key, NONE)
-            if row == NONE or chunks.refs[row] or any(state.is_hit(child) for child in chunks.children(row)):
+            if (
+                row == NONE
+                or chunks.refs[row]
+                or any(state.is_usable(child) for child in chunks.children(row))
+            ):
                 continue
-            count += state.doom(row, Reason.FORGOTTEN)
+            count += state.doom(row, reason)
         return count
 
     # -------------------------------------------------------------------------------------------------- for operators

@@ -1,7 +1,7 @@
 """The daemon's whole vocabulary: every event that enters the core and every effect that leaves it.
 
-One object per request, not per chunk. An event that wants an answer carries a `Ticket`; the core answers it with exactly
-one `Reply` effect, at once or later. Effects are performed in the order in which they are returned.
+One object per request, not per chunk. An event that wants an answer carries a `Ticket`; the core answers it with
+exactly one `Reply` effect, at once or later. Effects are performed in the order in which they are returned.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvstore.types import (
     DiskResult,
     Extent,
     GrantResult,
+    HintResult,
     LeaseId,
     Millis,
     NamespaceId,
@@ -97,9 +98,9 @@ class Match:
 class Acquire:
     """Pin what is READY of `keys` until Release, Renew's absence, or the death of the whole engine group.
 
-    `shards` are the shard numbers whose extents are wanted (empty: all); a chunk is a hit only if *every* shard is READY.
-    `prefix_only` stops at the first key that is not a hit. With `wait_ms` > 0 the worker is told by `ChunksSettled`
-    when PENDING keys become READY or FAILED, at the latest after that time.
+    `shards` are the shard numbers whose extents are wanted (empty: all); a chunk is a hit only if *every* shard
+    is READY. `prefix_only` stops at the first key that is not a hit. With `wait_ms` > 0 the worker is told by
+    `ChunksSettled` when PENDING keys become READY or FAILED, at the latest after that time.
     """
 
     ticket: Ticket
@@ -172,8 +173,8 @@ class ReportLoad:
 
 @dataclass(frozen=True, slots=True)
 class SessionEntry:
-    """One entry of a manifest. `first_token` is the position at which the KV was computed; `delta` is what must be added
-    to it when it is loaded. `approximate` entries make everything computed after them derived."""
+    """One entry of a manifest. `first_token` is the position at which the KV was computed; `delta` is what must be
+    added to it when it is loaded. `approximate` entries make everything computed after them derived."""
 
     key: ChunkKey
     first_token: int
@@ -261,6 +262,32 @@ class GetStats:
     """Of the caller's tenant; of everybody for an admin."""
 
     ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """ "Job J, for session S or keys K, is n-th in the queue": what the scheduler knows of the future.
+
+    `position` 0 is the head of the queue; it orders jobs, and equal positions are equally near.
+    """
+
+    job: bytes
+    position: int
+    session: bytes = b""
+    keys: tuple[ChunkKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PublishQueue:
+    """The queue of one scheduler. A snapshot replaces whatever this worker published before for the namespace; a delta
+    adds, moves and removes jobs. Hints end by themselves after `ttl_ms`."""
+
+    ticket: Ticket
+    namespace: NamespaceId
+    hints: tuple[Hint, ...]
+    removed: tuple[bytes, ...] = ()
+    snapshot: bool = True
+    ttl_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,6 +380,7 @@ Event = (
     | ListSessions
     | Explain
     | GetStats
+    | PublishQueue
     | SegmentsUnmapped
     | WantSegments
     | SegmentReady
@@ -484,6 +512,17 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueAccepted:
+    """One result per hint, and how far the windows reach now."""
+
+    results: tuple[HintResult, ...]
+    prefetch_window: int
+    """Jobs at the head of all queues whose chunks fit in DRAM: C_mem / S_kv."""
+    eviction_window: int
+    """Jobs whose chunks fit in DRAM and SSD: (C_mem + C_disk) / S_kv."""
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentsAllowed:
     segments: tuple[SegmentId, ...]
 
@@ -506,6 +545,7 @@ Answer = (
     | SessionList
     | Explained
     | Done
+    | QueueAccepted
     | SegmentsAllowed
     | Stats
     | StoreError

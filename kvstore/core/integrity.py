@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvstore.core.chunks import DOOMED, LISTED, NONE, ChunkTable, LinkedRows
+from kvstore.core.chunks import (
+    DOOMED,
+    DURABLE,
+    LISTED,
+    NONE,
+    RISING,
+    STORED,
+    STORING,
+    WANTED,
+    ChunkTable,
+    LinkedRows,
+)
+from kvstore.core.disk import Disk
 from kvstore.core.pool import Phase
 from kvstore.core.saves import Saves
 from kvstore.core.segments import Segments
@@ -12,12 +24,16 @@ from kvstore.core.state import State
 from kvstore.types import SlotState
 
 
-def check_integrity(state: State, saves: Saves, segments: Segments, audit_rows: list[int]) -> None:
+def check_integrity(
+    state: State, saves: Saves, segments: Segments, disk: Disk, audit_rows: list[int]
+) -> None:
     """Raises AssertionError, naming what is wrong. `audit_rows` are pinned by checksum ops that are under way."""
     state.pool.check_integrity()
+    state.disk.check_integrity()
     _check_chunks(state)
-    _check_slots(state, saves, segments)
-    _check_pins(state, segments, audit_rows)
+    _check_slots(state, saves, segments, disk)
+    _check_disk(state, disk)
+    _check_pins(state, segments, disk, audit_rows)
     _check_references(state)
     _check_workers(state)
 
@@ -28,11 +44,14 @@ def _check_chunks(state: State) -> None:
     indexed = 0
     for namespace in state.namespaces.values():
         indexed += len(namespace.index)
-        visible = partial = pinned = 0
-        listed = list(chunks.walk(namespace.recency))
-        assert len(listed) == namespace.recency.count, namespace
+        visible = cold = partial = pinned = 0
+        wanted = set(chunks.walk(namespace.wanted))
+        listed = [*chunks.walk(namespace.recency), *wanted]
+        assert len(listed) == namespace.recency.count + namespace.wanted.count, namespace
         _check_list(chunks, namespace.recency)
+        _check_list(chunks, namespace.wanted)
         for row in listed:
+            assert bool(chunks.flags[row] & WANTED) == (row in wanted), chunks.describe(row)
             assert chunks.namespace[row] == namespace.id and state.is_hit(row) and not chunks.pins[row], (
                 chunks.describe(row)
             )
@@ -49,17 +68,20 @@ def _check_chunks(state: State) -> None:
             assert placed == chunks.ready[row] + chunks.reserved[row], where
             resident = chunks.ready[row] == namespace.shards
             visible += resident and not chunks.flags[row] & DOOMED
-            partial += not resident
+            stored = bool(chunks.flags[row] & STORED)
+            cold += stored and not resident and not chunks.flags[row] & DOOMED
+            partial += not resident and not stored
             pinned += chunks.pins[row] > 0
-            assert bool(chunks.flags[row] & LISTED) == (chunks.pins[row] == 0), where
+            rising = bool(chunks.flags[row] & RISING)
+            assert not rising or (stored and not resident), where
+            assert bool(chunks.flags[row] & LISTED) == (chunks.pins[row] == 0 and not rising), where
             assert resident or not chunks.pins[row], where
             if resident and chunks.flags[row] & DOOMED:
                 assert chunks.pins[row], where
-        assert (visible, partial, pinned) == (namespace.visible, namespace.partial, namespace.pinned), (
+        counted = (visible, cold, partial, pinned)
+        assert counted == (namespace.visible, namespace.cold, namespace.partial, namespace.pinned), (
             namespace,
-            visible,
-            partial,
-            pinned,
+            counted,
         )
     assert indexed == chunks.rows_used, (indexed, chunks)
     _check_tree(chunks, free)
@@ -67,9 +89,15 @@ def _check_chunks(state: State) -> None:
     assert len(ghosts) == state.ghosts.count <= state.limits.ghosts_max, state.ghosts
     assert all(chunks.shard0[row] == NONE for row in ghosts)
     _check_list(chunks, state.ghosts)
+    _check_list(chunks, state.cold)
+    assert sum(1 for _ in chunks.walk(state.cold)) == state.cold.count, state.cold
+    for row in chunks.walk(state.cold):
+        assert chunks.flags[row] & (STORED | RISING) == STORED and not chunks.ready[row], chunks.describe(row)
     partials = list(chunks.walk(state.partials))
     assert len(partials) == state.partials.count == sum(n.partial for n in state.namespaces.values())
-    assert all(chunks.shard0[row] != NONE and not state.is_resident(row) for row in partials)
+    for row in partials:
+        assert chunks.shard0[row] != NONE and not state.is_resident(row), chunks.describe(row)
+        assert not chunks.flags[row] & STORED, chunks.describe(row)
     assert [chunks.used_at[row] for row in partials] == sorted(chunks.used_at[row] for row in partials)
     _check_list(chunks, state.partials)
 
@@ -97,7 +125,40 @@ def _check_list(chunks: ChunkTable, rows: LinkedRows) -> None:
     assert rows.newest == previous
 
 
-def _check_slots(state: State, saves: Saves, segments: Segments) -> None:
+def _check_disk(state: State, disk: Disk) -> None:
+    """Every slot in use of every slab belongs to one shard; STORED means all shards are there."""
+    chunks = state.chunks
+    owners: Counter[tuple[int, int]] = Counter()
+    for namespace in state.namespaces.values():
+        for row in namespace.index.values():
+            if chunks.shard0[row] == NONE:
+                continue
+            where = chunks.describe(row)
+            flags = chunks.flags[row]
+            assert not (flags & DURABLE and not flags & STORED), where
+            on_disk = bool(flags & (STORED | STORING))
+            for shard in range(namespace.shards):
+                place = chunks.shard0[row] + shard
+                assert (chunks.disk_slab[place] != NONE) == on_disk, where
+                if on_disk:
+                    slab, slot = state.disk.segments[chunks.disk_slab[place]], chunks.disk_slot[place]
+                    owners[slab.index, slot] += 1
+                    assert slab.owner[slot] == row and slab.slot_bytes == disk.slot_bytes(namespace, shard), (
+                        where
+                    )
+                    wanted = SlotState.READY if flags & STORED else SlotState.RESERVED
+                    assert slab.state[slot] == wanted, (where, slab)
+    assert all(count == 1 for count in owners.values()), owners
+    used = sum(slab.counts[SlotState.RESERVED] + slab.counts[SlotState.READY] for slab in state.disk.segments)
+    assert used == len(owners), (used, len(owners))
+    for read in disk.reads.values():
+        for row in read.rows if read.quarantined is None else ():
+            assert chunks.flags[row] & RISING, chunks.describe(row)
+    for row in state.prefetched:
+        assert chunks.flags[row] & (RISING | LISTED) or chunks.pins[row], chunks.describe(row)
+
+
+def _check_slots(state: State, saves: Saves, segments: Segments, disk: Disk) -> None:
     """Invariant 10: each slot that is in use is used by exactly one shard, move or copy."""
     chunks = state.chunks
     owners: Counter[tuple[int, int]] = Counter()
@@ -129,12 +190,15 @@ def _check_slots(state: State, saves: Saves, segments: Segments) -> None:
         if segment.phase is Phase.ASSIGNED
     )
     assert used == len(owners), (used, len(owners))
+    for read in disk.reads.values():
+        for segment, slot in read.quarantined or ():
+            assert segment.state[slot] == SlotState.QUARANTINED, (segment, slot)
     for late in saves.late.values():
         for segment, slot in late.slots:
             assert segment.state[slot] == SlotState.QUARANTINED, (segment, slot)
 
 
-def _check_pins(state: State, segments: Segments, audit_rows: list[int]) -> None:
+def _check_pins(state: State, segments: Segments, disk: Disk, audit_rows: list[int]) -> None:
     chunks = state.chunks
     pins: Counter[int] = Counter(audit_rows)
     for lease in state.leases.leases.values():
@@ -142,6 +206,8 @@ def _check_pins(state: State, segments: Segments, audit_rows: list[int]) -> None
         assert lease.id in lease.group.leases and lease.group.members, lease
     for move in segments.moves.values():
         pins.update(move.rows)
+    for write in disk.writes.values():
+        pins.update(write.rows)
     for row in range(len(chunks.key)):
         assert chunks.pins[row] == pins[row], (chunks.describe(row), pins[row])
     per_segment: Counter[int] = Counter()

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from kvstore.core.workers import EngineGroup
 from kvstore.types import LeaseId, Millis, NamespaceId, WorkerId
 
-
 CLOSED_IN_HEAP_MAX = 1_024
 
 
@@ -30,7 +29,8 @@ class Lease:
     expired: bool = False
 
     def __repr__(self) -> str:
-        return f"Lease({self.id} of {self.group.name}: {len(self.rows)} chunks until {self.expires_at}{' expired' * self.expired})"
+        state = "expired" if self.expired else f"until {self.expires_at}"
+        return f"Lease({self.id} of {self.group.name}: {len(self.rows)} chunks, {state})"
 
 
 class LeaseBook:

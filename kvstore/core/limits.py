@@ -33,6 +33,27 @@ class Limits:
     reserve_share_max: float = 0.25
     """Share of the arena that one worker may hold in open reservations."""
 
+    eviction: str = "hints"
+    """"hints": chunks that queued jobs need go last, the others least recently used first; "lru"; "fifo"."""
+    prefetch_share_max: float = 0.8
+    """Share of the arena that the prefetch window may fill."""
+    hints_per_worker_max: int = 4096
+    hint_ttl_ms: int = 60_000
+    hint_ttl_max_ms: int = 3_600_000
+    session_ttl_ms: int = 0
+    """Sessions end this long after their last use; 0: never."""
+
+    disk_slab_bytes: int = 0
+    disk_slabs_max: int = 0
+    """0: no SSD tier."""
+    disk_header_bytes: int = 256
+    """Of each record; also the alignment of disk slots."""
+    disk_deadline_ms: int = 2_000
+    durable_within_ms: int = 5_000
+    disk_bytes_in_flight_max: int = 64 << 20
+    """Of writes, and of reads."""
+    probe_interval_ms: int = 1_000
+
     workers_max: int = 1024
     namespaces_max: int = 4096
     chunks_max: int = 64_000_000

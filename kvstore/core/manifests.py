@@ -96,6 +96,10 @@ class SessionBook:
             self.by_name.move_to_end((namespace, name))
         return session
 
+    def begin_versions(self, boot_count: int) -> None:
+        """Above whatever any earlier start of the daemon gave to names that are forgotten since."""
+        self._version_floor = boot_count << 32
+
     def next_version(self, old: Session | None) -> int:
         return 1 + (self._version_floor if old is None else old.version)
 

@@ -25,15 +25,22 @@ class Namespace:
     """Slots of one chunk in bytes: what pins and reservations are charged."""
     index: dict[ChunkKey, int] = field(default_factory=dict)
     recency: LinkedRows = field(default_factory=LinkedRows)
-    """Resident unpinned chunks: the candidates for eviction."""
+    """Resident unpinned chunks that no queued job needs: the first candidates for eviction."""
+    wanted: LinkedRows = field(default_factory=LinkedRows)
+    """Resident unpinned chunks that queued jobs need."""
+    order: list[tuple[int, int]] = field(default_factory=list)
+    """Heap of (sort key, row) where the policy needs one; entries may be stale."""
     retired: bool = False
     """A newer weights epoch was opened: nothing is served any more."""
     visible: int = 0
+    cold: int = 0
     partial: int = 0
     pinned: int = 0
     sessions: int = 0
     lookups: list[int] = field(default_factory=lambda: [0] * len(Reason))
     """Keys asked for by Acquire, by reason; NONE are the hits."""
+    ssd_hits: int = 0
+    """Of the lookups: chunks that were on SSD only."""
     donor_search_at: Millis = 0
     """When another namespace's segment may be looked for again."""
     in_flight: int = 0
@@ -41,7 +48,8 @@ class Namespace:
     in_flight_since: Millis = 0
 
     def __repr__(self) -> str:
-        return f"Namespace({self.id} {self.tenant}/{self.spec.model} epoch {self.spec.weights_epoch}: {self.visible} chunks)"
+        what = f"{self.tenant}/{self.spec.model} epoch {self.spec.weights_epoch}"
+        return f"Namespace({self.id} {what}: {self.visible} chunks in DRAM, {self.cold} on SSD)"
 
 
 def chunk_salt(family: bytes, epoch: int) -> bytes:

@@ -13,10 +13,10 @@ def donor(
 ) -> Segment | None:
     """The segment of another namespace that `wanted_by` should get, or None.
 
-    In this order: an empty one; one that was last used before `own_oldest`, the oldest chunk that `wanted_by` could evict
-    itself (giving it away is then no worse than LRU over everything); and, while `wanted_by` has less than an equal part
-    of the arena, the one that a namespace with more than its part used longest ago. Never one with pinned, reserved or
-    quarantined slots.
+    In this order: an empty one; one that was last used before `own_oldest`, the oldest chunk that `wanted_by` could
+    evict itself (giving it away is then no worse than LRU over everything); and, while `wanted_by` has less than an
+    equal part of the arena, the one that a namespace with more than its part used longest ago. Never one with pinned,
+    reserved or quarantined slots.
     """
     held: dict[NamespaceId, int] = {}
     candidates: list[Segment] = []
@@ -48,7 +48,7 @@ def sparse(slab: SlabClass) -> Segment | None:
     elsewhere = slab.free - emptiest.counts[SlotState.FREE]
     used = emptiest.counts[SlotState.READY]
     # Half a segment of slack stays, or the next save would want a segment again at once.
-    if 0 < used and used + emptiest.capacity // 2 <= elsewhere and _movable(emptiest):
+    if used > 0 and used + emptiest.capacity // 2 <= elsewhere and _movable(emptiest):
         return emptiest
     return None
 

@@ -1,31 +1,47 @@
 """Which of a namespace's chunks goes first. The policy orders victims; the store owns pins, capacity and the final say.
 
+    hints   what no queued job needs goes first, least recently used first; then what is needed, latest job first
+            (AttentionStore, section 3.3: the eviction window is the part of the queue that is ranked here)
+    lru     least recently used first, whatever the queue says
+    fifo    in the order of arrival
+
 Only resident, unpinned chunks are known here. A chunk comes back (`add`) when its last pin goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
 
-from kvstore.core.chunks import LISTED, NONE, TAIL, ChunkTable
+from kvstore.core.chunks import LISTED, NONE, TAIL, WANTED, ChunkTable
 from kvstore.core.namespaces import Namespace
+from kvstore.types import NamespaceId
 
 
-class LeastRecentlyUsed:
-    """Oldest use first; of chunks used together, descendants before their ancestors, and tails that no manifest names
-    before everything."""
-
-    def __init__(self, chunks: ChunkTable) -> None:
+class Policy:
+    def __init__(self, chunks: ChunkTable, kind: str) -> None:
+        assert kind in ("hints", "lru", "fifo"), kind
         self._chunks = chunks
+        self.kind = kind
+        self.rank: dict[int, int] = {}
+        """Position in the queue of the soonest job that needs a chunk row."""
+
+    def __repr__(self) -> str:
+        return f"Policy({self.kind}, {len(self.rank)} chunks ranked)"
 
     def add(self, namespace: Namespace, rows: Sequence[int]) -> None:
-        """`rows` became evictable; they were used together and stand in chain order."""
+        """`rows` became evictable; they were used together and stand in chain order. Of chunks used together,
+        descendants go before their ancestors, and tails that no manifest names before everything."""
         chunks = self._chunks
         for row in reversed(rows):
-            if chunks.flags[row] & TAIL and not chunks.refs[row]:
+            if row in self.rank:
+                self._want(namespace, row)
+            elif chunks.flags[row] & TAIL and not chunks.refs[row]:
                 chunks.link_oldest(namespace.recency, row)
             else:
                 chunks.link_newest(namespace.recency, row)
+            if self.kind == "fifo":
+                heapq.heappush(namespace.order, (chunks.born_at[row], row))
 
     def put_back(self, namespace: Namespace, rows: Sequence[int]) -> None:
         """`rows` became evictable again without having been used: to the end of the list that is nearer in time."""
@@ -33,20 +49,93 @@ class LeastRecentlyUsed:
         for row in rows:
             oldest, newest = namespace.recency.oldest, namespace.recency.newest
             used_at = chunks.used_at[row]
-            if oldest != NONE and used_at - chunks.used_at[oldest] <= chunks.used_at[newest] - used_at:
-                chunks.link_oldest(namespace.recency, row)
+            near_oldest = (
+                oldest != NONE and used_at - chunks.used_at[oldest] <= chunks.used_at[newest] - used_at
+            )
+            if row in self.rank or not near_oldest or self.kind == "fifo":
+                self.add(namespace, (row,))
             else:
-                chunks.link_newest(namespace.recency, row)
+                chunks.link_oldest(namespace.recency, row)
 
     def remove(self, namespace: Namespace, row: int) -> None:
-        if self._chunks.flags[row] & LISTED:
-            self._chunks.unlink(namespace.recency, row)
+        chunks = self._chunks
+        if chunks.flags[row] & LISTED:
+            chunks.unlink(namespace.wanted if chunks.flags[row] & WANTED else namespace.recency, row)
+            chunks.flags[row] &= ~WANTED
 
-    def victim(self, namespace: Namespace) -> int:
-        """The row to evict next, or NONE."""
-        return namespace.recency.oldest
+    def victims(self, namespace: Namespace, limit: int, sooner_than: int = -1) -> Iterator[int]:
+        """At most `limit` rows, the next victim first. Of chunks that queued jobs need, only those of jobs after
+        position `sooner_than`: a prefetch never pushes out what is needed before it."""
+        if self.kind == "fifo":
+            yield from self._by_order(namespace, limit, -1)
+            return
+        row = namespace.recency.oldest
+        while row != NONE and limit > 0:
+            following = self._chunks.newer[row]
+            yield row
+            row = following
+            limit -= 1
+        yield from self._by_order(namespace, limit, sooner_than)
 
     def oldest_use(self, namespace: Namespace) -> int | None:
         """When the next victim was last used."""
-        row = namespace.recency.oldest
-        return None if row == NONE else self._chunks.used_at[row]
+        for row in self.victims(namespace, 1):
+            return self._chunks.used_at[row]
+        return None
+
+    def set_ranks(self, namespaces: Mapping[NamespaceId, Namespace], rank: dict[int, int]) -> None:
+        """The queue changed: `rank` is all that is needed now."""
+        if self.kind != "hints":
+            return
+        chunks = self._chunks
+        before, self.rank = self.rank, rank
+        for row in before:
+            if row not in rank and chunks.flags[row] & WANTED:
+                namespace = namespaces[NamespaceId(chunks.namespace[row])]
+                self.remove(namespace, row)
+                self.put_back(namespace, (row,))
+        for namespace in namespaces.values():
+            namespace.order.clear()
+        for row in rank:
+            namespace = namespaces[NamespaceId(chunks.namespace[row])]
+            if chunks.flags[row] & WANTED:
+                heapq.heappush(namespace.order, (-rank[row], row))
+            elif chunks.flags[row] & LISTED and chunks.ready[row] == namespace.shards:
+                self.remove(namespace, row)
+                self._want(namespace, row)
+
+    def forget(self, row: int) -> None:
+        """The row's bytes are gone, or its number is about to be reused."""
+        self.rank.pop(row, None)
+
+    def _want(self, namespace: Namespace, row: int) -> None:
+        self._chunks.link_newest(namespace.wanted, row)
+        self._chunks.flags[row] |= WANTED
+        heapq.heappush(namespace.order, (-self.rank[row], row))
+
+    def _by_order(self, namespace: Namespace, limit: int, sooner_than: int) -> Iterator[int]:
+        """From the heap, skipping stale entries; what is not evicted by the caller goes back in."""
+        chunks = self._chunks
+        seen: list[tuple[int, int]] = []
+        try:
+            while namespace.order and len(seen) < limit:
+                sort_key, row = namespace.order[0]
+                if self._stale(namespace, sort_key, row):
+                    heapq.heappop(namespace.order)
+                    continue
+                if self.kind != "fifo" and -sort_key <= sooner_than:
+                    return
+                seen.append(heapq.heappop(namespace.order))
+                yield row
+        finally:
+            for sort_key, row in seen:
+                if chunks.flags[row] & LISTED and not self._stale(namespace, sort_key, row):
+                    heapq.heappush(namespace.order, (sort_key, row))
+
+    def _stale(self, namespace: Namespace, sort_key: int, row: int) -> bool:
+        chunks = self._chunks
+        if chunks.namespace[row] != namespace.id or not chunks.flags[row] & LISTED:
+            return True
+        if self.kind == "fifo":
+            return chunks.ready[row] != namespace.shards or chunks.born_at[row] != sort_key
+        return not chunks.flags[row] & WANTED or self.rank.get(row) != -sort_key

@@ -85,14 +85,21 @@ class SlabClass:
         self.free = 0
 
     def __repr__(self) -> str:
-        return f"SlabClass(namespace {self.namespace}, {self.slot_bytes} B, {len(self.segments)} segments, {self.free} free)"
+        where = f"namespace {self.namespace}, {self.slot_bytes} B"
+        return f"SlabClass({where}, {len(self.segments)} segments, {self.free} free)"
 
 
 class Pool:
     """`count` segments of `segment_bytes`, of which `header_bytes` hold no slots. The arena is one, the SSD another."""
 
     def __init__(
-        self, *, segment_bytes: int, count: int, alignment: int, header_bytes: int = 0, phase: Phase = Phase.CREATING
+        self,
+        *,
+        segment_bytes: int,
+        count: int,
+        alignment: int,
+        header_bytes: int = 0,
+        phase: Phase = Phase.CREATING,
     ) -> None:
         self.segment_bytes = segment_bytes
         self.alignment = alignment
@@ -171,11 +178,36 @@ class Pool:
         segment.phase = Phase.RETIRING
         segment.wanted_by = wanted_by
 
-    def replace(self, segment: Segment) -> Segment:
-        """The new segment in the place of a retired one that nobody maps any more."""
-        assert segment.phase is Phase.RETIRING and not segment.holders, segment
+    def begin(self, segment: Segment) -> None:
+        """An absent segment is being made now."""
+        assert segment.phase is Phase.ABSENT, segment
+        segment.phase = Phase.CREATING
+
+    def restore(self, segment: Segment, segment_id: SegmentId) -> None:
+        """An absent segment exists already, from before the restart, under this id."""
+        assert segment.phase is Phase.ABSENT and segment_id not in self.by_id, (segment, segment_id)
         del self.by_id[segment.id]
-        new = self._new(segment.index, Phase.CREATING)
+        segment.id = segment_id
+        segment.phase = Phase.IDLE
+        self.by_id[segment_id] = segment
+        self.idle[segment.index] = segment
+        self._next_id = max(self._next_id, segment_id + 1)
+
+    def number_from(self, next_id: int) -> None:
+        """Ids below this were used before the restart: absent segments get new ones."""
+        self._next_id = max(self._next_id, next_id)
+        for segment in self.segments:
+            if segment.phase is Phase.ABSENT:
+                del self.by_id[segment.id]
+                segment.id = SegmentId(self._next_id)
+                self._next_id += 1
+                self.by_id[segment.id] = segment
+
+    def replace(self, segment: Segment, phase: Phase = Phase.CREATING) -> Segment:
+        """The new segment in the place of a retired one that nobody maps any more."""
+        assert segment.phase in (Phase.RETIRING, Phase.CREATING) and not segment.holders, segment
+        del self.by_id[segment.id]
+        new = self._new(segment.index, phase)
         new.wanted_by = segment.wanted_by
         self.segments[segment.index] = new
         return new
@@ -184,10 +216,8 @@ class Pool:
 
     def take(self, slab: SlabClass, owner: int, avoid: int = -1) -> tuple[Segment, int] | None:
         """Reserve a free slot for chunk row `owner`; not in the segment with index `avoid`."""
-        for index, segment in slab.with_free.items():
-            if index != avoid:
-                break
-        else:
+        segment = next((found for index, found in slab.with_free.items() if index != avoid), None)
+        if segment is None:
             return None
         slot = segment.free.pop()
         assert segment.owner[slot] == NO_OWNER, (segment, slot, segment.owner[slot])
@@ -247,9 +277,7 @@ class Pool:
                 assert slab.segments[segment.index] is segment, segment
                 counted = [segment.state.count(state) for state in range(4)]
                 assert counted == segment.counts, (segment, counted)
-                assert sum(segment.counts) == segment.capacity == self.segment_bytes // segment.slot_bytes, (
-                    segment
-                )
+                assert sum(segment.counts) == segment.capacity == self.slots_of(segment.slot_bytes), segment
                 assert sorted(segment.free) == [
                     s for s, state in enumerate(segment.state) if state == SlotState.FREE
                 ], segment

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DOOMED, NONE
+from kvstore.core.chunks import DOOMED, NONE, STORED
 from kvstore.core.namespaces import Namespace
 from kvstore.core.state import State
 from kvstore.core.workers import EngineGroup, Worker
 from kvstore.errors import BadRequest, Exhausted
-from kvstore.types import ChunkKey, Extent, LeaseId, Millis, OpId, Outcome, Reason
+from kvstore.types import ChunkKey, DiskState, Extent, LeaseId, Millis, OpId, Outcome, Reason
 
 Found = tuple[int, Outcome, Reason]
 
@@ -27,6 +27,9 @@ def lookup(state: State, namespace: Namespace, key: ChunkKey) -> Found:
         return row, Outcome.MISS, Reason(chunks.reason[row])
     if chunks.ready[row] == namespace.shards:
         return row, Outcome.HIT, Reason.NONE
+    if chunks.flags[row] & STORED:
+        off = state.disk_state is DiskState.OFF
+        return row, Outcome.MISS if off else Outcome.PENDING, Reason.SLOW if off else Reason.ON_SSD
     if chunks.reserved[row]:
         return row, Outcome.PENDING, Reason.BEING_SAVED
     return row, Outcome.MISS, Reason.INCOMPLETE
@@ -35,20 +38,22 @@ def lookup(state: State, namespace: Namespace, key: ChunkKey) -> Found:
 class Reads:
     def __init__(self, state: State) -> None:
         self.state = state
+        self.rise: Callable[[int], None] = lambda row: None
+        """Starts the promotion of a cold chunk; set by the store, which knows the disk."""
         self.audits: dict[OpId, tuple[list[int], list[int]]] = {}
         """Checksum ops of reported chunks: (pinned rows, expected checksums)."""
         self._audited: set[int] = set()
         """Rows in `audits`: however often a chunk is reported, it is read once."""
 
     def match(self, worker: Worker, event: ev.Match) -> ev.Matched:
-        """Longest usable boundary (invariant 4). Never promotes, never pins, does not count as a use."""
+        """Longest usable boundary (invariant 4), what is on SSD included. Never promotes, never pins, is no use."""
         state = self.state
         namespace = state.namespace(worker, event.namespace)
         found = [lookup(state, namespace, key) for key in event.keys]
         usable = 0
         tokens = 0
-        for row, outcome, _ in found:
-            if outcome is not Outcome.HIT:
+        for row, outcome, reason in found:
+            if outcome is not Outcome.HIT and reason is not Reason.ON_SSD:
                 break
             tokens += state.chunks.tokens[row]
             if event.token_count and tokens >= event.token_count:
@@ -57,7 +62,11 @@ class Reads:
         return ev.Matched(usable, tuple(f[1] for f in found), tuple(f[2] for f in found))
 
     def acquire(self, worker: Worker, event: ev.Acquire) -> ev.Acquired:
-        """Pin the hits; all or nothing per chunk (invariant 3)."""
+        """Pin the hits; all or nothing per chunk (invariant 3). What is on SSD begins to rise.
+
+        Behind the first PENDING key hits are pinned all the same, or the promotions might push them out; a
+        prefix lookup stops at the first MISS.
+        """
         state = self.state
         limits = state.limits
         namespace = state.own_namespace(worker, event.namespace)
@@ -88,9 +97,12 @@ class Reads:
                 self._used(row, namespace)
                 extents += [state.extent(row, shard, lengths[shard]) for shard in shards]
             else:
+                if reason is Reason.ON_SSD:
+                    self.rise(row)
+                    namespace.ssd_hits += 1
                 if outcome is Outcome.PENDING and event.wait_ms > 0:
                     state.wait_for(worker, row, until)
-                stopped = event.prefix_only
+                stopped = event.prefix_only and outcome is Outcome.MISS
             outcomes.append(outcome)
             reasons.append(reason)
             namespace.lookups[reason] += 1
@@ -112,6 +124,9 @@ class Reads:
 
     def _used(self, row: int, namespace: Namespace) -> None:
         chunks = self.state.chunks
+        if row in self.state.prefetched:
+            self.state.prefetched.discard(row)
+            self.state.counters["prefetch_on_time"] += 1
         chunks.used_at[row] = self.state.now
         chunks.hits[row] += 1
         start = chunks.shard0[row]

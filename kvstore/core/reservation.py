@@ -11,7 +11,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from kvstore.core.events import Ticket
-from kvstore.types import Millis, NamespaceId, OpId, ReservationId, WorkerId
+from kvstore.types import Millis, NamespaceId, OpId, ReservationId, Wait, WorkerId
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +28,7 @@ class Reservation:
     maker: bytes = b""
     ticket: Ticket | None = None
     """Of the commit that is being copied."""
+    wait: Wait = Wait.VISIBLE
     op: OpId = OpId(0)
 
     @property
@@ -36,4 +37,5 @@ class Reservation:
 
     def __repr__(self) -> str:
         state = f"copying (op {self.op})" if self.copying else "open"
-        return f"Reservation({self.id} of worker {self.worker}: {len(self.rows)} chunks x {len(self.shards)} shards, {state})"
+        what = f"{len(self.rows)} chunks x {len(self.shards)} shards"
+        return f"Reservation({self.id} of worker {self.worker}: {what}, {state})"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, NONE, TAIL
+from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, NONE, STORED, TAIL
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
 from kvstore.core.reads import clip_ttl, wanted_shards
@@ -18,6 +18,7 @@ from kvstore.errors import BadRequest, Conflict, DeadlineExceeded, Exhausted, No
 from kvstore.types import (
     ChunkKey,
     CommitResult,
+    DiskState,
     Extent,
     GrantResult,
     Millis,
@@ -27,6 +28,7 @@ from kvstore.types import (
     Reason,
     ReservationId,
     StagedPiece,
+    Wait,
 )
 
 COPY_DEADLINE_MS = 10_000
@@ -56,6 +58,10 @@ class Saves:
     def __init__(self, state: State, segments: Segments) -> None:
         self.state = state
         self._segments = segments
+        self.await_durable: Callable[[ev.Ticket, Namespace, Sequence[ChunkKey], ev.Committed], None] = (
+            lambda ticket, namespace, keys, answer: None
+        )
+        """Answers a commit once its chunks are durable; set by the store, which knows the disk."""
         self.copies: dict[OpId, tuple[Reservation, Millis]] = {}
         """Running copies with their deadlines."""
         self.late: dict[OpId, LateCopy] = {}
@@ -166,6 +172,8 @@ class Saves:
         chunks = state.chunks
         row = namespace.index.get(key, NONE)
         if row != NONE and chunks.shard0[row] != NONE:
+            if chunks.flags[row] & (STORED | DOOMED) == STORED:
+                return GrantResult.ALREADY
             places = [chunks.shard0[row] + shard for shard in shards]
             if chunks.flags[row] & DOOMED:
                 return GrantResult.BUSY
@@ -230,6 +238,13 @@ class Saves:
         if reservation.expires_at <= state.now:
             self._end(reservation, "expired")
             return self._commit_of_ended(worker, event.reservation)
+        if event.wait is Wait.DURABLE and state.disk_state is DiskState.ABSENT:
+            raise Precondition(
+                "no SSD tier is configured",
+                field="wait",
+                value="DURABLE",
+                remedy="set ssd_dir, or wait for VISIBLE",
+            )
         namespace = state.namespaces[reservation.namespace]
         lengths = namespace.spec.shard_bytes
         targets = tuple(
@@ -250,6 +265,7 @@ class Saves:
                 )
             state.effects.append(ev.Checksum(op, targets))
         reservation.ticket = event.ticket
+        reservation.wait = event.wait
         reservation.op = op
         self.copies[op] = (reservation, state.now + COPY_DEADLINE_MS)
         return None
@@ -307,7 +323,11 @@ class Saves:
         state.counters["bytes_saved"] += written
         state.counters["chunks_saved"] += len(reservation.rows)
         self._forget(reservation, "committed", keys)
-        state.reply(ticket, ev.Committed(tuple(results)))
+        answer = ev.Committed(tuple(results))
+        if reservation.wait is Wait.DURABLE:
+            self.await_durable(ticket, namespace, [key for key in keys if key in namespace.index], answer)
+        else:
+            state.reply(ticket, answer)
 
     # ----------------------------------------------------------------------------------------------- abort, expiry
 
@@ -375,7 +395,12 @@ class Saves:
     def _drop_if_empty(self, namespace: Namespace, row: int) -> None:
         """A partial chunk with no shard left, or a doomed one that nobody writes any more, becomes a ghost."""
         chunks = self.state.chunks
-        if chunks.shard0[row] == NONE or chunks.reserved[row] or chunks.pins[row]:
+        if (
+            chunks.shard0[row] == NONE
+            or chunks.reserved[row]
+            or chunks.pins[row]
+            or chunks.flags[row] & STORED
+        ):
             return
         if chunks.flags[row] & DOOMED:
             self.state.to_ghost(row, Reason(chunks.reason[row]))

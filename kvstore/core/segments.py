@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvstore.core import events as ev
 from kvstore.core import planner
-from kvstore.core.chunks import NONE
+from kvstore.core.chunks import STORED
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
 from kvstore.core.state import State
@@ -17,6 +17,7 @@ from kvstore.types import Extent, Millis, NamespaceId, OpId, Reason, SegmentId, 
 DONOR_SEARCH_MS = 100
 """After a fruitless look through all segments, how long a namespace waits before the next."""
 CREATE_RETRY_MS = 1_000
+VICTIMS_LOOKED_AT_MAX = 32
 MOVES_PER_OP_MAX = 64
 MOVE_BYTES_MAX = 64 << 20
 
@@ -108,7 +109,9 @@ class Segments:
 
     # -------------------------------------------------------------------------------------------------- allocation
 
-    def allocate(self, namespace: Namespace, slot_bytes: int, row: int) -> tuple[Segment, int] | None:
+    def allocate(
+        self, namespace: Namespace, slot_bytes: int, row: int, sooner_than: int = -1
+    ) -> tuple[Segment, int] | None:
         """A RESERVED slot for chunk row `row`, or None (the save is dropped, or tried again).
 
         free slot of the class -> idle segment -> empty segment of the namespace's own
@@ -131,7 +134,7 @@ class Segments:
             and self.state.now - namespace.in_flight_since < self.state.limits.retire_grace_ms
         ):
             return None
-        while self._evict_one(namespace):
+        while self._evict_one(namespace, sooner_than):
             taken = self._take(namespace, slot_bytes, row)
             if taken is not None:
                 return taken
@@ -145,15 +148,25 @@ class Segments:
         slab = self.state.pool.classes.get((namespace.id, slot_bytes))
         return None if slab is None else self.state.pool.take(slab, row)
 
-    def _evict_one(self, namespace: Namespace) -> bool:
-        state = self.state
-        row = state.policy.victim(namespace)
-        while row == NONE:
+    def _evict_one(self, namespace: Namespace, sooner_than: int) -> bool:
+        """Free the DRAM slots of one chunk: demoted if it is on SSD; dropped if it cannot be, now or soon; and rather
+        left alone, for the save in hand to be tried again, if its write to SSD is about to come."""
+        while True:
+            for row in self.state.policy.victims(namespace, VICTIMS_LOOKED_AT_MAX, sooner_than):
+                if self._leave_dram(row):
+                    return True
             if not self._revoke(namespace):
                 return False
-            row = state.policy.victim(namespace)
-        state.to_ghost(row, Reason.EVICTED)
-        state.counters["chunks_evicted"] += 1
+
+    def _leave_dram(self, row: int) -> bool:
+        state = self.state
+        if state.chunks.flags[row] & STORED:
+            state.demote(row)
+        elif state.storing:
+            return False
+        else:
+            state.to_ghost(row, Reason.EVICTED)
+            state.counters["chunks_evicted"] += 1
         return True
 
     def _ask_for_more(self, namespace: Namespace) -> None:
@@ -186,15 +199,12 @@ class Segments:
         return None
 
     def _empty(self, segment: Segment) -> bool:
-        """Evict every chunk of an unpinned segment; False if one is still being written by another rank."""
+        """Evict every chunk of an unpinned segment; False, with perhaps some evicted, if one has to stay."""
         state = self.state
         rows = [row for slot, row in enumerate(segment.owner) if segment.state[slot] == SlotState.READY]
         if any(state.chunks.reserved[row] for row in rows):
             return False
-        for row in dict.fromkeys(rows):
-            state.to_ghost(row, Reason.EVICTED)
-            state.counters["chunks_evicted"] += 1
-        return True
+        return all(self._leave_dram(row) for row in dict.fromkeys(rows))
 
     # -------------------------------------------------------------------------------------------------- compaction
 

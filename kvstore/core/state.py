@@ -1,27 +1,42 @@
 """What the core knows, and the few transitions that everything else is made of.
 
 Every change of a chunk's condition, a pin or a slot goes through a method here, so that the invariants have one place
-each. `Reads`, `Saves`, `Sessions` and `Memory` decide; this file keeps the books.
+each. `Reads`, `Saves`, `Segments`, `Disk`, `Queue` and `Dialogues` decide; this file keeps the books.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.core.chunks import COMMITTED, DOOMED, LISTED, NONE, TAIL, ChunkTable, LinkedRows
+from kvstore.core.chunks import (
+    COMMITTED,
+    DOOMED,
+    DURABLE,
+    LISTED,
+    NONE,
+    RISING,
+    STORED,
+    STORING,
+    TAIL,
+    ChunkTable,
+    LinkedRows,
+)
 from kvstore.core.events import ChunksSettled, Effect, Reply, SetGenerations, Ticket
 from kvstore.core.lease import Lease, LeaseBook
 from kvstore.core.limits import Limits
 from kvstore.core.manifests import SessionBook
 from kvstore.core.namespaces import Namespace
-from kvstore.core.policy import LeastRecentlyUsed
-from kvstore.core.pool import Pool, Segment
+from kvstore.core.policy import Policy
+from kvstore.core.pool import Phase, Pool, Segment
 from kvstore.core.reservation import Reservation
 from kvstore.core.workers import EngineGroup, Worker
 from kvstore.errors import Denied, NotFound, Unauthenticated
 from kvstore.types import (
+    ChunkKey,
+    DiskPlace,
+    DiskState,
     Extent,
     LeaseId,
     Millis,
@@ -30,8 +45,13 @@ from kvstore.types import (
     Reason,
     ReservationId,
     SegmentId,
+    SlabId,
     WorkerId,
 )
+
+DISK = NamespaceId(0)
+"""The one owner of all slabs in the disk pool; namespaces of users start at 1."""
+DISK_SLAB_HEADER_BYTES = 4096
 
 
 @dataclass(slots=True)
@@ -48,7 +68,12 @@ class State:
     now: Millis = 0
     chunks: ChunkTable = field(default_factory=ChunkTable)
     pool: Pool = field(init=False)
-    policy: LeastRecentlyUsed = field(init=False)
+    disk: Pool = field(init=False)
+    """Slots of the SSD tier; its segments are slab files, all of one namespace (nobody maps them)."""
+    disk_state: DiskState = DiskState.ABSENT
+    disk_full: bool = False
+    """No slot can be freed on SSD: what is saved now stays in DRAM alone."""
+    policy: Policy = field(init=False)
     leases: LeaseBook = field(default_factory=LeaseBook)
     sessions: SessionBook = field(default_factory=SessionBook)
     namespaces: dict[NamespaceId, Namespace] = field(default_factory=dict)
@@ -58,6 +83,15 @@ class State:
     groups: dict[tuple[str, str], EngineGroup] = field(default_factory=dict)
     reservations: dict[ReservationId, Reservation] = field(default_factory=dict)
     ghosts: LinkedRows = field(default_factory=LinkedRows)
+    cold: LinkedRows = field(default_factory=LinkedRows)
+    """Chunks on SSD only and not rising, in the order in which they left DRAM: the candidates to leave the SSD."""
+    to_store: deque[tuple[int, ChunkKey]] = field(default_factory=deque)
+    """Resident chunks that are not on SSD yet, in the order of their commits."""
+    dirty_chunks: dict[tuple[NamespaceId, ChunkKey], Millis] = field(default_factory=dict)
+    """Chunks whose index record is to be written or deleted, since when."""
+    dirty_sessions: dict[tuple[NamespaceId, bytes], Millis] = field(default_factory=dict)
+    prefetched: set[int] = field(default_factory=set)
+    """Rows that a hint brought to DRAM and nobody has used yet."""
     partials: LinkedRows = field(default_factory=LinkedRows)
     """Chunks that lack some shard, in the order of `used_at`: since when they wait for it."""
     waits: dict[int, list[Wait]] = field(default_factory=dict)
@@ -73,9 +107,23 @@ class State:
         self.pool = Pool(
             segment_bytes=limits.segment_bytes, count=limits.segment_count, alignment=limits.slot_alignment
         )
-        self.policy = LeastRecentlyUsed(self.chunks)
+        self.policy = Policy(self.chunks, limits.eviction)
+        self.disk = Pool(
+            segment_bytes=limits.disk_slab_bytes,
+            count=limits.disk_slabs_max,
+            alignment=limits.disk_header_bytes,
+            header_bytes=DISK_SLAB_HEADER_BYTES,
+            phase=Phase.ABSENT,
+        )
+        if limits.disk_slabs_max:
+            self.disk_state = DiskState.OK
 
     # ------------------------------------------------------------------------------------------------- effects
+
+    @property
+    def storing(self) -> bool:
+        """What is in DRAM only will be on SSD soon: worth waiting for, rather than dropping it."""
+        return self.disk_state is DiskState.OK and not self.disk_full
 
     def new_op(self) -> OpId:
         op = OpId(self.next_op)
@@ -190,8 +238,8 @@ class State:
         place = chunks.shard0[row] + shard
         segment, slot = self.pool.segments[chunks.shard_segment[place]], chunks.shard_slot[place]
         assert segment.owner[slot] == row, (chunks.describe(row), segment, slot)
+        # The checksum stays: it is also that of the copy on SSD, and what a read from there must match.
         chunks.shard_segment[place] = chunks.shard_slot[place] = NONE
-        chunks.shard_checksum[place] = 0
         if chunks.shard_ready[place]:
             chunks.shard_ready[place] = 0
             chunks.ready[row] -= 1
@@ -208,6 +256,28 @@ class State:
     def is_hit(self, row: int) -> bool:
         return self.is_resident(row) and not self.chunks.flags[row] & DOOMED
 
+    def is_usable(self, row: int) -> bool:
+        """A hit, or on SSD and readable: its bytes can be had."""
+        if self.is_hit(row):
+            return True
+        stored = self.chunks.flags[row] & (STORED | DOOMED) == STORED
+        return stored and self.disk_state is not DiskState.OFF
+
+    def _tally(self, row: int, change: int) -> None:
+        """Count the row in, or out of, the condition that it is in now."""
+        chunks = self.chunks
+        if chunks.shard0[row] == NONE:
+            return
+        namespace = self.namespace_of(row)
+        if chunks.ready[row] == namespace.shards:
+            if not chunks.flags[row] & DOOMED:
+                namespace.visible += change
+        elif chunks.flags[row] & STORED:
+            if not chunks.flags[row] & DOOMED:
+                namespace.cold += change
+        else:
+            namespace.partial += change
+
     def begin_chunk(self, namespace: Namespace, row: int) -> None:
         """ghost -> partial: room for its shards, none of them placed yet."""
         chunks = self.chunks
@@ -216,7 +286,7 @@ class State:
         chunks.give_shards(row, namespace.shards)
         chunks.flags[row] &= ~DOOMED
         chunks.born_at[row] = chunks.used_at[row] = self.now
-        namespace.partial += 1
+        self._tally(row, +1)
         chunks.link_newest(self.partials, row)
 
     def shard_filled(self, row: int, shard: int, checksum: int) -> None:
@@ -227,26 +297,30 @@ class State:
         segment = self.pool.segments[chunks.shard_segment[place]]
         self.pool.fill(segment, chunks.shard_slot[place])
         segment.touched_at = self.now
+        self._tally(row, -1)
         chunks.shard_checksum[place] = checksum
         chunks.shard_ready[place] = 1
         chunks.reserved[row] -= 1
         chunks.ready[row] += 1
+        self._tally(row, +1)
         if chunks.ready[row] < namespace.shards:
             return
-        namespace.partial -= 1
-        chunks.unlink(self.partials, row)
-        chunks.flags[row] |= COMMITTED
+        if chunks.flags[row] & LISTED:
+            chunks.unlink(self.partials, row)
+        chunks.flags[row] = chunks.flags[row] & ~RISING | COMMITTED
         if chunks.flags[row] & DOOMED:
             self.to_ghost(row, Reason(chunks.reason[row]))
             return
-        namespace.visible += 1
         chunks.reason[row] = Reason.NONE
         chunks.used_at[row] = self.now
         self.policy.add(namespace, (row,))
+        if self.disk_state is not DiskState.ABSENT and not chunks.flags[row] & STORED:
+            self.to_store.append((row, chunks.key[row]))
         self.settle(row, ready=True)
 
     def doom(self, row: int, reason: Reason) -> bool:
-        """A miss from now on; the bytes go at once, or with the last pin or open reservation. False: was no hit."""
+        """A miss from now on; the bytes go at once, or with the last pin, reservation or read. False: there was nothing
+        to lose."""
         chunks = self.chunks
         if chunks.shard0[row] == NONE:
             if reason is Reason.FORGOTTEN and not chunks.refs[row]:
@@ -254,41 +328,33 @@ class State:
             return False
         if chunks.flags[row] & DOOMED:
             return False
-        resident = self.is_resident(row)
-        if chunks.pins[row] or chunks.reserved[row]:
-            if resident:
-                self.namespace_of(row).visible -= 1
+        usable = self.is_resident(row) or bool(chunks.flags[row] & STORED)
+        if chunks.pins[row] or chunks.reserved[row] or chunks.flags[row] & RISING:
+            self._tally(row, -1)
             chunks.flags[row] |= DOOMED
+            self._tally(row, +1)
             chunks.reason[row] = reason
             self.settle(row, ready=False)
         else:
             self.to_ghost(row, reason)
-        return resident
+        return usable
 
     def to_ghost(self, row: int, reason: Reason) -> None:
         """Free every slot of an unpinned chunk that nobody is writing; its key stays behind with the reason."""
         chunks = self.chunks
         namespace = self.namespace_of(row)
         assert not chunks.pins[row] and not chunks.reserved[row], chunks.describe(row)
-        if chunks.ready[row] == namespace.shards:
-            self.policy.remove(namespace, row)
-            if not chunks.flags[row] & DOOMED:
-                namespace.visible -= 1
-        else:
-            namespace.partial -= 1
-            chunks.unlink(self.partials, row)
-        never_complete = chunks.ready[row] == 0
-        for shard in range(namespace.shards):
-            if chunks.shard_segment[chunks.shard0[row] + shard] != NONE:
-                segment, slot = self.unplace_shard(row, shard)
-                if reason is Reason.CORRUPT:
-                    self.quarantine_slot(segment, slot)
-                else:
-                    self.free_slot(segment, slot)
+        assert not chunks.flags[row] & (STORING | RISING), chunks.describe(row)
+        self._unlist(namespace, row)
+        self._tally(row, -1)
+        nothing_lost = chunks.ready[row] == 0 and not chunks.flags[row] & STORED
+        self._free_dram(namespace, row, quarantine=reason is Reason.CORRUPT)
+        self._free_disk(namespace, row, quarantine=reason is Reason.CORRUPT)
         chunks.take_shards(row, namespace.shards)
         chunks.flags[row] &= ~DOOMED
+        self.policy.forget(row)
         self.settle(row, ready=False)
-        if never_complete and reason is Reason.INCOMPLETE:
+        if nothing_lost and reason is Reason.INCOMPLETE:
             reason = Reason(chunks.reason[row])  # an aborted save tells nothing new
         chunks.reason[row] = reason
         chunks.used_at[row] = self.now
@@ -299,6 +365,98 @@ class State:
         else:
             self.remember_ghost(row)
 
+    def demote(self, row: int) -> None:
+        """resident -> cold: its bytes are on SSD, the DRAM slots go."""
+        chunks = self.chunks
+        namespace = self.namespace_of(row)
+        assert chunks.flags[row] & (STORED | STORING) == STORED and not chunks.pins[row], chunks.describe(row)
+        self._unlist(namespace, row)
+        self._tally(row, -1)
+        self._free_dram(namespace, row, quarantine=False)
+        self._tally(row, +1)
+        chunks.link_newest(self.cold, row)
+        self.counters["chunks_demoted"] += 1
+
+    def _unlist(self, namespace: Namespace, row: int) -> None:
+        """Out of whatever list it is in; a chunk that a hint brought in vain is counted."""
+        chunks = self.chunks
+        if row in self.prefetched:
+            self.prefetched.discard(row)
+            self.counters["prefetch_wasted"] += 1
+        if not chunks.flags[row] & LISTED:
+            return
+        if chunks.ready[row] == namespace.shards:
+            self.policy.remove(namespace, row)
+        else:
+            chunks.unlink(self.cold if chunks.flags[row] & STORED else self.partials, row)
+
+    def _free_dram(self, namespace: Namespace, row: int, *, quarantine: bool) -> None:
+        chunks = self.chunks
+        for shard in range(namespace.shards):
+            if chunks.shard_segment[chunks.shard0[row] + shard] != NONE:
+                segment, slot = self.unplace_shard(row, shard)
+                if quarantine:
+                    self.quarantine_slot(segment, slot)
+                else:
+                    self.free_slot(segment, slot)
+
+    # ---------------------------------------------------------------------------------------------------- disk
+
+    def place_on_disk(self, row: int, shard: int, slab: Segment, slot: int, generation: int) -> None:
+        place = self.chunks.shard0[row] + shard
+        assert self.chunks.disk_slab[place] == NONE, self.chunks.describe(row)
+        self.chunks.disk_slab[place] = slab.index
+        self.chunks.disk_slot[place] = slot
+        self.chunks.disk_generation[place] = generation
+
+    def disk_place(self, row: int, shard: int) -> DiskPlace:
+        chunks = self.chunks
+        place = chunks.shard0[row] + shard
+        slab = self.disk.segments[chunks.disk_slab[place]]
+        return DiskPlace(SlabId(slab.id), chunks.disk_slot[place], chunks.disk_generation[place])
+
+    def unplace_from_disk(self, row: int, shard: int, *, quarantine: bool = False) -> None:
+        chunks = self.chunks
+        place = chunks.shard0[row] + shard
+        slab, slot = self.disk.segments[chunks.disk_slab[place]], chunks.disk_slot[place]
+        assert slab.owner[slot] == row, (chunks.describe(row), slab, slot)
+        chunks.disk_slab[place] = chunks.disk_slot[place] = NONE
+        if quarantine:
+            self.disk.quarantine(slab, slot)
+        else:
+            self.disk.give_back(slab, slot)
+
+    def _free_disk(self, namespace: Namespace, row: int, *, quarantine: bool = False) -> None:
+        if not self.chunks.flags[row] & STORED:
+            return
+        for shard in range(namespace.shards):
+            self.unplace_from_disk(row, shard, quarantine=quarantine)
+        self.chunks.flags[row] &= ~(STORED | DURABLE)
+        self.dirty_chunks.setdefault((namespace.id, self.chunks.key[row]), self.now)
+
+    def drop_from_disk(self, row: int) -> None:
+        """The SSD copy goes: a cold chunk becomes a ghost, a resident one stays in DRAM alone."""
+        if not self.is_resident(row):
+            self.to_ghost(row, Reason.EVICTED)
+        else:
+            self._free_disk(self.namespace_of(row), row)
+        self.counters["chunks_evicted_from_ssd"] += 1
+
+    def make_cold(self, row: int) -> None:
+        """A chunk whose read ended without bytes, or was never begun, is on SSD only, as before."""
+        chunks = self.chunks
+        assert chunks.flags[row] & STORED and not chunks.reserved[row] and not chunks.ready[row], (
+            chunks.describe(row)
+        )
+        chunks.flags[row] &= ~RISING
+        if chunks.flags[row] & DOOMED:
+            self.to_ghost(row, Reason(chunks.reason[row]))
+        else:
+            chunks.link_newest(self.cold, row)
+            self.settle(row, ready=False)
+
+    # -------------------------------------------------------------------------------------------------- ghosts
+
     def remember_ghost(self, row: int) -> None:
         self.chunks.link_newest(self.ghosts, row)
         if self.ghosts.count > self.limits.ghosts_max:
@@ -306,6 +464,7 @@ class State:
 
     def remove_row(self, row: int) -> None:
         """Forget the key of a ghost altogether."""
+        self.policy.forget(row)
         if self.chunks.flags[row] & LISTED:
             self.chunks.unlink(self.ghosts, row)
         del self.namespace_of(row).index[self.chunks.key[row]]
@@ -326,7 +485,7 @@ class State:
             return
         if chunks.shard0[row] == NONE:
             self.remember_ghost(row)
-        elif chunks.flags[row] & TAIL and self.is_resident(row):
+        elif chunks.flags[row] & TAIL and (self.is_resident(row) or chunks.flags[row] & STORED):
             self.doom(row, Reason.TRUNCATED)
 
     # ---------------------------------------------------------------------------------------------------- pins

@@ -7,11 +7,11 @@ from typing import Any
 from kvstore.core.pool import Phase
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
-from kvstore.types import Reason, SlotState
+from kvstore.types import DiskState, Reason, SlotState
 
 
 def stats(state: State, worker: Worker) -> dict[str, Any]:
-    """{"arena": {…}, "pools": [{…}], "namespaces": [{…}], "counters": {…}, "gauges": {…}}
+    """{"arena": {…}, "ssd": {…}, "pools": [{…}], "namespaces": [{…}], "counters": {…}, "gauges": {…}}
 
     In every pool free + reserved + ready + quarantined = capacity. Counters and gauges of the whole daemon are for
     admins: another tenant's activity shows in them.
@@ -43,6 +43,9 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
             "weights_epoch": namespace.spec.weights_epoch,
             "chunks": namespace.visible,
             "incomplete": namespace.partial,
+            "cold_chunks": namespace.cold,
+            "cold_bytes": namespace.cold * namespace.spec.chunk_bytes,
+            "ssd_hits": namespace.ssd_hits,
             "resident_bytes": namespace.visible * namespace.spec.chunk_bytes,
             "pinned_bytes": namespace.pinned * namespace.chunk_bytes,
             "sessions": namespace.sessions,
@@ -65,6 +68,7 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
             "retiring_bytes": bytes_each * phases.count(Phase.RETIRING),
             "protection": state.limits.protection.value,
         },
+        "ssd": _ssd(state),
         "pools": pools,
         "namespaces": namespaces,
         "counters": dict(state.counters) if worker.admin else {},
@@ -80,4 +84,26 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
         }
         if worker.admin
         else {},
+    }
+
+
+def _ssd(state: State) -> dict[str, Any]:
+    if state.disk_state is DiskState.ABSENT:
+        return {"state": "absent"}
+    pool = state.disk
+    assigned = [segment for segment in pool.segments if segment.phase is Phase.ASSIGNED]
+    counts = [sum(segment.counts[kind] for segment in assigned) for kind in SlotState]
+    return {
+        "state": state.disk_state.name.lower(),
+        "full": state.disk_full,
+        "bytes": pool.segment_bytes * len(pool.segments),
+        "slab_bytes": pool.segment_bytes * len(assigned),
+        "capacity": sum(segment.capacity for segment in assigned),
+        "free": counts[SlotState.FREE],
+        "reserved": counts[SlotState.RESERVED],
+        "ready": counts[SlotState.READY],
+        "quarantined": counts[SlotState.QUARANTINED],
+        "to_store": len(state.to_store),
+        "oldest_not_durable_ms": state.now - next(iter(state.dirty_chunks.values()), state.now),
+        "cold_chunks": state.cold.count,
     }

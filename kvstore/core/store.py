@@ -14,11 +14,14 @@ from typing import Any
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE
 from kvstore.core.dialogues import Dialogues
+from kvstore.core.disk import Disk
 from kvstore.core.integrity import check_integrity
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
+from kvstore.core.queue import Queue
 from kvstore.core.reads import Reads
+from kvstore.core.restart import Restored, Snapshot, restore
 from kvstore.core.saves import Saves
 from kvstore.core.segments import Segments
 from kvstore.core.state import State
@@ -44,7 +47,11 @@ class Store:
         self.reads = Reads(self.state)
         self.segments = Segments(self.state, self.reads.revoke)
         self.saves = Saves(self.state, self.segments)
+        self.disk = Disk(self.state, self.segments)
+        self.queue = Queue(self.state, lambda row: self.disk.rise(row, demanded=False))
         self.dialogues = Dialogues(self.state)
+        self.reads.rise = lambda row: self.disk.rise(row, demanded=True)
+        self.saves.await_durable = self.disk.await_durable
         self._next_namespace = 1
         self._requests: dict[type, Callable[[Worker, Any], ev.Answer | None]] = {
             ev.Open: self._open,
@@ -64,6 +71,7 @@ class Store:
             ev.ListSessions: self.dialogues.list,
             ev.Explain: self.dialogues.explain,
             ev.GetStats: lambda worker, _: ev.Stats(stats(self.state, worker)),
+            ev.PublishQueue: self.queue.publish,
             ev.WantSegments: self.segments.want,
             ev.SegmentsUnmapped: self._unmapped,
         }
@@ -75,12 +83,20 @@ class Store:
             ev.SegmentFailed: lambda event: self.segments.create_failed(event.op),
             ev.OpDone: lambda event: self._op_ended(event.op, event.checksums, ""),
             ev.OpFailed: lambda event: self._op_ended(event.op, None, event.why),
+            ev.SlabReady: lambda event: self.disk.slab_ready(event.op),
+            ev.DiskDone: lambda event: self.disk.ended(event.op, event.results, event.why),
             ev.Tick: lambda _: self._tick(),
         }
 
     def __repr__(self) -> str:
         state = self.state
         return f"Store({state.chunks}, {state.pool}, {state.leases}, {len(state.workers)} workers)"
+
+    def restore(self, snapshot: Snapshot) -> Restored:
+        """Put what the SSD holds in place; before `start` and the first event."""
+        restored = restore(self.state, self.disk, snapshot)
+        self._next_namespace = max((record.number for record in snapshot.namespaces), default=0) + 1
+        return restored
 
     def start(self) -> list[ev.Effect]:
         """The first effects: every segment of the arena is to be created."""
@@ -98,12 +114,13 @@ class Store:
             fact(event)
         else:
             self._request(event)
+        self.disk.pump()
         return state.take_effects()
 
     def check_integrity(self) -> None:
         """The ten invariants; raises AssertionError. A pass over everything."""
         audited = [row for rows, _ in self.reads.audits.values() for row in rows]
-        check_integrity(self.state, self.saves, self.segments, audited)
+        check_integrity(self.state, self.saves, self.segments, self.disk, audited)
 
     # ---------------------------------------------------------------------------------------------------- requests
 
@@ -207,6 +224,8 @@ class Store:
         self._next_namespace += 1
         state.namespaces[namespace.id] = namespace
         state.newest_epoch[family] = namespace
+        if self.disk.present:
+            self.disk.dirty_namespaces[namespace.id] = namespace
         return namespace
 
     def _unmapped(self, worker: Worker, event: ev.SegmentsUnmapped) -> ev.Done:
@@ -266,6 +285,7 @@ class Store:
                 state.close_lease(state.leases.leases[lease_id])
             del state.groups[worker.tenant, worker.group.name]
         self.segments.unmapped(worker, list(worker.holds))
+        self.queue.forget(worker.id)
         del state.workers[worker.id]
         state.effects.append(ev.ForgetWorker(worker.id))
 
@@ -284,6 +304,9 @@ class Store:
     def _tick(self) -> None:
         self.saves.tick()
         self.segments.tick()
+        self.disk.tick()
+        self.queue.tick()
+        self.dialogues.tick()
         self._end_waits()
         self._drop_retired()
         for worker in [worker for worker in self.state.workers.values() if worker.closed]:
@@ -321,7 +344,11 @@ class Store:
                 left -= 1
                 if namespace.index.get(key) == row:  # else it went with another
                     state.doom(row, Reason.OLD_EPOCH)
-                    if namespace.index.get(key) == row and chunks.shard0[row] == NONE and not chunks.refs[row]:
+                    if (
+                        namespace.index.get(key) == row
+                        and chunks.shard0[row] == NONE
+                        and not chunks.refs[row]
+                    ):
                         state.remove_row(row)
 
     def _reap_namespaces(self) -> None:
@@ -336,6 +363,9 @@ class Store:
             if namespace.id in opened and not namespace.retired:
                 continue
             del state.namespaces[namespace.id]
+            if self.disk.present:
+                self.disk.dirty_namespaces.pop(namespace.id, None)
+                self.disk.deleted_namespaces.append(namespace.id)
             for worker in state.workers.values():
                 worker.opened.discard(namespace.id)
             if state.newest_epoch.get(namespace.family) is namespace:
@@ -356,7 +386,7 @@ def _check_engine_group(group: EngineGroup, spec: NamespaceSpec) -> None:
             differences = known.differences(replace(spec, weights_epoch=0))
             if differences and known.weights_digest == spec.weights_digest:
                 raise Precondition(
-                    f"another member of engine group {group.name!r} opened this model differently: {'; '.join(differences)}",
+                    f"another member of engine group {group.name!r} opened it differently: {'; '.join(differences)}",
                     field="namespace",
                     value=spec.model,
                     remedy="all ranks of an engine must send the same namespace",

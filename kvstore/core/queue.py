@@ -1,0 +1,187 @@
+"""What schedulers say of the future, and the two windows made of it (AttentionStore, section 3.3).
+
+    prefetch window   the head of the queue whose chunks fit in DRAM: C_mem / S_kv. What of it is on SSD rises.
+    eviction window   the part of the queue whose chunks fit in all tiers: (C_mem + C_disk) / S_kv. It is ranked: within
+                      a namespace's share, what the window does not need goes first, then what is needed last.
+
+The windows order victims; they never refuse to evict. A queue longer than the window is clipped from its tail, and the
+answer says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import DOOMED, NONE, RISING, STORED
+from kvstore.core.namespaces import Namespace
+from kvstore.core.reads import clip_ttl
+from kvstore.core.state import State
+from kvstore.core.workers import Worker
+from kvstore.errors import BadRequest
+from kvstore.types import ChunkKey, HintResult, Millis, NamespaceId, WorkerId
+
+REPLAN_MS = 20
+"""Plans are made at most this often, however many hints arrive."""
+POSITION_MAX = 1 << 31
+
+
+@dataclass(slots=True)
+class Job:
+    namespace: NamespaceId
+    session: bytes
+    keys: tuple[ChunkKey, ...]
+    position: int
+    until: Millis
+
+
+@dataclass(slots=True)
+class Windows:
+    """The last plan."""
+
+    prefetch: int = 0
+    eviction: int = 0
+    results: dict[tuple[WorkerId, NamespaceId, bytes], HintResult] = field(default_factory=dict)
+
+
+class Queue:
+    def __init__(self, state: State, rise: Callable[[int], None]) -> None:
+        self.state = state
+        self._rise = rise
+        self.jobs: dict[WorkerId, dict[tuple[NamespaceId, bytes], Job]] = {}
+        self.windows = Windows()
+        self._planned_at: Millis = -REPLAN_MS
+        self._due = False
+
+    def __repr__(self) -> str:
+        count = sum(map(len, self.jobs.values()))
+        return f"Queue({count} jobs, prefetch window {self.windows.prefetch}, eviction window {self.windows.eviction})"
+
+    def publish(self, worker: Worker, event: ev.PublishQueue) -> ev.QueueAccepted:
+        """Replace or change the worker's queue for one namespace, and plan at once."""
+        state = self.state
+        limits = state.limits
+        namespace = state.own_namespace(worker, event.namespace)
+        for index, hint in enumerate(event.hints):
+            if not 0 <= hint.position <= POSITION_MAX:
+                raise BadRequest(
+                    f"must be between 0 and {POSITION_MAX}",
+                    field=f"hints[{index}].position",
+                    value=hint.position,
+                )
+        jobs = self.jobs.setdefault(worker.id, {})
+        if event.snapshot:
+            for number, job in [pair for pair in jobs if pair[0] == namespace.id]:
+                del jobs[number, job]
+        for job_name in event.removed:
+            jobs.pop((namespace.id, job_name), None)
+        until = state.now + clip_ttl(event.ttl_ms, limits.hint_ttl_ms, limits.hint_ttl_max_ms)
+        rejected = set()
+        for hint in event.hints:
+            known = (namespace.id, hint.job) in jobs
+            named = hint.keys or (namespace.id, hint.session) in state.sessions.by_name
+            if not named or (not known and len(jobs) >= limits.hints_per_worker_max):
+                rejected.add(hint.job)
+                jobs.pop((namespace.id, hint.job), None)
+                continue
+            jobs[namespace.id, hint.job] = Job(namespace.id, hint.session, hint.keys, hint.position, until)
+        if not jobs:
+            del self.jobs[worker.id]
+        state.counters["hints_received"] += len(event.hints)
+        state.counters["hints_rejected"] += len(rejected)
+        self.plan()
+        results = self.windows.results
+        return ev.QueueAccepted(
+            tuple(
+                HintResult.REJECTED if hint.job in rejected else results[worker.id, namespace.id, hint.job]
+                for hint in event.hints
+            ),
+            self.windows.prefetch,
+            self.windows.eviction,
+        )
+
+    def changed(self) -> None:
+        """A session's chunks changed, or room was made: plan again soon."""
+        self._due = bool(self.jobs)
+
+    def forget(self, worker: WorkerId) -> None:
+        if self.jobs.pop(worker, None) is not None:
+            self._due = True
+
+    def tick(self) -> None:
+        state = self.state
+        for worker, jobs in list(self.jobs.items()):
+            over = [name for name, job in jobs.items() if job.until <= state.now]
+            for name in over:
+                del jobs[name]
+            state.counters["hints_expired"] += len(over)
+            self._due = self._due or bool(over)
+            if not jobs:
+                del self.jobs[worker]
+        if (self._due or self.jobs) and self._planned_at + REPLAN_MS <= state.now:
+            self.plan()
+
+    def plan(self) -> None:
+        """Rank what the queue needs, soonest job first, as far as all tiers reach; raise what DRAM can hold of it."""
+        state = self.state
+        limits = state.limits
+        self._due = False
+        self._planned_at = state.now
+        in_dram = int(limits.arena_bytes * limits.prefetch_share_max)
+        in_all = limits.arena_bytes + limits.disk_slab_bytes * limits.disk_slabs_max
+        windows = Windows()
+        rank: dict[int, int] = {}
+        rising: list[int] = []
+        used = 0
+        ordered = sorted(
+            (
+                (job.position, worker, name, job)
+                for worker, jobs in self.jobs.items()
+                for name, job in jobs.items()
+            ),
+            key=lambda item: item[:3],
+        )
+        for place, (_, worker, name, job) in enumerate(ordered):
+            namespace = state.namespaces.get(job.namespace)
+            rows = list(self._rows(namespace, job)) if namespace is not None else []
+            new = [row for row in rows if row not in rank]
+            size = len(new) * namespace.chunk_bytes if namespace is not None else 0
+            key = (worker, name[0], name[1])
+            if used + size > in_all:
+                # What does not fit ends the window: a job behind it must not push out one that is nearer.
+                windows.results.update(
+                    {(w, n[0], n[1]): HintResult.CLIPPED for _, w, n, _ in ordered[place:]}
+                )
+                break
+            used += size
+            for row in new:
+                rank[row] = place
+            windows.eviction += 1
+            if used <= in_dram:
+                windows.prefetch += 1
+                rising += [
+                    row for row in new if state.chunks.flags[row] & (STORED | RISING | DOOMED) == STORED
+                ]
+                windows.results[key] = HintResult.ACCEPTED
+            else:
+                windows.results[key] = HintResult.DEFERRED
+        self.windows = windows
+        if limits.eviction == "hints":
+            state.policy.set_ranks(state.namespaces, rank)
+            for row in rising:
+                if not state.is_resident(row):
+                    self._rise(row)
+
+    def _rows(self, namespace: Namespace, job: Job) -> Iterator[int]:
+        """The chunks that the job will ask for and that can be had, up to the first that cannot."""
+        state = self.state
+        if job.keys:
+            rows = [namespace.index.get(key, NONE) for key in job.keys]
+        else:
+            session = state.sessions.by_name.get((namespace.id, job.session))
+            rows = [] if session is None else list(session.manifest.rows)
+        for row in rows:
+            if row == NONE or not state.is_usable(row):
+                return
+            yield row
