@@ -49,6 +49,7 @@ A session that grows by a turn leaves all its pages but the last as they are, an
 from __future__ import annotations
 
 import enum
+import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -455,26 +456,19 @@ def encode_session_pages(entries: Sequence[SessionEntry]) -> Iterator[bytes]:
 
 
 def _encode_session_page(entries: Sequence[SessionEntry]) -> bytes:
-    runs: list[bytes] = []
-    start = 0
-    for end in range(1, len(entries) + 1):
-        if end == len(entries) or not _follows(entries[end - 1], entries[end]):
-            one = entries[start]
-            sizes = (len(one.key), one.approximate)
-            runs.append(_SESSION_RUN.pack(end - start, one.token_count, one.first_token, one.delta, *sizes))
-            start = end
+    kinds = [(entry.token_count, entry.delta, entry.approximate, len(entry.key)) for entry in entries]
+    firsts = [entry.first_token for entry in entries]
+    starts = [0]
+    for number in range(1, len(entries)):
+        before = kinds[number - 1]
+        if kinds[number] != before or firsts[number] != firsts[number - 1] + before[0]:
+            starts.append(number)
+    runs = []
+    for start, end in itertools.pairwise((*starts, len(entries))):
+        token_count, delta, approximate, key_bytes = kinds[start]
+        runs.append(_SESSION_RUN.pack(end - start, token_count, firsts[start], delta, key_bytes, approximate))
     keys = (entry.key for entry in entries)
     return _seal(b"".join((struct.pack("<I", len(runs)), *runs, *keys)))
-
-
-def _follows(before: SessionEntry, entry: SessionEntry) -> bool:
-    return (
-        entry.first_token == before.first_token + before.token_count
-        and entry.token_count == before.token_count
-        and entry.delta == before.delta
-        and entry.approximate == before.approximate
-        and len(entry.key) == len(before.key)
-    )
 
 
 def decode_session_page(value: bytes) -> list[SessionEntry] | Defect:

@@ -7,6 +7,8 @@ processes; whoever opens it holds that of the directory.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -29,6 +31,7 @@ from kvstore.types import KEY_BYTES_MAX, ChunkKey, DiskResult, SlabId
 
 log = logging.getLogger(__name__)
 
+DATA_FILE = "data.mdb"
 TABLES = ("meta", "slabs", "namespaces", "chunks", "sessions")
 READERS_MAX = 8
 """Slots for readers in LMDB's lock file: ours, and a person with mdb_stat."""
@@ -83,12 +86,13 @@ class Index:
     """After a failed transaction nothing of it is in the index, and the next one is tried on a fresh environment."""
 
     def __init__(self, path: str, *, bytes_max: int, direct: bool, disk: Disk) -> None:
-        """Opens or creates; the boot count is one higher afterwards. `bytes_max` is a hard cap of the data file.
+        """Opens or creates; the boot count is one higher afterwards. `bytes_max` is a hard cap of the data file, unless
+        that is larger already: what LMDB once had it keeps.
 
         Raises ConfigError (a newer format, another layout, a damaged index), Exhausted (the disk is full) or
         Unavailable (it fails); nothing is open then, and nothing but the boot count was changed."""
         self._path = path
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
         self._disk = disk
         self._open: _Open | None = None
         self.boot_count = 0
@@ -97,6 +101,8 @@ class Index:
         """Of the data file, as of the last transaction; freed pages inside count as used."""
         try:
             os.makedirs(path, mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                self.bytes_max = max(bytes_max, os.stat(os.path.join(path, DATA_FILE)).st_size)
             self._open = self._open_or_create(direct)
             self._preallocate()
         except lmdb.Error as problem:
@@ -108,11 +114,6 @@ class Index:
         except StoreError:
             self.close()
             raise
-
-    @property
-    def bytes_reserved(self) -> int:
-        """What the data file may grow to: `bytes_max`, or its present size if the cap was lowered below that."""
-        return max(self._bytes_max, self.used_bytes)
 
     def close(self) -> None:
         """By the thread that writes, and no other: LMDB's write lock belongs to it."""
@@ -262,7 +263,7 @@ class Index:
     def _environment(self) -> lmdb.Environment:
         return lmdb.open(
             self._path,
-            map_size=self._bytes_max,
+            map_size=self.bytes_max,
             subdir=True,
             readonly=False,
             sync=True,  # a transaction is on the disk when commit returns,
@@ -282,18 +283,23 @@ class Index:
 
     @property
     def _normal_bytes(self) -> int:
-        return self._bytes_max - self._bytes_max // RESERVE_SHARE
+        return self.bytes_max - self.bytes_max // RESERVE_SHARE
 
     def _preallocate(self) -> None:
         """The file gets all its space at once, so that a full disk cannot keep deletions from being recorded. Where
         there is not so much space, it grows while it can."""
-        fd = self._disk.open(os.path.join(self._path, "data.mdb"))
+        fd = self._disk.open(os.path.join(self._path, DATA_FILE))
         try:
-            self._disk.allocate(fd, self._bytes_max)
+            missing = self.bytes_max - self._disk.size(fd)
+            if missing > 0:
+                free = self._disk.free_bytes(self._path)
+                if free < missing:  # asked first: an allocation that fails half-way keeps what it got
+                    raise OSError(errno.ENOSPC, f"{free} bytes are free")
+                self._disk.allocate(fd, self.bytes_max)
         except OSError as problem:
             log.warning(
                 "no room for the whole index of %d bytes in %s (%s): it grows as long as it can",
-                self._bytes_max,
+                self.bytes_max,
                 self._path,
                 describe(problem),
             )
@@ -305,8 +311,7 @@ class Index:
             env = self._environment()
             try:
                 env.set_mapsize(self._normal_bytes)
-                with env.begin() as txn:
-                    self._open = _tables(env, txn, create=False)
+                self._open = _tables(env, None, create=False)
             except BaseException:
                 env.close()
                 raise
@@ -322,14 +327,14 @@ class Index:
             except lmdb.MapFullError:
                 if not may_use_reserve:
                     raise
-                to.env.set_mapsize(self._bytes_max)
+                to.env.set_mapsize(self.bytes_max)
                 try:
                     self._commit(to, work)
                 finally:
                     to.env.set_mapsize(self._normal_bytes)  # LMDB keeps it above what is used
             self._measure(to.env)
         except lmdb.MapFullError:
-            return DiskResult.NO_SPACE, f"the index is full ({self._bytes_max} bytes)"
+            return DiskResult.NO_SPACE, f"the index is full ({self.bytes_max} bytes)"
         except lmdb.Error as problem:
             # After some failures LMDB refuses all further transactions of an environment: begin anew with the next.
             self.close()
@@ -383,7 +388,7 @@ class Index:
 
     def __repr__(self) -> str:
         state = "open" if self._open else "closed"
-        return f"Index({self._path} {state}, {self.used_bytes} of {self._bytes_max} bytes, boot {self.boot_count})"
+        return f"Index({self._path} {state}, {self.used_bytes} of {self.bytes_max} bytes, boot {self.boot_count})"
 
 
 # --------------------------------------------------------------------------------------------------------- one batch
@@ -528,7 +533,8 @@ def _batched(rows: Iterator[tuple[bytes, bytes]], count: int) -> Iterator[list[t
 # ------------------------------------------------------------------------------------------------------------ pieces
 
 
-def _tables(env: lmdb.Environment, txn: Transaction, *, create: bool) -> _Open:
+def _tables(env: lmdb.Environment, txn: Transaction | None, *, create: bool) -> _Open:
+    """`txn` must be one that writes: LMDB closes the tables that were opened in another when that ends."""
     return _Open(env, *(env.open_db(name.encode(), txn=txn, create=create) for name in TABLES))
 
 

@@ -274,7 +274,7 @@ class SsdTier:
                 index_commits=counted.index_commits,
                 index_commit_seconds=counted.index_commit_seconds,
                 index_used_bytes=self._index.used_bytes if self._index else 0,
-                index_bytes=self._index.bytes_reserved if self._index else 0,
+                index_bytes=self._index.bytes_max if self._index else 0,
                 slab_files=files,
                 slab_bytes=slab_bytes,
             )
@@ -455,9 +455,7 @@ class SsdTier:
         """The file, and then its row in the index; None: the index thread answers."""
         size = format.slab_file_bytes(effect.slot_bytes, effect.slots)
         with self._state:
-            room = (
-                self._config.ssd_bytes - OVERHEAD_BYTES - self._opened_index.bytes_reserved - self._slab_bytes
-            )
+            room = self._config.ssd_bytes - OVERHEAD_BYTES - self._opened_index.bytes_max - self._slab_bytes
             if effect.slab in self._slabs:
                 raise FileExistsError(errno.EEXIST, f"slab {effect.slab} exists")
             if size > room:
@@ -518,7 +516,7 @@ class SsdTier:
     def _open_slabs(self, index: Index) -> list[SlabRow]:
         """Opens the slab files that the index names, and removes all others. A named one that is missing, not what it
         should be, or beyond a cap that was lowered, is dropped, and with it (by `Index.chunks`) what lay in it."""
-        budget = self._config.ssd_bytes - OVERHEAD_BYTES - index.bytes_reserved
+        budget = self._config.ssd_bytes - OVERHEAD_BYTES - index.bytes_max
         kept: list[SlabRow] = []
         dropped: list[SlabId] = []
         for row in index.slabs():
