@@ -1,8 +1,8 @@
 """What a chunk costs the daemon: memory of its bookkeeping at 1,000,000 chunks, and the core's time per key.
 
 Chunks come in as in service (Reserve, Commit, end of the copy, in batches of 256 through `Store.apply`): chains of 64
-with parents, 32-byte keys, one shard, 1,000 sessions of 64 entries, nothing pinned, so all in the recency list. Memory is
-the growth of RssAnon in a fresh process, measured from a store that has its (empty) arena.
+with parents, 32-byte keys, one shard, 1,000 sessions of 64 entries, nothing pinned, so all in the recency list. Memory
+is the growth of RssAnon in a fresh process, from a store that has its (empty) arena.
 
     make bench-core_memory ARGS='--quick --json benchmarks/results/core_memory.json'
 """
@@ -26,6 +26,7 @@ from kvstore.core import events as ev
 from kvstore.core.limits import Limits
 from kvstore.core.store import Store
 from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.memory import fix_mmap_threshold
 from kvstore.types import ChunkKey, NamespaceId, ReservationId, StagedPiece, WorkerId
 
 BYTES_PER_CHUNK_GOAL = 300
@@ -94,6 +95,7 @@ def keys_of_chain(number: int, count: int = CHAIN) -> list[ChunkKey]:
 
 def memory_per_chunk(chunks: int) -> dict[str, float]:
     """Fill a store; run this in a fresh process."""
+    fix_mmap_threshold()  # as the daemon does
     driver = Driver(chunks)
     gc.collect()
     before = rss_anon_bytes()

@@ -41,7 +41,7 @@ from kvstore.descriptors import DEFAULT_TENANT, DescriptorServer
 from kvstore.errors import ConfigError
 from kvstore.logs import fields
 from kvstore.loop import Loop
-from kvstore.memory import memory_limit_bytes
+from kvstore.memory import fix_mmap_threshold, memory_limit_bytes
 from kvstore.metrics import MetricsServer, families
 from kvstore.service import STATS_SERVICE, STORE_SERVICE, Service
 from kvstore.tiers.arena import Arena, Staging
@@ -245,6 +245,7 @@ class Daemon:
 
     def _build(self) -> None:
         config = self.config
+        fix_mmap_threshold()
         protection = Protection(config.protection)
         self._arena = Arena(
             protection=protection,
