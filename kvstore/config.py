@@ -11,6 +11,7 @@ from typing import Any
 
 from kvstore.core.limits import Limits
 from kvstore.errors import ConfigError
+from kvstore.format import PAGE_BYTES, RECORD_HEADER_BYTES
 from kvstore.types import Protection
 
 SOCKET_PATH_BYTES_MAX = 107
@@ -19,6 +20,10 @@ DESCRIPTOR_SOCKET = "kvstored.sock"
 GRPC_SOCKET = "grpc.sock"
 LOCK_FILE = "lock"
 ENVIRONMENT_PREFIX = "KVSTORED_"
+SSD_INDEX_BYTES_MIN = 16 << 20
+SSD_INDEX_SHARE = 32
+SSD_OVERHEAD_BYTES = 1 << 20
+"""Of ssd_bytes: for the lock, the probe, LMDB's lock file and the directories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,16 @@ class StoreConfig:
     """A read or write that takes longer is given up: a miss with a reason, and the tier degrades."""
     durable_within_ms: int = 5_000
     """What was committed longer ago than this survives a power cut."""
+
+    eviction: str = "hints"
+    """What leaves DRAM first: "hints": what no queued job needs, least recently used first, then what is needed last;
+    "lru"; "fifo"."""
+    prefetch_share_max: float = 0.8
+    """Share of the arena that chunks fetched ahead for queued jobs may fill."""
+    hint_ttl_ms: int = 60_000
+    """Time to live of hints unless the scheduler asks for less; it publishes again before that."""
+    session_ttl_ms: int = 0
+    """A session ends this long after its last use; 0: never."""
 
     lease_ttl_ms: int = 10_000
     """Time to live of a lease unless the caller asks for less; renewed by the client."""
@@ -126,6 +141,35 @@ class StoreConfig:
         for name in ("pin_share_max", "reserve_share_max"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ConfigError("must be above 0 and at most 1", field=name, value=getattr(self, name))
+        for name in (
+            "ssd_bytes",
+            "ssd_slab_bytes",
+            "ssd_threads",
+            "ssd_deadline_ms",
+            "durable_within_ms",
+            "hint_ttl_ms",
+        ):
+            _positive(self, name)
+        for name in ("ssd_index_bytes", "session_ttl_ms"):
+            if getattr(self, name) < 0:
+                raise ConfigError("must not be negative", field=name, value=getattr(self, name))
+        if not 0.0 < self.prefetch_share_max <= 1.0:
+            raise ConfigError(
+                "must be above 0 and at most 1", field="prefetch_share_max", value=self.prefetch_share_max
+            )
+        if self.eviction not in ("hints", "lru", "fifo"):
+            raise ConfigError('must be "hints", "lru" or "fifo"', field="eviction", value=self.eviction)
+        if self.ssd_slab_bytes % PAGE_BYTES:
+            raise ConfigError(
+                f"must be a multiple of {PAGE_BYTES}", field="ssd_slab_bytes", value=self.ssd_slab_bytes
+            )
+        if self.ssd_dir and self.ssd_slabs_max < 1:
+            raise ConfigError(
+                f"leaves no room for one slab of {self.ssd_slab_bytes} bytes beside an index of {self.ssd_index_max}",
+                field="ssd_bytes",
+                value=self.ssd_bytes,
+                remedy="raise ssd_bytes or lower ssd_slab_bytes or ssd_index_bytes",
+            )
         if self.copy_threads > 64:
             raise ConfigError("must be at most 64", field="copy_threads", value=self.copy_threads)
         if not 0 <= self.metrics_port <= 65_535:
@@ -142,9 +186,10 @@ class StoreConfig:
                     "maps a numeric user id to a tenant's name", field="tenants", value=f"{uid}={tenant}"
                 )
         for path in (self.descriptor_socket, self.grpc_socket):
-            if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+            length = len(os.fsencode(path))
+            if length > SOCKET_PATH_BYTES_MAX:
                 raise ConfigError(
-                    f"makes the socket path {len(os.fsencode(path))} bytes long; a unix socket allows {SOCKET_PATH_BYTES_MAX}",
+                    f"makes the socket path {length} bytes long; a unix socket allows {SOCKET_PATH_BYTES_MAX}",
                     field="run_dir",
                     value=self.run_dir,
                     remedy="choose a shorter directory",
@@ -163,6 +208,17 @@ class StoreConfig:
         return Path(self.run_dir) / LOCK_FILE
 
     @property
+    def ssd_index_max(self) -> int:
+        """The part of ssd_bytes that belongs to the index, in whole pages."""
+        wanted = self.ssd_index_bytes or max(SSD_INDEX_BYTES_MIN, self.ssd_bytes // SSD_INDEX_SHARE)
+        return wanted // PAGE_BYTES * PAGE_BYTES
+
+    @property
+    def ssd_slabs_max(self) -> int:
+        """How many slab files fit under the cap beside the index and small files; may be negative."""
+        return (self.ssd_bytes - self.ssd_index_max - SSD_OVERHEAD_BYTES) // self.ssd_slab_bytes
+
+    @property
     def limits(self) -> Limits:
         return Limits(
             arena_bytes=self.dram_bytes,
@@ -175,6 +231,15 @@ class StoreConfig:
             incomplete_ttl_ms=self.incomplete_ttl_ms,
             pin_share_max=self.pin_share_max,
             reserve_share_max=self.reserve_share_max,
+            eviction=self.eviction,
+            prefetch_share_max=self.prefetch_share_max,
+            hint_ttl_ms=self.hint_ttl_ms,
+            session_ttl_ms=self.session_ttl_ms,
+            disk_slab_bytes=self.ssd_slab_bytes,
+            disk_slabs_max=self.ssd_slabs_max if self.ssd_dir else 0,
+            disk_header_bytes=PAGE_BYTES if self.ssd_direct_io else RECORD_HEADER_BYTES,
+            disk_deadline_ms=self.ssd_deadline_ms,
+            durable_within_ms=self.durable_within_ms,
         )
 
 

@@ -34,17 +34,21 @@ from kvstore import __version__
 from kvstore.bytes_service import BYTES_SERVICE, BytesService
 from kvstore.config import StoreConfig
 from kvstore.copier import Copier
-from kvstore.core import events
+from kvstore.core import events, restart
 from kvstore.core.events import Ticket
 from kvstore.core.store import Store
 from kvstore.descriptors import DEFAULT_TENANT, DescriptorServer
 from kvstore.errors import ConfigError
+from kvstore.index import ChunkBatch
 from kvstore.logs import fields
 from kvstore.loop import Loop
 from kvstore.memory import fix_mmap_threshold, memory_limit_bytes
 from kvstore.metrics import MetricsServer, families
-from kvstore.service import STATS_SERVICE, STORE_SERVICE, Service
+from kvstore.ports import disk_from_environment
+from kvstore.service import HINTS_SERVICE, STATS_SERVICE, STORE_SERVICE, Service
+from kvstore.tiers import ssd
 from kvstore.tiers.arena import Arena, Staging
+from kvstore.tiers.ssd import SsdTier
 from kvstore.types import Protection, WorkerId
 from kvstore.v1 import store_pb2
 
@@ -255,11 +259,14 @@ class Daemon:
         )
         self._staging = Staging(bytes_max=config.staging_bytes_max)
         self._copier = Copier(arena=self._arena, staging=self._staging, threads=config.copy_threads)
+        store = Store(config.limits)
+        tier = self._open_ssd(store) if config.ssd_dir else None
         self.loop = Loop(
-            Store(config.limits),
+            store,
             self._arena,
             self._staging,
             self._copier,
+            ssd=tier,
             on_forget=lambda worker: self._descriptors.forget(worker),
             on_fatal=lambda: self._end(EXIT_BUG),
         )
@@ -282,6 +289,29 @@ class Daemon:
         )
         self._metrics = MetricsServer(self._families)
         self._health = health.aio.HealthServicer()
+
+    def _open_ssd(self, store: Store) -> SsdTier:
+        """Take the directory, read its index, and put what it names into the core. Raises ConfigError or StoreError."""
+        tier = SsdTier(
+            self.config,
+            self._arena,
+            disk_from_environment(os.environ),
+            done=lambda event: self.loop.post_threadsafe(event),
+        )
+        began = time.monotonic()
+        snapshot = tier.open()
+        restored = store.restore(_core_snapshot(snapshot))
+        log.info(
+            "SSD tier is open",
+            extra=fields(
+                chunks=restored.chunks,
+                chunks_dropped=restored.chunks_dropped,
+                sessions=restored.sessions,
+                slabs=len(snapshot.slabs),
+                seconds=round(time.monotonic() - began, 3),
+            ),
+        )
+        return tier
 
     async def _start(self) -> None:
         self._catch_signals()
@@ -309,7 +339,7 @@ class Daemon:
             (self._service.handlers(), BytesService(self._service, self._numbers).handlers())
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (STORE_SERVICE, STATS_SERVICE, BYTES_SERVICE)
+        names = (STORE_SERVICE, HINTS_SERVICE, STATS_SERVICE, BYTES_SERVICE)
         for name in names:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -446,3 +476,33 @@ def leave(status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _core_snapshot(snapshot: ssd.Snapshot) -> restart.Snapshot:
+    """The index's arrays as the core's plain columns."""
+    return restart.Snapshot(
+        boot_count=snapshot.boot_count,
+        next_slab=snapshot.next_slab,
+        slabs=snapshot.slabs,
+        namespaces=snapshot.namespaces,
+        chunks=map(_core_batch, snapshot.chunks),
+        sessions=snapshot.sessions,
+    )
+
+
+def _core_batch(batch: ChunkBatch) -> restart.ChunkBatch:
+    makers = sorted(set(batch.maker) - {b""})
+    number = {maker: index for index, maker in enumerate(makers)} | {b"": -1}
+    return restart.ChunkBatch(
+        namespace=batch.namespace,
+        shards=batch.slab.shape[1],
+        keys=batch.keys,
+        token_count=batch.token_count.tolist(),
+        flags=batch.flags.tolist(),
+        maker=[number[maker] for maker in batch.maker],
+        makers=makers,
+        slab=batch.slab.ravel().tolist(),
+        slot=batch.slot.ravel().tolist(),
+        generation=batch.generation.ravel().tolist(),
+        checksum=batch.checksum.ravel().tolist(),
+    )

@@ -1,6 +1,6 @@
 """Chunk keys: keyed BLAKE2b chains over tokens, in a canonical encoding. Never an interpreter's `hash()`.
 
-    exact key   = BLAKE2b-256(key=salt, person="kvs.exact.v1",   LP(parent) LP(tokens) U32(n) LP(extra_0) .. LP(extra_n-1))
+    exact key   = BLAKE2b-256(key=salt, person="kvs.exact.v1", LP(parent) LP(tokens) U32(n) LP(extra_0) .. LP(extra_n))
     derived key = BLAKE2b-256(key=salt, person="kvs.derived.v1", LP(manifest digest) LP(tokens) U32(0))
 
 where `LP(x)` is the length of x as a little-endian u64 followed by x, tokens are little-endian u32 and the first chunk
@@ -58,7 +58,7 @@ def derived_key(salt: bytes, manifest: bytes, tokens: Tokens) -> ChunkKey:
 
 
 def manifest_digest(entries: Iterable[tuple[bytes, int, int, int, bool]]) -> bytes:
-    """Digest of manifest entries (key, first token, count, position delta, approximate): what a derived key attended to."""
+    """Digest of manifest entries (key, first token, count, delta, approximate): what a derived key attended to."""
     state = hashlib.blake2b(digest_size=DIGEST_BYTES, person=_MANIFEST)
     for key, first, count, delta, approximate in entries:
         state.update(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvstore.copier import Copier
     from kvstore.core.store import Store
     from kvstore.tiers.arena import Arena, Staging
+    from kvstore.tiers.ssd import SsdTier
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,9 @@ Push = (
     | events.WorkerLeft
 )
 """What a worker's stream is told: the core's pushes, and that the worker's connection or process has ended."""
+DiskEffect = (
+    events.CreateSlab | events.WriteRecords | events.ReadRecords | events.WriteIndex | events.ProbeDisk
+)
 Answered = Callable[[events.Answer], None]
 
 
@@ -66,6 +70,7 @@ class Loop:
         staging: Staging,
         copier: Copier,
         *,
+        ssd: SsdTier | None = None,
         on_forget: Callable[[WorkerId], None],
         on_fatal: Callable[[], None],
         clock: Callable[[], Millis] = monotonic_ms,
@@ -74,6 +79,7 @@ class Loop:
         self.arena = arena
         self.staging = staging
         self._copier = copier
+        self._ssd = ssd
         self._on_forget = on_forget
         self._on_fatal = on_fatal
         self._clock = clock
@@ -102,6 +108,11 @@ class Loop:
             events.CreateSegment: self._create_segment,
             events.AssignSegment: self._assign_segment,
             events.DestroySegment: self._destroy_segment,
+            events.CreateSlab: self._disk,
+            events.WriteRecords: self._disk,
+            events.ReadRecords: self._disk,
+            events.WriteIndex: self._disk,
+            events.ProbeDisk: self._disk,
             events.ForgetWorker: self._forget_worker,
         }
 
@@ -261,6 +272,10 @@ class Loop:
     def _copy(self, effect: events.CopyIn | events.Checksum | events.MoveSlots) -> None:
         self._copier.submit(effect, self.post_threadsafe)
 
+    def _disk(self, effect: DiskEffect) -> None:
+        assert self._ssd is not None, effect
+        self._ssd.submit(effect)
+
     def _create_segment(self, effect: events.CreateSegment) -> None:
         def create() -> None:
             answer: events.Event
@@ -285,7 +300,7 @@ class Loop:
 
     def _forget_worker(self, effect: events.ForgetWorker) -> None:
         self._retired.pop(effect.worker, None)
-        self.staging.drop(effect.worker)
+        self._segment_work.put(lambda: self.staging.drop(effect.worker))
         self._on_forget(effect.worker)
 
     def _run_segment_work(self) -> None:
@@ -311,8 +326,10 @@ class Loop:
         if self._stopped is None:
             self._stop(Unavailable("the daemon is shutting down"))
         self._segment_work.put(None)
-        self._copier.close(timeout_s / 2)
-        self._segment_thread.join(timeout_s / 2)
+        self._copier.close(timeout_s / 3)
+        self._segment_thread.join(timeout_s / 3)
+        if self._ssd is not None:
+            self._ssd.close(timeout_s / 3)
 
 
 def _raise(problem: Exception) -> None:

@@ -31,13 +31,15 @@ from kvstore.types import (
     StagedPiece,
     Wait,
 )
-from kvstore.v1 import stats_pb2, store_pb2
+from kvstore.v1 import hints_pb2, stats_pb2, store_pb2
 
 TTL_MS_MAX = 24 * 3600 * 1000
 """Longest time a request may name; the core clips it further."""
 POSITION_MAX = 1 << 40
 """Tokens of a session, positions and their deltas."""
 NUMBER_MAX = (1 << 63) - 1
+QUEUE_POSITION_MAX = 1 << 31
+JOB_NAME_BYTES_MAX = 64
 SEGMENTS_PER_REQUEST_MAX = 65_536
 ROWS_MAX = 100_000
 
@@ -261,6 +263,36 @@ def _forget(message: store_pb2.ForgetRequest, ticket: Ticket) -> events.Forget:
     )
 
 
+def _publish_queue(message: hints_pb2.PublishQueueRequest, ticket: Ticket) -> events.PublishQueue:
+    count("hints", message.hints, KEYS_PER_REQUEST_MAX)
+    count("removed", message.removed, KEYS_PER_REQUEST_MAX)
+    hints = []
+    for index, hint in enumerate(message.hints):
+        where = f"hints[{index}]"
+        hints.append(
+            events.Hint(
+                job_name(f"{where}.job", hint.job),
+                number(f"{where}.position", hint.position, QUEUE_POSITION_MAX),
+                session=session_name(f"{where}.session", hint.session) if hint.session else b"",
+                keys=chunk_keys(f"{where}.keys", hint.keys),
+            )
+        )
+    return events.PublishQueue(
+        ticket,
+        namespace_id(message.namespace_id),
+        tuple(hints),
+        removed=tuple(job_name("removed", job) for job in message.removed),
+        snapshot=not message.delta,
+        ttl_ms=number("ttl_ms", message.ttl_ms, TTL_MS_MAX),
+    )
+
+
+def job_name(field: str, name: bytes) -> bytes:
+    if not 1 <= len(name) <= JOB_NAME_BYTES_MAX:
+        raise BadRequest(f"has 1 to {JOB_NAME_BYTES_MAX} bytes", field=field, value=f"{len(name)} bytes")
+    return name
+
+
 def _segments_unmapped(message: store_pb2.SegmentsUnmappedRequest, ticket: Ticket) -> events.SegmentsUnmapped:
     count("segments", message.segments, SEGMENTS_PER_REQUEST_MAX)
     return events.SegmentsUnmapped(ticket, tuple(map(SegmentId, message.segments)))
@@ -284,6 +316,11 @@ STORE_CALLS: dict[str, Call] = {
 }
 """The unary calls of service Store, by method name."""
 
+HINTS_CALLS: dict[str, Call] = {
+    "PublishQueue": Call(hints_pb2.PublishQueueRequest, _publish_queue, wire.queue_to_proto),
+}
+"""The unary calls of service Hints, by method name."""
+
 ATTACH_CALLS: dict[str, Call] = {
     "open": STORE_CALLS["Open"],
     "match": STORE_CALLS["Match"],
@@ -299,6 +336,7 @@ ATTACH_CALLS: dict[str, Call] = {
     "truncate": STORE_CALLS["Truncate"],
     "fork": STORE_CALLS["Fork"],
     "forget": STORE_CALLS["Forget"],
+    "publish_queue": HINTS_CALLS["PublishQueue"],
     "segments_unmapped": Call(store_pb2.SegmentsUnmappedRequest, _segments_unmapped, wire.done_to_proto),
     "heartbeat": Call(store_pb2.HeartbeatRequest, None, wire.done_to_proto),
 }

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 STORE_SERVICE = "kvstore.v1.Store"
 STATS_SERVICE = "kvstore.v1.Stats"
+HINTS_SERVICE = "kvstore.v1.Hints"
 
 REQUEST_TIMEOUT_S = 30.0
 """Longest time that any request waits for the core's answer, copies included."""
@@ -130,7 +131,11 @@ class Service:
 
     def handlers(self) -> Handlers:
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
-        for service, calls in ((STORE_SERVICE, requests.STORE_CALLS), (STATS_SERVICE, requests.STATS_CALLS)):
+        for service, calls in (
+            (STORE_SERVICE, requests.STORE_CALLS),
+            (HINTS_SERVICE, requests.HINTS_CALLS),
+            (STATS_SERVICE, requests.STATS_CALLS),
+        ):
             for name, call in calls.items():
                 methods[f"/{service}/{name}"] = grpc.unary_unary_rpc_method_handler(
                     answering(self._unary(call), name)
@@ -483,6 +488,7 @@ def stats_to_proto(answer: events.Stats) -> stats_pb2.StatsReply:
         namespaces.append(stats_pb2.NamespaceStats(**plain))
     return stats_pb2.StatsReply(
         arena=stats_pb2.Arena(**values["arena"]),
+        ssd=stats_pb2.Ssd(**values["ssd"]),
         pools=[stats_pb2.PoolStats(**row) for row in values["pools"]],
         namespaces=namespaces,
         counters=counters,

@@ -20,6 +20,7 @@ from kvstore.core.events import (
     Explained,
     Matched,
     Opened,
+    QueueAccepted,
     Renewed,
     Reserved,
     SessionEntry,
@@ -33,6 +34,7 @@ from kvstore.types import (
     CommitResult,
     Extent,
     GrantResult,
+    HintResult,
     LeaseId,
     NamespaceId,
     Outcome,
@@ -40,7 +42,7 @@ from kvstore.types import (
     ReservationId,
     SegmentId,
 )
-from kvstore.v1 import stats_pb2, store_pb2, types_pb2
+from kvstore.v1 import hints_pb2, stats_pb2, store_pb2, types_pb2
 
 ERROR_METADATA = "kvstore-error-bin"
 """Trailing metadata of a failed unary call: a serialised `Error`."""
@@ -171,7 +173,7 @@ def extents_from_proto(message: types_pb2.Extents) -> tuple[Extent, ...]:
 # ---------------------------------------------------------------------------------------- results of one byte
 
 
-E = TypeVar("E", Outcome, Reason, GrantResult, CommitResult)
+E = TypeVar("E", Outcome, Reason, GrantResult, CommitResult, HintResult)
 
 
 def _table(kind: type[E], unknown: E) -> list[E]:
@@ -182,6 +184,7 @@ def _table(kind: type[E], unknown: E) -> list[E]:
 _OUTCOMES = _table(Outcome, Outcome.MISS)
 _REASONS = _table(Reason, Reason.NONE)
 _GRANTS = _table(GrantResult, GrantResult.FULL)
+_HINTS = _table(HintResult, HintResult.REJECTED)
 _COMMITS = _table(CommitResult, CommitResult.WAITING_FOR_SHARDS)
 
 
@@ -321,6 +324,22 @@ def reserved_from_proto(message: store_pb2.ReserveReply) -> Reserved:
         ttl_ms=message.ttl_ms,
         results=tuple(map(_GRANTS.__getitem__, message.results)),
         extents=extents_from_proto(message.extents),
+    )
+
+
+def queue_to_proto(answer: QueueAccepted) -> hints_pb2.QueueReply:
+    return hints_pb2.QueueReply(
+        results=bytes(answer.results),
+        prefetch_window=answer.prefetch_window,
+        eviction_window=answer.eviction_window,
+    )
+
+
+def queue_from_proto(message: hints_pb2.QueueReply) -> QueueAccepted:
+    return QueueAccepted(
+        results=tuple(map(_HINTS.__getitem__, message.results)),
+        prefetch_window=message.prefetch_window,
+        eviction_window=message.eviction_window,
     )
 
 

@@ -218,8 +218,9 @@ class Disk:
         return True
 
     def slot_bytes(self, namespace: Namespace, shard: int) -> int:
+        """In a slab file: header, bytes, and padding to whole pages (`format.slot_bytes`)."""
         header = self.state.limits.disk_header_bytes
-        return header + self.state.disk.slot_bytes(namespace.spec.shard_bytes[shard])
+        return self.state.disk.slot_bytes(header + namespace.spec.shard_bytes[shard])
 
     def _write(self, rows: list[int], size: int) -> None:
         state = self.state

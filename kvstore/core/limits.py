@@ -47,7 +47,8 @@ class Limits:
     disk_slabs_max: int = 0
     """0: no SSD tier."""
     disk_header_bytes: int = 256
-    """Of each record; also the alignment of disk slots."""
+    """Of each record, before its bytes."""
+    disk_alignment: int = 4096
     disk_deadline_ms: int = 2_000
     durable_within_ms: int = 5_000
     disk_bytes_in_flight_max: int = 64 << 20

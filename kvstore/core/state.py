@@ -111,7 +111,7 @@ class State:
         self.disk = Pool(
             segment_bytes=limits.disk_slab_bytes,
             count=limits.disk_slabs_max,
-            alignment=limits.disk_header_bytes,
+            alignment=limits.disk_alignment,
             header_bytes=DISK_SLAB_HEADER_BYTES,
             phase=Phase.ABSENT,
         )
