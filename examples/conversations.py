@@ -326,7 +326,6 @@ CONVERSATIONS: dict[str, list[str]] = {
     "ferry": [
         FERRY + "\n\nWhich ship sails in winter, and how many cars does she take?",
         "How much does an adult with a blue card pay for a single crossing?",
-        "I want to be put ashore at Little Holm. What do I have to do?",
         FERRY_UPDATE,
         "Who decides whether the ferry sails when it blows?",
     ],
@@ -339,7 +338,6 @@ CONVERSATIONS: dict[str, list[str]] = {
     "espresso": [
         ESPRESSO + "\n\nWhat happens if I turn the knob to 2 at once?",
         "How long should a good shot run, and how much coffee goes in?",
-        "Why must I not let go of a lever without coffee in the basket?",
         "Steam comes out under the left panel. What do I do?",
         ESPRESSO_UPDATE,
         "When are the gaskets changed next?",
@@ -354,7 +352,6 @@ CONVERSATIONS: dict[str, list[str]] = {
     "bakery": [
         BAKERY + "\n\nHow do I find out whether the oven is right?",
         "What is Agnes, and what does she eat?",
-        "How many white rolls do I bake on a Saturday?",
         BAKERY_UPDATE,
         "How does old Mr Fabian pay?",
     ],
