@@ -509,12 +509,11 @@ class Attachment:
         ids = list(ids)
         if ids and os.getpid() == self.pid:
             with self._lock:
-                first = not self._notices[kind]
                 self._notices[kind] += ids
-            if kind != "release":
-                self._send_notices()
-            elif first:
+            if kind == "release":
                 self._outgoing.put(...)
+            else:
+                self._send_notices()
 
     def _send_notices(self) -> None:
         with self._lock:
@@ -589,7 +588,6 @@ class Attachment:
                 self._renew(ttl_ms, leases)
             self.read_late_packets()
             self.collect()
-            self._send_notices()
         elif self._stream is not None and now - self._stream_opened_at > WELCOME_S:
             self.cancel_stream()
         deadlines = [call.deadline for call in waiting if call.deadline > now]

@@ -574,10 +574,9 @@ def test_a_daemon_that_stands_still_is_data(daemon: Any, client: Client, space: 
         assert whole(open_lease, 0), "its lease still runs"
         attachment = client._connection.attachment
         assert attachment is not None
-        assert attachment.staging is not None
-        assert attachment.staging.space.free_bytes < attachment.staging.space.size, (
-            "the daemon may read it yet"
-        )
+        staging = attachment.staging
+        assert staging is not None
+        assert staging.space.free_bytes < staging.space.size, "the daemon may read it yet"
         open_lease.release()
         # after a while nobody waits for it any more
         eventually(lambda: attachment.silent)
@@ -590,7 +589,7 @@ def test_a_daemon_that_stands_still_is_data(daemon: Any, client: Client, space: 
     eventually(lambda: not attachment.silent)
     eventually(lambda: pinned_bytes(client) == 0)
     eventually(lambda: reserved_slots(client) == 0)
-    eventually(lambda: attachment.staging.space.free_bytes == attachment.staging.space.size)
+    eventually(lambda: staging.space.free_bytes == staging.space.size)
     assert space.match(keys[4:6]).usable == 2
     with space.read(keys[:4]) as lease:
         assert lease.hits == 4

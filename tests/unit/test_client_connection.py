@@ -22,6 +22,7 @@ import pytest
 
 from kvstore import errors, memory, wire
 from kvstore.client import Client, Namespace, attachment, connect, connection, namespace
+from kvstore.client import lease as lease_module
 from kvstore.core import events
 from kvstore.keys import exact_chain
 from kvstore.layout import GroupSpec, NamespaceSpec
@@ -225,10 +226,10 @@ class FakeDaemon:
 
         reader = threading.Thread(target=read, daemon=True)
         self._threads.append(reader)
+        reader.start()
         if self.welcomes:
             welcome = store_pb2.AttachWelcome(lease_ttl_ms=10_000, reservation_ttl_ms=30_000)
             yield store_pb2.AttachReply(welcome=welcome)
-        reader.start()
         yield from iter(replies.get, None)
 
     def _handle(self, request: store_pb2.AttachRequest, replies: Any) -> None:
@@ -477,7 +478,9 @@ def test_a_commit_that_never_ends_costs_the_connection(
     assert daemon.hellos == 2
 
 
-def test_a_future_of_a_commit_ends_in_time(daemon: FakeDaemon) -> None:
+def test_a_future_of_a_commit_ends_in_time(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attachment, "HEARTBEAT_S", 1e6)  # so that the housekeeping must be woken for it
+    monkeypatch.setattr(connection, "BACKOFF_MAX_S", 1e6)
     daemon.script["reserve"] = lambda body: granted(88, len(body.keys))
     daemon.script["commit"] = lambda _: None
     with connect(str(daemon.run_dir), timeout_s=0.3) as client:
@@ -538,7 +541,10 @@ def test_releases_are_not_lost_with_a_stream(daemon: FakeDaemon, client: Client,
     assert len(daemon.requests("match")) == 1
 
 
-def test_a_release_without_company_goes_alone(daemon: FakeDaemon, client: Client, space: Namespace) -> None:
+def test_a_release_without_company_goes_alone(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, client: Client, space: Namespace
+) -> None:
+    monkeypatch.setattr(attachment, "HEARTBEAT_S", 1e6)
     daemon.add_segment(1)
     daemon.script["acquire"] = lambda _: hit(5, extent(1, 3))
     space.read(KEYS[:1]).release()
@@ -775,14 +781,15 @@ def test_retired_segments_are_unmapped_after_the_last_lease(
     two = space.read(KEYS[:1])
     one.release()
     daemon.push(segments_retired=store_pb2.SegmentsRetired(segments=[1, 2, 3]))
-    told: set[int] = set()
-    eventually(
-        lambda: told.update(*(body.segments for body in daemon.requests("segments_unmapped"))) or 1 in told
-    )
-    assert told == {1, 3}
+
+    def told() -> set[int]:
+        return {number for body in daemon.requests("segments_unmapped") for number in body.segments}
+
+    eventually(lambda: 1 in told())
+    assert told() == {1, 3}
     assert loads(two, 0) == 2
     two.release()
-    eventually(lambda: any(2 in body.segments for body in daemon.requests("segments_unmapped")))
+    eventually(lambda: 2 in told())
     assert attached(client).mappings.get(2) is None
 
 
@@ -836,18 +843,16 @@ def test_a_changed_generation_voids_a_load(daemon: FakeDaemon, client: Client, s
 def test_a_generation_that_changes_during_the_copy_voids_it(
     daemon: FakeDaemon, client: Client, space: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvstore.client import lease as module
-
     daemon.add_segment(1)
     daemon.script["acquire"] = lambda _: hit(5, extent(1, 0))
     lease = space.read(KEYS[:1])
-    copy = module.fill
+    copy = lease_module.fill  # type: ignore[attr-defined]
 
     def overtaken(*arguments: Any) -> None:
         copy(*arguments)
         daemon.generations[0] += 1
 
-    monkeypatch.setattr(module, "fill", overtaken)
+    monkeypatch.setattr(lease_module, "fill", overtaken)
     assert not lease.copy_to(0, bytearray(SHARD))
     assert client.counters["loads_void"] == 1
 
