@@ -1,0 +1,32 @@
+"""What an operator copies from deploy/ says what the code does."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+from kvstore import config
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+
+
+def test_the_annotated_settings_are_the_defaults() -> None:
+    values = tomllib.loads((DEPLOY / "kvstored.toml").read_text())
+    assert set(values) == {item.name for item in fields(config.StoreConfig)}
+    assert config.load(values, {}, {}) == config.StoreConfig()
+
+
+def test_every_setting_is_explained_in_the_file() -> None:
+    lines = (DEPLOY / "kvstored.toml").read_text().splitlines()
+    for index, line in enumerate(lines):
+        if line and not line.startswith(("#", "[")):
+            above = lines[index - 1]
+            explained = above.startswith("# ") or "=" in above  # one comment may explain two lines
+            assert explained, f"line {index + 1}: {line}"
+
+
+def test_the_unit_starts_the_daemon_with_that_file_and_waits_until_it_is_ready() -> None:
+    unit = (DEPLOY / "kvstored.service").read_text()
+    assert "ExecStart=/opt/attnstore/bin/kvstored --config /etc/kvstored/kvstored.toml" in unit
+    assert "Type=notify" in unit and "RuntimeDirectory=kvstored" in unit
