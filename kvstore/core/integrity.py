@@ -217,7 +217,7 @@ def _check_pins(state: State, segments: Segments, disk: Disk, audit_rows: list[i
             per_segment[chunks.shard_segment[place]] += 1
     for segment in state.pool.segments:
         assert segment.pinned == per_segment[segment.index], (segment, per_segment[segment.index])
-    for group in state.groups.values():
+    for group in {worker.group for worker in state.workers.values()}:
         assert set(group.pins) == {
             row for lease_id in group.leases for row in state.leases.leases[lease_id].rows
         }, group

@@ -81,6 +81,7 @@ class State:
     """By family digest: the namespace that is served."""
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
     groups: dict[tuple[str, str], EngineGroup] = field(default_factory=dict)
+    """Of the groups that have a name; a worker that gave none is a group of its own, which nobody can join."""
     reservations: dict[ReservationId, Reservation] = field(default_factory=dict)
     ghosts: LinkedRows = field(default_factory=LinkedRows)
     cold: LinkedRows = field(default_factory=LinkedRows)

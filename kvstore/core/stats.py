@@ -74,7 +74,7 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
         "counters": dict(state.counters) if worker.admin else {},
         "gauges": {
             "workers": sum(worker_id > 0 for worker_id in state.workers),  # the daemon's own are below
-            "engine_groups": len(state.groups),
+            "engine_groups": len({worker.group for worker in state.workers.values()}),
             "leases": len(state.leases.leases),
             "leases_expired": sum(map(len, state.leases.expired.values())),
             "reservations": len(state.reservations),

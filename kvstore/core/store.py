@@ -237,8 +237,9 @@ class Store:
     def _joined(self, event: ev.WorkerJoined) -> None:
         state = self.state
         assert event.worker not in state.workers, event
-        name = event.engine_group or f"worker-{event.worker}"
-        group = state.groups.setdefault((event.tenant, name), EngineGroup(event.tenant, name))
+        group = EngineGroup(event.tenant, event.engine_group or f"worker {event.worker}")
+        if event.engine_group:
+            group = state.groups.setdefault((event.tenant, event.engine_group), group)
         group.members.add(event.worker)
         state.workers[event.worker] = Worker(
             event.worker,
@@ -283,7 +284,8 @@ class Store:
         if not worker.group.members:
             for lease_id in list(worker.group.leases):
                 state.close_lease(state.leases.leases[lease_id])
-            del state.groups[worker.tenant, worker.group.name]
+            if state.groups.get((worker.tenant, worker.group.name)) is worker.group:
+                del state.groups[worker.tenant, worker.group.name]
         self.segments.unmapped(worker, list(worker.holds))
         self.queue.forget(worker.id)
         del state.workers[worker.id]
