@@ -455,6 +455,7 @@ _ATTACH: dict[type[Any], tuple[str, Any, Any]] = {
     Reserved: ("reserve", reserved_to_proto, reserved_from_proto),
     Committed: ("commit", committed_to_proto, committed_from_proto),
     SessionInfo: ("session", session_to_proto, session_from_proto),
+    QueueAccepted: ("queue", queue_to_proto, queue_from_proto),
     Done: ("done", done_to_proto, done_from_proto),
 }
 _FROM_ATTACH = {field: convert for field, _, convert in _ATTACH.values()}

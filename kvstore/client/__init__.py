@@ -25,7 +25,7 @@ from kvstore.client.batch import CommitOutcome, WriteBatch
 from kvstore.client.lease import ReadLease
 from kvstore.client.namespace import Namespace
 from kvstore.client.sync import Client, connect
-from kvstore.core.events import Matched, SessionEntry, SessionInfo
+from kvstore.core.events import Hint, Matched, QueueAccepted, SessionEntry, SessionInfo
 
 __all__ = [
     "AsyncClient",
@@ -34,8 +34,10 @@ __all__ = [
     "AsyncWriteBatch",
     "Client",
     "CommitOutcome",
+    "Hint",
     "Matched",
     "Namespace",
+    "QueueAccepted",
     "ReadLease",
     "SessionEntry",
     "SessionInfo",

@@ -19,7 +19,7 @@ from kvstore.client.call import drive_async
 from kvstore.client.lease import ReadLease
 from kvstore.client.namespace import Namespace
 from kvstore.client.sync import STAGING_BYTES, TIMEOUT_S, Client, connect
-from kvstore.core.events import Matched, SessionEntry, SessionInfo
+from kvstore.core.events import Hint, Matched, QueueAccepted, SessionEntry, SessionInfo
 from kvstore.keys import ROOT, Tokens
 from kvstore.layout import NamespaceSpec
 from kvstore.types import ChunkKey, GrantResult, Outcome, Protection, Reason, Wait
@@ -202,6 +202,19 @@ class AsyncNamespace:
         timeout_s: float | None = None,
     ) -> int:
         return await drive_async(self._namespace.forgetting(name, keys, timeout_s))
+
+    async def publish_queue(
+        self,
+        hints: Sequence[Hint],
+        *,
+        removed: Sequence[bytes] = (),
+        snapshot: bool = True,
+        ttl_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> QueueAccepted:
+        return await drive_async(
+            self._namespace.publishing_queue(hints, removed, snapshot, ttl_ms, timeout_s)
+        )
 
 
 class AsyncReadLease:

@@ -72,6 +72,7 @@ _EXPECTS = {
     "truncate": "session",
     "fork": "session",
     "forget": "done",
+    "publish_queue": "queue",
     "segments_unmapped": "done",
     "heartbeat": "done",
 }

@@ -20,7 +20,7 @@ from kvstore.client.call import Operation, Reply, drive
 from kvstore.client.geometry import Geometry
 from kvstore.client.lease import Grant, Place, ReadLease, Waiter
 from kvstore.client.staging import footprint
-from kvstore.core.events import Matched, Opened, SessionEntry, SessionInfo
+from kvstore.core.events import Hint, Matched, Opened, QueueAccepted, SessionEntry, SessionInfo
 from kvstore.errors import BadRequest, DeadlineExceeded, NotFound, StoreError, Unavailable
 from kvstore.keys import ROOT, Tokens, exact_chain, exact_key
 from kvstore.layout import NamespaceSpec
@@ -36,7 +36,7 @@ from kvstore.types import (
     Protection,
     Reason,
 )
-from kvstore.v1 import store_pb2, types_pb2
+from kvstore.v1 import hints_pb2, store_pb2, types_pb2
 
 if TYPE_CHECKING:
     from kvstore.client import Client
@@ -49,6 +49,8 @@ REOPEN_AGAIN_S = 1.0
 GROUP_VERIFY_EVERY = 64
 """Under protection `group` other workers can write what we read: one load in so many is compared with its checksum."""
 NUMBER_MAX = (1 << 63) - 1
+JOB_NAME_BYTES_MAX = 64
+QUEUE_POSITION_MAX = 1 << 31
 
 
 class Namespace:
@@ -187,6 +189,27 @@ class Namespace:
     ) -> int:
         """Drop a session, with the chunks that nothing else names, or single keys; how many were dropped."""
         return drive(self.forgetting(name, keys, timeout_s))
+
+    # ------------------------------------------------------------------------------------------------- hints
+
+    def publish_queue(
+        self,
+        hints: Sequence[Hint],
+        *,
+        removed: Sequence[bytes] = (),
+        snapshot: bool = True,
+        ttl_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> QueueAccepted:
+        """Tell the daemon which jobs come next, so that their chunks are in DRAM when they are asked for.
+
+        A snapshot replaces what this client published before for the namespace; `snapshot=False` adds or moves the jobs
+        of `hints` and drops those named in `removed`. Hints end `ttl_ms` later (0: the daemon's default), and with this
+        client: publish again before that. The answer has one result per hint and how far both windows reach, in jobs.
+
+        Raises StoreError: a scheduler that is not heard has only lost time, so most callers log it and go on.
+        """
+        return drive(self.publishing_queue(hints, removed, snapshot, ttl_ms, timeout_s))
 
     # -------------------------------------------------------------------------------------------- operations
 
@@ -592,6 +615,45 @@ class Namespace:
         )
         return answer.done.count
 
+    def publishing_queue(
+        self,
+        hints: Sequence[Hint],
+        removed: Sequence[bytes],
+        snapshot: bool,
+        ttl_ms: int,
+        timeout_s: float | None,
+    ) -> Operation[QueueAccepted]:
+        _check_count("hints", hints)
+        _check_count("removed", removed)
+        _check_number("ttl_ms", ttl_ms)
+        for index, hint in enumerate(hints):
+            where = f"hints[{index}]"
+            _check_job(f"{where}.job", hint.job)
+            _check_number(f"{where}.position", hint.position, high=QUEUE_POSITION_MAX)
+            _check_keys(f"{where}.keys", hint.keys)
+            if hint.session:
+                _name(hint.session, f"{where}.session")
+        for job in removed:
+            _check_job("removed", job)
+        body = hints_pb2.PublishQueueRequest(
+            hints=[
+                hints_pb2.Hint(job=hint.job, position=hint.position, session=hint.session, keys=hint.keys)
+                for hint in hints
+            ],
+            removed=removed,
+            delta=not snapshot,
+            ttl_ms=ttl_ms,
+        )
+        answer = yield from self._asking("publish_queue", body, timeout_s)
+        accepted = wire.queue_from_proto(answer.queue)
+        if len(accepted.results) != len(hints):
+            raise StoreError(
+                "the daemon answered for another number of hints",
+                field="results",
+                value=len(accepted.results),
+            )
+        return accepted
+
     def _asking(self, field: str, body: Any, timeout_s: float | None) -> Operation[store_pb2.AttachReply]:
         """A request that waits for a connection and whose failure is raised."""
         deadline = self._connection.deadline(timeout_s)
@@ -653,14 +715,25 @@ def _raised(answer: Reply) -> store_pb2.AttachReply:
     return answer
 
 
-def _check_keys(field: str, keys: Sequence[bytes], *, empty: bool = False) -> None:
-    if len(keys) > KEYS_PER_REQUEST_MAX:
+def _check_count(field: str, items: Sequence[Any], what: str = "of them") -> None:
+    if len(items) > KEYS_PER_REQUEST_MAX:
         raise BadRequest(
-            f"a request has at most {KEYS_PER_REQUEST_MAX} keys",
+            f"a request has at most {KEYS_PER_REQUEST_MAX} {what}",
             field=field,
-            value=len(keys),
+            value=len(items),
             remedy="split the request",
         )
+
+
+def _check_job(field: str, name: bytes) -> None:
+    if not 1 <= len(name) <= JOB_NAME_BYTES_MAX:
+        raise BadRequest(
+            f"a job's name has 1 to {JOB_NAME_BYTES_MAX} bytes", field=field, value=f"{len(name)} bytes"
+        )
+
+
+def _check_keys(field: str, keys: Sequence[bytes], *, empty: bool = False) -> None:
+    _check_count(field, keys, "keys")
     for index, key in enumerate(keys):
         if not isinstance(key, bytes) or len(key) > KEY_BYTES_MAX or not (key or empty):
             raise BadRequest(
