@@ -1,6 +1,8 @@
 """What a peer may send, and what it gets for what it must not send."""
 
+import dataclasses
 import os
+import signal
 import socket
 
 import grpc
@@ -8,7 +10,8 @@ import pytest
 
 from kvstore import wire
 from kvstore.errors import BadRequest, Exhausted, NotFound, Precondition, Unauthenticated
-from kvstore.v1 import bytes_pb2, descriptor_pb2, store_pb2
+from kvstore.layout import GroupSpec
+from kvstore.v1 import bytes_pb2, descriptor_pb2, stats_pb2, store_pb2
 
 SHARD = 256 << 10
 
@@ -529,3 +532,60 @@ def test_a_put_that_breaks_off_leaves_nothing(worker, namespace):
     put(worker, frames_of(namespace, b"j", bytes(SHARD)))
     assert worker.ask_stats().gauges["reservations"] == 0
     conserved(worker)
+
+
+# ------------------------------------------------------------------------------------------------------------- watch
+
+
+def watch(worker, interval_ms: int):
+    return worker.stats.WatchStats(
+        stats_pb2.WatchStatsRequest(interval_ms=interval_ms), metadata=worker.metadata, timeout=20
+    )
+
+
+@pytest.mark.parametrize("interval_ms", [0, 99, 3_600_001])
+def test_watching_too_often_or_too_rarely_is_refused(worker, interval_ms):
+    with pytest.raises(grpc.RpcError) as caught:
+        next(watch(worker, interval_ms))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"interval_ms={interval_ms}: must be between 100 and 3600000" in caught.value.details()
+
+
+def test_watching_goes_on_until_the_daemon_drains(daemon, worker):
+    watching = watch(worker, 100)
+    assert next(watching).uptime_ms < next(watching).uptime_ms
+    daemon.process.send_signal(signal.SIGTERM)
+    with pytest.raises(grpc.RpcError) as caught:
+        for _ in watching:
+            pass
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert daemon.exit_status() == 0
+
+
+def test_watchers_are_bounded(worker):
+    watching = [watch(worker, 100) for _ in range(64)]
+    for each in watching:
+        next(each)
+    with pytest.raises(grpc.RpcError) as caught:
+        next(watch(worker, 100))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    watching[0].cancel()
+    for each in watching[1:]:
+        next(each)
+        next(each)
+    next(watch(worker, 100))
+
+
+def test_a_peer_that_reads_nothing_does_not_hold_the_daemon(start_daemon, connect, spec):
+    """Of a Get, of a watch and of an Attach stream; the daemon ends all the same."""
+    daemon = start_daemon()
+    worker = connect(daemon)
+    large = dataclasses.replace(spec, groups=(GroupSpec("full", shard_bytes=8 << 20),))
+    namespace = worker.call("Open", store_pb2.OpenRequest(namespace=wire.spec_to_proto(large))).namespace_id
+    put(worker, frames_of(namespace, b"k", os.urandom(8 << 20), step=1 << 20))
+    unread = [get(worker, namespace, b"k"), watch(worker, 100)]
+    next(unread[0])
+    assert worker.ask_stats().gauges["leases"] == 1, "it has not been sent yet"
+    assert daemon.stop() == 0
+    for call in unread:
+        call.cancel()

@@ -1,13 +1,22 @@
 """Settings: where they come from, which win, and what is refused in which words."""
 
+import asyncio
 import dataclasses
+import sys
 
 import pytest
 
-from kvstore.__main__ import configuration, descriptions, parser, read_toml
+from kvstore.__main__ import configuration, descriptions, event_loop_factory, parser, read_toml
 from kvstore.config import StoreConfig, load, parse_setting
 from kvstore.errors import ConfigError
 
+OTHERS = {
+    "protection": ("group", '"group"', "group"),
+    "log_level": ("debug", '"debug"', "debug"),
+    "eviction": ("lru", '"lru"', "lru"),
+    "copy_threads": ("3", "3", 3),
+}
+"""Settings that do not take just any value: as text, in TOML, and as they are."""
 FIELDS = [field.name for field in dataclasses.fields(StoreConfig)]
 
 
@@ -26,12 +35,8 @@ def test_every_setting_is_a_flag_a_variable_and_a_toml_key(name, tmp_path):
         str: ("x", '"x"', "x"),
         dict: ("7=t", '{"7" = "t"}', {"7": "t"}),
     }[type(default)]
-    if name == "protection":
-        text, toml, value = "group", '"group"', "group"
-    if name == "log_level":
-        text, toml, value = "debug", '"debug"', "debug"
-    if name == "copy_threads":
-        text, toml, value = "3", "3", 3
+    if name in OTHERS:
+        text, toml, value = OTHERS[name]
     arguments = [f"--{name.replace('_', '-')}={text}"]
     file = tmp_path / "kvstored.toml"
     file.write_text(f"{name} = {toml}\n")
@@ -124,3 +129,9 @@ def test_toml_that_is_no_text(tmp_path):
     (tmp_path / "bad").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="is not TOML"):
         read_toml(str(tmp_path / "bad"))
+
+
+def test_uvloop_is_used_where_it_is(monkeypatch):
+    assert event_loop_factory().__module__.startswith("uvloop")
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert event_loop_factory() is asyncio.new_event_loop

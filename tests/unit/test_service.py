@@ -122,6 +122,15 @@ async def test_answers_go_out_in_the_order_in_which_they_come(rig):
     assert [(reply.request_id, reply.match.usable) for reply in rig.peer.replies] == [(12, 0), (11, 1)]
 
 
+async def test_leases_that_ride_along_are_released_first(rig):
+    request = store_pb2.AttachRequest(match=match(11), release_lease_ids=[5, 6])
+    rig.peer.requests.put_nowait(request.SerializeToString())
+    await rig.until(lambda: len(rig.core.posted) == 2)
+    release, asked = rig.core.posted
+    assert release == ev.Release(ev.Ticket(WORKER), (5, 6))
+    assert isinstance(asked, ev.Match)
+
+
 async def test_a_stream_that_is_not_answered_is_not_read_on(rig):
     """Bounded memory, whatever a peer sends: gRPC's flow control holds it back."""
     for number in range(1, OUTSTANDING_MAX + 10):
