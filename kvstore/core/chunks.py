@@ -20,8 +20,9 @@ from collections.abc import Iterator, Sequence
 from kvstore.types import ChunkKey, Reason
 
 NONE = -1
+HITS_MAX = (1 << 32) - 1
 GROWTH_MIN = 1_024
-GROWTH_SHARE = 16
+GROWTH_SHARE = 32
 """Columns grow by this part of their length, at least by GROWTH_MIN rows."""
 
 DERIVED = 1
@@ -76,7 +77,8 @@ class ChunkTable:
         self.pins = array("i")
         self.refs = array("i")
         """How many manifest entries name it."""
-        self.hits = array("Q")
+        self.hits = array("I")
+        """At most HITS_MAX are counted."""
         self.tokens = array("i")
         self.shard0 = array("i")
         self.ready = array("H")

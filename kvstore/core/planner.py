@@ -40,12 +40,13 @@ def donor(
 
 
 def sparse(slab: SlabClass) -> Segment | None:
-    """A segment whose READY slots fit into the free slots of its class's other segments: emptying it gives memory back
-    to other classes and namespaces. None if there is nothing to gain."""
-    if len(slab.segments) < 2:
+    """A segment whose READY slots fit into the free slots of its class's other segments that are in use: emptying it
+    gives memory back to other classes and namespaces. None if there is nothing to gain."""
+    in_use = [segment for segment in slab.segments.values() if not segment.empty]
+    if len(in_use) < 2:
         return None
-    emptiest = max(slab.segments.values(), key=lambda segment: segment.counts[SlotState.FREE])
-    elsewhere = slab.free - emptiest.counts[SlotState.FREE]
+    emptiest = max(in_use, key=lambda segment: segment.counts[SlotState.FREE])
+    elsewhere = sum(segment.counts[SlotState.FREE] for segment in in_use if segment is not emptiest)
     used = emptiest.counts[SlotState.READY]
     # Half a segment of slack stays, or the next save would want a segment again at once.
     if used > 0 and used + emptiest.capacity // 2 <= elsewhere and _movable(emptiest):

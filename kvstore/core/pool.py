@@ -215,8 +215,12 @@ class Pool:
     # --------------------------------------------------------------------------------------------------- slots
 
     def take(self, slab: SlabClass, owner: int, avoid: int = -1) -> tuple[Segment, int] | None:
-        """Reserve a free slot for chunk row `owner`; not in the segment with index `avoid`."""
-        segment = next((found for index, found in slab.with_free.items() if index != avoid), None)
+        """Reserve a free slot for chunk row `owner`. The mover's source is the segment with index `avoid`: it wants
+        another one, and no empty one."""
+        segment = next(iter(slab.with_free.values()), None)
+        if avoid != -1:
+            others = (found for found in slab.with_free.values() if found.index != avoid and not found.empty)
+            segment = next(others, None)
         if segment is None:
             return None
         slot = segment.free.pop()
@@ -252,6 +256,8 @@ class Pool:
         segment.free.append(slot)
         slab = self.classes[segment.namespace, segment.slot_bytes]
         slab.free += 1
+        if segment.empty:  # the last to be used again: it may serve another class or namespace
+            slab.with_free.pop(segment.index, None)
         slab.with_free[segment.index] = segment
 
     def _change(self, segment: Segment, slot: int, before: SlotState, after: SlotState) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DOOMED, NONE, STORED
+from kvstore.core.chunks import DOOMED, HITS_MAX, NONE, STORED
 from kvstore.core.namespaces import Namespace
 from kvstore.core.state import State
 from kvstore.core.workers import EngineGroup, Worker
@@ -128,7 +128,8 @@ class Reads:
             self.state.prefetched.discard(row)
             self.state.counters["prefetch_on_time"] += 1
         chunks.used_at[row] = self.state.now
-        chunks.hits[row] += 1
+        if chunks.hits[row] < HITS_MAX:
+            chunks.hits[row] += 1
         start = chunks.shard0[row]
         for place in range(start, start + namespace.shards):
             self.state.pool.segments[chunks.shard_segment[place]].touched_at = self.state.now

@@ -131,6 +131,15 @@ def test_groups_of_the_same_name_in_two_tenants_are_two() -> None:
     assert world.release(other, LEASE) == 0
 
 
+def test_a_worker_that_names_no_group_shares_its_leases_with_nobody() -> None:
+    world = small()
+    worker = world.join()
+    others = [world.join(group=name) for name in ("", f"worker-{worker}", f"only {worker}", str(worker))]
+    full(world, [worker, *others])
+    for other in others:
+        assert world.ask(ev.Release, other, (LEASE,)).count == 0
+
+
 def test_all_members_are_told_of_a_revocation() -> None:
     world = small(revoke_grace_ms=0)
     worker, rank = world.join(group="engine"), world.join(group="engine", rank=1)
@@ -156,7 +165,7 @@ def test_a_lease_ends_with_the_last_member_of_its_group() -> None:
     world.kill(worker)
     world.kill(rank)
     assert world.store.state.leases.leases == {}
-    assert world.store.state.groups.keys() == {("alice", f"worker-{other}")}
+    assert world.store.state.groups == {}
     assert [r.name for r in world.reserve(other, namespace, chain("new", 8)).results] == ["GRANTED"] * 8
 
 
