@@ -81,15 +81,15 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 M_MMAP_THRESHOLD = -3
-MMAP_THRESHOLD_BYTES = 1 << 20
+MMAP_THRESHOLD_BYTES = 256 << 10
 
 
 def fix_mmap_threshold() -> None:
     """Let every large block of this process be a mapping of its own, which grows in place.
 
     glibc raises the size from which that holds by itself, up to 32 MiB. The core's columns are smaller than that: they
-    would live in the heap and leave a hole behind whenever they grow (50 bytes a chunk: benchmarks/core_memory.py). Other
-    C libraries have no such threshold and are left alone.
+    would live in the heap and leave a hole behind whenever they grow (50 bytes a chunk, see benchmarks/core_memory.py).
+    Other C libraries have no such threshold and are left alone.
     """
     mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None:
