@@ -110,8 +110,11 @@ class World:
         self._next_worker = 1
         self._next_request = 1
         self._next_piece = 0
-        self._perform_all(self.store.start())
+        self._perform_all(self._begin())
         self._drain()
+
+    def _begin(self) -> list[ev.Effect]:
+        return self.store.start()
 
     # ------------------------------------------------------------------------------------------------------- steps
 
