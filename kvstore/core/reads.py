@@ -82,6 +82,7 @@ class Reads:
         extents: list[Extent] = []
         lengths = namespace.spec.shard_bytes
         until = state.now + min(event.wait_ms, limits.wait_max_ms)
+        pin_bytes_max = limits.pin_bytes_max
         stopped = False
         for key in event.keys:
             if stopped:
@@ -89,7 +90,7 @@ class Reads:
                 reasons.append(Reason.BEYOND_MISS)
                 continue
             row, outcome, reason = lookup(state, namespace, key)
-            if outcome is Outcome.HIT and not self._charge(worker.group, namespace, row):
+            if outcome is Outcome.HIT and not _charge(worker.group, namespace, row, pin_bytes_max):
                 outcome, reason = Outcome.MISS, Reason.QUOTA
             if outcome is Outcome.HIT:
                 state.pin(row)
@@ -111,16 +112,6 @@ class Reads:
         lease = state.leases.open(worker.group, worker.id, namespace.id, state.now + ttl_ms)
         lease.rows.extend(hits)
         return ev.Acquired(lease.id, ttl_ms, tuple(outcomes), tuple(reasons), tuple(extents))
-
-    def _charge(self, group: EngineGroup, namespace: Namespace, row: int) -> bool:
-        """Count the row against the group's quota; False if it would not fit."""
-        pinned = group.pins.get(row, 0)
-        if not pinned:
-            if group.pinned_bytes + namespace.chunk_bytes > self.state.limits.pin_bytes_max:
-                return False
-            group.pinned_bytes += namespace.chunk_bytes
-        group.pins[row] = pinned + 1
-        return True
 
     def _used(self, row: int, namespace: Namespace) -> None:
         chunks = self.state.chunks
@@ -204,6 +195,17 @@ class Reads:
         for member in lease.group.members:
             state.effects.append(ev.LeasesRevoked(member, (lease.id,)))
         return True
+
+
+def _charge(group: EngineGroup, namespace: Namespace, row: int, bytes_max: int) -> bool:
+    """Count the row against the group's quota; False if it would not fit."""
+    pinned = group.pins.get(row, 0)
+    if not pinned:
+        if group.pinned_bytes + namespace.chunk_bytes > bytes_max:
+            return False
+        group.pinned_bytes += namespace.chunk_bytes
+    group.pins[row] = pinned + 1
+    return True
 
 
 def wanted_shards(namespace: Namespace, shards: tuple[int, ...]) -> tuple[int, ...]:

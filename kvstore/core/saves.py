@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -111,9 +112,10 @@ class Saves:
                 row = namespace.index[key]
                 self._describe(namespace, row, parent, counts[index], event)
                 extents += [state.extent(row, shard, lengths[shard]) for shard in shards]
-            state.counters[f"grants_{result.name.lower()}"] += 1
             results.append(result)
             parent = key
+        for result, count in Counter(results).items():
+            state.counters[f"grants_{result.name.lower()}"] += count
         if not reservation.rows:
             return ev.Reserved(ReservationId(0), 0, tuple(results), ())
         self._next_id += 1
