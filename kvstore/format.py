@@ -27,7 +27,8 @@ payload has that checksum: a torn, stale or misdirected one is found whatever el
 
 Index tables (LMDB, `<ssd_dir>/index`):
 
-    meta         name                            -> u64: "format", "boot_count", "direct", "next_slab", "probe"
+    meta         name                            -> u64: "format", "direct", "slab_bytes", "boot_count",
+                                                    "next_slab", "probe"
     slabs        u32 number                      -> u64 slot bytes, u64 slots, seal
     namespaces   u32 number                      -> strings (u32 length, bytes): tenant, model, weights digest, layout
                                                     fingerprint, adapter digest, KV scales digest, hash protocol, salt;

@@ -85,7 +85,7 @@ class _Open:
 class Index:
     """After a failed transaction nothing of it is in the index, and the next one is tried on a fresh environment."""
 
-    def __init__(self, path: str, *, bytes_max: int, direct: bool, disk: Disk) -> None:
+    def __init__(self, path: str, *, bytes_max: int, direct: bool, slab_bytes: int, disk: Disk) -> None:
         """Opens or creates; the boot count is one higher afterwards. `bytes_max` is a hard cap of the data file, unless
         that is larger already: what LMDB once had it keeps.
 
@@ -103,7 +103,7 @@ class Index:
             os.makedirs(path, mode=0o700, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 self.bytes_max = max(bytes_max, os.stat(os.path.join(path, DATA_FILE)).st_size)
-            self._open = self._open_or_create(direct)
+            self._open = self._open_or_create({"direct": int(direct), "slab_bytes": slab_bytes})
             self._preallocate()
         except lmdb.Error as problem:
             self.close()
@@ -227,7 +227,7 @@ class Index:
 
     # ------------------------------------------------------------------------------------------------ the environment
 
-    def _open_or_create(self, direct: bool) -> _Open:
+    def _open_or_create(self, layout: dict[str, int]) -> _Open:
         env = self._environment()
         try:
             env.reader_check()  # readers that were killed
@@ -241,24 +241,31 @@ class Index:
                         value=os.path.dirname(self._path),
                         remedy="run the newer version again, or name another directory",
                     )
-                if version and _get_meta(to, txn, "direct") != direct:
-                    raise ConfigError(
-                        f"is not how {os.path.dirname(self._path)} was laid out when it was created",
-                        field="ssd_direct_io",
-                        value=direct,
-                        remedy=f"set it to {str(not direct).lower()}, or name another ssd_dir",
-                    )
+                for name, value in layout.items() if version else ():
+                    if (former := _get_meta(to, txn, name)) != value:
+                        raise self._other_layout(name, former, value)
                 self.boot_count = _get_meta(to, txn, "boot_count") + 1
                 self.next_slab = _get_meta(to, txn, "next_slab")
                 _put_meta(to, txn, "format", FORMAT_VERSION)
-                _put_meta(to, txn, "direct", direct)
                 _put_meta(to, txn, "boot_count", self.boot_count)
+                for name, value in layout.items():
+                    _put_meta(to, txn, name, value)
         except BaseException:
             env.close()
             raise
         self._measure(env)
         env.set_mapsize(self._normal_bytes)
         return to
+
+    def _other_layout(self, name: str, former: int, value: int) -> ConfigError:
+        field = {"direct": "ssd_direct_io", "slab_bytes": "ssd_slab_bytes"}[name]
+        old, new = (bool(former), bool(value)) if name == "direct" else (former, value)
+        return ConfigError(
+            f"is not how {os.path.dirname(self._path)} was laid out when it was created",
+            field=field,
+            value=str(new).lower(),
+            remedy=f"set it to {str(old).lower()}, or name another ssd_dir",
+        )
 
     def _environment(self) -> lmdb.Environment:
         return lmdb.open(

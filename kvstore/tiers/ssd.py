@@ -38,7 +38,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore import format
-from kvstore.config import LOCK_FILE, StoreConfig
+from kvstore.config import LOCK_FILE, SSD_OVERHEAD_BYTES, StoreConfig
 from kvstore.core.events import (
     CreateSlab,
     DiskDone,
@@ -61,10 +61,7 @@ log = logging.getLogger(__name__)
 
 INDEX_DIR = "index"
 PROBE_FILE = "probe"
-OVERHEAD_BYTES = 1 << 20
-"""Of ssd_bytes: for the lock, the probe, LMDB's lock file and the directories."""
-INDEX_BYTES_MIN = 16 << 20
-INDEX_SHARE = 32
+INDEX_BYTES_MIN = 1 << 20
 PART_BYTES = 1 << 20
 """An op is shared among the I/O threads in parts of at least this much."""
 OPS_MAX = 65_536
@@ -75,17 +72,6 @@ CLOSING = "the SSD tier is closing"
 
 DiskEffect = CreateSlab | WriteRecords | ReadRecords | WriteIndex | ProbeDisk
 Done = Callable[[SlabReady | DiskDone], None]
-
-
-def index_bytes(config: StoreConfig) -> int:
-    """The part of ssd_bytes that belongs to the index, in whole pages."""
-    wanted = config.ssd_index_bytes or max(INDEX_BYTES_MIN, config.ssd_bytes // INDEX_SHARE)
-    return wanted // PAGE_BYTES * PAGE_BYTES
-
-
-def max_slabs(config: StoreConfig) -> int:
-    """How many slab files of ssd_slab_bytes fit under the cap beside the index; at most 0: none."""
-    return (config.ssd_bytes - index_bytes(config) - OVERHEAD_BYTES) // config.ssd_slab_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +148,9 @@ class SsdTier:
         try:
             index = self._index = Index(
                 os.path.join(self._directory, INDEX_DIR),
-                bytes_max=index_bytes(self._config),
+                bytes_max=self._config.ssd_index_max,
                 direct=self._direct,
+                slab_bytes=self._config.ssd_slab_bytes,
                 disk=self._disk,
             )
             slabs = self._open_slabs(index)
@@ -455,7 +442,9 @@ class SsdTier:
         """The file, and then its row in the index; None: the index thread answers."""
         size = format.slab_file_bytes(effect.slot_bytes, effect.slots)
         with self._state:
-            room = self._config.ssd_bytes - OVERHEAD_BYTES - self._opened_index.bytes_max - self._slab_bytes
+            room = (
+                self._config.ssd_bytes - SSD_OVERHEAD_BYTES - self._opened_index.bytes_max - self._slab_bytes
+            )
             if effect.slab in self._slabs:
                 raise FileExistsError(errno.EEXIST, f"slab {effect.slab} exists")
             if size > room:
@@ -516,7 +505,7 @@ class SsdTier:
     def _open_slabs(self, index: Index) -> list[SlabRow]:
         """Opens the slab files that the index names, and removes all others. A named one that is missing, not what it
         should be, or beyond a cap that was lowered, is dropped, and with it (by `Index.chunks`) what lay in it."""
-        budget = self._config.ssd_bytes - OVERHEAD_BYTES - index.bytes_max
+        budget = self._config.ssd_bytes - SSD_OVERHEAD_BYTES - index.bytes_max
         kept: list[SlabRow] = []
         dropped: list[SlabId] = []
         for row in index.slabs():
@@ -818,21 +807,15 @@ def _check(config: StoreConfig) -> None:
         raise ConfigError("must be between 1 and 256", field="ssd_threads", value=config.ssd_threads)
     if config.ssd_slab_bytes < format.slab_file_bytes(format.slot_bytes(1, direct=True), 1):
         raise ConfigError("is too small for one slot", field="ssd_slab_bytes", value=config.ssd_slab_bytes)
-    if index_bytes(config) < 1 << 20:
-        raise ConfigError("must be at least 1 MiB", field="ssd_index_bytes", value=config.ssd_index_bytes)
-    slabs = max_slabs(config)
-    if slabs < 1:
+    if config.ssd_index_max < INDEX_BYTES_MIN:
         raise ConfigError(
-            f"has no room for one slab file of {config.ssd_slab_bytes} bytes beside an index of {index_bytes(config)}",
-            field="ssd_bytes",
-            value=config.ssd_bytes,
-            remedy="raise it, or lower ssd_slab_bytes or ssd_index_bytes",
+            f"must be at least {INDEX_BYTES_MIN}", field="ssd_index_bytes", value=config.ssd_index_bytes
         )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = slabs + FILES_SPARE
+    wanted = config.ssd_slabs_max + FILES_SPARE
     if hard != resource.RLIM_INFINITY and wanted > hard:
         raise ConfigError(
-            f"gives {slabs} slab files, but only {hard} files may be open",
+            f"gives {config.ssd_slabs_max} slab files, but only {hard} files may be open",
             field="ssd_slab_bytes",
             value=config.ssd_slab_bytes,
             remedy="raise it, or the limit of open files (LimitNOFILE)",

@@ -38,8 +38,10 @@ class Fixture:
         self.disk = FaultyDisk(RealDisk(), str(self.control))
         self.index = self.open()
 
-    def open(self, *, bytes_max: int = 4 * MIB, direct: bool = False) -> Index:
-        self.index = Index(self.path, bytes_max=bytes_max, direct=direct, disk=self.disk)
+    def open(self, *, bytes_max: int = 4 * MIB, direct: bool = False, slab_bytes: int = MIB) -> Index:
+        self.index = Index(
+            self.path, bytes_max=bytes_max, direct=direct, slab_bytes=slab_bytes, disk=self.disk
+        )
         return self.index
 
     def again(self, *, bytes_max: int = 4 * MIB) -> Index:
@@ -187,8 +189,10 @@ def test_a_newer_format_is_refused_with_the_remedy_and_left_alone(it: Fixture) -
 
 def test_another_layout_is_refused_with_the_remedy(it: Fixture) -> None:
     it.index.close()
-    with pytest.raises(ConfigError, match=r"ssd_direct_io=True: .*set it to false"):
+    with pytest.raises(ConfigError, match=r"ssd_direct_io=true: .*set it to false"):
         it.open(direct=True)
+    with pytest.raises(ConfigError, match=rf"ssd_slab_bytes={2 * MIB}: .*set it to {MIB}"):
+        it.open(slab_bytes=2 * MIB)
 
 
 def test_a_damaged_index_is_refused_with_the_remedy(it: Fixture) -> None:

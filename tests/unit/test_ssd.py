@@ -18,7 +18,7 @@ import pytest
 import xxhash
 
 from kvstore import format
-from kvstore.config import StoreConfig
+from kvstore.config import SSD_OVERHEAD_BYTES, StoreConfig
 from kvstore.core.events import (
     ChunkRecord,
     CreateSlab,
@@ -568,8 +568,8 @@ def test_the_cap_is_hard_and_counts_the_index(plain: Fixture) -> None:
         made += 1
     assert answer.results == (NO_SPACE,)
     assert "exceed ssd_bytes by" in answer.why
-    assert 1 <= made <= ssd.max_slabs(plain.config)
-    used = ssd.OVERHEAD_BYTES + ssd.index_bytes(plain.config) + plain.tier.stats().slab_bytes
+    assert 1 <= made <= plain.config.ssd_slabs_max
+    used = SSD_OVERHEAD_BYTES + plain.config.ssd_index_max + plain.tier.stats().slab_bytes
     assert used <= plain.config.ssd_bytes < used + slab
     files = [path for path in Path(plain.config.ssd_dir).rglob("*") if path.is_file()]
     assert sum(path.stat().st_blocks * 512 for path in files) <= plain.config.ssd_bytes
@@ -660,16 +660,16 @@ def test_a_slab_that_is_missing_or_damaged_takes_its_chunks_along(plain: Fixture
 
 
 def test_slabs_beyond_a_cap_that_was_lowered_are_dropped(plain: Fixture) -> None:
-    for number in (1, 2):
-        plain.create(number)
-    plain.write(0, SLOTS, 2 * SLOTS)
-    plain.commit(0, SLOTS, 2 * SLOTS, slabs=(0, 1, 2))
-    one = plain.slab_file().stat().st_size
-    plain.config = replace(plain.config, ssd_slab_bytes=one, ssd_bytes=ssd.OVERHEAD_BYTES + 2 * MIB + 2 * one)
+    slots = format.slots_per_slab(plain.config.ssd_slab_bytes, 8192)
+    for number in (1, 2, 3):
+        plain.create(number, slots=slots)
+    plain.write(0, SLOTS, 2 * SLOTS, 3 * SLOTS)
+    plain.commit(0, SLOTS, 2 * SLOTS, 3 * SLOTS, slabs=(0, 1, 2, 3))
+    plain.config = replace(plain.config, ssd_bytes=SSD_OVERHEAD_BYTES + 2 * MIB + 9 * MIB)
     snapshot = plain.again()
-    assert [row.slab for row in snapshot.slabs] == [0, 1]
-    assert keys(snapshot) == [key(0), key(SLOTS)]
-    assert not plain.slab_file(2).exists()
+    assert [row.slab for row in snapshot.slabs] == [0, 1, 2]
+    assert keys(snapshot) == [key(0), key(SLOTS), key(2 * SLOTS)]
+    assert not plain.slab_file(3).exists()
 
 
 # ---------------------------------------------------------------------------------------------------- settings, locks
@@ -679,6 +679,7 @@ def test_slabs_beyond_a_cap_that_was_lowered_are_dropped(plain: Fixture) -> None
     ("changes", "why"),
     [
         ({"ssd_bytes": 6 * MIB}, "ssd_bytes=.*no room for one slab"),
+        ({"ssd_threads": 257}, "ssd_threads=257"),
         ({"ssd_slab_bytes": 4096}, "ssd_slab_bytes=4096.*too small"),
         ({"ssd_index_bytes": 4096}, "ssd_index_bytes=4096.*at least"),
         ({"ssd_threads": 0}, "ssd_threads=0"),
@@ -686,10 +687,9 @@ def test_slabs_beyond_a_cap_that_was_lowered_are_dropped(plain: Fixture) -> None
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str, object], why: str) -> None:
-    it = Fixture(tmp_path, settings(tmp_path, **changes))
     with pytest.raises(ConfigError, match=why):
-        it.open()
-    assert not Path(it.config.ssd_dir).exists()
+        Fixture(tmp_path, settings(tmp_path, **changes)).open()
+    assert not (tmp_path / "ssd").exists()
 
 
 def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
@@ -698,14 +698,6 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None
     Path(it.config.ssd_dir).chmod(0o777)
     with pytest.raises(ConfigError, match="written to by other users"):
         it.open()
-
-
-def test_how_many_slabs_fit(tmp_path: Path) -> None:
-    config = settings(tmp_path, ssd_bytes=(1 + 2 + 4 * 7) * MIB)
-    assert ssd.max_slabs(config) == 7
-    assert ssd.max_slabs(replace(config, ssd_bytes=config.ssd_bytes - 1)) == 6
-    assert ssd.index_bytes(StoreConfig()) == 2 << 30
-    assert ssd.index_bytes(StoreConfig(ssd_bytes=MIB)) == 16 * MIB
 
 
 def test_a_second_opener_is_refused_with_the_pid_of_the_first(plain: Fixture) -> None:
