@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import queue
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 
 from kvstore import errors, memory, wire
-from kvstore.client import Client, Namespace, attachment, connect, connection, namespace
+from kvstore.client import Client, Namespace, attachment, connect, connect_async, connection, namespace
 from kvstore.client import lease as lease_module
 from kvstore.core import events
 from kvstore.keys import exact_chain
@@ -478,9 +479,19 @@ def test_a_commit_that_never_ends_costs_the_connection(
     assert daemon.hellos == 2
 
 
-def test_a_future_of_a_commit_ends_in_time(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attachment, "HEARTBEAT_S", 1e6)  # so that the housekeeping must be woken for it
+async def test_a_deadline_on_an_event_loop_wakes_the_housekeeping(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attachment, "HEARTBEAT_S", 1e6)
     monkeypatch.setattr(connection, "BACKOFF_MAX_S", 1e6)
+    daemon.script["match"] = lambda _: None
+    async with await connect_async(str(daemon.run_dir), timeout_s=1e3) as client:
+        space = await client.open(SPEC)
+        matched = await asyncio.wait_for(space.match(KEYS, timeout_s=0.05), BOUND_S)
+        assert matched.reasons[0] is Reason.UNAVAILABLE
+
+
+def test_a_future_of_a_commit_ends_in_time(daemon: FakeDaemon) -> None:
     daemon.script["reserve"] = lambda body: granted(88, len(body.keys))
     daemon.script["commit"] = lambda _: None
     with connect(str(daemon.run_dir), timeout_s=0.3) as client:
