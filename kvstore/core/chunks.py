@@ -46,6 +46,8 @@ RISING = 256
 """Waits to be read back from SSD, or is."""
 WANTED = 512
 """Linked among the chunks that queued jobs need, not in the recency list."""
+QUEUED = 1024
+"""Waits for its write to SSD: has an entry in `State.to_store`."""
 
 
 class LinkedRows:

@@ -16,7 +16,18 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DERIVED, DOOMED, DURABLE, LISTED, NONE, RISING, STORED, STORING, TAIL
+from kvstore.core.chunks import (
+    DERIVED,
+    DOOMED,
+    DURABLE,
+    LISTED,
+    NONE,
+    QUEUED,
+    RISING,
+    STORED,
+    STORING,
+    TAIL,
+)
 from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase, Segment
 from kvstore.core.segments import Segments
@@ -184,14 +195,17 @@ class Disk:
             size = 0
             while state.to_store and len(rows) < CHUNKS_PER_OP_MAX and size < BYTES_PER_OP_MAX:
                 row, key = state.to_store[0]
-                if not self._storable(row, key):
-                    state.to_store.popleft()
-                    continue
-                if not self._place(row):
+                storable = self._storable(row, key)
+                if storable and not self._place(row):
+                    if state.disk_full:  # for this slot size at least: another may have room
+                        state.to_store.rotate(-1)
                     break
                 state.to_store.popleft()
-                rows.append(row)
-                size += state.namespace_of(row).spec.chunk_bytes
+                if state.is_queued(row, key):
+                    state.chunks.flags[row] &= ~QUEUED
+                if storable:
+                    rows.append(row)
+                    size += state.namespace_of(row).spec.chunk_bytes
             if not rows:
                 return
             self._write(rows, size)
@@ -200,7 +214,14 @@ class Disk:
     def _storable(self, row: int, key: ChunkKey) -> bool:
         state = self.state
         flags = state.chunks.flags[row]
-        return state.chunks.key[row] == key and state.is_hit(row) and not flags & (STORED | STORING)
+        if not state.is_queued(row, key) or not state.is_hit(row) or flags & (STORED | STORING):
+            return False
+        return self._fits(state.namespace_of(row))
+
+    def _fits(self, namespace: Namespace) -> bool:
+        """Whether a slab file has room for a slot of each size; if not, the chunks stay in DRAM alone."""
+        largest = max(self.slot_bytes(namespace, shard) for shard in range(namespace.shards))
+        return self.state.disk.slots_of(largest) > 0
 
     def _place(self, row: int) -> bool:
         """Disk slots for all shards of a chunk, or none."""
@@ -274,7 +295,7 @@ class Disk:
                 worst = max(worst, *mine)
                 for shard in range(namespace.shards):
                     state.unplace_from_disk(row, shard)
-                state.to_store.append((row, chunks.key[row]))
+                state.store_later(row)
             state.unpin(namespace, (row,), used=False)
         state.counters["ssd_bytes_written"] += write.bytes
         if worst is not DiskResult.OK:

@@ -9,6 +9,7 @@ from kvstore.core.chunks import (
     DURABLE,
     LISTED,
     NONE,
+    QUEUED,
     RISING,
     STORED,
     STORING,
@@ -154,6 +155,8 @@ def _check_disk(state: State, disk: Disk) -> None:
     for read in disk.reads.values():
         for row in read.rows if read.quarantined is None else ():
             assert chunks.flags[row] & RISING, chunks.describe(row)
+    queued = {row for row, key in state.to_store if state.is_queued(row, key)}
+    assert queued == {row for row, flags in enumerate(chunks.flags) if flags & QUEUED}, queued
     for row in state.prefetched:
         assert chunks.flags[row] & (RISING | LISTED) or chunks.pins[row], chunks.describe(row)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvstore.core import events as ev
 from kvstore.core import planner
-from kvstore.core.chunks import STORED
+from kvstore.core.chunks import QUEUED, STORED
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
 from kvstore.core.state import State
@@ -149,8 +149,8 @@ class Segments:
         return None if slab is None else self.state.pool.take(slab, row)
 
     def _evict_one(self, namespace: Namespace, sooner_than: int) -> bool:
-        """Free the DRAM slots of one chunk: demoted if it is on SSD; dropped if it cannot be, now or soon; and rather
-        left alone, for the save in hand to be tried again, if its write to SSD is about to come."""
+        """Free the DRAM slots of one chunk: demoted if it is on SSD; dropped if it is not going to be; and rather left
+        alone, for the save in hand to be tried again, if its write to SSD is about to come."""
         while True:
             for row in self.state.policy.victims(namespace, VICTIMS_LOOKED_AT_MAX, sooner_than):
                 if self._leave_dram(row):
@@ -162,7 +162,7 @@ class Segments:
         state = self.state
         if state.chunks.flags[row] & STORED:
             state.demote(row)
-        elif state.storing:
+        elif state.storing and state.chunks.flags[row] & QUEUED:
             return False
         else:
             state.to_ghost(row, Reason.EVICTED)

@@ -16,6 +16,7 @@ from kvstore.core.chunks import (
     DURABLE,
     LISTED,
     NONE,
+    QUEUED,
     RISING,
     STORED,
     STORING,
@@ -52,6 +53,7 @@ from kvstore.types import (
 DISK = NamespaceId(0)
 """The one owner of all slabs in the disk pool; namespaces of users start at 1."""
 DISK_SLAB_HEADER_BYTES = 4096
+STALE_TO_STORE_MAX = 1_024
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ class State:
     cold: LinkedRows = field(default_factory=LinkedRows)
     """Chunks on SSD only and not rising, in the order in which they left DRAM: the candidates to leave the SSD."""
     to_store: deque[tuple[int, ChunkKey]] = field(default_factory=deque)
-    """Resident chunks that are not on SSD yet, in the order of their commits."""
+    """Resident chunks that are not on SSD yet, in the order of their commits; entries may be stale."""
     dirty_chunks: dict[tuple[NamespaceId, ChunkKey], Millis] = field(default_factory=dict)
     """Chunks whose index record is to be written or deleted, since when."""
     dirty_sessions: dict[tuple[NamespaceId, bytes], Millis] = field(default_factory=dict)
@@ -316,8 +318,24 @@ class State:
         chunks.used_at[row] = self.now
         self.policy.add(namespace, (row,))
         if self.disk_state is not DiskState.ABSENT and not chunks.flags[row] & STORED:
-            self.to_store.append((row, chunks.key[row]))
+            self.store_later(row)
         self.settle(row, ready=True)
+
+    def store_later(self, row: int) -> None:
+        """Queue a resident chunk for its write to SSD. Where nothing can be written for long, what left DRAM meanwhile
+        must not fill the queue."""
+        chunks = self.chunks
+        if chunks.flags[row] & QUEUED:
+            return
+        chunks.flags[row] |= QUEUED
+        self.to_store.append((row, chunks.key[row]))
+        if len(self.to_store) > 2 * chunks.rows_used + STALE_TO_STORE_MAX:
+            entries = ((other, key) for other, key in self.to_store if self.is_queued(other, key))
+            self.to_store = deque(dict.fromkeys(entries))
+
+    def is_queued(self, row: int, key: ChunkKey) -> bool:
+        """Whether this entry of `to_store` is still about this chunk."""
+        return self.chunks.key[row] == key and bool(self.chunks.flags[row] & QUEUED)
 
     def doom(self, row: int, reason: Reason) -> bool:
         """A miss from now on; the bytes go at once, or with the last pin, reservation or read. False: there was nothing
