@@ -82,14 +82,16 @@ def test_another_worker_has_to_open_the_namespace_itself(daemon, connect, namesp
 # ------------------------------------------------------------------------------------------------------ bad messages
 
 
-@pytest.mark.parametrize(
-    "name", ["Store/Match", "Store/Open", "Stats/GetStats", "Stats/Explain", "Bytes/Get"]
-)
-def test_garbage_is_refused_by_name(worker, name):
-    method = name.partition("/")[2]
-    kind = {"GetStats": "GetStatsRequest", "Get": "GetRequest"}.get(method, f"{method}Request")
-    with pytest.raises(BadRequest, match=f"is not a valid {kind}"):
-        raw_call(worker, name, b"\xff\xff\xff")
+def test_garbage_is_refused_by_name(worker, subtests):
+    for name, kind in (
+        ("Store/Match", "MatchRequest"),
+        ("Store/Open", "OpenRequest"),
+        ("Stats/GetStats", "GetStatsRequest"),
+        ("Stats/Explain", "ExplainRequest"),
+        ("Bytes/Get", "GetRequest"),
+    ):
+        with subtests.test(name=name), pytest.raises(BadRequest, match=f"is not a valid {kind}"):
+            raw_call(worker, name, b"\xff\xff\xff")
 
 
 def test_invalid_utf8_gets_our_message(worker):
@@ -116,145 +118,149 @@ def test_invalid_utf8_on_the_stream_ends_it_with_our_message(daemon, worker):
 HUGE = (1 << 64) - 1
 
 
-@pytest.mark.parametrize(
-    ("call", "request_", "why"),
-    [
-        (
-            "Match",
-            store_pb2.MatchRequest(namespace_id=1, keys=[b"k"] * 4097),
-            "number of keys=4097: a request has at most 4096",
+BOUNDS = [
+    (
+        "Match",
+        store_pb2.MatchRequest(namespace_id=1, keys=[b"k"] * 4097),
+        "number of keys=4097: a request has at most 4096",
+    ),
+    (
+        "Match",
+        store_pb2.MatchRequest(namespace_id=1, keys=[b"k" * 65]),
+        "keys.0.=65 bytes: a key has 1 to 64 bytes",
+    ),
+    (
+        "Match",
+        store_pb2.MatchRequest(namespace_id=1, keys=[b"k", b""]),
+        "keys.1.=0 bytes: a key has 1 to 64",
+    ),
+    ("Match", store_pb2.MatchRequest(namespace_id=1), "keys=..: name at least one key"),
+    (
+        "Match",
+        store_pb2.MatchRequest(namespace_id=HUGE, keys=[b"k"]),
+        f"namespace_id={HUGE}: must be between",
+    ),
+    ("Match", store_pb2.MatchRequest(keys=[b"k"]), "namespace_id=0: must be between 1 and"),
+    (
+        "Match",
+        store_pb2.MatchRequest(namespace_id=1, keys=[b"k"], token_count=HUGE),
+        f"token_count={HUGE}: must be",
+    ),
+    (
+        "Acquire",
+        store_pb2.AcquireRequest(namespace_id=1, keys=[b"k"], ttl_ms=HUGE),
+        f"ttl_ms={HUGE}: must be between",
+    ),
+    (
+        "Acquire",
+        store_pb2.AcquireRequest(namespace_id=1, keys=[b"k"], wait_ms=HUGE),
+        f"wait_ms={HUGE}: must be",
+    ),
+    (
+        "Acquire",
+        store_pb2.AcquireRequest(namespace_id=1, keys=[b"k"], shards=[256]),
+        "shards=256: must be between",
+    ),
+    (
+        "Acquire",
+        store_pb2.AcquireRequest(namespace_id=1, keys=[b"k"], shards=[0] * 300),
+        "number of shards=300",
+    ),
+    (
+        "Acquire",
+        store_pb2.AcquireRequest(namespace_id=1, keys=[b"k"], shards=[1, 1]),
+        "names a shard twice",
+    ),
+    (
+        "Renew",
+        store_pb2.RenewRequest(lease_ids=range(5000)),
+        "number of lease_ids=5000: a request has at most",
+    ),
+    (
+        "Reserve",
+        store_pb2.ReserveRequest(namespace_id=1, keys=[b"k"], maker=b"m"),
+        "maker=6d: has 16 bytes or none",
+    ),
+    (
+        "Reserve",
+        store_pb2.ReserveRequest(namespace_id=1, keys=[b"k"], parents=[b"p"] * 2),
+        "number of parents=2",
+    ),
+    (
+        "Reserve",
+        store_pb2.ReserveRequest(namespace_id=1, keys=[b"k"], parent=b"p" * 65),
+        "parent.0.=65 bytes",
+    ),
+    (
+        "Reserve",
+        store_pb2.ReserveRequest(namespace_id=1, keys=[b"k"], token_counts=[0]),
+        "token_counts=0: must be",
+    ),
+    (
+        "Reserve",
+        store_pb2.ReserveRequest(namespace_id=1, keys=[b"k"], token_counts=[HUGE]),
+        "token_counts=1844674407370",
+    ),
+    ("Commit", store_pb2.CommitRequest(reservation_id=1, wait=7), "wait=7: must be between 0 and 1"),
+    (
+        "Commit",
+        store_pb2.CommitRequest(reservation_id=1, staging_offsets=[HUGE]),
+        f"staging_offsets={HUGE}",
+    ),
+    ("GetSession", store_pb2.GetSessionRequest(namespace_id=1), "session=0 bytes: has 1 to 256 bytes"),
+    (
+        "GetSession",
+        store_pb2.GetSessionRequest(namespace_id=1, session=b"s" * 257),
+        "session=257 bytes: has 1 to 256",
+    ),
+    (
+        "UpdateSession",
+        store_pb2.UpdateSessionRequest(
+            namespace_id=1, session=b"s", append=[store_pb2.SessionEntry(key=b"k", token_count=HUGE)]
         ),
-        (
-            "Match",
-            store_pb2.MatchRequest(namespace_id=1, keys=[b"k" * 65]),
-            "keys.0.=65 bytes: a key has 1 to 64 bytes",
+        "append.0..token_count=18446744073709551615: must be between",
+    ),
+    (
+        "UpdateSession",
+        store_pb2.UpdateSessionRequest(
+            namespace_id=1,
+            session=b"s",
+            append=[store_pb2.SessionEntry(key=b"k", token_count=1, delta=-(1 << 62))],
         ),
-        (
-            "Match",
-            store_pb2.MatchRequest(namespace_id=1, keys=[b"k", b""]),
-            "keys.1.=0 bytes: a key has 1 to 64",
-        ),
-        ("Match", store_pb2.MatchRequest(namespace_id=1), "keys=..: name at least one key"),
-        (
-            "Match",
-            store_pb2.MatchRequest(namespace_id=HUGE, keys=[b"k"]),
-            f"namespace_id={HUGE}: must be between",
-        ),
-        ("Match", store_pb2.MatchRequest(keys=[b"k"]), "namespace_id=0: must be between 1 and"),
-        (
-            "Match",
-            store_pb2.MatchRequest(namespace_id=1, keys=[b"k"], token_count=HUGE),
-            f"token_count={HUGE}: must be",
-        ),
-        (
-            "Acquire",
-            store_pb2.AcquireRequest(namespace_id=1, keys=[b"k"], ttl_ms=HUGE),
-            f"ttl_ms={HUGE}: must be between",
-        ),
-        (
-            "Acquire",
-            store_pb2.AcquireRequest(namespace_id=1, keys=[b"k"], wait_ms=HUGE),
-            f"wait_ms={HUGE}: must be",
-        ),
-        (
-            "Acquire",
-            store_pb2.AcquireRequest(namespace_id=1, keys=[b"k"], shards=[256]),
-            "shards=256: must be between",
-        ),
-        (
-            "Acquire",
-            store_pb2.AcquireRequest(namespace_id=1, keys=[b"k"], shards=[0] * 300),
-            "number of shards=300",
-        ),
-        (
-            "Acquire",
-            store_pb2.AcquireRequest(namespace_id=1, keys=[b"k"], shards=[1, 1]),
-            "names a shard twice",
-        ),
-        (
-            "Renew",
-            store_pb2.RenewRequest(lease_ids=range(5000)),
-            "number of lease_ids=5000: a request has at most",
-        ),
-        (
-            "Reserve",
-            store_pb2.ReserveRequest(namespace_id=1, keys=[b"k"], maker=b"m"),
-            "maker=6d: has 16 bytes or none",
-        ),
-        (
-            "Reserve",
-            store_pb2.ReserveRequest(namespace_id=1, keys=[b"k"], parents=[b"p"] * 2),
-            "number of parents=2",
-        ),
-        (
-            "Reserve",
-            store_pb2.ReserveRequest(namespace_id=1, keys=[b"k"], parent=b"p" * 65),
-            "parent.0.=65 bytes",
-        ),
-        (
-            "Reserve",
-            store_pb2.ReserveRequest(namespace_id=1, keys=[b"k"], token_counts=[0]),
-            "token_counts=0: must be",
-        ),
-        (
-            "Reserve",
-            store_pb2.ReserveRequest(namespace_id=1, keys=[b"k"], token_counts=[HUGE]),
-            "token_counts=1844674407370",
-        ),
-        ("Commit", store_pb2.CommitRequest(reservation_id=1, wait=7), "wait=7: must be between 0 and 1"),
-        (
-            "Commit",
-            store_pb2.CommitRequest(reservation_id=1, staging_offsets=[HUGE]),
-            f"staging_offsets={HUGE}",
-        ),
-        ("GetSession", store_pb2.GetSessionRequest(namespace_id=1), "session=0 bytes: has 1 to 256 bytes"),
-        (
-            "GetSession",
-            store_pb2.GetSessionRequest(namespace_id=1, session=b"s" * 257),
-            "session=257 bytes: has 1 to 256",
-        ),
-        (
-            "UpdateSession",
-            store_pb2.UpdateSessionRequest(
-                namespace_id=1, session=b"s", append=[store_pb2.SessionEntry(key=b"k", token_count=HUGE)]
-            ),
-            "append.0..token_count=18446744073709551615: must be between",
-        ),
-        (
-            "UpdateSession",
-            store_pb2.UpdateSessionRequest(
-                namespace_id=1,
-                session=b"s",
-                append=[store_pb2.SessionEntry(key=b"k", token_count=1, delta=-(1 << 62))],
-            ),
-            "append.0..delta=-4611686018427387904: must be between",
-        ),
-        (
-            "Truncate",
-            store_pb2.TruncateRequest(namespace_id=1, session=b"s", first_token=HUGE),
-            "first_token=184467440737",
-        ),
-        (
-            "Fork",
-            store_pb2.ForkRequest(namespace_id=1, session=b"s"),
-            "new_session=0 bytes: has 1 to 256 bytes",
-        ),
-        ("Forget", store_pb2.ForgetRequest(namespace_id=1), "name either a session or keys"),
-        (
-            "Forget",
-            store_pb2.ForgetRequest(namespace_id=1, session=b"s", keys=[b"k"]),
-            "name either a session or keys",
-        ),
-    ],
-)
-def test_bounds(worker, namespace, call, request_, why):
-    with pytest.raises(BadRequest, match=why):
-        worker.call(call, request_)
+        "append.0..delta=-4611686018427387904: must be between",
+    ),
+    (
+        "Truncate",
+        store_pb2.TruncateRequest(namespace_id=1, session=b"s", first_token=HUGE),
+        "first_token=184467440737",
+    ),
+    (
+        "Fork",
+        store_pb2.ForkRequest(namespace_id=1, session=b"s"),
+        "new_session=0 bytes: has 1 to 256 bytes",
+    ),
+    ("Forget", store_pb2.ForgetRequest(namespace_id=1), "name either a session or keys"),
+    (
+        "Forget",
+        store_pb2.ForgetRequest(namespace_id=1, session=b"s", keys=[b"k"]),
+        "name either a session or keys",
+    ),
+]
+
+
+def test_bounds(worker, namespace, subtests):
+    """The same by a unary call and on the stream, which goes on."""
     stream = worker.attach()
-    field = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in call).removeprefix("_")
-    with pytest.raises(BadRequest, match=why):  # the same on the stream, which goes on
-        stream.ask(field, request_)
-    stream.ask("heartbeat", store_pb2.HeartbeatRequest())
+    for call, request, why in BOUNDS:
+        field = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in call).removeprefix(
+            "_"
+        )
+        with subtests.test(call=call, why=why):
+            with pytest.raises(BadRequest, match=why):
+                worker.call(call, request)
+            with pytest.raises(BadRequest, match=why):
+                stream.ask(field, request)
+            stream.ask("heartbeat", store_pb2.HeartbeatRequest())
 
 
 def test_an_error_carries_field_value_and_remedy(worker):

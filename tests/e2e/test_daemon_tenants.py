@@ -66,19 +66,20 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_no_call_reaches_the_others_namespace(workers, name):
+def test_no_call_reaches_the_others_namespace(workers, subtests):
     """And the refusal is that of a namespace that does not exist."""
     (_, alices), (bob, _) = workers
-    request = type(CALLS[name])()
-    request.CopyFrom(CALLS[name])
-    refusals = []
-    for number in (alices.namespace_id, 4_000):
-        request.namespace_id = number
-        with pytest.raises(NotFound) as caught:
-            bob.call(name, request)
-        refusals.append(str(caught.value).replace(str(number), "N"))
-    assert refusals[0] == refusals[1]
+    for name, template in CALLS.items():
+        with subtests.test(name=name):
+            request = type(template)()
+            request.CopyFrom(template)
+            refusals = []
+            for number in (alices.namespace_id, 4_000):
+                request.namespace_id = number
+                with pytest.raises(NotFound) as caught:
+                    bob.call(name, request)
+                refusals.append(str(caught.value).replace(str(number), "N"))
+            assert refusals[0] == refusals[1]
 
 
 def test_no_bytes_of_the_other(workers):

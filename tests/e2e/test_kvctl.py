@@ -237,19 +237,20 @@ def test_errors_are_one_line(kvctl, arguments, status, why):
     assert "Traceback" not in kvctl.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (["explain"], "name either a session or --key"),
-        (["explain", "talk", "--key", "61"], "name either a session or --key"),
-        (["explain", "nobody"], "SESSION=nobody: no such session (see kvctl sessions)"),
-        (["explain", "--key", "61", "--namespace", "99"], "no such namespace of this tenant"),
-        (["forget", "talk", "--file", "00" * 16], "name one of SESSION, --key and --file"),
-        (["get", "00"], "a key of put has 16 bytes"),
-        (["put", "/nowhere"], "FILE=/nowhere: cannot be read: No such file or directory"),
-    ],
-)
-def test_what_the_daemon_has_not(daemon, kvctl, session, arguments, why):
-    kvctl(*arguments, status=1)
-    assert why in kvctl.stderr
-    assert "Traceback" not in kvctl.stderr
+MISSING = [
+    (["explain"], "name either a session or --key"),
+    (["explain", "talk", "--key", "61"], "name either a session or --key"),
+    (["explain", "nobody"], "SESSION=nobody: no such session (see kvctl sessions)"),
+    (["explain", "--key", "61", "--namespace", "99"], "no such namespace of this tenant"),
+    (["forget", "talk", "--file", "00" * 16], "name one of SESSION, --key and --file"),
+    (["get", "00"], "a key of put has 16 bytes"),
+    (["put", "/nowhere"], "FILE=/nowhere: cannot be read: No such file or directory"),
+]
+
+
+def test_what_the_daemon_has_not(daemon, kvctl, session, subtests):
+    for arguments, why in MISSING:
+        with subtests.test(arguments=arguments):
+            kvctl(*arguments, status=1)
+            assert why in kvctl.stderr
+            assert "Traceback" not in kvctl.stderr
