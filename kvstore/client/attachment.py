@@ -141,6 +141,7 @@ class Attachment:
         self._dropped: deque[Callable[[], None]] = deque()
 
         self._socket_lock = threading.Lock()
+        self._making_staging = threading.Lock()
         self._awaited: deque[Handler] = deque()
         self._socket = _connect(descriptor_socket, deadline)
         self.hello = descriptor_pb2.HelloReply()
@@ -309,14 +310,19 @@ class Attachment:
             finally:
                 _close_all(fds)
 
-        if self.staging is None:
-            request = descriptor_pb2.DescriptorRequest(
-                staging=descriptor_pb2.StagingRequest(bytes=wanted_bytes)
-            )
-            try:
+        # One thread asks: the daemon gives a worker staging memory once.
+        if not self._making_staging.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return
+        try:
+            if self.staging is None:
+                request = descriptor_pb2.DescriptorRequest(
+                    staging=descriptor_pb2.StagingRequest(bytes=wanted_bytes)
+                )
                 self._exchange(request, answered, deadline)
-            except StoreError as problem:
-                log.info("no staging memory: %s", problem)
+        except StoreError as problem:
+            log.info("no staging memory: %s", problem)
+        finally:
+            self._making_staging.release()
 
     # --------------------------------------------------------------------------------------------- the stream
 
@@ -409,8 +415,9 @@ class Attachment:
         now = time.monotonic()
         with self._lock:
             late, call.settled = call.abandoned, True
-            # The daemon stopped waiting, not copying: asked again, it may tell how it ended.
-            unknown = call.must_end and isinstance(answer, DeadlineExceeded)
+            # The daemon stopped waiting, not copying: asked again, it may tell how it ended. What is committed but not
+            # durable in time (field "wait") has been copied.
+            unknown = call.must_end and isinstance(answer, DeadlineExceeded) and answer.field != "wait"
             ask_again = unknown and now - call.asked_at > ASK_AGAIN_S and call.request is not None
             if ask_again and call.request is not None:
                 call.abandoned, call.asked_at = True, now
