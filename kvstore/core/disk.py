@@ -172,6 +172,7 @@ class Disk:
         state = self.state
         if state.disk_state < to:
             state.disk_state = to
+            state.disk_why = why
             state.counters[f"ssd_degraded_{to.name.lower()}"] += 1
             self._probe_at = state.now + state.limits.probe_interval_ms
             for wait in self.durable_waits:
@@ -717,8 +718,10 @@ class Disk:
             self.probe = None
             if results[0] is DiskResult.OK:
                 state.disk_state = DiskState.OK
+                state.disk_why = ""
                 state.counters["ssd_healed"] += 1
                 state.disk_full = False
+                self.slabs.retry_at = state.now
                 self._read_errors = 0
             else:
                 self._probe_at = state.now + state.limits.probe_interval_ms

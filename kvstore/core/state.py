@@ -73,6 +73,8 @@ class State:
     disk: Pool = field(init=False)
     """Slots of the SSD tier; its segments are slab files, all of one namespace (nobody maps them)."""
     disk_state: DiskState = DiskState.ABSENT
+    disk_why: str = ""
+    """Why it is not OK."""
     disk_full: bool = False
     """No slot can be freed on SSD: what is saved now stays in DRAM alone."""
     policy: Policy = field(init=False)
