@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.core import events
 from kvstore.errors import DeadlineExceeded, Exhausted, StoreError, Unavailable
 from kvstore.logs import fields
-from kvstore.types import Millis, SegmentId, WorkerId
+from kvstore.types import DiskState, Millis, SegmentId, WorkerId
 
 if TYPE_CHECKING:
     from kvstore.copier import Copier
@@ -96,6 +96,7 @@ class Loop:
         )
         self._ticker: asyncio.TimerHandle | None = None
         self._stopped: StoreError | None = None
+        self._disk_state = store.state.disk_state
         self._perform: dict[type[Any], Callable[[Any], None]] = {
             events.Reply: self._reply,
             events.ChunksSettled: self._push,
@@ -229,10 +230,25 @@ class Loop:
             return
         self._ticker = self._asyncio.call_later(TICK_S, self._tick)
         self.post(events.Tick())
+        self._report_disk()
         now = self._clock()
         late = [number for number, (_, deadline) in self._channels.items() if deadline <= now]
         for number in late:
             self._answer(number, DeadlineExceeded("the daemon did not answer in time", remedy="try again"))
+
+    def _report_disk(self) -> None:
+        """Health of the SSD tier, as often as it changes and people could read it."""
+        state = self.store.state
+        before, self._disk_state = self._disk_state, state.disk_state
+        if state.disk_state is before:
+            return
+        if state.disk_state is DiskState.OK:
+            log.info("the SSD tier is well again", extra=fields(was=before.name.lower()))
+        else:
+            log.error(
+                "the SSD tier is degraded, DRAM serves on",
+                extra=fields(state=state.disk_state.name.lower(), why=state.disk_why),
+            )
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:

@@ -55,6 +55,8 @@ class Limits:
     """Of writes, and of reads."""
     probe_interval_ms: int = 1_000
 
+    extents_per_answer_max: int = 16_384
+    """An Acquire that would answer more stops there; the rest is asked for again."""
     workers_max: int = 1024
     namespaces_max: int = 4096
     chunks_max: int = 64_000_000

@@ -90,6 +90,8 @@ class Reads:
                 reasons.append(Reason.BEYOND_MISS)
                 continue
             row, outcome, reason = lookup(state, namespace, key)
+            if len(extents) + len(shards) > limits.extents_per_answer_max:
+                outcome, reason = Outcome.MISS, Reason.BEYOND_MISS
             if outcome is Outcome.HIT and not _charge(worker.group, namespace, row, pin_bytes_max):
                 outcome, reason = Outcome.MISS, Reason.QUOTA
             if outcome is Outcome.HIT:

@@ -53,6 +53,7 @@ from kvstore.core.events import (
 from kvstore.errors import ConfigError, StoreError, Unavailable
 from kvstore.format import PAGE_BYTES, Defect, SlabHeader
 from kvstore.index import ChunkBatch, Index, SlabRow
+from kvstore.logs import fields
 from kvstore.ports import Buffer, Disk, describe, disk_result, read_all, write_all
 from kvstore.tiers.base import SlotMemory
 from kvstore.types import DiskPlace, DiskResult, Extent, OpId, Record, SlabId
@@ -756,7 +757,10 @@ def _failed(problem: Exception) -> Result:
 
 
 def _corrupt(place: DiskPlace, why: str) -> Result:
-    return Result(DiskResult.CORRUPT, f"{format.slab_name(place.slab)}, slot {place.slot}: {why}")
+    """Logged here, and so once: nobody reads this generation of the slot again."""
+    where = f"{format.slab_name(place.slab)}, slot {place.slot}: {why}"
+    log.error("a record on SSD is corrupt: it is a miss from now on", extra=fields(why=where))
+    return Result(DiskResult.CORRUPT, where)
 
 
 # --------------------------------------------------------------------------------------------------------- directory

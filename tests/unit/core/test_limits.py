@@ -166,3 +166,14 @@ def test_a_store_describes_itself_in_one_line() -> None:
         "Store(ChunkTable(2 of 2 rows), Pool(8 segments of 65536 B, 7 idle), LeaseBook(1 leases, 0 of them expired), "
         "1 workers)"
     )
+
+
+def test_an_answer_has_a_bounded_number_of_extents_and_the_rest_is_asked_for_again() -> None:
+    world = World(extents_per_answer_max=3)
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    world.save(worker, namespace, chain("k", 5))
+    first = world.acquire(worker, namespace, chain("k", 5))
+    assert [reason.name for reason in first.reasons] == ["NONE"] * 3 + ["BEYOND_MISS"] * 2
+    rest = world.acquire(worker, namespace, chain("k", 5)[3:])
+    assert [reason.name for reason in rest.reasons] == ["NONE"] * 2
