@@ -96,7 +96,7 @@ class Loop:
         )
         self._ticker: asyncio.TimerHandle | None = None
         self._stopped: StoreError | None = None
-        self._disk_state = store.state.disk_state
+        self._disk_state = DiskState.OK
         self._perform: dict[type[Any], Callable[[Any], None]] = {
             events.Reply: self._reply,
             events.ChunksSettled: self._push,
@@ -230,7 +230,8 @@ class Loop:
             return
         self._ticker = self._asyncio.call_later(TICK_S, self._tick)
         self.post(events.Tick())
-        self._report_disk()
+        if self._ssd is not None:
+            self._report_disk()
         now = self._clock()
         late = [number for number, (_, deadline) in self._channels.items() if deadline <= now]
         for number in late:
