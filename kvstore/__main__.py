@@ -1,7 +1,7 @@
 """`kvstored`: flags, environment and TOML in; one daemon; an exit status out.
 
-Exit status: 0 after a drain, 2 for settings that cannot work (one line on stderr says which), 70 after an internal
-error.
+Exit status: 0 after a drain, 1 when what it needs is not to be had now (a full or failing disk), 2 for settings that
+cannot work (one line on stderr says which), 70 after an internal error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from kvstore import __version__
 from kvstore.config import ENVIRONMENT_PREFIX, StoreConfig, load, parse_setting
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, StoreError
 
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 
@@ -120,6 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         print(f"kvstored: {error}", file=sys.stderr, flush=True)
         os._exit(2)
+    except StoreError as error:
+        print(f"kvstored: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
     except Exception:
         logging.getLogger(__name__).critical("the daemon ended by a bug", exc_info=True)
         os._exit(70)
