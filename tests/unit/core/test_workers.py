@@ -150,7 +150,6 @@ def test_what_a_closed_worker_cannot_write_any_more_is_free() -> None:
     namespace = world.open(spec(), worker, rank)
     reserved = world.reserve(worker, namespace, chain("k", 2))
     segments = world.map(worker, [extent.segment for extent in reserved.extents])
-    world.may_write.clear()  # it stops before it unmaps
     world.unmap(worker, segments)
     world.close(worker)
     assert worker not in world.store.state.workers

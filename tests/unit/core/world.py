@@ -171,7 +171,12 @@ class World:
         self.step(ev.WorkerLeft(worker))
 
     def close(self, worker: WorkerId) -> None:
-        """The connection is gone, the process lives."""
+        """The connection is gone, the process lives: it writes on where it has mappings, and will get no others."""
+        self.may_write = {
+            (segment, page): owner
+            for (segment, page), owner in self.may_write.items()
+            if owner != worker or segment in self.mapped[worker]
+        }
         self.step(ev.WorkerClosed(worker))
 
     def open(self, namespace: NamespaceSpec, *workers: WorkerId) -> NamespaceId:
