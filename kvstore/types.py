@@ -71,7 +71,7 @@ class Reason(enum.IntEnum):
     SLOW = 16
     """It is on SSD, but could not be read in time: the tier is slow, failing or off, or DRAM has no slot to spare."""
     LOST = 17
-    """It was in DRAM only when the daemon stopped."""
+    """It was in DRAM only when the daemon stopped, or its bytes on SSD did not survive a failed sync."""
 
 
 class SlotState(enum.IntEnum):

@@ -205,14 +205,14 @@ class Dialogues:
         self.state.counters["sessions_dropped"] += 1
         self.drop(self.state.sessions.oldest())
 
-    def drop(self, session: Session) -> None:
-        """The name goes, and its references; chunks stay until they are evicted."""
+    def drop(self, session: Session, reason: Reason = Reason.TRUNCATED) -> None:
+        """The name goes, and its references; whole chunks stay until they are evicted, a tail goes for `reason`."""
         state = self.state
         state.sessions.remove(session)
         self._dirty(session)
         state.namespaces[session.namespace].sessions -= 1
         for row in session.manifest.rows:
-            state.drop_ref(row)
+            state.drop_ref(row, reason)
 
     def _dirty(self, session: Session) -> None:
         """Its index record is to be written or deleted."""
@@ -228,7 +228,7 @@ class Dialogues:
             if session.used_at + ttl_ms > state.now:
                 return
             keys = [state.chunks.key[row] for row in session.manifest.rows]
-            self.drop(session)
+            self.drop(session, Reason.EXPIRED)
             self._forget_unnamed(state.namespaces[session.namespace], reversed(keys), Reason.EXPIRED)
             state.counters["sessions_expired"] += 1
 
@@ -243,7 +243,7 @@ class Dialogues:
             session = state.sessions.get(namespace.id, event.session, state.now)
             if session is not None:
                 keys = [state.chunks.key[row] for row in session.manifest.rows]
-                self.drop(session)
+                self.drop(session, Reason.FORGOTTEN)
                 count = 1 + self._forget_unnamed(namespace, reversed(keys), Reason.FORGOTTEN)
         for key in event.keys:
             row = namespace.index.get(key, NONE)

@@ -53,6 +53,8 @@ INDEX_BATCH_MAX = 4096
 VICTIMS_LOOKED_AT_MAX = 64
 READ_ERRORS_MAX = 3
 """Failed reads in a row, after which the tier is off until a probe succeeds."""
+LONG_DEADLINE_MS = 10_000
+"""For an index transaction with its syncs, and for making a slab file."""
 SLAB_RETRY_MS = 10_000
 """After a slab file could not be made (full), how long until the next try."""
 PERSISTENT_FLAGS = DERIVED | TAIL
@@ -79,6 +81,8 @@ class IndexWrite:
     effect: ev.WriteIndex
     rows: list[tuple[int, int]]
     """(chunk row, generation of its first shard): durable with this transaction, if still the same."""
+    since: Millis
+    """When the oldest of what is in it changed."""
     deadline: Millis
 
 
@@ -93,11 +97,21 @@ class DurableWait:
 
 
 @dataclass(slots=True)
-class Slabs:
-    """Slab files that are being made, by the slot size they are for."""
+class NewSlab:
+    segment: Segment
+    slot_bytes: int
+    deadline: Millis
 
-    creating: dict[OpId, tuple[Segment, int]] = field(default_factory=dict)
+
+@dataclass(slots=True)
+class Slabs:
+    """Slab files that come and go."""
+
+    creating: dict[OpId, NewSlab] = field(default_factory=dict)
     retiring: list[Segment] = field(default_factory=list)
+    """Empty, and to be deleted with the next index transaction."""
+    unusable: list[SlabId] = field(default_factory=list)
+    """Likewise: files that a restart found and has no use for."""
     retry_at: Millis = 0
 
 
@@ -131,6 +145,11 @@ class Disk:
     def present(self) -> bool:
         return self.state.disk_state is not DiskState.ABSENT
 
+    @property
+    def _long_deadline_ms(self) -> Millis:
+        """For what may take long without anything being wrong."""
+        return max(LONG_DEADLINE_MS, self.state.limits.disk_deadline_ms)
+
     # ------------------------------------------------------------------------------------------------ each step
 
     def pump(self) -> None:
@@ -153,16 +172,17 @@ class Disk:
         for op, read in self.reads.items():
             if read.quarantined is None and read.deadline <= state.now:
                 self._late_read(op, read)
+        late = any(read.quarantined is not None for read in self.reads.values())
         if any(write.deadline <= state.now for write in self.writes.values()):
+            late = True
             self._degrade(DiskState.OFF, "a write missed its deadline")
         if self.index is not None and self.index[1].deadline <= state.now:
-            self._degrade(DiskState.READ_ONLY, "an index transaction missed its deadline")
-        self._end_durable_waits()
-        late = any(w.deadline <= state.now for w in self.writes.values()) or any(
-            r.quarantined is not None for r in self.reads.values()
-        )
-        if self.index is not None and self.index[1].deadline <= state.now:
             late = True
+            self._degrade(DiskState.READ_ONLY, "an index transaction missed its deadline")
+        if any(new.deadline <= state.now for new in self.slabs.creating.values()):
+            late = True
+            self._degrade(DiskState.READ_ONLY, "a slab file was not made in time")
+        self._end_durable_waits()
         unhealthy = state.disk_state is not DiskState.OK
         if unhealthy and not late and self.probe is None and self._probe_at <= state.now:
             self.probe = state.new_op()
@@ -316,7 +336,7 @@ class Disk:
         taken = pool.take(slab, row) if slab is not None else None
         if taken is not None:
             return taken
-        if any(size == slot_bytes for _, size in self.slabs.creating.values()):
+        if any(new.slot_bytes == slot_bytes for new in self.slabs.creating.values()):
             return None
         if self._new_slab(slot_bytes) or self.slabs.retiring:
             return None
@@ -334,7 +354,7 @@ class Disk:
             if segment.phase is Phase.ABSENT:
                 state.disk.begin(segment)
                 op = state.new_op()
-                self.slabs.creating[op] = (segment, slot_bytes)
+                self.slabs.creating[op] = NewSlab(segment, slot_bytes, state.now + self._long_deadline_ms)
                 state.effects.append(
                     ev.CreateSlab(op, SlabId(segment.id), slot_bytes, state.disk.slots_of(slot_bytes))
                 )
@@ -342,16 +362,15 @@ class Disk:
         return False
 
     def slab_ready(self, op: OpId) -> None:
-        segment, slot_bytes = self.slabs.creating.pop(op)
-        self.state.disk.created(segment)
-        self.state.disk.assign(segment, DISK, slot_bytes)
+        new = self.slabs.creating.pop(op)
+        self.state.disk.created(new.segment)
+        self.state.disk.assign(new.segment, DISK, new.slot_bytes)
         self.state.disk_full = False
 
     def _slab_failed(self, op: OpId, result: DiskResult, why: str) -> None:
         """No room for another file: go on with those that exist; with none at all nothing can be written."""
         state = self.state
-        segment, _ = self.slabs.creating.pop(op)
-        state.disk.replace(segment, Phase.ABSENT)
+        state.disk.replace(self.slabs.creating.pop(op).segment, Phase.ABSENT)
         self.slabs.retry_at = state.now + SLAB_RETRY_MS
         state.counters["ssd_slab_failures"] += 1
         if result is not DiskResult.NO_SPACE or not state.disk.classes:
@@ -369,7 +388,7 @@ class Disk:
                     break
         if chosen == NONE:
             return False
-        state.drop_from_disk(chosen)
+        state.evict_from_disk(chosen)
         return True
 
     def _has_slot_of(self, row: int, slot_bytes: int) -> bool:
@@ -388,7 +407,7 @@ class Disk:
             return False
         oldest = min(candidates, key=lambda s: (not s.empty, s.slot_bytes == slot_bytes, s.touched_at))
         for row in dict.fromkeys(row for row in oldest.owner if row != NONE):
-            state.drop_from_disk(row)
+            state.evict_from_disk(row)
         if oldest.slot_bytes == slot_bytes:
             return True
         state.disk.retire(oldest, DISK)
@@ -554,13 +573,15 @@ class Disk:
             next(iter(state.dirty_chunks.values()), state.now),
             next(iter(state.dirty_sessions.values()), state.now),
         )
-        waiting = state.dirty_chunks or state.dirty_sessions or self.dirty_namespaces or self.slabs.retiring
-        urgent = self.durable_waits or self.slabs.retiring or len(state.dirty_chunks) >= INDEX_BATCH_MAX
-        if not waiting or not (urgent or oldest + due_ms <= state.now):
+        going = bool(self.slabs.retiring or self.slabs.unusable or self.deleted_namespaces)
+        if not (going or state.dirty_chunks or state.dirty_sessions or self.dirty_namespaces):
+            return
+        urgent = going or self.durable_waits or len(state.dirty_chunks) >= INDEX_BATCH_MAX
+        if not urgent and state.now < oldest + due_ms:
             return
         op = state.new_op()
         effect, rows = self._batch(op)
-        self.index = (op, IndexWrite(effect, rows, state.now + max(10_000, state.limits.disk_deadline_ms)))
+        self.index = (op, IndexWrite(effect, rows, oldest, state.now + self._long_deadline_ms))
         state.effects.append(effect)
 
     def _batch(self, op: OpId) -> tuple[ev.WriteIndex, list[tuple[int, int]]]:
@@ -605,7 +626,7 @@ class Disk:
             chunks_deleted=tuple(deletes),
             sessions=tuple(sessions),
             sessions_deleted=tuple(gone),
-            slabs_deleted=tuple(SlabId(slab.id) for slab in self.slabs.retiring),
+            slabs_deleted=(*(SlabId(slab.id) for slab in self.slabs.retiring), *self.slabs.unusable),
         )
         self._unsynced = set()
         self.deleted_namespaces = []
@@ -628,37 +649,60 @@ class Disk:
         state = self.state
         chunks = state.chunks
         assert self.index is not None
-        effect, rows = self.index[1].effect, self.index[1].rows
+        write = self.index[1]
+        effect, rows = write.effect, write.rows
         self.index = None
         if result is DiskResult.OK:
             for row, generation in rows:
-                same = chunks.shard0[row] != NONE and chunks.disk_generation[chunks.shard0[row]] == generation
-                if same and chunks.flags[row] & STORED:
+                if self._is_stored(row, generation):
                     chunks.flags[row] |= DURABLE
                     self._tell_durable((NamespaceId(chunks.namespace[row]), chunks.key[row]))
-            for slab_id in effect.slabs_deleted:
-                slab = next(slab for slab in self.slabs.retiring if SlabId(slab.id) == slab_id)
+            gone = set(effect.slabs_deleted)
+            for slab in [slab for slab in self.slabs.retiring if SlabId(slab.id) in gone]:
                 self.slabs.retiring.remove(slab)
                 state.disk.replace(slab, Phase.ABSENT)
+            self.slabs.unusable = [slab_id for slab_id in self.slabs.unusable if slab_id not in gone]
             state.counters["index_transactions"] += 1
             return
-        # Nothing of it is in the index: all of it is to be written again.
-        for record in effect.chunks:
-            state.dirty_chunks.setdefault((NamespaceId(record.namespace), record.key), state.now)
-        for namespace_id, key in effect.chunks_deleted:
-            state.dirty_chunks.setdefault((NamespaceId(namespace_id), key), state.now)
-        for session in effect.sessions:
-            state.dirty_sessions.setdefault((NamespaceId(session.namespace), session.session), state.now)
-        for namespace_id, name in effect.sessions_deleted:
-            state.dirty_sessions.setdefault((NamespaceId(namespace_id), name), state.now)
+        # Nothing of it is in the index: all of it is to be written again, and first. A slot that one of these chunks
+        # gave up may have been filled since; the index must not name its new owner while it still names the old one.
+        since = write.since
+        again = [(NamespaceId(record.namespace), record.key) for record in effect.chunks]
+        again += [(NamespaceId(number), key) for number, key in effect.chunks_deleted]
+        state.dirty_chunks = dict.fromkeys(again, since) | state.dirty_chunks
+        names = [(NamespaceId(session.namespace), session.session) for session in effect.sessions]
+        names += [(NamespaceId(number), name) for number, name in effect.sessions_deleted]
+        state.dirty_sessions = dict.fromkeys(names, since) | state.dirty_sessions
         for new in effect.namespaces:
             namespace = state.namespaces.get(NamespaceId(new.number))
             if namespace is not None:
                 self.dirty_namespaces[namespace.id] = namespace
         self.deleted_namespaces += [NamespaceId(number) for number in effect.namespaces_deleted]
         self._unsynced.update(effect.slabs)
+        if result is DiskResult.CORRUPT:
+            self._write_anew(rows)
         state.counters["index_errors"] += 1
         self._degrade(DiskState.READ_ONLY, why)
+
+    def _write_anew(self, rows: Sequence[tuple[int, int]]) -> None:
+        """A sync failed, and some of these chunks may not have reached the medium, nor ever will: syncing again proves
+        nothing. Those in DRAM are written once more, elsewhere; those on SSD alone cannot become durable."""
+        state = self.state
+        for row, generation in rows:
+            if not self._is_stored(row, generation):
+                continue
+            if state.is_resident(row):
+                state.leave_disk(row)
+                state.store_later(row)
+            else:
+                state.doom(row, Reason.LOST)
+            state.counters["chunks_lost_by_sync"] += 1
+
+    def _is_stored(self, row: int, generation: int) -> bool:
+        """Whether what was in the row when its record got this generation still is."""
+        chunks = self.state.chunks
+        same = chunks.shard0[row] != NONE and chunks.disk_generation[chunks.shard0[row]] == generation
+        return same and bool(chunks.flags[row] & STORED)
 
     # --------------------------------------------------------------------------------------------------- durability
 

@@ -85,6 +85,8 @@ class SessionBook:
         self._version_floor = 0
         """Highest version of any session that is gone: a name that comes back never repeats a version, or a
         compare-and-set could mistake the new conversation for the old one."""
+        self._first_version = 0
+        """Below every version that this start of the daemon gives."""
 
     def __repr__(self) -> str:
         return f"SessionBook({len(self.by_name)} sessions)"
@@ -97,11 +99,12 @@ class SessionBook:
         return session
 
     def begin_versions(self, boot_count: int) -> None:
-        """Above whatever any earlier start of the daemon gave to names that are forgotten since."""
-        self._version_floor = boot_count << 32
+        """Above whatever any earlier start of the daemon gave: also to names that are forgotten since, and to updates
+        that were answered and did not reach the disk."""
+        self._first_version = self._version_floor = boot_count << 32
 
     def next_version(self, old: Session | None) -> int:
-        return 1 + (self._version_floor if old is None else old.version)
+        return 1 + (self._version_floor if old is None else max(self._first_version, old.version))
 
     def put(self, session: Session, old: Session | None) -> None:
         """`old` is what the name stood for."""

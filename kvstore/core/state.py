@@ -455,13 +455,18 @@ class State:
         self.chunks.flags[row] &= ~(STORED | DURABLE)
         self.dirty_chunks.setdefault((namespace.id, self.chunks.key[row]), self.now)
 
-    def drop_from_disk(self, row: int) -> None:
-        """The SSD copy goes: a cold chunk becomes a ghost, a resident one stays in DRAM alone."""
+    def evict_from_disk(self, row: int) -> None:
+        """Its SSD slots are wanted: a cold chunk becomes a ghost, a resident one stays in DRAM alone."""
         if not self.is_resident(row):
             self.to_ghost(row, Reason.EVICTED)
         else:
-            self._free_disk(self.namespace_of(row), row)
+            self.leave_disk(row)
         self.counters["chunks_evicted_from_ssd"] += 1
+
+    def leave_disk(self, row: int) -> None:
+        """The SSD copy of a resident chunk goes."""
+        assert self.is_resident(row), self.chunks.describe(row)
+        self._free_disk(self.namespace_of(row), row)
 
     def make_cold(self, row: int) -> None:
         """A chunk whose read ended without bytes, or was never begun, is on SSD only, as before."""
@@ -497,8 +502,8 @@ class State:
         if chunks.shard0[row] == NONE and chunks.flags[row] & LISTED:
             chunks.unlink(self.ghosts, row)
 
-    def drop_ref(self, row: int) -> None:
-        """One manifest entry less. A tail goes with its last manifest; a ghost may now be forgotten."""
+    def drop_ref(self, row: int, reason: Reason = Reason.TRUNCATED) -> None:
+        """One manifest entry less. A tail goes with its last manifest, for `reason`; a ghost may now be forgotten."""
         chunks = self.chunks
         assert chunks.refs[row] > 0, chunks.describe(row)
         chunks.refs[row] -= 1
@@ -507,7 +512,7 @@ class State:
         if chunks.shard0[row] == NONE:
             self.remember_ghost(row)
         elif chunks.flags[row] & TAIL and (self.is_resident(row) or chunks.flags[row] & STORED):
-            self.doom(row, Reason.TRUNCATED)
+            self.doom(row, reason)
 
     # ---------------------------------------------------------------------------------------------------- pins
 

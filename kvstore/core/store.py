@@ -260,6 +260,8 @@ class Store:
         if worker is None or worker.closed:
             return
         worker.closed = True
+        # Nobody will take its hints back; a scheduler that reconnects publishes again.
+        self.queue.forget(worker.id)
         self.saves.abort_all(worker, gone=False)
         self._remove_if_over(worker)
 

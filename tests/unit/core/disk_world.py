@@ -65,7 +65,7 @@ class Platter:
     namespaces: dict[int, ev.NamespaceRecord] = field(default_factory=dict)
     chunks: dict[tuple[int, ChunkKey], ev.ChunkRecord] = field(default_factory=dict)
     sessions: dict[tuple[int, bytes], ev.SessionRecord] = field(default_factory=dict)
-    next_slab: SlabId = SlabId(1)
+    next_slab: SlabId = field(default=SlabId(1))
     boot_count: int = 0
 
     def read(self, place: DiskPlace) -> Written | None:
@@ -166,7 +166,7 @@ class DiskWorld(World):
         self.platter.boot_count += 1
         self.restored: Restored = self.store.restore(self.platter.snapshot())
         self.store.check_integrity()
-        assert {slab for slab in self.platter.slabs} >= {
+        assert set(self.platter.slabs) >= {
             SlabId(s.id) for s in self.store.state.disk.segments if s.phase.value == "assigned"
         }
         return super()._begin()
