@@ -8,6 +8,7 @@ number, and the daemon answers those that it carried out before with their first
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import queue
@@ -30,7 +31,7 @@ from kvstore.client.call import Call, Reply
 from kvstore.client.mappings import Mappings
 from kvstore.client.renewals import Renewals
 from kvstore.client.staging import Staging
-from kvstore.errors import DeadlineExceeded, Exhausted, StoreError, Unavailable, Unsupported
+from kvstore.errors import DeadlineExceeded, StoreError, Unavailable, Unsupported
 from kvstore.types import Protection
 from kvstore.v1 import descriptor_pb2, store_pb2, store_pb2_grpc
 
@@ -94,6 +95,10 @@ FORKED = "this is a forked child: the connection is its parent's"
 Outgoing = queue.SimpleQueue[store_pb2.AttachRequest | EllipsisType | None]
 """Requests for one stream; `...`: something is to be released, soon; None: the end."""
 Handler = Callable[[descriptor_pb2.DescriptorReply, list[int]], None]
+
+
+class _NotSent(Unavailable):
+    """A request did not even get on the descriptor socket, so no reply to it will come."""
 
 
 def gone(why: str) -> Unavailable:
@@ -212,33 +217,39 @@ class Attachment:
         """Send, and read until this request's reply was handled. Replies come in order, so what an earlier request
         gave up waiting for is handled on the way. Raises DeadlineExceeded, Unavailable, and what handlers raise."""
         if os.getpid() != self.pid:
-            raise gone(FORKED)
+            raise _NotSent(FORKED)
         if not self._socket_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise DeadlineExceeded("the descriptor socket is busy: the daemon does not answer")
+            raise _NotSent("the descriptor socket is busy: the daemon does not answer")
         try:
             if len(self._awaited) >= AWAITED_MAX:
-                raise Exhausted(f"{AWAITED_MAX} requests on the descriptor socket are unanswered already")
-            memory.send_packet(self._socket, request.SerializeToString())
+                raise _NotSent(f"{AWAITED_MAX} requests on the descriptor socket are unanswered already")
+            try:
+                memory.send_packet(self._socket, request.SerializeToString())
+            except OSError as problem:
+                raise _NotSent(f"nothing can be sent on the descriptor socket: {problem}") from problem
             self._awaited.append(handler)
             while handler in self._awaited:
                 self._handle_one(deadline)
-        except BlockingIOError:
-            raise DeadlineExceeded("the daemon does not read its descriptor socket") from None
-        except OSError as problem:
-            raise gone(f"the descriptor socket failed: {problem}") from problem
         finally:
             self._socket_lock.release()
 
     def _handle_one(self, deadline: float) -> None:
+        """Raises DeadlineExceeded, Unavailable, and what the handler raises."""
         _wait_readable(self._socket, deadline)
-        data, fds = memory.receive_packet(self._socket, fds_max=2 * SEGMENTS_PER_REQUEST)
-        if not data:
-            raise gone("the daemon closed the descriptor socket")
+        reply = descriptor_pb2.DescriptorReply()
+        fds: list[int] = []
         try:
-            reply = descriptor_pb2.DescriptorReply.FromString(data)
+            data, fds = memory.receive_packet(self._socket, fds_max=2 * SEGMENTS_PER_REQUEST)
+            if not data:
+                raise gone("the daemon closed the descriptor socket")
+            reply.ParseFromString(data)
         except DecodeError as problem:
-            _close_all(fds)
-            raise gone(f"an unreadable packet on the descriptor socket: {problem}") from problem
+            log.error("an unreadable packet on the descriptor socket: %s", problem)
+        except OSError as problem:
+            if problem.errno != errno.EMSGSIZE:
+                raise gone(f"the descriptor socket failed: {problem}") from problem
+            # The packet is gone, with descriptors that the kernel did not open: this process has too many already.
+            log.error("descriptors were lost: %s", problem)
         self._awaited.popleft()(reply, fds)
 
     def read_late_packets(self) -> None:
@@ -248,7 +259,7 @@ class Attachment:
                 if not (self.alive and self._awaited and _readable(self._socket)):
                     return
                 self._handle_one(time.monotonic() + 1.0)
-            except (OSError, StoreError) as problem:
+            except StoreError as problem:
                 log.debug("a late reply on the descriptor socket: %s", problem)
                 return
             finally:
@@ -267,6 +278,8 @@ class Attachment:
             ) -> None:
                 self._install(reply, fds)
                 self.mappings.answered(wanted)
+                if reply.WhichOneof("body") is None:  # lost: the daemon believes that we map what it sent
+                    self.notice("segments_unmapped", wanted)
 
             request = descriptor_pb2.DescriptorRequest(
                 segments=descriptor_pb2.SegmentsRequest(segments=wanted)
@@ -275,6 +288,8 @@ class Attachment:
                 self._exchange(request, answered, deadline)
             except StoreError as problem:
                 log.info("segments %s could not be fetched: %s", wanted, problem)
+                if isinstance(problem, _NotSent):
+                    self.mappings.answered(wanted)
                 return
 
     def _install(self, reply: descriptor_pb2.DescriptorReply, fds: list[int]) -> None:
@@ -282,7 +297,6 @@ class Attachment:
         if reply.WhichOneof("body") == "error":
             log.info("segments refused: %s", wire.error_from_proto(reply.error))
         if not len(body.segments) * 2 == len(body.bytes) * 2 == len(body.cells) * 2 == len(fds):
-            # the kernel drops descriptors when this process has too many open
             log.error("%d descriptors came for %d segments", len(fds), len(body.segments))
             _close_all(fds)
             self.notice("segments_unmapped", body.segments)
@@ -374,7 +388,7 @@ class Attachment:
                     self._notices["release"] += call.request.release_lease_ids if call.request else ()
                 else:
                     self._outgoing.put(call.request)
-            self.attached = True
+            self.attached = self.alive
         self._send_notices()
         self._owner.attached(self)
 
@@ -583,8 +597,7 @@ class Attachment:
 
     def tick(self, now: float) -> float:
         """Expire, renew, heartbeat, collect. Returns when to come again at the latest."""
-        while self._dropped:
-            self._dropped.popleft()()
+        self._give_back_dropped()
         with self._lock:
             waiting = [call for call in self._calls.values() if not call.settled]
         overdue = [call for call in waiting if call.deadline <= now]
@@ -601,6 +614,11 @@ class Attachment:
         deadlines = [call.deadline for call in waiting if call.deadline > now]
         self._next_tick = min([now + HEARTBEAT_S / 2, self.renewals.next_due(), *deadlines])
         return self._next_tick
+
+    def _give_back_dropped(self) -> None:
+        with contextlib.suppress(IndexError):  # empty
+            while True:
+                self._dropped.popleft()()
 
     def _watch(self, now: float) -> None:
         if not self.anchored():
@@ -655,8 +673,7 @@ class Attachment:
             batch.abort()
         for lease in self.renewals.open_leases():
             lease.release()
-        while self._dropped:
-            self._dropped.popleft()()
+        self._give_back_dropped()
         self.wait_for_notices(deadline)
         self.mappings.retire_all()
         self.collect()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import queue
+import resource
 import shutil
 import socket
 import tempfile
@@ -804,10 +805,32 @@ def test_retired_segments_are_unmapped_after_the_last_lease(
     assert attached(client).mappings.get(2) is None
 
 
-def test_missing_descriptors_are_noticed(
+def test_descriptors_that_this_process_cannot_open(
+    daemon: FakeDaemon, client: Client, space: Namespace
+) -> None:
+    """With too many open files the kernel drops what came. The daemon believes that it is mapped, so it must be told,
+    and the next reply must not be taken for the lost one's."""
+    for number in (1, 2):
+        daemon.add_segment(number)
+    daemon.script["acquire"] = lambda _: hit(5, extent(1, 0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.dup(0)
+    os.close(spare)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
+    try:
+        assert space.read(KEYS[:1]).hits == 0
+        assert list(daemon.wait_for("segments_unmapped").segments) == [1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    daemon.script["acquire"] = lambda _: hit(6, extent(2, 1))
+    with space.read(KEYS[:1]) as lease:
+        assert loads(lease, 0) == 3
+    assert (client.counters["reconnects"], daemon.hellos) == (0, 1)
+
+
+def test_fewer_descriptors_than_segments(
     daemon: FakeDaemon, client: Client, space: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process with too many open files gets fewer than were sent."""
     daemon.add_segment(1)
     daemon.script["acquire"] = lambda _: hit(5, extent(1, 0))
     receive = memory.receive_packet
