@@ -38,7 +38,7 @@ Index tables (LMDB, `<ssd_dir>/index`):
     chunks       u32 namespace, key              -> u32 tokens, u32 flags, 16 bytes maker; per shard: u32 slab, u32
                                                     slot, u64 generation, u64 xxh3_64 of the payload; seal. One size
                                                     per namespace: a million of them decode as one array
-    sessions     u32 namespace, u16 name length, -> page 0: u64 version, u32 entries, u32 pages, seal
+    sessions     u32 namespace, u16 name length, -> page 0: u64 version, u64 entries, seal
                  name, u32 page                     page n: SESSION_PAGE_ENTRIES entries (the last: the rest), as u32
                                                     runs, then per run of entries that follow each other: u32 entries,
                                                     u32 tokens each, u64 first token, i64 delta, u32 key bytes each,
@@ -81,7 +81,7 @@ _RECORD_MAGIC = b"KVSRECRD"
 _SLAB_VALUE = struct.Struct("<QQ")
 _CHUNK_HEAD = struct.Struct("<II16s")
 _CHUNK_SHARD = struct.Struct("<IIQQ")
-_SESSION_HEAD = struct.Struct("<QII")
+_SESSION_HEAD = struct.Struct("<QQ")
 _SESSION_RUN = struct.Struct("<IIQqII")
 
 
@@ -429,11 +429,10 @@ def _read_group(reader: _Reader) -> GroupSpec:
 class SessionHead:
     version: int
     entries: int
-    pages: int
 
 
 def encode_session_head(version: int, entries: int) -> bytes:
-    return _seal(_SESSION_HEAD.pack(version, entries, session_pages(entries)))
+    return _seal(_SESSION_HEAD.pack(version, entries))
 
 
 def decode_session_head(value: bytes) -> SessionHead | Defect:
@@ -442,12 +441,7 @@ def decode_session_head(value: bytes) -> SessionHead | Defect:
         return body
     if len(body) != _SESSION_HEAD.size:
         return Defect.SHORT
-    head = SessionHead(*_SESSION_HEAD.unpack(body))
-    return head if head.pages == session_pages(head.entries) else Defect.RANGE
-
-
-def session_pages(entries: int) -> int:
-    return -(-entries // SESSION_PAGE_ENTRIES)
+    return SessionHead(*_SESSION_HEAD.unpack(body))
 
 
 def encode_session_pages(entries: Sequence[SessionEntry]) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ import logging
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import lmdb
@@ -32,6 +32,9 @@ from kvstore.types import KEY_BYTES_MAX, ChunkKey, DiskResult, SlabId
 log = logging.getLogger(__name__)
 
 DATA_FILE = "data.mdb"
+LOCK_FILE = "lock.mdb"
+LOCK_FILE_BYTES = 8192
+"""What LMDB's table of READERS_MAX readers needs, and some."""
 TABLES = ("meta", "slabs", "namespaces", "chunks", "sessions")
 READERS_MAX = 8
 """Slots for readers in LMDB's lock file: ours, and a person with mdb_stat."""
@@ -103,6 +106,7 @@ class Index:
             os.makedirs(path, mode=0o700, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 self.bytes_max = max(bytes_max, os.stat(os.path.join(path, DATA_FILE)).st_size)
+            self._preallocate_lock_file()
             self._open = self._open_or_create({"direct": int(direct), "slab_bytes": slab_bytes})
             self._preallocate()
         except lmdb.Error as problem:
@@ -110,7 +114,7 @@ class Index:
             raise _cannot_open(path, problem) from None
         except OSError as problem:
             self.close()
-            raise Unavailable(f"{path}: {describe(problem)}") from None
+            raise _unusable(path, problem) from None
         except StoreError:
             self.close()
             raise
@@ -124,9 +128,19 @@ class Index:
     # ---------------------------------------------------------------------------------------------------- writing
 
     def write(self, batch: WriteIndex) -> Outcome:
-        """One transaction; deletions come first in it. OK: it is on the disk. Otherwise nothing of it is."""
-        only_deletes = not (batch.namespaces or batch.chunks or batch.sessions)
-        return self._transact(lambda to, txn: _write(to, txn, batch), may_use_reserve=only_deletes)
+        """One transaction; deletions come first in it. OK: it is on the disk. Otherwise nothing of it is, but that
+        a batch of deletions alone may have been carried out in part."""
+        if batch.namespaces or batch.chunks or batch.sessions:
+            return self._transact(lambda to, txn: _write(to, txn, batch))
+        outcome = self._transact(lambda to, txn: _write(to, txn, batch), may_use_reserve=True)
+        # In an index that is full, deletions all over it need more pages than are left: fewer at a time then, because
+        # the pages that one transaction gives back are there for the next but one.
+        if outcome[0] == DiskResult.NO_SPACE and len(batch.chunks_deleted) + len(batch.sessions_deleted) > 1:
+            for half in _halves(batch):
+                outcome = self.write(half)
+                if outcome[0] != DiskResult.OK:
+                    break
+        return outcome
 
     def add_slab(self, slab: SlabId, slot_bytes: int, slots: int) -> Outcome:
         def work(to: _Open, txn: Transaction) -> None:
@@ -292,6 +306,19 @@ class Index:
     def _normal_bytes(self) -> int:
         return self.bytes_max - self.bytes_max // RESERVE_SHARE
 
+    def _preallocate_lock_file(self) -> None:
+        """LMDB writes to its lock file through a mapping: on a full disk, a page of it that has no space yet would be a
+        SIGBUS."""
+        path = os.path.join(self._path, LOCK_FILE)
+        try:
+            fd = self._disk.open(path, create=True)
+        except FileExistsError:
+            fd = self._disk.open(path)
+        try:
+            self._disk.allocate(fd, LOCK_FILE_BYTES)
+        finally:
+            self._disk.close(fd)
+
     def _preallocate(self) -> None:
         """The file gets all its space at once, so that a full disk cannot keep deletions from being recorded. Where
         there is not so much space, it grows while it can."""
@@ -424,6 +451,23 @@ def _write(to: _Open, txn: Transaction, batch: WriteIndex) -> None:
         _write_session(to, txn, session)
 
 
+def _halves(batch: WriteIndex) -> tuple[WriteIndex, WriteIndex]:
+    """Of deletions. Slabs and namespaces go last, when nothing names them any more."""
+    chunks, sessions = (len(batch.chunks_deleted) + 1) // 2, len(batch.sessions_deleted) // 2
+    first = WriteIndex(
+        batch.op,
+        (),
+        chunks_deleted=batch.chunks_deleted[:chunks],
+        sessions_deleted=batch.sessions_deleted[:sessions],
+    )
+    rest = replace(
+        batch,
+        chunks_deleted=batch.chunks_deleted[chunks:],
+        sessions_deleted=batch.sessions_deleted[sessions:],
+    )
+    return first, rest
+
+
 def _write_session(to: _Open, txn: Transaction, session: SessionRecord) -> None:
     def key(page: int) -> bytes:
         return format.session_key(session.namespace, session.session, page)
@@ -447,7 +491,7 @@ def _assemble(pages: list[tuple[bytes, bytes]]) -> SessionRecord | None:
     """A session from the rows that share its key but for the page number; None if they are not exactly its pages."""
     (first_key, head_value), *rest = pages
     where, head = format.decode_session_key(first_key), format.decode_session_head(head_value)
-    if isinstance(where, Defect) or isinstance(head, Defect) or where.page != 0 or head.pages != len(rest):
+    if isinstance(where, Defect) or isinstance(head, Defect) or where.page != 0:
         return None
     entries: list[SessionEntry] = []
     for number, (key, value) in enumerate(rest, 1):
@@ -560,14 +604,24 @@ def _put_meta(to: _Open, txn: Transaction, name: str, value: int) -> None:
     txn.put(name.encode(), format.encode_meta(value), db=to.meta)
 
 
+def _no_space(path: str, problem: Exception | str) -> Exhausted:
+    return Exhausted(
+        f"the index cannot be opened, because there is no space left: {problem}",
+        field="ssd_dir",
+        value=os.path.dirname(path),
+        remedy="free some space on its file system, or raise ssd_index_bytes",
+    )
+
+
+def _unusable(path: str, problem: OSError) -> StoreError:
+    if disk_result(problem) is DiskResult.NO_SPACE:
+        return _no_space(path, describe(problem))
+    return Unavailable(f"{path}: {describe(problem)}")
+
+
 def _cannot_open(path: str, problem: lmdb.Error) -> StoreError:
     if isinstance(problem, (lmdb.DiskError, lmdb.MapFullError)):
-        return Exhausted(
-            f"the index cannot be opened, because there is no space left: {problem}",
-            field="ssd_dir",
-            value=os.path.dirname(path),
-            remedy="free some space on its file system, or raise ssd_index_bytes",
-        )
+        return _no_space(path, problem)
     return ConfigError(
         f"its index cannot be read: {problem}",
         field="ssd_dir",

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import lmdb
@@ -220,7 +221,9 @@ def test_a_cap_can_be_raised_and_an_index_that_is_larger_keeps_its_size(it: Fixt
 def test_where_there_is_no_room_for_all_of_it_it_grows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "faults.json").write_text(json.dumps([{"calls": ["allocate"], "do": "ENOSPC"}]))
+    (tmp_path / "faults.json").write_text(
+        json.dumps([{"calls": ["allocate"], "files": "data.mdb", "do": "ENOSPC"}])
+    )
     it = Fixture(tmp_path)
     assert "no room for the whole index" in caplog.text
     it.set_up()
@@ -273,28 +276,47 @@ def test_a_full_index_says_so_stays_whole_and_can_be_emptied(it: Fixture) -> Non
     it.path += "-small"
     it.again(bytes_max=MIB)
     it.set_up()
-    names = [f"{number:050}" for number in range(20_000)]
+    names = (f"{number:050}" for number in range(100_000))
     written: list[str] = []
-    result, why = OK
-    for start in range(0, len(names), 50):
-        few = names[start : start + 50]
-        result, why = it.write(chunks=tuple(chunk(name, 0, 1) for name in few))
-        if result != DiskResult.OK:
-            break
-        written += few
-    assert result == DiskResult.NO_SPACE
-    assert "the index is full" in why
+    for size in (50, 1):  # to the last page
+        while True:
+            few = list(islice(names, size))
+            result, why = it.write(chunks=tuple(chunk(name, 0, 1) for name in few))
+            if result != DiskResult.OK:
+                break
+            written += few
+        assert result == DiskResult.NO_SPACE
+        assert "the index is full" in why
     assert Path(it.path, "data.mdb").stat().st_size == MIB
     assert rows(it) == len(written)
-    # Nothing can be added, but deleting works, also again and again, and makes room.
+    # Nothing can be added, but deleting works, from the first to the last, all over the pages; and it makes room.
     assert it.write(sessions=(session(b"s", 5_000),))[0] == DiskResult.NO_SPACE
-    for start in range(0, len(written), 100):
-        keys = tuple((3, ChunkKey(name.encode())) for name in written[start : start + 100])
+    for start in range(20):
+        keys = tuple((3, ChunkKey(name.encode())) for name in written[start::20])
         assert it.write(chunks_deleted=keys) == OK
     assert rows(it) == 0
     assert it.write(sessions=(session(b"s", 5_000),)) == OK
     assert it.index.used_bytes <= MIB
     assert it.again(bytes_max=MIB).sessions([3]) == [session(b"s", 5_000)]
+
+
+@pytest.mark.parametrize(("chunks", "sessions"), [(2, 0), (0, 2), (1, 1), (5, 0), (0, 5), (4, 7)])
+def test_deletions_are_halved_without_loss_and_without_end(chunks: int, sessions: int) -> None:
+    batch = WriteIndex(
+        OpId(1),
+        (),
+        namespaces_deleted=(3,),
+        chunks_deleted=tuple((3, ChunkKey(b"%d" % number)) for number in range(chunks)),
+        sessions_deleted=tuple((3, b"%d" % number) for number in range(sessions)),
+        slabs_deleted=(SlabId(0),),
+    )
+    first, rest = index._halves(batch)
+    assert (*first.chunks_deleted, *rest.chunks_deleted) == batch.chunks_deleted
+    assert (*first.sessions_deleted, *rest.sessions_deleted) == batch.sessions_deleted
+    assert first.chunks_deleted or first.sessions_deleted
+    assert rest.chunks_deleted or rest.sessions_deleted
+    assert (first.slabs_deleted, first.namespaces_deleted) == ((), ())
+    assert (rest.slabs_deleted, rest.namespaces_deleted) == ((SlabId(0),), (3,))
 
 
 def test_a_probe_is_a_transaction(it: Fixture) -> None:

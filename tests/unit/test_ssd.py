@@ -637,7 +637,9 @@ def test_a_file_that_the_index_does_not_name_is_removed(plain: Fixture) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "header", "another"])
-def test_a_slab_that_is_missing_or_damaged_takes_its_chunks_along(plain: Fixture, damage: str) -> None:
+def test_a_slab_that_is_missing_or_damaged_takes_its_chunks_along(
+    plain: Fixture, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     plain.create(1)
     plain.write(0, 1, SLOTS)
     plain.commit(0, 1, SLOTS, slabs=(0, 1))
@@ -656,7 +658,10 @@ def test_a_slab_that_is_missing_or_damaged_takes_its_chunks_along(plain: Fixture
     assert keys(snapshot) == [key(SLOTS)]
     assert plain.read(SLOTS).results == (OK,)
     assert not plain.slab_file().exists()
-    assert keys(plain.again()) == [key(SLOTS)], "and it stays so"
+    assert "dropped" in caplog.text
+    caplog.clear()
+    assert keys(plain.again()) == [key(SLOTS)]
+    assert not caplog.text, "the second start finds all in order"
 
 
 def test_slabs_beyond_a_cap_that_was_lowered_are_dropped(plain: Fixture) -> None:
