@@ -208,7 +208,9 @@ class World:
         pieces = []
         for shard, extent in zip(saving.shards, saving.extents, strict=True):
             if self.limits.protection is Protection.GROUP:
-                self._write(extent, tag(shard, variant), by=saving.worker)
+                pages = {self.may_write.get((extent.segment, page)) for page in _pages(extent)}
+                if pages == {saving.worker}:  # not what it has committed or aborted before
+                    self._write(extent, tag(shard, variant), by=saving.worker)
                 continue
             self._next_piece += 1
             self._staging[saving.worker, self._next_piece] = tag(shard, variant)
