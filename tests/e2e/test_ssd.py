@@ -1,0 +1,447 @@
+"""The SSD tier of a real daemon on bad days: disks that hang, fill up, flip bits; directories that are in use, or of
+another make; and what an operator sees of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+
+from kvstore import format
+from kvstore.client import Namespace
+from kvstore.errors import Unavailable
+from kvstore.types import ChunkKey, Outcome, Reason, Wait
+
+from .ssd_tools import (
+    BOUND_S,
+    CHUNK,
+    DRAM_CHUNKS,
+    SMALL_SSD,
+    SPEC,
+    Weather,
+    client_of,
+    content,
+    demote,
+    eventually,
+    hits,
+    in_state,
+    keys_of,
+    look,
+    save,
+    settled_ssd,
+    ssd_of,
+)
+from .test_daemon_start_stop import health
+
+SERVING = 1
+
+
+@pytest.fixture
+def weather(run_dir: Path) -> Weather:
+    return Weather(run_dir.parent)
+
+
+@pytest.fixture
+def ssd_dir(run_dir: Path) -> Path:
+    return run_dir.parent / "ssd"
+
+
+@pytest.fixture
+def start(start_daemon: Callable[..., Any], ssd_dir: Path, weather: Weather) -> Callable[..., Any]:
+    def start(**settings: Any) -> Any:
+        return start_daemon(
+            **{**SMALL_SSD, "ssd_dir": ssd_dir, "environment": weather.environment, **settings}
+        )
+
+    return start
+
+
+@pytest.fixture
+def open_space() -> Iterator[Callable[..., Namespace]]:
+    with contextlib.ExitStack() as clients:
+
+        def open_space(daemon: Any, **settings: Any) -> Namespace:
+            return clients.enter_context(client_of(daemon, **settings)).open(SPEC)
+
+        yield open_space
+
+
+def logged(daemon: Any, message: str) -> list[dict[str, Any]]:
+    return [line for line in daemon.lines if line["message"] == message]
+
+
+# --------------------------------------------------------------------------------------------------------- hung disks
+
+
+def test_a_hung_read_is_a_miss_in_time_and_dram_goes_on(
+    start: Callable[..., Any], open_space: Callable[..., Namespace], weather: Weather
+) -> None:
+    daemon = start(ssd_deadline_ms=300)
+    space = open_space(daemon)
+    client = space.client
+    cold, warm = keys_of(space, 4, 1), keys_of(space, 8, 2)
+    save(space, cold)
+    demote(space, cold, filler=3)
+    save(space, warm)
+    settled_ssd(client)
+    weather.set([{"calls": ["read"], "files": "slab-*", "do": "hang"}])
+
+    with space.read(cold, wait_ms=int(BOUND_S * 1000)) as lease:
+        assert lease.outcomes[0] is Outcome.PENDING
+        assert lease.settled(BOUND_S) == (), "told that it will not come"
+    assert look(space, cold) == [(Outcome.MISS, Reason.SLOW)] * 4
+    assert in_state(client, "off").quarantined == 0
+    assert sum(pool.quarantined for pool in client.stats().pools) == 4, "the late read may still land there"
+    for _ in range(50):
+        assert look(space, warm) == [(Outcome.HIT, Reason.NONE)] * 8
+    assert space.match(cold + warm).usable == 0
+    assert health(daemon.grpc_target, "kvstore.v1.Store") == SERVING
+
+    weather.clear()
+    in_state(client, "ok")
+    assert [line["state"] for line in logged(daemon, "the SSD tier is degraded, DRAM serves on")] == ["off"]
+    daemon.wait_for("the SSD tier is well again")
+    assert hits(space, cold) == set(cold)
+    assert not sum(pool.quarantined for pool in client.stats().pools), "the read has returned"
+
+
+@pytest.mark.parametrize(
+    ("fault", "state"),
+    [
+        ({"calls": ["write"], "files": "slab-*", "do": "hang"}, "off"),
+        ({"calls": ["write"], "do": "EIO"}, "read_only"),
+        ({"calls": ["sync"], "do": "EIO"}, "read_only"),
+        ({"calls": ["index_commit"], "do": "ENOSPC"}, "read_only"),
+    ],
+)
+def test_saves_go_on_in_dram_and_are_stored_when_the_disk_is_well_again(
+    start: Callable[..., Any],
+    open_space: Callable[..., Namespace],
+    weather: Weather,
+    fault: dict[str, Any],
+    state: str,
+) -> None:
+    daemon = start(ssd_deadline_ms=300)
+    space = open_space(daemon)
+    client = space.client
+    before, after = keys_of(space, 8, 1), keys_of(space, 8, 2)
+    save(space, before, wait=Wait.DURABLE)
+    weather.set([fault])
+    save(space, after)
+    in_state(client, state)
+    assert look(space, after) == [(Outcome.HIT, Reason.NONE)] * 8
+    late = keys_of(space, 1, 3)
+    with space.write(late) as batch:
+        batch.buffer(0)[:] = content(late[0])
+        outcome = batch.commit(wait=Wait.DURABLE)
+    assert isinstance(outcome.error, Unavailable), "nobody is told that it is durable"
+    assert look(space, late) == [(Outcome.HIT, Reason.NONE)], "visible all the same"
+    assert health(daemon.grpc_target) == SERVING
+
+    weather.clear()
+    in_state(client, "ok")
+    settled_ssd(client)
+    daemon.kill()
+    second = start()
+    space = open_space(second)
+    assert hits(space, before + after + late) == {*before, *after, *late}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"calls": ["read"], "files": "slab-*", "do": "hang"},
+        {"calls": ["write", "sync"], "files": "slab-*", "do": "hang"},
+        {"calls": ["index_commit"], "do": "hang"},
+    ],
+)
+def test_sigterm_while_the_disk_hangs(
+    start: Callable[..., Any],
+    open_space: Callable[..., Namespace],
+    weather: Weather,
+    fault: dict[str, Any],
+) -> None:
+    daemon = start()
+    space = open_space(daemon)
+    cold = keys_of(space, 4, 1)
+    save(space, cold, wait=Wait.DURABLE)
+    demote(space, cold, filler=3)
+    weather.set([fault])
+    lost = keys_of(space, 4, 2)
+    save(space, lost)
+    space.read(cold, wait_ms=1000).release()
+
+    def hangs() -> bool:
+        stats = space.client.stats()
+        moving = stats.ssd.reserved + sum(pool.reserved for pool in stats.pools)
+        return bool(moving) or stats.ssd.oldest_not_durable_ms > 300
+
+    eventually(hangs)
+    assert daemon.stop() == 0, "in bounded time, and with its invariants whole"
+    assert [line for line in daemon.lines if "left behind, with the lock" in line["message"]]
+    weather.clear()
+    second = open_space(start())
+    assert hits(second, cold) == set(cold), "the kernel dropped the lock with the process"
+
+
+# ------------------------------------------------------------------------------------------------------------- full
+
+
+@pytest.fixture
+def small_disk(run_dir: Path) -> Iterator[Path]:
+    """A file system of 64 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    folder = run_dir.parent / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+    if (done := subprocess.run(mount, capture_output=True, text=True, check=False)).returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill_up(folder: Path) -> Path:
+    """To the last byte."""
+    path = folder / "other"
+    with path.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    status = os.statvfs(folder)
+    assert status.f_bavail == 0
+    return path
+
+
+def test_a_file_system_that_is_full_before_the_first_slab(
+    start: Callable[..., Any], open_space: Callable[..., Namespace], small_disk: Path
+) -> None:
+    daemon = start(ssd_dir=small_disk / "ssd")
+    space = open_space(daemon)
+    client = space.client
+    other = fill_up(small_disk)
+    first = keys_of(space, 8, 1)
+    save(space, first)
+    assert in_state(client, "read_only").ready == 0
+    many = keys_of(space, 3 * DRAM_CHUNKS, 2)
+    save(space, many)  # from DRAM alone, as without an SSD tier
+    assert look(space, many[-8:]) == [(Outcome.HIT, Reason.NONE)] * 8
+    assert set(look(space, first)) == {(Outcome.MISS, Reason.EVICTED)}
+    assert health(daemon.grpc_target) == SERVING
+
+    other.unlink()
+    in_state(client, "ok")
+    assert settled_ssd(client).ready >= DRAM_CHUNKS // 2, "what was in DRAM was stored"
+    last = keys_of(space, 8, 4)
+    save(space, last, wait=Wait.DURABLE)
+    daemon.kill()
+    assert hits(open_space(start(ssd_dir=small_disk / "ssd")), last) == set(last)
+
+
+def test_a_file_system_that_fills_up_while_it_is_used(
+    start: Callable[..., Any], open_space: Callable[..., Namespace], small_disk: Path
+) -> None:
+    """Another program takes what is left: the slabs that exist serve on, within themselves."""
+    daemon = start(ssd_dir=small_disk / "ssd")
+    space = open_space(daemon)
+    client = space.client
+    first = keys_of(space, 32, 1)
+    save(space, first, wait=Wait.DURABLE)
+    other = fill_up(small_disk)
+    slabs = ssd_of(client).slab_bytes
+    many = keys_of(space, 6 * DRAM_CHUNKS, 2)
+    save(space, many)
+    had = hits(space, [*first, *many])
+    assert set(many[-16:]) <= had, "the newest are there"
+    assert ssd_of(client).slab_bytes == slabs, "no slab could be added"
+    assert ssd_of(client).state == "ok"
+    counters = client.stats().counters
+    assert counters["ssd_slab_failures"] > 0 and counters["chunks_evicted_from_ssd"] > 0
+    daemon.kill()
+    again = start(ssd_dir=small_disk / "ssd")  # on a disk without a free byte
+    assert os.statvfs(small_disk).f_bavail == 0
+    space = open_space(again)
+    client = space.client
+    assert hits(space, [*first, *many]) <= {*first, *many}
+
+    other.unlink()
+    newest = keys_of(space, 2 * DRAM_CHUNKS, 5)
+    save(space, newest)
+    eventually(lambda: ssd_of(client).slab_bytes > slabs, lambda: f"no slab was added: {ssd_of(client)}")
+    settled_ssd(client)
+    assert hits(space, newest) == set(newest)
+
+
+def test_no_room_even_for_the_index(launch: Callable[..., Any], small_disk: Path, run_dir: Path) -> None:
+    fill_up(small_disk)
+    daemon = launch(**{**SMALL_SSD, "ssd_dir": small_disk / "ssd"})
+    assert daemon.exit_status() == 1, "not a setting: a supervisor may try again"
+    (line,) = daemon.text
+    assert line.startswith(f"kvstored: ssd_dir={small_disk / 'ssd'}"), line
+    assert "no space left" in line.lower() and "free some space" in line
+
+
+# ------------------------------------------------------------------------------------------------------ flipped bytes
+
+
+def place_of(ssd_dir: Path, key: ChunkKey) -> tuple[Path, int]:
+    """The file in which a chunk's bytes are, and from where on."""
+    wanted = content(key).tobytes()
+    for path in sorted(ssd_dir.glob("slab-*.kvs")):
+        if (offset := path.read_bytes().find(wanted)) >= 0:
+            return path, offset
+    raise AssertionError("the chunk is in no slab file")
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x40]))
+
+
+@pytest.mark.parametrize("where", [CHUNK // 2, -200], ids=["payload", "header"])
+def test_a_flipped_byte_is_never_served(
+    start: Callable[..., Any], open_space: Callable[..., Namespace], ssd_dir: Path, where: int
+) -> None:
+    daemon = start()
+    space = open_space(daemon)
+    keys = keys_of(space, 8, 1)
+    save(space, keys, wait=Wait.DURABLE)
+    demote(space, keys, filler=2)
+    path, offset = place_of(ssd_dir, keys[3])
+    flip(path, offset + where)
+
+    found = look(space, keys)
+    assert found[3] == (Outcome.MISS, Reason.CORRUPT)
+    neighbours = [key for key in keys if key != keys[3]]
+    assert hits(space, neighbours) == set(neighbours)
+    for _ in range(3):
+        assert look(space, keys)[3] == (Outcome.MISS, Reason.CORRUPT)
+    stats = space.client.stats()
+    assert stats.counters["chunks_corrupt"] == 1
+    assert stats.ssd.quarantined == 1
+    (line,) = logged(daemon, "a record on SSD is corrupt: it is a miss from now on")
+    assert line["level"] == "error" and path.name in line["why"]
+    save(space, keys)  # and it can be saved anew
+    settled_ssd(space.client)
+    assert hits(space, keys) == set(keys)
+
+
+def test_a_byte_that_was_flipped_while_nobody_looked(
+    start: Callable[..., Any], open_space: Callable[..., Namespace], ssd_dir: Path
+) -> None:
+    daemon = start()
+    space = open_space(daemon)
+    keys = keys_of(space, 8, 1)
+    save(space, keys, wait=Wait.DURABLE)
+    daemon.kill()
+    flip(*place_of(ssd_dir, keys[5]))
+    space = open_space(start())
+    assert hits(space, keys) == {key for key in keys if key != keys[5]}
+    assert look(space, keys)[5] == (Outcome.MISS, Reason.CORRUPT)
+
+
+# ------------------------------------------------------------------------------------------------------- the directory
+
+
+def refused(daemon: Any, *words: str) -> None:
+    """Exit status 2 and one clear line."""
+    assert daemon.exit_status() == 2, (daemon.lines, daemon.text)
+    (line,) = daemon.text
+    for word in words:
+        assert word in line, line
+
+
+def test_two_daemons_on_one_directory(
+    start: Callable[..., Any],
+    launch: Callable[..., Any],
+    open_space: Callable[..., Namespace],
+    ssd_dir: Path,
+    run_dir: Path,
+) -> None:
+    first = start()
+    space = open_space(first)
+    keys = keys_of(space, 8, 1)
+    save(space, keys, wait=Wait.DURABLE)
+    other = {**SMALL_SSD, "ssd_dir": ssd_dir, "run_dir": run_dir.parent / "other"}
+    refused(
+        launch(**other),
+        f"ssd_dir={ssd_dir}",
+        f"another daemon uses this directory (pid {first.pid})",
+        "stop it",
+    )
+    save(space, keys_of(space, 8, 2), wait=Wait.DURABLE)  # the first never noticed
+
+    first.kill()
+    second = start(run_dir=run_dir.parent / "other")
+    space = open_space(second)
+    assert hits(space, keys) == set(keys)
+    refused(launch(**SMALL_SSD, ssd_dir=ssd_dir), f"(pid {second.pid})")
+
+
+def test_a_newer_format_is_refused(
+    start: Callable[..., Any], launch: Callable[..., Any], ssd_dir: Path
+) -> None:
+    start().stop()
+    with lmdb.open(str(ssd_dir / "index"), max_dbs=8) as env:
+        meta = env.open_db(b"meta")
+        with env.begin(write=True) as txn:
+            txn.put(b"format", format.encode_meta(format.FORMAT_VERSION + 1), db=meta)
+    before = (ssd_dir / "index" / "data.mdb").read_bytes()
+    refused(
+        launch(**SMALL_SSD, ssd_dir=ssd_dir),
+        f"ssd_dir={ssd_dir}",
+        f"newer kvstored, in format {format.FORMAT_VERSION + 1}",
+        "run the newer version again, or name another directory",
+    )
+    assert (ssd_dir / "index" / "data.mdb").read_bytes() == before, "not touched"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "remedy"),
+    [
+        ("ssd_slab_bytes", 2 << 20, "set it to 4194304, or name another ssd_dir"),
+        ("ssd_direct_io", True, "set it to false, or name another ssd_dir"),
+    ],
+)
+def test_settings_that_belong_to_the_directory(
+    start: Callable[..., Any],
+    launch: Callable[..., Any],
+    open_space: Callable[..., Namespace],
+    ssd_dir: Path,
+    setting: str,
+    value: object,
+    remedy: str,
+) -> None:
+    daemon = start()
+    space = open_space(daemon)
+    keys = keys_of(space, 8, 1)
+    save(space, keys, wait=Wait.DURABLE)
+    daemon.stop()
+    refused(launch(**{**SMALL_SSD, "ssd_dir": ssd_dir, setting: value}), setting, remedy)
+    assert hits(open_space(start()), keys) == set(keys), "nothing was lost by the attempt"
+
+
+def test_a_smaller_cap_keeps_what_fits(
+    start: Callable[..., Any], open_space: Callable[..., Namespace], ssd_dir: Path
+) -> None:
+    daemon = start()
+    space = open_space(daemon)
+    keys = keys_of(space, 4 * DRAM_CHUNKS, 1)
+    save(space, keys)
+    settled_ssd(space.client)
+    daemon.stop()
+    smaller = start(ssd_bytes=(8 + 1 + 8) << 20)  # index, overhead, two slabs
+    space = open_space(smaller)
+    assert ssd_of(space.client).slab_bytes <= 8 << 20
+    had = hits(space, keys)
+    assert had and len(had) < len(keys)
+    used = sum(path.stat().st_blocks * 512 for path in ssd_dir.rglob("*") if path.is_file())
+    assert used <= 17 << 20, "the cap is hard, and counts the index"
