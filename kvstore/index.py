@@ -211,8 +211,7 @@ class Index:
         """All chunks of these namespaces whose shards lie in slots of these slabs that no other chunk names; the others
         are deleted. To be read to its end before anything is written."""
         places = _Places(slabs, direct=direct)
-        for rows in _batched(self._rows("chunks", CHUNK_ROWS), CHUNK_ROWS):
-            keys, values = map(list, zip(*rows, strict=True))
+        for keys, values in self._columns("chunks", CHUNK_ROWS):
             bad: list[bytes] = []
             start = 0
             while start < len(keys):
@@ -388,19 +387,25 @@ class Index:
 
     def _rows(self, table: str, count: int) -> Iterator[tuple[bytes, bytes]]:
         """All rows in the order of their keys, `count` in a transaction."""
+        for keys, values in self._columns(table, count):
+            yield from zip(keys, values, strict=True)
+
+    def _columns(self, table: str, count: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
+        """Keys and values apart: a million pairs would keep the garbage collector busy as long as LMDB."""
         position = b"\0"  # LMDB has no empty key
         while True:
             try:
                 to = self._reopened()
                 with to.env.begin() as txn, txn.cursor(db=getattr(to, table)) as cursor:
-                    found = cursor.set_range(position)
-                    rows = list(itertools.islice(cursor.iternext(), count)) if found else []
+                    if not cursor.set_range(position):
+                        return
+                    keys = list(itertools.islice(cursor.iternext(keys=True, values=False), count))
+                    cursor.set_range(position)
+                    values = list(itertools.islice(cursor.iternext(keys=False, values=True), count))
             except lmdb.Error as problem:
                 raise _cannot_open(self._path, problem) from None
-            yield from rows
-            if len(rows) < count:
-                return
-            position = rows[-1][0] + b"\0"
+            yield keys, values
+            position = keys[-1] + b"\0"
 
     def _drop(self, table: str, keys: Sequence[bytes]) -> None:
         """Deletes rows that lead nowhere. If that fails they are dropped again at the next start."""
@@ -574,11 +579,6 @@ def _select(batch: ChunkBatch, rows: npt.NDArray[np.intp]) -> ChunkBatch:
         generation=batch.generation[rows],
         checksum=batch.checksum[rows],
     )
-
-
-def _batched(rows: Iterator[tuple[bytes, bytes]], count: int) -> Iterator[list[tuple[bytes, bytes]]]:
-    while batch := list(itertools.islice(rows, count)):
-        yield batch
 
 
 # ------------------------------------------------------------------------------------------------------------ pieces
