@@ -524,6 +524,8 @@ class Disk:
                 for shard in range(namespace.shards):
                     checksum = chunks.shard_checksum[chunks.shard0[row] + shard]
                     state.shard_filled(row, shard, checksum)
+                if row not in state.prefetched:
+                    state.demanded.add(row)
                 state.counters[f"chunks_promoted_{how}"] += 1
                 continue
             self._drop_targets(row)

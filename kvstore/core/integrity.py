@@ -157,6 +157,9 @@ def _check_disk(state: State, disk: Disk) -> None:
             assert chunks.flags[row] & RISING, chunks.describe(row)
     queued = {row for row, key in state.to_store if state.is_queued(row, key)}
     assert queued == {row for row, flags in enumerate(chunks.flags) if flags & QUEUED}, queued
+    assert not state.demanded & state.prefetched, state.demanded & state.prefetched
+    for row in state.demanded:
+        assert state.is_resident(row), chunks.describe(row)
     for row in state.prefetched:
         assert chunks.flags[row] & (RISING | LISTED) or chunks.pins[row], chunks.describe(row)
 

@@ -40,7 +40,7 @@ class Namespace:
     lookups: list[int] = field(default_factory=lambda: [0] * len(Reason))
     """Keys asked for by Acquire, by reason; NONE are the hits."""
     ssd_hits: int = 0
-    """Of the lookups: chunks that were on SSD only."""
+    """Of the hits: chunks that had to be read from SSD first, because they were asked for."""
     donor_search_at: Millis = 0
     """When another namespace's segment may be looked for again."""
     in_flight: int = 0

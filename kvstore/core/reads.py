@@ -102,7 +102,6 @@ class Reads:
             else:
                 if reason is Reason.ON_SSD:
                     self.rise(row)
-                    namespace.ssd_hits += 1
                 if outcome is Outcome.PENDING and event.wait_ms > 0:
                     state.wait_for(worker, row, until)
                 stopped = event.prefix_only and outcome is Outcome.MISS
@@ -117,6 +116,9 @@ class Reads:
 
     def _used(self, row: int, namespace: Namespace) -> None:
         chunks = self.state.chunks
+        if row in self.state.demanded:
+            self.state.demanded.discard(row)
+            namespace.ssd_hits += 1
         if row in self.state.prefetched:
             self.state.prefetched.discard(row)
             self.state.counters["prefetch_on_time"] += 1

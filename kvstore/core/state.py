@@ -97,6 +97,8 @@ class State:
     dirty_sessions: dict[tuple[NamespaceId, bytes], Millis] = field(default_factory=dict)
     prefetched: set[int] = field(default_factory=set)
     """Rows that a hint brought to DRAM and nobody has used yet."""
+    demanded: set[int] = field(default_factory=set)
+    """Rows that came to DRAM because somebody asked for them, and were not used since: their next use is a hit on SSD."""
     partials: LinkedRows = field(default_factory=LinkedRows)
     """Chunks that lack some shard, in the order of `used_at`: since when they wait for it."""
     waits: dict[int, list[Wait]] = field(default_factory=dict)
@@ -401,6 +403,7 @@ class State:
     def _unlist(self, namespace: Namespace, row: int) -> None:
         """Out of whatever list it is in; a chunk that a hint brought in vain is counted."""
         chunks = self.chunks
+        self.demanded.discard(row)
         if row in self.prefetched:
             self.prefetched.discard(row)
             self.counters["prefetch_wasted"] += 1
