@@ -22,10 +22,13 @@ import socket
 import stat
 import sys
 import time
+from array import array
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import grpc
 import grpc.aio
+import numpy.typing as npt
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client.core import Metric
@@ -497,12 +500,18 @@ def _core_batch(batch: ChunkBatch) -> restart.ChunkBatch:
         namespace=batch.namespace,
         shards=batch.slab.shape[1],
         keys=batch.keys,
-        token_count=batch.token_count.tolist(),
-        flags=batch.flags.tolist(),
+        token_count=_column("i", batch.token_count),
+        flags=_column("i", batch.flags),
         maker=[number[maker] for maker in batch.maker],
         makers=makers,
-        slab=batch.slab.ravel().tolist(),
-        slot=batch.slot.ravel().tolist(),
-        generation=batch.generation.ravel().tolist(),
-        checksum=batch.checksum.ravel().tolist(),
+        slab=_column("i", batch.slab),
+        slot=_column("i", batch.slot),
+        generation=_column("Q", batch.generation),
+        checksum=_column("Q", batch.checksum),
     )
+
+
+def _column(code: str, values: npt.NDArray[Any]) -> array[int]:
+    column = array(code)
+    column.frombytes(values.astype(f"={code}").tobytes())
+    return column

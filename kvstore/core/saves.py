@@ -234,12 +234,12 @@ class Saves:
         state = self.state
         reservation = state.reservations.get(event.reservation)
         if reservation is None or reservation.worker != worker.id:
-            return self._commit_of_ended(worker, event.reservation)
+            return self._commit_of_ended(worker, event)
         if reservation.copying:
             raise Conflict("is being committed already", field="reservation_id", value=event.reservation)
         if reservation.expires_at <= state.now:
             self._end(reservation, "expired")
-            return self._commit_of_ended(worker, event.reservation)
+            return self._commit_of_ended(worker, event)
         if event.wait is Wait.DURABLE and state.disk_state is DiskState.ABSENT:
             raise Precondition(
                 "no SSD tier is configured",
@@ -272,22 +272,30 @@ class Saves:
         self.copies[op] = (reservation, state.now + COPY_DEADLINE_MS)
         return None
 
-    def _commit_of_ended(self, worker: Worker, reservation_id: ReservationId) -> ev.Committed:
+    def _commit_of_ended(self, worker: Worker, event: ev.Commit) -> ev.Committed | None:
         """Success all the same if somebody else, or this very reservation, committed every chunk: first copy wins."""
         state = self.state
+        reservation_id = event.reservation
         ended = self._ended.get(reservation_id)
         namespace = state.namespaces.get(ended.namespace) if ended is not None else None
         if ended is None or namespace is None or namespace.id not in worker.opened:
             raise NotFound("no such reservation of this worker", field="reservation_id", value=reservation_id)
         index = namespace.index
-        if all(key in index and state.is_hit(index[key]) for key in ended.keys):
-            return ev.Committed((CommitResult.ALREADY,) * len(ended.keys))
+        if all(key in index and self._is_kept(index[key]) for key in ended.keys):
+            answer = ev.Committed((CommitResult.ALREADY,) * len(ended.keys))
+            if event.wait is Wait.VISIBLE:
+                return answer
+            self.await_durable(event.ticket, namespace, ended.keys, answer)
+            return None
         raise Precondition(
             f"was {ended.why}",
             field="reservation_id",
             value=reservation_id,
             remedy="" if ended.why == "committed" else "reserve again; the save is lost",
         )
+
+    def _is_kept(self, row: int) -> bool:
+        return self.state.is_hit(row) or self.state.chunks.flags[row] & (STORED | DOOMED) == STORED
 
     def copied(self, op: OpId, checksums: Sequence[int] | None, why: str = "") -> None:
         """The copy of a commit has returned."""

@@ -95,7 +95,7 @@ class Store:
     def restore(self, snapshot: Snapshot) -> Restored:
         """Put what the SSD holds in place; before `start` and the first event."""
         restored = restore(self.state, self.disk, snapshot)
-        self._next_namespace = max((record.number for record in snapshot.namespaces), default=0) + 1
+        self._next_namespace = restored.next_namespace
         return restored
 
     def start(self) -> list[ev.Effect]:
@@ -152,7 +152,7 @@ class Store:
                 state.reply(ticket, result)
             else:
                 state.effects.append(ev.Reply(ticket, result))
-        elif remembered:
+        elif remembered and worker.memory.recall(ticket.request_id) is None:
             worker.memory.waiting[ticket.request_id] = []
 
     def _open(self, worker: Worker, event: ev.Open) -> ev.Opened:
