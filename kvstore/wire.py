@@ -416,6 +416,9 @@ def sessions_to_proto(answer: SessionList) -> stats_pb2.ListSessionsReply:
                 usable=row.usable,
                 resident_bytes=row.resident_bytes,
                 idle_ms=row.idle_ms,
+                bytes=row.bytes,
+                ssd_bytes=row.ssd_bytes,
+                reason=row.reason,
             )
             for row in answer.rows
         ],
@@ -441,6 +444,11 @@ def explained_to_proto(answer: Explained) -> stats_pb2.ExplainReply:
                 manifests=chunk.manifests,
                 derived=chunk.derived,
                 maker=chunk.maker,
+                bytes=chunk.bytes,
+                tiers=sum(1 << tier for tier in chunk.tiers),
+                moving=chunk.moving,
+                durable=chunk.durable,
+                needed=chunk.needed,
             )
             for chunk in answer.chunks
         ],

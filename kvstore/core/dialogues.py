@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import COMMITTED, DERIVED, NONE
+from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, DURABLE, NONE, RISING, STORED, STORING
 from kvstore.core.manifests import Manifest, Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.reads import lookup
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition
-from kvstore.types import ChunkKey, DiskState, Outcome, Reason
+from kvstore.types import ChunkKey, DiskState, Outcome, Reason, Tier
 
 
 class Dialogues:
@@ -284,6 +284,9 @@ class Dialogues:
             if len(rows) < event.limit:
                 manifest = session.manifest
                 resident = sum(map(state.is_hit, manifest.rows))
+                stored = sum(state.chunks.flags[row] & (STORED | DOOMED) == STORED for row in manifest.rows)
+                keys = (state.chunks.key[row] for row in manifest.rows)
+                reasons = (lookup(state, namespace, key)[2] for key in keys)
                 rows.append(
                     ev.SessionRow(
                         session.name,
@@ -295,6 +298,9 @@ class Dialogues:
                         self._usable(session),
                         resident * namespace.spec.chunk_bytes,
                         state.now - session.used_at,
+                        len(manifest) * namespace.spec.chunk_bytes,
+                        stored * namespace.spec.chunk_bytes,
+                        next((reason for reason in reasons if reason is not Reason.NONE), Reason.NONE),
                     )
                 )
         return ev.SessionList(tuple(rows), total)
@@ -321,6 +327,10 @@ class Dialogues:
             return ev.ChunkHistory(
                 key, Outcome.MISS, reason, 0, 0, namespace.shards, 0, 0, 0, 0, 0, False, b""
             )
+        flags = chunks.flags[row]
+        tiers = {Tier.DRAM} if outcome is Outcome.HIT else set()
+        if flags & (STORED | DOOMED) == STORED:
+            tiers.add(Tier.SSD)
         return ev.ChunkHistory(
             key=key,
             outcome=outcome,
@@ -333,6 +343,11 @@ class Dialogues:
             age_ms=state.now - chunks.born_at[row],
             idle_ms=state.now - chunks.used_at[row],
             manifests=chunks.refs[row],
-            derived=bool(chunks.flags[row] & DERIVED),
+            derived=bool(flags & DERIVED),
             maker=chunks.maker(row),
+            bytes=namespace.spec.chunk_bytes if tiers else 0,
+            tiers=frozenset(tiers),
+            moving=bool(flags & (RISING | STORING)),
+            durable=bool(flags & DURABLE),
+            needed=row in state.policy.rank,
         )

@@ -31,6 +31,7 @@ from kvstore.types import (
     SegmentId,
     SlabId,
     StagedPiece,
+    Tier,
     Wait,
     WorkerId,
 )
@@ -471,6 +472,12 @@ class SessionRow:
     usable: int
     resident_bytes: int
     idle_ms: Millis
+    bytes: int = 0
+    """Of all its chunks, wherever they are."""
+    ssd_bytes: int = 0
+    """Of those that have a copy on SSD."""
+    reason: Reason = Reason.NONE
+    """Of the first entry that is not in DRAM; NONE if all are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,6 +503,16 @@ class ChunkHistory:
     manifests: int
     derived: bool
     maker: bytes
+    bytes: int = 0
+    """Of all its shards."""
+    tiers: frozenset[Tier] = frozenset()
+    """Where all of it is."""
+    moving: bool = False
+    """Being written to SSD, or read from there."""
+    durable: bool = False
+    """It survives a restart."""
+    needed: bool = False
+    """By a queued job inside the eviction window."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class State:
     prefetched: set[int] = field(default_factory=set)
     """Rows that a hint brought to DRAM and nobody has used yet."""
     demanded: set[int] = field(default_factory=set)
-    """Rows that came to DRAM because somebody asked for them, and were not used since: their next use is a hit on SSD."""
+    """Rows that came to DRAM because somebody asked, and were not used since: their next use is a hit on SSD."""
     partials: LinkedRows = field(default_factory=LinkedRows)
     """Chunks that lack some shard, in the order of `used_at`: since when they wait for it."""
     waits: dict[int, list[Wait]] = field(default_factory=dict)

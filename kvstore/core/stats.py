@@ -95,6 +95,7 @@ def _ssd(state: State) -> dict[str, Any]:
     counts = [sum(segment.counts[kind] for segment in assigned) for kind in SlotState]
     return {
         "state": state.disk_state.name.lower(),
+        "why": state.disk_why,
         "full": state.disk_full,
         "bytes": pool.segment_bytes * len(pool.segments),
         "slab_bytes": pool.segment_bytes * len(assigned),

@@ -53,7 +53,7 @@ class StatsReply(_message.Message):
     def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., uptime_ms: _Optional[int] = ..., version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., ssd: _Optional[_Union[Ssd, _Mapping]] = ...) -> None: ...
 
 class Ssd(_message.Message):
-    __slots__ = ("state", "full", "bytes", "slab_bytes", "capacity", "free", "reserved", "ready", "quarantined", "to_store", "oldest_not_durable_ms", "cold_chunks")
+    __slots__ = ("state", "full", "bytes", "slab_bytes", "capacity", "free", "reserved", "ready", "quarantined", "to_store", "oldest_not_durable_ms", "cold_chunks", "why", "index_used_bytes", "index_bytes", "io_errors", "no_space", "corrupt")
     STATE_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,12 @@ class Ssd(_message.Message):
     TO_STORE_FIELD_NUMBER: _ClassVar[int]
     OLDEST_NOT_DURABLE_MS_FIELD_NUMBER: _ClassVar[int]
     COLD_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    INDEX_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IO_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    NO_SPACE_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
     state: str
     full: bool
     bytes: int
@@ -78,7 +84,13 @@ class Ssd(_message.Message):
     to_store: int
     oldest_not_durable_ms: int
     cold_chunks: int
-    def __init__(self, state: _Optional[str] = ..., full: bool = ..., bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., capacity: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., ready: _Optional[int] = ..., quarantined: _Optional[int] = ..., to_store: _Optional[int] = ..., oldest_not_durable_ms: _Optional[int] = ..., cold_chunks: _Optional[int] = ...) -> None: ...
+    why: str
+    index_used_bytes: int
+    index_bytes: int
+    io_errors: int
+    no_space: int
+    corrupt: int
+    def __init__(self, state: _Optional[str] = ..., full: bool = ..., bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., capacity: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., ready: _Optional[int] = ..., quarantined: _Optional[int] = ..., to_store: _Optional[int] = ..., oldest_not_durable_ms: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., why: _Optional[str] = ..., index_used_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., io_errors: _Optional[int] = ..., no_space: _Optional[int] = ..., corrupt: _Optional[int] = ...) -> None: ...
 
 class Arena(_message.Message):
     __slots__ = ("bytes", "ready_bytes", "assigned_bytes", "retiring_bytes", "protection")
@@ -157,7 +169,7 @@ class ListSessionsRequest(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class SessionRow(_message.Message):
-    __slots__ = ("session", "tenant", "namespace_id", "version", "entry_count", "token_count", "usable", "resident_bytes", "idle_ms")
+    __slots__ = ("session", "tenant", "namespace_id", "version", "entry_count", "token_count", "usable", "resident_bytes", "idle_ms", "bytes", "ssd_bytes", "reason")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +179,9 @@ class SessionRow(_message.Message):
     USABLE_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     IDLE_MS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     tenant: str
     namespace_id: int
@@ -176,7 +191,10 @@ class SessionRow(_message.Message):
     usable: int
     resident_bytes: int
     idle_ms: int
-    def __init__(self, session: _Optional[bytes] = ..., tenant: _Optional[str] = ..., namespace_id: _Optional[int] = ..., version: _Optional[int] = ..., entry_count: _Optional[int] = ..., token_count: _Optional[int] = ..., usable: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., idle_ms: _Optional[int] = ...) -> None: ...
+    bytes: int
+    ssd_bytes: int
+    reason: int
+    def __init__(self, session: _Optional[bytes] = ..., tenant: _Optional[str] = ..., namespace_id: _Optional[int] = ..., version: _Optional[int] = ..., entry_count: _Optional[int] = ..., token_count: _Optional[int] = ..., usable: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., idle_ms: _Optional[int] = ..., bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., reason: _Optional[int] = ...) -> None: ...
 
 class ListSessionsReply(_message.Message):
     __slots__ = ("rows", "total")
@@ -197,7 +215,7 @@ class ExplainRequest(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., session: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ChunkHistory(_message.Message):
-    __slots__ = ("key", "outcome", "reason", "token_count", "shards_ready", "shards", "pins", "hits", "age_ms", "idle_ms", "manifests", "derived", "maker")
+    __slots__ = ("key", "outcome", "reason", "token_count", "shards_ready", "shards", "pins", "hits", "age_ms", "idle_ms", "manifests", "derived", "maker", "bytes", "tiers", "moving", "durable", "needed")
     KEY_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +229,11 @@ class ChunkHistory(_message.Message):
     MANIFESTS_FIELD_NUMBER: _ClassVar[int]
     DERIVED_FIELD_NUMBER: _ClassVar[int]
     MAKER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    MOVING_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     outcome: int
     reason: int
@@ -224,7 +247,12 @@ class ChunkHistory(_message.Message):
     manifests: int
     derived: bool
     maker: bytes
-    def __init__(self, key: _Optional[bytes] = ..., outcome: _Optional[int] = ..., reason: _Optional[int] = ..., token_count: _Optional[int] = ..., shards_ready: _Optional[int] = ..., shards: _Optional[int] = ..., pins: _Optional[int] = ..., hits: _Optional[int] = ..., age_ms: _Optional[int] = ..., idle_ms: _Optional[int] = ..., manifests: _Optional[int] = ..., derived: bool = ..., maker: _Optional[bytes] = ...) -> None: ...
+    bytes: int
+    tiers: int
+    moving: bool
+    durable: bool
+    needed: bool
+    def __init__(self, key: _Optional[bytes] = ..., outcome: _Optional[int] = ..., reason: _Optional[int] = ..., token_count: _Optional[int] = ..., shards_ready: _Optional[int] = ..., shards: _Optional[int] = ..., pins: _Optional[int] = ..., hits: _Optional[int] = ..., age_ms: _Optional[int] = ..., idle_ms: _Optional[int] = ..., manifests: _Optional[int] = ..., derived: bool = ..., maker: _Optional[bytes] = ..., bytes: _Optional[int] = ..., tiers: _Optional[int] = ..., moving: bool = ..., durable: bool = ..., needed: bool = ...) -> None: ...
 
 class ExplainReply(_message.Message):
     __slots__ = ("version", "chunks")

@@ -11,7 +11,7 @@ from kvstore.core import dialogues, manifests
 from kvstore.core import events as ev
 from kvstore.core.manifests import Manifest
 from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition, StoreError
-from kvstore.types import ChunkKey, NamespaceId, WorkerId
+from kvstore.types import ChunkKey, NamespaceId, Reason, WorkerId
 
 from .world import CHUNK_TOKENS, PAGE, World, chain, spec
 
@@ -493,7 +493,9 @@ def test_a_list_of_sessions_is_most_recent_first_and_says_what_is_there() -> Non
     listed = world.ask(ev.ListSessions, worker, None, 1)
     assert ([row.session for row in listed.rows], listed.total) == ([b"b"], 2)
     (_, row) = world.ask(ev.ListSessions, worker, namespace).rows
-    assert row == ev.SessionRow(b"a", "alice", namespace, 1, 3, 9, 1, 2 * PAGE, 1_000)
+    assert row == ev.SessionRow(
+        b"a", "alice", namespace, 1, 3, 9, 1, 2 * PAGE, 1_000, 3 * PAGE, 0, Reason.FORGOTTEN
+    )
 
 
 def test_explain_tells_the_history_of_a_session() -> None:
