@@ -53,7 +53,7 @@ class StoreConfig:
     ssd_bytes: int = 64 << 30
     """Hard cap of everything in ssd_dir, the index included."""
     ssd_slab_bytes: int = 256 << 20
-    """Size of one slab file; preallocated when it is first needed."""
+    """Size of one slab file; preallocated when it is first needed. Fixed when ssd_dir is created."""
     ssd_index_bytes: int = 0
     """Part of ssd_bytes that the index may use; 0: a thirty-second, at least 16 MiB."""
     ssd_direct_io: bool = False
