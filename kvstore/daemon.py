@@ -393,11 +393,22 @@ class Daemon:
         print(
             f"kvstored {__version__}: arena {config.dram_bytes / 2**20:,.0f} MiB in {segments} segments"
             f" ({config.protection}), staging at most {config.staging_bytes_max / 2**20:,.0f} MiB\n"
+            f"  SSD {self._ssd_text()}\n"
             f"  directory {config.run_dir}, TCP {tcp}, metrics {metrics}\n"
             f"  tenants by user id: {dict(config.tenants) or 'own user and root only'}",
             flush=True,
         )
         sd_notify("READY=1")
+
+    def _ssd_text(self) -> str:
+        config = self.config
+        if not config.ssd_dir:
+            return "off"
+        state = self.loop.store.state
+        return (
+            f"{config.ssd_dir}, at most {config.ssd_bytes / 2**20:,.0f} MiB: {state.disk_state.name.lower()},"
+            f" {state.cold.count:,} chunks found, durable within {config.durable_within_ms} ms"
+        )
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -444,7 +455,7 @@ class Daemon:
             "attach_streams": float(self._service.streams),
             "staging_bytes": float(self._staging.bytes_granted),
         }
-        return families((await self._own_stats()).values, process, __version__)
+        return families((await self._own_stats()).values, process, __version__, self.loop.disk_stats())
 
     async def _close(self) -> None:
         """Each step bounded; the last is the lock, so that no successor meets our remains."""

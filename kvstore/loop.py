@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvstore.copier import Copier
     from kvstore.core.store import Store
     from kvstore.tiers.arena import Arena, Staging
-    from kvstore.tiers.ssd import SsdTier
+    from kvstore.tiers.ssd import SsdStats, SsdTier
 
 log = logging.getLogger(__name__)
 
@@ -198,6 +198,10 @@ class Loop:
         """Unless somebody else subscribed meanwhile."""
         if self._subscribers.get(worker) is push:
             del self._subscribers[worker]
+
+    def disk_stats(self) -> SsdStats | None:
+        """What the SSD tier did; None if there is none."""
+        return None if self._ssd is None else self._ssd.stats()
 
     # ------------------------------------------------------------------------------------------------- turns
 

@@ -20,6 +20,8 @@ from prometheus_client.registry import Collector
 
 from kvstore.errors import StoreError, shorten
 from kvstore.logs import fields
+from kvstore.tiers.ssd import SsdStats
+from kvstore.types import DiskState
 
 log = logging.getLogger(__name__)
 
@@ -123,14 +125,30 @@ NAMESPACE = {
     "resident_bytes": ("resident_bytes", "Bytes of chunks that are hits."),
     "pinned_bytes": ("pinned_bytes", "Bytes of chunks that leases pin."),
     "sessions": ("sessions", "Sessions."),
+    "cold_chunks": ("cold_chunks", "Chunks on SSD only."),
+    "cold_bytes": ("cold_bytes", "Bytes of chunks on SSD only."),
 }
 """Name -> (column of the core's row, help)."""
 SLOT_STATES = ("free", "reserved", "ready", "quarantined")
-PENDING = ("being_saved", "being_moved")
+PENDING = ("being_saved", "being_moved", "on_ssd")
+PREFETCHES = ("on_time", "late", "wasted")
+PROMOTIONS = ("ahead", "on_demand")
+LABELLED = frozenset(
+    (*(f"prefetch_{result}" for result in PREFETCHES), *(f"chunks_promoted_{how}" for how in PROMOTIONS))
+)
+"""Counters of the core that have a family with a label here."""
+SSD = {
+    "bytes": "Size of all slab files that may exist.",
+    "slab_bytes": "Size of the slab files that do.",
+    "cold_chunks": "Chunks on SSD only.",
+}
 
 
-def families(values: Mapping[str, Any], process: Mapping[str, float], version: str) -> list[Metric]:
-    """Metrics of the core's statistics (`values`, see core/stats.py) and of the daemon around it (`process`).
+def families(
+    values: Mapping[str, Any], process: Mapping[str, float], version: str, disk: SsdStats | None = None
+) -> list[Metric]:
+    """Metrics of the core's statistics (`values`, see core/stats.py), of the daemon around it (`process`), and of its
+    SSD tier (`disk`; None: there is none).
 
     Sums over slots: free + reserved + ready + quarantined = capacity, in every scrape.
     """
@@ -170,6 +188,13 @@ def families(values: Mapping[str, Any], process: Mapping[str, float], version: s
             ("tenant", "outcome", "reason"),
             lookups,
         ),
+        _counter(
+            "hits",
+            'Hits of Acquire by where the bytes were when they were asked for: what waited for the SSD is "ssd".',
+            ("tenant", "tier"),
+            _hits(rows),
+        ),
+        *_ssd(values["ssd"], values["counters"], disk),
         *(
             _gauge(name, "See docs of GetStats.", (), {(): value})
             for name, value in sorted(values["gauges"].items())
@@ -177,11 +202,56 @@ def families(values: Mapping[str, Any], process: Mapping[str, float], version: s
         *(
             _counter(name, "See docs of GetStats.", (), {(): value})
             for name, value in sorted(values["counters"].items())
+            if name not in LABELLED
         ),
     ]
 
 
+def _hits(rows: Iterable[Mapping[str, Any]]) -> dict[Labels, float]:
+    hits: Counter[Labels] = Counter()
+    for row in rows:
+        tenant = shorten(row["tenant"])
+        hits[tenant, "dram"] += row["hits"] - row["ssd_hits"]
+        hits[tenant, "ssd"] += row["ssd_hits"]
+    return dict(hits)
+
+
+def _ssd(ssd: Mapping[str, Any], counters: Mapping[str, int], disk: SsdStats | None) -> Iterator[Metric]:
+    """`ssd`: see core/stats.py."""
+    states: Samples = {
+        (state.name.lower(),): float(state.name.lower() == ssd["state"]) for state in DiskState
+    }
+    yield _gauge("ssd_state", "1 for the state that the SSD tier is in.", ("state",), states)
+    results: Samples = {(result,): counters.get(f"prefetch_{result}", 0) for result in PREFETCHES}
+    yield _counter("prefetch", "Chunks that hints brought to DRAM, by what came of it.", ("result",), results)
+    hows: Samples = {(how,): counters.get(f"chunks_promoted_{how}", 0) for how in PROMOTIONS}
+    yield _counter("promoted_chunks", "Chunks read from SSD into DRAM, by who wanted it.", ("how",), hows)
+    if disk is None:
+        return
+    for name, text in SSD.items():
+        yield _gauge(f"ssd_{name}", text, (), {(): ssd[name]})
+    yield _gauge("ssd_full", "1 while no slot can be freed on SSD.", (), {(): float(ssd["full"])})
+    slots: Samples = {(state,): ssd[state] for state in SLOT_STATES}
+    yield _gauge("ssd_slots", "Slots of slab files by what is in them.", ("state",), slots)
+    yield _gauge("ssd_chunks_to_store", "Chunks in DRAM that are to be written.", (), {(): ssd["to_store"]})
+    waited = ssd["oldest_not_durable_ms"] / 1000
+    yield _gauge("ssd_oldest_not_durable_seconds", "How long the index is behind.", (), {(): waited})
+    yield _gauge("ssd_index_bytes", "Cap of the index.", (), {(): disk.index_bytes})
+    yield _gauge("ssd_index_used_bytes", "Of that in use.", (), {(): disk.index_used_bytes})
+    yield _counter("ssd_index_commits", "Transactions of the index.", (), {(): disk.index_commits})
+    yield _counter(
+        "ssd_index_commit_seconds", "Time in them, syncs included.", (), {(): disk.index_commit_seconds}
+    )
+    errors: Samples = {
+        ("io",): disk.io_errors,
+        ("no_space",): disk.no_space,
+        ("corrupt",): disk.records_corrupt,
+    }
+    yield _counter("ssd_errors", "Results of disk operations that failed.", ("kind",), errors)
+
+
 Labels = tuple[str, ...]
+Samples = Mapping[Labels, float]
 
 
 def _sums(rows: Iterable[Mapping[str, Any]], label: Mapping[int, str], column: str) -> dict[Labels, float]:

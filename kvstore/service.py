@@ -215,6 +215,13 @@ class Service:
     async def _stats_of(self, worker: WorkerId, timeout_s: float) -> stats_pb2.StatsReply:
         answer: events.Stats = await self.loop.ask(events.GetStats(Ticket(worker)), timeout_s)
         reply = stats_to_proto(answer)
+        disk = self.loop.disk_stats()
+        if disk is not None:
+            reply.ssd.index_used_bytes = disk.index_used_bytes
+            reply.ssd.index_bytes = disk.index_bytes
+            reply.ssd.io_errors = disk.io_errors
+            reply.ssd.no_space = disk.no_space
+            reply.ssd.corrupt = disk.records_corrupt
         reply.uptime_ms = monotonic_ms() - self._started_ms
         reply.version = __version__
         reply.boot_id = self._boot_id

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.errors import Unavailable
 from kvstore.metrics import CONNECTIONS_MAX, NAMESPACES_MAX, MetricsServer, families, render
+from kvstore.tiers.ssd import SsdStats
 
 PROCESS = {"uptime_seconds": 1.5, "attach_streams": 2.0, "staging_bytes": 4096.0}
 BOUND_S = 20.0
@@ -24,6 +25,9 @@ def namespace(number: int, **values) -> dict:
         "resident_bytes": 3,
         "pinned_bytes": 4,
         "sessions": 5,
+        "cold_chunks": 7,
+        "cold_bytes": 8,
+        "ssd_hits": 2,
         "lookups": 9,
         "hits": 6,
         "segments": 1,
@@ -55,6 +59,7 @@ def statistics(namespaces=(), pools=()) -> dict:
             "retiring_bytes": 10,
             "protection": "sealed",
         },
+        "ssd": {"state": "absent"},
         "pools": list(pools),
         "namespaces": list(namespaces),
         "counters": {"chunks_evicted": 7},
@@ -62,8 +67,8 @@ def statistics(namespaces=(), pools=()) -> dict:
     }
 
 
-def samples(values: dict) -> dict[tuple, float]:
-    text = render(families(values, PROCESS, "1.2.3")).decode()
+def samples(values: dict, disk=None) -> dict[tuple, float]:
+    text = render(families(values, PROCESS, "1.2.3", disk)).decode()
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -92,6 +97,19 @@ def test_names_and_values():
         ("kvstored_resident_bytes", ("namespace", "1")): 3,
         ("kvstored_pinned_bytes", ("namespace", "1")): 4,
         ("kvstored_sessions", ("namespace", "1")): 5,
+        ("kvstored_cold_chunks", ("namespace", "1")): 7,
+        ("kvstored_cold_bytes", ("namespace", "1")): 8,
+        ("kvstored_hits_total", ("tenant", "default"), ("tier", "dram")): 4,
+        ("kvstored_hits_total", ("tenant", "default"), ("tier", "ssd")): 2,
+        ("kvstored_ssd_state", ("state", "ok")): 0,
+        ("kvstored_ssd_state", ("state", "read_only")): 0,
+        ("kvstored_ssd_state", ("state", "off")): 0,
+        ("kvstored_ssd_state", ("state", "absent")): 1,
+        ("kvstored_prefetch_total", ("result", "on_time")): 0,
+        ("kvstored_prefetch_total", ("result", "late")): 0,
+        ("kvstored_prefetch_total", ("result", "wasted")): 0,
+        ("kvstored_promoted_chunks_total", ("how", "ahead")): 0,
+        ("kvstored_promoted_chunks_total", ("how", "on_demand")): 0,
         ("kvstored_lookups_total", ("outcome", "hit"), ("reason", "none"), ("tenant", "default")): 6,
         ("kvstored_lookups_total", ("outcome", "miss"), ("reason", "evicted"), ("tenant", "default")): 2,
         (
@@ -103,6 +121,67 @@ def test_names_and_values():
         ("kvstored_leases",): 8,
         ("kvstored_chunks_evicted_total",): 7,
     }
+
+
+def test_an_ssd_tier():
+    values = statistics()
+    values["ssd"] = {
+        "state": "read_only",
+        "full": True,
+        "bytes": 100,
+        "slab_bytes": 50,
+        "capacity": 10,
+        "free": 4,
+        "reserved": 3,
+        "ready": 2,
+        "quarantined": 1,
+        "to_store": 6,
+        "oldest_not_durable_ms": 1500,
+        "cold_chunks": 9,
+    }
+    values["counters"] |= {"prefetch_on_time": 21, "chunks_promoted_ahead": 22, "ssd_bytes_read": 23}
+    disk = SsdStats(
+        bytes_read=0,
+        bytes_written=0,
+        records_read=0,
+        records_written=0,
+        records_corrupt=31,
+        io_errors=32,
+        no_space=33,
+        index_commits=34,
+        index_commit_seconds=0.5,
+        index_used_bytes=35,
+        index_bytes=36,
+        slab_files=1,
+        slab_bytes=50,
+    )
+    found = samples(values, disk)
+    expected = {
+        ("kvstored_ssd_state", ("state", "ok")): 0,
+        ("kvstored_ssd_state", ("state", "read_only")): 1,
+        ("kvstored_ssd_full",): 1,
+        ("kvstored_ssd_bytes",): 100,
+        ("kvstored_ssd_slab_bytes",): 50,
+        ("kvstored_ssd_slots", ("state", "free")): 4,
+        ("kvstored_ssd_slots", ("state", "reserved")): 3,
+        ("kvstored_ssd_slots", ("state", "ready")): 2,
+        ("kvstored_ssd_slots", ("state", "quarantined")): 1,
+        ("kvstored_ssd_chunks_to_store",): 6,
+        ("kvstored_ssd_cold_chunks",): 9,
+        ("kvstored_ssd_oldest_not_durable_seconds",): 1.5,
+        ("kvstored_ssd_errors_total", ("kind", "corrupt")): 31,
+        ("kvstored_ssd_errors_total", ("kind", "io")): 32,
+        ("kvstored_ssd_errors_total", ("kind", "no_space")): 33,
+        ("kvstored_ssd_index_commits_total",): 34,
+        ("kvstored_ssd_index_commit_seconds_total",): 0.5,
+        ("kvstored_ssd_index_used_bytes",): 35,
+        ("kvstored_ssd_index_bytes",): 36,
+        ("kvstored_prefetch_total", ("result", "on_time")): 21,
+        ("kvstored_promoted_chunks_total", ("how", "ahead")): 22,
+        ("kvstored_ssd_bytes_read_total",): 23,
+    }
+    assert expected.items() <= found.items()
+    assert not any("prefetch_on_time" in name or "promoted_ahead" in name for name, *_ in found), "said once"
 
 
 def test_the_number_of_series_is_bounded_and_no_slot_is_lost():
