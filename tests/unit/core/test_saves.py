@@ -131,6 +131,16 @@ def test_what_another_worker_writes_is_busy() -> None:
     assert names(world.reserve(other, namespace, chain("k", 1), shards=(1,))) == ["GRANTED"]
 
 
+def test_a_chunk_of_which_one_shard_is_there_is_not_said_to_be_saved() -> None:
+    world = World()
+    worker = world.join()
+    namespace = world.open(spec(shards=2), worker)
+    world.save(worker, namespace, chain("k", 1), shards=(0,))
+    assert names(world.reserve(worker, namespace, chain("k", 1), shards=(0,))) == ["ALREADY"]
+    assert names(world.reserve(worker, namespace, chain("k", 1))) == ["BUSY"]
+    assert names(world.reserve(worker, namespace, chain("k", 1), shards=(1,))) == ["GRANTED"]
+
+
 def test_a_key_twice_in_one_request_is_granted_once() -> None:
     world = World()
     worker = world.join()
