@@ -24,7 +24,7 @@ from kvstore.cli.tables import age, name, peer_text, plain, size, table
 from kvstore.client import Client, connect
 from kvstore.config import ENVIRONMENT_PREFIX, StoreConfig
 from kvstore.errors import BadRequest, NotFound, StoreError
-from kvstore.types import KEY_BYTES_MAX, SESSION_NAME_BYTES_MAX, Outcome, Reason
+from kvstore.types import KEY_BYTES_MAX, SESSION_NAME_BYTES_MAX, Outcome, Reason, Tier
 from kvstore.v1 import stats_pb2, stats_pb2_grpc, store_pb2, store_pb2_grpc
 
 RUN_DIR_VARIABLE = f"{ENVIRONMENT_PREFIX}RUN_DIR"
@@ -152,6 +152,7 @@ def _stats_text(reply: stats_pb2.StatsReply) -> str:
         f"kvstored {reply.version}, up {age(reply.uptime_ms)}, boot {reply.boot_id.hex()[:8]}",
         f"arena {size(arena.bytes)} ({arena.protection}): ready {size(arena.ready_bytes)},"
         f" assigned {size(arena.assigned_bytes)}, retiring {size(arena.retiring_bytes)}",
+        *_ssd_lines(reply),
     ]
     if reply.namespaces:
         parts += ["", _namespaces_text(reply.namespaces)]
@@ -180,6 +181,33 @@ def _stats_text(reply: stats_pb2.StatsReply) -> str:
     return "\n".join(parts)
 
 
+def _ssd_lines(reply: stats_pb2.StatsReply) -> list[str]:
+    ssd = reply.ssd
+    if ssd.state == "absent":
+        return ["SSD off"]
+    counters = reply.counters
+    why = f" ({peer_text(ssd.why)})" if ssd.why else ""
+    hits = sum(row.hits for row in reply.namespaces)
+    cold = sum(row.ssd_hits for row in reply.namespaces)
+    lines = [
+        f"SSD {ssd.state.replace('_', ' ')}{why}{', full' if ssd.full else ''}: {size(ssd.slab_bytes)} in slab files"
+        f" of at most {size(ssd.bytes)}; slots: {ssd.ready:,} ready, {ssd.free:,} free, {ssd.reserved:,} reserved,"
+        f" {ssd.quarantined:,} quarantined",
+        f"    {ssd.cold_chunks:,} chunks on SSD only, {ssd.to_store:,} to be stored,"
+        f" index {size(ssd.index_used_bytes)} of {size(ssd.index_bytes)}, behind by {age(ssd.oldest_not_durable_ms)};"
+        f" errors: {ssd.io_errors:,} I/O, {ssd.no_space:,} no space, {ssd.corrupt:,} corrupt",
+        f"    hits: {hits - cold:,} in DRAM, {cold:,} on SSD"
+        + (f" ({1 - cold / hits:.1%} in DRAM)" if hits else ""),
+    ]
+    if counters:  # an admin's
+        lines.append(
+            f"    prefetch: {counters['prefetch_on_time']:,} on time, {counters['prefetch_late']:,} late,"
+            f" {counters['prefetch_wasted']:,} wasted; promoted: {counters['chunks_promoted_ahead']:,} ahead,"
+            f" {counters['chunks_promoted_on_demand']:,} on demand"
+        )
+    return lines
+
+
 def namespaces(client: Client, options: argparse.Namespace) -> int:
     reply = _ask(client, "ListNamespaces", stats_pb2.ListNamespacesRequest())
     return _show(options, reply, lambda: _namespaces_text(reply.namespaces))
@@ -194,6 +222,7 @@ def _namespaces_text(rows: Sequence[stats_pb2.NamespaceStats]) -> str:
         "chunks",
         "incomplete",
         "resident",
+        "on SSD only",
         "pinned",
         "sessions",
         "hit rate",
@@ -209,6 +238,7 @@ def _namespaces_text(rows: Sequence[stats_pb2.NamespaceStats]) -> str:
                 row.chunks,
                 row.incomplete,
                 size(row.resident_bytes),
+                size(row.cold_bytes),
                 size(row.pinned_bytes),
                 row.sessions,
                 f"{row.hits / row.lookups:.1%} of {row.lookups:,}" if row.lookups else "-",
@@ -220,7 +250,20 @@ def _namespaces_text(rows: Sequence[stats_pb2.NamespaceStats]) -> str:
 
 def sessions(client: Client, options: argparse.Namespace) -> int:
     reply = _sessions(client, options.namespace, options.limit)
-    head = ("session", "tenant", "namespace", "version", "entries", "tokens", "usable", "resident", "idle")
+    head = (
+        "session",
+        "tenant",
+        "namespace",
+        "version",
+        "entries",
+        "tokens",
+        "usable",
+        "size",
+        "in DRAM",
+        "on SSD",
+        "idle",
+        "reason",
+    )
     return _show(
         options,
         reply,
@@ -237,8 +280,11 @@ def sessions(client: Client, options: argparse.Namespace) -> int:
                             row.entry_count,
                             row.token_count,
                             row.usable,
+                            size(row.bytes),
                             size(row.resident_bytes),
+                            size(row.ssd_bytes),
                             age(row.idle_ms),
+                            _reason(row.reason),
                         )
                         for row in reply.rows
                     ],
@@ -262,6 +308,9 @@ def explain(client: Client, options: argparse.Namespace) -> int:
         "key",
         "found",
         "reason",
+        "tier",
+        "size",
+        "last decision",
         "tokens",
         "shards",
         "pins",
@@ -283,7 +332,10 @@ def _history(chunk: stats_pb2.ChunkHistory) -> tuple[object, ...]:
     return (
         chunk.key.hex()[:16],
         Outcome(chunk.outcome).name.lower(),
-        Reason(chunk.reason).name.lower().replace("_", " "),
+        _reason(chunk.reason),
+        " + ".join(tier.name for tier in Tier if chunk.tiers >> tier & 1) or "-",
+        size(chunk.bytes) if chunk.tiers else "-",
+        _decision(chunk),
         chunk.token_count,
         f"{chunk.shards_ready}/{chunk.shards}",
         chunk.pins,
@@ -294,6 +346,24 @@ def _history(chunk: stats_pb2.ChunkHistory) -> tuple[object, ...]:
         chunk.derived,
         chunk.maker.hex() or "-",
     )
+
+
+def _reason(number: int) -> str:
+    return Reason(number).name.lower().replace("_", " ") if number else "-"
+
+
+def _decision(chunk: stats_pb2.ChunkHistory) -> str:
+    """What the daemon did with it last, and for whom."""
+    in_dram, on_ssd = (chunk.tiers >> tier & 1 for tier in (Tier.DRAM, Tier.SSD))
+    if in_dram and on_ssd:
+        what = "stored on SSD" if chunk.durable else "stored on SSD, not in its index yet"
+    elif in_dram:
+        what = "being stored on SSD" if chunk.moving else "kept in DRAM"
+    elif on_ssd:
+        what = "being read from SSD" if chunk.moving else "left DRAM for SSD"
+    else:
+        what = "never saved" if chunk.reason == Reason.NEVER_SEEN else "dropped"
+    return f"{what}, needed by the queue" if chunk.needed else what
 
 
 def put(client: Client, options: argparse.Namespace) -> int:
