@@ -449,6 +449,40 @@ def test_a_late_commit_keeps_its_staging_memory_until_it_has_ended(
     assert not daemon.requests("abort")
 
 
+def test_a_commit_that_could_not_be_sent_gives_everything_back(
+    daemon: FakeDaemon, client: Client, space: Namespace
+) -> None:
+    daemon.script["reserve"] = lambda body: granted(88, len(body.keys))
+    batch = space.write(KEYS[:2])
+    staging = attached(client).staging
+    assert staging is not None
+    daemon.welcomes = False
+    daemon.break_stream()
+    eventually(lambda: not client.connected)
+    assert not batch.commit().ok
+    assert staging.space.free_bytes == 16 * SHARD, "the daemon does not know where the bytes are"
+    daemon.welcomes = True
+    attached(client).cancel_stream()
+    assert list(daemon.wait_for("abort").reservation_ids) == [88]
+    assert not daemon.requests("commit")
+
+
+async def test_a_read_that_is_cancelled_while_segments_are_fetched(daemon: FakeDaemon) -> None:
+    daemon.add_segment(1)
+    daemon.script["acquire"] = lambda _: hit(77, extent(1, 0))
+    async with await connect_async(str(daemon.run_dir), timeout_s=BOUND_S) as client:
+        space = await client.open(SPEC)
+        daemon.hold_packets.set()
+        reading = asyncio.create_task(space.read(KEYS[:1]))
+        await asyncio.to_thread(daemon.wait_for, "segments")
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        released = await asyncio.to_thread(daemon.wait_for, "release")
+        assert list(released.lease_ids) == [77]
+        daemon.hold_packets.clear()
+
+
 def test_a_commit_that_the_daemon_gave_up_waiting_for_is_asked_again(
     daemon: FakeDaemon, client: Client, space: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -605,6 +639,7 @@ def test_a_new_boot_voids_what_was_and_opens_namespaces_again(
     assert not outcome.ok
     assert isinstance(outcome.error, errors.Unavailable)
     assert space.get_session("s", timeout_s=0.0) is None
+    assert isinstance(space.write(KEYS[:1]).error, errors.Unavailable)
 
     del daemon.script["match"]
     daemon.start()
