@@ -1,7 +1,8 @@
 """`kvstored`: everything that one daemon owns, from its lock to its last byte.
 
     start   lock the directory -> check what could not work -> arena, copier, loop -> sockets -> ready
-    stop    say so (health, Draining) -> wait for open leases and commits, drain_ms at most -> close -> exit
+    stop    say so (health, Draining) -> wait for open leases and commits, and for the SSD to have all that DRAM has,
+            drain_ms at most -> close -> exit
 
 Exclusive: one daemon a directory (flock on <run_dir>/lock, which the kernel drops when the process dies, however it
 dies), and a TCP port that is in use is refused, which gRPC alone would share silently.
@@ -439,7 +440,7 @@ class Daemon:
                 while await self._open_work():  # noqa: ASYNC110 - the core publishes no event for this
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            log.warning("draining took too long: open leases and commits end now")
+            log.warning("draining took too long: open leases, commits and writes to SSD end now")
 
     async def _own_stats(self) -> events.Stats:
         answer: events.Stats = await self.loop.ask(events.GetStats(Ticket(SELF)), STATS_TIMEOUT_S)
@@ -447,7 +448,7 @@ class Daemon:
 
     async def _open_work(self) -> int:
         gauges = (await self._own_stats()).values["gauges"]
-        return int(gauges["leases"] + gauges["reservations"])
+        return int(gauges["leases"] + gauges["reservations"] + self.loop.store.disk.behind)
 
     async def _families(self) -> list[Metric]:
         process = {

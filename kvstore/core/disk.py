@@ -146,6 +146,15 @@ class Disk:
         return self.state.disk_state is not DiskState.ABSENT
 
     @property
+    def behind(self) -> bool:
+        """Whether a restart now would forget something that a healthy disk is about to remember."""
+        state = self.state
+        if state.disk_state is not DiskState.OK:
+            return False
+        waiting = self.writes or self.index or (state.to_store and not state.disk_full)
+        return bool(waiting or state.dirty_chunks or state.dirty_sessions or self.dirty_namespaces)
+
+    @property
     def _long_deadline_ms(self) -> Millis:
         """For what may take long without anything being wrong."""
         return max(LONG_DEADLINE_MS, self.state.limits.disk_deadline_ms)

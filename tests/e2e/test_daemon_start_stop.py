@@ -254,7 +254,7 @@ def test_drain_waits_for_open_leases(start_daemon, connect, spec):
     assert stream.ask("abort", store_pb2.AbortRequest(reservation_ids=[reserved.reservation_id])).count == 1
     assert daemon.exit_status() == 0
     assert isinstance(stream.wait_for_end(), Unavailable)
-    assert "draining took too long: open leases and commits end now" not in [
+    assert "draining took too long: open leases, commits and writes to SSD end now" not in [
         line["message"] for line in daemon.lines
     ]
 
@@ -266,7 +266,7 @@ def test_drain_is_bounded(start_daemon, connect, spec):
     reserve = store_pb2.ReserveRequest(namespace_id=opened.namespace_id, keys=[b"k"])
     assert stream.ask("reserve", reserve).reservation_id
     assert daemon.stop() == 0
-    daemon.wait_for("draining took too long: open leases and commits end now")
+    daemon.wait_for("draining took too long: open leases, commits and writes to SSD end now")
 
 
 def test_a_second_signal_ends_it_at_once(start_daemon, connect, spec):

@@ -190,6 +190,16 @@ def test_sigterm_while_the_disk_hangs(
     assert hits(second, cold) == set(cold), "the kernel dropped the lock with the process"
 
 
+def test_sigterm_loses_nothing(start: Callable[..., Any], open_space: Callable[..., Namespace]) -> None:
+    daemon = start(durable_within_ms=4_000, drain_ms=int(BOUND_S * 1000))
+    space = open_space(daemon)
+    keys = keys_of(space, DRAM_CHUNKS, 1)
+    save(space, keys)
+    assert daemon.stop() == 0
+    assert not logged(daemon, "draining took too long: open leases, commits and writes to SSD end now")
+    assert hits(open_space(start()), keys) == set(keys)
+
+
 # ------------------------------------------------------------------------------------------------------------- full
 
 
