@@ -593,6 +593,7 @@ class Disk:
         op = state.new_op()
         effect, rows = self._batch(op)
         self.index = (op, IndexWrite(effect, rows, oldest, state.now + self._long_deadline_ms))
+        state.indexing_since = oldest
         state.effects.append(effect)
 
     def _batch(self, op: OpId) -> tuple[ev.WriteIndex, list[tuple[int, int]]]:
@@ -663,6 +664,7 @@ class Disk:
         write = self.index[1]
         effect, rows = write.effect, write.rows
         self.index = None
+        state.indexing_since = None
         if result is DiskResult.OK:
             for row, generation in rows:
                 if self._is_stored(row, generation):

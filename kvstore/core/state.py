@@ -95,6 +95,8 @@ class State:
     dirty_chunks: dict[tuple[NamespaceId, ChunkKey], Millis] = field(default_factory=dict)
     """Chunks whose index record is to be written or deleted, since when."""
     dirty_sessions: dict[tuple[NamespaceId, bytes], Millis] = field(default_factory=dict)
+    indexing_since: Millis | None = None
+    """Since when the oldest of what the index transaction under way holds was dirty."""
     prefetched: set[int] = field(default_factory=set)
     """Rows that a hint brought to DRAM and nobody has used yet."""
     demanded: set[int] = field(default_factory=set)

@@ -93,6 +93,9 @@ def _ssd(state: State) -> dict[str, Any]:
     pool = state.disk
     assigned = [segment for segment in pool.segments if segment.phase is Phase.ASSIGNED]
     counts = [sum(segment.counts[kind] for segment in assigned) for kind in SlotState]
+    oldest = [next(iter(dirty.values()), state.now) for dirty in (state.dirty_chunks, state.dirty_sessions)]
+    if state.indexing_since is not None:  # until it has ended, nothing of it is durable
+        oldest.append(state.indexing_since)
     return {
         "state": state.disk_state.name.lower(),
         "why": state.disk_why,
@@ -105,6 +108,6 @@ def _ssd(state: State) -> dict[str, Any]:
         "ready": counts[SlotState.READY],
         "quarantined": counts[SlotState.QUARANTINED],
         "to_store": len(state.to_store),
-        "oldest_not_durable_ms": state.now - next(iter(state.dirty_chunks.values()), state.now),
+        "oldest_not_durable_ms": state.now - min(oldest),
         "cold_chunks": state.cold.count,
     }
