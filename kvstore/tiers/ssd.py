@@ -366,8 +366,9 @@ class SsdTier:
 
     # A failed fdatasync is never repeated: the kernel may have marked the lost pages clean, and the next call would
     # report success. So each slab knows which records were written since its last sync; those of a failed one are
-    # *lost*, and an index batch that names one of them is refused. A record counts from before its first byte, because
-    # the sync that fails may run meanwhile, and again after its last, because one that succeeds may have missed it.
+    # *lost*, and an index batch that names one of them is refused as CORRUPT, until it is written anew. A record counts
+    # from before its first byte, because the sync that fails may run meanwhile, and again after its last, because one
+    # that succeeds may have missed it.
 
     def _begin_write(self, slab: _Slab, place: DiskPlace) -> None:
         with self._state:
@@ -394,8 +395,14 @@ class SsdTier:
 
     def _write_index(self, effect: WriteIndex) -> Result:
         started = time.monotonic()
-        for slab in self._slabs_to_sync(effect):
-            self._sync(slab)
+        slabs = self._slabs_to_sync(effect)
+        try:
+            for slab in slabs:
+                self._sync(slab)
+        except OSError as problem:
+            if not self._first_lost(effect):
+                raise
+            return Result(DiskResult.CORRUPT, f"a sync failed: {describe(problem)}")
         if lost := self._first_lost(effect):
             return Result(DiskResult.CORRUPT, f"slab {lost.slab}, slot {lost.slot}: a failed sync lost it")
         result, why = self._opened_index.write(effect)

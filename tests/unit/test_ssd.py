@@ -434,7 +434,9 @@ def test_what_a_failed_sync_lost_never_becomes_durable_by_trying_again(plain: Fi
     """The kernel drops the dirty mark of pages that it could not write: a second sync would succeed, for nothing."""
     plain.write(0, 1)
     plain.weather({"calls": ["sync"], "do": "EIO", "count": 1})
-    assert plain.commit(0).results == (IO_ERROR,)
+    answer = plain.commit(0)
+    assert answer.results == (CORRUPT,)
+    assert "a sync failed: EIO" in answer.why
     for numbers in ((0,), (1,), (0, 1)):
         answer = plain.commit(*numbers)
         assert answer.results == (CORRUPT,)
@@ -462,7 +464,7 @@ def test_a_record_that_is_being_written_while_a_sync_fails_counts_as_lost(plain:
 def test_slabs_that_the_batch_forgot_to_name_are_synced(plain: Fixture) -> None:
     plain.write(0)
     plain.weather({"calls": ["sync"], "files": "slab-*", "do": "EIO", "count": 1})
-    assert plain.commit(0, slabs=()).results == (IO_ERROR,)
+    assert plain.commit(0, slabs=()).results == (CORRUPT,)
 
 
 def test_a_batch_with_an_unknown_slab_is_refused(plain: Fixture) -> None:
