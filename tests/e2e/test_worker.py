@@ -1,0 +1,455 @@
+"""Worker processes and daemons that die, stop and come back at the worst moments: the answers never change."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvstore.client import Client, Namespace, connect
+from kvstore.gpu_worker.engine import Engine
+from kvstore.gpu_worker.layout import Geometry, namespace_of
+
+BOUND_S = 60.0
+"""Every wait ends by then (a worker imports torch first); it is a failure, never a measurement."""
+GONE_S = 2.0
+"""So soon nothing of a killed worker is left: that is promised."""
+NEW = 12
+"""Tokens of an answer."""
+
+
+def text(count: int, seed: int = 1) -> list[int]:
+    tokens: list[int] = torch.randint(
+        0, 256, (count,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+    return tokens
+
+
+def eventually(what: Callable[[], Any], bound_s: float = BOUND_S) -> Any:
+    deadline = time.monotonic() + bound_s
+    while not (found := what()):
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.005)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with four layers: 64 KiB a chunk."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        eos_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LlamaForCausalLM:
+    loaded: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder)
+    return loaded.eval()
+
+
+@pytest.fixture(scope="module")
+def recomputed(model: LlamaForCausalLM) -> Callable[[list[int]], list[int]]:
+    """The right answer to a prompt."""
+    engine = Engine(model)
+    return lambda prompt: list(engine.turn("s", prompt, NEW).tokens)
+
+
+class WorkerProcess:
+    """See worker_process.py. Its output is read all the time."""
+
+    def __init__(self, folder: Path, run_dir: Path, arguments: tuple[str, ...]) -> None:
+        script = Path(__file__).with_name("worker_process.py")
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                str(script),
+                f"--model={folder}",
+                f"--run-dir={run_dir}",
+                "--threads=1",
+                *arguments,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.errors: list[str] = []
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._readers = [
+            threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)
+        ]
+        for reader in self._readers:
+            reader.start()
+        assert self.answer() == {"ready": True}
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        self.errors.extend(self.process.stderr)
+
+    def send(self, prompt: list[int], session: str = "s") -> None:
+        self._send({"session": session, "tokens": prompt, "max_new_tokens": NEW})
+
+    def _send(self, request: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+
+    def answer(self) -> dict[str, Any]:
+        line = self._lines.get(timeout=BOUND_S)
+        assert line, f"the worker ended: {''.join(self.errors)}"
+        answer: dict[str, Any] = json.loads(line)
+        assert "error" not in answer, answer
+        return answer
+
+    def turn(self, prompt: list[int], session: str = "s") -> dict[str, Any]:
+        """An answered turn whose KV is saved."""
+        self.send(prompt, session)
+        answer = self.answer()
+        self.flush()
+        return answer
+
+    def flush(self) -> dict[str, int]:
+        self._send({"flush": BOUND_S})
+        reply = self.answer()
+        assert reply["flushed"]
+        counters: dict[str, int] = reply["counters"]
+        return counters
+
+    def wait_until_stopped(self) -> None:
+        def stopped() -> bool:
+            options = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
+            state = os.waitid(os.P_PID, self.process.pid, options)
+            assert state is None or state.si_code == os.CLD_STOPPED, f"it ended: {''.join(self.errors)}"
+            return state is not None
+
+        eventually(stopped)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(BOUND_S)
+
+    def child(self) -> int:
+        """Pid of the forked one."""
+        match = eventually(lambda: re.search(r"child (\d+)", "".join(self.errors)))
+        return int(match[1])
+
+    def close(self) -> None:
+        if "child" in "".join(self.errors):
+            os.kill(self.child(), signal.SIGKILL)
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(BOUND_S)
+        for reader in self._readers:
+            reader.join(BOUND_S)
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def start_worker(folder: Path, run_dir: Path) -> Iterator[Callable[..., WorkerProcess]]:
+    started: list[WorkerProcess] = []
+
+    def start(*arguments: str) -> WorkerProcess:
+        started.append(WorkerProcess(folder, run_dir, arguments))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.close()
+
+
+@pytest.fixture
+def client(daemon: Any) -> Iterator[Client]:
+    with connect(str(daemon.run_dir), timeout_s=BOUND_S, staging_bytes=4 << 20) as client:
+        yield client
+
+
+@pytest.fixture
+def space(client: Client, folder: Path, model: LlamaForCausalLM) -> Namespace:
+    """The workers' own namespace."""
+    spec = namespace_of(model, Geometry.of(model), weights=[folder / "model.safetensors"])
+    return client.open(spec)
+
+
+def held(client: Client) -> dict[str, int]:
+    """What workers hold now; and no slot is ever lost."""
+    stats = client.stats()
+    for pool in stats.pools:
+        assert pool.free + pool.reserved + pool.ready + pool.quarantined == pool.capacity
+    return {
+        "leases": int(stats.gauges["leases"]),
+        "pinned_bytes": sum(space.pinned_bytes for space in stats.namespaces),
+        "reservations": int(stats.gauges["reservations"]),
+        "reserved": sum(pool.reserved for pool in stats.pools),
+    }
+
+
+def test_a_restarted_worker_has_lost_nothing(
+    daemon: Any, start_worker: Callable[..., WorkerProcess], recomputed: Callable[..., list[int]]
+) -> None:
+    prompt = text(150)
+    for number in range(3):
+        worker = start_worker()
+        result = worker.turn(prompt)
+        worker.kill()
+        assert result["tokens"] == recomputed(prompt)
+        assert result["reused_tokens"] == (0 if number == 0 else len(prompt) - 31)
+        prompt = [*prompt, *result["tokens"], *text(30, seed=number)]
+
+
+@pytest.mark.parametrize("forked", [False, True], ids=["alone", "with a forked child"])
+@pytest.mark.parametrize("place", ["load:2", "copy:3"])
+def test_a_worker_killed_in_mid_load_pins_nothing(
+    place: str,
+    forked: bool,
+    daemon: Any,
+    client: Client,
+    start_worker: Callable[..., WorkerProcess],
+    recomputed: Callable[..., list[int]],
+) -> None:
+    other = start_worker()
+    first = other.turn(text(150))
+    prompt = [*text(150), *first["tokens"], *text(20, seed=2)]
+
+    victim = start_worker("--stop-at", place, *(["--fork"] if forked else []))
+    victim.send(prompt)
+    victim.wait_until_stopped()
+    before = held(client)
+    assert before["leases"] == 1 and before["pinned_bytes"] > 0
+    victim.kill()
+    eventually(lambda: held(client) == dict.fromkeys(before, 0), GONE_S)
+    if forked:
+        os.kill(victim.child(), 0)  # it lives
+    result = other.turn(prompt)
+    assert result["tokens"] == recomputed(prompt)
+    assert result["reused_tokens"] == len(prompt) - 21
+
+
+@pytest.mark.parametrize("forked", [False, True], ids=["alone", "with a forked child"])
+def test_a_worker_killed_in_mid_save_reserves_nothing(
+    forked: bool,
+    daemon: Any,
+    client: Client,
+    start_worker: Callable[..., WorkerProcess],
+    recomputed: Callable[..., list[int]],
+) -> None:
+    other = start_worker()
+    victim = start_worker("--stop-at", "save:2", *(["--fork"] if forked else []))
+    prompt = text(150)
+    victim.send(prompt)
+    victim.wait_until_stopped()
+    before = held(client)
+    assert before["reservations"] == 1 and before["reserved"] > 0
+    victim.kill()
+    eventually(lambda: held(client) == dict.fromkeys(before, 0), GONE_S)
+    if forked:
+        os.kill(victim.child(), 0)
+    result = other.turn(prompt)  # of a save that was not committed nothing is visible
+    assert result["tokens"] == recomputed(prompt)
+    assert result["reused_tokens"] == 0
+    prompt = [*prompt, *result["tokens"], 1]
+    again = other.turn(prompt)
+    assert again["tokens"] == recomputed(prompt)
+    assert again["reused_tokens"] == len(prompt) - 2
+
+
+@pytest.mark.parametrize("place", ["load:2", "copy:3"])
+def test_a_worker_stopped_past_its_lease_computes_what_was_taken_from_it(
+    place: str, start_daemon: Callable[..., Any], start_worker: Callable[..., WorkerProcess], request: Any
+) -> None:
+    """In mid-copy the rest of the layer is another chunk's bytes: only the second look at the generations tells."""
+    settings = {"dram_bytes": 16 << 20, "staging_bytes": 32 << 20, "staging_bytes_max": 256 << 20}
+    start_daemon(lease_ttl_ms=500, reserve_share_max=1.0, **settings)
+    client, space, recomputed = (
+        request.getfixturevalue(name) for name in ("client_here", "space_here", "recomputed")
+    )
+    first = start_worker().turn(text(150))
+    prompt = [*text(150), *first["tokens"], *text(20, seed=2)]
+    keys = space.keys(prompt)
+
+    stopped = start_worker("--stop-at", place)
+    stopped.send(prompt)
+    stopped.wait_until_stopped()
+    assert space.match(keys).usable == 2
+    (pool,) = client.stats().pools
+    wanted = space.keys(text(64 * pool.capacity, seed=3))
+
+    def every_slot_is_given_away() -> bool:
+        """Another session wants all there is: also what the stopped worker has pinned, once its lease is over."""
+        with space.write(wanted) as batch:
+            if len(batch.granted) < len(wanted):
+                return False
+            for index in batch.granted:
+                batch.buffer(index)[:] = 0xEE
+            return batch.commit().ok
+
+    eventually(every_slot_is_given_away)
+    stopped.go_on()
+    result = stopped.answer()
+    assert result["tokens"] == recomputed(prompt)
+    assert result["reused_tokens"] == 0
+    assert "void" in result["load_failure"]
+    stopped.flush()
+    assert held(client)["leases"] == 0
+
+
+@pytest.fixture
+def client_here(run_dir: Path) -> Iterator[Client]:
+    """Of a daemon that the test itself starts."""
+    with connect(str(run_dir), timeout_s=BOUND_S, staging_bytes=24 << 20) as client:
+        yield client
+
+
+@pytest.fixture
+def space_here(client_here: Client, folder: Path, model: LlamaForCausalLM) -> Namespace:
+    return client_here.open(namespace_of(model, Geometry.of(model), weights=[folder / "model.safetensors"]))
+
+
+def test_a_daemon_killed_and_restarted_is_not_missed(
+    start_daemon: Callable[..., Any],
+    start_worker: Callable[..., WorkerProcess],
+    recomputed: Callable[..., list[int]],
+) -> None:
+    daemon = start_daemon()
+    worker = start_worker()
+    prompt = text(150)
+
+    def turn() -> dict[str, Any]:
+        nonlocal prompt
+        result = worker.turn(prompt)
+        assert result["tokens"] == recomputed(prompt)
+        prompt = [*prompt, *result["tokens"], 1, 2, 3]
+        return result
+
+    assert turn()["reused_tokens"] == 0
+    assert turn()["reused_tokens"] > 0
+    daemon.kill()
+    assert turn()["reused_tokens"] == 0
+    start_daemon()
+    eventually(lambda: turn()["reused_tokens"] > 0)
+
+
+@pytest.mark.parametrize("place", ["load:2", "copy:3", "save:1"])
+def test_a_daemon_killed_in_mid_turn_is_not_missed(
+    place: str,
+    daemon: Any,
+    start_worker: Callable[..., WorkerProcess],
+    recomputed: Callable[..., list[int]],
+) -> None:
+    first = start_worker().turn(text(150))
+    prompt = [*text(150), *first["tokens"], *text(20, seed=2)]
+    worker = start_worker("--stop-at", place)
+    worker.send(prompt)
+    worker.wait_until_stopped()
+    daemon.kill()
+    worker.go_on()
+    result = worker.answer()
+    assert result["tokens"] == recomputed(prompt)
+    worker.flush()
+    assert worker.turn(prompt)["tokens"] == recomputed(prompt)
+
+
+def test_a_worker_started_before_its_daemon_finds_it(
+    start_daemon: Callable[..., Any],
+    start_worker: Callable[..., WorkerProcess],
+    recomputed: Callable[..., list[int]],
+) -> None:
+    worker = start_worker()
+    prompt = text(150)
+    assert worker.turn(prompt)["tokens"] == recomputed(prompt)
+    start_daemon()
+
+    def reused() -> bool:
+        result = worker.turn([*prompt, 1])
+        assert result["tokens"] == recomputed([*prompt, 1])
+        return bool(result["reused_tokens"] > 0)
+
+    eventually(reused)
+
+
+def test_workers_take_turns_at_one_session(
+    daemon: Any, start_worker: Callable[..., WorkerProcess], recomputed: Callable[..., list[int]]
+) -> None:
+    workers = [start_worker(), start_worker()]
+    prompt = text(100)
+    for number in range(6):
+        result = workers[number % 2].turn(prompt)
+        assert result["tokens"] == recomputed(prompt)
+        assert result["reused_tokens"] == (0 if number == 0 else len(prompt) - 4)
+        prompt = [*prompt, *result["tokens"], 1, 2, 3]
+
+
+@pytest.mark.parametrize("protection", ["sealed", "group"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_logits_are_bit_equal_to_those_of_an_engine_that_kept_its_kv(
+    dtype: torch.dtype, protection: str, start_daemon: Callable[..., Any], folder: Path
+) -> None:
+    """Through shared memory, every turn by an engine that knows nothing."""
+    daemon = start_daemon(protection=protection)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    seen: list[torch.Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.clone()))
+    kept = DynamicCache(config=model.config)
+    prompt = text(100)
+    for number in range(4):
+        step, answer = prompt[kept.get_seq_length() :], []
+        with torch.inference_mode():
+            while len(answer) < NEW:
+                logits = model(torch.tensor([step]), cache=kept, use_cache=True, logits_to_keep=1).logits
+                step = [int(logits[0, -1].float().argmax())]
+                answer += step
+        expected = seen[:]
+        seen.clear()
+        engine = Engine(model, lambda: connect(str(daemon.run_dir), timeout_s=BOUND_S, staging_bytes=4 << 20))
+        try:
+            result = engine.turn("s", prompt, NEW)
+            assert engine.flush(BOUND_S)
+        finally:
+            engine.close()
+        assert result.reused_tokens == (0 if number == 0 else len(prompt) - 51)
+        assert [
+            np.array_equal(a.view(torch.uint8), b.view(torch.uint8))
+            for a, b in zip(seen, expected, strict=True)
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
+        seen.clear()
+        prompt = [*prompt, *answer, *text(50, seed=number)]
+    hook.remove()
