@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvstore import keys
@@ -67,7 +68,7 @@ def test_a_chain_is_its_keys_one_by_one_and_leaves_the_rest_out() -> None:
 @pytest.mark.parametrize("kind", [list, tuple, np.array])
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64, np.uint64, np.uint16])
 def test_a_key_does_not_depend_on_how_tokens_are_held(kind: type, dtype: type) -> None:
-    tokens = np.array([1, 2, 30_000], dtype=dtype)
+    tokens: npt.NDArray[np.integer] = np.array([1, 2, 30_000], dtype=dtype)
     held = tokens if kind is np.array else kind(tokens.tolist())
     assert exact_key(SALT, ROOT, held) == exact_key(SALT, ROOT, [1, 2, 30_000])
     assert exact_key(SALT, ROOT, tokens[::-1]) == exact_key(SALT, ROOT, [30_000, 2, 1])

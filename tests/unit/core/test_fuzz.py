@@ -32,7 +32,7 @@ class Fuzz:
         always = ("do_save", "do_commit", "do_acquire", "do_finish", "do_unmap", "do_tick")
         self.steps = [name for name in steps if name in always or self.random.random() < 0.9]
         self.weights = [self.random.choice((1, 1, 3, 10)) for _ in self.steps]
-        self.world = World(
+        self.world = self.new_world(
             segments=self.random.choice((2, 4, 8)),
             segment_bytes=8 * PAGE,
             protection=protection,
@@ -54,9 +54,12 @@ class Fuzz:
         self.variant = 0
         self.answers: Counter[str] = Counter()
 
-    def run(self) -> None:
+    def new_world(self, **limits: Any) -> World:
+        return World(**limits)
+
+    def run(self, steps: int = STEPS) -> None:
         self.do_join()
-        for _ in range(STEPS):
+        for _ in range(steps):
             if self.random.random() < 0.4:
                 self.world.now += self.random.randrange(60)
             if not self.workers:

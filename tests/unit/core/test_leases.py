@@ -19,9 +19,14 @@ def full(world: World, workers: list[WorkerId]) -> NamespaceId:
     return namespace
 
 
-def small(**limits: int) -> World:
-    limits = {"lease_ttl_ms": 1_000, "revoke_grace_ms": 500, **limits}
-    return World(segments=1, segment_bytes=8 * PAGE, reserve_share_max=1.0, **limits)
+def small(*, revoke_grace_ms: int = 500) -> World:
+    return World(
+        segments=1,
+        segment_bytes=8 * PAGE,
+        reserve_share_max=1.0,
+        lease_ttl_ms=1_000,
+        revoke_grace_ms=revoke_grace_ms,
+    )
 
 
 LEASE = LeaseId(1)

@@ -128,7 +128,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.world.close(worker)
         self.open = [entry for entry in self.open if entry[0] != worker]
 
-    @precondition(lambda self: set(self.world.mapped) - set(self.workers))
+    @precondition(lambda self: bool(set(self.world.mapped) - set(self.workers)))
     @rule(pick=anything)
     def a_closed_process_ends(self, pick: int) -> None:
         closed = sorted(set(self.world.mapped) - set(self.workers))
@@ -150,7 +150,7 @@ class CoreMachine(RuleBasedStateMachine):
         if reserved.reservation:
             self.open.append((worker, reserved))
 
-    @precondition(lambda self: self.open)
+    @precondition(lambda self: bool(self.open))
     @rule(pick=anything, end=st.sampled_from(("commit", "commit", "commit", "abort", "fail")))
     def end_reservation(self, pick: int, end: str) -> None:
         worker, reserved = self.open.pop(pick % len(self.open))
@@ -189,7 +189,7 @@ class CoreMachine(RuleBasedStateMachine):
         if acquired.lease:
             self.held[acquired.lease] = Held(worker, namespace, hits, acquired)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: bool(self.held))
     @rule(pick=anything, what=st.sampled_from(("release", "renew", "load")))
     def use_lease(self, pick: int, what: str) -> None:
         lease = sorted(self.held)[pick % len(self.held)]

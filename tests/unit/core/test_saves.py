@@ -8,7 +8,7 @@ from kvstore.core import events as ev
 from kvstore.core import saves
 from kvstore.errors import BadRequest, Conflict, DeadlineExceeded, Exhausted, NotFound, Precondition
 from kvstore.layout import GroupSpec
-from kvstore.types import ChunkKey, CommitResult, Outcome, Protection, ReservationId
+from kvstore.types import ChunkKey, CommitResult, Outcome, Protection, ReservationId, StagedPiece
 
 from .world import CHUNK_TOKENS, PAGE, World, chain, spec
 
@@ -558,7 +558,7 @@ def test_a_commit_names_one_piece_of_the_right_length_for_each_shard() -> None:
         with pytest.raises(BadRequest, match="one piece of staging memory for each of the 2") as error:
             world.ask(ev.Commit, worker, reserved.reservation, staged)
         assert (error.value.field, error.value.value) == ("staging_offsets", str(len(staged)))
-    wrong = (pieces[0], ev.StagedPiece(pieces[1].offset, PAGE - 1))
+    wrong = (pieces[0], StagedPiece(pieces[1].offset, PAGE - 1))
     with pytest.raises(BadRequest, match="4096 bytes") as error:
         world.ask(ev.Commit, worker, reserved.reservation, wrong)
     assert error.value.value == str(PAGE - 1)
@@ -571,6 +571,6 @@ def test_a_commit_in_place_names_no_staging_memory() -> None:
     namespace = world.open(spec(), worker)
     reserved = world.reserve(worker, namespace, chain("k", 1))
     with pytest.raises(BadRequest, match="must be empty: under protection group") as error:
-        world.ask(ev.Commit, worker, reserved.reservation, (ev.StagedPiece(0, 0),))
+        world.ask(ev.Commit, worker, reserved.reservation, (StagedPiece(0, 0),))
     assert error.value.field == "staging_offsets"
     assert world.commit(worker, reserved) is not None

@@ -16,7 +16,7 @@ from kvstore.types import ChunkKey, NamespaceId, Reason, WorkerId
 from .world import CHUNK_TOKENS, PAGE, World, chain, spec
 
 
-def started(**limits: int) -> tuple[World, WorkerId, NamespaceId]:
+def started(**limits: Any) -> tuple[World, WorkerId, NamespaceId]:
     world = World(**limits)
     worker = world.join()
     return world, worker, world.open(spec(), worker)

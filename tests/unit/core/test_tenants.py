@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.errors import Denied, NotFound, StoreError
-from kvstore.types import LeaseId, NamespaceId, ReservationId, SegmentId, WorkerId
+from kvstore.types import LeaseId, NamespaceId, ReservationId, SegmentId, StagedPiece, WorkerId
 
 from .world import World, chain, spec
 
@@ -85,7 +85,7 @@ def test_leases_and_reservations_of_another_tenant_are_unknown() -> None:
     texts = []
     for number in (reservation, ReservationId(99)):
         with pytest.raises(NotFound) as error:
-            world.ask(ev.Commit, bob, number, (ev.StagedPiece(0, 0),))
+            world.ask(ev.Commit, bob, number, (StagedPiece(0, 0),))
         texts.append(str(error.value).replace(str(number), "N"))
     assert texts[0] == texts[1]
     assert lease in world.store.state.leases.leases and reservation in world.store.state.reservations
@@ -93,7 +93,7 @@ def test_leases_and_reservations_of_another_tenant_are_unknown() -> None:
     saving = world.store.state.reservations[reservation]
     world.ask(ev.Abort, alice, (saving.id,))
     with pytest.raises(NotFound) as error:
-        world.ask(ev.Commit, bob, reservation, (ev.StagedPiece(0, 0),))
+        world.ask(ev.Commit, bob, reservation, (StagedPiece(0, 0),))
     assert str(error.value).replace(str(reservation), "N") == texts[0]
 
 

@@ -85,7 +85,7 @@ class World:
         self.now = 0
         self.hold: set[type] = set()
         """Kinds of effects (CopyIn, Checksum, MoveSlots, CreateSegment) that wait in `held` until `finish`."""
-        self.held: list[Op | ev.CreateSegment] = []
+        self.held: list[Any] = []
         self.unmap_at_once = True
         """Workers unmap what is retired as soon as they are told."""
         self.pushes: list[ev.ChunksSettled | ev.SegmentsRetired | ev.LeasesRevoked] = []
@@ -373,7 +373,7 @@ class World:
                 case ev.ForgetWorker():
                     pass  # a copy that still runs keeps its view of the staging memory
                 case _ if type(effect) in self.hold:
-                    self.held.append(effect)  # type: ignore[arg-type]
+                    self.held.append(effect)
                 case _:
                     self._perform_op(effect)  # type: ignore[arg-type]
 
