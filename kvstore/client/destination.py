@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvstore.errors import BadRequest
 
 Bits = npt.NDArray[Any]
+_BYTE = np.dtype(np.uint8)
 _UNSIGNED: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.uint8),
     2: np.dtype(np.uint16),
@@ -28,11 +29,10 @@ def destination(out: object, field: str = "out") -> Bits:
 
     Raises BadRequest for what cannot be written in place.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(out, torch.Tensor):
-        array = _of_tensor(torch, out, field)
-    elif isinstance(out, np.ndarray):
+    if isinstance(out, np.ndarray):
         array = out
+    elif (torch := sys.modules.get("torch")) is not None and isinstance(out, torch.Tensor):
+        array = _of_tensor(torch, out, field)
     else:
         try:
             array = np.asarray(memoryview(out))  # type: ignore[arg-type]
@@ -42,12 +42,13 @@ def destination(out: object, field: str = "out") -> Bits:
                 field=field,
                 value=type(out).__name__,
             ) from None
-    if not array.flags.writeable:
+    flags = array.flags
+    if not flags.writeable:
         raise BadRequest("is read-only", field=field, value=_describe(array))
     if array.dtype.hasobject:
         raise BadRequest("holds objects, not bytes", field=field, value=_describe(array))
-    if array.flags.c_contiguous:
-        return array.reshape(-1).view(np.uint8)
+    if flags.c_contiguous:
+        return array if array.dtype is _BYTE and array.ndim == 1 else array.reshape(-1).view(_BYTE)
     if any(step == 0 and length > 1 for step, length in zip(array.strides, array.shape, strict=True)):
         raise BadRequest("has elements that share memory", field=field, value=_describe(array))
     bits: Bits = array.view(_UNSIGNED.get(array.itemsize, np.dtype(f"V{array.itemsize}")))
@@ -56,7 +57,7 @@ def destination(out: object, field: str = "out") -> Bits:
 
 def fill(bits: Bits, source: npt.NDArray[np.uint8]) -> None:
     """Copy `source` (flat, as many bytes as `bits`) into a `destination`."""
-    if bits.ndim != 1 or bits.dtype != np.uint8:
+    if bits.dtype is not _BYTE or bits.ndim != 1:
         source = source.view(bits.dtype).reshape(bits.shape)
     np.copyto(bits, source, casting="no")
 

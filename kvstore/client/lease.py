@@ -71,7 +71,7 @@ class Place(NamedTuple):
     """One shard of a hit, in shared memory."""
 
     data: npt.NDArray[np.uint8]
-    generations: npt.NDArray[np.uint64]
+    generations: memoryview
     cell: int
     generation: int
     checksum: int
@@ -218,24 +218,29 @@ class ReadLease:
         grant = self._grant
         if grant is None or not self.alive:
             return self._void()
-        if not all(place.intact() for _, place, _, _ in plan):
-            return self._void()
+        for _, place, _, _ in plan:
+            if not place.intact():
+                return self._void()
         fence()
         for _, place, offset, bits in plan:
             fill(bits, place.data[offset : offset + bits.nbytes])
-        corrupt = {index for index, place, _, _ in plan if not self._verified(place)}
+        corrupt = self._corrupt(plan) if self._verify_every else []
         fence()
-        if not all(place.intact() for _, place, _, _ in plan):
-            return self._void()
+        for _, place, _, _ in plan:
+            if not place.intact():
+                return self._void()
         if corrupt:
-            self._report(grant, sorted(corrupt))
+            self._report(grant, corrupt)
         return not corrupt
 
-    def _verified(self, place: Place) -> bool:
-        """On a sample: whether the whole shard still has the checksum that it was committed with."""
-        if not self._verify_every or next(_samples) % self._verify_every:
-            return True
-        return xxhash.xxh3_64_intdigest(place.data.data) == place.checksum
+    def _corrupt(self, plan: Sequence[tuple[int, Place, int, Bits]]) -> list[int]:
+        """Of a sample: numbers of the keys of which a shard no longer has the checksum that it was committed with."""
+        return [
+            index
+            for index, place, _, _ in plan
+            if next(_samples) % self._verify_every == 0
+            and xxhash.xxh3_64_intdigest(place.data.data) != place.checksum
+        ]
 
     def _report(self, grant: Grant, corrupt: Sequence[int]) -> None:
         grant.attachment.count("loads_corrupt", len(corrupt))

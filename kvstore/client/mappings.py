@@ -27,8 +27,8 @@ class Segment:
 
     number: int
     data: npt.NDArray[np.uint8]
-    generations: npt.NDArray[np.uint64]
-    """The header's cells: reading one loads it from shared memory."""
+    generations: memoryview
+    """The header's cells, 8 bytes each: indexing one loads it from shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Mappings:
         if found != expected:
             raise ValueError(f"its header says {found}, expected {expected}")
         data = memory.map_shared(data_fd, size_bytes, writable=self._writable)
-        segment = Segment(number, data.array, memory.generations(header.array, cells))
+        segment = Segment(number, data.array, memory.generations(header.array, cells).data)
         return _Mapped(segment, data, header)
 
     def retire(self, segments: Iterable[int]) -> list[int]:

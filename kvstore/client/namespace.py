@@ -368,7 +368,7 @@ class Namespace:
                 segment is None
                 or length != wanted
                 or offset + length > segment.data.size
-                or cell >= segment.generations.size
+                or cell >= len(segment.generations)
             ):
                 places.append(None)
                 continue
@@ -623,36 +623,9 @@ class Namespace:
         ttl_ms: int,
         timeout_s: float | None,
     ) -> Operation[QueueAccepted]:
-        _check_count("hints", hints)
-        _check_count("removed", removed)
-        _check_number("ttl_ms", ttl_ms)
-        for index, hint in enumerate(hints):
-            where = f"hints[{index}]"
-            _check_job(f"{where}.job", hint.job)
-            _check_number(f"{where}.position", hint.position, high=QUEUE_POSITION_MAX)
-            _check_keys(f"{where}.keys", hint.keys)
-            if hint.session:
-                _name(hint.session, f"{where}.session")
-        for job in removed:
-            _check_job("removed", job)
-        body = hints_pb2.PublishQueueRequest(
-            hints=[
-                hints_pb2.Hint(job=hint.job, position=hint.position, session=hint.session, keys=hint.keys)
-                for hint in hints
-            ],
-            removed=removed,
-            delta=not snapshot,
-            ttl_ms=ttl_ms,
-        )
+        body = queue_request(hints, removed=removed, snapshot=snapshot, ttl_ms=ttl_ms)
         answer = yield from self._asking("publish_queue", body, timeout_s)
-        accepted = wire.queue_from_proto(answer.queue)
-        if len(accepted.results) != len(hints):
-            raise StoreError(
-                "the daemon answered for another number of hints",
-                field="results",
-                value=len(accepted.results),
-            )
-        return accepted
+        return queue_accepted(answer.queue, len(hints))
 
     def _asking(self, field: str, body: Any, timeout_s: float | None) -> Operation[store_pb2.AttachReply]:
         """A request that waits for a connection and whose failure is raised."""
@@ -757,3 +730,39 @@ def _name(name: str | bytes, field: str = "name") -> bytes:
             value=f"{len(data)} bytes",
         )
     return data
+
+
+def queue_request(
+    hints: Sequence[Hint], *, removed: Sequence[bytes], snapshot: bool, ttl_ms: int
+) -> hints_pb2.PublishQueueRequest:
+    """The message, without its namespace. Raises BadRequest."""
+    _check_count("hints", hints)
+    _check_count("removed", removed)
+    _check_number("ttl_ms", ttl_ms)
+    for index, hint in enumerate(hints):
+        where = f"hints[{index}]"
+        _check_job(f"{where}.job", hint.job)
+        _check_number(f"{where}.position", hint.position, high=QUEUE_POSITION_MAX)
+        _check_keys(f"{where}.keys", hint.keys)
+        if hint.session:
+            _name(hint.session, f"{where}.session")
+    for job in removed:
+        _check_job("removed", job)
+    return hints_pb2.PublishQueueRequest(
+        hints=[
+            hints_pb2.Hint(job=hint.job, position=hint.position, session=hint.session, keys=hint.keys)
+            for hint in hints
+        ],
+        removed=removed,
+        delta=not snapshot,
+        ttl_ms=ttl_ms,
+    )
+
+
+def queue_accepted(reply: hints_pb2.QueueReply, hints: int) -> QueueAccepted:
+    accepted = wire.queue_from_proto(reply)
+    if len(accepted.results) != hints:
+        raise StoreError(
+            "the daemon answered for another number of hints", field="results", value=len(accepted.results)
+        )
+    return accepted

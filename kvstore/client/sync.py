@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import grpc
@@ -11,10 +11,12 @@ import grpc
 from kvstore.client.attachment import Attachment
 from kvstore.client.call import drive
 from kvstore.client.connection import Connection, State
-from kvstore.client.namespace import Namespace
+from kvstore.client.namespace import Namespace, queue_accepted, queue_request
+from kvstore.core.events import Hint, QueueAccepted
+from kvstore.errors import NotFound
 from kvstore.layout import NamespaceSpec
 from kvstore.types import Protection
-from kvstore.v1 import stats_pb2, stats_pb2_grpc
+from kvstore.v1 import hints_pb2_grpc, stats_pb2, stats_pb2_grpc
 
 STAGING_BYTES = 64 << 20
 TIMEOUT_S = 5.0
@@ -29,6 +31,7 @@ class Client:
     def __init__(self, connection: Connection) -> None:
         """Use `connect`."""
         self._connection = connection
+        self._namespaces_by_model: dict[str, int] = {}
         # Also when it is only dropped, and at exit: gRPC's threads must not meet an interpreter that goes down.
         self._finalizer = weakref.finalize(self, connection.close)
 
@@ -93,6 +96,51 @@ class Client:
             stats_pb2_grpc.StatsStub, "GetStats", stats_pb2.GetStatsRequest(), timeout_s=timeout_s
         )
         return reply
+
+    def publish_queue(
+        self,
+        model: str,
+        hints: Sequence[Hint],
+        *,
+        removed: Sequence[bytes] = (),
+        snapshot: bool = True,
+        ttl_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> QueueAccepted:
+        """As `Namespace.publish_queue`, for a scheduler that knows sessions and jobs of a model, but not the layout of
+        its KV: the hints are for the namespace of `model` that was opened last.
+
+        Raises NotFound while no worker has opened one, and other StoreErrors.
+        """
+        request = queue_request(hints, removed=removed, snapshot=snapshot, ttl_ms=ttl_ms)
+        known = self._namespaces_by_model.get(model)
+        for attempt in range(2):
+            if known is None:
+                known = self._namespace_of_model(model, timeout_s)
+            request.namespace_id = known
+            try:
+                reply = self.unary(hints_pb2_grpc.HintsStub, "PublishQueue", request, timeout_s=timeout_s)
+            except NotFound:
+                # The daemon was started anew, or a newer epoch was opened: what we knew is gone.
+                known = None
+                if attempt:
+                    raise
+                continue
+            self._namespaces_by_model[model] = known
+            break
+        return queue_accepted(reply, len(hints))
+
+    def _namespace_of_model(self, model: str, timeout_s: float | None) -> int:
+        reply = self.unary(
+            stats_pb2_grpc.StatsStub,
+            "ListNamespaces",
+            stats_pb2.ListNamespacesRequest(),
+            timeout_s=timeout_s,
+        )
+        found: list[int] = [row.namespace_id for row in reply.namespaces if row.model == model]
+        if not found:
+            raise NotFound("no worker has opened it", field="model", value=model)
+        return max(found)
 
     def unary(
         self,

@@ -59,7 +59,7 @@ def test_installed_read_only_and_without_descriptors(mappings: Mappings, handed:
     assert list(segment.generations[:2]) == [7, 7]
     with pytest.raises(ValueError, match="read-only"):
         segment.data[0] = 1
-    with pytest.raises(ValueError, match="read-only"):
+    with pytest.raises(TypeError, match="read-only"):
         segment.generations[0] = 1
     assert mappings.missing([3, 4]) == [4]
 
