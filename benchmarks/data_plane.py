@@ -3,7 +3,8 @@
 A get is read (16 keys) + copy into the caller's arrays + release; a put is write (16 fresh keys) + copy into staging
 memory + commit until visible: the daemon copies once more and checksums. Rounds of get, put and memcpy alternate, so
 that a machine whose speed drifts does not favour one of them; figures are medians over rounds, working sets exceed
-the caches. "memcpy shm" copies out of plain shared memory, which many machines map in small pages: the ceiling of a get.
+the caches. "memcpy shm" copies out of plain shared memory, which many machines map in small pages: the ceiling of
+a get.
 
     python benchmarks/data_plane.py [--quick] [--json] [--protection sealed|group]
 """
