@@ -92,7 +92,9 @@ class DurableWait:
 
     ticket: ev.Ticket
     answer: ev.Committed
+    chunks: tuple[tuple[NamespaceId, ChunkKey], ...]
     missing: set[tuple[NamespaceId, ChunkKey]]
+    """Those that were never durable since."""
     deadline: Millis
 
 
@@ -728,22 +730,33 @@ class Disk:
             why = f"the SSD tier is {state.disk_state.name.lower()}"
             state.reply(ticket, Unavailable(f"committed and visible, but not durable: {why}", field="wait"))
             return
-        missing = {
-            (namespace.id, key) for key in keys if not state.chunks.flags[namespace.index[key]] & DURABLE
-        }
+        chunks = tuple((namespace.id, key) for key in keys)
+        missing = {chunk for chunk in chunks if not self._is_durable(chunk)}
         if not missing:
             state.reply(ticket, answer)
             return
         deadline = state.now + 2 * state.limits.durable_within_ms + state.limits.disk_deadline_ms
-        self.durable_waits.append(DurableWait(ticket, answer, missing, deadline))
+        self.durable_waits.append(DurableWait(ticket, answer, chunks, missing, deadline))
+
+    def _is_durable(self, chunk: tuple[NamespaceId, ChunkKey]) -> bool:
+        namespace = self.state.namespaces.get(chunk[0])
+        row = NONE if namespace is None else namespace.index.get(chunk[1], NONE)
+        return row != NONE and bool(self.state.chunks.flags[row] & DURABLE)
 
     def _tell_durable(self, chunk: tuple[NamespaceId, ChunkKey]) -> None:
         if not self.durable_waits:
             return
         for wait in self.durable_waits:
             wait.missing.discard(chunk)
-            if not wait.missing:
+            if wait.missing:
+                continue
+            if all(map(self._is_durable, wait.chunks)):
                 self.state.reply(wait.ticket, wait.answer)
+            else:
+                why = "the SSD is too full for all of it at once"
+                self.state.reply(
+                    wait.ticket, Unavailable(f"committed and visible, but not durable: {why}", field="wait")
+                )
         self.durable_waits = [wait for wait in self.durable_waits if wait.missing]
 
     def _end_durable_waits(self) -> None:

@@ -335,7 +335,7 @@ class Saves:
         self._forget(reservation, "committed", keys)
         answer = ev.Committed(tuple(results))
         if reservation.wait is Wait.DURABLE:
-            self.await_durable(ticket, namespace, [key for key in keys if key in namespace.index], answer)
+            self.await_durable(ticket, namespace, keys, answer)
         else:
             state.reply(ticket, answer)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.core import events as ev
+from kvstore.core.chunks import DOOMED, DURABLE, NONE, RISING, STORED
 from kvstore.core.disk import BYTES_PER_OP_MAX, CHUNKS_PER_OP_MAX
 from kvstore.core.restart import ChunkBatch, Restored, Snapshot
 from kvstore.types import (
@@ -31,7 +32,7 @@ from kvstore.types import (
     WorkerId,
 )
 
-from .world import PAGE, World
+from .world import PAGE, Shard, World
 
 SLAB_HEADER_BYTES = 4096
 SLOT_BYTES = 2 * PAGE
@@ -65,6 +66,11 @@ class Platter:
     namespaces: dict[int, ev.NamespaceRecord] = field(default_factory=dict)
     chunks: dict[tuple[int, ChunkKey], ev.ChunkRecord] = field(default_factory=dict)
     sessions: dict[tuple[int, bytes], ev.SessionRecord] = field(default_factory=dict)
+    rotten: set[DiskPlace] = field(default_factory=set)
+    """Records whose bytes changed on the medium, or whose slot was another's already when the daemon ended, and their
+    deletion not in the index yet."""
+    made: set[SlabId] = field(default_factory=set)
+    """Every slab file that the index ever named."""
     next_slab: SlabId = field(default=SlabId(1))
     boot_count: int = 0
 
@@ -78,6 +84,9 @@ class Platter:
             if found is None or (found.generation, found.content) != (place.generation, checksum):
                 return False
         return place.slab in self.slabs
+
+    def is_rotten(self, chunk: ev.ChunkRecord) -> bool:
+        return not self.rotten.isdisjoint(chunk.places)
 
     def power_cut(self, chance: random.Random) -> None:
         for slot, written in self.cached.items():
@@ -106,7 +115,7 @@ class Platter:
             self.namespaces[namespace.number] = namespace
         for chunk in effect.chunks:
             assert chunk.namespace in self.namespaces, chunk
-            assert self.holds(chunk, after_power_cut=True), chunk
+            assert self.holds(chunk, after_power_cut=True) or self.is_rotten(chunk), chunk
             self.chunks[chunk.namespace, chunk.key] = chunk
         for session in effect.sessions:
             assert session.namespace in self.namespaces, session
@@ -147,12 +156,20 @@ class Platter:
 class DiskWorld(World):
     """`slab_slots` one-page shards fit in a slab file, of which there may be `slabs`."""
 
-    def __init__(self, *, slabs: int = 8, slab_slots: int = 16, platter: Platter | None = None, **world: Any):
-        self.platter = platter or Platter()
+    def __init__(self, *, slabs: int = 8, slab_slots: int = 16, **world: Any) -> None:
+        self.platter = Platter()
         self.faults: dict[type, DiskResult] = {}
         """What every op of a kind ends with, until it is removed."""
-        self.power = True
-        """Whether a crash also loses what was not synced."""
+        self.chance: random.Random | None = None
+        """If given, records of a failing op fail one by one, or do not."""
+        self.failing_syncs = False
+        """An index transaction that fails has also lost what it was to sync; its records can never be indexed."""
+        self.ever: set[tuple[Shard, int]] = set()
+        """Every tag that was ever committed for a shard."""
+        self.promised: set[tuple[NamespaceId, ChunkKey]] = set()
+        """Chunks of commits that were answered as durable, and that neither anybody nor a full SSD dropped since."""
+        self._answered: set[tuple[WorkerId, int]] = set()
+        self._lost: dict[Slot, Written] = {}
         self._covered: dict[OpId, dict[Slot, Written]] = {}
         self._making: set[SlabId] = set()
         self._shape = {
@@ -161,6 +178,8 @@ class DiskWorld(World):
             **world,
         }
         super().__init__(**self._shape)
+
+    # ------------------------------------------------------------------------------------------------------ restarts
 
     def _begin(self) -> list[ev.Effect]:
         self.platter.boot_count += 1
@@ -171,9 +190,11 @@ class DiskWorld(World):
         }
         return super()._begin()
 
-    def crash(self, chance: random.Random | None = None, *, power: bool = True, **changed: Any) -> None:
+    def crash(self, chance: random.Random | None = None, *, power: bool = False, **changed: Any) -> None:
         """The daemon ends in the middle of everything, and starts again, perhaps with other limits. Its ops had begun:
-        each has done all of its work, some of it, or none. With `power` what was not synced may be lost or torn."""
+        each has done all of its work, some of it, or none. With `power` what was not synced may be lost or torn.
+
+        Whatever was promised to be durable is there, and served again."""
         chance = chance or random.Random(0)
         running = [op for op in self.held if isinstance(op, DISK_OPS)]
         chance.shuffle(running)
@@ -181,14 +202,26 @@ class DiskWorld(World):
             self._leave_behind(op, chance)
         if power:
             self.platter.power_cut(chance)
-        committed = {s: tag for s, tag in self.committed.items() if int(s[0]) in self.platter.namespaces}
-        self._shape.update(changed)
-        now, hold, next_worker, unmap = self.now, self.hold, self._next_worker, self.unmap_at_once
+            self._lost.clear()
+        for where in self.promised:
+            assert self.platter.holds(self.platter.chunks[where], after_power_cut=power), where
+        for chunk in self.platter.chunks.values():
+            if not self.platter.holds(chunk, after_power_cut=power):
+                self.platter.rotten.update(chunk.places)
+        hold, next_worker, unmap = self.hold, self._next_worker, self.unmap_at_once
         self._covered = {}
         self._making = set()
+        self._shape.update(changed)
         World.__init__(self, **self._shape)
-        self.now, self.hold, self._next_worker, self.unmap_at_once = now, hold, next_worker, unmap
-        self.committed = committed
+        self.hold, self._next_worker, self.unmap_at_once = hold, next_worker, unmap
+        for chunk in self.platter.chunks.values():
+            for shard, checksum in enumerate(chunk.checksums):
+                self.committed[NamespaceId(chunk.namespace), chunk.key, shard] = checksum
+        assert self.ever >= set(self.committed.items())
+        if not changed:
+            assert not self.restored.chunks_dropped and not self.restored.slabs_dropped, self.restored
+            for namespace, key in self.promised:
+                assert self.where(namespace, (key,)) == ["ssd"], (namespace, key)
 
     def _leave_behind(self, op: DiskOp, chance: random.Random) -> None:
         match op:
@@ -221,10 +254,54 @@ class DiskWorld(World):
                     self._making.add(effect.slab)
                     files = len(self.platter.slabs.keys() | self._making)
                     assert files <= self.limits.disk_slabs_max, "more slab files than the cap allows"
-                    assert effect.slab >= self.platter.next_slab, "the number of a slab file comes back"
+                    assert effect.slab not in self.platter.made, "the number of a slab file comes back"
                 case ev.WriteRecords() | ev.ReadRecords():
                     self._check_bounded(effect)
+                case ev.ChunksSettled():
+                    self._check_settled(effect)
         super()._perform_all(effects)
+
+    def _check_settled(self, effect: ev.ChunksSettled) -> None:
+        """What is ready has the bytes that were committed."""
+        state = self.store.state
+        for key in effect.ready:
+            row = state.namespaces[effect.namespace].index.get(key, NONE)
+            if row == NONE or not state.is_hit(row):
+                continue  # pushed out again by what came after it in the same step
+            for shard, length in enumerate(state.namespaces[effect.namespace].spec.shard_bytes):
+                found = self._read(state.extent(row, shard, length))
+                assert found == self.committed[effect.namespace, key, shard], (key, shard, found)
+
+    def step(self, event: ev.Event) -> None:
+        super().step(event)
+        self._check_promises()
+
+    def _check_promises(self) -> None:
+        """A durable chunk stays so until it is dropped for a reason."""
+        state = self.store.state
+        for namespace_id, key in list(self.promised):
+            namespace = state.namespaces.get(namespace_id)
+            row = NONE if namespace is None else namespace.index.get(key, NONE)
+            if row == NONE or not state.chunks.flags[row] & STORED:
+                self.promised.discard((namespace_id, key))
+            else:
+                assert state.chunks.flags[row] & DURABLE, state.chunks.describe(row)
+
+    def tick(self, ms: int = 0) -> None:
+        super().tick(ms)
+        late = [wait for waits in self.store.state.waits.values() for wait in waits if wait.until <= self.now]
+        assert not late, late
+
+    def _replied(self, effect: ev.Reply) -> None:
+        asked = (effect.ticket.worker, effect.ticket.request_id)
+        event = self._asked.get(asked)
+        super()._replied(effect)
+        if isinstance(event, ev.Commit) and event.wait is Wait.DURABLE and asked not in self._answered:
+            self._answered.add(asked)  # asked again, it gets the same answer, whatever happened since
+            if isinstance(effect.answer, ev.Committed):
+                for namespace, key, _ in self.savings[event.reservation].shards:
+                    if not self.platter.is_rotten(self.platter.chunks[namespace, key]):
+                        self.promised.add((namespace, key))
 
     def _check_bounded(self, effect: ev.WriteRecords | ev.ReadRecords) -> None:
         last = effect.records[-1].length
@@ -235,9 +312,10 @@ class DiskWorld(World):
     def _perform_op(self, effect: Any, *, fails: str = "", spoil: int = 0) -> None:
         if not isinstance(effect, DISK_OPS):
             super()._perform_op(effect, fails=fails, spoil=spoil)
+            self.ever |= set(self.committed.items())
             return
         result = DiskResult[fails] if fails else self.faults.get(type(effect), DiskResult.OK)
-        results = (result,)
+        results: tuple[DiskResult, ...] = (result,)
         match effect:
             case ev.CreateSlab():
                 self._making.discard(effect.slab)
@@ -250,22 +328,34 @@ class DiskWorld(World):
             case ev.ReadRecords():
                 results = tuple(self._read_record(effect, n, result) for n in range(len(effect.records)))
             case ev.WriteIndex():
-                if result is DiskResult.OK:
-                    self._sync(effect)
-                    self.platter.apply(effect)
-                else:
-                    del self._covered[effect.op]
+                results = (self._write_index(effect, result),)
         why = "" if set(results) == {DiskResult.OK} else f"{effect.__class__.__name__} fails"
         self._inbox.append(ev.DiskDone(effect.op, results, why))
 
     def _make_slab(self, effect: ev.CreateSlab) -> None:
         self.platter.slabs[effect.slab] = (effect.slot_bytes, effect.slots)
+        self.platter.made.add(effect.slab)
         self.platter.next_slab = max(self.platter.next_slab, SlabId(effect.slab + 1))
+
+    def _write_index(self, effect: ev.WriteIndex, result: DiskResult) -> DiskResult:
+        if result is not DiskResult.OK:
+            covered = self._covered.pop(effect.op)
+            if self.failing_syncs:
+                self._lost.update(covered)
+            return result
+        self._sync(effect)
+        for chunk in effect.chunks:
+            for place in chunk.places:
+                lost = self._lost.get((place.slab, place.slot))
+                if lost is not None and lost.generation == place.generation:
+                    return DiskResult.CORRUPT
+        self.platter.apply(effect)
+        return DiskResult.OK
 
     def _sync(self, effect: ev.WriteIndex) -> None:
         """What was in the cache of the named slabs when the transaction was asked for is on the medium now."""
         for slot, written in self._covered.pop(effect.op).items():
-            if slot[0] in self.platter.slabs:
+            if slot[0] in self.platter.slabs and self._lost.get(slot) is not written:
                 self.platter.synced[slot] = written
                 if self.platter.cached.get(slot) is written:
                     del self.platter.cached[slot]
@@ -283,6 +373,7 @@ class DiskWorld(World):
         assert self._read(source) == effect.records[number].checksum, (effect.records[number], source)
         before = self.platter.read(place)
         assert before is None or before.generation < place.generation, (before, place)
+        result = self._one_by_one(result)
         if result is DiskResult.OK:
             self._put(effect, number)
         else:
@@ -293,6 +384,7 @@ class DiskWorld(World):
         """Verified as the edge does; whatever the result, the target's bytes have changed."""
         record, place, target = effect.records[number], effect.sources[number], effect.targets[number]
         found = self.platter.read(place) or TORN
+        result = self._one_by_one(result)
         if target.segment in self.memory:
             self._write(target, found.content if result is DiskResult.OK else GARBAGE, by=None)
         if result is not DiskResult.OK:
@@ -304,15 +396,35 @@ class DiskWorld(World):
         )
         return DiskResult.OK if intact else DiskResult.CORRUPT
 
+    def _one_by_one(self, result: DiskResult) -> DiskResult:
+        spared = self.chance is not None and self.chance.random() < 0.5
+        return DiskResult.OK if spared else result
+
+    def rot(self, place: DiskPlace) -> None:
+        """Bytes of a record change on the medium; whatever was promised of its chunk is void."""
+        self.platter.rotten.add(place)
+        for slots in (self.platter.cached, self.platter.synced):
+            if (place.slab, place.slot) in slots:
+                slots[place.slab, place.slot] = TORN
+        for where, chunk in self.platter.chunks.items():
+            if place in chunk.places:
+                self.promised.discard((NamespaceId(where[0]), where[1]))
+
     # -------------------------------------------------------------------------------------------------------- asking
 
     def save_durably(
-        self, worker: WorkerId, namespace: NamespaceId, keys: Sequence[ChunkKey], **named: Any
+        self,
+        worker: WorkerId,
+        namespace: NamespaceId,
+        keys: Sequence[ChunkKey],
+        *,
+        variant: int = 0,
+        **named: Any,
     ) -> ReservationId:
         """Reserve, write, and commit with wait=DURABLE; the answer may come later (`durable_answer`)."""
         reserved = self.reserve(worker, namespace, keys, **named)
         assert reserved.reservation, reserved
-        staged = self.write(reserved)
+        staged = self.write(reserved, variant)
         self._let_go(reserved.reservation)
         self.ask(ev.Commit, worker, reserved.reservation, staged, Wait.DURABLE)
         return reserved.reservation
@@ -331,29 +443,34 @@ class DiskWorld(World):
         state = self.store.state
         found = []
         for key in keys:
-            row = state.namespaces[namespace].index.get(key, -1)
-            if row < 0 or state.chunks.shard0[row] < 0 or state.chunks.flags[row] & 8:
-                reason = Reason.NEVER_SEEN if row < 0 else Reason(state.chunks.reason[row])
+            row = state.namespaces[namespace].index.get(key, NONE)
+            if row == NONE or state.chunks.shard0[row] == NONE or state.chunks.flags[row] & DOOMED:
+                reason = Reason.NEVER_SEEN if row == NONE else Reason(state.chunks.reason[row])
                 found.append(reason.name)
                 continue
-            stored = bool(state.chunks.flags[row] & 64)
+            stored = bool(state.chunks.flags[row] & STORED)
             if state.is_resident(row):
                 found.append("dram+ssd" if stored else "dram")
             elif stored:
-                found.append("rising" if state.chunks.flags[row] & 256 else "ssd")
+                found.append("rising" if state.chunks.flags[row] & RISING else "ssd")
             else:
                 found.append("partial")
         return found
 
-    def fetch(self, worker: WorkerId, namespace: NamespaceId, keys: Sequence[ChunkKey]) -> list[str]:
-        """Acquire, wait for what rises, acquire again, release: the outcome per key at last."""
-        first = self.acquire(worker, namespace, keys, wait_ms=1_000, prefix_only=False)
-        self.tick()
-        again = self.acquire(worker, namespace, keys, prefix_only=False)
-        self.release(worker, *[lease for lease in (first.lease, again.lease) if lease])
+    def fetch(
+        self, worker: WorkerId, namespace: NamespaceId, keys: Sequence[ChunkKey], *, tries: int = 2
+    ) -> list[str]:
+        """Acquire until nothing is PENDING any more, at most so often, and release: the outcome per key at last."""
+        for _ in range(tries):
+            found = self.acquire(worker, namespace, keys, wait_ms=1_000, prefix_only=False)
+            if found.lease:
+                self.release(worker, found.lease)
+            if Outcome.PENDING not in found.outcomes:
+                break
+            self.tick(50)
         return [
             outcome.name if outcome is not Outcome.MISS else reason.name
-            for outcome, reason in zip(again.outcomes, again.reasons, strict=True)
+            for outcome, reason in zip(found.outcomes, found.reasons, strict=True)
         ]
 
     def settle(self, ms: int = 10_000, step_ms: int = 20) -> None:
