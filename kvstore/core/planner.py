@@ -16,15 +16,18 @@ def donor(
     In this order: an empty one; one that was last used before `own_oldest`, the oldest chunk that `wanted_by` could
     evict itself (giving it away is then no worse than LRU over everything); and, while `wanted_by` has less than an
     equal part of the arena, the one that a namespace with more than its part used longest ago. Never one with pinned,
-    reserved or quarantined slots.
+    reserved or quarantined slots, nor one of a worker that still has to unmap another: it may be stopped for good.
     """
+    unmapping = {
+        worker for segment in segments if segment.phase is Phase.RETIRING for worker in segment.holders
+    }
     held: dict[NamespaceId, int] = {}
     candidates: list[Segment] = []
     for segment in segments:
         if segment.phase is not Phase.ASSIGNED:
             continue
         held[segment.namespace] = held.get(segment.namespace, 0) + 1
-        if segment.namespace != wanted_by and _movable(segment):
+        if segment.namespace != wanted_by and _movable(segment) and not segment.holders & unmapping:
             candidates.append(segment)
     if not candidates:
         return None

@@ -16,6 +16,8 @@ from kvstore.types import Extent, Millis, NamespaceId, OpId, Reason, SegmentId, 
 
 DONOR_SEARCH_MS = 100
 """After a fruitless look through all segments, how long a namespace waits before the next."""
+RETIRE_PATIENCE_MS = 1_000
+"""How long a namespace waits for workers to unmap a retired segment before it asks for one that others hold."""
 CREATE_RETRY_MS = 1_000
 VICTIMS_LOOKED_AT_MAX = 32
 MOVES_PER_OP_MAX = 64
@@ -87,8 +89,7 @@ class Segments:
     def _retire(self, segment: Segment, wanted_by: Namespace) -> None:
         state = self.state
         state.pool.retire(segment, wanted_by.id)
-        if wanted_by.in_flight == 0:
-            wanted_by.in_flight_since = state.now
+        wanted_by.in_flight_since = state.now
         wanted_by.in_flight += 1
         state.counters["segments_retired"] += 1
         for holder in sorted(segment.holders):
@@ -172,7 +173,7 @@ class Segments:
     def _ask_for_more(self, namespace: Namespace) -> None:
         """Start taking another namespace's segment, if there is one that should go; one at a time."""
         state = self.state
-        if namespace.in_flight or state.now < namespace.donor_search_at:
+        if state.now < namespace.donor_search_at or (namespace.in_flight and not self._held_up(namespace)):
             return
         own_oldest = state.policy.oldest_use(namespace)
         with_segments = {s.namespace for s in state.pool.segments if s.phase is Phase.ASSIGNED} | {
@@ -185,6 +186,15 @@ class Segments:
             namespace.donor_search_at = state.now + DONOR_SEARCH_MS
             return
         self._retire(donor, namespace)
+
+    def _held_up(self, namespace: Namespace) -> bool:
+        """All segments on their way to it wait for workers that do not unmap them (stopped, or hostile)."""
+        state = self.state
+        if state.now - namespace.in_flight_since < RETIRE_PATIENCE_MS:
+            return False
+        segments = state.pool.segments
+        held = sum(s.phase is Phase.RETIRING and s.wanted_by == namespace.id for s in segments)
+        return held == namespace.in_flight
 
     def _revoked_donor(self, namespace: Namespace) -> Segment | None:
         """While `namespace` has nothing at all: expired leases of others give way."""

@@ -68,6 +68,29 @@ def test_a_segment_goes_to_another_namespace_only_when_nobody_maps_it() -> None:
     world.save(bob, his, chain("b", 4))
 
 
+def test_a_stopped_worker_does_not_keep_others_from_the_rest_of_the_memory() -> None:
+    """It holds the segments that were used longest ago, and does not answer."""
+    world = World(segments=4, segment_bytes=SEGMENT, reserve_share_max=1.0)
+    stopped, alive, bob = world.join("alice"), world.join("carol"), world.join("bob")
+    one, two, his = world.open(spec(), stopped), world.open(spec(), alive), world.open(spec(), bob)
+    for worker, namespace, name in ((stopped, one, "s"), (alive, two, "a")):
+        fill(world, worker, namespace, name, 24)
+        for start in range(0, 24, 8):
+            world.release(worker, world.acquire(worker, namespace, chain(f"{name}{start}", 8)).lease)
+        world.tick(1_000)
+    world.unmap_at_once = False
+    assert fill(world, bob, his, "first", 8) == 0
+    (push,) = world.take(ev.SegmentsRetired)
+    assert push.worker == stopped
+    world.tick(segments_module.RETIRE_PATIENCE_MS)
+    assert fill(world, bob, his, "second", 8) == 0
+    (push,) = world.take(ev.SegmentsRetired)
+    assert push.worker == alive
+    world.unmap(alive, push.segments)
+    assert fill(world, bob, his, "third", 8) == 8
+    assert resident_bytes(world, one) == 8 * PAGE, "what the stopped one has left stays its own"
+
+
 def test_a_segment_of_a_dead_worker_needs_no_word_of_it() -> None:
     world = World(segments=1, segment_bytes=SEGMENT, reserve_share_max=1.0)
     alice, bob = world.join("alice"), world.join("bob")
