@@ -1,9 +1,10 @@
-"""Random schedules over all tiers: ops that end late, badly and in any order, bytes that rot, syncs that fail, crashes.
+"""Random schedules over all tiers: ops that end late, badly and in any order, rot, failing syncs, crashes.
 
-What a run checks is in `World` and `DiskWorld`: the content of every hit and of every chunk that is said to be ready; that
-a slot is written by nobody while it may be read; that the index names only what lies on the medium; that whatever was
-answered as durable is there after each crash, until it is dropped for a reason; that nobody waits longer than agreed; and
-the core's own integrity after each step. In the end, with all faults healed, everything is stored, indexed and quiet.
+What a run checks is in `World` and `DiskWorld`: the content of every hit and of every chunk that is said to be ready;
+that a slot is written by nobody while it may be read; that the index names only what lies on the medium; that whatever
+was answered as durable is there after each crash, until it is dropped for a reason; that nobody waits longer than
+agreed; and the core's own integrity after each step. In the end, with all faults healed, everything is stored, indexed
+and quiet, and comes back after one more crash.
 
 A run that fails prints its seed. `python -m tests.unit.core.test_world_disk FIRST COUNT [STEPS]` runs many.
 """
@@ -22,10 +23,10 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import QUEUED
-from kvstore.types import DiskPlace, DiskResult, DiskState, NamespaceId, Protection, WorkerId
+from kvstore.types import DiskPlace, DiskResult, DiskState, NamespaceId, Protection, Wait, WorkerId
 
 from .disk_world import DISK_OPS, DiskWorld
-from .test_fuzz import SPECS, Fuzz
+from .test_fuzz import Fuzz
 
 STEPS = 500
 EVERY_SEED = os.environ.get("KVSTORE_DISK_SEED")
@@ -75,16 +76,13 @@ class DiskFuzz(Fuzz):
             self.world.finish(held, fails=fails, spoil=spoil)
 
     def do_commit_durably(self) -> None:
-        worker, namespace = self.somebody()
-        if self.world.health is DiskState.ABSENT:
-            return
         self.do_reserve()
-        if self.saves:
+        if self.saves and self.saves[-1][0] in self.workers:
             worker, reserved = self.saves.pop()
             self.variant += 1
             staged = self.world.write(reserved, self.variant)
             self.world._let_go(reserved.reservation)
-            self.ask(ev.Commit, worker, reserved.reservation, staged, ev.Wait.DURABLE)
+            self.ask(ev.Commit, worker, reserved.reservation, staged, Wait.DURABLE)
 
     def do_raise(self) -> None:
         """Ask for some of what is on SSD alone."""
