@@ -1,0 +1,204 @@
+"""Time to first token of a conversation's next turn: history recomputed, loaded from the store, or never let go.
+
+A Llama of SmolLM2-135M's shape (30 layers, 3 KV heads of 64, fp32; random weights, which are as fast as trained ones)
+reads 32 new tokens after histories of several lengths. The three ways take turns, so that a busy machine slows all of
+them; figures are medians. "kept" is the floor: the same forward call on KV that stayed in memory.
+
+    make bench-turns ARGS='--quick --json'
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# See examples/demo.py: compute threads that spin would fight the threads that load and save for the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import numpy as np
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvstore.client import Client, connect
+from kvstore.errors import StoreError
+from kvstore.gpu_worker.engine import Engine
+
+ROOT = Path(__file__).parent.parent
+NEW_TOKENS = 32
+RATIO_GOAL = 0.2
+BOUND_S = 60.0
+
+
+def measure(model: LlamaForCausalLM, run_dir: str, history: int, repeats: int) -> dict[str, Any]:
+    """Medians over `repeats` turns after `history` tokens (whole chunks)."""
+    generator = torch.Generator().manual_seed(history)
+
+    def text(count: int) -> list[int]:
+        tokens: list[int] = torch.randint(0, 49_152, (count,), generator=generator).tolist()
+        return tokens
+
+    past = text(history)
+    kept = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(torch.tensor([past]), cache=kept, logits_to_keep=1)
+    recomputing = Engine(model)
+    storing = Engine(model, lambda: connect(run_dir, timeout_s=BOUND_S))
+    times: dict[str, list[float]] = {"recomputed": [], "stored": [], "kept": []}
+    try:
+        storing.turn("history", past, 1)
+        assert storing.flush(BOUND_S)
+        for repeat in range(repeats):
+            prompt = [*past, *text(NEW_TOKENS)]
+            stored = storing.turn(f"turn {repeat}", prompt, 1)
+            assert stored.reused_tokens == history, stored
+            times["stored"].append(stored.ttft_s)
+            assert storing.flush(BOUND_S)
+            recomputed = recomputing.turn("", prompt, 1)
+            times["recomputed"].append(recomputed.ttft_s)
+            began = time.perf_counter()
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt[history:]]), cache=kept, logits_to_keep=1).logits
+                token = int(logits[0, -1].argmax())
+            times["kept"].append(time.perf_counter() - began)
+            kept.crop(-NEW_TOKENS)
+            assert stored.tokens == (token,), "a restored history must give the token that a kept one gives"
+    finally:
+        storing.close()
+    median = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "history_tokens": history,
+        "repeats": repeats,
+        "recomputed_ms": median["recomputed"] * 1e3,
+        "stored_ms": median["stored"] * 1e3,
+        "kept_ms": median["kept"] * 1e3,
+        "ratio": median["stored"] / median["recomputed"],
+        "loaded_mib": stored.loaded_bytes / 2**20,
+        "memcpy_ms": memcpy_ms(stored.loaded_bytes),
+    }
+
+
+def memcpy_ms(count: int) -> float:
+    """What moving so many bytes costs at least: one thread, from and to memory that is there."""
+    source, target = np.ones(count, np.uint8), np.zeros(count, np.uint8)
+    spent = []
+    for _ in range(5):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        spent.append(time.perf_counter() - began)
+    return statistics.median(spent) * 1e3
+
+
+@contextmanager
+def daemon() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="kvs-") as folder:
+        command = [sys.executable, "-P", "-m", "kvstore", f"--run-dir={folder}/run", "--log-level=warning"]
+        process = subprocess.Popen(
+            [*command, "--dram-bytes=1G", "--segment-bytes=64M"], stdout=subprocess.DEVNULL
+        )
+        try:
+            connected(f"{folder}/run", process).close()
+            yield f"{folder}/run"
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def connected(run_dir: str, process: subprocess.Popen[bytes]) -> Client:
+    deadline = time.perf_counter() + BOUND_S
+    while True:
+        try:
+            return connect(run_dir, timeout_s=1.0)
+        except StoreError:
+            if process.poll() is not None or time.perf_counter() > deadline:
+                raise
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("--quick", action="store_true", help="shorter histories, fewer repeats")
+    options.add_argument("--json", action="store_true", help="one JSON object in the last line")
+    options.add_argument("--threads", type=int, default=2, help="threads that compute")
+    chosen = options.parse_args()
+    torch.set_num_threads(chosen.threads)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).eval()
+    rows = []
+    print(
+        f"{'history':>8} {'recomputed':>12} {'stored':>10} {'kept':>10} {'ratio':>7} {'loaded':>11} {'(memcpy)':>10}"
+    )
+    with daemon() as run_dir:
+        for history in (256, 1024) if chosen.quick else (256, 512, 1024, 2048):
+            row = measure(model, run_dir, history, 2 if chosen.quick else 5)
+            rows.append(row)
+            print(
+                f"{history:>8} {row['recomputed_ms']:>9.0f} ms {row['stored_ms']:>7.0f} ms {row['kept_ms']:>7.0f} ms"
+                f" {row['ratio']:>7.3f} {row['loaded_mib']:>7.1f} MiB {row['memcpy_ms']:>7.1f} ms",
+                flush=True,
+            )
+    goals = [
+        {
+            "name": f"next turn after {row['history_tokens']} tokens: time to first token against recomputing",
+            "value": round(row["ratio"], 3),
+            "unit": "ratio",
+            "goal": RATIO_GOAL,
+            "direction": "at most",
+            "met": row["ratio"] <= RATIO_GOAL,
+        }
+        for row in rows
+        if row["history_tokens"] >= 1024
+    ]
+    if chosen.json:
+        print(json.dumps({"machine": machine(), "commit": commit(), "results": rows, "goals": goals}))
+    return 0
+
+
+def machine() -> dict[str, Any]:
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
