@@ -1,0 +1,1 @@
+"""Plug-ins for inference engines. Each is thin: it translates, the client does the work."""

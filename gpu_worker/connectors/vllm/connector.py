@@ -1,0 +1,180 @@
+"""vLLM's KVConnectorBase_V1: hands each of its calls to the side that it is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvstore.gpu_worker.connectors.vllm.identity import check_supported, group_of
+from kvstore.gpu_worker.connectors.vllm.link import Link
+from kvstore.gpu_worker.connectors.vllm.metadata import RankLayout, StepMetadata
+from kvstore.gpu_worker.connectors.vllm.scheduler import SchedulerSide
+from kvstore.gpu_worker.connectors.vllm.settings import Settings
+from kvstore.gpu_worker.connectors.vllm.stats import KVStorePromMetrics, KVStoreStats
+from kvstore.gpu_worker.connectors.vllm.worker import WorkerSide
+
+STAGING_BYTES = 64 << 20
+
+
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """One per role: in the scheduler's process, and in each rank. Construction raises StoreError for an engine whose KV
+    cannot be stored, naming the setting; a daemon that is not there is no error, now or later.
+
+    Hybrid models are vLLM's business to hand us (SupportsHMA); those with other than full attention are refused.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_supported(vllm_config, kv_cache_config)
+        transfer = self._kv_transfer_config
+        settings = Settings.of(transfer.kv_connector_extra_config)
+        block_tokens = group_of(kv_cache_config).kv_cache_spec.block_size
+        scheduler = role == KVConnectorRole.SCHEDULER
+        link = Link(
+            settings.run_dir,
+            engine_group=f"vllm-{transfer.engine_id}",
+            rank=0 if scheduler else vllm_config.parallel_config.rank,
+            timeout_s=settings.connect_ms / 1000,
+            staging_bytes=STAGING_BYTES,
+        )
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if scheduler:
+            self._scheduler = SchedulerSide(
+                vllm_config,
+                settings,
+                link,
+                block_tokens=block_tokens,
+                loads=transfer.is_kv_consumer,
+                saves=transfer.is_kv_producer,
+            )
+        else:
+            self._worker = WorkerSide(vllm_config, kv_cache_config, settings, link)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a miss later, no more."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return bool(extra_config.get("layerwise", False))
+
+    # ----------------------------------------------------------------------------------------------- scheduler side
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        assert self._scheduler is not None, "called for the other role"
+        return self._scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self.scheduler_side.meet_ranks(
+            {place: layout for place, layout in metadata.items() if isinstance(layout, RankLayout)}
+        )
+
+    def on_new_request(self, request: Any) -> None:
+        self.scheduler_side.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler_side.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.scheduler_side.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self.scheduler_side.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self.scheduler_side.loaded(connector_output.finished_recving or set())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self.scheduler_side.finished(request)
+        return False, None  # nothing of ours reads its blocks any more
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    def reset_cache(self) -> bool | None:
+        return self.scheduler_side.reset()
+
+    # -------------------------------------------------------------------------------------------------- worker side
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        assert self._worker is not None, "called for the other role"
+        return self._worker
+
+    @property
+    def _step(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata), metadata
+        return metadata
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker_side.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self.worker_side.layout
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self.worker_side.begin(self._step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.worker_side.load(self._step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self.worker_side.await_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        self.worker_side.save_layer(self._step, layer_name)
+
+    def wait_for_save(self) -> None:
+        self.worker_side.end_forward(self._step)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self.worker_side.take_done() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker_side.take_failed()
+
+    # ------------------------------------------------------------------------------------------------------- both
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        side = self._scheduler or self._worker
+        assert side is not None
+        return side.tally.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return KVStoreStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return KVStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        side = self._scheduler or self._worker
+        assert side is not None
+        side.close()

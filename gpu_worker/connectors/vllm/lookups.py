@@ -1,0 +1,164 @@
+"""Asking the store about requests that wait, on threads of its own: the scheduler's thread only looks at the answer.
+
+A lookup is a read without copies: it pins what is there and makes what is on SSD rise, which is also the look-ahead.
+The pins are kept until the ranks have loaded, for at most `hold_ms`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from kvstore.client import ReadLease
+from kvstore.errors import StoreError
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome
+
+if TYPE_CHECKING:
+    from kvstore.client import Namespace
+    from kvstore.gpu_worker.connectors.vllm.link import Link
+    from kvstore.layout import NamespaceSpec
+
+THREADS = 2
+WAITING_MAX = 1024
+"""Lookups that wait for a thread; the store is not asked about more."""
+log = logging.getLogger(__name__)
+
+
+class Lookup:
+    """The store's answer about one request, once `done`. Only the scheduler's thread calls `end`."""
+
+    def __init__(self, deadline: float, held_until: float) -> None:
+        self.deadline = deadline
+        self.held_until = held_until
+        self.done = False
+        self.keys: tuple[ChunkKey, ...] = ()
+        """Of the request's full blocks, as far as they were asked for."""
+        self.adapter: bytes | None = None
+        """Digest of the request's adapter (b"": none); None: not known, so nothing of it can be named."""
+        self.hits = 0
+        """Leading keys that are in the store, pinned."""
+        self.preemptions = 0
+        """How often the request had been preempted when it was asked about."""
+        self.local = 0
+        """Leading blocks that vLLM had itself, when it last asked."""
+        self._lock = threading.Lock()
+        self._ended = False
+        self._leases: list[ReadLease] = []
+
+    def settle(
+        self, leases: list[ReadLease], hits: int, keys: Sequence[ChunkKey], adapter: bytes | None
+    ) -> None:
+        with self._lock:
+            self.keys, self.adapter, self.hits = tuple(keys), adapter, hits
+            self.done = True
+            if not self._ended:
+                self._leases, leases = leases, []
+        for lease in leases:
+            lease.release()
+
+    def end(self) -> None:
+        """Unpin; an answer still to come is given back."""
+        with self._lock:
+            self._ended = True
+            leases, self._leases = self._leases, []
+        for lease in leases:
+            lease.release()
+
+    @property
+    def stale(self) -> bool:
+        """Whether what it found may be gone again."""
+        return (
+            self.done and self.hits > 0 and not (self._leases and all(lease.alive for lease in self._leases))
+        )
+
+
+class Lookups:
+    def __init__(self, link: Link, *, lookup_s: float, hold_s: float) -> None:
+        self._link = link
+        self._lookup_s = lookup_s
+        self._hold_s = hold_s
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-lookup")
+        self._waiting = 0
+        self._lock = threading.Lock()
+
+    def start(
+        self,
+        spec: NamespaceSpec | None,
+        block_hashes: Sequence[bytes],
+        adapter: Callable[[], bytes],
+        key: Callable[[bytes, bytes], bytes],
+    ) -> Lookup:
+        """Ask about a request's leading blocks. `adapter` may read files; `key` makes a chunk's key of both."""
+        now = time.monotonic()
+        lookup = Lookup(now + self._lookup_s, now + self._lookup_s + self._hold_s)
+        with self._lock:
+            if self._waiting >= WAITING_MAX:
+                lookup.settle([], 0, (), None)
+                return lookup
+            self._waiting += 1
+        self._threads.submit(self._run, lookup, spec, list(block_hashes), adapter, key)
+        return lookup
+
+    def _run(
+        self,
+        lookup: Lookup,
+        spec: NamespaceSpec | None,
+        block_hashes: list[bytes],
+        adapter: Callable[[], bytes],
+        key: Callable[[bytes, bytes], bytes],
+    ) -> None:
+        leases: list[ReadLease] = []
+        hits = 0
+        keys: list[ChunkKey] = []
+        digest: bytes | None = None
+        try:
+            digest = adapter()
+            keys = [ChunkKey(key(digest, block_hash)) for block_hash in block_hashes]
+            left_s = max(0.0, lookup.deadline - time.monotonic())
+            namespace = self._link.namespace(spec, left_s) if spec is not None and keys else None
+            if namespace is not None:
+                hits = _read(namespace, keys, lookup.deadline, leases)
+        except Exception as error:
+            # An adapter that cannot be told, or our bug: the request is computed either way, and the thread lives on.
+            log.warning("a request is computed without the store: %s", error, exc_info=not _expected(error))
+        finally:
+            with self._lock:
+                self._waiting -= 1
+            lookup.settle(leases, hits, keys, digest)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _read(namespace: Namespace, keys: Sequence[ChunkKey], deadline: float, leases: list[ReadLease]) -> int:
+    """How many leading keys are hits; they are pinned by `leases`. Waits for what is on its way, until the deadline."""
+    hits = 0
+    for start in range(0, len(keys), KEYS_PER_REQUEST_MAX):
+        part = keys[start : start + KEYS_PER_REQUEST_MAX]
+        lease = _read_part(namespace, part, deadline)
+        if lease.hits:
+            leases.append(lease)
+            hits += lease.hits
+        else:
+            lease.release()
+        if lease.hits < len(part):
+            break
+    return hits
+
+
+def _read_part(namespace: Namespace, keys: Sequence[ChunkKey], deadline: float) -> ReadLease:
+    while True:
+        left_s = max(0.0, deadline - time.monotonic())
+        lease = namespace.read(keys, wait_ms=int(1000 * left_s), timeout_s=left_s)
+        pending = lease.hits < len(keys) and lease.outcomes[lease.hits] is Outcome.PENDING
+        if not pending or not lease.settled(max(0.0, deadline - time.monotonic())):
+            return lease
+        lease.release()
+
+
+def _expected(error: Exception) -> bool:
+    return isinstance(error, (StoreError, OSError))

@@ -1,0 +1,170 @@
+"""A rank's saves: blocks that a step made full are copied aside within that step, and sent to the store by a thread.
+
+vLLM may give a block to another request in the very next step, so nothing of it is read after the step. The memory for
+it is bounded; what does not fit is dropped and counted, never waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.errors import StoreError
+from kvstore.gpu_worker.connectors.vllm.stats import Tally
+from kvstore.types import ChunkKey, GrantResult
+
+if TYPE_CHECKING:
+    from kvstore.gpu_worker.connectors.vllm.link import Link
+    from kvstore.layout import NamespaceSpec
+
+Shard = npt.NDArray[np.uint8]
+BATCH_BYTES_MAX = 16 << 20
+"""Reserved, copied and committed at a time: well below a worker's staging memory."""
+BATCH_CHUNKS_MAX = 256
+ALREADY = (GrantResult.ALREADY, GrantResult.BUSY)
+"""BUSY: somebody else is saving the same chunk just now."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """One chunk's shard, copied out of the engine's memory."""
+
+    spec: NamespaceSpec
+    key: ChunkKey
+    parent: ChunkKey
+    shard: Shard
+
+
+class Saver:
+    def __init__(
+        self,
+        link: Link,
+        shard_bytes: int,
+        shard: int,
+        tally: Tally,
+        *,
+        queue_bytes: int,
+        save_s: float,
+        maker: bytes,
+    ) -> None:
+        """`shard`: the number of this rank's; `maker`: 16 bytes."""
+        self._link = link
+        self._shard_bytes = shard_bytes
+        self._shard = shard
+        self._tally = tally
+        self._save_s = save_s
+        self._maker = maker
+        self._left = queue_bytes // shard_bytes
+        """Buffers that may still be made."""
+        self._changed = threading.Condition()  # guards all below and `_left`
+        self._free: list[Shard] = []
+        self._queue: deque[Copied] = deque()
+        self._busy = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kv-saver", daemon=True)
+        self._thread.start()
+
+    def buffers(self, count: int) -> list[Shard]:
+        """Up to `count` rows to copy a shard to; each goes to `put` or to `give_back`."""
+        with self._changed:
+            taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
+            made = min(count - len(taken), self._left)
+            self._left -= made
+        return taken + [np.empty(self._shard_bytes, np.uint8) for _ in range(made)]
+
+    def give_back(self, buffers: Sequence[Shard]) -> None:
+        with self._changed:
+            self._free += buffers
+
+    def put(self, copied: Sequence[Copied]) -> None:
+        with self._changed:
+            self._queue += copied
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until all is saved or dropped; False if that took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._queue and not self._busy, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Saves what is queued, for at most `timeout_s`, and drops the rest."""
+        flushed = self.flush(timeout_s)
+        with self._changed:
+            self._closing = True
+            dropped = len(self._queue)
+            self._queue.clear()
+            self._changed.notify_all()
+        if not flushed:
+            log.warning("%d blocks were not saved before the end", dropped)
+            self._tally.add(blocks_dropped=dropped)
+        self._thread.join(self._save_s + 1)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    return
+                batch = self._take()
+                self._busy = len(batch)
+            try:
+                self._save(batch)
+            except StoreError as error:
+                log.info("not saved: %s", error)
+                self._tally.add(blocks_refused=len(batch))
+            except Exception:
+                # Our bug; the engine goes on, and so does the next save.
+                log.exception("a save failed")
+                self._tally.add(blocks_refused=len(batch))
+            finally:
+                with self._changed:
+                    self._busy = 0
+                    self._free += [copied.shard for copied in batch]
+                    self._changed.notify_all()
+
+    def _take(self) -> list[Copied]:
+        """The longest batch of one namespace, each chunk once. Caller holds the lock."""
+        most = min(BATCH_CHUNKS_MAX, max(1, BATCH_BYTES_MAX // self._shard_bytes))
+        batch = [self._queue.popleft()]
+        seen = {batch[0].key}
+        while self._queue and len(batch) < most:
+            following = self._queue[0]
+            if following.spec is not batch[0].spec or following.key in seen:
+                break
+            seen.add(following.key)
+            batch.append(self._queue.popleft())
+        return batch
+
+    def _save(self, batch: Sequence[Copied]) -> None:
+        namespace = self._link.namespace(batch[0].spec, self._save_s)
+        if namespace is None:
+            self._tally.add(blocks_dropped=len(batch))
+            return
+        with namespace.write(
+            [copied.key for copied in batch],
+            parents=[copied.parent for copied in batch],
+            shards=(self._shard,),
+            maker=self._maker,
+            timeout_s=self._save_s,
+        ) as write:
+            for index in write.granted:
+                np.copyto(write.buffer(index), batch[index].shard)
+            outcome = write.commit(timeout_s=self._save_s)
+        already = sum(result in ALREADY for result in write.results)
+        saved = len(write.granted) if outcome.ok else 0
+        if not outcome.ok:
+            log.info("not saved: %s", outcome.error)
+        self._tally.add(
+            blocks_saved=saved,
+            bytes_saved=saved * self._shard_bytes,
+            blocks_already=already,
+            blocks_refused=len(batch) - already - saved,
+        )

@@ -1,0 +1,296 @@
+"""The scheduler's side: which blocks the ranks load and save. Runs on vLLM's scheduler thread and never waits.
+
+    on_new_request ------------> lookup, in the background
+    get_num_new_matched_tokens   its answer; None ("ask again") until it is there or its deadline has passed
+    update_state_after_alloc     where the hits go: a Load for the next step
+    build_connector_meta         the step's Loads, and a Save for each block that it makes full
+    request_finished             whatever the request still held
+
+Only tokens that are accepted are saved: a block is named by vLLM's hash of its tokens, and vLLM hashes accepted ones
+alone; a rejected draft is in no hash.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.gpu_worker.connectors.vllm.identity import (
+    adapted_key,
+    adapter_digest,
+    namespace_of,
+    reset_spec,
+)
+from kvstore.gpu_worker.connectors.vllm.link import Link
+from kvstore.gpu_worker.connectors.vllm.lookups import Lookup, Lookups
+from kvstore.gpu_worker.connectors.vllm.metadata import Load, RankLayout, Save, StepMetadata
+from kvstore.gpu_worker.connectors.vllm.settings import Settings
+from kvstore.gpu_worker.connectors.vllm.stats import Tally
+from kvstore.keys import ROOT
+from kvstore.layout import NamespaceSpec
+from kvstore.types import ChunkKey
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request that vLLM has."""
+
+    request: Any
+    lookup: Lookup | None = None
+    tried: int = -1
+    """Number of preemptions at the last load: a load that failed is not tried again and again."""
+    saved: int = 0
+    """Leading blocks that are in the store, or were given to the ranks to save."""
+    blocks: list[int] = field(default_factory=list)
+    keys: list[ChunkKey] = field(default_factory=list)
+    stale: bool = False
+    """Its KV was computed before a reset."""
+
+
+class SchedulerSide:
+    def __init__(
+        self, config: Any, settings: Settings, link: Link, *, block_tokens: int, loads: bool, saves: bool
+    ) -> None:
+        self._config = config
+        self._settings = settings
+        self._link = link
+        self._block_tokens = block_tokens
+        self._may_load = loads
+        self._may_save = saves
+        self._lookups = Lookups(link, lookup_s=settings.lookup_ms / 1000, hold_s=settings.hold_ms / 1000)
+        self._requests: dict[str, Tracked] = {}
+        self._loads: list[Load] = []
+        self._loading: dict[str, Lookup] = {}
+        """Pins of loads that the ranks have not reported yet."""
+        self._owner = secrets.token_bytes(16)
+        self._resets = 0
+        self._base: NamespaceSpec | None = None
+        self._spec: NamespaceSpec | None = None
+        self._spec_to_send: NamespaceSpec | None = None
+        self.tally = Tally()
+
+    # ------------------------------------------------------------------------------------------------- namespace
+
+    def meet_ranks(self, ranks: dict[tuple[int, int], RankLayout]) -> None:
+        """Raises StoreError when their KV cannot be stored."""
+        self._base = namespace_of(self._config, self._settings, ranks, block_tokens=self._block_tokens)
+        self._use(self._base)
+
+    def _use(self, spec: NamespaceSpec) -> None:
+        self._spec = self._spec_to_send = spec
+        self._link.open(spec)
+
+    def reset(self) -> bool:
+        """The weights are others now, or whoever calls wants nothing of the past."""
+        if self._base is None:
+            return True
+        self._resets += 1
+        self.tally.add(resets=1)
+        self._use(reset_spec(self._base, self._owner, self._resets))
+        for tracked in self._requests.values():
+            self._end_lookup(tracked)
+            # Not one that still waits: its KV is yet to be computed.
+            tracked.stale = bool(tracked.blocks)
+        return True
+
+    # ---------------------------------------------------------------------------------------------------- lookup
+
+    def on_new_request(self, request: Any) -> None:
+        tracked = self._requests[request.request_id] = Tracked(request)
+        if _usable(request):
+            self._look_up(tracked)
+
+    def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """(tokens beyond `num_computed_tokens` to load, whether the request is parked meanwhile); None: ask again."""
+        tracked = self._requests.get(request.request_id)
+        if (
+            tracked is None
+            or not self._may_load
+            or not _usable(request)
+            or request.skip_reading_prefix_cache
+            or tracked.stale
+            or tracked.tried == request.num_preemptions
+        ):
+            return 0, False
+        lookup = tracked.lookup
+        if lookup is None or lookup.stale or lookup.preemptions != request.num_preemptions:
+            lookup = self._look_up(tracked)
+        if not lookup.done:
+            if time.monotonic() < lookup.deadline:
+                return None, False
+            self.tally.add(lookups_late=1)
+            tracked.tried = request.num_preemptions  # computed; not asked again in the next step
+            self._end_lookup(tracked)
+            return 0, False
+        local, rest = divmod(num_computed_tokens, self._block_tokens)
+        assert rest == 0, f"vLLM asks about {num_computed_tokens} tokens, blocks have {self._block_tokens}"
+        # At least one token is left to compute: its logits are what the request is for.
+        hits = min(lookup.hits, (request.num_tokens - 1) // self._block_tokens)
+        tokens = (hits - local) * self._block_tokens
+        if tokens <= 0 or tokens < self._settings.load_tokens_min:
+            return 0, False
+        lookup.local = local
+        return tokens, not self._settings.layerwise
+
+    def _look_up(self, tracked: Tracked) -> Lookup:
+        request = tracked.request
+        self._end_lookup(tracked)
+        limit = (request.num_tokens - 1) // self._block_tokens
+        hashes = [bytes(block_hash) for block_hash in request.block_hashes[:limit]]
+        lora = request.lora_request
+        tracked.lookup = self._lookups.start(
+            self._spec,
+            hashes if self._may_load else [],
+            (lambda: adapter_digest(lora)) if lora is not None else bytes,
+            _key,
+        )
+        tracked.lookup.preemptions = request.num_preemptions
+        self.tally.add(lookups=1)
+        return tracked.lookup
+
+    def _end_lookup(self, tracked: Tracked) -> None:
+        if tracked.lookup is not None:
+            tracked.lookup.end()
+            tracked.lookup = None
+
+    # ---------------------------------------------------------------------------------------------------- a step
+
+    def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Called when a request got its blocks; of an asynchronous load a second time, with 0, when it is done."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.lookup is None:
+            return
+        lookup = tracked.lookup
+        if num_external_tokens == 0:
+            # What it found is settled; which of it is in the store is remembered.
+            tracked.saved = max(tracked.saved, lookup.hits)
+            lookup.end()
+            return
+        first, count = lookup.local, num_external_tokens // self._block_tokens
+        block_ids = blocks.get_block_ids()[0]
+        self._loads.append(
+            Load(
+                request.request_id,
+                lookup.keys[first : first + count],
+                tuple(block_ids[first : first + count]),
+            )
+        )
+        tracked.tried = request.num_preemptions
+        tracked.saved = max(tracked.saved, lookup.hits)
+        self._loading[request.request_id] = lookup
+        self.tally.add(hit_tokens=num_external_tokens)
+
+    def step(self, output: Any) -> StepMetadata:
+        metadata = StepMetadata(loads=self._loads, spec=self._spec_to_send)
+        self._loads, self._spec_to_send = [], None
+        if self._settings.layerwise:
+            # Loaded in the step before; the ranks hold leases of their own.
+            loading = {load.request for load in metadata.loads}
+            for name in [name for name in self._loading if name not in loading]:
+                self._loading.pop(name).end()
+        computed: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            computed[new.req_id] = new.num_computed_tokens
+            tracked = self._requests.get(new.req_id)
+            if tracked is not None:
+                tracked.blocks = list(new.block_ids[0])
+                metadata.fresh.update(tracked.blocks[new.num_computed_tokens // self._block_tokens :])
+        cached = output.scheduled_cached_reqs
+        for number, name in enumerate(cached.req_ids):
+            computed[name] = cached.num_computed_tokens[number]
+            tracked = self._requests.get(name)
+            if tracked is None:
+                continue
+            given = cached.new_block_ids[number]
+            fresh = list(given[0]) if given is not None else []
+            if name in cached.resumed_req_ids:
+                tracked.blocks = fresh
+                fresh = fresh[computed[name] // self._block_tokens :]
+                tracked.stale = False
+            else:
+                tracked.blocks += fresh
+            metadata.fresh.update(fresh)
+        for name, count in output.num_scheduled_tokens.items():
+            tracked = self._requests.get(name)
+            if tracked is not None:
+                self._save(metadata, tracked, computed[name], count)
+        if not self._settings.layerwise:
+            metadata.fresh.clear()
+        else:
+            metadata.fresh.update(block for load in metadata.loads for block in load.blocks)
+        now = time.monotonic()
+        for tracked in self._requests.values():
+            lookup = tracked.lookup
+            if lookup is not None and lookup.done and now > lookup.held_until:
+                lookup.end()
+        return metadata
+
+    def _save(self, metadata: StepMetadata, tracked: Tracked, computed: int, count: int) -> None:
+        """Adds the blocks of a request that are full after this step."""
+        request = tracked.request
+        begun = computed // self._block_tokens
+        if tracked.saved > begun:
+            # Computed again, after a load that failed or a preemption.
+            metadata.fresh.update(tracked.blocks[begun : tracked.saved])
+            tracked.saved = begun
+        if not self._may_save or tracked.stale or not _usable(request):
+            return
+        full = min(len(request.block_hashes), (computed + count) // self._block_tokens, len(tracked.blocks))
+        if full <= tracked.saved:
+            return
+        adapter = self._adapter(tracked)
+        if adapter is None:
+            return
+        for block_hash in request.block_hashes[len(tracked.keys) : full]:
+            tracked.keys.append(ChunkKey(_key(adapter, bytes(block_hash))))
+        first = tracked.saved
+        metadata.saves.append(
+            Save(
+                request.request_id,
+                parent=tracked.keys[first - 1] if first else ROOT,
+                keys=tuple(tracked.keys[first:full]),
+                blocks=tuple(tracked.blocks[first:full]),
+                before=tuple(tracked.blocks[:first]) if self._settings.layerwise else (),
+            )
+        )
+        tracked.saved = full
+
+    def _adapter(self, tracked: Tracked) -> bytes | None:
+        if tracked.request.lora_request is None:
+            return b""
+        return tracked.lookup.adapter if tracked.lookup is not None and tracked.lookup.done else None
+
+    # ------------------------------------------------------------------------------------------------------- end
+
+    def loaded(self, requests: set[str]) -> None:
+        """All ranks have reported; their pins are their own."""
+        for name in requests:
+            if (lookup := self._loading.pop(name, None)) is not None:
+                lookup.end()
+
+    def finished(self, request: Any) -> None:
+        """Also of aborted requests. A load under way ends by itself; vLLM keeps its blocks until it is reported."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None:
+            self._end_lookup(tracked)
+        self.loaded({request.request_id})
+
+    def close(self) -> None:
+        for tracked in self._requests.values():
+            self._end_lookup(tracked)
+        self._lookups.close()
+        self._link.close()
+
+
+def _usable(request: Any) -> bool:
+    """Prompts of embeddings have no tokens to name their KV by; sessions that are fed as they go change theirs."""
+    return request.prompt_embeds is None and not getattr(request, "resumable", False)
+
+
+def _key(adapter: bytes, block_hash: bytes) -> bytes:
+    return adapted_key(adapter, block_hash) if adapter else block_hash

@@ -1,0 +1,64 @@
+"""What `kv_connector_extra_config` may say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvstore.errors import ConfigError
+
+RUN_DIR_VARIABLE = "KVSTORED_RUN_DIR"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Times in milliseconds, sizes in bytes."""
+
+    run_dir: str = "/run/kvstored"
+    """The daemon's directory. Default: $KVSTORED_RUN_DIR, else this."""
+    layerwise: bool = False
+    """Load inside the step, layer by layer ahead of the layer that computes, instead of parking the request until all
+    of it is there."""
+    load_tokens_min: int = 0
+    """A shorter hit is computed instead."""
+    lookup_ms: int = 1_000
+    """How long a request may wait for the store's answer, including what rises from SSD; then it is computed."""
+    hold_ms: int = 10_000
+    """How long what a waiting request found stays pinned; after that it is looked up again when its turn comes."""
+    load_ms: int = 5_000
+    """After that a load has failed and vLLM computes."""
+    save_ms: int = 5_000
+    """After that a save is dropped."""
+    save_queue_bytes: int = 256 << 20
+    """KV that may wait to be saved, in memory of its own, per rank. What does not fit is dropped and counted."""
+    drain_ms: int = 5_000
+    """How long a rank that shuts down goes on saving what is queued."""
+    connect_ms: int = 5_000
+    """Bounds one attempt to reach the daemon; the engine never waits for it."""
+    weights_digest: str = ""
+    """Names the weights, where they cannot be told from files on this machine."""
+    weights_epoch: int = 0
+    """For who updates weights in place and counts the updates himself, on all replicas alike."""
+    salt: str = ""
+    """Engines with different salts share nothing."""
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> Settings:
+        """Raises ConfigError, naming the setting."""
+        known = {field.name: field for field in fields(cls)}
+        values: dict[str, Any] = {"run_dir": os.environ.get(RUN_DIR_VARIABLE, cls.run_dir)}
+        for name, value in extra.items():
+            field = f"kv_connector_extra_config.{name}"
+            if name not in known:
+                raise ConfigError(
+                    "is no setting", field=field, value=value, remedy="there are: " + ", ".join(sorted(known))
+                )
+            wanted = type(getattr(cls, name))
+            if type(value) is not wanted:
+                raise ConfigError(f"must be {wanted.__name__}", field=field, value=value)
+            if wanted is int and not 0 <= value < 1 << 62:
+                raise ConfigError("must not be negative", field=field, value=value)
+            values[name] = value
+        return cls(**values)

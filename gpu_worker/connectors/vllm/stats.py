@@ -1,0 +1,93 @@
+"""Counters of both sides, through vLLM's own hooks: its log line, and Prometheus."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+from prometheus_client import Counter as PromCounter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+COUNTERS = {
+    "lookups": "Requests that the store was asked about.",
+    "lookups_late": "Requests that were computed because the store's answer did not come in time.",
+    "hit_tokens": "Prompt tokens that vLLM was told to load.",
+    "blocks_loaded": "Blocks that a rank loaded.",
+    "bytes_loaded": "Bytes that ranks loaded.",
+    "load_us": "Microseconds that loads took, from their start to their end.",
+    "blocks_failed": "Blocks that a rank was to load and vLLM computed instead.",
+    "blocks_saved": "Blocks that a rank saved.",
+    "bytes_saved": "Bytes that ranks saved.",
+    "blocks_already": "Blocks that the store had already.",
+    "blocks_dropped": "Blocks not saved: the queue was full, or the daemon away.",
+    "blocks_refused": "Blocks not saved: the store had no room, or the save failed.",
+    "resets": "Resets of the cache: a new weights epoch each.",
+}
+
+
+class Tally:
+    """Counts, from any thread, until they are taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self.total: Counter[str] = Counter()
+
+    def add(self, **counts: int) -> None:
+        assert counts.keys() <= COUNTERS.keys(), counts
+        with self._lock:
+            self._counts.update(counts)
+            self.total.update(counts)
+
+    def take(self) -> KVStoreStats | None:
+        with self._lock:
+            if not +self._counts:
+                return None
+            counts, self._counts = self._counts, Counter()
+        return KVStoreStats(data=dict(counts))
+
+
+class KVStoreStats(KVConnectorStats):  # type: ignore[misc]
+    """`data`: counts since the last ones, by name (see COUNTERS)."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {name: self.data[name] for name in COUNTERS if self.data.get(name)}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class KVStorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """vllm:kvstore_<name> for each of COUNTERS."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        make = metric_types[PromCounter]
+        self._counters = {
+            name: create_metric_per_engine(
+                make(name=f"vllm:kvstore_{name}", documentation=about, labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for name, about in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, count in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(count)

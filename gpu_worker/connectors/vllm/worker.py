@@ -1,0 +1,194 @@
+"""A rank's side: fills blocks of its paged cache from the store, and copies full ones to it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import time
+from typing import Any
+
+import torch
+
+from kvstore.gpu_worker.connectors.vllm.blocks import PagedBlocks
+from kvstore.gpu_worker.connectors.vllm.identity import backend_of, group_of, replicas_of, vllm_version
+from kvstore.gpu_worker.connectors.vllm.link import Link
+from kvstore.gpu_worker.connectors.vllm.loader import LayerLoad, Loader
+from kvstore.gpu_worker.connectors.vllm.metadata import RankLayout, Save, StepMetadata
+from kvstore.gpu_worker.connectors.vllm.saver import Copied, Saver, Shard
+from kvstore.gpu_worker.connectors.vllm.settings import Settings
+from kvstore.gpu_worker.connectors.vllm.stats import Tally
+from kvstore.layout import NamespaceSpec
+
+log = logging.getLogger(__name__)
+
+
+class WorkerSide:
+    def __init__(self, config: Any, kv_cache_config: Any, settings: Settings, link: Link) -> None:
+        self._config = config
+        self._kv_cache_config = kv_cache_config
+        self._settings = settings
+        self._link = link
+        self.tally = Tally()
+        self.layout: RankLayout | None = None
+        self._spec: NamespaceSpec | None = None
+        self.blocks: PagedBlocks | None = None
+        self._loader: Loader | None = None
+        self.saver: Saver | None = None
+        """None on a rank whose bytes another one saves."""
+        self._layer_loads: list[LayerLoad] = []
+        self._copying: list[tuple[Save, list[Shard]]] = []
+        """Layer-wise: this step's saves, being copied layer by layer."""
+        self._copied_layers: set[int] = set()
+        self._bad: set[int] = set()
+        """Layer-wise: blocks that were not loaded and that attention may already have read; what is computed behind
+        them is no KV of its tokens."""
+        self._bad_unreported: set[int] = set()
+
+    def register(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Raises Unsupported for tensors that cannot be stored."""
+        group = group_of(self._kv_cache_config)
+        self.blocks = PagedBlocks(tensors, group.layer_names, self._kv_cache_config.num_blocks)
+        parallel = self._config.parallel_config
+        replicas = replicas_of(self._config, self._kv_cache_config)
+        self.layout = RankLayout(
+            backend_of(self._config, self._kv_cache_config), tuple(self.blocks.shapes), replicas
+        )
+        width = parallel.tensor_parallel_size
+        stage, rank = divmod(parallel.rank % (width * parallel.pipeline_parallel_size), width)
+        shard = stage * (width // replicas) + rank // replicas
+        settings = self._settings
+        self._loader = Loader(self._link, self.blocks, shard, self.tally, load_s=settings.load_ms / 1000)
+        if rank % replicas == 0:
+            self.saver = Saver(
+                self._link,
+                self.blocks.shard_bytes,
+                shard,
+                self.tally,
+                queue_bytes=settings.save_queue_bytes,
+                save_s=settings.save_ms / 1000,
+                maker=_maker(parallel.rank),
+            )
+
+    # ---------------------------------------------------------------------------------------------------- a step
+
+    def begin(self, metadata: StepMetadata) -> None:
+        if metadata.spec is not None:
+            if self._loader is not None:
+                self._loader.void()
+            self._spec = metadata.spec
+            self._link.open(metadata.spec)
+        self._bad -= metadata.fresh
+
+    def load(self, metadata: StepMetadata) -> None:
+        """Whole loads are begun and go on behind the steps to come; layer-wise ones are awaited in this step."""
+        if self._loader is None or not metadata.loads:
+            return
+        assert self._spec is not None, "nothing can be found before it is sent"
+        if self._settings.layerwise:
+            self._layer_loads = self._loader.start_layers(metadata.loads, self._spec)
+            return
+        for load in metadata.loads:
+            self._loader.start(load, self._spec)
+
+    def await_layer(self, name: str) -> None:
+        assert self.blocks is not None
+        for layers in self._layer_loads:
+            if not layers.failed:
+                layers.wait(self.blocks.numbers[name])
+
+    def save_layer(self, metadata: StepMetadata, name: str) -> None:
+        """Layer-wise: copy the layer while the next one computes."""
+        if not self._settings.layerwise or self.blocks is None:
+            return
+        if not self._copied_layers:
+            self._copying = self._room(metadata)
+        layer = self.blocks.numbers[name]
+        if layer not in self._copied_layers:
+            self._copy_layer(layer)
+
+    def end_forward(self, metadata: StepMetadata) -> None:
+        """The step's compute is done: its full blocks are copied aside, before vLLM may use them for others."""
+        if self.blocks is None:
+            return
+        self._end_layer_loads()
+        if not self._copied_layers:
+            self._copying = self._room(metadata)
+        for layer in range(len(self.blocks.layers)):
+            if layer not in self._copied_layers:
+                self._copy_layer(layer)
+        copying, self._copying = self._copying, []
+        self._copied_layers = set()
+        for save, shards in copying:
+            self._put(save, shards)
+
+    def _room(self, metadata: StepMetadata) -> list[tuple[Save, list[Shard]]]:
+        """Buffers for as many of each save's leading blocks as there is room for."""
+        if self.saver is None:
+            return []
+        taken = []
+        for save in metadata.saves:
+            shards = self.saver.buffers(len(save.blocks)) if self._link.promising else []
+            self.tally.add(blocks_dropped=len(save.blocks) - len(shards))
+            if shards:
+                taken.append((save, shards))
+        return taken
+
+    def _copy_layer(self, layer: int) -> None:
+        assert self.blocks is not None
+        self._copied_layers.add(layer)
+        for save, shards in self._copying:
+            for block, shard in zip(save.blocks, shards, strict=False):
+                self.blocks.gather(block, layer, shard)
+
+    def _put(self, save: Save, shards: list[Shard]) -> None:
+        assert self.saver is not None
+        spec = self._spec
+        spoilt = not self._bad.isdisjoint((*save.before, *save.blocks))
+        if spec is None or spoilt:
+            self.tally.add(blocks_dropped=len(shards))
+            self.saver.give_back(shards)
+            return
+        parents = (save.parent, *save.keys)
+        self.saver.put(
+            [
+                Copied(spec, key, parent, shard)
+                for key, parent, shard in zip(save.keys, parents, shards, strict=False)
+            ]
+        )
+
+    def _end_layer_loads(self) -> None:
+        last = len(self.blocks.layers) - 1 if self.blocks is not None else 0
+        for layers in self._layer_loads:
+            if not layers.failed:
+                layers.wait(last)
+            if layers.failed:
+                self._bad.update(layers.load.blocks)
+                self._bad_unreported.update(layers.load.blocks)
+        self._layer_loads = []
+
+    def take_done(self) -> set[str]:
+        """Requests whose whole loads have ended; their failed blocks are in the next `take_failed`."""
+        if self._loader is None:
+            return set()
+        done, failed = self._loader.take_done()
+        self._bad_unreported |= failed
+        return done
+
+    def take_failed(self) -> set[int]:
+        failed, self._bad_unreported = self._bad_unreported, set()
+        return failed
+
+    def close(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+        if self.saver is not None:
+            self.saver.close(self._settings.drain_ms / 1000)
+        self._link.close()
+
+
+def _maker(rank: int) -> bytes:
+    """Who computed a chunk: what `kvctl recall` would go by."""
+    who = f"{platform.node()}/{os.getpid()}/{rank}/vllm-{vllm_version()}/{time.time_ns()}"
+    return hashlib.blake2b(who.encode(), digest_size=16, person=b"kvs.maker.v1").digest()

@@ -1,0 +1,111 @@
+"""A real vLLM engine in a process of its own, driven by JSON lines on standard input, one answer a line.
+
+    {"generate": [{"tokens": [...], "max_tokens": 8, "salt": "..."}, ...], "abort": {"1": 3}}  -> {"outputs": [...]}
+        all at once; request number 1 is aborted after 3 steps of the engine
+    {"reset": true}     new weights epoch           -> {"reset": true or false}
+    {"flush": 5.0}      until all is saved          -> {"flushed": ..., "worker": {...}, "scheduler": {...}}
+    {"metrics": true}                               -> {"name": value}: vLLM's own counters
+
+The first line it writes is {"ready": true}; it ends with its input.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints is no answer
+
+    from vllm import LLM
+
+    llm = LLM(
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        disable_log_stats=False,
+        seed=0,
+        **options,
+    )
+
+    def say(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    say({"ready": True})
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "generate" in request:
+            say({"outputs": generate(llm, request["generate"], request.get("abort", {}))})
+        elif "reset" in request:
+            say({"reset": llm.reset_prefix_cache(reset_connector=True)})
+        elif "forget" in request:
+            say({"forgotten": llm.reset_prefix_cache()})
+        elif "flush" in request:
+            say(flush(llm, request["flush"]))
+        elif "metrics" in request:
+            say({metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")})
+    llm.llm_engine.engine_core.shutdown()
+
+
+def generate(llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int]) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = llm.llm_engine
+    generate.count = getattr(generate, "count", 0) + 1
+    names = {}
+    for number, request in enumerate(wanted):
+        prompt: dict[str, Any] = {"prompt_token_ids": request["tokens"]}
+        if "salt" in request:
+            prompt["cache_salt"] = request["salt"]
+        parameters = SamplingParams(
+            max_tokens=request.get("max_tokens", 8),
+            temperature=0,
+            detokenize=False,
+            logprobs=1,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        name = f"r{generate.count}-{number}"
+        names[engine.add_request(name, prompt, parameters) or name] = number
+        names[name] = number
+    outputs: dict[int, dict[str, Any]] = {}
+    step = 0
+    while engine.has_unfinished_requests():
+        for number, at in aborts.items():
+            if at == step:
+                engine.abort_request([f"r{generate.count}-{number}"])
+        for output in engine.step():
+            if output.finished:
+                best = output.outputs[0]
+                outputs[names[output.request_id]] = {
+                    "tokens": list(best.token_ids),
+                    "logprobs": [
+                        place[token].logprob
+                        for token, place in zip(best.token_ids, best.logprobs or [], strict=True)
+                    ],
+                    "cached": output.num_cached_tokens,
+                    "finish": best.finish_reason,
+                }
+        step += 1
+    return [outputs.get(number, {"finish": "abort"}) for number in range(len(wanted))]
+
+
+def flush(llm: Any, timeout_s: float) -> dict[str, Any]:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker = get_kv_transfer_group().worker_side
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler_side
+    return {
+        "flushed": worker.saver.flush(timeout_s),
+        "worker": dict(worker.tally.total),
+        "scheduler": dict(scheduler.tally.total),
+        "tracked": len(scheduler._requests) + len(scheduler._loading),
+    }
+
+
+if __name__ == "__main__":
+    main()
