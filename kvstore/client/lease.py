@@ -288,7 +288,6 @@ class ReadLease:
         self._places = {}
         grant, self._grant = self._grant, None
         if grant is not None and os.getpid() == grant.attachment.pid:
-            grant.places.clear()
             _give_back(grant.attachment, self.lease_id, grant.waiter)
 
 
