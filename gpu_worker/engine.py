@@ -29,7 +29,7 @@ from kvstore.keys import ROOT
 from kvstore.types import ChunkKey, Outcome
 
 if TYPE_CHECKING:
-    from kvstore.client import Client, Namespace
+    from kvstore.client import Client, Namespace, ReadLease
 
 CONNECT_AGAIN_S = 5.0
 """How long the engine works without a store before it looks again whether there is one."""
@@ -67,7 +67,7 @@ class _Found:
 class Engine:
     """One turn at a time, from one thread. Loading and saving run on threads of their own, one each.
 
-    `counters` by name: turns, prompt_tokens, reused_tokens, loaded_bytes, load_failures.
+    `counters` by name: turns, prompt_tokens, reused_tokens, loaded_bytes, load_failures, rises_awaited.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Engine:
         chunk_tokens: int = CHUNK_TOKENS,
         prefill_tokens: int = 2048,
         lookup_timeout_s: float = 0.5,
+        rise_timeout_s: float = 1.0,
         load_deadline_s: float = 5.0,
         save_timeout_s: float = 5.0,
         save_queue_bytes_max: int = QUEUE_BYTES_MAX,
@@ -88,6 +89,7 @@ class Engine:
         """`connect` makes the client, which the engine closes; while no daemon answers, everything is computed, and now
         and then it is called again, in the background. `weights`: the files the model was loaded from (see
         `namespace_of`). `prefill_tokens`: how many tokens of a prompt go through the model at once.
+        `rise_timeout_s`: how long a turn waits for KV that is on SSD; what is late is computed.
 
         Raises Unsupported for a model whose KV cannot be stored, naming the field, and whatever else the daemon has
         against us or the namespace.
@@ -97,6 +99,7 @@ class Engine:
         self.counters: Counter[str] = Counter()
         self._prefill_tokens = prefill_tokens
         self._lookup_timeout_s = lookup_timeout_s
+        self._rise_timeout_s = rise_timeout_s
         self._load_deadline_s = load_deadline_s
         self._connect = connect
         self._client: Client | None = None
@@ -264,6 +267,20 @@ class Engine:
         self._saving[session] = save = TurnSave(self.saver, store, session, base, chain)
         return save
 
+    def _read(self, store: Namespace, keys: Sequence[ChunkKey]) -> ReadLease:
+        """A lease on what is in DRAM, what has to rise from SSD first included, if it comes in time."""
+        # In any order, because the tail of an earlier turn lies beside the chunk that has grown out of it since.
+        wait_ms = int(self._rise_timeout_s * 1000)
+        lease = store.read(keys, any_order=True, wait_ms=wait_ms, timeout_s=self._lookup_timeout_s)
+        if not _pending(lease):
+            return lease
+        self.counters["rises_awaited"] += 1
+        lease.settled(self._rise_timeout_s)
+        # The first lease holds what was there until the second holds all.
+        risen = store.read(keys, any_order=True, timeout_s=self._lookup_timeout_s)
+        lease.release()
+        return risen
+
     def _find(self, store: Namespace, session: str, prompt: Sequence[int], capacity: int) -> _Found:
         """Looks the prompt up and starts to load what is there. At least one token is left to compute."""
         assert self._loader is not None
@@ -276,8 +293,7 @@ class Engine:
         asked = [*keys, tail.key] if tail is not None else keys
         if not asked:
             return _Found(base)
-        # In any order, because the tail of an earlier turn lies beside the chunk that has grown out of it since.
-        lease = store.read(asked, any_order=True, timeout_s=self._lookup_timeout_s)
+        lease = self._read(store, asked)
         hit = [outcome is Outcome.HIT for outcome in lease.outcomes]
         chunks = next((number for number in range(len(keys)) if not hit[number]), len(keys))
         wanted = [Wanted(number, number * step, step) for number in range(chunks)]
@@ -291,6 +307,10 @@ class Engine:
         load = self._loader.start(lease, wanted, cache.targets(), deadline_s=self._load_deadline_s)
         cache.expect(load.wait)
         return _Found(base, keys[:chunks], cache, load)
+
+
+def _pending(lease: ReadLease) -> bool:
+    return any(outcome is Outcome.PENDING for outcome in lease.outcomes)
 
 
 def _tail_of(

@@ -147,7 +147,7 @@ def namespace_of(
     attention = model.config._attn_implementation
     dtype = str(geometry.dtype).removeprefix("torch.")
     spec = NamespaceSpec(
-        model=str(model.config.model_type),
+        model=model_name(model),
         weights_digest=digest,
         layout_fingerprint=f"hf-{transformers.__version__}/{attention}/k,v:[H,T,D]:{dtype}",
         chunk_tokens=geometry.chunk_tokens,
@@ -157,6 +157,12 @@ def namespace_of(
     )
     spec.validate()
     return spec
+
+
+def model_name(model: PreTrainedModel) -> str:
+    """What operators and schedulers call it: its name on the hub, the folder it was loaded from, or else its type."""
+    name = str(getattr(model, "name_or_path", "") or model.config.model_type)
+    return Path(name).name if Path(name).is_dir() else name
 
 
 def digest_of_files(model: PreTrainedModel, weights: Sequence[Path]) -> bytes:

@@ -36,6 +36,10 @@ class JobQueue:
     def waiting(self) -> tuple[Job, ...]:
         return tuple(self._waiting)
 
+    @property
+    def running(self) -> tuple[Job, ...]:
+        return tuple(self._running.values())
+
     def put(self, job: Job) -> None:
         self._waiting.append(job)
 

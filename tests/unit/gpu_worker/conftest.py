@@ -34,6 +34,9 @@ class FakeStore:
     room: int | None = None
     """Chunks that may still be granted; None: any number."""
     commits_fail: bool = False
+    on_ssd: set[ChunkKey] = field(default_factory=set)
+    """Keys whose chunks have to rise before they can be read."""
+    rises: bool = True
     busy: set[ChunkKey] = field(default_factory=set)
     on_copy: Callable[[int], bool] = lambda number: True
     """Called with the number of the lease's copy_many call; False voids the lease, as would a changed generation."""
@@ -89,16 +92,25 @@ class FakeNamespace:
         return Matched(usable, outcomes(hits), (Reason.NONE,) * len(hits))
 
     def read(
-        self, wanted: Sequence[ChunkKey], *, any_order: bool = False, timeout_s: float | None = None
+        self,
+        wanted: Sequence[ChunkKey],
+        *,
+        wait_ms: int = 0,
+        any_order: bool = False,
+        timeout_s: float | None = None,
     ) -> FakeLease:
         self.store.reads.append(list(wanted))
-        hits = [self.has(key) and not self.store.away for key in wanted]
+        hits = [self.has(key) and not self.store.away and key not in self.store.on_ssd for key in wanted]
         shards = [
             self.store.chunks[self.salt, key] if hit else None for key, hit in zip(wanted, hits, strict=True)
         ]
         with self.store.lock:
             self.store.leases += 1
-        return FakeLease(self.store, shards, outcomes(hits))
+        found = tuple(
+            Outcome.PENDING if self.has(key) and key in self.store.on_ssd else outcome
+            for key, outcome in zip(wanted, outcomes(hits), strict=True)
+        )
+        return FakeLease(self.store, shards, found, list(wanted) if wait_ms else [])
 
     def write(
         self,
@@ -161,6 +173,7 @@ class FakeLease:
     store: FakeStore
     shards: list[np.ndarray | None]
     outcomes: tuple[Outcome, ...]
+    awaited: list[ChunkKey] = field(default_factory=list)
     copies: int = 0
     released: bool = False
 
@@ -173,6 +186,13 @@ class FakeLease:
             piece = self.shards[index][offset : offset + out.nbytes]
             out[...] = piece.view(out.dtype).reshape(out.shape) if whole else -1  # void: whatever lies there
         return whole
+
+    def settled(self, timeout_s: float | None = None) -> tuple[int, ...]:
+        """What is awaited rises, unless the store says that it does not."""
+        assert not self.released
+        risen = [key for key in self.awaited if key in self.store.on_ssd and self.store.rises]
+        self.store.on_ssd.difference_update(risen)
+        return tuple(self.awaited.index(key) for key in risen)
 
     def release(self) -> None:
         if not self.released:

@@ -302,3 +302,29 @@ def test_the_store_is_asked_for_keys_only_once_a_turn(store: FakeStore, engines:
     engine.turn("s", [*text(150), 1], 1)
     asked: list[list[ChunkKey]] = store.reads
     assert [len(keys) for keys in asked] == [2, 3]  # two full chunks, then with the tail
+
+
+def test_what_is_on_ssd_is_waited_for_and_then_loaded(store: FakeStore, engines: MakeEngine) -> None:
+    engine = engines(tiny_llama(), store)
+    prompt = text(3 * T + 5)
+    first = engine.turn("s", prompt, 1)
+    assert engine.flush(10)
+    store.on_ssd = {key for _, key in list(store.chunks)[1:]}
+    prompt = [*prompt, *first.tokens, 7]
+    second = engine.turn("s", prompt, 1)
+    assert second.reused_tokens == 3 * T + 5 and not store.on_ssd
+    assert engine.counters["rises_awaited"] == 1
+    assert second.tokens == engines(engine.model, None).turn("s", prompt, 1).tokens
+    assert engine.flush(10) and store.leases == 0
+
+
+def test_what_does_not_rise_in_time_is_computed(store: FakeStore, engines: MakeEngine) -> None:
+    engine = engines(tiny_llama(), store)
+    prompt = text(3 * T)
+    engine.turn("s", prompt, 1)
+    assert engine.flush(10)
+    store.on_ssd, store.rises = {list(store.chunks)[1][1]}, False
+    second = engine.turn("s", [*prompt, 7], 1)
+    assert second.reused_tokens == T
+    assert second.tokens == engines(engine.model, None).turn("s", [*prompt, 7], 1).tokens
+    assert engine.flush(10) and store.leases == 0
