@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import (
@@ -328,7 +328,8 @@ class Disk:
                 for shard in range(namespace.shards):
                     state.unplace_from_disk(row, shard)
                 state.store_later(row)
-            state.unpin(namespace, (row,), used=False)
+        for namespace_id, group in groupby(write.rows, chunks.namespace.__getitem__):
+            state.unpin(state.namespaces[NamespaceId(namespace_id)], list(group), used=False)
         state.counters["ssd_bytes_written"] += write.bytes
         if worst is not DiskResult.OK:
             state.counters["ssd_write_errors"] += 1
@@ -524,6 +525,7 @@ class Disk:
             for segment, slot in read.quarantined:
                 state.free_slot(segment, slot)
             return
+        risen: list[int] = []
         at = 0
         for row in read.rows:
             namespace = state.namespace_of(row)
@@ -534,7 +536,8 @@ class Disk:
                 how = "ahead" if row in state.prefetched else "on_demand"
                 for shard in range(namespace.shards):
                     checksum = chunks.shard_checksum[chunks.shard0[row] + shard]
-                    state.shard_filled(row, shard, checksum)
+                    if state.shard_filled(row, shard, checksum):
+                        risen.append(row)
                 if row not in state.prefetched:
                     state.demanded.add(row)
                 state.counters[f"chunks_promoted_{how}"] += 1
@@ -550,6 +553,7 @@ class Disk:
                 self._read_errors += 1
             state.prefetched.discard(row)
             state.make_cold(row)
+        state.arrived(risen)
         state.counters["ssd_bytes_read"] += read.bytes
         if self._read_errors >= READ_ERRORS_MAX:
             self._degrade(DiskState.OFF, "reads fail")

@@ -44,18 +44,22 @@ class Policy:
                 heapq.heappush(namespace.order, (chunks.born_at[row], row))
 
     def put_back(self, namespace: Namespace, rows: Sequence[int]) -> None:
-        """`rows` became evictable again without having been used: to the end of the list that is nearer in time."""
+        """`rows` became evictable again without having been used: to the end of the list that is nearer in time. They
+        stand in chain order, and as with `add` descendants go before their ancestors."""
         chunks = self._chunks
-        for row in rows:
-            oldest, newest = namespace.recency.oldest, namespace.recency.newest
+        oldest, newest = namespace.recency.oldest, namespace.recency.newest
+        long_unused: list[int] = []
+        for row in reversed(rows):
             used_at = chunks.used_at[row]
             near_oldest = (
-                oldest != NONE and used_at - chunks.used_at[oldest] <= chunks.used_at[newest] - used_at
+                oldest != NONE and used_at - chunks.used_at[oldest] < chunks.used_at[newest] - used_at
             )
             if row in self.rank or not near_oldest or self.kind == "fifo":
                 self.add(namespace, (row,))
             else:
-                chunks.link_oldest(namespace.recency, row)
+                long_unused.append(row)
+        for row in reversed(long_unused):
+            chunks.link_oldest(namespace.recency, row)
 
     def remove(self, namespace: Namespace, row: int) -> None:
         chunks = self._chunks

@@ -316,6 +316,7 @@ class Saves:
             return
         keys = self._keys(reservation)
         results = []
+        whole: list[int] = []
         at = 0
         written = 0
         for row in reservation.rows:
@@ -323,13 +324,15 @@ class Saves:
             if reservation.maker:
                 state.chunks.set_maker(row, reservation.maker)
             for shard in reservation.shards:
-                state.shard_filled(row, shard, checksums[at])
+                if state.shard_filled(row, shard, checksums[at]):
+                    whole.append(row)
                 written += namespace.spec.shard_bytes[shard]
                 at += 1
             visible = not doomed and state.is_hit(row)
             results.append(CommitResult.VISIBLE if visible else CommitResult.WAITING_FOR_SHARDS)
             if doomed:
                 self._drop_if_empty(namespace, row)
+        state.arrived(whole)
         state.counters["bytes_saved"] += written
         state.counters["chunks_saved"] += len(reservation.rows)
         self._forget(reservation, "committed", keys)

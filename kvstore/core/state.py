@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from kvstore.core.chunks import (
     COMMITTED,
@@ -298,8 +299,9 @@ class State:
         self._tally(row, +1)
         chunks.link_newest(self.partials, row)
 
-    def shard_filled(self, row: int, shard: int, checksum: int) -> None:
-        """RESERVED -> READY; with the last shard the chunk becomes resident."""
+    def shard_filled(self, row: int, shard: int, checksum: int) -> bool:
+        """RESERVED -> READY; with the last shard the chunk becomes resident. True: that is so, and the caller makes it
+        evictable (`arrived`), together with those that came with it."""
         chunks = self.chunks
         namespace = self.namespace_of(row)
         place = chunks.shard0[row] + shard
@@ -313,19 +315,24 @@ class State:
         chunks.ready[row] += 1
         self._tally(row, +1)
         if chunks.ready[row] < namespace.shards:
-            return
+            return False
         if chunks.flags[row] & LISTED:
             chunks.unlink(self.partials, row)
         chunks.flags[row] = chunks.flags[row] & ~RISING | COMMITTED
         if chunks.flags[row] & DOOMED:
             self.to_ghost(row, Reason(chunks.reason[row]))
-            return
+            return False
         chunks.reason[row] = Reason.NONE
         chunks.used_at[row] = self.now
-        self.policy.add(namespace, (row,))
         if self.disk_state is not DiskState.ABSENT and not chunks.flags[row] & STORED:
             self.store_later(row)
         self.settle(row, ready=True)
+        return True
+
+    def arrived(self, rows: Sequence[int]) -> None:
+        """`rows` became resident together; they stand in chain order."""
+        for namespace_id, group in groupby(rows, self.chunks.namespace.__getitem__):
+            self.policy.add(self.namespaces[NamespaceId(namespace_id)], list(group))
 
     def store_later(self, row: int) -> None:
         """Queue a resident chunk for its write to SSD. Where nothing can be written for long, what left DRAM meanwhile

@@ -355,7 +355,8 @@ class DiskWorld(World):
     def _sync(self, effect: ev.WriteIndex) -> None:
         """What was in the cache of the named slabs when the transaction was asked for is on the medium now."""
         for slot, written in self._covered.pop(effect.op).items():
-            if slot[0] in self.platter.slabs and self._lost.get(slot) is not written:
+            rotten = DiskPlace(*slot, written.generation) in self.platter.rotten
+            if slot[0] in self.platter.slabs and self._lost.get(slot) is not written and not rotten:
                 self.platter.synced[slot] = written
                 if self.platter.cached.get(slot) is written:
                     del self.platter.cached[slot]
