@@ -12,6 +12,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,8 @@ STEP_BYTES = 2 << 20
 """What is copied and then checksummed at once: little enough to be in the cache still, and to stop soon when the daemon
 does; much enough that the interpreter's lock, taken twice a step, costs nothing."""
 
+PART_BYTES = 4 << 20
+"""A large op is shared among the threads in parts of at least this much."""
 CLOSING = "the copier is closing"
 
 Job = CopyIn | Checksum | MoveSlots
@@ -59,7 +63,10 @@ class Copier:
         elif self._queue.qsize() >= OPS_MAX:
             done(OpFailed(effect.op, f"{OPS_MAX} copies are waiting already"))
         else:
-            self._queue.put((effect, done))
+            parts = _shared_among(len(self._threads), effect)
+            joined = _Joined(effect, len(parts), done)
+            for number, part in enumerate(parts):
+                self._queue.put((part, partial(joined.ended, number)))
 
     def close(self, timeout_s: float) -> None:
         """What was submitted has `timeout_s` to end; then what did not start fails, and what runs fails at its next
@@ -155,6 +162,58 @@ class Copier:
     def __repr__(self) -> str:
         alive = sum(thread.is_alive() for thread in self._threads)
         return f"Copier({alive} threads, {self._queue.qsize()} ops waiting{', closing' if self._closing else ''})"
+
+
+class _Joined:
+    """The parts of one op: it ends when the last of them has, and fails if one did."""
+
+    def __init__(self, effect: Job, parts: int, done: Done) -> None:
+        self._op = effect.op
+        self._answers: list[OpDone | OpFailed | None] = [None] * parts
+        self._running = parts
+        self._done = done
+        self._lock = threading.Lock()
+
+    def ended(self, number: int, answer: OpDone | OpFailed) -> None:
+        with self._lock:
+            self._answers[number] = answer
+            self._running -= 1
+            if self._running:
+                return
+        checksums: list[int] = []
+        for part in self._answers:
+            if not isinstance(part, OpDone):
+                assert part is not None, self._op
+                self._done(part)
+                return
+            checksums += part.checksums
+        self._done(OpDone(self._op, tuple(checksums)))
+
+
+def _shared_among(threads: int, effect: Job) -> list[Job]:
+    """The op in at most `threads` parts that follow each other, of about equal size; one that is small stays whole."""
+    extents = effect.extents if isinstance(effect, Checksum) else effect.targets
+    size = sum(extent.length for extent in extents)
+    wanted = min(threads, size // PART_BYTES, len(extents))
+    if wanted < 2 or (isinstance(effect, CopyIn) and len(effect.pieces) != len(extents)):
+        return [effect]
+    cuts = [0]
+    passed = 0
+    for number, extent in enumerate(extents[:-1], start=1):
+        passed += extent.length
+        if passed * wanted >= size * len(cuts):
+            cuts.append(number)
+    return [_part(effect, slice(*ends)) for ends in zip(cuts, [*cuts[1:], len(extents)], strict=True)]
+
+
+def _part(effect: Job, part: slice) -> Job:
+    match effect:
+        case CopyIn():
+            return replace(effect, pieces=effect.pieces[part], targets=effect.targets[part])
+        case MoveSlots():
+            return replace(effect, sources=effect.sources[part], targets=effect.targets[part])
+        case Checksum():
+            return replace(effect, extents=effect.extents[part])
 
 
 def _same_count(sources: int, targets: int) -> None:

@@ -286,3 +286,60 @@ def test_the_interpreter_lock_is_released_meanwhile(work: Callable[[], None]) ->
     finally:
         sys.setswitchinterval(interval)
     assert saw_it == [True]
+
+
+def test_a_mismatch_of_counts_is_refused_however_large_the_op(
+    it: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier_module, "PART_BYTES", SLOT)
+    effect = CopyIn(OpId(1), WORKER, (StagedPiece(0, SLOT),), tuple(slot(ONE, n * SLOT) for n in range(8)))
+    answer = it.run(effect)
+    assert isinstance(answer, OpFailed)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 7, 64])
+def test_a_large_op_is_shared_among_the_threads_and_answered_once(
+    it: Fixture, monkeypatch: pytest.MonkeyPatch, shards: int
+) -> None:
+    monkeypatch.setattr(copier_module, "PART_BYTES", SLOT)
+    used: set[str] = set()
+    both = threading.Barrier(2)
+    copy = Copier._copy
+
+    def noting(self: Copier, source: np.ndarray, target: np.ndarray) -> int:
+        name = threading.current_thread().name
+        if name not in used and shards > 1:
+            used.add(name)
+            both.wait(WAIT_S)  # goes on only when a second thread works on the same op
+        return copy(self, source, target)
+
+    monkeypatch.setattr(Copier, "_copy", noting)
+    pairs = [(StagedPiece(n * 1000, SLOT), slot(ONE, n * SLOT)) for n in range(shards)]
+    answer = it.run(copy_in(*pairs))
+    expected = [it.staged(piece.offset, piece.length) for piece, _ in pairs]
+    assert answer == OpDone(OpId(1), tuple(xxhash.xxh3_64_intdigest(data) for data in expected))
+    for (_, target), data in zip(pairs, expected, strict=True):
+        assert bytes(it.arena.view(target.segment, target.offset, target.length)) == data
+    assert it.answers.empty()
+
+
+def test_an_op_has_ended_only_when_all_its_parts_have(it: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core reuses the slots of a failed op: no part of it may still be writing then."""
+    monkeypatch.setattr(copier_module, "PART_BYTES", SLOT)
+    gate, begun = threading.Event(), threading.Event()
+    copy = Copier._copy
+
+    def gated(self: Copier, source: np.ndarray, target: np.ndarray) -> int:
+        begun.set()
+        assert gate.wait(WAIT_S)
+        return copy(self, source, target)
+
+    monkeypatch.setattr(Copier, "_copy", gated)
+    good = (StagedPiece(0, SLOT), slot(ONE, 0))
+    bad = (StagedPiece(SIZE, SLOT), slot(ONE, SLOT))  # behind the end of staging memory: fails at once
+    it.copier.submit(copy_in(good, bad), it.answers.put)
+    assert begun.wait(WAIT_S)
+    with pytest.raises(queue.Empty):
+        it.answers.get(timeout=0.2)
+    gate.set()
+    assert isinstance(it.answers.get(timeout=WAIT_S), OpFailed)
