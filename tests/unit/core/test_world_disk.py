@@ -30,7 +30,7 @@ from .test_fuzz import Fuzz
 
 STEPS = 500
 EVERY_SEED = os.environ.get("KVSTORE_DISK_SEED")
-SEEDS = [int(EVERY_SEED)] if EVERY_SEED else [random.SystemRandom().randrange(1 << 32) for _ in range(5)]
+SEEDS = [int(EVERY_SEED)] if EVERY_SEED else [random.SystemRandom().randrange(1 << 32) for _ in range(6)]
 HELD = (ev.CopyIn, ev.Checksum, ev.MoveSlots, ev.CreateSegment, *DISK_OPS)
 BAD = (DiskResult.IO_ERROR, DiskResult.NO_SPACE, DiskResult.CORRUPT)
 
@@ -108,7 +108,7 @@ class DiskFuzz(Fuzz):
         self.world.failing_syncs = self.random.random() < 0.3
         if self.random.random() < 0.7:
             self.world.faults.clear()
-        elif self.random.random() < 0.3:
+        elif self.random.random() < 0.7:
             kinds = [kind for kind in DISK_OPS if self.random.random() < 0.3]
             self.world.faults = {kind: self.random.choice(BAD[:2]) for kind in kinds}
 
@@ -233,7 +233,7 @@ def test_random_schedules_over_all_tiers(seed: int, protection: Protection) -> N
 def test_the_schedules_reach_what_they_are_for() -> None:
     """A canary: schedules in which nothing is stored, raised, degraded, corrupt or restored test nothing."""
     totals: Counter[str] = Counter()
-    for seed in range(6):
+    for seed in range(10):
         totals += run(seed, Protection.SEALED).totals
     wanted = (
         *("chunks_stored", "chunks_demoted", "chunks_promoted_on_demand", "chunks_promoted_ahead"),
