@@ -612,7 +612,7 @@ class Disk:
             del state.dirty_chunks[namespace_id, key]
             namespace = state.namespaces.get(namespace_id)
             row = NONE if namespace is None else namespace.index.get(key, NONE)
-            if namespace is not None and row != NONE and chunks.flags[row] & STORED:
+            if namespace is not None and row != NONE and chunks.flags[row] & (STORED | DOOMED) == STORED:
                 puts.append(self._chunk_record(namespace, row))
                 rows.append((row, chunks.disk_generation[chunks.shard0[row]]))
             else:

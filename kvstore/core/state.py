@@ -366,6 +366,10 @@ class State:
             chunks.flags[row] |= DOOMED
             self._tally(row, +1)
             chunks.reason[row] = reason
+            if (
+                chunks.flags[row] & STORED
+            ):  # its place on SSD is freed later; a restart must not bring it back
+                self.dirty_chunks.setdefault((NamespaceId(chunks.namespace[row]), chunks.key[row]), self.now)
             self.settle(row, ready=False)
         else:
             self.to_ghost(row, reason)

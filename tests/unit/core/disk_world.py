@@ -486,7 +486,6 @@ class DiskWorld(World):
     def counters(self) -> Mapping[str, int]:
         return self.store.state.counters
 
-    @property
     def health(self) -> DiskState:
         return self.store.state.disk_state
 

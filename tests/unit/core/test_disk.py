@@ -293,7 +293,7 @@ def test_a_durable_commit_while_the_ssd_is_degraded_is_visible_and_says_so() -> 
     world, worker, namespace = start()
     world.faults = {ev.WriteRecords: DiskResult.IO_ERROR, ev.ProbeDisk: DiskResult.IO_ERROR}
     world.save(worker, namespace, chain("first", 1))
-    assert world.health is DiskState.READ_ONLY
+    assert world.health() is DiskState.READ_ONLY
     with pytest.raises(Unavailable, match=r"committed and visible, but not durable.*read_only"):
         world.save_durably(worker, namespace, chain("k", 1))
     assert world.outcomes(worker, namespace, chain("k", 1)) == ["HIT"]
@@ -516,6 +516,20 @@ def test_a_chunk_that_is_dropped_while_it_is_written_is_gone_from_both_tiers() -
     assert [key for _, key in world.platter.chunks] == list(chain("k", 2)[1:])
     assert world.slots()["ready"] == 1
     assert sum(slab.counts[2] for slab in world.store.state.disk.segments) == 1
+
+
+def test_a_chunk_that_is_forgotten_under_a_lease_does_not_come_back_with_a_restart() -> None:
+    world, worker, namespace = start(durable_within_ms=400)
+    world.save(worker, namespace, chain("k", 2))
+    world.tick(400)
+    world.acquire(worker, namespace, chain("k", 2))
+    world.ask(ev.Forget, worker, namespace, b"", chain("k", 1))
+    world.tick(100)
+    assert [key for _, key in world.platter.chunks] == list(chain("k", 2)[1:])
+    world.crash()
+    worker = world.join()
+    world.open(spec(), worker)
+    assert world.outcomes(worker, namespace, chain("k", 2)) == ["NEVER_SEEN", "ON_SSD"]
 
 
 def test_a_tail_goes_with_its_manifest_also_from_ssd() -> None:

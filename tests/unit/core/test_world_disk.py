@@ -165,7 +165,7 @@ class DiskFuzz(Fuzz):
         for _ in range(100):
             world.tick(200)
         state, disk = world.store.state, world.store.disk
-        assert world.health is DiskState.OK, disk
+        assert world.health() is DiskState.OK, disk
         assert not (disk.writes or disk.reads or disk.index or disk.probe or disk.slabs.creating), disk
         assert not (disk.demanded or disk.foreseen or disk.durable_waits or disk.slabs.retiring), disk
         assert not (state.dirty_chunks or state.dirty_sessions or disk.deleted_namespaces), disk

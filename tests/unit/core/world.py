@@ -337,7 +337,7 @@ class World:
 
     # ------------------------------------------------------------------------------------------------------ effects
 
-    def finish(self, held: Op | ev.CreateSegment | None = None, *, fails: str = "", spoil: int = 0) -> None:
+    def finish(self, held: Any = None, *, fails: str = "", spoil: int = 0) -> None:
         """Perform what is held (the oldest if not told which). `spoil` is xor-ed to the checksums: damaged bytes."""
         held = held or self.held[0]
         self.held.remove(held)

@@ -1,0 +1,543 @@
+"""A disk that is late, fails, lies or is full: what is served meanwhile, who is told, and how it heals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import DURABLE
+from kvstore.types import DiskResult, DiskState, NamespaceId, Outcome, Reason, WorkerId
+
+from .disk_world import DiskWorld
+from .test_disk import cold, small, start
+from .world import PAGE, chain, spec
+
+HIT, PENDING, MISS = Outcome
+BROKEN: dict[type, DiskResult] = dict.fromkeys(
+    (ev.WriteRecords, ev.WriteIndex, ev.ProbeDisk, ev.CreateSlab), DiskResult.IO_ERROR
+)
+
+
+def row_of(world: DiskWorld, namespace: NamespaceId, name: str, number: int = 0) -> int:
+    return world.store.state.namespaces[namespace].index[chain(name, number + 1)[number]]
+
+
+def tick_until_probe(world: DiskWorld) -> ev.ProbeDisk:
+    for _ in range(100):
+        if world.of(ev.ProbeDisk):
+            probe: ev.ProbeDisk = world.of(ev.ProbeDisk)[0]
+            return probe
+        world.tick(100)
+    raise AssertionError("no probe")
+
+
+# ----------------------------------------------------------------------------------------------------------- late ops
+
+
+def late_read(**limits: Any) -> tuple[DiskWorld, WorkerId, NamespaceId, ev.ReadRecords]:
+    world, worker, namespace = small(disk_deadline_ms=400, probe_interval_ms=100, **limits)
+    cold(world, worker, namespace)
+    world.hold = {ev.ReadRecords, ev.ProbeDisk}
+    world.acquire(worker, namespace, chain("k", 2), wait_ms=5_000)
+    (read,) = world.of(ev.ReadRecords)
+    return world, worker, namespace, read
+
+
+def test_a_late_read_is_a_miss_in_time() -> None:
+    world, worker, namespace, _ = late_read()
+    world.tick(399)
+    assert world.take(ev.ChunksSettled) == []
+    assert world.health() is DiskState.OK
+    world.tick(1)
+    assert [push.failed for push in world.take(ev.ChunksSettled)] == [(key,) for key in chain("k", 2)]
+    assert world.health() is DiskState.OFF
+    assert world.counters["ssd_reads_late"] == 1
+    asked = world.acquire(worker, namespace, chain("k", 1))
+    assert (asked.outcomes, asked.reasons) == ((MISS,), (Reason.SLOW,))
+    assert world.match(worker, namespace, chain("k", 2)).usable == 0
+
+
+def test_the_targets_of_a_late_read_are_out_of_use_until_it_has_returned() -> None:
+    """The world compares every hit with what was committed: bytes that land late must not be in anybody's slot."""
+    world, worker, namespace, read = late_read()
+    world.tick(400)
+    assert world.slots()["quarantined"] == 2
+    for number in range(12):
+        world.save(worker, namespace, chain(f"new {number}", 1))
+    targets = {(extent.segment, extent.offset) for extent in read.targets}
+    in_use = [
+        (extent.segment, extent.offset)
+        for number in range(12)
+        for extent in world.acquire(worker, namespace, chain(f"new {number}", 1)).extents
+    ]
+    assert in_use and not targets & set(in_use)
+    world.finish(read)
+    assert world.slots()["quarantined"] == 0
+    assert world.where(namespace, chain("k", 2)) == ["ssd"] * 2
+
+
+def test_dram_serves_and_saves_while_the_ssd_is_off() -> None:
+    world, worker, namespace, _ = late_read()
+    world.tick(400)
+    world.tick(5_000)
+    hits = [key for key in chain("k other 1", 4) if world.where(namespace, (key,)) == ["dram+ssd"]]
+    assert hits
+    assert world.acquire(worker, namespace, hits[:1]).outcomes == (HIT,)
+    for number in range(20):  # what is not on SSD is dropped for newer ones: nothing is stored now
+        world.save(worker, namespace, chain(f"new {number}", 1))
+    assert world.outcomes(worker, namespace, chain("new 19", 1)) == ["HIT"]
+    assert world.counters["chunks_evicted"] > 0
+    assert world.counters["grants_full"] == 0
+
+
+def test_nothing_is_probed_before_the_late_call_has_returned_and_then_it_heals() -> None:
+    world, worker, namespace, read = late_read()
+    world.tick(400)
+    for _ in range(50):
+        world.tick(100)
+    assert world.of(ev.ProbeDisk) == []
+    world.finish(read)
+    probe = tick_until_probe(world)
+    assert world.health() is DiskState.OFF
+    world.hold = set()
+    world.finish(probe)
+    assert world.health() is DiskState.OK
+    assert world.counters["ssd_healed"] == 1
+    assert world.fetch(worker, namespace, chain("k", 2)) == ["HIT"] * 2
+
+
+def test_a_probe_that_fails_is_repeated_at_its_interval() -> None:
+    world, worker, namespace = start(probe_interval_ms=100)
+    world.faults = dict(BROKEN)
+    world.save(worker, namespace, chain("k", 1))
+    assert world.health() is DiskState.READ_ONLY
+    world.hold = {ev.ProbeDisk}
+    for _ in range(3):
+        probe = tick_until_probe(world)
+        world.tick(10_000)
+        assert world.of(ev.ProbeDisk) == [probe], "one at a time"
+        world.finish(probe)
+        assert world.of(ev.ProbeDisk) == []
+        world.tick(99)
+        assert world.of(ev.ProbeDisk) == []
+    assert world.health() is DiskState.READ_ONLY
+
+
+def test_what_waits_behind_a_late_read_is_told_too() -> None:
+    world, worker, namespace, _ = late_read(disk_bytes_in_flight_max=PAGE)
+    world.acquire(worker, namespace, chain("k", 4)[2:], wait_ms=60_000)
+    assert len(world.of(ev.ReadRecords)) == 1
+    world.tick(400)
+    failed = {key for push in world.take(ev.ChunksSettled) for key in push.failed}
+    assert failed == set(chain("k", 4))
+    assert world.where(namespace, chain("k", 4)) == ["ssd"] * 4
+
+
+def test_a_chunk_that_is_forgotten_after_its_read_is_late() -> None:
+    world, worker, namespace, read = late_read()
+    world.tick(400)
+    world.ask(ev.Forget, worker, namespace, b"", chain("k", 2))
+    world.finish(read)
+    assert world.where(namespace, chain("k", 2)) == ["FORGOTTEN"] * 2
+    assert world.slots()["quarantined"] == 0
+
+
+def test_a_late_write_keeps_its_source_until_it_has_returned() -> None:
+    world, worker, namespace = small(disk_deadline_ms=400, probe_interval_ms=100)
+    world.hold = {ev.WriteRecords, ev.ProbeDisk}
+    world.save(worker, namespace, chain("k", 2))
+    (write,) = world.of(ev.WriteRecords)
+    world.tick(399)
+    assert world.health() is DiskState.OK
+    world.tick(1)
+    assert world.health() is DiskState.OFF
+    for number in range(20):
+        world.save(worker, namespace, chain(f"new {number}", 1))
+    assert world.where(namespace, chain("k", 2)) == ["dram"] * 2
+    world.tick(5_000)
+    assert world.of(ev.ProbeDisk) == []
+    world.finish(write)  # the world compares what it writes with what was committed
+    assert world.where(namespace, chain("k", 2)) == ["dram+ssd"] * 2
+    probe = tick_until_probe(world)
+    world.hold = set()
+    world.finish(probe)
+    assert world.health() is DiskState.OK
+    world.settle(2_000)
+    assert {key for _, key in world.platter.chunks} >= set(chain("k", 2))
+
+
+def test_a_late_index_transaction_stops_writes_not_reads() -> None:
+    world, worker, namespace = small(durable_within_ms=400, probe_interval_ms=100)
+    cold(world, worker, namespace)
+    world.hold = {ev.WriteIndex, ev.ProbeDisk}
+    world.tick(400)
+    world.tick(9_999)
+    assert world.health() is DiskState.OK
+    world.tick(1)
+    assert world.health() is DiskState.READ_ONLY
+    assert world.fetch(worker, namespace, chain("k", 2)) == ["HIT"] * 2
+    world.tick(5_000)
+    assert world.of(ev.ProbeDisk) == []
+    world.finish()
+    world.finish(tick_until_probe(world))
+    assert world.health() is DiskState.OK
+
+
+def test_a_slab_file_that_is_never_made_holds_nothing_up_for_long() -> None:
+    world, worker, namespace = small(probe_interval_ms=100)
+    world.hold = {ev.CreateSlab, ev.ProbeDisk}
+    for number in range(8):
+        world.save(worker, namespace, chain(f"{number}", 1))
+    assert world.reserve(worker, namespace, chain("more", 1)).results[0].name == "FULL"
+    world.tick(10_000)
+    assert world.health() is DiskState.READ_ONLY
+    world.save(worker, namespace, chain("more", 1))
+    world.tick(5_000)
+    assert world.of(ev.ProbeDisk) == []
+    world.hold = set()
+    world.finish(world.of(ev.CreateSlab)[0])
+    world.settle(1_000)
+    assert world.health() is DiskState.OK
+    assert world.where(namespace, chain("more", 1)) == ["dram+ssd"]
+
+
+# ------------------------------------------------------------------------------------------------------ failing writes
+
+
+@pytest.mark.parametrize("result", [DiskResult.IO_ERROR, DiskResult.NO_SPACE])
+def test_after_a_failed_write_dram_goes_on_and_all_that_waited_is_stored_in_the_end(
+    result: DiskResult,
+) -> None:
+    world, worker, namespace = small(probe_interval_ms=100)
+    cold(world, worker, namespace)
+    world.faults = dict.fromkeys((ev.WriteRecords, ev.WriteIndex, ev.ProbeDisk), result)
+    world.save(worker, namespace, chain("a", 2))
+    assert world.health() is DiskState.READ_ONLY
+    assert world.where(namespace, chain("a", 2)) == ["dram"] * 2
+    assert world.fetch(worker, namespace, chain("k", 2)) == ["HIT"] * 2  # reads go on
+    for number in range(12):
+        world.save(worker, namespace, chain(f"new {number}", 1))
+        world.tick(100)
+    assert world.counters["grants_full"] == 0
+    assert world.where(namespace, chain("a", 2)) == ["EVICTED"] * 2
+    assert sum(slab.counts[1] for slab in world.store.state.disk.segments) == 0, "slots of failed writes"
+    world.faults.clear()
+    world.settle(1_000)
+    assert world.health() is DiskState.OK
+    names = [f"new {number}" for number in range(12)]
+    here = [name for name in names if world.where(namespace, chain(name, 1)) != ["EVICTED"]]
+    assert here
+    assert all(world.where(namespace, chain(name, 1)) == ["dram+ssd"] for name in here)
+
+
+def test_of_a_write_op_that_fails_in_part_the_rest_is_stored() -> None:
+    world, worker, namespace = start()
+    world.hold = {ev.WriteRecords}
+    world.save(worker, namespace, chain("k", 4))
+    write = world.of(ev.WriteRecords)[0]
+    world.held.remove(write)
+    results = [
+        world._write_record(write, n, DiskResult.IO_ERROR if n == 2 else DiskResult.OK) for n in range(4)
+    ]
+    world.step(ev.DiskDone(write.op, tuple(results), "EIO"))
+    assert world.where(namespace, chain("k", 4)) == ["dram+ssd", "dram+ssd", "dram", "dram+ssd"]
+    world.hold = set()
+    world.settle(3_000)
+    assert world.where(namespace, chain("k", 4)) == ["dram+ssd"] * 4
+
+
+def test_of_a_chunk_one_shard_of_which_fails_nothing_is_stored() -> None:
+    world = DiskWorld()
+    worker = world.join()
+    namespace = world.open(spec(shards=2), worker)
+    world.hold = {ev.WriteRecords}
+    world.save(worker, namespace, chain("k", 1))
+    write = world.of(ev.WriteRecords)[0]
+    world.held.remove(write)
+    world._write_record(write, 0, DiskResult.OK)
+    world.step(ev.DiskDone(write.op, (DiskResult.OK, DiskResult.IO_ERROR), "EIO"))
+    assert world.where(namespace, chain("k", 1)) == ["dram"]
+    assert sum(slab.counts[2] for slab in world.store.state.disk.segments) == 0
+
+
+def test_what_cannot_be_written_does_not_pile_up() -> None:
+    world, worker, namespace = small(ghosts_max=4, probe_interval_ms=1_000)
+    world.faults = dict(BROKEN)
+    for number in range(3_000):
+        world.save(worker, namespace, chain(f"{number}", 1))
+    assert len(world.store.state.to_store) < 1_100
+    world.faults.clear()
+    world.settle(2_000)
+    assert world.where(namespace, chain("2999", 1)) == ["dram+ssd"]
+
+
+def test_without_room_for_another_slab_file_the_store_goes_on_with_fewer() -> None:
+    world, worker, namespace = small(slabs=8, slab_slots=4)
+    for number in range(8):
+        world.save(worker, namespace, chain(f"{number}", 1))
+    assert len(world.platter.slabs) == 2
+    world.faults = {ev.CreateSlab: DiskResult.NO_SPACE}
+    for number in range(8, 20):
+        world.save(worker, namespace, chain(f"{number}", 1))
+        world.tick(10)
+    assert world.health() is DiskState.OK
+    assert world.counters["ssd_slab_failures"] == 1, "not again and again"
+    assert world.where(namespace, chain("19", 1)) == ["dram+ssd"]
+    assert world.counters["chunks_evicted_from_ssd"] > 0
+    world.faults.clear()
+    world.tick(10_000)
+    world.save(worker, namespace, chain("more", 1))
+    assert len(world.platter.slabs) == 3
+
+
+@pytest.mark.parametrize("result", [DiskResult.IO_ERROR, DiskResult.NO_SPACE])
+def test_without_any_slab_file_nothing_can_be_written_and_that_is_said(result: DiskResult) -> None:
+    world, worker, namespace = small(probe_interval_ms=100)
+    world.faults = {ev.CreateSlab: result, ev.ProbeDisk: result}
+    for number in range(12):
+        world.save(worker, namespace, chain(f"{number}", 1))
+    assert world.health() is DiskState.READ_ONLY
+    world.faults.clear()
+    world.settle(12_000)
+    assert world.health() is DiskState.OK
+    assert world.where(namespace, chain("11", 1)) == ["dram+ssd"]
+
+
+# ----------------------------------------------------------------------------------------------------- failing indexes
+
+
+def test_all_of_a_failed_index_transaction_is_written_again() -> None:
+    world, worker, namespace = start(durable_within_ms=400, probe_interval_ms=100)
+    world.save(worker, namespace, chain("old", 2))
+    world.append(worker, namespace, b"old", chain("old", 1))
+    world.tick(400)
+    world.ask(ev.Forget, worker, namespace, b"old", chain("old", 2))
+    other = world.open(spec("other"), worker)
+    world.save(worker, namespace, chain("k", 2))
+    world.save(worker, other, chain("k", 1))
+    world.append(worker, namespace, b"s", chain("k", 2))
+    world.hold = {ev.WriteIndex}
+    world.tick(400)
+    first = world.of(ev.WriteIndex)[0]
+    world.finish(fails="IO_ERROR")
+    assert world.health() is DiskState.READ_ONLY
+    assert {key for _, key in world.platter.chunks} == set(chain("old", 2))
+    for _ in range(10):
+        world.tick(100)
+    assert world.health() is DiskState.OK
+    again = world.of(ev.WriteIndex)[0]
+    assert set(again.slabs) == set(first.slabs)
+    assert (again.namespaces, again.chunks, again.sessions) == (
+        first.namespaces,
+        first.chunks,
+        first.sessions,
+    )
+    assert (again.chunks_deleted, again.sessions_deleted) == (first.chunks_deleted, first.sessions_deleted)
+    world.finish()
+    assert set(world.platter.chunks) == {(namespace, key) for key in chain("k", 2)} | {
+        (other, chain("k", 1)[0])
+    }
+    assert set(world.platter.sessions) == {(namespace, b"s")}
+
+
+def test_a_transaction_that_is_tried_again_puts_the_present_into_the_index() -> None:
+    world, worker, namespace = start(durable_within_ms=400, probe_interval_ms=100)
+    world.hold = {ev.WriteIndex}
+    world.save(worker, namespace, chain("k", 2))
+    world.append(worker, namespace, b"s", chain("k", 2))
+    world.tick(400)
+    world.ask(ev.Forget, worker, namespace, b"s")
+    world.save(worker, namespace, chain("l", 1))
+    world.finish(fails="IO_ERROR")
+    world.hold = set()
+    world.settle(2_000)
+    assert [key for _, key in world.platter.chunks] == list(chain("l", 1))
+    assert world.platter.sessions == {}
+
+
+def test_the_new_owner_of_a_slot_is_never_indexed_before_the_deletion_of_the_old_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With batches of one record, in the order of what happened. The platter refuses a slot that is named twice."""
+    monkeypatch.setattr("kvstore.core.disk.INDEX_BATCH_MAX", 1)
+    world, worker, namespace = small(slabs=1, slab_slots=1, durable_within_ms=400, probe_interval_ms=100)
+    world.save(worker, namespace, chain("old", 1))
+    world.settle(1_000)
+    assert [key for _, key in world.platter.chunks] == list(chain("old", 1))
+    world.hold = {ev.WriteIndex}
+    world.ask(ev.Forget, worker, namespace, b"", chain("old", 1))
+    while not (op := world.of(ev.WriteIndex)) or not op[0].chunks_deleted:
+        world.tick(100)
+    world.save(worker, namespace, chain("new", 1))  # into the same slot, while the deletion is under way
+    assert world.where(namespace, chain("new", 1)) == ["dram+ssd"]
+    world.finish(fails="IO_ERROR")
+    world.hold = set()
+    world.settle(3_000)
+    assert [key for _, key in world.platter.chunks] == list(chain("new", 1))
+
+
+def test_after_a_failed_sync_chunks_in_dram_are_written_anew_and_the_tier_heals() -> None:
+    world, worker, namespace = start(durable_within_ms=400, probe_interval_ms=100)
+    world.hold = {ev.WriteIndex}
+    world.save(worker, namespace, chain("k", 3))
+    world.tick(400)
+    first = world.of(ev.WriteIndex)[0]
+    world.failing_syncs = True
+    world.finish(fails="IO_ERROR")  # what it was to sync can never be indexed: the platter answers CORRUPT
+    world.failing_syncs = False
+    world.hold = set()
+    world.settle(5_000)
+    assert world.health() is DiskState.OK
+    assert {key for _, key in world.platter.chunks} == set(chain("k", 3))
+    assert world.counters["chunks_lost_by_sync"] == 3
+    lost = {place for chunk in first.chunks for place in chunk.places}
+    assert not lost & {place for chunk in world.platter.chunks.values() for place in chunk.places}
+    world.crash(power=True)
+    worker = world.join()
+    world.open(spec(), worker)
+    assert world.fetch(worker, namespace, chain("k", 3)) == ["HIT"] * 3
+
+
+@pytest.mark.parametrize("rising", [False, True])
+def test_after_a_failed_sync_chunks_on_ssd_alone_are_lost(rising: bool) -> None:
+    world, worker, namespace = small(durable_within_ms=400, probe_interval_ms=100, disk_deadline_ms=60_000)
+    world.hold = {ev.WriteIndex}
+    cold(world, worker, namespace)
+    world.tick(400)
+    world.failing_syncs = True
+    world.finish(fails="IO_ERROR")
+    world.failing_syncs = False
+    if rising:
+        world.hold = {ev.ReadRecords}
+        world.acquire(worker, namespace, chain("k", 4), wait_ms=60_000)
+    else:
+        world.hold = set()
+    for _ in range(30):
+        world.tick(100)
+    assert world.health() is DiskState.OK
+    assert world.outcomes(worker, namespace, chain("k", 4)) == ["LOST"] * 4
+    world.hold = set()
+    world.settle(1_000)
+    assert world.outcomes(worker, namespace, chain("k", 4)) == ["LOST"] * 4
+    assert world.where(namespace, chain("k other 0", 4)) == ["dram+ssd"] * 4
+    assert len(world.platter.chunks) == 8
+
+
+# ---------------------------------------------------------------------------------------------------------- bad bytes
+
+
+def rotten(**limits: Any) -> tuple[DiskWorld, WorkerId, NamespaceId]:
+    world, worker, namespace = small(durable_within_ms=400, **limits)
+    cold(world, worker, namespace)
+    world.tick(400)
+    world.rot(world.store.state.disk_place(row_of(world, namespace, "k", 1), 0))
+    return world, worker, namespace
+
+
+def test_bytes_that_rotted_are_a_miss_that_says_so_and_are_never_served_again() -> None:
+    world, worker, namespace = rotten()
+    place = world.store.state.disk_place(row_of(world, namespace, "k", 1), 0)
+    assert world.fetch(worker, namespace, chain("k", 3)) == ["HIT", "CORRUPT", "HIT"]
+    assert world.counters["chunks_corrupt"] == 1
+    assert world.health() is DiskState.OK
+    world.tick(400)
+    assert (namespace, chain("k", 2)[1]) not in world.platter.chunks
+    for number in range(20):
+        world.save(worker, namespace, chain(f"new {number}", 4))
+        world.tick(100)
+    used = {p for chunk in world.platter.chunks.values() for p in chunk.places}
+    assert not any((p.slab, p.slot) == (place.slab, place.slot) for p in used)
+    assert sum(slab.counts[3] for slab in world.store.state.disk.segments) == 1
+    assert world.slots()["quarantined"] == 0, "there is nothing wrong with the DRAM slot"
+
+
+def test_who_waits_for_bytes_that_rotted_is_told() -> None:
+    world, worker, namespace = rotten()
+    world.hold = {ev.ReadRecords}
+    world.acquire(worker, namespace, chain("k", 3), wait_ms=1_000)
+    world.finish()
+    settled = world.take(ev.ChunksSettled)
+    assert {key for push in settled for key in push.ready} == {chain("k", 3)[0], chain("k", 3)[2]}
+    assert {key for push in settled for key in push.failed} == {chain("k", 3)[1]}
+
+
+def test_what_rotted_can_be_saved_again() -> None:
+    world, worker, namespace = rotten()
+    world.fetch(worker, namespace, chain("k", 3))
+    world.save(worker, namespace, chain("k", 2)[1:], variant=1)
+    world.settle(1_000)
+    assert world.where(namespace, chain("k", 2)[1:]) == ["dram+ssd"]
+
+
+def test_one_rotten_shard_is_a_miss_of_the_chunk() -> None:
+    world = DiskWorld(segments=1, segment_bytes=8 * PAGE, reserve_share_max=1.0)
+    worker = world.join()
+    namespace = world.open(spec(shards=2), worker)
+    world.save(worker, namespace, chain("k", 2))
+    for number in range(2):
+        world.save(worker, namespace, chain(f"{number}", 2))
+    world.rot(world.store.state.disk_place(row_of(world, namespace, "k"), 1))
+    assert world.fetch(worker, namespace, chain("k", 2)) == ["CORRUPT", "HIT"]
+    assert world.slots()["reserved"] == 0
+
+
+def test_a_chunk_that_rots_after_it_was_read_is_served_from_dram() -> None:
+    world, worker, namespace = start()
+    world.save(worker, namespace, chain("k", 1))
+    world.rot(world.store.state.disk_place(row_of(world, namespace, "k"), 0))
+    assert world.fetch(worker, namespace, chain("k", 1)) == ["HIT"]
+
+
+# -------------------------------------------------------------------------------------------------------- failed reads
+
+
+def test_a_failed_read_is_told_and_can_be_tried_again() -> None:
+    world, worker, namespace = small()
+    cold(world, worker, namespace)
+    world.faults = {ev.ReadRecords: DiskResult.IO_ERROR}
+    asked = world.acquire(worker, namespace, chain("k", 1), wait_ms=1_000)
+    assert asked.outcomes == (PENDING,)
+    assert [push.failed for push in world.take(ev.ChunksSettled)] == [chain("k", 1)]
+    assert world.health() is DiskState.OK
+    world.faults.clear()
+    assert world.fetch(worker, namespace, chain("k", 1)) == ["HIT"]
+
+
+def test_reads_that_fail_one_after_the_other_turn_the_tier_off() -> None:
+    world, worker, namespace = small(probe_interval_ms=100)
+    cold(world, worker, namespace)
+    world.faults = {ev.ReadRecords: DiskResult.IO_ERROR, ev.ProbeDisk: DiskResult.IO_ERROR}
+    for number in range(2):
+        world.acquire(worker, namespace, chain("k", 4)[number : number + 1])
+    world.faults.clear()
+    world.fetch(worker, namespace, chain("k", 4)[3:])  # one that succeeds in between: in a row is what counts
+    world.faults = {ev.ReadRecords: DiskResult.IO_ERROR, ev.ProbeDisk: DiskResult.IO_ERROR}
+    for number in range(2):
+        world.acquire(worker, namespace, chain("k", 4)[number : number + 1])
+        assert world.health() is DiskState.OK
+    world.acquire(worker, namespace, chain("k", 4)[2:3])
+    assert world.health() is DiskState.OFF
+    assert world.outcomes(worker, namespace, chain("k", 2)) == ["SLOW"] * 2
+    world.faults.clear()
+    world.settle(1_000)
+    assert world.health() is DiskState.OK
+    assert world.fetch(worker, namespace, chain("k", 4)) == ["HIT"] * 4
+
+
+def test_durable_stays_durable_through_all_of_this() -> None:
+    world, worker, namespace = small(durable_within_ms=400, probe_interval_ms=100)
+    world.save_durably(worker, namespace, chain("k", 4))
+    assert len(world.promised) == 4
+    world.faults = dict(BROKEN)
+    for number in range(12):
+        world.save(worker, namespace, chain(f"{number}", 1))
+        world.tick(500)
+    assert len(world.promised) == 4
+    for number in range(4):
+        assert world.store.state.chunks.flags[row_of(world, namespace, "k", number)] & DURABLE
+    world.crash(power=True)
+    worker = world.join()
+    world.open(spec(), worker)
+    assert world.fetch(worker, namespace, chain("k", 4)) == ["HIT"] * 4
