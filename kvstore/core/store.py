@@ -175,6 +175,13 @@ class Store:
                 value=spec.chunk_bytes,
                 remedy="raise the daemon's dram_bytes or pin_share_max",
             )
+        if largest > state.limits.reserve_bytes_max:
+            raise BadRequest(
+                f"a shard is larger than the {state.limits.reserve_bytes_max} bytes that a worker may reserve",
+                field="namespace.groups: shard_bytes",
+                value=max(spec.shard_bytes),
+                remedy="raise the daemon's dram_bytes or reserve_share_max",
+            )
         _check_engine_group(worker.group, spec)
         family = spec.digest(worker.tenant)
         namespace = state.newest_epoch.get(family)

@@ -177,3 +177,11 @@ def test_an_answer_has_a_bounded_number_of_extents_and_the_rest_is_asked_for_aga
     assert [reason.name for reason in first.reasons] == ["NONE"] * 3 + ["BEYOND_MISS"] * 2
     rest = world.acquire(worker, namespace, chain("k", 5)[3:])
     assert [reason.name for reason in rest.reasons] == ["NONE"] * 2
+
+
+def test_a_shard_that_no_worker_may_reserve_is_refused_at_once() -> None:
+    world = World(segments=8, segment_bytes=4 * PAGE, pin_share_max=1.0, reserve_share_max=0.1)
+    worker = world.join()
+    world.open(spec(shard_bytes=3 * PAGE), worker)
+    with pytest.raises(BadRequest, match=r"larger than the 13107 bytes.*reserve_share_max"):
+        world.open(spec(model="larger", shard_bytes=4 * PAGE), worker)
