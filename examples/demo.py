@@ -44,6 +44,9 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    # Importing these makes folders, wherever they are told to.
+    "TORCHINDUCTOR_CACHE_DIR": str(CACHE / "torch"),
+    "HF_HOME": str(CACHE / "huggingface"),
 }
 START_S = 120.0
 """Longest wait for a process to be ready, or to answer a turn."""
@@ -81,7 +84,6 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**ENVIRONMENT, **os.environ},
         )
         self._read()
 
@@ -268,6 +270,8 @@ def main() -> int:
     options = _parse()
     begun = time.perf_counter()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that everything is ended
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)  # for every process that is started from here
     model = prepare(CACHE / "models", random=options.random)
 
     print(f"\n1. {model.name}: every history is computed anew ({options.threads} threads)")
@@ -402,9 +406,14 @@ def _connected(run_dir: str, process: subprocess.Popen[bytes]) -> Client:
                 raise SystemExit(f"kvstored does not answer: {error}") from None
 
 
+_prctl = ctypes.CDLL(
+    None
+).prctl  # found before any fork: a child of a process with threads had better take no lock
+
+
 def _end_with_parent() -> None:
     """Also when we are killed, nothing is left running."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _flush(worker: Worker) -> int:

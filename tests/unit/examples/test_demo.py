@@ -1,0 +1,107 @@
+"""The demo's verdict and its texts. That it runs: tests/e2e/test_demo.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
+    assert spec is not None and spec.loader is not None
+    before = list(sys.path), set(sys.modules)
+    module = sys.modules["demo"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    sys.path[:] = before[0]
+    for name in ("demo", "models", "conversations"):
+        sys.modules.pop(name, None)
+
+
+def turns(demo: ModuleType, *answers: tuple[list[int], list[float]], reused: int = 50) -> list[Any]:
+    return [
+        demo.Turn(
+            "a",
+            number,
+            {
+                "tokens": tokens,
+                "gaps": gaps,
+                "ttft_s": 1.0,
+                "prompt_tokens": 100,
+                "reused_tokens": reused,
+                "loaded_bytes": 1,
+            },
+        )
+        for number, (tokens, gaps) in enumerate(answers, start=1)
+    ]
+
+
+CLEAR = [5.0, 5.0, 5.0]
+UNDECIDED = [5.0, 0.0009, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "stored", "differences", "swapped"),
+    [
+        (([1, 2, 3], CLEAR), ([1, 2, 3], CLEAR), 0, 0),
+        (([1, 2, 3], CLEAR), ([1, 9, 3], CLEAR), 1, 0),
+        (([1, 2, 3], UNDECIDED), ([1, 9, 8], CLEAR), 0, 1),  # what follows a swapped token is another text
+        (([1, 2, 3], UNDECIDED), ([9, 2, 3], CLEAR), 1, 0),  # the gap counts where they differ first
+        (([1, 2, 3], CLEAR), ([1, 2, 3], UNDECIDED), 0, 0),
+        (([1, 2, 3], CLEAR), ([1, 2], CLEAR), 1, 0),
+        (([1, 2], CLEAR[:2]), ([1, 2, 3], CLEAR), 1, 0),
+    ],
+)
+def test_a_token_may_differ_only_where_recomputation_was_undecided(
+    demo: ModuleType, recomputed: Any, stored: Any, differences: int, swapped: int
+) -> None:
+    found = demo.compare(turns(demo, recomputed), turns(demo, stored))
+    assert (len(found[0]), len(found[1])) == (differences, swapped)
+
+
+def test_the_verdict_needs_equal_tokens_and_reuse(
+    demo: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = turns(demo, ([1], [5.0]), ([1], [5.0]))
+    figures = (demo.Figures(), demo.Figures())
+    assert demo.report(good, (good, good), figures)
+    assert "DIFFERENT" not in capsys.readouterr().out
+    for wrong in (turns(demo, ([1], [5.0]), ([2], [5.0])), turns(demo, ([1], [5.0]), ([1], [5.0]), reused=0)):
+        assert not demo.report(good, (good, wrong), figures)
+        assert not demo.report(good, (wrong, good), figures)
+    assert "DIFFERENT ANSWERS: 1" in capsys.readouterr().out
+
+
+def test_the_95th_percentile_is_a_value_that_occurred(demo: ModuleType) -> None:
+    assert demo._p95([3.0]) == 3.0
+    assert demo._p95([float(n) for n in range(1, 21)]) == 19.0
+    assert demo._p95([float(n) for n in range(1, 101)]) == 95.0
+
+
+def test_conversations_are_as_many_and_as_long_as_promised(demo: ModuleType) -> None:
+    assert len(demo.CONVERSATIONS) >= 6
+    assert all(len(messages) >= 4 for messages in demo.CONVERSATIONS.values())
+    words = [len(" ".join(messages).split()) for messages in demo.CONVERSATIONS.values()]
+    assert min(words) > 550  # with system prompt, marks and answers: 1,000 tokens and more
+
+
+def test_a_reply_continues_the_tokens_it_answers(demo: ModuleType) -> None:
+    """Histories must grow at their end only: nothing of a conversation may be tokenised again."""
+    tokenizer = sys.modules["models"].ByteTokenizer()
+    model = demo.DemoModel("bytes", Path(), tokenizer, end=tokenizer.END)
+    opening = model.opening("be brief", "hello")
+    assert opening[0] == tokenizer.START
+    ended = model.reply([104, 105, tokenizer.END], "and?")
+    cut = model.reply([104, 105], "and?")
+    assert ended == cut
+    assert ended.count(tokenizer.START) == ended.count(tokenizer.END) == 2
+    assert tokenizer.decode([104, 105, 300]) == "hi"
