@@ -1,5 +1,298 @@
-"""Tests with a real vLLM engine. vLLM has an environment of its own (`make test-vllm`); elsewhere these are skipped."""
+"""Tests with a real vLLM engine. vLLM has an environment of its own (`make test-vllm`); elsewhere these are skipped.
+
+An engine takes half a minute to start, so tests share them. What stands for a fresh process is an engine whose own
+prefix cache was emptied ("forget"); one test uses a really fresh one.
+"""
 
 import importlib.util
+import json
+import os
+import queue
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+
+BOUND_S = 120.0
+"""Every wait ends by then; it is a failure, never a measurement."""
+BLOCK = 32
+ENVIRONMENT = {
+    "PYTHONSAFEPATH": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+class Process:
+    """A child whose lines are read all the time."""
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        self.log = log
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd="/",
+                env={**os.environ, **ENVIRONMENT},
+            )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def line(self) -> str:
+        line = self._lines.get(timeout=BOUND_S)
+        assert line, f"it ended: {self.log.read_text()[-4000:]}"
+        return line
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            return self.process.wait(BOUND_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+
+class Engine(Process):
+    """`engine_process.py`."""
+
+    def __init__(self, options: dict[str, Any], log: Path) -> None:
+        super().__init__([str(Path(__file__).parent / "engine_process.py"), json.dumps(options)], log)
+        assert json.loads(self.line()) == {"ready": True}
+
+    def send(self, **request: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+
+    def receive(self) -> dict[str, Any]:
+        return dict(json.loads(self.line()))
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        self.send(**request)
+        return self.receive()
+
+    def generate(self, *tokens: list[int], **more: Any) -> list[dict[str, Any]]:
+        """One after the other, so that batching changes nothing."""
+        return [self.ask(generate=[{"tokens": each, **more}])["outputs"][0] for each in tokens]
+
+    def forget(self) -> None:
+        """What a restart of the engine would make it forget; what it has to save is saved first."""
+        assert self.ask(flush=BOUND_S)["flushed"]
+        assert self.ask(forget=True)["forgotten"]
+
+    def counts(self) -> dict[str, int]:
+        """The connector's counters, both sides."""
+        told = self.ask(flush=BOUND_S)
+        return {**dict.fromkeys(NAMES, 0), **told["worker"], **told["scheduler"], "tracked": told["tracked"]}
+
+
+NAMES = (
+    *("lookups", "lookups_late", "hit_tokens", "blocks_loaded", "blocks_failed", "blocks_saved"),
+    *("blocks_already", "blocks_dropped", "blocks_refused", "resets"),
+)
+
+
+class Daemon:
+    """kvstored, which tests stop, kill and start again in the same directories."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.run_dir = folder / "run"
+        self._settings = {
+            "run_dir": self.run_dir,
+            "dram_bytes": 32 << 20,
+            "segment_bytes": 4 << 20,
+            "staging_bytes": 8 << 20,
+            "log_level": "debug",  # then the daemon checks its invariants before it ends
+            **settings,
+        }
+        self._process: Process | None = None
+        self.start()
+
+    def start(self) -> None:
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in self._settings.items()]
+        self._process = Process(["-m", "kvstore", *flags], self.folder / "kvstored.log")
+        from kvstore.client import connect
+        from kvstore.errors import Unavailable
+
+        for _ in range(200):
+            try:
+                connect(str(self.run_dir), timeout_s=0.5).close()
+                return
+            except Unavailable:
+                assert self._process.process.poll() is None, (self.folder / "kvstored.log").read_text()[
+                    -2000:
+                ]
+                threading.Event().wait(0.05)
+        raise AssertionError("the daemon does not answer")
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.signal(number)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.process.kill()
+        self._process.process.wait(BOUND_S)
+        self._process = None
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.signal(signal.SIGCONT)
+            self._process.signal(signal.SIGTERM)
+            status = self._process.process.wait(BOUND_S)
+            self._process = None
+            assert status == 0, (self.folder / "kvstored.log").read_text()[-2000:]
+
+
+@pytest.fixture(scope="session")
+def folder() -> Iterator[Path]:
+    """Short, because a socket's path is bounded."""
+    path = Path(tempfile.mkdtemp(prefix="kvs-vllm-"))
+    yield path
+    shutil.rmtree(path)
+
+
+def make_model(path: Path, seed: int = 0) -> Path:
+    """A tiny Llama with weights large enough that every token of a prompt tells on the answer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(folder: Path) -> Path:
+    return make_model(folder / "model")
+
+
+@pytest.fixture(scope="session")
+def launch_engine(folder: Path, model: Path) -> Iterator[Callable[..., Engine]]:
+    """launch(name, run_dir or None, extra={}, **vllm_options) -> Engine"""
+    started: list[Engine] = []
+
+    def launch(
+        name: str, run_dir: Path | None, extra: dict[str, Any] | None = None, **options: Any
+    ) -> Engine:
+        if run_dir is not None:
+            options["kv_transfer_config"] = transfer_config(run_dir, **(extra or {}))
+        engine = Engine(
+            {
+                "model": str(model),
+                "dtype": "float32",
+                "max_model_len": 1024,
+                "max_num_seqs": 8,
+                "block_size": BLOCK,
+                **options,
+            },
+            folder / f"{name}.log",
+        )
+        started.append(engine)
+        return engine
+
+    yield launch
+    for engine in started:
+        if engine.process.poll() is None:
+            engine.end()
+
+
+def transfer_config(run_dir: Path, **extra: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "kvstore.gpu_worker.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"run_dir": str(run_dir), **extra},
+    }
+
+
+@pytest.fixture(scope="session")
+def control(launch_engine: Callable[..., Engine]) -> Engine:
+    """The same engine without a connector. It forgets before each use, so that it computes everything."""
+    return launch_engine("control", None)
+
+
+@pytest.fixture(scope="session")
+def same(control: Engine) -> Callable[..., None]:
+    """same(prompts, outputs, **parameters): asserts that an engine without connector says the same, bit for bit.
+
+    It is asked twice: computing all of the prompt, and with its blocks in its own prefix cache. The two differ in the
+    last bits of log-probabilities, because a matrix product over 8 tokens rounds otherwise than one over 200; what was
+    restored is the latter. When a load was cut short, neither is what happened: then tokens are equal, and
+    log-probabilities but for rounding.
+    """
+    known: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    def check(prompts: list[list[int]], outputs: list[dict[str, Any]], **more: Any) -> None:
+        for tokens, output in zip(prompts, outputs, strict=True):
+            name = json.dumps([tokens, more], sort_keys=True)
+            if name not in known:
+                assert control.ask(forget=True)["forgotten"]
+                cold, warm = control.generate(tokens, tokens, **more)
+                assert (cold["cached"], warm["cached"]) == (0, whole_blocks(tokens))
+                known[name] = cold, warm
+            cold, warm = known[name]
+            assert output["finish"] == "length"
+            assert output["tokens"] == cold["tokens"] == warm["tokens"]
+            if output["cached"] in (0, whole_blocks(tokens)):
+                assert output["logprobs"] == (warm if output["cached"] else cold)["logprobs"]
+            else:
+                assert output["logprobs"] == pytest.approx(cold["logprobs"], abs=1e-4)
+
+    return check
+
+
+def prompt(seed: int, count: int) -> list[int]:
+    chosen = random.Random(seed)
+    return [chosen.randrange(3, 512) for _ in range(count)]
+
+
+def whole_blocks(tokens: list[int]) -> int:
+    """Tokens that can be loaded: full blocks, at least one token left to compute."""
+    return (len(tokens) - 1) // BLOCK * BLOCK
