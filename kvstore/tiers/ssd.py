@@ -50,7 +50,7 @@ from kvstore.core.events import (
     WriteIndex,
     WriteRecords,
 )
-from kvstore.errors import ConfigError, StoreError, Unavailable
+from kvstore.errors import ConfigError, Exhausted, StoreError, Unavailable
 from kvstore.format import PAGE_BYTES, Defect, SlabHeader
 from kvstore.index import ChunkBatch, Index, SlabRow
 from kvstore.logs import fields
@@ -775,7 +775,7 @@ def _corrupt(place: DiskPlace, why: str) -> Result:
 
 class _DirectoryLock:
     def __init__(self, path: str) -> None:
-        """Makes the directory if need be. Raises ConfigError, naming the pid of the daemon that holds it."""
+        """Makes the directory if need be. Raises ConfigError, naming the pid of its holder, or Exhausted (no space)."""
         try:
             os.makedirs(path, mode=0o700, exist_ok=True)
             if stat.S_IMODE(os.stat(path).st_mode) & 0o022:
@@ -788,6 +788,13 @@ class _DirectoryLock:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._fd = os.open(os.path.join(path, LOCK_FILE), flags, 0o600)
         except OSError as problem:
+            if disk_result(problem) is DiskResult.NO_SPACE:
+                raise Exhausted(
+                    f"no space left: {describe(problem)}",
+                    field="ssd_dir",
+                    value=path,
+                    remedy="free some space on its file system",
+                ) from None
             raise ConfigError(
                 f"cannot be used: {problem.strerror}",
                 field="ssd_dir",

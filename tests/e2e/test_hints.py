@@ -125,6 +125,7 @@ def test_what_the_queue_needs_leaves_dram_last(space: Namespace) -> None:
     save(space, keys_of(space, 2 * DRAM_CHUNKS, 1))
     settled_ssd(space.client)
     assert in_dram(space, needed), "older than all others, and still there"
+    assert counter(space, "chunks_promoted_ahead") == 0, "they never left"
     assert set(space.match(other).reasons) == {Reason.ON_SSD}
 
 

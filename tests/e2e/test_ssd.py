@@ -15,7 +15,7 @@ import pytest
 
 from kvstore import format
 from kvstore.client import Namespace
-from kvstore.errors import Unavailable
+from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.types import ChunkKey, Outcome, Reason, Wait
 
 from .ssd_tools import (
@@ -147,10 +147,31 @@ def test_saves_go_on_in_dram_and_are_stored_when_the_disk_is_well_again(
     weather.clear()
     in_state(client, "ok")
     settled_ssd(client)
+    save(space, keys_of(space, 1, 4), wait=Wait.DURABLE)  # and so is what was written before it
     daemon.kill()
     second = start()
     space = open_space(second)
     assert hits(space, before + after + late) == {*before, *after, *late}
+
+
+def test_durable_in_time_or_told_so(
+    start: Callable[..., Any], open_space: Callable[..., Namespace], weather: Weather
+) -> None:
+    """The index hangs, and is not given up yet: the commit's own time is over first. It is no lost commit."""
+    space = open_space(start(ssd_deadline_ms=300, durable_within_ms=200))
+    client = space.client
+    save(space, keys_of(space, 1, 1), wait=Wait.DURABLE)
+    weather.set([{"calls": ["index_commit"], "do": "hang"}])
+    keys = keys_of(space, 8, 2)
+    with space.write(keys) as batch:
+        for index in batch.granted:
+            batch.buffer(index)[:] = content(keys[index])
+        outcome = batch.commit(wait=Wait.DURABLE)
+    assert isinstance(outcome.error, DeadlineExceeded) and outcome.error.field == "wait", outcome
+    assert look(space, keys) == [(Outcome.HIT, Reason.NONE)] * 8, "committed and visible"
+    weather.clear()
+    save(space, keys_of(space, 8, 3), wait=Wait.DURABLE)
+    assert client.counters.get("reconnects", 0) == 0, "the connection was in order all the time"
 
 
 @pytest.mark.parametrize(
@@ -203,26 +224,42 @@ def test_sigterm_loses_nothing(start: Callable[..., Any], open_space: Callable[.
 # ------------------------------------------------------------------------------------------------------------- full
 
 
-@pytest.fixture
-def small_disk(run_dir: Path) -> Iterator[Path]:
+@pytest.fixture(params=["tmpfs", "ext4"])
+def small_disk(run_dir: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A file system of 64 MiB."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount")
     folder = run_dir.parent / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
-    if (done := subprocess.run(mount, capture_output=True, text=True, check=False)).returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr}")
+    if request.param == "tmpfs":
+        run("mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder))
+    else:
+        image = run_dir.parent / "image"
+        with image.open("wb") as file:
+            file.truncate(64 << 20)
+        run(
+            "mkfs.ext4", "-q", "-m", "0", "-b", "4096", "-O", "^has_journal", str(image)
+        )  # no block is root's alone
+        run("mount", "-o", "loop", str(image), str(folder))
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def run(*command: str) -> None:
+    try:
+        subprocess.run(command, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as problem:
+        pytest.skip(f"no file system can be made here: {problem}")
 
 
 def fill_up(folder: Path) -> Path:
     """To the last byte."""
     path = folder / "other"
-    with path.open("ab", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
+    with path.open("ab", buffering=0) as file:
+        for size in (1 << 20, 4096, 512):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
     status = os.statvfs(folder)
     assert status.f_bavail == 0
     return path
@@ -270,6 +307,7 @@ def test_a_file_system_that_fills_up_while_it_is_used(
     assert set(many[-16:]) <= had, "the newest are there"
     assert ssd_of(client).slab_bytes == slabs, "no slab could be added"
     assert ssd_of(client).state == "ok"
+    assert ssd_of(client).no_space > 0
     counters = client.stats().counters
     assert counters["ssd_slab_failures"] > 0 and counters["chunks_evicted_from_ssd"] > 0
     daemon.kill()

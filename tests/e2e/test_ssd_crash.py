@@ -181,7 +181,7 @@ def reading(space: Namespace, oracle: Oracle) -> Callable[[], None]:
 KINDS = ("any moment", "writing records", "writing the index", "power cut", "syncing")
 
 
-def arrange(kind: str, weather: Weather, client: Client) -> float:
+def arrange(kind: str, weather: Weather, client: Client, oracle: Oracle) -> float:
     """Bring the daemon into the state in which it is to be killed; returns when the disk last kept its promise."""
     now = time.monotonic()
     match kind:
@@ -199,8 +199,9 @@ def arrange(kind: str, weather: Weather, client: Client) -> float:
             eventually(lambda: ssd_of(client).oldest_not_durable_ms > 500 * DURABLE_WITHIN_S)
         case "power cut":  # what is not synced never reaches the file
             weather.set([{"calls": ["write"], "files": "slab-*", "do": "hold"}])
-            stored = ssd_of(client).ready
+            stored, durable = ssd_of(client).ready, oracle.durable_commits
             eventually(lambda: ssd_of(client).ready > stored + 16)
+            eventually(lambda: oracle.durable_commits > durable + 2)  # and what was said to be durable is
             return time.monotonic()
     return now
 
@@ -273,7 +274,7 @@ def test_killed_again_and_again(start_daemon: Any, run_dir: Path, capsys: Any) -
                     lambda n=number: f"the worker does not go on after round {n}",
                 )
                 eventually(lambda n=demoted: client.stats().counters["chunks_demoted"] > n)
-                promised = arrange(kind, weather, client)
+                promised = arrange(kind, weather, client, oracle)
                 daemon.kill()
                 killed = time.monotonic()
             finally:

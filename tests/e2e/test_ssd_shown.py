@@ -91,7 +91,8 @@ def test_a_life_of_two_sessions_as_it_is_shown(start: Callable[..., Any], run_di
         row = row_of(kvctl(run_dir, "explain", "hinted"), talks[b"hinted"][0].hex()[:16])
         assert row[1:6] == ["hit", "-", "DRAM + SSD", "64.0 KiB", "stored on SSD, needed by the queue"], row
         look(space, talks[b"hinted"])
-        look(space, talks[b"asked"])
+        for _ in range(3):
+            look(space, talks[b"asked"])
         row = row_of(kvctl(run_dir, "sessions"), "asked")
         assert row[6:10] == ["8", "512.0 KiB", "512.0 KiB", "512.0 KiB"] and row[11] == "-", row
 
@@ -102,7 +103,7 @@ def test_a_life_of_two_sessions_as_it_is_shown(start: Callable[..., Any], run_di
         assert f"{stats['ssd']['ready']:,} ready" in text and "0 to be stored" in text
         assert "prefetch: 8 on time, 0 late, 0 wasted; promoted: 8 ahead, 8 on demand" in text
         (shown,) = stats["namespaces"]
-        assert shown["ssd_hits"] == TURN, "each of them once, though it was asked for twice"
+        assert shown["ssd_hits"] == TURN, "each of them once, however often it is used since"
         assert f"hits: {shown['hits'] - TURN} in DRAM, {TURN} on SSD" in text
         assert shown["cold_bytes"] == shown["cold_chunks"] * CHUNK == stats["ssd"]["cold_chunks"] * CHUNK
 
