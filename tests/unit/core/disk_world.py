@@ -282,7 +282,7 @@ class DiskWorld(World):
         for namespace_id, key in list(self.promised):
             namespace = state.namespaces.get(namespace_id)
             row = NONE if namespace is None else namespace.index.get(key, NONE)
-            if row == NONE or not state.chunks.flags[row] & STORED:
+            if row == NONE or state.chunks.flags[row] & (STORED | DOOMED) != STORED:
                 self.promised.discard((namespace_id, key))
             else:
                 assert state.chunks.flags[row] & DURABLE, state.chunks.describe(row)

@@ -1,0 +1,446 @@
+"""Hints and the two windows made of them: what rises ahead of need, what stays longest, and what is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvstore.core import events as ev
+from kvstore.errors import BadRequest, NotFound
+from kvstore.types import ChunkKey, HintResult, NamespaceId, Outcome, WorkerId
+
+from .disk_world import DiskWorld
+from .world import PAGE, World, chain, spec
+
+HIT, PENDING, MISS = Outcome
+ACCEPTED, DEFERRED, CLIPPED, REJECTED = HintResult
+
+
+def start(**limits: Any) -> tuple[DiskWorld, WorkerId, NamespaceId]:
+    """DRAM for 8 chunks of 4096 bytes, of which the prefetch window may fill 4. On SSD they take 512 bytes each and
+    there is room for 32, in 20,480 bytes: C_mem + C_disk is 53,248 bytes, or 13 chunks as they are in DRAM."""
+    world = DiskWorld(
+        **{
+            "segments": 1,
+            "segment_bytes": 8 * PAGE,
+            "slabs": 1,
+            "disk_alignment": 512,
+            "disk_slab_bytes": 4096 + 32 * 512,
+            "prefetch_share_max": 0.5,
+            "reserve_share_max": 1.0,
+            "pin_share_max": 1.0,
+            **limits,
+        }
+    )
+    worker = world.join()
+    return world, worker, world.open(spec(shard_bytes=100), worker)
+
+
+def save(world: DiskWorld, worker: WorkerId, namespace: NamespaceId, *names: str, count: int = 1) -> None:
+    for name in names:
+        world.tick(1)
+        world.save(worker, namespace, chain(name, count))
+
+
+def hint(job: str, position: int, keys: Sequence[ChunkKey] = (), session: bytes = b"") -> ev.Hint:
+    return ev.Hint(job.encode(), position, session, tuple(keys))
+
+
+def publish(
+    world: World, worker: WorkerId, namespace: NamespaceId, *hints: ev.Hint, **named: Any
+) -> ev.QueueAccepted:
+    accepted: ev.QueueAccepted = world.ask(ev.PublishQueue, worker, namespace, hints, **named)
+    return accepted
+
+
+def jobs(world: World, worker: WorkerId) -> dict[bytes, int]:
+    return {name: job.position for (_, name), job in world.store.queue.jobs.get(worker, {}).items()}
+
+
+# ------------------------------------------------------------------------------------------------------------ windows
+
+
+def fourteen(world: DiskWorld, worker: WorkerId, namespace: NamespaceId) -> None:
+    for name, count in (("a", 3), ("b", 3), ("c", 7), ("d", 1)):
+        save(world, worker, namespace, name, count=count)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_windows_by_hand(backwards: bool) -> None:
+    """job     chunks    so far
+    a       3         3       <= 4: in the prefetch window
+    b       3         6       <= 13: in the eviction window
+    c       7        13       <= 13
+    d       1        14       clipped, and with it whatever is behind it, however small
+    """
+    world, worker, namespace = start()
+    fourteen(world, worker, namespace)
+    hints = [
+        hint("job a", 0, chain("a", 3)),
+        hint("job b", 1, chain("b", 3)),
+        hint("job c", 2, chain("c", 7)),
+        hint("job d", 3, chain("d", 1)),
+        hint("job e", 4, chain("a", 2)),
+    ]
+    results = [ACCEPTED, DEFERRED, DEFERRED, CLIPPED, CLIPPED]
+    if backwards:  # it is the position that orders jobs
+        hints, results = hints[::-1], results[::-1]
+    accepted = publish(world, worker, namespace, *hints)
+    assert list(accepted.results) == results
+    assert (accepted.prefetch_window, accepted.eviction_window) == (1, 3)
+
+
+def test_a_chunk_that_two_jobs_need_counts_once_and_for_the_nearer_one() -> None:
+    world, worker, namespace = start()
+    fourteen(world, worker, namespace)
+    accepted = publish(
+        world,
+        worker,
+        namespace,
+        hint("far", 7, [*chain("a", 3), *chain("d", 1), *chain("a", 1)]),
+        hint("near", 2, chain("a", 3)),
+        hint("behind", 8, chain("b", 1)),
+    )
+    assert accepted.results == (ACCEPTED, ACCEPTED, DEFERRED)  # 3 and 1 more, then a fifth
+    index = world.store.state.namespaces[namespace].index
+    rank = world.store.state.policy.rank
+    assert [rank[index[key]] for key in (*chain("a", 3), *chain("d", 1), *chain("b", 1))] == [0, 0, 0, 1, 2]
+
+
+def test_a_job_counts_as_far_as_its_chunks_can_be_had() -> None:
+    world, worker, namespace = start()
+    fourteen(world, worker, namespace)
+    world.ask(ev.Forget, worker, namespace, b"", chain("c", 4)[3:])
+    accepted = publish(
+        world,
+        worker,
+        namespace,
+        hint("unknown first", 0, [ChunkKey(b"?"), *chain("a", 3)]),
+        hint("three of c", 1, chain("c", 7)),
+        hint("one more", 2, chain("d", 1)),
+        hint("too much", 3, chain("b", 3)),
+    )
+    assert accepted.results == (ACCEPTED, ACCEPTED, ACCEPTED, DEFERRED)
+    assert (accepted.prefetch_window, accepted.eviction_window) == (3, 4)
+
+
+def test_queues_of_all_workers_and_namespaces_are_one_queue() -> None:
+    world, worker, namespace = start()
+    fourteen(world, worker, namespace)
+    other = world.join("bob")
+    others = world.open(spec(shard_bytes=100), other)
+    assert publish(world, other, others, hint("j", 5, chain("a", 1))).results == (ACCEPTED,)
+    assert publish(world, worker, namespace, hint("j", 6, chain("a", 3))).prefetch_window == 2
+    accepted = publish(world, worker, namespace, hint("j", 6, chain("c", 5)))
+    assert accepted.results == (DEFERRED,)
+    assert (accepted.prefetch_window, accepted.eviction_window) == (1, 2)
+
+
+def test_a_session_stands_for_the_chunks_of_its_manifest() -> None:
+    world, worker, namespace = start()
+    fourteen(world, worker, namespace)
+    info = world.append(worker, namespace, b"s", chain("a", 3))
+    assert publish(world, worker, namespace, hint("j", 0, session=b"s")).results == (ACCEPTED,)
+    world.append(worker, namespace, b"s", chain("c", 7), version=info.version, keep=3)
+    world.tick(100)  # plans again
+    assert (world.store.queue.windows.prefetch, world.store.queue.windows.eviction) == (0, 1)
+    assert len(world.store.state.policy.rank) == 10
+
+
+# ---------------------------------------------------------------------------------------------------------- publishing
+
+
+def test_a_snapshot_replaces_a_delta_adds_moves_and_removes() -> None:
+    world, worker, namespace = start()
+    save(world, worker, namespace, "a", "b", "c", "d")
+    publish(world, worker, namespace, hint("a", 0, chain("a", 1)), hint("b", 1, chain("b", 1)))
+    assert jobs(world, worker) == {b"a": 0, b"b": 1}
+    publish(
+        world, worker, namespace, hint("b", 9, chain("b", 1)), hint("c", 2, chain("c", 1)), snapshot=False,
+        removed=(b"a", b"never there"),
+    )  # fmt: skip
+    assert jobs(world, worker) == {b"b": 9, b"c": 2}
+    publish(world, worker, namespace, hint("d", 4, chain("d", 1)))
+    assert jobs(world, worker) == {b"d": 4}
+    accepted = publish(world, worker, namespace)
+    assert jobs(world, worker) == {}
+    assert accepted == ev.QueueAccepted((), 0, 0)
+    assert world.store.state.policy.rank == {}
+
+
+def test_a_snapshot_is_of_one_worker_and_one_namespace() -> None:
+    world, worker, namespace = start()
+    other = world.join()
+    world.open(spec(shard_bytes=100), other)
+    second = world.open(spec("second", shard_bytes=100), worker)
+    save(world, worker, namespace, "a", "b")
+    publish(world, worker, namespace, hint("mine", 0, chain("a", 1)))
+    publish(world, worker, second, hint("second", 0, chain("a", 1)))
+    publish(world, other, namespace, hint("other", 0, chain("b", 1)))
+    publish(world, worker, namespace)
+    assert jobs(world, worker) == {b"second": 0}
+    assert jobs(world, other) == {b"other": 0}
+
+
+def test_hints_end_by_themselves() -> None:
+    world, worker, namespace = start(hint_ttl_ms=5_000, hint_ttl_max_ms=8_000)
+    save(world, worker, namespace, "a", "b", "c")
+    publish(world, worker, namespace, hint("default", 0, chain("a", 1)))
+    publish(world, worker, namespace, hint("short", 1, chain("b", 1)), snapshot=False, ttl_ms=100)
+    publish(world, worker, namespace, hint("clipped", 2, chain("c", 1)), snapshot=False, ttl_ms=1 << 40)
+    world.tick(99)
+    assert len(jobs(world, worker)) == 3
+    world.tick(1)
+    assert jobs(world, worker) == {b"default": 0, b"clipped": 2}
+    world.tick(20)  # a plan at most so often
+    assert len(world.store.state.policy.rank) == 2
+    world.tick(4_880)
+    assert jobs(world, worker) == {b"clipped": 2}
+    world.tick(3_000)
+    assert jobs(world, worker) == {}
+    assert world.counters["hints_expired"] == 3
+    assert world.store.state.policy.rank == {}
+
+
+def test_a_hint_that_is_published_again_lives_on() -> None:
+    world, worker, namespace = start(hint_ttl_ms=1_000)
+    save(world, worker, namespace, "a")
+    for _ in range(5):
+        publish(world, worker, namespace, hint("j", 0, chain("a", 1)), snapshot=False)
+        world.tick(900)
+    assert jobs(world, worker) == {b"j": 0}
+
+
+def test_hints_of_a_worker_are_bounded() -> None:
+    world, worker, namespace = start(hints_per_worker_max=2)
+    save(world, worker, namespace, "a")
+    accepted = publish(world, worker, namespace, *[hint(f"{n}", n, chain("a", 1)) for n in range(4)])
+    assert accepted.results == (ACCEPTED, ACCEPTED, REJECTED, REJECTED)
+    again = publish(
+        world, worker, namespace, hint("1", 7, chain("a", 1)), hint("new", 0, chain("a", 1)), snapshot=False
+    )
+    assert again.results == (ACCEPTED, REJECTED)
+    swapped = publish(
+        world, worker, namespace, hint("new", 0, chain("a", 1)), snapshot=False, removed=(b"1",)
+    )
+    assert swapped.results == (ACCEPTED,)
+    assert jobs(world, worker) == {b"0": 0, b"new": 0}
+    assert world.counters["hints_rejected"] == 3
+
+
+def test_a_job_that_names_nothing_is_rejected_and_forgotten() -> None:
+    world, worker, namespace = start()
+    save(world, worker, namespace, "a")
+    publish(world, worker, namespace, hint("j", 0, chain("a", 1)))
+    accepted = publish(
+        world, worker, namespace, hint("j", 0), hint("k", 0, session=b"no such session"), snapshot=False
+    )
+    assert accepted.results == (REJECTED, REJECTED)
+    assert jobs(world, worker) == {}
+
+
+@pytest.mark.parametrize("position", [-1, (1 << 31) + 1])
+def test_a_position_out_of_range_is_refused_and_nothing_changes(position: int) -> None:
+    world, worker, namespace = start()
+    save(world, worker, namespace, "a")
+    publish(world, worker, namespace, hint("j", 3, chain("a", 1)))
+    with pytest.raises(BadRequest, match="must be between 0 and") as error:
+        publish(world, worker, namespace, hint("k", 0, chain("a", 1)), hint("l", position, chain("a", 1)))
+    assert error.value.field == "hints[1].position"
+    assert jobs(world, worker) == {b"j": 3}
+
+
+def test_another_tenants_namespace_is_not_there() -> None:
+    world, worker, namespace = start()
+    save(world, worker, namespace, "a")
+    stranger = world.join("bob")
+    with pytest.raises(NotFound):
+        publish(world, stranger, namespace, hint("j", 0, chain("a", 1)))
+
+
+@pytest.mark.parametrize("how", ["kill", "close"])
+def test_the_hints_of_a_worker_that_is_gone_end(how: str) -> None:
+    world, worker, namespace = start()
+    save(world, worker, namespace, "a")
+    scheduler = world.join()
+    world.open(spec(shard_bytes=100), scheduler)
+    lease = world.acquire(scheduler, namespace, chain("a", 1)).lease
+    world.release(scheduler, lease)  # it still maps the segment: a closed one stays for a while
+    publish(world, scheduler, namespace, hint("j", 0, chain("a", 1)))
+    assert len(world.store.state.policy.rank) == 1
+    getattr(world, how)(scheduler)
+    world.tick(100)
+    assert world.store.queue.jobs == {}
+    assert world.store.state.policy.rank == {}
+
+
+# ------------------------------------------------------------------------------------------------------------ prefetch
+
+
+def filled(**limits: Any) -> tuple[DiskWorld, WorkerId, NamespaceId]:
+    """Chunks a to h are on SSD alone, i to p in DRAM too."""
+    world, worker, namespace = start(**limits)
+    save(world, worker, namespace, *"abcdefghijklmnop")
+    world.tick(1)
+    assert world.where(namespace, names("abcdefgh")) == ["ssd"] * 8
+    assert world.where(namespace, names("ijklmnop")) == ["dram+ssd"] * 8
+    return world, worker, namespace
+
+
+def names(text: str) -> list[ChunkKey]:
+    return [chain(name, 1)[0] for name in text]
+
+
+def test_the_prefetch_window_rises_and_no_more() -> None:
+    world, worker, namespace = filled()
+    accepted = publish(
+        world,
+        worker,
+        namespace,
+        hint("first", 0, names("ab")),
+        hint("second", 1, names("cd")),
+        hint("third", 2, names("ef")),
+    )
+    assert accepted.results == (ACCEPTED, ACCEPTED, DEFERRED)
+    assert world.where(namespace, names("abcdef")) == ["dram+ssd"] * 4 + ["ssd"] * 2
+    assert world.counters["chunks_promoted_ahead"] == 4
+    assert world.counters["chunks_promoted_on_demand"] == 0
+    publish(world, worker, namespace, removed=(b"first",), snapshot=False)
+    assert world.where(namespace, names("ef")) == ["dram+ssd"] * 2  # its turn has come
+
+
+def test_what_is_in_dram_already_counts_for_the_window() -> None:
+    world, worker, namespace = filled()
+    accepted = publish(world, worker, namespace, hint("there", 0, names("mnop")), hint("cold", 1, names("a")))
+    assert accepted.results == (ACCEPTED, DEFERRED)
+    assert world.where(namespace, names("a")) == ["ssd"]
+
+
+def test_a_prefetch_takes_no_slot_of_what_an_earlier_job_needs() -> None:
+    world, worker, namespace = filled(prefetch_share_max=1.0)
+    lease = world.acquire(worker, namespace, names("ijkl"), prefix_only=False).lease
+    accepted = publish(
+        world, worker, namespace, hint("near", 0, names("mnop")), hint("later", 1, names("abcd"))
+    )
+    assert accepted.results == (ACCEPTED, ACCEPTED)
+    assert world.where(namespace, names("mnop")) == ["dram+ssd"] * 4
+    assert world.where(namespace, names("abcd")) == ["ssd"] * 4
+    assert world.counters["promotions_without_slot"] == 4
+    # Who asks for it now gets it all the same.
+    assert world.fetch(worker, namespace, names("a")) == ["HIT"]
+    assert world.where(namespace, names("mnop")).count("dram+ssd") == 3
+    world.release(worker, lease)
+    world.tick(100)
+    assert world.where(namespace, names("mnopabcd")) == ["dram+ssd"] * 8
+
+
+def test_a_prefetch_takes_the_slots_of_what_a_later_job_needs() -> None:
+    world, worker, namespace = filled()
+    publish(world, worker, namespace, hint("later", 5, names("ijklmnop")), hint("near", 1, names("abcd")))
+    assert world.where(namespace, names("abcd")) == ["dram+ssd"] * 4
+    assert world.where(namespace, names("ijklmnop")).count("dram+ssd") == 4
+
+
+def test_what_no_job_needs_makes_room_first_then_the_farthest() -> None:
+    world, worker, namespace = filled()
+    publish(
+        world, worker, namespace, hint("near", 0, names("ij")), hint("mid", 1, names("k")),
+        hint("far", 2, names("l")),
+    )  # fmt: skip
+    order = [*"mnop", "l", "k"]
+    for number, expected in enumerate(order):
+        save(world, worker, namespace, f"new {number}")
+        gone = [name for name in "ijklmnop" if world.where(namespace, names(name)) == ["ssd"]]
+        assert expected in gone, (expected, gone)
+        assert len(gone) == number + 1
+        # What was saved just now is needed by nobody and would go before the jobs': keep it in use.
+        world.acquire(worker, namespace, chain(f"new {number}", 1))
+
+
+def test_demanded_reads_go_before_foreseen_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.core.disk.CHUNKS_PER_OP_MAX", 1)
+    world, worker, namespace = filled(disk_bytes_in_flight_max=1)
+    world.hold = {ev.ReadRecords}
+    publish(world, worker, namespace, hint("j", 0, names("abcd")))
+    world.acquire(worker, namespace, names("h"), wait_ms=5_000)
+    world.acquire(worker, namespace, names("d"), wait_ms=5_000)  # foreseen, and now somebody waits for it
+    order = []
+    while world.held:
+        (read,) = world.of(ev.ReadRecords)
+        order.append(read.records[0].key)
+        world.finish()
+    assert order == names("ahdbc")
+    assert world.counters["prefetch_late"] == 1
+    assert world.counters["chunks_promoted_ahead"] == 3
+    assert world.counters["chunks_promoted_on_demand"] == 2
+
+
+def test_prefetches_are_counted_as_on_time_late_or_wasted() -> None:
+    world, worker, namespace = filled()
+    publish(world, worker, namespace, hint("j", 0, names("ab")))
+    lease = world.acquire(worker, namespace, names("a")).lease
+    world.release(worker, lease)
+    world.release(worker, world.acquire(worker, namespace, names("a")).lease)  # counted once
+    assert world.counters["prefetch_on_time"] == 1
+    world.hold = {ev.ReadRecords}
+    publish(world, worker, namespace, hint("j", 0, names("c")), snapshot=False)
+    world.acquire(worker, namespace, names("c"), wait_ms=1_000)
+    world.acquire(worker, namespace, names("c"), wait_ms=1_000)
+    assert world.counters["prefetch_late"] == 1
+    world.hold = set()
+    world.finish()
+    publish(world, worker, namespace)  # b is needed no more, and goes unused
+    for number in range(8):
+        save(world, worker, namespace, f"new {number}")
+    assert world.counters["prefetch_wasted"] == 1
+    assert (world.counters["prefetch_on_time"], world.counters["prefetch_late"]) == (1, 1)
+    assert world.store.state.prefetched == set()
+
+
+def test_a_prefetch_that_fails_is_tried_again_while_the_job_is_queued() -> None:
+    world, worker, namespace = filled()
+    world.hold = {ev.ReadRecords}
+    publish(world, worker, namespace, hint("j", 0, names("a")))
+    world.finish(fails="IO_ERROR")
+    assert world.where(namespace, names("a")) == ["ssd"]
+    world.hold = set()
+    world.tick(100)
+    assert world.where(namespace, names("a")) == ["dram+ssd"]
+
+
+@pytest.mark.parametrize("eviction", ["lru", "fifo"])
+def test_other_policies_raise_nothing_ahead_and_rank_nothing(eviction: str) -> None:
+    world, worker, namespace = filled(eviction=eviction)
+    publish(world, worker, namespace, hint("j", 0, names("ab")), hint("k", 1, names("ij")))
+    world.tick(1_000)
+    assert world.where(namespace, names("ab")) == ["ssd"] * 2
+    for number in range(2):
+        save(world, worker, namespace, f"new {number}")
+    assert world.where(namespace, names("ij")) == ["ssd"] * 2
+
+
+def test_nothing_rises_while_the_ssd_is_off() -> None:
+    world, worker, namespace = filled(disk_deadline_ms=100, probe_interval_ms=50)
+    world.hold = {ev.ReadRecords}
+    publish(world, worker, namespace, hint("j", 0, names("abcd")))
+    world.tick(100)
+    (late,) = world.held
+    world.tick(1_000)
+    assert world.held == [late]
+    assert world.store.queue.windows.prefetch == 1  # a job without anything that can be had
+    world.hold = set()
+    world.finish()
+    for _ in range(5):
+        world.tick(100)
+    assert world.where(namespace, names("abcd")) == ["dram+ssd"] * 4
+
+
+def test_a_queue_that_is_published_again_and_again_raises_each_chunk_once() -> None:
+    world, worker, namespace = filled()
+    world.hold = {ev.ReadRecords}
+    for _ in range(10):
+        publish(world, worker, namespace, hint("j", 0, names("abcd")))
+        world.tick(100)
+    assert sum(len(read.records) for read in world.of(ev.ReadRecords)) == 4
