@@ -151,8 +151,8 @@ class Segments:
 
     def _evict_one(self, namespace: Namespace, sooner_than: int) -> bool:
         """Free the DRAM slots of one chunk: demoted if it is on SSD; dropped if it is not going to be; and rather left
-        alone, for the save in hand to be tried again, if its write to SSD is about to come. A prefetch (`sooner_than` is
-        given) also leaves alone what somebody asked for and is about to use."""
+        alone, for the save in hand to be tried again, if its write to SSD is about to come. A prefetch (`sooner_than`
+        also leaves alone what somebody asked for and is about to use."""
         state = self.state
         while True:
             for row in state.policy.victims(namespace, VICTIMS_LOOKED_AT_MAX, sooner_than):
