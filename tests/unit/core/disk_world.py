@@ -208,6 +208,7 @@ class DiskWorld(World):
         for chunk in self.platter.chunks.values():
             if not self.platter.holds(chunk, after_power_cut=power):
                 self.platter.rotten.update(chunk.places)
+        promised = self.promised.copy()
         hold, next_worker, unmap = self.hold, self._next_worker, self.unmap_at_once
         self._covered = {}
         self._making = set()
@@ -220,7 +221,8 @@ class DiskWorld(World):
         assert self.ever >= set(self.committed.items())
         if not changed:
             assert not self.restored.chunks_dropped and not self.restored.slabs_dropped, self.restored
-            for namespace, key in self.promised:
+            assert self.promised == promised, promised - self.promised
+            for namespace, key in promised:
                 assert self.where(namespace, (key,)) == ["ssd"], (namespace, key)
 
     def _leave_behind(self, op: DiskOp, chance: random.Random) -> None:
@@ -272,8 +274,8 @@ class DiskWorld(World):
                 found = self._read(state.extent(row, shard, length))
                 assert found == self.committed[effect.namespace, key, shard], (key, shard, found)
 
-    def step(self, event: ev.Event) -> None:
-        super().step(event)
+    def _drain(self) -> None:
+        super()._drain()
         self._check_promises()
 
     def _check_promises(self) -> None:
