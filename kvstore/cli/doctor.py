@@ -7,11 +7,14 @@ most time with; this looks for it in two seconds, and leaves nothing behind.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import stat
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +30,9 @@ CHUNKS = 3
 SHARD_BYTES = 256 << 10
 CHUNK_TOKENS = 16
 ROUND_TRIPS = 50
+VLLM_DOCTOR = "kvstore.gpu_worker.connectors.vllm.doctor"
+ENGINE_S = 300.0
+"""An engine's libraries take long to load on a busy machine."""
 
 SPEC = NamespaceSpec(
     model="kvctl-doctor",
@@ -79,6 +85,28 @@ def examine(run_dir: str, timeout_s: float) -> Iterator[Finding]:
                     return
         finally:
             patient.clean_up()
+
+
+def ask_engine(run_dir: str, timeout_s: float, arguments: Sequence[str]) -> Iterator[Finding]:
+    """Findings about vLLM with these arguments, from a process of its own: only that one loads vLLM."""
+    command = [sys.executable, "-P", "-m", VLLM_DOCTOR, f"--run-dir={run_dir}", f"--timeout={timeout_s}"]
+    process = subprocess.Popen(
+        [*command, "--", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        output, errors = process.communicate(timeout=ENGINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        yield Finding(
+            "vllm", False, f"its doctor did not end within {ENGINE_S:.0f} s", "is the machine overloaded?"
+        )
+        return
+    for line in output.splitlines():
+        yield Finding(**json.loads(line))
+    if not output:
+        why = errors.strip().splitlines()[-1:] or [f"its doctor ended with {process.returncode}"]
+        yield Finding("vllm", False, why[0], f"run kvctl where vLLM is installed; this is {sys.executable}")
 
 
 def _look_at(run_dir: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -85,6 +86,15 @@ def parser() -> argparse.ArgumentParser:
     forget_.add_argument("--namespace", type=int, default=0, metavar="ID")
     examine = commands.add_parser(
         "doctor", help="a round trip through everything, with findings", parents=[common], allow_abbrev=False
+    )
+    examine.add_argument(
+        "engine",
+        nargs="?",
+        choices=["vllm"],
+        help="look at an engine's arguments too, in the engine's environment",
+    )
+    examine.add_argument(
+        "arguments", nargs="*", metavar="-- ARGUMENTS", help="what `vllm serve` is given, behind --"
     )
     examine.set_defaults(run=None)
     return result
@@ -408,7 +418,10 @@ def forget(client: Client, options: argparse.Namespace) -> int:
 
 def run_doctor(run_dir: str, options: argparse.Namespace) -> int:
     status = 0
-    for finding in doctor.examine(run_dir, options.timeout):
+    findings = doctor.examine(run_dir, options.timeout)
+    if options.engine:
+        findings = itertools.chain(findings, doctor.ask_engine(run_dir, options.timeout, options.arguments))
+    for finding in findings:
         status = status if finding.ok else 1
         if options.json:
             print(json.dumps(dataclasses.asdict(finding)), flush=True)
@@ -416,6 +429,8 @@ def run_doctor(run_dir: str, options: argparse.Namespace) -> int:
             print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.check:16} {finding.detail}", flush=True)
             if finding.remedy:
                 print(f"      {'':16} -> {finding.remedy}", flush=True)
+        if not finding.ok:
+            break  # no later check makes sense
     return status
 
 

@@ -10,7 +10,7 @@ import pytest
 from .conftest import BLOCK, Daemon, Engine, prompt
 
 REQUESTS = 200
-SMALL = {"num_gpu_blocks_override": 80, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+SMALL = {"num_gpu_blocks_override": 44, "max_num_seqs": 8, "max_num_batched_tokens": 512}
 ABORTED = {"5": 2, "17": 9, "40": 30, "41": 31, "90": 60, "150": 100}
 """Request number -> step of the engine."""
 
@@ -30,7 +30,7 @@ def requests() -> list[dict[str, Any]]:
     for number in range(REQUESTS):
         story = chosen.randrange(10)
         tokens = prompt(story % 2, 3 * BLOCK + 5) + prompt(100 + story, chosen.randrange(20, 260))
-        made.append({"tokens": tokens + prompt(1000 + number, 7), "max_tokens": chosen.randrange(4, 40)})
+        made.append({"tokens": tokens + prompt(1000 + number, 7), "max_tokens": chosen.randrange(4, 60)})
     return made
 
 

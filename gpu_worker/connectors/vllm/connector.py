@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvstore.gpu_worker.connectors.vllm.identity import check_supported, group_of
+from kvstore.gpu_worker.connectors.vllm.identity import check_settings, group_of
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.metadata import RankLayout, StepMetadata
 from kvstore.gpu_worker.connectors.vllm.scheduler import SchedulerSide
@@ -34,7 +34,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_supported(vllm_config, kv_cache_config)
+        check_settings(vllm_config)
         transfer = self._kv_transfer_config
         settings = Settings.of(transfer.kv_connector_extra_config)
         block_tokens = group_of(kv_cache_config).kv_cache_spec.block_size

@@ -40,7 +40,7 @@ NOT_WEIGHTS = ("tokenizer", "special_tokens", "vocab", "added_tokens", "generati
 HEADER_BYTES_MAX = 64 << 20
 
 
-def check_supported(config: Any, kv_cache_config: Any) -> None:
+def check_settings(config: Any) -> None:
     """Raises Unsupported or ConfigError, naming the vLLM setting that stands in the way."""
     transfer, cache, parallel = config.kv_transfer_config, config.cache_config, config.parallel_config
     if transfer.kv_load_failure_policy != "recompute":
@@ -73,7 +73,6 @@ def check_supported(config: Any, kv_cache_config: Any) -> None:
             value=True,
             remedy="use a checkpoint with KV scales",
         )
-    group_of(kv_cache_config)
 
 
 def group_of(kv_cache_config: Any) -> Any:

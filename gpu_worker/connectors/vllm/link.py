@@ -46,6 +46,11 @@ class Link:
             return client is not None and client.connected
         return self._wanted is not None and not self._complaint
 
+    @property
+    def complaint(self) -> str:
+        """Why there is no store, if somebody said so."""
+        return self._complaint
+
     def open(self, spec: NamespaceSpec) -> None:
         """From now on this one; whoever has the one before goes on with it."""
         with self._changed:

@@ -1,0 +1,261 @@
+"""What `kvctl doctor vllm -- ARGUMENTS` runs, where vLLM is installed: would `vllm serve ARGUMENTS` use the store?
+
+One finding a line, as JSON: check, ok, detail, remedy. Ends with the first that is not ok. Loads no weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from kvstore.errors import StoreError
+from kvstore.gpu_worker.connectors.vllm.identity import (
+    build_of_vllm,
+    check_settings,
+    hash_protocol,
+    namespace_of,
+    vllm_version,
+    weights_digest,
+)
+from kvstore.gpu_worker.connectors.vllm.link import Link
+from kvstore.gpu_worker.connectors.vllm.lookups import Lookups
+from kvstore.gpu_worker.connectors.vllm.metadata import Load, Save, StepMetadata
+from kvstore.gpu_worker.connectors.vllm.settings import Settings
+from kvstore.gpu_worker.connectors.vllm.worker import WorkerSide
+from kvstore.keys import ROOT
+from kvstore.types import ChunkKey
+
+TESTED = ("0.32", "0.33")
+MODULE = "kvstore.gpu_worker.connectors.vllm"
+CONNECTOR = "KVStoreConnector"
+BLOCKS = 3
+BLOCK_TOKENS = 16
+"""Where vLLM has not chosen yet."""
+
+
+class Failed(Exception):
+    def __init__(self, detail: str, remedy: str) -> None:
+        super().__init__(detail)
+        self.remedy = remedy
+
+
+class Patient:
+    """The checks, in the order in which they build on each other."""
+
+    def __init__(self, arguments: Sequence[str], run_dir: str, timeout_s: float) -> None:
+        self.arguments = list(arguments)
+        self.run_dir = run_dir
+        self.timeout_s = timeout_s
+        self.config: Any = None
+        self.settings = Settings()
+
+    def checks(self) -> list[Callable[[], str]]:
+        return [
+            self.check_vllm,
+            self.check_arguments,
+            self.check_connector,
+            self.check_settings,
+            self.check_model,
+            self.check_weights,
+            self.check_hashes,
+            self.check_round_trip,
+        ]
+
+    def check_vllm(self) -> str:
+        tested = ".".join(vllm_version().split(".")[:2]) in TESTED
+        warning = "" if tested else f" (tested only with {', '.join(TESTED)})"
+        return f"{build_of_vllm()}{warning}, torch {torch.__version__}"
+
+    def check_arguments(self) -> str:
+        arguments = self.arguments
+        if arguments and not arguments[0].startswith("-"):
+            arguments = ["--model", *arguments]
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        try:
+            known, others = parser.parse_known_args(arguments)
+            self.config = EngineArgs.from_cli_args(known).create_engine_config()
+        except (Exception, SystemExit) as error:
+            raise Failed(
+                f"vLLM does not take them: {error}", "give the arguments of `vllm serve` after --"
+            ) from error
+        return f"model {self.config.model_config.model}" + (f", not looked at: {others}" if others else "")
+
+    def check_connector(self) -> str:
+        transfer = self.config.kv_transfer_config
+        wanted = {
+            "kv_connector": CONNECTOR,
+            "kv_connector_module_path": MODULE,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"run_dir": self.run_dir},
+        }
+        paste = f"--kv-transfer-config '{json.dumps(wanted)}'"
+        if transfer is None or transfer.kv_connector is None:
+            raise Failed("no KV connector is configured", f"add {paste}")
+        named = (transfer.kv_connector, transfer.kv_connector_module_path)
+        if named != (CONNECTOR, MODULE):
+            raise Failed(f"the connector is {named[0]} of {named[1]}", f"use {paste}")
+        self.settings = Settings.of(transfer.kv_connector_extra_config)
+        if self.settings.run_dir != self.run_dir:
+            raise Failed(
+                f"the engine will look for the daemon in {self.settings.run_dir}, this doctor in {self.run_dir}",
+                "name the same directory in kv_connector_extra_config.run_dir and with --run-dir",
+            )
+        role = {"kv_both": "saves and loads", "kv_producer": "only saves", "kv_consumer": "only loads"}
+        way = "layer by layer" if self.settings.layerwise else "whole requests"
+        return f"{CONNECTOR}, {role[transfer.kv_role]}, {way}"
+
+    def check_settings(self) -> str:
+        check_settings(self.config)
+        return "a load that fails is computed; no setting of vLLM stands in the way"
+
+    def check_model(self) -> str:
+        model = self.config.model_config
+        window = model.get_sliding_window()
+        hybrid = model.is_hybrid or model.is_attention_free
+        if window or hybrid or model.is_encoder_decoder:
+            kind = f"a window of {window}" if window else "other layers than attention"
+            raise Failed(
+                f"its layers have {kind}",
+                "only models whose layers all have full attention are supported, so far",
+            )
+        device = self.config.device_config.device_type
+        if device != "cpu":
+            raise Failed(f"its KV lies on {device}", "KV is taken from CPU memory only, so far")
+        kind = "latent (MLA)" if model.use_mla else "full"
+        return f"{kind} attention in {model.get_total_num_hidden_layers()} layers, on {device}"
+
+    def check_weights(self) -> str:
+        return f"digest {weights_digest(self.config, self.settings).hex()[:16]}"
+
+    def check_hashes(self) -> str:
+        return hash_protocol(self.config.cache_config.prefix_caching_hash_algo, os.environ)
+
+    def check_round_trip(self) -> str:
+        """Blocks of the model's size, saved by one rank, found, and loaded by another, in a namespace of their own."""
+        cache = self._cache()
+        layers = cache.kv_cache_groups[0].layer_names
+        spec = cache.kv_cache_groups[0].kv_cache_spec
+        shape = (cache.num_blocks, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+        settings = Settings.of(
+            {**vars(self.settings), "salt": f"doctor {secrets.token_hex(16)}", "layerwise": False}
+        )
+        given = [torch.randint(0, 256, shape, dtype=torch.uint8).to(spec.dtype) for _ in layers]
+        got = [torch.zeros(shape, dtype=spec.dtype) for _ in layers]
+        keys = tuple(ChunkKey(secrets.token_bytes(32)) for _ in range(BLOCKS))
+        with contextlib.ExitStack() as stack:
+            ranks = []
+            for tensors in (given, got):
+                rank = WorkerSide(self.config, cache, settings, self._link(settings))
+                stack.callback(rank.close)
+                rank.register(dict(zip(layers, tensors, strict=True)))
+                ranks.append(rank)
+            assert ranks[0].layout is not None and ranks[0].saver is not None
+            name = namespace_of(
+                self.config, settings, {(0, 0): ranks[0].layout}, block_tokens=spec.block_size
+            )
+            link = self._link(settings)
+            stack.callback(link.close)
+            link.open(name)
+            if link.namespace(name, self.timeout_s) is None:
+                raise Failed(link.complaint or "the daemon did not answer in time", "see kvctl doctor")
+            begun = time.perf_counter()
+            self._step(ranks[0], StepMetadata(saves=[Save("d", ROOT, keys, tuple(range(BLOCKS)))], spec=name))
+            if not ranks[0].saver.flush(self.timeout_s) or ranks[0].tally.total["blocks_saved"] != BLOCKS:
+                raise Failed(
+                    f"not saved: {dict(ranks[0].tally.total)}", "see kvctl doctor, and the daemon's log"
+                )
+            lookups = Lookups(link, lookup_s=self.timeout_s, hold_s=self.timeout_s)
+            stack.callback(lookups.close)
+            lookup = lookups.start(name, keys, bytes, lambda _, block_hash: block_hash)
+            stack.callback(lookup.end)
+            _wait(lambda: lookup.done, self.timeout_s)
+            if lookup.hits != BLOCKS:
+                raise Failed(f"{lookup.hits} of {BLOCKS} saved blocks are found", "see kvctl doctor")
+            self._step(ranks[1], StepMetadata(loads=[Load("d", keys, tuple(range(BLOCKS)))], spec=name))
+            _wait(lambda: bool(ranks[1].take_done()), self.timeout_s)
+            if failed := ranks[1].take_failed():
+                raise Failed(f"blocks {sorted(failed)} were not loaded", "see kvctl doctor")
+            for number, (one, other) in enumerate(zip(given, got, strict=True)):
+                if not torch.equal(one[:BLOCKS], other[:BLOCKS]):
+                    raise Failed(
+                        f"layer {number} came back with other bytes", "stop the daemon and report this"
+                    )
+            took_ms = 1e3 * (time.perf_counter() - begun)
+            opened = link.namespace(name, self.timeout_s)
+            if opened is not None:
+                opened.forget(keys=keys)
+        return f"{BLOCKS} blocks of {name.chunk_bytes >> 10} KiB saved, found and loaded in {took_ms:.0f} ms"
+
+    def _step(self, rank: WorkerSide, metadata: StepMetadata) -> None:
+        rank.begin(metadata)
+        rank.load(metadata)
+        rank.end_forward(metadata)
+
+    def _link(self, settings: Settings) -> Link:
+        return Link(
+            settings.run_dir, engine_group="", rank=0, timeout_s=self.timeout_s, staging_bytes=64 << 20
+        )
+
+    def _cache(self) -> KVCacheConfig:
+        model, parallel = self.config.model_config, self.config.parallel_config
+        names = [f"layer.{number}" for number in range(model.get_num_layers(parallel))]
+        spec = FullAttentionSpec(
+            block_size=self.config.cache_config.block_size or BLOCK_TOKENS,
+            num_kv_heads=model.get_num_kv_heads(parallel),
+            head_size=model.get_head_size(),
+            dtype=model.dtype,
+        )
+        taken = (spec.block_size, spec.num_kv_heads, 2 * spec.head_size)
+        blocks = next(count for count in (5, 7, 11, 13) if count not in taken)
+        parallel.tensor_parallel_size = parallel.pipeline_parallel_size = (
+            1  # one rank's share, looked at alone
+        )
+        return KVCacheConfig(blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)])
+
+
+def _wait(what: Callable[[], bool], timeout_s: float) -> None:
+    until = time.monotonic() + timeout_s
+    while not what():
+        if time.monotonic() > until:
+            raise Failed("the daemon did not answer in time", "see kvctl doctor, and the daemon's log")
+        time.sleep(0.005)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="kvctl doctor vllm", description=__doc__)
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--timeout", type=float, default=5.0)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    given = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+    patient = Patient(given, options.run_dir, options.timeout)
+    for check in patient.checks():
+        finding = {"check": check.__name__.removeprefix("check_").replace("_", " "), "ok": True, "remedy": ""}
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # whatever vLLM prints
+                finding["detail"] = check()
+        except Failed as failed:
+            finding.update(ok=False, detail=str(failed), remedy=failed.remedy)
+        except StoreError as error:
+            detail = str(error).removesuffix(f" ({error.remedy})")
+            finding.update(ok=False, detail=detail, remedy=error.remedy)
+        print(json.dumps(finding), flush=True)
+        if not finding["ok"]:
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
