@@ -1,0 +1,282 @@
+"""What makes KV comparable, and what is refused: without an engine."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from kvstore.errors import ConfigError, StoreError, Unsupported
+from kvstore.gpu_worker.connectors.vllm import identity
+from kvstore.gpu_worker.connectors.vllm.blocks import PagedBlocks
+from kvstore.gpu_worker.connectors.vllm.metadata import LayerShape, RankLayout
+from kvstore.gpu_worker.connectors.vllm.settings import Settings
+from kvstore.layout import NamespaceSpec
+
+from .conftest import BLOCK, ENVIRONMENT, Daemon, make_model, transfer_config
+
+LAYOUT = RankLayout(
+    "CPU_ATTN:vec/x86_64:AVX512", (LayerShape((2, 32, 128), (0, 1, 2), "float32", 32768),) * 4, 1
+)
+PLAIN = Settings()
+FULL = FullAttentionSpec(BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def config(model: Path) -> Any:
+    arguments = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=BLOCK,
+        kv_transfer_config=KVTransferConfig(**transfer_config(Path("/nowhere"))),
+    )
+    return arguments.create_engine_config()
+
+
+@pytest.fixture
+def spec(config: Any) -> Callable[..., NamespaceSpec]:
+    def make(
+        changed: Any = config,
+        settings: Settings = PLAIN,
+        layout: RankLayout = LAYOUT,
+        block: int = BLOCK,
+    ) -> NamespaceSpec:
+        return identity.namespace_of(changed, settings, {(0, 0): layout}, block_tokens=block)
+
+    return make
+
+
+def test_the_same_replica_is_the_same(
+    spec: Callable[..., NamespaceSpec], model: Path, tmp_path: Path
+) -> None:
+    assert spec() == spec()
+
+
+def test_whatever_differs_is_another_namespace(
+    spec: Callable[..., NamespaceSpec],
+    config: Any,
+    folder: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def with_model(**changes: Any) -> Any:
+        other = copy.copy(config)
+        other.model_config = copy.copy(config.model_config)
+        for name, value in changes.items():
+            setattr(other.model_config, name, value)
+        return other
+
+    touched = folder / "touched"
+    shutil.copytree(model, touched, copy_function=shutil.copy2)
+    os.utime(touched / "model.safetensors", ns=(1, 1))
+    moved = folder / "moved"
+    shutil.copytree(model, moved, copy_function=shutil.copy2)
+    quantised = copy.copy(config)
+    quantised.cache_config = copy.copy(config.cache_config)
+    quantised.cache_config.cache_dtype = "fp8"
+    packed = replace(LAYOUT, backend="CPU_ATTN:amx/x86_64:AVX512")
+    wider = replace(
+        LAYOUT, layers=(*LAYOUT.layers[:3], LayerShape((2, 128, 32), (0, 1, 2), "float32", 32768))
+    )
+    different = {
+        "other weights": spec(with_model(model=str(make_model(folder / "other", seed=1)))),
+        "weights written anew": spec(with_model(model=str(touched))),
+        "dtype": spec(with_model(dtype=torch.bfloat16)),
+        "cache dtype": spec(quantised),
+        "block size": spec(block=2 * BLOCK),
+        "packing": spec(layout=packed),
+        "shape": spec(layout=wider),
+        "salt": spec(settings=Settings(salt="x")),
+        "named weights": spec(settings=Settings(weights_digest="x")),
+        "reset": identity.reset_spec(spec(), b"a" * 16, 1),
+        "reset of another engine": identity.reset_spec(spec(), b"b" * 16, 1),
+    }
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    different["hash seed"] = spec()
+    monkeypatch.delenv("PYTHONHASHSEED")
+    monkeypatch.setattr(identity, "vllm_version", lambda: "0.99.0")
+    different["vllm"] = spec()
+    monkeypatch.undo()
+    digests = {name: other.digest("tenant") for name, other in {"": spec(), **different}.items()}
+    assert len(set(digests.values())) == len(digests)
+    assert spec(with_model(model=str(moved))) == spec(), "but not where the files lie"
+
+
+def test_epochs_of_one_family(spec: Callable[..., NamespaceSpec]) -> None:
+    """The daemon drops an older epoch of the same family: resets must not drop what others restored from files."""
+    one, two = (identity.reset_spec(spec(), b"a" * 16, count) for count in (1, 2))
+    assert one.digest("t") == two.digest("t") != spec().digest("t")
+    assert (one.weights_epoch, two.weights_epoch) == (1, 2)
+
+
+def test_pipeline_stages_and_distinct_ranks(config: Any) -> None:
+    changed = copy.copy(config)
+    changed.parallel_config = SimpleNamespace(tensor_parallel_size=4, pipeline_parallel_size=2)
+    small = replace(LAYOUT, replicas=2)
+    large = replace(small, layers=LAYOUT.layers + LAYOUT.layers[:1])
+    ranks = {(stage, rank): (small, large)[stage] for stage in range(2) for rank in range(4)}
+    spec = identity.namespace_of(changed, Settings(), ranks, block_tokens=BLOCK)
+    assert spec.shard_bytes == (4 * 32768, 4 * 32768, 5 * 32768, 5 * 32768)
+    ranks[1, 3] = small
+    with pytest.raises(Unsupported, match="differently"):
+        identity.namespace_of(changed, Settings(), ranks, block_tokens=BLOCK)
+
+
+def test_random_hashes_are_refused() -> None:
+    for algorithm in identity.FAST_HASHES:
+        with pytest.raises(ConfigError, match="PYTHONHASHSEED"):
+            identity.hash_protocol(algorithm, {})
+        assert algorithm in identity.hash_protocol(algorithm, {"PYTHONHASHSEED": "0"})
+    with pytest.raises(ConfigError, match="unknown"):
+        identity.hash_protocol("md5", {})
+
+
+def test_our_idea_of_the_hash_seed_is_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert kv_cache_utils.resolve_none_hash_seed(sha256) == identity.DEFAULT_SEED
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda c: setattr(c.kv_transfer_config, "kv_load_failure_policy", "fail"), "recompute"),
+        (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), "context parallel"),
+        (lambda c: setattr(c, "speculative_config", SimpleNamespace(method="eagle3")), "draft"),
+        (lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash"), "random"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    config: Any, change: Callable[[Any], None], match: str
+) -> None:
+    changed = SimpleNamespace(
+        kv_transfer_config=copy.copy(config.kv_transfer_config),
+        cache_config=copy.copy(config.cache_config),
+        parallel_config=copy.copy(config.parallel_config),
+        speculative_config=None,
+    )
+    identity.check_settings(changed)
+    change(changed)
+    with pytest.raises(StoreError, match=match):
+        identity.check_settings(changed)
+
+
+def test_groups_that_cannot_be_stored_are_refused() -> None:
+    def cache(*specs: Any) -> KVCacheConfig:
+        return KVCacheConfig(8, [], [KVCacheGroupSpec([f"l{n}"], spec) for n, spec in enumerate(specs)])
+
+    window = SlidingWindowSpec(BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=64)
+    state = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
+    assert identity.group_of(cache(FULL)).layer_names == ["l0"]
+    for specs in ((), (window,), (state,), (FULL, window), (replace(FULL, sliding_window=64),)):
+        with pytest.raises(Unsupported, match="supported, so far"):
+            identity.group_of(cache(*specs))
+
+
+def test_tensors_that_cannot_be_told_are_refused() -> None:
+    with pytest.raises(Unsupported, match="which dimension"):
+        PagedBlocks({"a": torch.zeros(8, 8, 4)}, ["a"], 8)
+    with pytest.raises(Unsupported, match="outside"):
+        PagedBlocks({"a": torch.zeros(8, 4), "b": torch.zeros(8, 4)}, ["a"], 8)
+    with pytest.raises(Unsupported, match="CPU"):
+        PagedBlocks({"a": torch.zeros(8, 4, device="meta")}, ["a"], 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_any_strides_are_gathered_and_filled(dtype: torch.dtype) -> None:
+    """K and V apart (blocks second), and heads before tokens: what GPU backends register."""
+    first = torch.randint(0, 200, (2, 9, 4, 3, 5)).to(dtype)
+    second = torch.randint(0, 200, (9, 3, 4, 10)).to(dtype).permute(0, 2, 1, 3)
+    blocks = PagedBlocks({"a": first, "b": second, "c": second}, ["a", "b", "c"], 9)
+    assert len(blocks.layers) == 2, "two names of one tensor are one layer"
+    shard = torch.zeros(blocks.shard_bytes, dtype=torch.uint8).numpy()
+    for layer in range(2):
+        blocks.gather(4, layer, shard)
+    flat = torch.cat([first[:, 4].contiguous().flatten(), second[4].contiguous().flatten()])
+    assert shard.tobytes() == flat.view(torch.uint8).numpy().tobytes()
+    for _, _, offset, target in blocks.pieces(0, 0, 7):
+        source = shard[offset : offset + target.nbytes].view(target.dtype).reshape(target.shape)
+        target[...] = source
+    assert torch.equal(first[:, 7], first[:, 4]) and torch.equal(second[7], second[4])
+
+
+def test_settings_are_checked() -> None:
+    assert Settings.of({"run_dir": "/x", "layerwise": True}).layerwise
+    for extra in ({"rundir": "/x"}, {"lookup_ms": "5"}, {"lookup_ms": -1}, {"layerwise": 1}):
+        with pytest.raises(ConfigError, match="kv_connector_extra_config"):
+            Settings.of(extra)
+
+
+def test_adapters_differ_by_their_files(tmp_path: Path) -> None:
+    request = SimpleNamespace(lora_path=str(tmp_path), load_inplace=False)
+    with pytest.raises(Unsupported):
+        identity.adapter_digest(request)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.bin").write_bytes(b"one")
+    first = identity.adapter_digest(request)
+    (tmp_path / "adapter_model.bin").write_bytes(b"two")
+    assert identity.adapter_digest(request) != first
+    assert identity.adapted_key(first, b"hash") != b"hash"
+    with pytest.raises(Unsupported):
+        identity.adapter_digest(SimpleNamespace(lora_path=str(tmp_path), load_inplace=True))
+
+
+@pytest.fixture(scope="module")
+def daemon(folder: Path) -> Iterator[Daemon]:
+    daemon = Daemon(folder / "doctor")
+    yield daemon
+    daemon.stop()
+
+
+def doctor(daemon: Daemon, model: Path, **transfer: Any) -> list[dict[str, Any]]:
+    arguments = [str(model), "--skip-tokenizer-init", "--dtype=float32", f"--block-size={BLOCK}"]
+    if transfer:
+        arguments.append(
+            f"--kv-transfer-config={json.dumps({**transfer_config(daemon.run_dir), **transfer})}"
+        )
+    command = [sys.executable, "-P", "-m", "kvstore.cli.kvctl", "--json", f"--run-dir={daemon.run_dir}"]
+    done = subprocess.run(
+        [*command, "doctor", "vllm", "--", *arguments],
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    findings = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == (0 if findings[-1]["ok"] else 1)
+    return findings
+
+
+def test_the_doctor_says_what_to_change(daemon: Daemon, model: Path) -> None:
+    well = doctor(daemon, model, kv_role="kv_both")
+    assert all(finding["ok"] for finding in well)
+    assert well[-1]["check"] == "round trip"
+    failing = doctor(daemon, model, kv_load_failure_policy="fail")[-1]
+    assert (failing["check"], failing["ok"]) == ("settings", False) and "recompute" in failing["remedy"]
+    without = doctor(daemon, model)[-1]
+    assert (without["check"], without["ok"]) == ("connector", False) and "KVStoreConnector" in without[
+        "remedy"
+    ]
