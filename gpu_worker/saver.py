@@ -210,6 +210,8 @@ class Saver:
             with self._changed:
                 self._drop(job)
             return
+        # A key stands for all tokens before it: after a hole it would name KV of another text.
+        assert job.first_token == len(turn.entries) * step, (job.first_token, turn.entries)
         parent = turn.entries[-1].key if turn.entries else ROOT
         keys = list(turn.namespace.keys(job.tokens, parent))
         counts = [step] * len(keys)

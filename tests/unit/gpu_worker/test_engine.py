@@ -158,6 +158,48 @@ def test_a_load_that_is_late_is_computed_instead(store: FakeStore, engines: Make
     released.set()  # the copy that came too late went into memory that nobody reads
 
 
+def test_a_turn_that_breaks_stops_its_load(store: FakeStore, engines: MakeEngine) -> None:
+    engine = engines(tiny_llama(), store)
+    prompt = text(150)
+    engine.turn("s", prompt, 1)
+    assert engine.flush(10)
+    copies, go = [], threading.Event()
+
+    def copy(number: int) -> bool:
+        copies.append(number)
+        return go.wait(30)
+
+    def break_down(*_: object) -> None:
+        raise ZeroDivisionError("out of memory, say")
+
+    store.on_copy = copy
+    hook = engine.model.model.layers[0].register_forward_pre_hook(break_down)
+    with pytest.raises(ZeroDivisionError):
+        engine.turn("s", [*prompt, 1], 1)
+    hook.remove()
+    go.set()
+    engine._loader.close()
+    assert len(copies) <= 1
+    assert store.leases == 0
+
+
+def test_a_turn_waits_for_the_save_of_the_turn_before(store: FakeStore, engines: MakeEngine) -> None:
+    engine = engines(tiny_llama(), store, lookup_timeout_s=30)
+    go = threading.Event()
+
+    class Saved(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            go.set()  # the save is held up until somebody waits for it
+            return super().wait(timeout)
+
+    store.on_write = lambda: go.wait(30)
+    first = engine.turn("s", text(150), 1)
+    engine._saving["s"].saved = Saved()
+    second = engine.turn("s", [*text(150), *first.tokens], 1)
+    go.set()
+    assert second.reused_tokens == 150
+
+
 def test_a_loader_that_breaks_does_not_hold_up_the_model(
     store: FakeStore, engines: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

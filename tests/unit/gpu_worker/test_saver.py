@@ -221,6 +221,25 @@ def test_a_queue_that_is_full_drops_and_never_waits(store: FakeStore, namespace:
     saver.close()
 
 
+def test_nothing_is_saved_behind_what_was_dropped(store: FakeStore, namespace: FakeNamespace) -> None:
+    """Also when the queue has room again: its key would leave out what was dropped, and name another text's KV."""
+    saver = Saver(GEOMETRY, queue_bytes_max=2 * GEOMETRY.shard_bytes)
+    cache, ids = filled(600), text(600)
+    save = begin(saver, namespace)
+    save.extend(cache, ids[:128])
+    assert saver.flush(10)
+    save.extend(cache, ids[:320])  # three at once: more than may wait
+    assert saver.flush(10)
+    save.extend(cache, ids[:384])
+    save.finish(cache, ids)
+    assert saver.flush(10)
+    assert {key for _, key in store.chunks} == set(namespace.keys(ids)[:2])
+    assert saver.counters["chunks_dropped"] == 8
+    info = namespace.get_session("s")
+    assert info is not None and len(info.entries) == 2
+    saver.close()
+
+
 def test_a_store_that_is_away_is_counted(store: FakeStore, namespace: FakeNamespace, saver: Saver) -> None:
     store.away = True
     save = begin(saver, namespace)
