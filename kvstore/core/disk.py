@@ -50,6 +50,9 @@ from kvstore.types import (
 CHUNKS_PER_OP_MAX = 64
 BYTES_PER_OP_MAX = 8 << 20
 INDEX_BATCH_MAX = 4096
+INDEX_ENTRIES_MAX = 16_384
+"""Of the sessions in one transaction; a longer one goes alone."""
+INDEX_ROOM_MIN = 64
 VICTIMS_LOOKED_AT_MAX = 64
 READ_ERRORS_MAX = 3
 """Failed reads in a row, after which the tier is off until a probe succeeds."""
@@ -133,6 +136,8 @@ class Disk:
         self.dirty_namespaces: dict[NamespaceId, Namespace] = {}
         self.deleted_namespaces: list[NamespaceId] = []
         self._unsynced: set[SlabId] = set()
+        self._index_full = False
+        """The next transaction only deletes."""
         self._probe_at: Millis = 0
         self._read_errors = 0
         self._next_generation = 1
@@ -593,7 +598,7 @@ class Disk:
         going = bool(self.slabs.retiring or self.slabs.unusable or self.deleted_namespaces)
         if not (going or state.dirty_chunks or state.dirty_sessions or self.dirty_namespaces):
             return
-        urgent = going or self.durable_waits or len(state.dirty_chunks) >= INDEX_BATCH_MAX
+        urgent = going or self.durable_waits or len(state.dirty_chunks) >= INDEX_BATCH_MAX or self._index_full
         if not urgent and state.now < oldest + due_ms:
             return
         op = state.new_op()
@@ -608,23 +613,29 @@ class Disk:
         puts: list[ev.ChunkRecord] = []
         deletes: list[tuple[int, ChunkKey]] = []
         rows: list[tuple[int, int]] = []
-        for namespace_id, key in list(islice(state.dirty_chunks, INDEX_BATCH_MAX)):
-            del state.dirty_chunks[namespace_id, key]
+        looked_at = None if self._index_full else INDEX_BATCH_MAX
+        for namespace_id, key in list(islice(state.dirty_chunks, looked_at)):
             namespace = state.namespaces.get(namespace_id)
             row = NONE if namespace is None else namespace.index.get(key, NONE)
-            if namespace is not None and row != NONE and chunks.flags[row] & (STORED | DOOMED) == STORED:
+            if namespace is None or row == NONE or chunks.flags[row] & (STORED | DOOMED) != STORED:
+                deletes.append((namespace_id, key))
+            elif self._index_full:
+                continue
+            else:
                 puts.append(self._chunk_record(namespace, row))
                 rows.append((row, chunks.disk_generation[chunks.shard0[row]]))
-            else:
-                deletes.append((namespace_id, key))
+            del state.dirty_chunks[namespace_id, key]
         sessions: list[ev.SessionRecord] = []
         gone: list[tuple[int, bytes]] = []
-        for namespace_id, name in list(islice(state.dirty_sessions, INDEX_BATCH_MAX)):
-            del state.dirty_sessions[namespace_id, name]
+        entries_left = INDEX_ENTRIES_MAX
+        for namespace_id, name in list(islice(state.dirty_sessions, looked_at)):
             session = state.sessions.by_name.get((namespace_id, name))
             if session is None:
                 gone.append((namespace_id, name))
+            elif self._index_full or entries_left <= 0:
+                continue
             else:
+                entries_left -= len(session.manifest)
                 m = session.manifest
                 entries = tuple(
                     ev.SessionEntry(
@@ -633,8 +644,11 @@ class Disk:
                     for i, row in enumerate(m.rows)
                 )
                 sessions.append(ev.SessionRecord(namespace_id, name, session.version, entries))
-        new = tuple(ev.NamespaceRecord(n.id, n.tenant, n.spec) for n in self.dirty_namespaces.values())
-        self.dirty_namespaces = {}
+            del state.dirty_sessions[namespace_id, name]
+        new: tuple[ev.NamespaceRecord, ...] = ()
+        if not self._index_full:
+            new = tuple(ev.NamespaceRecord(n.id, n.tenant, n.spec) for n in self.dirty_namespaces.values())
+            self.dirty_namespaces = {}
         effect = ev.WriteIndex(
             op,
             tuple(sorted(self._unsynced)),
@@ -682,6 +696,7 @@ class Disk:
                 state.disk.replace(slab, Phase.ABSENT)
             self.slabs.unusable = [slab_id for slab_id in self.slabs.unusable if slab_id not in gone]
             state.counters["index_transactions"] += 1
+            self._index_full = False
             return
         # Nothing of it is in the index: all of it is to be written again, and first. A slot that one of these chunks
         # gave up may have been filled since; the index must not name its new owner while it still names the old one.
@@ -701,7 +716,21 @@ class Disk:
         if result is DiskResult.CORRUPT:
             self._write_anew(rows)
         state.counters["index_errors"] += 1
+        if result is DiskResult.NO_SPACE and not self._index_full and self._make_room(len(effect.chunks)):
+            return
+        self._index_full = False
         self._degrade(DiskState.READ_ONLY, why)
+
+    def _make_room(self, records: int) -> bool:
+        """The index is full. The chunks that left DRAM longest ago give up theirs, in a transaction that only deletes:
+        for those the index keeps a reserve. False: there are none."""
+        state = self.state
+        oldest = list(islice(state.chunks.walk(state.cold), max(records, INDEX_ROOM_MIN)))
+        for row in oldest:
+            state.evict_from_disk(row)
+        self._index_full = bool(oldest)
+        state.counters["index_full"] += 1
+        return self._index_full
 
     def _write_anew(self, rows: Sequence[tuple[int, int]]) -> None:
         """A sync failed, and some of these chunks may not have reached the medium, nor ever will: syncing again proves

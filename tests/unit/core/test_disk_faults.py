@@ -427,6 +427,66 @@ def test_after_a_failed_sync_chunks_on_ssd_alone_are_lost(rising: bool) -> None:
     assert len(world.platter.chunks) == there
 
 
+def test_a_full_index_makes_room_by_what_left_dram_longest_ago_and_nobody_notices() -> None:
+    world, worker, namespace = small(durable_within_ms=400)
+    for number in range(25):
+        world.save(worker, namespace, chain(f"{number}", 4))
+        world.tick(1)
+    world.settle(2_000)
+    assert len(world.platter.chunks) == 100
+    commit = world.save_durably(worker, namespace, chain("new", 1))
+    world.hold = {ev.WriteIndex}
+    commit = world.save_durably(worker, namespace, chain("more", 1))
+    world.append(worker, namespace, b"s", chain("more", 1))
+    world.finish(fails="NO_SPACE")
+    assert world.health() is DiskState.OK
+    assert world.durable_answer(worker, commit) is None
+    (op,) = world.of(ev.WriteIndex)
+    assert len(op.chunks_deleted) == 64
+    assert not op.chunks and not op.sessions and not op.namespaces
+    assert world.where(namespace, chain("0", 4)) == ["EVICTED"] * 4
+    world.finish()
+    world.finish()
+    assert isinstance(world.durable_answer(worker, commit), ev.Committed)
+    assert (namespace, chain("more", 1)[0]) in world.platter.chunks
+    assert (namespace, b"s") in world.platter.sessions
+    assert (world.counters["index_full"], world.counters["index_errors"]) == (1, 1)
+
+
+@pytest.mark.parametrize("cold_ones", [False, True])
+def test_an_index_that_cannot_even_delete_stops_writes(cold_ones: bool) -> None:
+    world, worker, namespace = small(durable_within_ms=400)
+    if cold_ones:
+        cold(world, worker, namespace)
+        world.tick(400)
+    world.save(worker, namespace, chain("new", 1))
+    world.faults = {ev.WriteIndex: DiskResult.NO_SPACE}
+    world.tick(400)
+    assert world.health() is DiskState.READ_ONLY
+    world.faults.clear()
+    world.settle(3_000)
+    assert world.health() is DiskState.OK
+    assert (namespace, chain("new", 1)[0]) in world.platter.chunks
+
+
+def test_index_transactions_are_bounded_in_session_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.core.disk.INDEX_ENTRIES_MAX", 5)
+    world, worker, namespace = start(durable_within_ms=400)
+    world.save(worker, namespace, chain("k", 8))
+    world.hold = {ev.WriteIndex}
+    for number in range(4):
+        world.append(worker, namespace, b"%d" % number, chain("k", 3))
+    world.append(worker, namespace, b"long", chain("k", 8))
+    sizes = []
+    for _ in range(30):
+        world.tick(100)
+        if world.held:
+            sizes.append([len(session.entries) for session in world.held[0].sessions])
+            world.finish()
+    assert sizes == [[3, 3], [3, 3], [8]]
+    assert len(world.platter.sessions) == 5
+
+
 # ---------------------------------------------------------------------------------------------------------- bad bytes
 
 
