@@ -109,6 +109,28 @@ def test_a_chunk_that_two_jobs_need_counts_once_and_for_the_nearer_one() -> None
     assert [rank[index[key]] for key in (*chain("a", 3), *chain("d", 1), *chain("b", 1))] == [0, 0, 0, 1, 2]
 
 
+def test_a_chunk_that_a_job_names_twice_counts_once() -> None:
+    world, worker, namespace = start()
+    fourteen(world, worker, namespace)
+    assert publish(world, worker, namespace, hint("j", 0, chain("a", 3) * 2)).results == (ACCEPTED,)
+
+
+def test_a_long_queue_is_planned_again_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.core.queue.REPLAN_ROWS_PER_MS", 0.01)  # 100 ms per chunk
+    world, worker, namespace = start(hint_ttl_ms=10_000)
+    save(world, worker, namespace, "a")
+    info = world.append(worker, namespace, b"s", chain("a", 1))
+    publish(world, worker, namespace, hint("j", 0, session=b"s"))
+    save(world, worker, namespace, "b")
+    world.append(worker, namespace, b"s", chain("b", 1), version=info.version, keep=1)
+    world.tick(90)
+    assert len(world.store.state.policy.rank) == 1
+    world.tick(10)
+    assert len(world.store.state.policy.rank) == 2
+    publish(world, worker, namespace, hint("j", 0, chain("b", 1)))  # what is new is planned at once
+    assert len(world.store.state.policy.rank) == 1
+
+
 def test_a_job_counts_as_far_as_its_chunks_can_be_had() -> None:
     world, worker, namespace = start()
     fourteen(world, worker, namespace)
