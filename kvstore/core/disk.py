@@ -645,6 +645,9 @@ class Disk:
                 )
                 sessions.append(ev.SessionRecord(namespace_id, name, session.version, entries))
             del state.dirty_sessions[namespace_id, name]
+        # A dict that was emptied from its front keeps the holes, and finding its first entry passes all of them.
+        state.dirty_chunks = state.dirty_chunks or {}
+        state.dirty_sessions = state.dirty_sessions or {}
         new: tuple[ev.NamespaceRecord, ...] = ()
         if not self._index_full:
             new = tuple(ev.NamespaceRecord(n.id, n.tenant, n.spec) for n in self.dirty_namespaces.values())
