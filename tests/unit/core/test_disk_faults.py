@@ -342,6 +342,26 @@ def test_all_of_a_failed_index_transaction_is_written_again() -> None:
     assert set(world.platter.sessions) == {(namespace, b"s")}
 
 
+def test_a_namespace_that_is_closed_for_good_leaves_the_index_also_at_the_second_try() -> None:
+    world = DiskWorld(namespaces_max=2, durable_within_ms=400, probe_interval_ms=100)
+    first = world.join()
+    unused = world.open(spec("unused"), first)
+    world.kill(first)
+    worker = world.join()
+    namespace = world.open(spec("used"), worker)
+    world.save(worker, namespace, chain("k", 1))
+    world.tick(400)
+    assert set(world.platter.namespaces) == {unused, namespace}
+    world.hold = {ev.WriteIndex}
+    world.open(spec("new"), worker)
+    while not (op := world.of(ev.WriteIndex)) or not op[0].namespaces_deleted:
+        world.tick(100)
+    world.finish(fails="IO_ERROR")
+    world.hold = set()
+    world.settle(2_000)
+    assert set(world.platter.namespaces) == {namespace, namespace + 1}
+
+
 def test_a_transaction_that_is_tried_again_puts_the_present_into_the_index() -> None:
     world, worker, namespace = start(durable_within_ms=400, probe_interval_ms=100)
     world.hold = {ev.WriteIndex}
