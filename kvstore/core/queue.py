@@ -4,12 +4,13 @@
     eviction window   the part of the queue whose chunks fit in all tiers: (C_mem + C_disk) / S_kv. It is ranked: within
                       a namespace's share, what the window does not need goes first, then what is needed last.
 
-The windows order victims; they never refuse to evict. A queue longer than the window is clipped from its tail, and the
-answer says so.
+Both are cut within a tenant's part of the memory. The windows order victims; they never refuse to evict. A queue longer
+than the window is clipped from its tail, and the answer says so.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -40,10 +41,10 @@ class Job:
 
 @dataclass(slots=True)
 class Windows:
-    """The last plan."""
+    """The last plan: how far both windows reach, in jobs of each tenant."""
 
-    prefetch: int = 0
-    eviction: int = 0
+    prefetch: Counter[str] = field(default_factory=Counter)
+    eviction: Counter[str] = field(default_factory=Counter)
     results: dict[tuple[WorkerId, NamespaceId, bytes], HintResult] = field(default_factory=dict)
 
 
@@ -58,13 +59,15 @@ class Queue:
 
     def __repr__(self) -> str:
         count = sum(map(len, self.jobs.values()))
-        return f"Queue({count} jobs, prefetch window {self.windows.prefetch}, eviction window {self.windows.eviction})"
+        reach = f"prefetch {self.windows.prefetch.total()}, eviction {self.windows.eviction.total()}"
+        return f"Queue({count} jobs, windows: {reach})"
 
     def publish(self, worker: Worker, event: ev.PublishQueue) -> ev.QueueAccepted:
-        """Replace or change the worker's queue for one namespace, and plan at once."""
+        """Replace or change the worker's queue for one namespace of its tenant, and plan at once. It need not be open:
+        a scheduler knows sessions and jobs, and is handed no bytes."""
         state = self.state
         limits = state.limits
-        namespace = state.own_namespace(worker, event.namespace)
+        namespace = state.administered_namespace(worker, event.namespace)
         for index, hint in enumerate(event.hints):
             if not 0 <= hint.position <= POSITION_MAX:
                 raise BadRequest(
@@ -99,8 +102,8 @@ class Queue:
                 HintResult.REJECTED if hint.job in rejected else results[worker.id, namespace.id, hint.job]
                 for hint in event.hints
             ),
-            self.windows.prefetch,
-            self.windows.eviction,
+            self.windows.prefetch[worker.tenant],
+            self.windows.eviction[worker.tenant],
         )
 
     def forget(self, worker: WorkerId) -> None:
@@ -122,17 +125,22 @@ class Queue:
             self.plan()
 
     def plan(self) -> None:
-        """Rank what the queue needs, soonest job first, as far as all tiers reach; raise what DRAM can hold of it."""
+        """Rank what the queue needs, soonest job first, as far as all tiers reach; raise what DRAM can hold of it.
+
+        Tenants with jobs have equal parts of the memory: a long queue of one does not shorten another's windows.
+        """
         state = self.state
         limits = state.limits
         self._due = False
         self._planned_at = state.now
-        in_dram = int(limits.arena_bytes * limits.prefetch_share_max)
-        in_all = limits.arena_bytes + limits.disk_slab_bytes * limits.disk_slabs_max
+        tenants = len({state.workers[worker].tenant for worker in self.jobs}) or 1
+        in_dram = int(limits.arena_bytes * limits.prefetch_share_max) // tenants
+        in_all = (limits.arena_bytes + limits.disk_slab_bytes * limits.disk_slabs_max) // tenants
         windows = Windows()
         rank: dict[int, int] = {}
         rising: list[int] = []
-        used = 0
+        used: Counter[str] = Counter()
+        clipped: set[str] = set()
         ordered = sorted(
             (
                 (job.position, worker, name, job)
@@ -147,18 +155,18 @@ class Queue:
             new = [row for row in dict.fromkeys(rows) if row not in rank]
             size = len(new) * namespace.chunk_bytes if namespace is not None else 0
             key = (worker, name[0], name[1])
-            if used + size > in_all:
+            tenant = state.workers[worker].tenant
+            if tenant in clipped or used[tenant] + size > in_all:
                 # What does not fit ends the window: a job behind it must not push out one that is nearer.
-                windows.results.update(
-                    {(w, n[0], n[1]): HintResult.CLIPPED for _, w, n, _ in ordered[place:]}
-                )
-                break
-            used += size
+                clipped.add(tenant)
+                windows.results[key] = HintResult.CLIPPED
+                continue
+            used[tenant] += size
             for row in new:
                 rank[row] = place
-            windows.eviction += 1
-            if used <= in_dram:
-                windows.prefetch += 1
+            windows.eviction[tenant] += 1
+            if used[tenant] <= in_dram:
+                windows.prefetch[tenant] += 1
                 rising += [
                     row for row in new if state.chunks.flags[row] & (STORED | RISING | DOOMED) == STORED
                 ]

@@ -148,16 +148,47 @@ def test_a_job_counts_as_far_as_its_chunks_can_be_had() -> None:
     assert (accepted.prefetch_window, accepted.eviction_window) == (3, 4)
 
 
-def test_queues_of_all_workers_and_namespaces_are_one_queue() -> None:
+def test_queues_of_a_tenants_workers_and_namespaces_are_one_queue() -> None:
     world, worker, namespace = start()
     fourteen(world, worker, namespace)
-    other = world.join("bob")
-    others = world.open(spec(shard_bytes=100), other)
+    other = world.join()
+    others = world.open(spec(shard_bytes=100, model="another"), other)
     assert publish(world, other, others, hint("j", 5, chain("a", 1))).results == (ACCEPTED,)
     assert publish(world, worker, namespace, hint("j", 6, chain("a", 3))).prefetch_window == 2
     accepted = publish(world, worker, namespace, hint("j", 6, chain("c", 5)))
     assert accepted.results == (DEFERRED,)
     assert (accepted.prefetch_window, accepted.eviction_window) == (1, 2)
+
+
+def test_a_tenants_long_queue_does_not_shorten_anothers_windows() -> None:
+    """Two tenants with jobs: each has half, 2 of the 4 chunks in DRAM and 6 of the 13 in all."""
+    world, worker, namespace = start(segments=2, segment_bytes=4 * PAGE)
+    bob = world.join("bob")
+    bobs = world.open(spec(shard_bytes=100), bob)
+    save(world, bob, bobs, "x", "y")
+    for name, count in (("a", 3), ("c", 7)):
+        for key in chain(name, count):
+            world.tick(1)
+            world.save(worker, namespace, (key,))
+    greedy = publish(world, worker, namespace, hint("all", 0, chain("c", 7)), hint("more", 1, chain("a", 3)))
+    assert greedy.results == (DEFERRED, DEFERRED)  # alone, it may have all of the 13
+    late = publish(world, bob, bobs, hint("x", 100, chain("x", 1)), hint("y", 101, chain("y", 1)))
+    assert late.results == (ACCEPTED, ACCEPTED)
+    assert (late.prefetch_window, late.eviction_window) == (2, 2)
+    again = publish(world, worker, namespace, hint("all", 0, chain("c", 7)), hint("more", 1, chain("a", 3)))
+    assert again.results == (CLIPPED, CLIPPED)
+    assert (again.prefetch_window, again.eviction_window) == (0, 0)
+    publish(world, bob, bobs)
+    assert publish(world, worker, namespace, hint("all", 0, chain("c", 7))).results == (DEFERRED,)
+
+
+def test_a_scheduler_need_not_open_what_its_tenant_has() -> None:
+    world, worker, namespace = start()
+    save(world, worker, namespace, "a")
+    scheduler = world.join()
+    assert publish(world, scheduler, namespace, hint("j", 0, chain("a", 1))).results == (ACCEPTED,)
+    with pytest.raises(NotFound):
+        publish(world, world.join("bob"), namespace, hint("j", 0, chain("a", 1)))
 
 
 def test_a_session_stands_for_the_chunks_of_its_manifest() -> None:
@@ -167,7 +198,8 @@ def test_a_session_stands_for_the_chunks_of_its_manifest() -> None:
     assert publish(world, worker, namespace, hint("j", 0, session=b"s")).results == (ACCEPTED,)
     world.append(worker, namespace, b"s", chain("c", 7), version=info.version, keep=3)
     world.tick(100)  # plans again
-    assert (world.store.queue.windows.prefetch, world.store.queue.windows.eviction) == (0, 1)
+    windows = world.store.queue.windows
+    assert (windows.prefetch.total(), windows.eviction.total()) == (0, 1)
     assert len(world.store.state.policy.rank) == 10
 
 
@@ -451,7 +483,7 @@ def test_nothing_rises_while_the_ssd_is_off() -> None:
     (late,) = world.held
     world.tick(1_000)
     assert world.held == [late]
-    assert world.store.queue.windows.prefetch == 1  # a job without anything that can be had
+    assert world.store.queue.windows.prefetch.total() == 1  # a job without anything that can be had
     world.hold = set()
     world.finish()
     for _ in range(5):
