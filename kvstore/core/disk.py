@@ -1,4 +1,4 @@
-"""The SSD tier as the core sees it: what is written, read back, indexed, given up, and when it is healthy again.
+"""The SSD tier as the core sees it: what is written, what is read back, and when the tier is healthy.
 
     resident -> STORING -> STORED -> DURABLE        save-through: every committed chunk, soon after its commit
     resident and STORED -> cold                     demotion: the DRAM slots go (State.demote)
@@ -12,27 +12,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import groupby, islice
+from dataclasses import dataclass
+from itertools import groupby
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import (
-    DERIVED,
     DOOMED,
-    DURABLE,
     LISTED,
-    NONE,
     QUEUED,
     RISING,
     STORED,
     STORING,
-    TAIL,
 )
+from kvstore.core.durability import Durability
 from kvstore.core.namespaces import Namespace, chunk_salt
-from kvstore.core.pool import Phase, Segment
+from kvstore.core.pool import Segment
 from kvstore.core.segments import Segments
-from kvstore.core.state import DISK, State
-from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.core.slabs import Slabs
+from kvstore.core.state import State
 from kvstore.types import (
     ChunkKey,
     DiskResult,
@@ -44,23 +41,12 @@ from kvstore.types import (
     Reason,
     Record,
     SlabId,
-    SlotState,
 )
 
 CHUNKS_PER_OP_MAX = 64
 BYTES_PER_OP_MAX = 8 << 20
-INDEX_BATCH_MAX = 4096
-INDEX_ENTRIES_MAX = 16_384
-"""Of the sessions in one transaction; a longer one goes alone."""
-INDEX_ROOM_MIN = 64
-VICTIMS_LOOKED_AT_MAX = 64
 READ_ERRORS_MAX = 3
 """Failed reads in a row, after which the tier is off until a probe succeeds."""
-LONG_DEADLINE_MS = 10_000
-"""For an index transaction with its syncs, and for making a slab file."""
-SLAB_RETRY_MS = 10_000
-"""After a slab file could not be made (full), how long until the next try."""
-PERSISTENT_FLAGS = DERIVED | TAIL
 
 
 @dataclass(slots=True)
@@ -79,65 +65,18 @@ class Read:
     """The targets, once the read is late."""
 
 
-@dataclass(slots=True)
-class IndexWrite:
-    effect: ev.WriteIndex
-    rows: list[tuple[int, int]]
-    """(chunk row, generation of its first shard): durable with this transaction, if still the same."""
-    since: Millis
-    """When the oldest of what is in it changed."""
-    deadline: Millis
-
-
-@dataclass(slots=True)
-class DurableWait:
-    """A commit that is answered when all its chunks are durable."""
-
-    ticket: ev.Ticket
-    answer: ev.Committed
-    chunks: tuple[tuple[NamespaceId, ChunkKey], ...]
-    missing: set[tuple[NamespaceId, ChunkKey]]
-    """Those that were never durable since."""
-    deadline: Millis
-
-
-@dataclass(slots=True)
-class NewSlab:
-    segment: Segment
-    slot_bytes: int
-    deadline: Millis
-
-
-@dataclass(slots=True)
-class Slabs:
-    """Slab files that come and go."""
-
-    creating: dict[OpId, NewSlab] = field(default_factory=dict)
-    retiring: list[Segment] = field(default_factory=list)
-    """Empty, and to be deleted with the next index transaction."""
-    unusable: list[SlabId] = field(default_factory=list)
-    """Likewise: files that a restart found and has no use for."""
-    retry_at: Millis = 0
-
-
 class Disk:
     def __init__(self, state: State, segments: Segments) -> None:
         self.state = state
         self._segments = segments
         self.writes: dict[OpId, Write] = {}
         self.reads: dict[OpId, Read] = {}
-        self.index: tuple[OpId, IndexWrite] | None = None
         self.probe: OpId | None = None
-        self.slabs = Slabs()
+        self.slabs = Slabs(state, self._degrade)
+        self.durability = Durability(state, self.slabs, self._degrade)
         self.demanded: deque[tuple[int, ChunkKey]] = deque()
         """Rising chunks whose read has not begun: asked for by an Acquire, or (below) by a hint."""
         self.foreseen: deque[tuple[int, ChunkKey]] = deque()
-        self.durable_waits: list[DurableWait] = []
-        self.dirty_namespaces: dict[NamespaceId, Namespace] = {}
-        self.deleted_namespaces: list[NamespaceId] = []
-        self._unsynced: set[SlabId] = set()
-        self._index_full = False
-        """The next transaction only deletes."""
         self._probe_at: Millis = 0
         self._read_errors = 0
         self._next_generation = 1
@@ -145,7 +84,7 @@ class Disk:
     def __repr__(self) -> str:
         return (
             f"Disk({self.state.disk_state.name}, {len(self.writes)} writes, {len(self.reads)} reads, "
-            f"{len(self.state.to_store)} chunks to store, {len(self.state.dirty_chunks)} index records to write)"
+            f"{len(self.state.to_store)} chunks to store, {self.slabs}, {self.durability})"
         )
 
     @property
@@ -158,13 +97,8 @@ class Disk:
         state = self.state
         if state.disk_state is not DiskState.OK:
             return False
-        waiting = self.writes or self.index or (state.to_store and not state.disk_full)
-        return bool(waiting or state.dirty_chunks or state.dirty_sessions or self.dirty_namespaces)
-
-    @property
-    def _long_deadline_ms(self) -> Millis:
-        """For what may take long without anything being wrong."""
-        return max(LONG_DEADLINE_MS, self.state.limits.disk_deadline_ms)
+        writing = self.writes or (state.to_store and not state.disk_full)
+        return bool(writing) or self.durability.behind
 
     # ------------------------------------------------------------------------------------------------ each step
 
@@ -176,7 +110,7 @@ class Disk:
         if state.disk_state is DiskState.OK:
             if state.to_store and not state.disk_full:
                 self._start_writes()
-            self._write_index()
+            self.durability.write()
         if self.demanded or self.foreseen:
             self._start_reads()
 
@@ -192,13 +126,13 @@ class Disk:
         if any(write.deadline <= state.now for write in self.writes.values()):
             late = True
             self._degrade(DiskState.OFF, "a write missed its deadline")
-        if self.index is not None and self.index[1].deadline <= state.now:
+        if self.durability.overdue:
             late = True
             self._degrade(DiskState.READ_ONLY, "an index transaction missed its deadline")
-        if any(new.deadline <= state.now for new in self.slabs.creating.values()):
+        if self.slabs.overdue:
             late = True
             self._degrade(DiskState.READ_ONLY, "a slab file was not made in time")
-        self._end_durable_waits()
+        self.durability.end_waits()
         unhealthy = state.disk_state is not DiskState.OK
         if unhealthy and not late and self.probe is None and self._probe_at <= state.now:
             self.probe = state.new_op()
@@ -211,11 +145,7 @@ class Disk:
             state.disk_why = why
             state.counters[f"ssd_degraded_{to.name.lower()}"] += 1
             self._probe_at = state.now + state.limits.probe_interval_ms
-            for wait in self.durable_waits:
-                state.reply(
-                    wait.ticket, Unavailable(f"committed and visible, but not durable: {why}", field="wait")
-                )
-            self.durable_waits.clear()
+            self.durability.fail_waits(why)
         if to is DiskState.OFF:
             for row, key in (*self.demanded, *self.foreseen):
                 self._not_risen(row, key)
@@ -253,19 +183,14 @@ class Disk:
         flags = state.chunks.flags[row]
         if not state.is_queued(row, key) or not state.is_hit(row) or flags & (STORED | STORING):
             return False
-        return self._fits(state.namespace_of(row))
-
-    def _fits(self, namespace: Namespace) -> bool:
-        """Whether a slab file has room for a slot of each size; if not, the chunks stay in DRAM alone."""
-        largest = max(self.slot_bytes(namespace, shard) for shard in range(namespace.shards))
-        return self.state.disk.slots_of(largest) > 0
+        return self.slabs.fits(state.namespace_of(row))
 
     def _place(self, row: int) -> bool:
         """Disk slots for all shards of a chunk, or none."""
         state = self.state
         namespace = state.namespace_of(row)
         for shard in range(namespace.shards):
-            taken = self._take(self.slot_bytes(namespace, shard), row)
+            taken = self.slabs.take(self.slabs.slot_bytes(namespace, shard), row)
             if taken is None:
                 for placed in range(shard):
                     state.unplace_from_disk(row, placed)
@@ -274,11 +199,6 @@ class Disk:
             state.place_on_disk(row, shard, *taken, self._next_generation)
         state.chunks.flags[row] |= STORING
         return True
-
-    def slot_bytes(self, namespace: Namespace, shard: int) -> int:
-        """In a slab file: header, bytes, and padding to whole pages (`format.slot_bytes`)."""
-        header = self.state.limits.disk_header_bytes
-        return self.state.disk.slot_bytes(header + namespace.spec.shard_bytes[shard])
 
     def _write(self, rows: list[int], size: int) -> None:
         state = self.state
@@ -324,7 +244,7 @@ class Disk:
                     slab = state.disk.segments[chunks.disk_slab[place]]
                     state.disk.fill(slab, chunks.disk_slot[place])
                     slab.touched_at = state.now
-                    self._unsynced.add(SlabId(slab.id))
+                    self.durability.unsynced.add(SlabId(slab.id))
                 chunks.flags[row] |= STORED
                 state.dirty_chunks.setdefault((namespace.id, chunks.key[row]), state.now)
                 state.counters["chunks_stored"] += 1
@@ -339,101 +259,6 @@ class Disk:
         if worst is not DiskResult.OK:
             state.counters["ssd_write_errors"] += 1
             self._degrade(DiskState.READ_ONLY, why)
-
-    # ------------------------------------------------------------------------------------------------------ slabs
-
-    def _take(self, slot_bytes: int, row: int) -> tuple[Segment, int] | None:
-        """A RESERVED disk slot; None when one may come later (a slab is being made) or none can be had.
-
-        free slot -> new slab file -> slots of chunks that left DRAM longest ago -> another slab class's oldest file
-          -> the SSD copy of the resident chunk that was used longest ago
-        """
-        pool = self.state.disk
-        slab = pool.classes.get((DISK, slot_bytes))
-        taken = pool.take(slab, row) if slab is not None else None
-        if taken is not None:
-            return taken
-        if any(new.slot_bytes == slot_bytes for new in self.slabs.creating.values()):
-            return None
-        if self._new_slab(slot_bytes) or self.slabs.retiring:
-            return None
-        if self._evict(slot_bytes):
-            return pool.take(pool.classes[DISK, slot_bytes], row)
-        if not self._retire_slab(slot_bytes):
-            self.state.disk_full = True
-        return None
-
-    def _new_slab(self, slot_bytes: int) -> bool:
-        state = self.state
-        if state.now < self.slabs.retry_at or state.disk.slots_of(slot_bytes) < 1:
-            return False
-        for segment in state.disk.segments:
-            if segment.phase is Phase.ABSENT:
-                state.disk.begin(segment)
-                op = state.new_op()
-                self.slabs.creating[op] = NewSlab(segment, slot_bytes, state.now + self._long_deadline_ms)
-                state.effects.append(
-                    ev.CreateSlab(op, SlabId(segment.id), slot_bytes, state.disk.slots_of(slot_bytes))
-                )
-                return True
-        return False
-
-    def slab_ready(self, op: OpId) -> None:
-        new = self.slabs.creating.pop(op)
-        self.state.disk.created(new.segment)
-        self.state.disk.assign(new.segment, DISK, new.slot_bytes)
-        self.state.disk_full = False
-
-    def _slab_failed(self, op: OpId, result: DiskResult, why: str) -> None:
-        """No room for another file: go on with those that exist; with none at all nothing can be written."""
-        state = self.state
-        state.disk.replace(self.slabs.creating.pop(op).segment, Phase.ABSENT)
-        self.slabs.retry_at = state.now + SLAB_RETRY_MS
-        state.counters["ssd_slab_failures"] += 1
-        if result is not DiskResult.NO_SPACE or not state.disk.classes:
-            self._degrade(DiskState.READ_ONLY, why)
-
-    def _evict(self, slot_bytes: int) -> bool:
-        """Drop one chunk that has a slot of this size: the one that left DRAM longest ago and no queued job needs."""
-        state = self.state
-        chosen = NONE
-        for row in islice(state.chunks.walk(state.cold), VICTIMS_LOOKED_AT_MAX):
-            if self._has_slot_of(row, slot_bytes):
-                chosen = row if chosen == NONE else chosen
-                if row not in state.policy.rank:
-                    chosen = row
-                    break
-        if chosen == NONE:
-            return False
-        state.evict_from_disk(chosen)
-        return True
-
-    def _has_slot_of(self, row: int, slot_bytes: int) -> bool:
-        namespace = self.state.namespace_of(row)
-        return any(self.slot_bytes(namespace, shard) == slot_bytes for shard in range(namespace.shards))
-
-    def _retire_slab(self, slot_bytes: int) -> bool:
-        """Empty the file that was written longest ago: another class's, or our own with resident chunks in it (they
-        stay in DRAM)."""
-        state = self.state
-        candidates = [
-            s for s in state.disk.segments if s.phase is Phase.ASSIGNED and not s.counts[SlotState.RESERVED]
-        ]
-        candidates = [s for s in candidates if not s.counts[SlotState.QUARANTINED] and not self._busy(s)]
-        if not candidates:
-            return False
-        oldest = min(candidates, key=lambda s: (not s.empty, s.slot_bytes == slot_bytes, s.touched_at))
-        for row in dict.fromkeys(row for row in oldest.owner if row != NONE):
-            state.evict_from_disk(row)
-        if oldest.slot_bytes == slot_bytes:
-            return True
-        state.disk.retire(oldest, DISK)
-        self.slabs.retiring.append(oldest)
-        return True
-
-    def _busy(self, slab: Segment) -> bool:
-        flags = self.state.chunks.flags
-        return any(row != NONE and flags[row] & (RISING | STORING) for row in slab.owner)
 
     # ------------------------------------------------------------------------------------------------------ reads
 
@@ -582,230 +407,6 @@ class Disk:
         state.counters["ssd_reads_late"] += 1
         self._degrade(DiskState.OFF, "a read missed its deadline")
 
-    # ------------------------------------------------------------------------------------------------------ index
-
-    def _write_index(self) -> None:
-        """One transaction at a time; when something has waited for a quarter of durable_within, somebody waits for
-        durability, or a batch is full."""
-        state = self.state
-        if self.index is not None:
-            return
-        due_ms = state.limits.durable_within_ms // 4
-        oldest = min(
-            next(iter(state.dirty_chunks.values()), state.now),
-            next(iter(state.dirty_sessions.values()), state.now),
-        )
-        going = bool(self.slabs.retiring or self.slabs.unusable or self.deleted_namespaces)
-        if not (going or state.dirty_chunks or state.dirty_sessions or self.dirty_namespaces):
-            return
-        urgent = going or self.durable_waits or len(state.dirty_chunks) >= INDEX_BATCH_MAX or self._index_full
-        if not urgent and state.now < oldest + due_ms:
-            return
-        op = state.new_op()
-        effect, rows = self._batch(op)
-        self.index = (op, IndexWrite(effect, rows, oldest, state.now + self._long_deadline_ms))
-        state.indexing_since = oldest
-        state.effects.append(effect)
-
-    def _batch(self, op: OpId) -> tuple[ev.WriteIndex, list[tuple[int, int]]]:
-        state = self.state
-        chunks = state.chunks
-        puts: list[ev.ChunkRecord] = []
-        deletes: list[tuple[int, ChunkKey]] = []
-        rows: list[tuple[int, int]] = []
-        looked_at = None if self._index_full else INDEX_BATCH_MAX
-        for namespace_id, key in list(islice(state.dirty_chunks, looked_at)):
-            namespace = state.namespaces.get(namespace_id)
-            row = NONE if namespace is None else namespace.index.get(key, NONE)
-            if namespace is None or row == NONE or chunks.flags[row] & (STORED | DOOMED) != STORED:
-                deletes.append((namespace_id, key))
-            elif self._index_full:
-                continue
-            else:
-                puts.append(self._chunk_record(namespace, row))
-                rows.append((row, chunks.disk_generation[chunks.shard0[row]]))
-            del state.dirty_chunks[namespace_id, key]
-        sessions: list[ev.SessionRecord] = []
-        gone: list[tuple[int, bytes]] = []
-        entries_left = INDEX_ENTRIES_MAX
-        for namespace_id, name in list(islice(state.dirty_sessions, looked_at)):
-            session = state.sessions.by_name.get((namespace_id, name))
-            if session is None:
-                gone.append((namespace_id, name))
-            elif self._index_full or entries_left <= 0:
-                continue
-            else:
-                entries_left -= len(session.manifest)
-                m = session.manifest
-                entries = tuple(
-                    ev.SessionEntry(
-                        chunks.key[row], m.first[i], m.count[i], m.delta[i], bool(m.approximate[i])
-                    )
-                    for i, row in enumerate(m.rows)
-                )
-                sessions.append(ev.SessionRecord(namespace_id, name, session.version, entries))
-            del state.dirty_sessions[namespace_id, name]
-        # A dict that was emptied from its front keeps the holes, and finding its first entry passes all of them.
-        state.dirty_chunks = state.dirty_chunks or {}
-        state.dirty_sessions = state.dirty_sessions or {}
-        new: tuple[ev.NamespaceRecord, ...] = ()
-        if not self._index_full:
-            new = tuple(ev.NamespaceRecord(n.id, n.tenant, n.spec) for n in self.dirty_namespaces.values())
-            self.dirty_namespaces = {}
-        effect = ev.WriteIndex(
-            op,
-            tuple(sorted(self._unsynced)),
-            namespaces=new,
-            namespaces_deleted=tuple(self.deleted_namespaces),
-            chunks=tuple(puts),
-            chunks_deleted=tuple(deletes),
-            sessions=tuple(sessions),
-            sessions_deleted=tuple(gone),
-            slabs_deleted=(*(SlabId(slab.id) for slab in self.slabs.retiring), *self.slabs.unusable),
-        )
-        self._unsynced = set()
-        self.deleted_namespaces = []
-        return effect, rows
-
-    def _chunk_record(self, namespace: Namespace, row: int) -> ev.ChunkRecord:
-        chunks = self.state.chunks
-        start = chunks.shard0[row]
-        return ev.ChunkRecord(
-            namespace.id,
-            chunks.key[row],
-            chunks.tokens[row],
-            chunks.flags[row] & PERSISTENT_FLAGS,
-            chunks.maker(row),
-            tuple(self.state.disk_place(row, shard) for shard in range(namespace.shards)),
-            tuple(chunks.shard_checksum[start : start + namespace.shards]),
-        )
-
-    def _indexed(self, result: DiskResult, why: str) -> None:
-        state = self.state
-        chunks = state.chunks
-        assert self.index is not None
-        write = self.index[1]
-        effect, rows = write.effect, write.rows
-        self.index = None
-        state.indexing_since = None
-        if result is DiskResult.OK:
-            for row, generation in rows:
-                if self._is_stored(row, generation):
-                    chunks.flags[row] |= DURABLE
-                    self._tell_durable((NamespaceId(chunks.namespace[row]), chunks.key[row]))
-            gone = set(effect.slabs_deleted)
-            for slab in [slab for slab in self.slabs.retiring if SlabId(slab.id) in gone]:
-                self.slabs.retiring.remove(slab)
-                state.disk.replace(slab, Phase.ABSENT)
-            self.slabs.unusable = [slab_id for slab_id in self.slabs.unusable if slab_id not in gone]
-            state.counters["index_transactions"] += 1
-            self._index_full = False
-            return
-        # Nothing of it is in the index: all of it is to be written again, and first. A slot that one of these chunks
-        # gave up may have been filled since; the index must not name its new owner while it still names the old one.
-        since = write.since
-        again = [(NamespaceId(record.namespace), record.key) for record in effect.chunks]
-        again += [(NamespaceId(number), key) for number, key in effect.chunks_deleted]
-        state.dirty_chunks = dict.fromkeys(again, since) | state.dirty_chunks
-        names = [(NamespaceId(session.namespace), session.session) for session in effect.sessions]
-        names += [(NamespaceId(number), name) for number, name in effect.sessions_deleted]
-        state.dirty_sessions = dict.fromkeys(names, since) | state.dirty_sessions
-        for new in effect.namespaces:
-            namespace = state.namespaces.get(NamespaceId(new.number))
-            if namespace is not None:
-                self.dirty_namespaces[namespace.id] = namespace
-        self.deleted_namespaces += [NamespaceId(number) for number in effect.namespaces_deleted]
-        self._unsynced.update(effect.slabs)
-        if result is DiskResult.CORRUPT:
-            self._write_anew(rows)
-        state.counters["index_errors"] += 1
-        if result is DiskResult.NO_SPACE and not self._index_full and self._make_room(len(effect.chunks)):
-            return
-        self._index_full = False
-        self._degrade(DiskState.READ_ONLY, why)
-
-    def _make_room(self, records: int) -> bool:
-        """The index is full. The chunks that left DRAM longest ago give up theirs, in a transaction that only deletes:
-        for those the index keeps a reserve. False: there are none."""
-        state = self.state
-        oldest = list(islice(state.chunks.walk(state.cold), max(records, INDEX_ROOM_MIN)))
-        for row in oldest:
-            state.evict_from_disk(row)
-        self._index_full = bool(oldest)
-        state.counters["index_full"] += 1
-        return self._index_full
-
-    def _write_anew(self, rows: Sequence[tuple[int, int]]) -> None:
-        """A sync failed, and some of these chunks may not have reached the medium, nor ever will: syncing again proves
-        nothing. Those in DRAM are written once more, elsewhere; those on SSD alone cannot become durable."""
-        state = self.state
-        for row, generation in rows:
-            if not self._is_stored(row, generation):
-                continue
-            if state.is_resident(row):
-                state.leave_disk(row)
-                state.store_later(row)
-            else:
-                state.doom(row, Reason.LOST)
-            state.counters["chunks_lost_by_sync"] += 1
-
-    def _is_stored(self, row: int, generation: int) -> bool:
-        """Whether what was in the row when its record got this generation still is."""
-        chunks = self.state.chunks
-        same = chunks.shard0[row] != NONE and chunks.disk_generation[chunks.shard0[row]] == generation
-        return same and bool(chunks.flags[row] & STORED)
-
-    # --------------------------------------------------------------------------------------------------- durability
-
-    def await_durable(
-        self, ticket: ev.Ticket, namespace: Namespace, keys: Sequence[ChunkKey], answer: ev.Committed
-    ) -> None:
-        """Answer `ticket` when the chunks are on SSD and indexed; at once, with an error, if that cannot be now."""
-        state = self.state
-        if state.disk_state is not DiskState.OK:
-            why = f"the SSD tier is {state.disk_state.name.lower()}"
-            state.reply(ticket, Unavailable(f"committed and visible, but not durable: {why}", field="wait"))
-            return
-        chunks = tuple((namespace.id, key) for key in keys)
-        missing = {chunk for chunk in chunks if not self._is_durable(chunk)}
-        if not missing:
-            state.reply(ticket, answer)
-            return
-        deadline = state.now + 2 * state.limits.durable_within_ms + state.limits.disk_deadline_ms
-        self.durable_waits.append(DurableWait(ticket, answer, chunks, missing, deadline))
-
-    def _is_durable(self, chunk: tuple[NamespaceId, ChunkKey]) -> bool:
-        namespace = self.state.namespaces.get(chunk[0])
-        row = NONE if namespace is None else namespace.index.get(chunk[1], NONE)
-        return row != NONE and bool(self.state.chunks.flags[row] & DURABLE)
-
-    def _tell_durable(self, chunk: tuple[NamespaceId, ChunkKey]) -> None:
-        if not self.durable_waits:
-            return
-        for wait in self.durable_waits:
-            wait.missing.discard(chunk)
-            if wait.missing:
-                continue
-            if all(map(self._is_durable, wait.chunks)):
-                self.state.reply(wait.ticket, wait.answer)
-            else:
-                why = "the SSD is too full for all of it at once"
-                self.state.reply(
-                    wait.ticket, Unavailable(f"committed and visible, but not durable: {why}", field="wait")
-                )
-        self.durable_waits = [wait for wait in self.durable_waits if wait.missing]
-
-    def _end_durable_waits(self) -> None:
-        state = self.state
-        over = [wait for wait in self.durable_waits if wait.deadline <= state.now]
-        if over:
-            self.durable_waits = [wait for wait in self.durable_waits if wait.deadline > state.now]
-            for wait in over:
-                state.reply(
-                    wait.ticket,
-                    DeadlineExceeded("committed and visible, but not durable in time", field="wait"),
-                )
-
     # ----------------------------------------------------------------------------------------------------- answers
 
     def ended(self, op: OpId, results: Sequence[DiskResult], why: str) -> None:
@@ -815,10 +416,10 @@ class Disk:
             self._written(op, results, why)
         elif op in self.reads:
             self._has_read(op, results)
-        elif self.index is not None and self.index[0] == op:
-            self._indexed(results[0], why)
+        elif self.durability.index is not None and self.durability.index[0] == op:
+            self.durability.ended(results[0], why)
         elif op in self.slabs.creating:
-            self._slab_failed(op, results[0], why)
+            self.slabs.failed(op, results[0], why)
         else:
             assert op == self.probe, f"disk op {op} is not under way"
             self.probe = None

@@ -144,9 +144,9 @@ def _check_disk(state: State, disk: Disk) -> None:
                 if on_disk:
                     slab, slot = state.disk.segments[chunks.disk_slab[place]], chunks.disk_slot[place]
                     owners[slab.index, slot] += 1
-                    assert slab.owner[slot] == row and slab.slot_bytes == disk.slot_bytes(namespace, shard), (
-                        where
-                    )
+                    assert slab.owner[slot] == row and slab.slot_bytes == disk.slabs.slot_bytes(
+                        namespace, shard
+                    ), where
                     wanted = SlotState.READY if flags & STORED else SlotState.RESERVED
                     assert slab.state[slot] == wanted, (where, slab)
     assert all(count == 1 for count in owners.values()), owners

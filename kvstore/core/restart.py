@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from kvstore.core.chunks import COMMITTED, DERIVED, DURABLE, LISTED, NONE, STORED, TAIL
-from kvstore.core.disk import PERSISTENT_FLAGS, Disk
+from kvstore.core.disk import Disk
+from kvstore.core.durability import PERSISTENT_FLAGS
 from kvstore.core.events import NamespaceRecord, SessionEntry, SessionRecord
 from kvstore.core.manifests import Manifest, Session
 from kvstore.core.namespaces import Namespace
@@ -99,7 +100,7 @@ def restore(state: State, disk: Disk, snapshot: Snapshot) -> Restored:
             unusable.add(NamespaceId(session.namespace))
         else:
             _session(state, namespace, session, done)
-    disk.deleted_namespaces += sorted(unusable)
+    disk.durability.deleted_namespaces += sorted(unusable)
     return done
 
 
@@ -194,7 +195,7 @@ def _claim(
     numbers of those that cannot; the others are rows from `first` on."""
     owners = [
         {slab_id: slab.owner for slab_id, slab in slabs.items() if slab.slot_bytes == slot_bytes}
-        for slot_bytes in (disk.slot_bytes(namespace, shard) for shard in range(batch.shards))
+        for slot_bytes in (disk.slabs.slot_bytes(namespace, shard) for shard in range(batch.shards))
     ]
     bad: set[int] = set()
     row = first

@@ -51,7 +51,7 @@ class Store:
         self.queue = Queue(self.state, lambda row: self.disk.rise(row, demanded=False))
         self.dialogues = Dialogues(self.state)
         self.reads.rise = lambda row: self.disk.rise(row, demanded=True)
-        self.saves.await_durable = self.disk.await_durable
+        self.saves.await_durable = self.disk.durability.await_durable
         self._next_namespace = 1
         self._requests: dict[type, Callable[[Worker, Any], ev.Answer | None]] = {
             ev.Open: self._open,
@@ -83,7 +83,7 @@ class Store:
             ev.SegmentFailed: lambda event: self.segments.create_failed(event.op),
             ev.OpDone: lambda event: self._op_ended(event.op, event.checksums, ""),
             ev.OpFailed: lambda event: self._op_ended(event.op, None, event.why),
-            ev.SlabReady: lambda event: self.disk.slab_ready(event.op),
+            ev.SlabReady: lambda event: self.disk.slabs.ready(event.op),
             ev.DiskDone: lambda event: self.disk.ended(event.op, event.results, event.why),
             ev.Tick: lambda _: self._tick(),
         }
@@ -232,7 +232,7 @@ class Store:
         state.namespaces[namespace.id] = namespace
         state.newest_epoch[family] = namespace
         if self.disk.present:
-            self.disk.dirty_namespaces[namespace.id] = namespace
+            self.disk.durability.dirty_namespaces[namespace.id] = namespace
         return namespace
 
     def _unmapped(self, worker: Worker, event: ev.SegmentsUnmapped) -> ev.Done:
@@ -375,8 +375,8 @@ class Store:
                 continue
             del state.namespaces[namespace.id]
             if self.disk.present:
-                self.disk.dirty_namespaces.pop(namespace.id, None)
-                self.disk.deleted_namespaces.append(namespace.id)
+                self.disk.durability.dirty_namespaces.pop(namespace.id, None)
+                self.disk.durability.deleted_namespaces.append(namespace.id)
             for worker in state.workers.values():
                 worker.opened.discard(namespace.id)
             if state.newest_epoch.get(namespace.family) is namespace:

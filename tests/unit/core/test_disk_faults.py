@@ -382,7 +382,7 @@ def test_the_new_owner_of_a_slot_is_never_indexed_before_the_deletion_of_the_old
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With batches of one record, in the order of what happened. The platter refuses a slot that is named twice."""
-    monkeypatch.setattr("kvstore.core.disk.INDEX_BATCH_MAX", 1)
+    monkeypatch.setattr("kvstore.core.durability.INDEX_BATCH_MAX", 1)
     world, worker, namespace = small(slabs=1, slab_slots=1, durable_within_ms=400, probe_interval_ms=100)
     world.save(worker, namespace, chain("old", 1))
     world.settle(1_000)
@@ -491,7 +491,7 @@ def test_an_index_that_cannot_even_delete_stops_writes(cold_ones: bool) -> None:
 
 
 def test_index_transactions_are_bounded_in_session_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.core.disk.INDEX_ENTRIES_MAX", 5)
+    monkeypatch.setattr("kvstore.core.durability.INDEX_ENTRIES_MAX", 5)
     world, worker, namespace = start(durable_within_ms=400)
     world.save(worker, namespace, chain("k", 8))
     world.hold = {ev.WriteIndex}

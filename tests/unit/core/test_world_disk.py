@@ -166,9 +166,11 @@ class DiskFuzz(Fuzz):
             world.tick(200)
         state, disk = world.store.state, world.store.disk
         assert world.health() is DiskState.OK, disk
-        assert not (disk.writes or disk.reads or disk.index or disk.probe or disk.slabs.creating), disk
-        assert not (disk.demanded or disk.foreseen or disk.durable_waits or disk.slabs.retiring), disk
-        assert not (state.dirty_chunks or state.dirty_sessions or disk.deleted_namespaces), disk
+        assert not (
+            disk.writes or disk.reads or disk.durability.index or disk.probe or disk.slabs.creating
+        ), disk
+        assert not (disk.demanded or disk.foreseen or disk.durability.waits or disk.slabs.retiring), disk
+        assert not (state.dirty_chunks or state.dirty_sessions or disk.durability.deleted_namespaces), disk
         queued = [row for row, flags in enumerate(state.chunks.flags) if flags & QUEUED]
         assert state.disk_full or not queued, (disk, queued)
         stored = {where for where in world.platter.chunks if self.is_on_disk(*where)}
