@@ -33,6 +33,9 @@ from kvstore.keys import ROOT
 from kvstore.layout import NamespaceSpec
 from kvstore.types import ChunkKey
 
+IDLE_S = 0.000_5
+"""An engine that has nothing to compute but requests that wait for us asks again and again, and would keep the threads
+that work for it from the interpreter's lock, five milliseconds at a time."""
 log = logging.getLogger(__name__)
 
 
@@ -223,6 +226,8 @@ class SchedulerSide:
             metadata.fresh.clear()
         else:
             metadata.fresh.update(block for load in metadata.loads for block in load.blocks)
+        if self._requests and not output.num_scheduled_tokens:
+            time.sleep(IDLE_S)
         now = time.monotonic()
         for tracked in self._requests.values():
             lookup = tracked.lookup
