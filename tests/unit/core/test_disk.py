@@ -253,6 +253,21 @@ def test_a_durable_commit_is_answered_only_after_its_index_transaction() -> None
     world.crash(power=True)
 
 
+def test_a_transaction_makes_nothing_durable_that_was_saved_anew_meanwhile() -> None:
+    world, worker, namespace = start()
+    world.hold = {ev.WriteIndex}
+    world.save_durably(worker, namespace, chain("k", 1))
+    while not (first := world.of(ev.WriteIndex)[0]).chunks:
+        world.finish()
+    world.ask(ev.Forget, worker, namespace, b"", chain("k", 1))
+    again = world.save_durably(worker, namespace, chain("k", 1), variant=1)
+    assert world.where(namespace, chain("k", 1)) == ["dram+ssd"]
+    world.finish(first)
+    assert world.durable_answer(worker, again) is None
+    world.finish()
+    assert isinstance(world.durable_answer(worker, again), ev.Committed)
+
+
 def test_a_durable_commit_that_is_repeated_waits_again() -> None:
     world, worker, namespace = start()
     world.hold = {ev.WriteIndex}
@@ -688,3 +703,19 @@ def test_a_full_slot_size_does_not_hold_up_another() -> None:
     world.tick(1)
     assert world.where(wide, chain("w", 1)) == ["dram"]
     assert world.where(namespace, chain("n", 1)) == ["dram+ssd"]
+
+
+def test_what_finds_no_place_on_a_full_ssd_does_not_hold_its_dram_slot() -> None:
+    world, worker, namespace = start(segments=2, segment_bytes=4 * PAGE, slabs=1, slab_slots=12)
+    wide = world.open(spec("wide", shard_bytes=2 * PAGE), worker)
+    cold(world, worker, namespace)
+    world.rot(
+        world.store.state.disk_place(world.store.state.namespaces[namespace].index[chain("k", 1)[0]], 0)
+    )
+    assert world.fetch(worker, namespace, chain("k", 1)) == ["CORRUPT"]  # the slab cannot change class
+    insist(world, worker, wide, "w")
+    for number in range(10):
+        world.save(worker, wide, chain(f"{number}", 1))
+        world.tick(10)
+    assert world.store.state.disk_full
+    assert world.where(wide, chain("9", 1)) == ["dram"]
