@@ -422,6 +422,21 @@ def test_a_namespace_that_the_index_does_not_know_is_deleted_with_all_it_has() -
     assert index.namespaces_deleted == (8, 9)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_of_several_epochs_the_newest_is_served_and_the_others_go(order: tuple[int, ...]) -> None:
+    records = [ev.NamespaceRecord(1 + epoch, "alice", epoch_of(spec(), epoch)) for epoch in order]
+    another = ev.NamespaceRecord(9, "bob", spec())
+    store, restored = restore(
+        *(batch((3, epoch), namespace=1 + epoch) for epoch in range(3)), namespaces=[*records, another]
+    )
+    assert restored.chunks == 3
+    retired = {namespace.id: namespace.retired for namespace in store.state.namespaces.values()}
+    assert retired == {1: True, 2: True, 3: False, 9: False}
+    index = next(effect for effect in store.apply(ev.Tick(), 1) if isinstance(effect, ev.WriteIndex))
+    assert set(index.chunks_deleted) == {(1, b"a"), (2, b"a")}
+    assert set(store.state.namespaces[NamespaceId(3)].index) == {b"a"}
+
+
 def test_flags_that_mean_nothing_on_disk_are_not_taken_over() -> None:
     plain = batch((3, 0))
     store, _ = restore(replace(plain, flags=[0xFFFF]))
