@@ -223,7 +223,7 @@ class Run:
         self._model = model
         self._options = options
         self._follow = {(turn.conversation, turn.number): turn.tokens for turn in follow or ()}
-        self._queue = queue or JobQueue()
+        self._queue = queue if queue is not None else JobQueue()  # an empty one is false
         self._conversations: dict[str, Conversation] = {}
         for name, messages in list(CONVERSATIONS.items())[: options.conversations]:
             conversation = Conversation(name, messages, model.opening(SYSTEM, messages[0]))
@@ -444,7 +444,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--threads", type=int, default=2, help="threads that compute")
     parser.add_argument("--conversations", type=int, default=len(CONVERSATIONS), help="how many of them")
-    parser.add_argument("--answer-tokens", type=int, default=20, help="length of an answer at most")
+    parser.add_argument("--answer-tokens", type=int, default=12, help="length of an answer at most")
     parser.add_argument("--random", action="store_true", help="a tiny random Llama instead of SmolLM2")
     parser.add_argument("--dram", default="160M", help="size of the daemon's arena")
     return parser.parse_args()
