@@ -197,9 +197,10 @@ class DiskFuzz(Fuzz):
             worker = world.join(record.tenant)
             assert world.open(record.spec, worker) == number
             for key in [key for of, key in world.platter.chunks if of == number]:
-                wanted = "HIT" if (number, key) in world.promised else "CORRUPT"
+                # What lay in the cache over a slot may have been lost since, and the old owner's bytes are back.
+                wanted = ["HIT"] if (number, key) in world.promised else ["HIT", "CORRUPT"]
                 found = world.fetch(worker, NamespaceId(number), (key,), tries=50)
-                assert found == [wanted], (number, key, found, world.store.disk)
+                assert found[0] in wanted, (number, key, found, world.store.disk)
             world.kill(worker)
 
     def is_on_disk(self, number: int, key: Any) -> bool:
