@@ -731,7 +731,8 @@ class WriteIndex:
     """fdatasync `slabs`, then one index transaction, in this order: what the index names is on the disk.
 
     One at a time. Answer: DiskDone with one result; after OK everything in it is durable. After a failure nothing of it
-    is in the index, but perhaps some of its deletions if it only deletes; CORRUPT: a sync failed, now or before, and a record of one of these chunks may be lost for good."""
+    is in the index, but perhaps some of its deletions if it only deletes. CORRUPT: a sync failed, now or before, and a
+    record of one of these chunks may be lost for good."""
 
     op: OpId
     slabs: tuple[SlabId, ...]
