@@ -183,7 +183,7 @@ def goal_of(row: dict[str, Any]) -> dict[str, Any]:
         "value": round(row["of_memcpy"], 3),
         "unit": "x memcpy",
         "goal": goal,
-        "direction": "at least",
+        "direction": ">=",
         "met": row["of_memcpy"] >= goal,
     }
 

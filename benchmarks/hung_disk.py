@@ -233,7 +233,7 @@ def goal(name: str, value: float, limit: float, unit: str) -> dict[str, Any]:
         "value": round(value, 2),
         "unit": unit,
         "goal": limit,
-        "direction": "at most",
+        "direction": "<=",
         "met": value <= limit,
     }
 

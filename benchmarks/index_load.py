@@ -131,7 +131,7 @@ def main() -> int:
             "value": round(cold["seconds"], 3),
             "unit": "s",
             "goal": goal,
-            "direction": "at most",
+            "direction": "<=",
             "met": cold["seconds"] <= goal,
         }
     ]

@@ -193,7 +193,7 @@ def main() -> int:
             "value": round(rows[1]["first_hit_s"], 2),
             "unit": "s",
             "goal": GOAL_S,
-            "direction": "at most",
+            "direction": "<=",
             "met": rows[1]["first_hit_s"] <= GOAL_S,
         }
     ]

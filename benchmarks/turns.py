@@ -163,7 +163,7 @@ def main() -> int:
             "value": round(row["ratio"], 3),
             "unit": "ratio",
             "goal": RATIO_GOAL,
-            "direction": "at most",
+            "direction": "<=",
             "met": row["ratio"] <= RATIO_GOAL,
         }
         for row in rows
