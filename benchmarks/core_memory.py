@@ -5,7 +5,7 @@ with parents, 32-byte keys, one shard, 1,000 sessions of 64 entries, nothing pin
 is the growth of RssAnon in a fresh process, from a store that has its (empty) arena. Time is CPU time: the core waits
 for nothing, and what else runs on the machine is not its business.
 
-    make bench-core_memory ARGS='--quick --json benchmarks/results/core_memory.json'
+    make bench-core_memory ARGS='--quick --json'
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="200,000 chunks instead of 1,000,000")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument("--json", action="store_true", help="one JSON object in the last line")
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part is not None:
@@ -238,8 +238,24 @@ def main() -> None:
     for row in rows:
         print(f"{row['what']:30} {row['batch']:>14} {row['us_per_key']:>15.2f}")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        goal = {
+            "name": f"daemon memory at {memory['chunks']:,} chunks",
+            "value": round(memory["bytes_per_chunk"], 1),
+            "unit": "bytes per chunk",
+            "goal": BYTES_PER_CHUNK_GOAL,
+            "direction": "<=",
+            "met": memory["bytes_per_chunk"] <= BYTES_PER_CHUNK_GOAL,
+        }
+        print(
+            json.dumps(
+                {
+                    "machine": result["hardware"],
+                    "commit": result["commit"],
+                    "results": [memory, *rows],
+                    "goals": [goal],
+                }
+            )
+        )
 
 
 if __name__ == "__main__":
