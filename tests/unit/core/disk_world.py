@@ -235,8 +235,7 @@ class DiskWorld(World):
                     elif fate == "torn":
                         self.platter.cached[op.targets[number].slab, op.targets[number].slot] = TORN
             case ev.WriteIndex() if chance.random() < 0.5:
-                self._sync(op)
-                self.platter.apply(op)
+                self._write_index(op, DiskResult.OK)
             case ev.CreateSlab() if chance.random() < 0.5:
                 self._make_slab(op)
 
