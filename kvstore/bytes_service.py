@@ -48,6 +48,16 @@ PAYLOAD_TAG = bytes([15 << 3 | 2])
 """Field 15, length-delimited: the last field of both frames."""
 FRAME_TIMEOUT_S = 30.0
 """How long a peer may take to send or to accept one frame."""
+LAST_WRITE_TIMEOUT_S = 30.0
+"""How long a frame that was not accepted is waited for after its lease was released, to tell the peer why it ended."""
+
+
+class FrameNotAccepted(DeadlineExceeded):
+    """`write` is still running: gRPC would lose a status sent beside it."""
+
+    def __init__(self, write: asyncio.Future[None]) -> None:
+        super().__init__(f"no frame was accepted for {FRAME_TIMEOUT_S:.0f} s")
+        self.write = write
 
 
 class BytesService:
@@ -72,6 +82,14 @@ class BytesService:
     # ----------------------------------------------------------------------------------------------------- get
 
     async def _get(self, raw: bytes, context: Context) -> None:
+        try:
+            await self._send_chunk(raw, context)
+        except FrameNotAccepted as error:
+            await asyncio.wait((error.write,), timeout=LAST_WRITE_TIMEOUT_S)
+            error.write.cancel()
+            raise
+
+    async def _send_chunk(self, raw: bytes, context: Context) -> None:
         caller = self._service.caller(context)
         self._service.check_not_draining()
         message = wire.parse(bytes_pb2.GetRequest, raw)
@@ -113,10 +131,15 @@ class BytesService:
 
     @staticmethod
     async def _write(context: Context, frame: bytes) -> None:
+        write = asyncio.ensure_future(context.write(frame))
         try:
-            await asyncio.wait_for(context.write(frame), FRAME_TIMEOUT_S)
-        except TimeoutError:
-            raise DeadlineExceeded(f"no frame was accepted for {FRAME_TIMEOUT_S:.0f} s") from None
+            accepted, _ = await asyncio.wait((write,), timeout=FRAME_TIMEOUT_S)
+        except asyncio.CancelledError:
+            write.cancel()
+            raise
+        if not accepted:
+            raise FrameNotAccepted(write)
+        write.result()
 
     # ----------------------------------------------------------------------------------------------------- put
 

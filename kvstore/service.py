@@ -42,6 +42,8 @@ HELLO_TIMEOUT_S = 5.0
 """How long a new Attach stream may take to say hello."""
 FINISH_TIMEOUT_S = 5.0
 """How long the answers of a stream that the peer half-closed may take."""
+LAST_WRITE_TIMEOUT_S = 1.0
+"""How long the message that is on its way when a stream ends may take, before the stream's status."""
 OUTSTANDING_MAX = 1_024
 PUSHES_MAX = 1_024
 DETAILS_MAX = 1_500
@@ -331,6 +333,7 @@ class AttachStream:
         self._pushes = 0
         """Pushes in the outbox."""
         self._channels: set[int] = set()
+        self._stopping = False
         self._wake = asyncio.Event()
         self._written = asyncio.Event()
         self._ended: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
@@ -359,6 +362,11 @@ class AttachStream:
                 self._loop.drop_channel(channel)
             self._channels.clear()
             reader.cancel()
+            # gRPC takes one send at a time: a status sent while a message is still on its way is lost, and the peer
+            # then waits for the end until its own deadline.
+            self._stopping = True
+            self._wake.set()
+            await asyncio.wait((writer,), timeout=LAST_WRITE_TIMEOUT_S)
             writer.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
 
@@ -463,8 +471,8 @@ class AttachStream:
 
     async def _write(self) -> None:
         outbox, write = self._outbox, self._context.write
-        while True:
-            while outbox:
+        while not self._stopping:
+            while outbox and not self._stopping:
                 data, answers = outbox.popleft()
                 await write(data)
                 if answers:
@@ -473,7 +481,7 @@ class AttachStream:
                     self._pushes -= 1
             self._written.set()
             self._wake.clear()
-            if not outbox:
+            if not outbox and not self._stopping:
                 await self._wake.wait()
 
     async def _finish(self) -> None:
