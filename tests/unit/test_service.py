@@ -9,10 +9,11 @@ import grpc
 import pytest
 
 from kvstore import errors, requests, wire
+from kvstore.bytes_service import BytesService
 from kvstore.core import events as ev
 from kvstore.core.limits import Limits
 from kvstore.core.store import Store
-from kvstore.errors import Code, Unavailable
+from kvstore.errors import Code, DeadlineExceeded, Unavailable
 from kvstore.service import (
     DETAILS_MAX,
     OUTSTANDING_MAX,
@@ -173,6 +174,52 @@ async def test_the_end_drops_what_was_waited_for(rig):
     with pytest.raises(Unavailable, match="the end"):
         await asyncio.wait_for(rig.task, BOUND_S)
     assert rig.core.channels == {}
+
+
+async def test_the_message_on_its_way_is_sent_before_the_stream_ends(rig):
+    """gRPC sends one thing at a time: the status of a stream that ended meanwhile would be lost."""
+    rig.peer.reading.clear()
+    rig.stream.send(store_pb2.AttachReply(draining=store_pb2.Draining()))
+    await rig.settle()
+    rig.stream.end(Unavailable("the end"))
+    await rig.settle()
+    assert not rig.task.done()
+    rig.peer.reading.set()
+    with pytest.raises(Unavailable, match="the end"):
+        await asyncio.wait_for(rig.task, BOUND_S)
+    assert len(rig.peer.replies) == 1
+
+
+async def test_a_peer_that_takes_nothing_does_not_hold_the_stream_open(rig, monkeypatch):
+    monkeypatch.setattr("kvstore.service.LAST_WRITE_TIMEOUT_S", 0.01)
+    rig.peer.reading.clear()
+    rig.stream.send(store_pb2.AttachReply(draining=store_pb2.Draining()))
+    await rig.settle()
+    rig.stream.end(Unavailable("the end"))
+    with pytest.raises(Unavailable, match="the end"):
+        await asyncio.wait_for(rig.task, BOUND_S)
+
+
+async def test_a_frame_that_is_not_accepted_ends_a_get_after_it_was_sent(monkeypatch):
+    """The lease is released at once; the status comes when the frame has gone, or not at all."""
+    monkeypatch.setattr("kvstore.bytes_service.FRAME_TIMEOUT_S", 0.01)
+    peer, released = Peer(), asyncio.Event()
+    peer.reading.clear()
+
+    class OneFrame(BytesService):
+        async def _send_chunk(self, raw, context):
+            try:
+                await self._write(context, b"")
+            finally:
+                released.set()
+
+    get = asyncio.create_task(OneFrame(SimpleNamespace(loop=None), iter(()))._get(b"", peer))
+    await asyncio.wait_for(released.wait(), BOUND_S)
+    assert not get.done() and not peer.replies
+    peer.reading.set()
+    with pytest.raises(DeadlineExceeded, match="no frame was accepted"):
+        await asyncio.wait_for(get, BOUND_S)
+    assert len(peer.replies) == 1
 
 
 async def test_half_close_waits_for_answers(rig):
