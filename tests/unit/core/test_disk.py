@@ -9,10 +9,9 @@ import pytest
 from kvstore.core import events as ev
 from kvstore.core.disk import CHUNKS_PER_OP_MAX
 from kvstore.errors import DeadlineExceeded, Precondition, Unavailable
+from kvstore.sim.disk import DiskWorld
+from kvstore.sim.world import CHUNK_TOKENS, PAGE, World, chain, epoch_of, spec
 from kvstore.types import DiskResult, DiskState, NamespaceId, Outcome, Reason, Wait, WorkerId
-
-from .disk_world import DiskWorld
-from .world import CHUNK_TOKENS, PAGE, World, chain, epoch_of, spec
 
 HIT, PENDING, MISS = Outcome
 

@@ -8,11 +8,11 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DURABLE
+from kvstore.sim.disk import DiskWorld
+from kvstore.sim.world import PAGE, chain, spec
 from kvstore.types import DiskResult, DiskState, NamespaceId, Outcome, Reason, WorkerId
 
-from .disk_world import DiskWorld
 from .test_disk import cold, small, start
-from .world import PAGE, chain, spec
 
 HIT, PENDING, MISS = Outcome
 BROKEN: dict[type, DiskResult] = dict.fromkeys(

@@ -9,9 +9,8 @@ import pytest
 from kvstore.core import events as ev
 from kvstore.core import store as store_module
 from kvstore.errors import Exhausted, NotFound, Precondition
+from kvstore.sim.world import PAGE, World, chain, epoch_of, spec
 from kvstore.types import Outcome, Reason
-
-from .world import PAGE, World, chain, epoch_of, spec
 
 
 def test_a_newer_epoch_is_a_namespace_of_its_own_with_its_own_salt() -> None:

@@ -14,9 +14,8 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.errors import StoreError
+from kvstore.sim.world import CHUNK_TOKENS, PAGE, World, epoch_of, spec
 from kvstore.types import ChunkKey, NamespaceId, Outcome, Protection, WorkerId
-
-from .world import CHUNK_TOKENS, PAGE, World, epoch_of, spec
 
 STEPS = 700
 SPECS = (spec("a"), spec("b", shard_bytes=2 * PAGE), spec("c", shards=2, shard_bytes=PAGE - 96))

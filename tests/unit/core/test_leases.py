@@ -5,9 +5,8 @@ from __future__ import annotations
 from kvstore.core import events as ev
 from kvstore.core.lease import LeaseBook
 from kvstore.core.workers import EngineGroup
+from kvstore.sim.world import PAGE, World, chain, spec
 from kvstore.types import LeaseId, NamespaceId, Reason, WorkerId
-
-from .world import PAGE, World, chain, spec
 
 
 def full(world: World, workers: list[WorkerId]) -> NamespaceId:

@@ -8,9 +8,8 @@ from kvstore.core import events as ev
 from kvstore.core.limits import Limits
 from kvstore.errors import BadRequest, Unsupported
 from kvstore.layout import GroupKind, GroupSpec
+from kvstore.sim.world import PAGE, World, chain, spec
 from kvstore.types import Reason
-
-from .world import PAGE, World, chain, spec
 
 
 def test_ghosts_are_bounded_and_the_oldest_is_forgotten() -> None:

@@ -15,9 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.core import events as ev
 from kvstore.errors import Conflict, Precondition, StoreError
+from kvstore.sim.world import CHUNK_TOKENS, PAGE, World, chain, epoch_of, spec
 from kvstore.types import ChunkKey, LeaseId, NamespaceId, Outcome, Protection, WorkerId
-
-from .world import CHUNK_TOKENS, PAGE, World, chain, epoch_of, spec
 
 SPECS = (spec("one"), spec("two", shards=2, shard_bytes=2 * PAGE - 1))
 TENANTS = ("alice", "bob")

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvstore.core import events as ev
+from kvstore.sim.world import PAGE, World, chain, spec
 from kvstore.types import ChunkKey, LeaseId, NamespaceId, WorkerId
-
-from .world import PAGE, World, chain, spec
 
 
 @dataclass

@@ -9,10 +9,9 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.errors import BadRequest, NotFound
+from kvstore.sim.disk import DiskWorld
+from kvstore.sim.world import PAGE, World, chain, spec
 from kvstore.types import ChunkKey, HintResult, NamespaceId, Outcome, WorkerId
-
-from .disk_world import DiskWorld
-from .world import PAGE, World, chain, spec
 
 HIT, PENDING, MISS = Outcome
 ACCEPTED, DEFERRED, CLIPPED, REJECTED = HintResult

@@ -6,9 +6,8 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.errors import BadRequest, Exhausted, NotFound
+from kvstore.sim.world import CHUNK_TOKENS, PAGE, World, chain, spec
 from kvstore.types import NamespaceId, Outcome, Protection, Reason
-
-from .world import CHUNK_TOKENS, PAGE, World, chain, spec
 
 HIT, PENDING, MISS = Outcome
 

@@ -12,11 +12,11 @@ from kvstore.core.limits import Limits
 from kvstore.core.restart import ChunkBatch, Restored, Snapshot
 from kvstore.core.store import Store
 from kvstore.errors import Conflict, Precondition
+from kvstore.sim.disk import SLAB_HEADER_BYTES, SLOT_BYTES, DiskWorld
+from kvstore.sim.world import CHUNK_TOKENS, PAGE, chain, epoch_of, spec
 from kvstore.types import ChunkKey, DiskState, NamespaceId, Outcome, SlabId
 
-from .disk_world import SLAB_HEADER_BYTES, SLOT_BYTES, DiskWorld
 from .test_disk import small, start
-from .world import CHUNK_TOKENS, PAGE, chain, epoch_of, spec
 
 HIT, PENDING, MISS = Outcome
 

@@ -8,9 +8,8 @@ from kvstore.core import events as ev
 from kvstore.core import saves
 from kvstore.errors import BadRequest, Conflict, DeadlineExceeded, Exhausted, NotFound, Precondition
 from kvstore.layout import GroupSpec
+from kvstore.sim.world import CHUNK_TOKENS, PAGE, World, chain, spec
 from kvstore.types import ChunkKey, CommitResult, Outcome, Protection, ReservationId, StagedPiece
-
-from .world import CHUNK_TOKENS, PAGE, World, chain, spec
 
 VISIBLE, WAITING, ALREADY = CommitResult
 BOTH = pytest.mark.parametrize("protection", list(Protection))

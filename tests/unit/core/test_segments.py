@@ -10,9 +10,8 @@ from kvstore.core.limits import Limits
 from kvstore.core.pool import Phase
 from kvstore.core.store import Store
 from kvstore.layout import GroupSpec
+from kvstore.sim.world import PAGE, World, chain, spec
 from kvstore.types import NamespaceId, SegmentId, WorkerId
-
-from .world import PAGE, World, chain, spec
 
 SEGMENT = 16 * PAGE
 

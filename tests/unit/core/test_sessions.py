@@ -11,9 +11,8 @@ from kvstore.core import dialogues, manifests
 from kvstore.core import events as ev
 from kvstore.core.manifests import Manifest
 from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition, StoreError
+from kvstore.sim.world import CHUNK_TOKENS, PAGE, World, chain, spec
 from kvstore.types import ChunkKey, NamespaceId, Reason, WorkerId
-
-from .world import CHUNK_TOKENS, PAGE, World, chain, spec
 
 
 def started(**limits: Any) -> tuple[World, WorkerId, NamespaceId]:

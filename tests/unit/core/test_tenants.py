@@ -9,9 +9,8 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.errors import Denied, NotFound, StoreError
+from kvstore.sim.world import World, chain, spec
 from kvstore.types import LeaseId, NamespaceId, ReservationId, SegmentId, StagedPiece, WorkerId
-
-from .world import World, chain, spec
 
 ANYTHING: list[tuple[str, Callable[[NamespaceId], tuple[Any, ...]]]] = [
     ("Match", lambda n: (n, chain("k", 1))),

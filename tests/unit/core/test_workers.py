@@ -11,9 +11,8 @@ from kvstore.core import events as ev
 from kvstore.core import workers as workers_module
 from kvstore.errors import Conflict, NotFound, Precondition, Unauthenticated
 from kvstore.layout import GroupSpec
+from kvstore.sim.world import PAGE, World, chain, spec
 from kvstore.types import Protection, WorkerId
-
-from .world import PAGE, World, chain, spec
 
 # ----------------------------------------------------------------------------------------------------- life and death
 

@@ -23,9 +23,9 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import QUEUED
+from kvstore.sim.disk import DISK_OPS, DiskWorld
 from kvstore.types import DiskPlace, DiskResult, DiskState, NamespaceId, Protection, Wait, WorkerId
 
-from .disk_world import DISK_OPS, DiskWorld
 from .test_fuzz import Fuzz
 
 STEPS = 500
