@@ -35,7 +35,7 @@ from kvstore.core.events import (
 from kvstore.errors import ConfigError, NotFound
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.ports import FaultyDisk, RealDisk
-from kvstore.tiers import ssd
+from kvstore.tiers import io_pool
 from kvstore.tiers.ssd import DiskEffect, Snapshot, SsdTier
 from kvstore.types import ChunkKey, DiskPlace, DiskResult, Extent, OpId, Record, SegmentId, SlabId
 
@@ -277,7 +277,7 @@ def test_shards_of_any_size_come_back(it: Fixture, length: int) -> None:
 def test_an_op_is_shared_by_the_threads_and_answered_in_its_order(
     it: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssd, "PART_BYTES", SHARD)
+    monkeypatch.setattr(io_pool, "PART_BYTES", SHARD)
     it.write(*range(SLOTS))
     it.spoil(5, 100, b"x")
     it.spoil(11, 0, b"x")
@@ -774,7 +774,7 @@ def test_closing_with_all_threads_hung_fails_what_waits(plain: Fixture) -> None:
         answers[answer.op] = answer
     assert answers.keys() == {effect.op for effect in waiting}
     assert answers[waiting[0].op].results == (IO_ERROR, IO_ERROR)
-    assert {answer.why for answer in answers.values()} == {ssd.CLOSING}
+    assert {answer.why for answer in answers.values()} == {io_pool.CLOSING}
     plain.tier.submit(plain.writing(1, 2))
     assert plain.answers.get().results == (IO_ERROR, IO_ERROR)
     plain.weather()
@@ -805,7 +805,7 @@ def test_reads_go_on_while_one_thread_hangs(plain: Fixture) -> None:
 
 
 def test_too_many_ops_are_refused_at_once(plain: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssd, "OPS_MAX", 3)
+    monkeypatch.setattr("kvstore.tiers.ssd.OPS_MAX", 3)
     plain.weather({"calls": ["write"], "do": "hang"})
     hung = [plain.writing(number) for number in range(plain.config.ssd_threads)]
     for number, effect in enumerate(hung):

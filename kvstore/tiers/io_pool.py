@@ -1,0 +1,285 @@
+"""The threads of the SSD tier, and the jobs they do: each op is answered exactly once, when its last call has returned.
+
+An op of several records is shared among the I/O threads in parts; a job may go on on the index thread, of which there
+is one, so that what it does is in order. A thread that hangs in the kernel is left behind at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import mmap
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.events import DiskDone, SlabReady
+from kvstore.errors import StoreError
+from kvstore.format import PAGE_BYTES, RECORD_HEADER_BYTES
+from kvstore.ports import Buffer, describe, disk_result
+from kvstore.types import DiskPlace, DiskResult, Extent, OpId, Record
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 1 << 20
+"""An op is shared among the I/O threads in parts of at least this much."""
+CLOSING = "the SSD tier is closing"
+
+
+class Result(NamedTuple):
+    result: DiskResult
+    why: str = ""
+
+
+OK = Result(DiskResult.OK)
+Row = tuple[Record, Extent, DiskPlace]
+"""A record, where it is in DRAM, and where it is on SSD."""
+
+
+class IoPool:
+    def __init__(self, answer: Callable[[SlabReady | DiskDone], None]) -> None:
+        """`answer` is called from the pool's threads, or from whoever calls `close`."""
+        self.answer = answer
+        self.out_of_time = False
+        """What has not started will not start any more."""
+        self._io: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._index: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._io_threads: list[threading.Thread] = []
+        self._index_thread: threading.Thread | None = None
+
+    def start(self, io_threads: int, last: Callable[[], None]) -> None:
+        """`last` is what the index thread does at its end."""
+        # Daemon threads: one that hangs in the kernel must not keep the process from ending.
+        self._index_thread = threading.Thread(
+            target=self._run_index, args=(last,), name="kvstored-index", daemon=True
+        )
+        self._io_threads = [
+            threading.Thread(target=self._run_io, name=f"kvstored-ssd-{number}", daemon=True)
+            for number in range(io_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def started(self) -> bool:
+        return self._index_thread is not None
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that no thread has taken up."""
+        return self._io.qsize() + self._index.qsize()
+
+    def io(self, op: OpId, work: _Work) -> None:
+        self._io.put(_Single(self, op, work))
+
+    def index(self, op: OpId, work: _Work) -> None:
+        self._index.put(_Single(self, op, work))
+
+    def go_on(self, op: OpId, work: _Work) -> None:
+        """Of an I/O job that returned None: on the index thread, unless it hung until after `close`."""
+        job = _Single(self, op, work)
+        if self.out_of_time:
+            job.fail(CLOSING)
+        else:
+            self._index.put(job)
+
+    def share(self, op: OpId, rows: Sequence[Row], perform: _Perform) -> None:
+        total = sum(record.length for record, _, _ in rows)
+        count = max(1, min(len(self._io_threads), len(rows), total // PART_BYTES))
+        bounds = [len(rows) * number // count for number in range(count + 1)]
+        shared = _SharedOp(self, op, len(rows), count)
+        for start, end in itertools.pairwise(bounds):
+            self._io.put(_Part(self, shared, start, rows[start:end], perform))
+
+    def close(self, timeout_s: float) -> list[str]:
+        """What waits has `timeout_s` to end; then what has not started fails. Returns the names of the threads that
+        are in a call still, and are left behind."""
+        deadline = time.monotonic() + timeout_s
+        index_share_s = min(1.0, timeout_s / 4)  # a hung read must not cost the index thread its time
+        for _ in self._io_threads:
+            self._io.put(None)
+        for thread in self._io_threads:
+            thread.join(max(0.0, deadline - index_share_s - time.monotonic()))
+        self.out_of_time = any(thread.is_alive() for thread in self._io_threads)
+        _fail_what_waits(self._io, len(self._io_threads))
+        self._index.put(None)
+        if self._index_thread is not None:
+            self._index_thread.join(max(0.0, deadline - time.monotonic()))
+        self.out_of_time = True
+        _fail_what_waits(self._index, 1)
+        return [thread.name for thread in self._threads if thread.is_alive()]
+
+    @property
+    def _threads(self) -> list[threading.Thread]:
+        return [*self._io_threads, *([self._index_thread] if self._index_thread else [])]
+
+    def _run_io(self) -> None:
+        scratch = Scratch()
+        while (job := self._io.get()) is not None:
+            job.run(scratch)
+
+    def _run_index(self, last: Callable[[], None]) -> None:
+        scratch = Scratch()
+        while (job := self._index.get()) is not None:
+            job.run(scratch)
+        last()
+
+    def __repr__(self) -> str:
+        alive = sum(thread.is_alive() for thread in self._threads)
+        return f"IoPool({alive} threads, {self.waiting} jobs waiting)"
+
+
+def _fail_what_waits(jobs: queue.SimpleQueue[_Job | None], ends: int) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            job = jobs.get_nowait()
+            if job is not None:
+                job.fail(CLOSING)
+    for _ in range(ends):
+        jobs.put(None)
+
+
+# -------------------------------------------------------------------------------------------------------------- jobs
+
+
+class _Single:
+    """A job with one result, or None when another job goes on with its op."""
+
+    def __init__(self, pool: IoPool, op: OpId, work: _Work) -> None:
+        self._pool = pool
+        self._op = op
+        self._work = work
+
+    def run(self, scratch: Scratch) -> None:
+        answer: Result | SlabReady | None
+        try:
+            answer = self._work(scratch)
+        except Exception as problem:
+            answer = _failed(problem)
+        if isinstance(answer, Result):
+            self._pool.answer(DiskDone(self._op, (answer.result,), answer.why))
+        elif answer is not None:
+            self._pool.answer(answer)
+
+    def fail(self, why: str) -> None:
+        self._pool.answer(DiskDone(self._op, (DiskResult.IO_ERROR,), why))
+
+
+class _SharedOp:
+    """An op whose records several threads work on."""
+
+    def __init__(self, pool: IoPool, op: OpId, records: int, parts: int) -> None:
+        self._pool = pool
+        self._op = op
+        self._results = [OK] * records
+        self._parts = parts
+        self._lock = threading.Lock()
+
+    def finish(self, start: int, results: list[Result]) -> None:
+        """Of one part, from record number `start` on. The last one answers."""
+        with self._lock:
+            self._results[start : start + len(results)] = results
+            self._parts -= 1
+            if self._parts:
+                return
+        why = next((result.why for result in self._results if result.why), "")
+        self._pool.answer(DiskDone(self._op, tuple(result.result for result in self._results), why))
+
+
+class _Part:
+    def __init__(
+        self, pool: IoPool, op: _SharedOp, start: int, rows: Sequence[Row], perform: _Perform
+    ) -> None:
+        self._pool = pool
+        self._op = op
+        self._start = start
+        self._rows = rows
+        self._perform = perform
+
+    def run(self, scratch: Scratch) -> None:
+        results = []
+        for record, extent, place in self._rows:
+            try:
+                if self._pool.out_of_time:
+                    raise OSError(errno.ECANCELED, CLOSING)
+                results.append(self._perform(record, extent, place, scratch))
+            except Exception as problem:
+                results.append(_failed(problem))
+        self._op.finish(self._start, results)
+
+    def fail(self, why: str) -> None:
+        self._op.finish(self._start, [Result(DiskResult.IO_ERROR, why)] * len(self._rows))
+
+
+_Job = _Single | _Part
+
+
+def _failed(problem: Exception) -> Result:
+    if isinstance(problem, OSError):
+        return Result(disk_result(problem), describe(problem))
+    if not isinstance(
+        problem, StoreError
+    ):  # a bug; its op must end all the same, or its slots would never be free
+        log.error("a disk op failed", exc_info=problem)
+    return Result(DiskResult.IO_ERROR, f"{type(problem).__name__}: {problem}")
+
+
+# ----------------------------------------------------------------------------------------------------------- scratch
+
+
+class Scratch:
+    """A thread's own aligned memory: headers, and what direct I/O cannot take from or put into DRAM as it lies."""
+
+    def __init__(self) -> None:
+        memory = memoryview(mmap.mmap(-1, 3 * PAGE_BYTES))
+        self.page = memory[:PAGE_BYTES]
+        self.header = self.page[:RECORD_HEADER_BYTES]
+        self._tail = memory[PAGE_BYTES : 2 * PAGE_BYTES]
+        self.zeros = memory[2 * PAGE_BYTES :]
+        self._bounce = memoryview(b"")
+
+    # Direct I/O moves whole pages between page-aligned addresses, as slots of the arena are:
+    #     file    [header page][payload, whole pages ...][rest of the payload, zeros]
+    #     memory  [self.page  ][payload[:whole]         ][self._tail                ]
+
+    def direct_write(self, header: bytes, payload: npt.NDArray[np.uint8]) -> list[Buffer]:
+        self.page[:] = header.ljust(PAGE_BYTES, b"\0")
+        body, tail = self._direct(payload)
+        if not _is_aligned(payload):
+            body[:] = payload.data[: len(body)]
+        tail[:] = bytes(payload.data[len(body) :]).ljust(len(tail), b"\0")
+        return [self.page, body, tail]
+
+    def direct_read(self, payload: npt.NDArray[np.uint8]) -> list[Buffer]:
+        return [self.page, *self._direct(payload)]
+
+    def finish_direct_read(self, payload: npt.NDArray[np.uint8]) -> None:
+        body, tail = self._direct(payload)
+        if not _is_aligned(payload):
+            payload.data[: len(body)] = body
+        payload.data[len(body) :] = tail[: len(payload) - len(body)]
+
+    def _direct(self, payload: npt.NDArray[np.uint8]) -> tuple[memoryview, memoryview]:
+        """Where the whole pages of `payload` are moved from or to, and where its rest is: a page, or nothing."""
+        whole = len(payload) // PAGE_BYTES * PAGE_BYTES
+        tail = self._tail[: PAGE_BYTES if len(payload) > whole else 0]
+        if _is_aligned(payload):
+            return payload.data[:whole], tail
+        if len(self._bounce) < whole:
+            self._bounce = memoryview(mmap.mmap(-1, whole))
+        return self._bounce[:whole], tail
+
+
+def _is_aligned(payload: npt.NDArray[np.uint8]) -> bool:
+    return int(payload.ctypes.data) % PAGE_BYTES == 0
+
+
+_Work = Callable[[Scratch], Result | SlabReady | None]
+_Perform = Callable[[Record, Extent, DiskPlace, Scratch], Result]
