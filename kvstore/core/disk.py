@@ -77,6 +77,8 @@ class Disk:
         self.demanded: deque[tuple[int, ChunkKey]] = deque()
         """Rising chunks whose read has not begun: asked for by an Acquire, or (below) by a hint."""
         self.foreseen: deque[tuple[int, ChunkKey]] = deque()
+        self._without_slot: list[tuple[int, ChunkKey]] = []
+        """Demanded chunks whose namespace waits for a segment; tried again when it has come, and with each tick."""
         self._probe_at: Millis = 0
         self._read_errors = 0
         self._next_generation = 1
@@ -114,10 +116,16 @@ class Disk:
         if self.demanded or self.foreseen:
             self._start_reads()
 
+    def try_again(self) -> None:
+        """There may be DRAM now for what found none."""
+        self.demanded.extend(self._without_slot)
+        self._without_slot.clear()
+
     def tick(self) -> None:
         if not self.present:
             return
         state = self.state
+        self.try_again()
         state.disk_full = False
         for op, read in self.reads.items():
             if read.quarantined is None and read.deadline <= state.now:
@@ -147,6 +155,7 @@ class Disk:
             self._probe_at = state.now + state.limits.probe_interval_ms
             self.durability.fail_waits(why)
         if to is DiskState.OFF:
+            self.try_again()
             for row, key in (*self.demanded, *self.foreseen):
                 self._not_risen(row, key)
             self.demanded.clear()
@@ -299,8 +308,12 @@ class Disk:
                     or state.chunks.reserved[row]
                 ):
                     continue
-                if state.chunks.flags[row] & DOOMED or not self._reserve(row, demanded=demanded):
-                    self._not_risen(row, key)
+                doomed = state.chunks.flags[row] & DOOMED
+                if doomed or not self._reserve(row, demanded=demanded):
+                    if demanded and not doomed and self._may_wait(row):
+                        self._without_slot.append((row, key))
+                    else:
+                        self._not_risen(row, key)
                     continue
                 rows.append(row)
                 size += state.namespace_of(row).spec.chunk_bytes
@@ -322,6 +335,11 @@ class Disk:
                 return False
             state.place_shard(row, shard, *taken)
         return True
+
+    def _may_wait(self, row: int) -> bool:
+        """Somebody still waits for the chunk, and memory is on its way."""
+        coming = self._segments.creating or self.state.namespace_of(row).in_flight
+        return bool(coming) and row in self.state.waits
 
     def _not_risen(self, row: int, key: ChunkKey) -> None:
         state = self.state

@@ -29,7 +29,7 @@ from kvstore.core.stats import stats
 from kvstore.core.workers import EngineGroup, Memory, Worker
 from kvstore.errors import BadRequest, Exhausted, Precondition, StoreError
 from kvstore.layout import NamespaceSpec
-from kvstore.types import Millis, NamespaceId, Reason
+from kvstore.types import Millis, NamespaceId, OpId, Reason
 
 RETIRED_DROPS_PER_TICK = 2_000
 """An old epoch's chunks go in steps, so that a reload never holds up the loop."""
@@ -79,7 +79,7 @@ class Store:
             ev.WorkerJoined: self._joined,
             ev.WorkerLeft: self._left,
             ev.WorkerClosed: self._closed,
-            ev.SegmentReady: lambda event: self.segments.created(event.op),
+            ev.SegmentReady: lambda event: self._segment_ready(event.op),
             ev.SegmentFailed: lambda event: self.segments.create_failed(event.op),
             ev.OpDone: lambda event: self._op_ended(event.op, event.checksums, ""),
             ev.OpFailed: lambda event: self._op_ended(event.op, None, event.why),
@@ -299,6 +299,10 @@ class Store:
         self.queue.forget(worker.id)
         del state.workers[worker.id]
         state.effects.append(ev.ForgetWorker(worker.id))
+
+    def _segment_ready(self, op: OpId) -> None:
+        self.segments.created(op)
+        self.disk.try_again()
 
     def _op_ended(self, op: Any, checksums: tuple[int, ...] | None, why: str) -> None:
         if op in self.saves.copies:

@@ -459,6 +459,48 @@ def test_who_waits_for_what_finds_no_slot_is_told() -> None:
     assert world.fetch(worker, namespace, chain("k", 1)) == ["HIT"]
 
 
+def two_models() -> tuple[DiskWorld, WorkerId, NamespaceId, WorkerId, NamespaceId]:
+    """The first one's chunks are on SSD, the second one has all the DRAM, and its worker maps it."""
+    world, first, namespace = small()
+    world.save(first, namespace, chain("k", 2))
+    second = world.join()
+    other = world.open(spec("other"), second)
+    world.tick(5_000)
+    assert not world.reserve(second, other, chain("x", 8)).reservation  # it asks for the first one's segment
+    world.save(second, other, chain("x", 8))
+    lease = world.acquire(second, other, chain("x", 8))
+    world.map(second, [extent.segment for extent in lease.extents])
+    world.release(second, lease.lease)
+    world.unmap_at_once = False
+    assert world.where(namespace, chain("k", 2)) == ["ssd"] * 2
+    return world, first, namespace, second, other
+
+
+def test_who_asks_waits_for_a_segment_that_is_on_its_way() -> None:
+    world, worker, namespace, owner, _ = two_models()
+    asked = world.acquire(worker, namespace, chain("k", 2), wait_ms=60_000)
+    assert asked.outcomes == (PENDING, PENDING)
+    world.tick(100)
+    assert not world.take(ev.ChunksSettled), "the segment is not unmapped yet"
+    for segment in list(world.mapped[owner]):
+        world.unmap(owner, [segment])
+    assert sorted(key for push in world.take(ev.ChunksSettled) for key in push.ready) == sorted(chain("k", 2))
+
+
+def test_nobody_waits_for_a_segment_longer_than_it_said() -> None:
+    world, worker, namespace, owner, _ = two_models()
+    world.acquire(worker, namespace, chain("k", 2), wait_ms=200)
+    world.tick(200)
+    assert sorted(key for push in world.take(ev.ChunksSettled) for key in push.failed) == sorted(
+        chain("k", 2)
+    )
+    world.tick(100)
+    assert world.where(namespace, chain("k", 2)) == ["ssd"] * 2
+    for segment in list(world.mapped[owner]):
+        world.unmap(owner, [segment])
+    assert not world.of(ev.ReadRecords), "nobody wants them now"
+
+
 def test_reads_are_bounded_in_bytes() -> None:
     world, worker, namespace = start(segments=8, slabs=20, disk_bytes_in_flight_max=8 * PAGE)
     for number in range(10):
