@@ -27,6 +27,8 @@ REPLAN_MS = 20
 """Without a new hint, plans are made at most this often,"""
 REPLAN_ROWS_PER_MS = 20
 """and a long queue is planned again less often: a plan takes about a microsecond per chunk of the loop's time."""
+PUBLISH_ROWS_PER_MS = 200
+"""With new hints, so often: planning never takes more than about a fifth of the loop's time, however many come."""
 POSITION_MAX = 1 << 31
 
 
@@ -48,6 +50,16 @@ class Windows:
     results: dict[tuple[WorkerId, NamespaceId, bytes], HintResult] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """Hints that were taken over, and are answered after the next plan."""
+
+    ticket: ev.Ticket
+    namespace: NamespaceId
+    jobs: tuple[bytes, ...]
+    rejected: frozenset[bytes]
+
+
 class Queue:
     def __init__(self, state: State, rise: Callable[[int], None]) -> None:
         self.state = state
@@ -55,16 +67,20 @@ class Queue:
         self.jobs: dict[WorkerId, dict[tuple[NamespaceId, bytes], Job]] = {}
         self.windows = Windows()
         self._planned_at: Millis = -REPLAN_MS
+        self._planned_rows = 0
+        """How many the last plan looked at."""
         self._due = False
+        self._unanswered: list[Publication] = []
 
     def __repr__(self) -> str:
         count = sum(map(len, self.jobs.values()))
         reach = f"prefetch {self.windows.prefetch.total()}, eviction {self.windows.eviction.total()}"
         return f"Queue({count} jobs, windows: {reach})"
 
-    def publish(self, worker: Worker, event: ev.PublishQueue) -> ev.QueueAccepted:
-        """Replace or change the worker's queue for one namespace of its tenant, and plan at once. It need not be open:
-        a scheduler knows sessions and jobs, and is handed no bytes."""
+    def publish(self, worker: Worker, event: ev.PublishQueue) -> ev.QueueAccepted | None:
+        """Replace or change the worker's queue for one namespace of its tenant. None: the last plan was long and is not
+        long ago, the next one answers. The namespace need not be open: a scheduler knows sessions and jobs, and is
+        handed no bytes."""
         state = self.state
         limits = state.limits
         namespace = state.administered_namespace(worker, event.namespace)
@@ -95,20 +111,36 @@ class Queue:
             del self.jobs[worker.id]
         state.counters["hints_received"] += len(event.hints)
         state.counters["hints_rejected"] += len(rejected)
+        publication = Publication(
+            event.ticket, namespace.id, tuple(hint.job for hint in event.hints), frozenset(rejected)
+        )
+        if self._planned_at + self._planned_rows // PUBLISH_ROWS_PER_MS > state.now:
+            self._unanswered.append(publication)
+            self._due = True
+            return None
         self.plan()
+        return self._answer(publication)
+
+    def _answer(self, published: Publication) -> ev.QueueAccepted:
+        """A job that ended again before the plan was made is rejected."""
+        worker = published.ticket.worker
         results = self.windows.results
+        tenant = self.state.workers[worker].tenant
         return ev.QueueAccepted(
             tuple(
-                HintResult.REJECTED if hint.job in rejected else results[worker.id, namespace.id, hint.job]
-                for hint in event.hints
+                HintResult.REJECTED
+                if job in published.rejected
+                else results.get((worker, published.namespace, job), HintResult.REJECTED)
+                for job in published.jobs
             ),
-            self.windows.prefetch[worker.tenant],
-            self.windows.eviction[worker.tenant],
+            self.windows.prefetch[tenant],
+            self.windows.eviction[tenant],
         )
 
     def forget(self, worker: WorkerId) -> None:
         if self.jobs.pop(worker, None) is not None:
             self._due = True
+        self._unanswered = [published for published in self._unanswered if published.ticket.worker != worker]
 
     def tick(self) -> None:
         state = self.state
@@ -120,9 +152,13 @@ class Queue:
             self._due = self._due or bool(over)
             if not jobs:
                 del self.jobs[worker]
-        interval_ms = max(REPLAN_MS, 0 if self._due else len(state.policy.rank) // REPLAN_ROWS_PER_MS)
+        rows_per_ms = PUBLISH_ROWS_PER_MS if self._due else REPLAN_ROWS_PER_MS
+        interval_ms = max(REPLAN_MS, int(self._planned_rows // rows_per_ms))
         if (self._due or self.jobs) and self._planned_at + interval_ms <= state.now:
             self.plan()
+            unanswered, self._unanswered = self._unanswered, []
+            for published in unanswered:
+                state.reply(published.ticket, self._answer(published))
 
     def plan(self) -> None:
         """Rank what the queue needs, soonest job first, as far as all tiers reach; raise what DRAM can hold of it.
@@ -133,6 +169,7 @@ class Queue:
         limits = state.limits
         self._due = False
         self._planned_at = state.now
+        self._planned_rows = 0
         tenants = len({state.workers[worker].tenant for worker in self.jobs}) or 1
         in_dram = int(limits.arena_bytes * limits.prefetch_share_max) // tenants
         in_all = (limits.arena_bytes + limits.disk_slab_bytes * limits.disk_slabs_max) // tenants
@@ -150,13 +187,18 @@ class Queue:
             key=lambda item: item[:3],
         )
         for place, (_, worker, name, job) in enumerate(ordered):
-            namespace = state.namespaces.get(job.namespace)
-            rows = list(self._rows(namespace, job)) if namespace is not None else []
-            new = [row for row in dict.fromkeys(rows) if row not in rank]
-            size = len(new) * namespace.chunk_bytes if namespace is not None else 0
             key = (worker, name[0], name[1])
             tenant = state.workers[worker].tenant
-            if tenant in clipped or used[tenant] + size > in_all:
+            if tenant in clipped:
+                windows.results[key] = HintResult.CLIPPED
+                self._planned_rows += 1
+                continue
+            namespace = state.namespaces.get(job.namespace)
+            rows = list(self._rows(namespace, job)) if namespace is not None else []
+            self._planned_rows += max(1, len(rows))
+            new = [row for row in dict.fromkeys(rows) if row not in rank]
+            size = len(new) * namespace.chunk_bytes if namespace is not None else 0
+            if used[tenant] + size > in_all:
                 # What does not fit ends the window: a job behind it must not push out one that is nearer.
                 clipped.add(tenant)
                 windows.results[key] = HintResult.CLIPPED

@@ -130,6 +130,30 @@ def test_a_long_queue_is_planned_again_less_often(monkeypatch: pytest.MonkeyPatc
     assert len(world.store.state.policy.rank) == 1
 
 
+def test_hints_that_come_fast_are_planned_together_and_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.core.queue.PUBLISH_ROWS_PER_MS", 1 / 128)  # 128 ms per chunk
+    world, worker, namespace = start(hint_ttl_ms=10_000)
+    other = world.join(group="other")
+    save(world, worker, namespace, "a", count=2)
+    assert publish(world, worker, namespace, hint("j", 0, chain("a", 1))).results == (ACCEPTED,)
+    asked = (hint("j", 0, chain("a", 2)), hint("gone", 1, chain("a", 1)), hint("nothing", 2))
+    for request_id in (901, 901):  # the second one is a repetition
+        assert world.ask(ev.PublishQueue, worker, namespace, asked, request_id=request_id) is None
+    assert world.ask(ev.PublishQueue, worker, namespace, (), (b"gone",), False, request_id=902) is None
+    leaves = world.open(spec(), other)
+    assert world.ask(ev.PublishQueue, other, leaves, (hint("theirs", 3, chain("a", 1)),)) is None
+    world.kill(other)
+    before = len(world.replies)
+    world.tick(127)
+    assert len(world.replies) == before, "a plan has been made lately"
+    world.tick(1)
+    assert len(world.replies) == before + 3
+    first, second = (world.answers[worker, request_id] for request_id in (901, 902))
+    assert (first.results, first.prefetch_window) == ((ACCEPTED, REJECTED, REJECTED), 1)
+    assert (second.results, second.prefetch_window) == ((), 1)
+    assert len(world.store.state.policy.rank) == 2
+
+
 def test_a_job_counts_as_far_as_its_chunks_can_be_had() -> None:
     world, worker, namespace = start()
     fourteen(world, worker, namespace)
