@@ -46,7 +46,7 @@ SESSION_ROWS = 1_024
 """Rows read in one transaction at the start."""
 START_EMPTY = "restore it, or remove the directory to start with an empty SSD tier"
 
-Transaction: TypeAlias = "lmdb.Transaction[bytes]"
+Table: TypeAlias = "lmdb._Database"
 Outcome = tuple[DiskResult, str]
 """And why, "" if it is OK."""
 
@@ -78,11 +78,41 @@ class ChunkBatch:
 @dataclass(frozen=True, slots=True)
 class _Open:
     env: lmdb.Environment
-    meta: lmdb._Database
-    slabs: lmdb._Database
-    namespaces: lmdb._Database
-    chunks: lmdb._Database
-    sessions: lmdb._Database
+    meta: Table
+    slabs: Table
+    namespaces: Table
+    chunks: Table
+    sessions: Table
+
+
+class Transaction:
+    """One that writes. Each call is announced to the disk port, so that tests can have it fail."""
+
+    __slots__ = ("_disk", "raw")
+
+    def __init__(self, raw: lmdb.Transaction[bytes], disk: Disk) -> None:
+        self.raw = raw
+        self._disk = disk
+
+    def get(self, key: bytes, table: Table) -> bytes | None:
+        self._disk.index("get")
+        return self.raw.get(key, db=table)
+
+    def put(self, key: bytes, value: bytes, table: Table) -> None:
+        self._disk.index("put")
+        self.raw.put(key, value, db=table)
+
+    def delete(self, key: bytes, table: Table) -> None:
+        self._disk.index("delete")
+        self.raw.delete(key, db=table)
+
+    def delete_range(self, first: bytes, prefix: bytes, table: Table) -> None:
+        """The rows from `first` on that begin with `prefix`."""
+        self._disk.index("delete")
+        with self.raw.cursor(db=table) as cursor:
+            found = cursor.set_range(first)
+            while found and cursor.key().startswith(prefix):
+                found = cursor.delete()
 
 
 class Index:
@@ -144,7 +174,7 @@ class Index:
 
     def add_slab(self, slab: SlabId, slot_bytes: int, slots: int) -> Outcome:
         def work(to: _Open, txn: Transaction) -> None:
-            txn.put(format.number_key(slab), format.encode_slab(slot_bytes, slots), db=to.slabs)
+            txn.put(format.number_key(slab), format.encode_slab(slot_bytes, slots), to.slabs)
             if slab >= self.next_slab:
                 _put_meta(to, txn, "next_slab", slab + 1)
 
@@ -197,7 +227,7 @@ class Index:
         rows = self._rows("sessions", SESSION_ROWS)
         for _, group in itertools.groupby(rows, key=lambda row: row[0][:-4]):
             pages = list(group)
-            session = _assemble(pages)
+            session = assemble_session(pages)
             if session is None or session.namespace not in known:
                 bad += [key for key, _ in pages]
             else:
@@ -244,8 +274,8 @@ class Index:
         env = self._environment()
         try:
             env.reader_check()  # readers that were killed
-            with env.begin(write=True) as txn:
-                to = _tables(env, txn, create=True)
+            with self._begin(env) as txn:
+                to = _tables(env, txn.raw, create=True)
                 version = _get_meta(to, txn, "format")
                 if version > FORMAT_VERSION:
                     raise ConfigError(
@@ -281,6 +311,7 @@ class Index:
         )
 
     def _environment(self) -> lmdb.Environment:
+        self._disk.index("open")
         return lmdb.open(
             self._path,
             map_size=self.bytes_max,
@@ -378,9 +409,16 @@ class Index:
         return DiskResult.OK, ""
 
     def _commit(self, to: _Open, work: Callable[[_Open, Transaction], None]) -> None:
-        with to.env.begin(write=True) as txn:
+        with self._begin(to.env) as txn:
             work(to, txn)
-            self._disk.index_commit()
+
+    @contextlib.contextmanager
+    def _begin(self, env: lmdb.Environment) -> Iterator[Transaction]:
+        self._disk.index("begin")
+        with env.begin(write=True) as raw:
+            yield Transaction(raw, self._disk)
+            self._disk.index("commit")
+        self._disk.index("committed")
 
     def _measure(self, env: lmdb.Environment) -> None:
         self.used_bytes = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
@@ -396,6 +434,7 @@ class Index:
         while True:
             try:
                 to = self._reopened()
+                self._disk.index("read")
                 with to.env.begin() as txn, txn.cursor(db=getattr(to, table)) as cursor:
                     if not cursor.set_range(position):
                         return
@@ -404,6 +443,8 @@ class Index:
                     values = list(itertools.islice(cursor.iternext(keys=False, values=True), count))
             except lmdb.Error as problem:
                 raise _cannot_open(self._path, problem) from None
+            except OSError as problem:
+                raise _unusable(self._path, problem) from None
             yield keys, values
             position = keys[-1] + b"\0"
 
@@ -421,7 +462,7 @@ class Index:
     def _delete(self, table: str, keys: Sequence[bytes]) -> Outcome:
         def work(to: _Open, txn: Transaction) -> None:
             for key in keys:
-                txn.delete(key, db=getattr(to, table))
+                txn.delete(key, getattr(to, table))
 
         return self._transact(work, may_use_reserve=True)
 
@@ -435,23 +476,23 @@ class Index:
 
 def _write(to: _Open, txn: Transaction, batch: WriteIndex) -> None:
     for slab in batch.slabs_deleted:
-        txn.delete(format.number_key(slab), db=to.slabs)
+        txn.delete(format.number_key(slab), to.slabs)
     for number in batch.namespaces_deleted:
         prefix = format.number_key(number)
-        txn.delete(prefix, db=to.namespaces)
-        _delete_range(txn, to.chunks, prefix, prefix)
-        _delete_range(txn, to.sessions, prefix, prefix)
+        txn.delete(prefix, to.namespaces)
+        txn.delete_range(prefix, prefix, to.chunks)
+        txn.delete_range(prefix, prefix, to.sessions)
     for number, key in batch.chunks_deleted:
-        txn.delete(format.chunk_key(number, key), db=to.chunks)
+        txn.delete(format.chunk_key(number, key), to.chunks)
     for number, name in batch.sessions_deleted:
         first = format.session_key(number, name, 0)
-        _delete_range(txn, to.sessions, first, first[:-4])
+        txn.delete_range(first, first[:-4], to.sessions)
     for namespace in batch.namespaces:
         value = format.encode_namespace(namespace)
-        txn.put(format.number_key(namespace.number), value, db=to.namespaces)
+        txn.put(format.number_key(namespace.number), value, to.namespaces)
     for chunk in batch.chunks:
         value = format.encode_chunk(chunk)
-        txn.put(format.chunk_key(chunk.namespace, chunk.key), value, db=to.chunks)
+        txn.put(format.chunk_key(chunk.namespace, chunk.key), value, to.chunks)
     for session in batch.sessions:
         _write_session(to, txn, session)
 
@@ -479,20 +520,12 @@ def _write_session(to: _Open, txn: Transaction, session: SessionRecord) -> None:
 
     head = format.encode_session_head(session.version, len(session.entries))
     for number, page in enumerate((head, *format.encode_session_pages(session.entries))):
-        if txn.get(key(number), db=to.sessions) != page:
-            txn.put(key(number), page, db=to.sessions)
-    _delete_range(txn, to.sessions, key(number + 1), key(0)[:-4])
+        if txn.get(key(number), to.sessions) != page:
+            txn.put(key(number), page, to.sessions)
+    txn.delete_range(key(number + 1), key(0)[:-4], to.sessions)
 
 
-def _delete_range(txn: Transaction, table: lmdb._Database, first: bytes, prefix: bytes) -> None:
-    """Deletes the rows from `first` on that begin with `prefix`."""
-    with txn.cursor(db=table) as cursor:
-        found = cursor.set_range(first)
-        while found and cursor.key().startswith(prefix):
-            found = cursor.delete()
-
-
-def _assemble(pages: list[tuple[bytes, bytes]]) -> SessionRecord | None:
+def assemble_session(pages: list[tuple[bytes, bytes]]) -> SessionRecord | None:
     """A session from the rows that share its key but for the page number; None if they are not exactly its pages."""
     (first_key, head_value), *rest = pages
     where, head = format.decode_session_key(first_key), format.decode_session_head(head_value)
@@ -584,14 +617,14 @@ def _select(batch: ChunkBatch, rows: npt.NDArray[np.intp]) -> ChunkBatch:
 # ------------------------------------------------------------------------------------------------------------ pieces
 
 
-def _tables(env: lmdb.Environment, txn: Transaction | None, *, create: bool) -> _Open:
+def _tables(env: lmdb.Environment, txn: lmdb.Transaction[bytes] | None, *, create: bool) -> _Open:
     """`txn` must be one that writes: LMDB closes the tables that were opened in another when that ends."""
     return _Open(env, *(env.open_db(name.encode(), txn=txn, create=create) for name in TABLES))
 
 
 def _get_meta(to: _Open, txn: Transaction, name: str) -> int:
     """0 when it was never set."""
-    value = txn.get(name.encode(), db=to.meta)
+    value = txn.get(name.encode(), to.meta)
     number = 0 if value is None else format.decode_meta(value)
     if isinstance(number, Defect):
         raise ConfigError(
@@ -601,7 +634,7 @@ def _get_meta(to: _Open, txn: Transaction, name: str) -> int:
 
 
 def _put_meta(to: _Open, txn: Transaction, name: str, value: int) -> None:
-    txn.put(name.encode(), format.encode_meta(value), db=to.meta)
+    txn.put(name.encode(), format.encode_meta(value), to.meta)
 
 
 def _no_space(path: str, problem: Exception | str) -> Exhausted:

@@ -15,13 +15,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from kvstore.types import DiskResult
 
 Buffer = bytes | bytearray | memoryview
+IndexCall = Literal["open", "begin", "get", "put", "delete", "commit", "committed", "read"]
 
 TEST_FAULTS = "ATTNSTORE_TEST_FAULTS"
 """Environment variable, for tests only: path of the control file of a `FaultyDisk`. Unset, no trace of it is left."""
@@ -63,9 +64,9 @@ class Disk(Protocol):
     def free_bytes(self, path: str) -> int:
         """What an unprivileged writer could still use of the file system."""
 
-    def index_commit(self) -> None:
-        """Called before each commit of the index, whose files are not written through this port. Does nothing, unless
-        a test wants the commit to fail or to hang."""
+    def index(self, call: IndexCall) -> None:
+        """Called before each call of LMDB, which does its own I/O (after it: "committed"). Does nothing, unless a test
+        wants the call to fail or to hang."""
 
 
 class RealDisk:
@@ -110,7 +111,7 @@ class RealDisk:
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 
-    def index_commit(self) -> None:
+    def index(self, call: IndexCall) -> None:
         pass
 
 
@@ -171,14 +172,15 @@ class Fault:
     """One line of the control file."""
 
     calls: tuple[str, ...]
-    """Of: open, allocate, read, write, sync, sync_directory, unlink, index_commit."""
+    """Of: open, allocate, read, write, sync, sync_directory, unlink, and index_ before an `IndexCall`."""
     do: str
     """An errno's name ("EIO", "ENOSPC"): the call fails with it. "hang": it does not go on until the control file no
     longer says so. "delay": it starts after `ms`. "flip": a bit in the middle of what was read, or of what is written,
     is the other one. "tear": only the first half of what is written is, and success is reported. "hold": what is
-    written is kept in memory until the file is synced, so that kill -9 loses it as a power cut would."""
+    written is kept in memory until the file is synced, so that kill -9 loses it as a power cut would. "part": the first
+    half of what is written reaches the file, the rest is held: what a power cut tears."""
     files: str = "*"
-    """Pattern for the file's name, without its directory; "index" for index_commit."""
+    """Pattern for the file's name, without its directory; "index" for the calls of LMDB."""
     skip: int = 0
     """How many calls that match go by before the fault strikes."""
     count: int = 0
@@ -256,10 +258,12 @@ class FaultyDisk:
             data = _flipped(data)
         if "tear" in deeds:
             data = data[: size // 2 // 512 * 512]  # whole sectors, as a disk would
-        if "hold" in deeds:
+        if deeds & {"hold", "part"}:
+            half = size // 2 // 512 * 512 if "part" in deeds else 0
             with self._lock:
-                self._held.setdefault(fd, []).append((offset, bytes(data)))
-        else:
+                self._held.setdefault(fd, []).append((offset + half, bytes(data[half:])))
+            data = data[:half]
+        if data:
             with _aligned(data) as copy:
                 write_all(self._disk, fd, [copy], offset)
         return size
@@ -290,9 +294,9 @@ class FaultyDisk:
     def free_bytes(self, path: str) -> int:
         return self._disk.free_bytes(path)
 
-    def index_commit(self) -> None:
-        self._strike("index_commit", "index")
-        self._disk.index_commit()
+    def index(self, call: IndexCall) -> None:
+        self._strike(f"index_{call}", "index")
+        self._disk.index(call)
 
     def _name(self, fd: int) -> str:
         with self._lock:
@@ -308,7 +312,7 @@ class FaultyDisk:
                 self._hang(fault)
             elif fault.do == "delay":
                 time.sleep(fault.ms / 1000)
-            elif fault.do in ("flip", "tear", "hold"):
+            elif fault.do in ("flip", "tear", "hold", "part"):
                 deeds.add(fault.do)
             else:
                 raise OSError(getattr(errno, fault.do), f"a test wants {call} of {name} to fail")

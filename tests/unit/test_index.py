@@ -446,5 +446,5 @@ def spoil(it: Fixture, table: str, key: bytes) -> None:
 
 def put_meta(it: Fixture, name: str, value: int) -> None:
     to = it.index._reopened()
-    with to.env.begin(write=True) as txn:
+    with it.index._begin(to.env) as txn:
         index._put_meta(to, txn, name, value)

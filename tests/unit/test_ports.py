@@ -118,7 +118,7 @@ def test_no_control_file_is_fair_weather(weather: Weather) -> None:
     assert weather.disk.write(weather.fd, [b"abc"], 0) == 3
     weather.disk.allocate(weather.fd, 100)
     weather.disk.sync(weather.fd)
-    weather.disk.index_commit()
+    weather.disk.index("commit")
     assert weather.read(3) == b"abc"
 
 
@@ -142,7 +142,7 @@ def test_every_call_can_fail(weather: Weather, call: str, tmp_path: Path) -> Non
         "sync": lambda: weather.disk.sync(weather.fd),
         "sync_directory": lambda: weather.disk.sync_directory(str(tmp_path)),
         "unlink": lambda: weather.disk.unlink(weather.path),
-        "index_commit": weather.disk.index_commit,
+        "index_commit": lambda: weather.disk.index("commit"),
     }
     with pytest.raises(OSError, match=call) as caught:
         calls[call]()
@@ -188,3 +188,13 @@ def test_held_writes_are_seen_but_reach_the_file_with_the_sync(weather: Weather)
     assert Path(weather.path).read_bytes() == b"0123456789"
     weather.disk.sync(weather.fd)
     assert Path(weather.path).read_bytes() == b"012abcd789"
+
+
+def test_of_writes_in_part_the_first_half_reaches_the_file_at_once(weather: Weather) -> None:
+    weather.disk.write(weather.fd, [b"0" * 2048], 0)
+    weather.set({"calls": ["write"], "do": "part"})
+    assert weather.disk.write(weather.fd, [b"x" * 1024, b"y" * 1024], 0) == 2048
+    assert weather.read(2048) == b"x" * 1024 + b"y" * 1024
+    assert Path(weather.path).read_bytes() == b"x" * 1024 + b"0" * 1024
+    weather.disk.sync(weather.fd)
+    assert Path(weather.path).read_bytes() == b"x" * 1024 + b"y" * 1024

@@ -479,6 +479,7 @@ def test_a_failing_index_is_said_and_heals(plain: Fixture) -> None:
     plain.weather({"calls": ["index_commit"], "do": "EIO", "count": 1})
     assert plain.commit(0).results == (IO_ERROR,)
     assert plain.commit(1).results == (OK,)
+    plain.weather()
     assert keys(plain.again()) == [key(1)]
 
 
