@@ -20,7 +20,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvstore import __version__
+from kvstore import __version__, logs
 from kvstore.config import ENVIRONMENT_PREFIX, StoreConfig, load, parse_setting
 from kvstore.errors import ConfigError, StoreError
 
@@ -110,22 +110,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         config = configuration(sys.argv[1:] if arguments is None else arguments, os.environ)
         # Imported now: --help and a wrong flag are answered before gRPC is loaded.
-        from kvstore import daemon, logs
+        from kvstore.daemon import Daemon
 
         logs.setup(config.log_level)
         os.umask(0o077)
-        owned = daemon.Daemon(config)
+        owned = Daemon(config)
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-            daemon.leave(runner.run(owned.run()))
+            logs.leave(runner.run(owned.run()))
     except ConfigError as error:
         print(f"kvstored: {error}", file=sys.stderr, flush=True)
-        os._exit(2)
+        logs.leave(2)
     except StoreError as error:
         print(f"kvstored: {error}", file=sys.stderr, flush=True)
-        os._exit(1)
+        logs.leave(1)
     except Exception:
         logging.getLogger(__name__).critical("the daemon ended by a bug", exc_info=True)
-        os._exit(70)
+        logs.leave(70)
 
 
 if __name__ == "__main__":

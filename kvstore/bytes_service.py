@@ -26,7 +26,7 @@ from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.errors import BadRequest, DeadlineExceeded, Exhausted, Precondition
 from kvstore.layout import CHUNK_TOKENS_MAX
-from kvstore.service import REQUEST_TIMEOUT_S, Context, Handlers, Service, answering
+from kvstore.service import REQUEST_TIMEOUT_S, Context, Handlers, Service, answering, write
 from kvstore.types import (
     GrantResult,
     NamespaceId,
@@ -46,18 +46,8 @@ GUESTS_MAX = 32
 """Gets and Puts at one time."""
 PAYLOAD_TAG = bytes([15 << 3 | 2])
 """Field 15, length-delimited: the last field of both frames."""
-FRAME_TIMEOUT_S = 30.0
-"""How long a peer may take to send or to accept one frame."""
-LAST_WRITE_TIMEOUT_S = 30.0
-"""How long a frame that was not accepted is waited for after its lease was released, to tell the peer why it ended."""
-
-
-class FrameNotAccepted(DeadlineExceeded):
-    """`write` is still running: gRPC would lose a status sent beside it."""
-
-    def __init__(self, write: asyncio.Future[None]) -> None:
-        super().__init__(f"no frame was accepted for {FRAME_TIMEOUT_S:.0f} s")
-        self.write = write
+CALL_TIMEOUT_S = 600.0
+"""How long a Get or Put may take in all, however steadily its frames trickle: 1 GiB at 1.8 MB/s."""
 
 
 class BytesService:
@@ -82,14 +72,6 @@ class BytesService:
     # ----------------------------------------------------------------------------------------------------- get
 
     async def _get(self, raw: bytes, context: Context) -> None:
-        try:
-            await self._send_chunk(raw, context)
-        except FrameNotAccepted as error:
-            await asyncio.wait((error.write,), timeout=LAST_WRITE_TIMEOUT_S)
-            error.write.cancel()
-            raise
-
-    async def _send_chunk(self, raw: bytes, context: Context) -> None:
         caller = self._service.caller(context)
         self._service.check_not_draining()
         message = wire.parse(bytes_pb2.GetRequest, raw)
@@ -129,17 +111,8 @@ class BytesService:
                 "the lease ended while the bytes were being sent", remedy="drop them and get again"
             )
 
-    @staticmethod
-    async def _write(context: Context, frame: bytes) -> None:
-        write = asyncio.ensure_future(context.write(frame))
-        try:
-            accepted, _ = await asyncio.wait((write,), timeout=FRAME_TIMEOUT_S)
-        except asyncio.CancelledError:
-            write.cancel()
-            raise
-        if not accepted:
-            raise FrameNotAccepted(write)
-        write.result()
+    async def _write(self, context: Context, frame: bytes) -> None:
+        await write(context, frame, self._service.peer_timeout_s)
 
     # ----------------------------------------------------------------------------------------------------- put
 
@@ -248,13 +221,13 @@ class BytesService:
         if received < total:
             raise BadRequest(f"the chunk has {total} bytes", field="payload", value=f"{received} bytes")
 
-    @staticmethod
-    async def _read(context: Context) -> bytes | None:
+    async def _read(self, context: Context) -> bytes | None:
         """The next frame; None at the end."""
+        timeout_s = self._service.peer_timeout_s
         try:
-            raw = await asyncio.wait_for(context.read(), FRAME_TIMEOUT_S)
+            raw = await asyncio.wait_for(context.read(), timeout_s)
         except TimeoutError:
-            raise DeadlineExceeded(f"no frame came for {FRAME_TIMEOUT_S:.0f} s") from None
+            raise DeadlineExceeded(f"no frame came for {timeout_s:g} s") from None
         return None if raw is grpc.aio.EOF else raw
 
     # -------------------------------------------------------------------------------------------------- guests
@@ -271,8 +244,13 @@ class BytesService:
         self._guests += 1
         self._loop.post(events.WorkerJoined(guest, tenant=opened.tenant, engine_group=""))
         try:
-            await self._ask(events.Open(Ticket(guest), opened.spec))
-            yield guest
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await self._ask(events.Open(Ticket(guest), opened.spec))
+                yield guest
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the call took longer than {CALL_TIMEOUT_S:.0f} s", remedy="send or read faster"
+            ) from None
         finally:
             self._guests -= 1
             self._loop.post(events.WorkerLeft(guest))

@@ -87,6 +87,9 @@ class StoreConfig:
     """Share of the arena that one worker may hold in open reservations."""
     drain_ms: int = 3_000
     """On SIGTERM: how long open leases and commits may take to end."""
+    peer_timeout_ms: int = 30_000
+    """How long a peer may take to accept one message that is sent to it, or to send the next one of a Put; then its
+    call ends."""
 
     tcp_address: str = ""
     """"host:port" to serve gRPC on TCP too; empty: off. No authentication there yet, see tcp_unauthenticated."""
@@ -136,6 +139,7 @@ class StoreConfig:
             "incomplete_ttl_ms",
             "copy_threads",
             "message_bytes_max",
+            "peer_timeout_ms",
         ):
             _positive(self, name)
         for name in ("pin_share_max", "reserve_share_max"):

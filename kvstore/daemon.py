@@ -17,20 +17,21 @@ import ipaddress
 import itertools
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
 import stat
-import sys
+import threading
 import time
 from array import array
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
 import numpy.typing as npt
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client.core import Metric
 
@@ -43,8 +44,10 @@ from kvstore.core.events import Ticket
 from kvstore.core.store import Store
 from kvstore.descriptors import DEFAULT_TENANT, DescriptorServer
 from kvstore.errors import ConfigError
+from kvstore.health import SERVICE as HEALTH_SERVICE
+from kvstore.health import SERVING, Health
 from kvstore.index import ChunkBatch
-from kvstore.logs import fields
+from kvstore.logs import fields, leave
 from kvstore.loop import Loop
 from kvstore.memory import fix_mmap_threshold, memory_limit_bytes
 from kvstore.metrics import MetricsServer, families
@@ -66,7 +69,13 @@ FIRST_SEGMENT_TIMEOUT_S = 10.0
 """How long being ready waits for the first segment of the arena."""
 POLL_S = 0.01
 STATS_TIMEOUT_S = 2.0
+STDOUT_TIMEOUT_S = 1.0
+NOTIFY_TIMEOUT_S = 1.0
 RPCS_MAX = 8_192
+DESCRIPTORS_PER_WORKER = 4
+"""Its two connections, its pidfd and its staging memory."""
+DESCRIPTORS_OF_OUR_OWN = 256
+"""Sockets, index, threads; two more for each segment and one for each slab file are there before workers come."""
 
 SELF = WorkerId(-1)
 """The daemon as a client of its own core: metrics, draining. Workers on the descriptor socket are numbered from 1."""
@@ -211,6 +220,22 @@ def check_memory(config: StoreConfig) -> None:
         )
 
 
+def raise_descriptor_limit(wanted: int) -> int:
+    """Lift this process' limit of open descriptors to what it may have. Returns the limit; a warning where less than
+    `wanted` is to be had."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # a hard limit above what the kernel allows now
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        log.warning(
+            "few open descriptors are allowed: connections are refused when they are used up",
+            extra=fields(limit=soft, wanted=wanted, remedy="raise LimitNOFILE= or ulimit -n"),
+        )
+    return soft
+
+
 class Daemon:
     """One daemon in this process. `run` is all of its life."""
 
@@ -254,6 +279,7 @@ class Daemon:
     def _build(self) -> None:
         config = self.config
         fix_mmap_threshold()
+        raise_descriptor_limit(DESCRIPTORS_PER_WORKER * config.limits.workers_max + DESCRIPTORS_OF_OUR_OWN)
         protection = Protection(config.protection)
         self._arena = Arena(
             protection=protection,
@@ -282,6 +308,7 @@ class Daemon:
             boot_id=self.boot_id,
             grpc_target=self._grpc_target,
         )
+        peer_timeout_s = config.peer_timeout_ms / 1000
         self._service = Service(
             self.loop,
             self._worker_of,
@@ -290,9 +317,10 @@ class Daemon:
                 lease_ttl_ms=config.lease_ttl_ms, reservation_ttl_ms=config.reservation_ttl_ms
             ),
             anonymous=ANONYMOUS if self._tcp is not None else None,
+            peer_timeout_s=peer_timeout_s,
         )
         self._metrics = MetricsServer(self._families)
-        self._health = health.aio.HealthServicer()
+        self._health = Health(peer_timeout_s=peer_timeout_s)
 
     def _open_ssd(self, store: Store) -> SsdTier:
         """Take the directory, read its index, and put what it names into the core. Raises ConfigError or StoreError."""
@@ -339,14 +367,14 @@ class Daemon:
                 ("grpc.keepalive_timeout_ms", 10_000),
             ],
         )
+        bytes_service = BytesService(self._service, self._numbers)
         server.add_generic_rpc_handlers(
-            (self._service.handlers(), BytesService(self._service, self._numbers).handlers())
+            (self._service.handlers(), bytes_service.handlers(), self._health.handlers())
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (STORE_SERVICE, HINTS_SERVICE, STATS_SERVICE, BYTES_SERVICE)
         for name in names:
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+            self._health.set(name, SERVING)
+        reflection.enable_server_reflection((*names, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
         self._bind(server, self._grpc_target, field="run_dir")
         self._directory.open_to_peers(self.config.grpc_socket)
         if self._tcp is not None:
@@ -391,14 +419,17 @@ class Daemon:
         segments = config.limits.segment_count
         tcp = f"{self._tcp} (not authenticated)" if self._tcp else "off"
         metrics = f"http://127.0.0.1:{config.metrics_port}/metrics" if config.metrics_port else "off"
-        print(
+        text = (
             f"kvstored {__version__}: arena {config.dram_bytes / 2**20:,.0f} MiB in {segments} segments"
             f" ({config.protection}), staging at most {config.staging_bytes_max / 2**20:,.0f} MiB\n"
             f"  SSD {self._ssd_text()}\n"
             f"  directory {config.run_dir}, TCP {tcp}, metrics {metrics}\n"
-            f"  tenants by user id: {dict(config.tenants) or 'own user and root only'}",
-            flush=True,
+            f"  tenants by user id: {dict(config.tenants) or 'own user and root only'}"
         )
+        # On a thread: whoever should read standard output may stand still, or never have begun.
+        saying = threading.Thread(target=partial(print, text, flush=True), name="kvstored-hello", daemon=True)
+        saying.start()
+        saying.join(STDOUT_TIMEOUT_S)
         sd_notify("READY=1")
 
     def _ssd_text(self) -> str:
@@ -433,7 +464,7 @@ class Daemon:
     async def _drain(self) -> None:
         """Start nothing new; what is open may end, for drain_ms."""
         sd_notify("STOPPING=1")
-        await self._health.enter_graceful_shutdown()
+        self._health.end()
         self._service.drain()
         try:
             async with asyncio.timeout(self.config.drain_ms / 1000):
@@ -479,18 +510,11 @@ def sd_notify(state: str) -> None:
     if not address:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notify:
+        notify.settimeout(NOTIFY_TIMEOUT_S)
         try:
             notify.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
         except OSError as problem:
             log.warning("NOTIFY_SOCKET does not listen", extra=fields(address=address, why=str(problem)))
-
-
-def leave(status: int) -> None:
-    """End the process without waiting for any thread: what is left belongs to the kernel."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def _core_snapshot(snapshot: ssd.Snapshot) -> restart.Snapshot:

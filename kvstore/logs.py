@@ -5,17 +5,21 @@
 
 A peer can neither forge a line (values are JSON strings in ASCII), nor make one long (texts are cut), nor flood the
 log: a message template that repeats more than REPEATS_MAX times in PERIOD_S is held back, and the next line that passes
-says how many were.
+says how many were. Nor can whoever reads the log, or the disk it is written to, hold up the process by standing still:
+lines go out on a thread, and what it cannot write is dropped and counted.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import queue
 import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from kvstore.errors import shorten
 
@@ -24,6 +28,10 @@ TEXT_MAX = 2_000
 REPEATS_MAX = 20
 PERIOD_S = 10.0
 TEMPLATES_MAX = 1_024
+LINES_MAX = 4_096
+"""Lines that wait to be written."""
+FLUSH_S = 1.0
+"""How long the end of the process waits for lines that are not written yet."""
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
@@ -31,13 +39,17 @@ def fields(**values: object) -> dict[str, dict[str, object]]:
     return {"fields": values}
 
 
+def timestamp(moment: float) -> str:
+    """UTC in ISO 8601, with milliseconds."""
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(moment))}.{int(moment % 1 * 1000):03d}Z"
+
+
 class JsonFormatter(logging.Formatter):
     """{"time": UTC in ISO 8601, "level", "logger", "message", the record's fields, "exception"}."""
 
     def format(self, record: logging.LogRecord) -> str:
-        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
-            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "time": timestamp(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": shorten(record.getMessage(), limit=TEXT_MAX),
@@ -89,13 +101,62 @@ class RateLimit(logging.Filter):
         return True
 
 
+class Writer(logging.Handler):
+    """Hands each line to a thread, which writes it to `stream`. Logging never waits for it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lines: queue.Queue[str] = queue.Queue(LINES_MAX)
+        self._dropped = 0
+        threading.Thread(target=self._run, name="kvstored-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait for what is queued, FLUSH_S at most."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_S)
+
+    def _run(self) -> None:
+        while True:
+            line = self._lines.get()
+            dropped, self._dropped = self._dropped, 0
+            if dropped:
+                fields = {
+                    "logger": __name__,
+                    "message": "log lines were dropped: nobody took them",
+                    "lines": dropped,
+                }
+                line = f"{json.dumps({'time': timestamp(time.time()), 'level': 'error', **fields})}\n{line}"
+            try:
+                self._stream.write(f"{line}\n")
+                self._stream.flush()
+            except (OSError, ValueError):
+                pass  # a full or closed stderr must not end the daemon
+            finally:
+                self._lines.task_done()
+
+
 def setup(level: str, stream: TextIO | None = None) -> None:
     """Route all that this process logs to `stream` (stderr) as JSON lines; `level` as in StoreConfig.log_level."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = Writer(stream or sys.stderr)
     handler.setFormatter(JsonFormatter())
     handler.addFilter(RateLimit())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    logging.raiseExceptions = False  # a full or closed stderr must not end the daemon
+    logging.raiseExceptions = False
     logging.captureWarnings(True)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process without waiting for any thread but the log's: what is left belongs to the kernel."""
+    logging.shutdown()
+    os._exit(status)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -23,7 +24,15 @@ import grpc.aio
 from kvstore import __version__, requests, wire
 from kvstore.core import events
 from kvstore.core.events import Ticket
-from kvstore.errors import BadRequest, Exhausted, Precondition, StoreError, Unauthenticated, Unavailable
+from kvstore.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    Exhausted,
+    Precondition,
+    StoreError,
+    Unauthenticated,
+    Unavailable,
+)
 from kvstore.logs import fields
 from kvstore.loop import Loop, Push, monotonic_ms
 from kvstore.requests import Call
@@ -44,6 +53,10 @@ FINISH_TIMEOUT_S = 5.0
 """How long the answers of a stream that the peer half-closed may take."""
 LAST_WRITE_TIMEOUT_S = 1.0
 """How long the message that is on its way when a stream ends may take, before the stream's status."""
+STATUS_TIMEOUT_S = 5.0
+"""How long a peer may take to accept the status of its call; after that it gets none."""
+PEER_TIMEOUT_S = 30.0
+"""How long a peer may take to accept a message, unless the configuration says otherwise."""
 OUTSTANDING_MAX = 1_024
 PUSHES_MAX = 1_024
 DETAILS_MAX = 1_500
@@ -77,9 +90,39 @@ class Handlers(grpc.GenericRpcHandler):
         return self._methods.get(handler_call_details.method)
 
 
+class NotAccepted(DeadlineExceeded):
+    """`pending` still runs, and a status that is sent beside a message is lost: see `answering`."""
+
+    def __init__(self, pending: asyncio.Future[None], timeout_s: float) -> None:
+        super().__init__(f"no message was accepted for {timeout_s:g} s", remedy="read what the daemon sends")
+        self.pending = pending
+
+
+async def write(context: Context, data: bytes, timeout_s: float) -> None:
+    """Send a message. Raises NotAccepted when the peer does not take it in time."""
+    pending = asyncio.ensure_future(context.write(data))
+    try:
+        accepted, _ = await asyncio.wait((pending,), timeout=timeout_s)
+    except asyncio.CancelledError:
+        pending.cancel()
+        raise
+    if not accepted:
+        raise NotAccepted(pending, timeout_s)
+    pending.result()
+
+
 async def abort(context: Context, error: StoreError) -> None:
     """End the call with the error's status, text and Error message. Raises what gRPC raises to leave a handler."""
-    await context.abort(STATUS[error.code.value], str(error)[:DETAILS_MAX], wire.error_metadata(error))
+    ending = asyncio.ensure_future(
+        context.abort(STATUS[error.code.value], str(error)[:DETAILS_MAX], wire.error_metadata(error))
+    )
+    try:
+        told, _ = await asyncio.wait((ending,), timeout=STATUS_TIMEOUT_S)
+        if told:
+            ending.result()
+        raise asyncio.CancelledError  # as when the peer is gone: it takes nothing, not even this
+    finally:
+        ending.cancel()
 
 
 def answering(
@@ -90,6 +133,11 @@ def answering(
     async def answer(request: Any, context: Context) -> Any:
         try:
             return await handler(request, context)
+        except NotAccepted as problem:
+            error = problem
+            # All that the call held is given back by now. Should the peer read on, it is told why the call ended.
+            await asyncio.wait((problem.pending,), timeout=STATUS_TIMEOUT_S)
+            problem.pending.cancel()
         except StoreError as problem:
             error = problem
         except (asyncio.CancelledError, grpc.aio.AbortError):
@@ -113,8 +161,10 @@ class Service:
         boot_id: bytes,
         welcome: store_pb2.AttachWelcome,
         anonymous: WorkerId | None = None,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
         self.loop = loop
+        self.peer_timeout_s = peer_timeout_s
         self.draining = False
         self._identify = identify
         self._boot_id = boot_id
@@ -240,7 +290,8 @@ class Service:
         self._watchers += 1
         try:
             while not self.draining:
-                await context.write((await self._stats_of(worker, REQUEST_TIMEOUT_S)).SerializeToString())
+                reply = await self._stats_of(worker, REQUEST_TIMEOUT_S)
+                await write(context, reply.SerializeToString(), self.peer_timeout_s)
                 await asyncio.sleep(interval_ms / 1000)
         finally:
             self._watchers -= 1
@@ -333,6 +384,8 @@ class AttachStream:
         self._pushes = 0
         """Pushes in the outbox."""
         self._channels: set[int] = set()
+        self._write_began: float | None = None
+        """Since when the peer has not accepted the message that is being sent."""
         self._stopping = False
         self._wake = asyncio.Event()
         self._written = asyncio.Event()
@@ -348,6 +401,7 @@ class AttachStream:
         """Serve until the peer closes its side; raises the StoreError that `end` was given."""
         reader = asyncio.create_task(self._read())
         writer = asyncio.create_task(self._write())
+        self._watch_writer()
         try:
             await asyncio.wait((reader, writer, self._ended), return_when=asyncio.FIRST_COMPLETED)
             if self._ended.done():
@@ -361,6 +415,7 @@ class AttachStream:
             for channel in self._channels:
                 self._loop.drop_channel(channel)
             self._channels.clear()
+            self._watchdog.cancel()
             reader.cancel()
             # gRPC takes one send at a time: a status sent while a message is still on its way is lost, and the peer
             # then waits for the end until its own deadline.
@@ -474,7 +529,9 @@ class AttachStream:
         while not self._stopping:
             while outbox and not self._stopping:
                 data, answers = outbox.popleft()
+                self._write_began = time.monotonic()
                 await write(data)
+                self._write_began = None
                 if answers:
                     self._outstanding -= 1
                 else:
@@ -483,6 +540,18 @@ class AttachStream:
             self._wake.clear()
             if not outbox and not self._stopping:
                 await self._wake.wait()
+
+    def _watch_writer(self) -> None:
+        """Look from time to time, which costs less than a timer for each message: a peer that accepts nothing may take
+        half as long again."""
+        timeout_s = self._service.peer_timeout_s
+        self._watchdog = asyncio.get_running_loop().call_later(timeout_s / 2, self._watch_writer)
+        if self._write_began is not None and time.monotonic() - self._write_began >= timeout_s:
+            self.end(
+                DeadlineExceeded(
+                    f"no message was accepted for {timeout_s:g} s", remedy="read the stream, and attach again"
+                )
+            )
 
     async def _finish(self) -> None:
         """The peer sends nothing more: wait until all that it asked is answered and written."""

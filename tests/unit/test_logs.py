@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import threading
 
 import pytest
 
@@ -106,7 +107,57 @@ def test_setup_routes_everything(monkeypatch):
         logs.setup("warning", stream)
         logging.getLogger("any").info("no")
         logging.getLogger("any").warning("yes")
+        root.handlers[0].flush()
     finally:
         root.handlers[:], root.level, logging.raiseExceptions = before
         logging.captureWarnings(False)
     assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == ["yes"]
+
+
+class Stalled(io.StringIO):
+    """A pipe that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.reading.wait()
+        return super().write(text)
+
+
+def test_a_log_that_nobody_reads_holds_up_nobody(monkeypatch):
+    monkeypatch.setattr(logs, "LINES_MAX", 10)
+    monkeypatch.setattr(logs, "FLUSH_S", 0.01)
+    stream = Stalled()
+    logger = logging.Logger("kvstore.test")
+    handler = logs.Writer(stream)
+    handler.setFormatter(logs.JsonFormatter())
+    logger.addHandler(handler)
+    for number in range(100):  # would wait for ever
+        logger.warning("line %d", number)
+    handler.flush()
+    assert stream.getvalue() == ""
+    stream.reading.set()
+    monkeypatch.setattr(logs, "FLUSH_S", 20.0)
+    handler.flush()
+    logger.warning("the last")
+    handler.flush()
+    written = [json.loads(line) for line in stream.getvalue().splitlines()]
+    (report,) = [line for line in written if line["message"].startswith("log lines were dropped")]
+    assert len(written) - 1 + report["lines"] == 101, "every line is there or counted"
+    assert report["lines"] >= 89
+    assert written[-1]["message"] == "the last"
+
+
+def test_a_closed_log_ends_nothing():
+    stream = io.StringIO()
+    logger = logging.Logger("kvstore.test")
+    handler = logs.Writer(stream)
+    logger.addHandler(handler)
+    stream.close()
+    logger.warning("a")
+    handler.flush()
+    logger.warning("b")
+    handler.flush()
+    assert not handler._lines.unfinished_tasks

@@ -9,7 +9,6 @@ import grpc
 import pytest
 
 from kvstore import errors, requests, wire
-from kvstore.bytes_service import BytesService
 from kvstore.core import events as ev
 from kvstore.core.limits import Limits
 from kvstore.core.store import Store
@@ -23,6 +22,7 @@ from kvstore.service import (
     Service,
     answering,
     stats_to_proto,
+    write,
 )
 from kvstore.types import NamespaceId, WorkerId
 from kvstore.v1 import store_pb2
@@ -83,7 +83,7 @@ class Rig:
     def __init__(self) -> None:
         self.core = Core()
         self.peer = Peer()
-        self.service = SimpleNamespace(loop=self.core, draining=False)
+        self.service = SimpleNamespace(loop=self.core, draining=False, peer_timeout_s=BOUND_S)
         self.stream = AttachStream(self.service, WORKER, self.peer)
         self.task = asyncio.create_task(self.stream.run())
 
@@ -200,26 +200,61 @@ async def test_a_peer_that_takes_nothing_does_not_hold_the_stream_open(rig, monk
         await asyncio.wait_for(rig.task, BOUND_S)
 
 
-async def test_a_frame_that_is_not_accepted_ends_a_get_after_it_was_sent(monkeypatch):
-    """The lease is released at once; the status comes when the frame has gone, or not at all."""
-    monkeypatch.setattr("kvstore.bytes_service.FRAME_TIMEOUT_S", 0.01)
-    peer, released = Peer(), asyncio.Event()
-    peer.reading.clear()
+async def test_a_stream_whose_peer_accepts_nothing_ends(rig, monkeypatch):
+    monkeypatch.setattr("kvstore.service.LAST_WRITE_TIMEOUT_S", 0.01)
+    rig.service.peer_timeout_s = 0.02
+    rig.stream._watchdog.cancel()
+    rig.stream._watch_writer()
+    rig.stream.send(store_pb2.AttachReply(draining=store_pb2.Draining()))
+    await rig.until(lambda: rig.peer.replies)
+    await asyncio.sleep(0.1)
+    assert not rig.task.done(), "a stream that has nothing to say goes on"
+    rig.peer.reading.clear()
+    rig.stream.send(store_pb2.AttachReply(draining=store_pb2.Draining()))
+    with pytest.raises(DeadlineExceeded, match=r"no message was accepted for 0\.02 s"):
+        await asyncio.wait_for(rig.task, BOUND_S)
 
-    class OneFrame(BytesService):
-        async def _send_chunk(self, raw, context):
-            try:
-                await self._write(context, b"")
-            finally:
-                released.set()
 
-    get = asyncio.create_task(OneFrame(SimpleNamespace(loop=None), iter(()))._get(b"", peer))
+async def test_a_message_that_is_not_accepted_ends_its_call_and_the_status_comes_after_it():
+    """What the call held is given back at once; the peer is told why when it reads on, or not at all."""
+    peer, released = Call(), asyncio.Event()
+    reading = asyncio.Event()
+    order = []
+
+    async def take(data):
+        await reading.wait()
+        order.append(data)
+
+    async def one_message(request, context):
+        try:
+            await write(context, b"message", 0.01)
+        finally:
+            released.set()
+
+    peer.write = take
+    call = asyncio.create_task(answering(one_message, "One")(b"", peer))
     await asyncio.wait_for(released.wait(), BOUND_S)
-    assert not get.done() and not peer.replies
-    peer.reading.set()
-    with pytest.raises(DeadlineExceeded, match="no frame was accepted"):
-        await asyncio.wait_for(get, BOUND_S)
-    assert len(peer.replies) == 1
+    assert not call.done() and not peer.aborted
+    reading.set()
+    with pytest.raises(Aborted):
+        await asyncio.wait_for(call, BOUND_S)
+    assert order == [b"message"]
+    assert peer.aborted[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "no message was accepted for 0.01 s" in peer.aborted[1]
+
+
+async def test_a_peer_that_does_not_even_take_a_status_is_left(monkeypatch):
+    monkeypatch.setattr("kvstore.service.STATUS_TIMEOUT_S", 0.01)
+
+    class Deaf(Call):
+        async def abort(self, *status):
+            await asyncio.Event().wait()
+
+    async def fail(request, context):
+        raise errors.NotFound("no")
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(answering(fail, "Fail")(b"", Deaf()), BOUND_S)
 
 
 async def test_half_close_waits_for_answers(rig):
