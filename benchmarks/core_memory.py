@@ -14,8 +14,6 @@ import argparse
 import gc
 import hashlib
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -23,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvstore.benchmark import Goal, heading, report
 from kvstore.core import events as ev
 from kvstore.core.limits import Limits
 from kvstore.core.store import Store
@@ -195,20 +194,6 @@ def in_fresh_process(part: str, *args: object) -> Any:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def hardware() -> str:
-    models = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
-    ]
-    model = models[0].partition(":")[2].strip() if models else platform.machine()
-    return f"{model}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
-
-
-def commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -228,8 +213,7 @@ def main() -> None:
     rows = [
         row for batch in (16, 256) for row in in_fresh_process("speed", batch, 0.5 if options.quick else 2.0)
     ]
-    result = {"hardware": hardware(), "commit": commit(), "memory": memory, "speed": rows}
-    print(f"{result['hardware']}, commit {result['commit']}\n")
+    print(f"{heading(__file__)}\n")
     print(
         f"{memory['chunks']:,} chunks: RssAnon grew by {memory['rss_anon_bytes'] / 2**20:.0f} MiB, "
         f"{memory['bytes_per_chunk']:.0f} bytes per chunk (goal: at most {BYTES_PER_CHUNK_GOAL})\n"
@@ -238,24 +222,14 @@ def main() -> None:
     for row in rows:
         print(f"{row['what']:30} {row['batch']:>14} {row['us_per_key']:>15.2f}")
     if options.json:
-        goal = {
-            "name": f"daemon memory at {memory['chunks']:,} chunks",
-            "value": round(memory["bytes_per_chunk"], 1),
-            "unit": "bytes per chunk",
-            "goal": BYTES_PER_CHUNK_GOAL,
-            "direction": "<=",
-            "met": memory["bytes_per_chunk"] <= BYTES_PER_CHUNK_GOAL,
-        }
-        print(
-            json.dumps(
-                {
-                    "machine": result["hardware"],
-                    "commit": result["commit"],
-                    "results": [memory, *rows],
-                    "goals": [goal],
-                }
-            )
+        goal = Goal(
+            f"daemon memory at {memory['chunks']:,} chunks",
+            memory["bytes_per_chunk"],
+            "bytes per chunk",
+            BYTES_PER_CHUNK_GOAL,
+            "<=",
         )
+        print(report(__file__, [memory, *rows], [goal]))
 
 
 if __name__ == "__main__":

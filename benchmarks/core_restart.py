@@ -14,8 +14,6 @@ import argparse
 import gc
 import hashlib
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -24,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvstore.benchmark import Goal, heading, report
 from kvstore.core import events as ev
 from kvstore.core.limits import Limits
 from kvstore.core.restart import ChunkBatch, Snapshot
@@ -146,20 +145,6 @@ def in_fresh_process(part: str, chunks: int) -> Any:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def hardware() -> str:
-    models = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
-    ]
-    model = models[0].partition(":")[2].strip() if models else platform.machine()
-    return f"{model}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
-
-
-def commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -174,8 +159,7 @@ def main() -> None:
         return
     count = 100_000 if options.quick else 1_000_000
     rows = {part: in_fresh_process(part, count) for part in ("restart", "ceiling")}
-    result = {"hardware": hardware(), "commit": commit(), **rows}
-    print(f"{result['hardware']}, commit {result['commit']}\n")
+    print(f"{heading(__file__)}\n")
     found = rows["restart"]
     print(f"{'':34}{'CPU s':>9}{'µs a chunk':>12}{'bytes a chunk':>15}")
     print(
@@ -187,25 +171,9 @@ def main() -> None:
     print(f"{'(ceiling: their keys into a dict)':34}{least:>9.2f}{least / count * 1e6:>12.2f}")
     print(f"\ngoal: at most {SECONDS_GOAL} s for 1,000,000 chunks")
     if options.json:
-        goal = {
-            "name": "CPU time of restoring 1,000,000 chunks",
-            "value": round(found["seconds"] * 1_000_000 / count, 3),
-            "unit": "s",
-            "goal": SECONDS_GOAL,
-            "direction": "<=",
-            "met": found["seconds"] * 1_000_000 / count <= SECONDS_GOAL,
-        }
-        results = [{"part": part, **row} for part, row in rows.items()]
-        print(
-            json.dumps(
-                {
-                    "machine": result["hardware"],
-                    "commit": result["commit"],
-                    "results": results,
-                    "goals": [goal],
-                }
-            )
-        )
+        seconds = found["seconds"] * 1_000_000 / count
+        goal = Goal("CPU time of restoring 1,000,000 chunks", seconds, "s", SECONDS_GOAL, "<=")
+        print(report(__file__, [{"part": part, **row} for part, row in rows.items()], [goal]))
 
 
 if __name__ == "__main__":

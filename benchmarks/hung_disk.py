@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.benchmark import Goal, report
 from kvstore.client import Client, Namespace, connect
 from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec, NamespaceSpec
@@ -65,21 +65,23 @@ def main() -> int:
             f" {row['healed_s']:.2f} s"
         )
     goals = [
-        goal(
+        Goal(
             f"p99 of DRAM hits while the disk hangs for {hang_s:.0f} s, over p99 before and after",
             statistics.median(row["ratio"] for row in results),
-            RATIO_GOAL,
             "x",
+            RATIO_GOAL,
+            "<=",
         ),
-        goal(
+        Goal(
             f"an SSD hit is told to be a miss, deadline {DEADLINE_MS} ms",
             max(row["told_ms"] for row in results),
-            DEADLINE_MS + TOLD_SLACK_MS,
             "ms",
+            DEADLINE_MS + TOLD_SLACK_MS,
+            "<=",
         ),
     ]
     if chosen.json:
-        print(json.dumps({"machine": machine(), "commit": commit(), "results": results, "goals": goals}))
+        print(report(__file__, results, goals))
     return 0
 
 
@@ -225,41 +227,6 @@ def connected(run_dir: str) -> Client:
         except StoreError:
             assert time.monotonic() < deadline, "the daemon does not start"
             time.sleep(0.05)
-
-
-def goal(name: str, value: float, limit: float, unit: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "value": round(value, 2),
-        "unit": unit,
-        "goal": limit,
-        "direction": "<=",
-        "met": value <= limit,
-    }
-
-
-def machine() -> dict[str, Any]:
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "load": os.getloadavg()[0],
-    }
-
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

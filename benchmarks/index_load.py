@@ -11,16 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from kvstore.benchmark import Goal, report
 from kvstore.core.events import ChunkRecord, NamespaceRecord, WriteIndex
 from kvstore.index import Index
 from kvstore.layout import GroupSpec, NamespaceSpec
@@ -124,45 +123,16 @@ def main() -> int:
     print(
         f"load   {chunks:,} chunks: {warm['seconds']:.2f} s from the page cache, {cold['seconds']:.2f} s without it"
     )
-    goal = max(1.0, LOAD_GOAL_S * chunks / 1_000_000)
-    rows: list[dict[str, Any]] = [
-        {
-            "name": f"load of {chunks:,} index records, page cache dropped",
-            "value": round(cold["seconds"], 3),
-            "unit": "s",
-            "goal": goal,
-            "direction": "<=",
-            "met": cold["seconds"] <= goal,
-        }
-    ]
     if chosen.json:
-        report = {"machine": machine(), "commit": commit(), "results": [written, warm, cold], "goals": rows}
-        print(json.dumps(report))
+        goal = Goal(
+            f"load of {chunks:,} index records, page cache dropped",
+            cold["seconds"],
+            "s",
+            max(1.0, LOAD_GOAL_S * chunks / 1_000_000),
+            "<=",
+        )
+        print(report(__file__, [written, warm, cold], [goal]))
     return 0
-
-
-def machine() -> dict[str, Any]:
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "load": os.getloadavg()[0],
-    }
-
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

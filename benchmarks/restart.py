@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,6 +25,7 @@ import numpy as np
 import xxhash
 
 from kvstore import format
+from kvstore.benchmark import Goal, report
 from kvstore.client import Client, connect
 from kvstore.core.events import ChunkRecord, NamespaceRecord, WriteIndex
 from kvstore.core.namespaces import chunk_salt
@@ -187,43 +186,10 @@ def main() -> int:
                 f" {median['connected_s']:.2f} s, first hit after {median['first_hit_s']:.2f} s"
                 f" ({median['cpu_s']:.2f} s of the daemon's CPU), {median['rss_anon_mib']:.0f} MiB of anonymous memory"
             )
-    goals = [
-        {
-            "name": f"{chunks:,} chunks: start to first hit, page cache dropped",
-            "value": round(rows[1]["first_hit_s"], 2),
-            "unit": "s",
-            "goal": GOAL_S,
-            "direction": "<=",
-            "met": rows[1]["first_hit_s"] <= GOAL_S,
-        }
-    ]
     if chosen.json:
-        print(json.dumps({"machine": machine(), "commit": commit(), "results": rows, "goals": goals}))
+        name = f"{chunks:,} chunks: start to first hit, page cache dropped"
+        print(report(__file__, rows, [Goal(name, rows[1]["first_hit_s"], "s", GOAL_S, "<=")]))
     return 0
-
-
-def machine() -> dict[str, Any]:
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "load": os.getloadavg()[0],
-    }
-
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -11,13 +11,10 @@ the disk.
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
-import platform
 import queue
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +27,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore import format
+from kvstore.benchmark import report
 from kvstore.config import StoreConfig
 from kvstore.core.events import (
     ChunkRecord,
@@ -196,15 +194,8 @@ def main() -> int:
             f"{row['gb_per_s']:7.2f} GB/s {row['ms']:8.2f} ms for {BATCH}"
         )
     if chosen.json:
-        machine = {"cores": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg()[0]}
-        print(json.dumps({"machine": machine, "commit": commit(), "results": rows}))
+        print(report(__file__, rows, []))
     return 0
-
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

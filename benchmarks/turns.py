@@ -10,9 +10,7 @@ them; figures are medians. "kept" is the floor: the same forward call on KV that
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -30,6 +28,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from kvstore.benchmark import Goal, report
 from kvstore.client import Client, connect
 from kvstore.errors import StoreError
 from kvstore.gpu_worker.engine import Engine
@@ -158,46 +157,19 @@ def main() -> int:
                 flush=True,
             )
     goals = [
-        {
-            "name": f"next turn after {row['history_tokens']} tokens: time to first token against recomputing",
-            "value": round(row["ratio"], 3),
-            "unit": "ratio",
-            "goal": RATIO_GOAL,
-            "direction": "<=",
-            "met": row["ratio"] <= RATIO_GOAL,
-        }
+        Goal(
+            f"next turn after {row['history_tokens']} tokens: time to first token against recomputing",
+            row["ratio"],
+            "ratio",
+            RATIO_GOAL,
+            "<=",
+        )
         for row in rows
         if row["history_tokens"] >= 1024
     ]
     if chosen.json:
-        print(json.dumps({"machine": machine(), "commit": commit(), "results": rows, "goals": goals}))
+        print(report(__file__, rows, goals))
     return 0
-
-
-def machine() -> dict[str, Any]:
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],
-    }
-
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":
