@@ -1,7 +1,8 @@
 """Threads that copy and checksum slots without holding the interpreter's lock.
 
 An effect of the core goes in, exactly one `OpDone` or `OpFailed` comes out. Checksums are those of the *destination*
-after the copy: a worker may still be scribbling over its staging memory, and what counts is what was stored.
+after the copy: a worker may still be scribbling over its staging memory, or over the region that is read, and what
+counts is what was stored.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.core.events import Checksum, CopyIn, MoveSlots, OpDone, OpFailed
+from kvstore.core.events import Checksum, CopyIn, FillSlots, MoveSlots, OpDone, OpFailed
 from kvstore.errors import BadRequest, StoreError, Unavailable
 from kvstore.tiers.arena import Arena, Staging
+from kvstore.tiers.regions import Region, Regions
 from kvstore.types import Extent
 
 log = logging.getLogger(__name__)
@@ -36,15 +38,16 @@ PART_BYTES = 4 << 20
 """A large op is shared among the threads in parts of at least this much."""
 CLOSING = "the copier is closing"
 
-Job = CopyIn | Checksum | MoveSlots
+Job = CopyIn | FillSlots | Checksum | MoveSlots
 Done = Callable[[OpDone | OpFailed], None]
 
 
 class Copier:
-    def __init__(self, arena: Arena, staging: Staging, *, threads: int) -> None:
+    def __init__(self, arena: Arena, staging: Staging, regions: Regions, *, threads: int) -> None:
         self._arena = arena
         self._staging = staging
-        self._queue: queue.SimpleQueue[tuple[Job, Done] | None] = queue.SimpleQueue()
+        self._regions = regions
+        self._queue: queue.SimpleQueue[tuple[Job, Region | None, Done] | None] = queue.SimpleQueue()
         self._closing = False
         self._out_of_time = False
         # Daemon threads: one that hangs in the kernel must not keep the process from ending.
@@ -57,16 +60,24 @@ class Copier:
 
     def submit(self, effect: Job, done: Done) -> None:
         """Never blocks and never raises. `done` is called once: from a copier thread, or, when the op is refused
-        (OPS_MAX are waiting, or the copier is closing), before this returns."""
+        (OPS_MAX are waiting, the region is not there, or the copier is closing), before this returns."""
         if self._closing:
             done(OpFailed(effect.op, CLOSING))
         elif self._queue.qsize() >= OPS_MAX:
             done(OpFailed(effect.op, f"{OPS_MAX} copies are waiting already"))
         else:
+            region = None
+            if isinstance(effect, FillSlots):
+                try:
+                    # Held from here to the end of the op, whoever drops it meanwhile.
+                    region = self._regions.of(effect.worker, effect.region)
+                except StoreError as error:
+                    done(OpFailed(effect.op, str(error)))
+                    return
             parts = _shared_among(len(self._threads), effect)
             joined = _Joined(effect, len(parts), done)
             for number, part in enumerate(parts):
-                self._queue.put((part, partial(joined.ended, number)))
+                self._queue.put((part, region, partial(joined.ended, number)))
 
     def close(self, timeout_s: float) -> None:
         """What was submitted has `timeout_s` to end; then what did not start fails, and what runs fails at its next
@@ -77,7 +88,7 @@ class Copier:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._out_of_time = True
-        for effect, done in self._take_what_waits():
+        for effect, _, done in self._take_what_waits():
             done(OpFailed(effect.op, CLOSING))
         self._let_threads_end()
 
@@ -86,7 +97,7 @@ class Copier:
             if thread.is_alive():
                 self._queue.put(None)
 
-    def _take_what_waits(self) -> Iterator[tuple[Job, Done]]:
+    def _take_what_waits(self) -> Iterator[tuple[Job, Region | None, Done]]:
         with contextlib.suppress(queue.Empty):
             while True:
                 job = self._queue.get_nowait()
@@ -95,18 +106,22 @@ class Copier:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            effect, done = job
-            answer = self._perform(effect)
+            effect, region, done = job
+            answer = self._perform(effect, region)
+            del job, region  # or the last one would stay open until the next op
             try:
                 done(answer)
             except Exception:
                 log.exception("the answer %r could not be delivered", answer)
 
-    def _perform(self, effect: Job) -> OpDone | OpFailed:
+    def _perform(self, effect: Job, region: Region | None) -> OpDone | OpFailed:
         try:
             match effect:
                 case CopyIn():
                     checksums = self._copy_in(effect)
+                case FillSlots():
+                    assert region is not None, effect
+                    checksums = self._fill(effect, region)
                 case MoveSlots():
                     checksums = self._move(effect)
                 case Checksum():
@@ -124,6 +139,22 @@ class Copier:
             self._copy(self._staging.view(effect.worker, piece.offset, piece.length), self._slot(target))
             for piece, target in zip(effect.pieces, effect.targets, strict=True)
         )
+
+    def _fill(self, effect: FillSlots, region: Region) -> tuple[int, ...]:
+        _same_count(len(effect.pieces), len(effect.targets))
+        return tuple(
+            self._read_in(region, piece.offset, self._slot(target))
+            for piece, target in zip(effect.pieces, effect.targets, strict=True)
+        )
+
+    def _read_in(self, region: Region, offset: int, target: npt.NDArray[np.uint8]) -> int:
+        state = xxhash.xxh3_64()
+        for start in range(0, target.size, STEP_BYTES):
+            self._check_time()
+            step = target[start : start + STEP_BYTES].data
+            region.read_into(step, offset + start)
+            state.update(step)
+        return state.intdigest()
 
     def _move(self, effect: MoveSlots) -> tuple[int, ...]:
         _same_count(len(effect.sources), len(effect.targets))
@@ -195,7 +226,7 @@ def _shared_among(threads: int, effect: Job) -> list[Job]:
     extents = effect.extents if isinstance(effect, Checksum) else effect.targets
     size = sum(extent.length for extent in extents)
     wanted = min(threads, size // PART_BYTES, len(extents))
-    if wanted < 2 or (isinstance(effect, CopyIn) and len(effect.pieces) != len(extents)):
+    if wanted < 2 or (isinstance(effect, CopyIn | FillSlots) and len(effect.pieces) != len(extents)):
         return [effect]
     cuts = [0]
     passed = 0
@@ -208,7 +239,7 @@ def _shared_among(threads: int, effect: Job) -> list[Job]:
 
 def _part(effect: Job, part: slice) -> Job:
     match effect:
-        case CopyIn():
+        case CopyIn() | FillSlots():
             return replace(effect, pieces=effect.pieces[part], targets=effect.targets[part])
         case MoveSlots():
             return replace(effect, sources=effect.sources[part], targets=effect.targets[part])

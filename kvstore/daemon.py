@@ -55,6 +55,7 @@ from kvstore.ports import disk_from_environment
 from kvstore.service import HINTS_SERVICE, STATS_SERVICE, STORE_SERVICE, Service
 from kvstore.tiers import ssd
 from kvstore.tiers.arena import Arena, Staging
+from kvstore.tiers.regions import Regions
 from kvstore.tiers.ssd import SsdTier
 from kvstore.types import Protection, WorkerId
 from kvstore.v1 import store_pb2
@@ -288,7 +289,8 @@ class Daemon:
             prefault=config.prefault,
         )
         self._staging = Staging(bytes_max=config.staging_bytes_max)
-        self._copier = Copier(arena=self._arena, staging=self._staging, threads=config.copy_threads)
+        self._regions = Regions()
+        self._copier = Copier(self._arena, self._staging, self._regions, threads=config.copy_threads)
         store = Store(config.limits)
         tier = self._open_ssd(store) if config.ssd_dir else None
         self.loop = Loop(
@@ -305,6 +307,7 @@ class Daemon:
             self.loop,
             arena=self._arena,
             staging=self._staging,
+            regions=self._regions,
             boot_id=self.boot_id,
             grpc_target=self._grpc_target,
         )
@@ -482,10 +485,13 @@ class Daemon:
         return int(gauges["leases"] + gauges["reservations"] + self.loop.store.disk.behind)
 
     async def _families(self) -> list[Metric]:
+        lent = self._regions.stats()
         process = {
             "uptime_seconds": time.monotonic() - self._started_at,
             "attach_streams": float(self._service.streams),
             "staging_bytes": float(self._staging.bytes_granted),
+            "regions": float(lent.regions),
+            "region_bytes": float(lent.bytes),
         }
         return families((await self._own_stats()).values, process, __version__, self.loop.disk_stats())
 
@@ -498,6 +504,7 @@ class Daemon:
                 await asyncio.wait_for(self._server.stop(grace=0.5), CLOSE_TIMEOUT_S)
         await self._descriptors.close()
         self.loop.close(CLOSE_TIMEOUT_S)
+        self._regions.close(CLOSE_TIMEOUT_S)
         self._staging.close()
         self._arena.close()
         self._directory.close()

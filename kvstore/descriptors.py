@@ -50,7 +50,8 @@ from kvstore.errors import (
 from kvstore.logs import fields
 from kvstore.memory import receive_packet, send_packet
 from kvstore.tiers.arena import Arena, Staging
-from kvstore.types import Protection, SegmentId, WorkerId
+from kvstore.tiers.regions import Regions
+from kvstore.types import Protection, RegionId, SegmentId, WorkerId
 from kvstore.v1 import descriptor_pb2
 from kvstore.wire import error_to_proto, parse
 
@@ -116,6 +117,7 @@ class DescriptorServer:
         *,
         arena: Arena,
         staging: Staging,
+        regions: Regions,
         boot_id: bytes,
         grpc_target: str,
     ) -> None:
@@ -123,6 +125,7 @@ class DescriptorServer:
         self._core = core
         self._arena = arena
         self._staging = staging
+        self._regions = regions
         self._boot_id = boot_id
         self._grpc_target = grpc_target
         self._workers_max = config.limits.workers_max
@@ -254,11 +257,15 @@ class DescriptorServer:
         """One connection, from its first packet to its end."""
         try:
             async with asyncio.timeout(HELLO_S):
-                packet = await self._receive(peer)
+                packet, _ = await self._receive(peer)
             if packet:
                 self._welcome(peer, packet)
-                while packet := await self._receive(peer):
-                    await self._answer(peer, packet)
+                while True:
+                    packet, fds = await self._receive(peer)
+                    if not packet:
+                        self._discard(fds)
+                        break
+                    await self._answer(peer, packet, fds)
         except TimeoutError:
             log.warning("a connection never said hello", extra=fields(pid=peer.pid, uid=peer.uid))
         except (OSError, StoreError) as error:
@@ -268,10 +275,10 @@ class DescriptorServer:
         finally:
             self._disconnected(peer)
 
-    async def _receive(self, peer: _Peer) -> bytes:
+    async def _receive(self, peer: _Peer) -> tuple[bytes, list[int]]:
         """The next packet; no bytes when the peer closed. At most one packet in a turn of the loop, so that a peer that
-        floods us waits like everybody else. Descriptors that come along are never opened: OSError, as for a packet
-        that is too long."""
+        floods us waits like everybody else. A worker may send one descriptor along; more of them, or any from others,
+        are never opened: OSError, as for a packet that is too long."""
         ready: asyncio.Future[None] = self._asyncio.create_future()
         fd = peer.sock.fileno()
         self._asyncio.add_reader(fd, _wake, ready)
@@ -279,8 +286,8 @@ class DescriptorServer:
             await ready
         finally:
             self._asyncio.remove_reader(fd)
-        packet, _ = receive_packet(peer.sock)
-        return packet
+        welcome = peer.identity is not None and not self._regions.full
+        return receive_packet(peer.sock, fds_max=int(welcome), discard=self._regions.discard)
 
     def _welcome(self, peer: _Peer, packet: bytes) -> None:
         """Makes a worker of the peer. Raises StoreError after having said so to the peer."""
@@ -319,13 +326,22 @@ class DescriptorServer:
         )
         self._send(peer, descriptor_pb2.DescriptorReply(hello=reply))
 
-    async def _answer(self, peer: _Peer, packet: bytes) -> None:
-        """Raises BadRequest, after having said so to the peer, for what is no request of ours."""
+    def _discard(self, fds: Sequence[int]) -> None:
+        for fd in fds:
+            self._regions.discard(fd)
+
+    async def _answer(self, peer: _Peer, packet: bytes, fds: Sequence[int]) -> None:
+        """Takes over the descriptors that came along. Raises BadRequest, after having said so to the peer, for what is
+        no request of ours, and OSError for descriptors where none belong."""
         try:
             request = _parsed(packet)
         except BadRequest as error:
+            self._discard(fds)
             self._refuse(peer, error)
             raise
+        if fds and request.WhichOneof("body") != "adopt":
+            self._discard(fds)
+            raise OSError(errno.EMSGSIZE, "a descriptor came with a request that takes none")
         assert peer.identity is not None, peer
         worker = peer.identity.worker
         try:
@@ -334,6 +350,12 @@ class DescriptorServer:
                     await self._hand_over_segments(peer, worker, request.segments)
                 case "staging":
                     self._hand_over_staging(peer, worker, request.staging)
+                case "adopt":
+                    self._adopt(peer, worker, request.adopt, fds)
+                case "drop_region":
+                    self._regions.drop(worker, RegionId(request.drop_region.region))
+                    dropped = descriptor_pb2.DropRegionReply()
+                    self._send(peer, descriptor_pb2.DescriptorReply(drop_region=dropped))
                 case _:
                     raise Precondition("this connection has said hello already", field="hello")
         except StoreError as error:
@@ -381,6 +403,18 @@ class DescriptorServer:
         reply = descriptor_pb2.StagingReply(bytes=granted)
         self._send(peer, descriptor_pb2.DescriptorReply(staging=reply), [fd])
 
+    def _adopt(
+        self, peer: _Peer, worker: WorkerId, request: descriptor_pb2.AdoptRequest, fds: Sequence[int]
+    ) -> None:
+        if not fds:
+            raise BadRequest(
+                "no descriptor came along", field="adopt", value="0 descriptors", remedy="send one with it"
+            )
+        (fd,) = fds
+        region = self._regions.adopt(worker, fd, request.bytes)
+        log.info("region adopted", extra=fields(worker=worker, region=region, bytes=request.bytes))
+        self._send(peer, descriptor_pb2.DescriptorReply(adopt=descriptor_pb2.AdoptReply(region=region)))
+
     def _send(self, peer: _Peer, reply: descriptor_pb2.DescriptorReply, fds: Sequence[int] = ()) -> None:
         """Raises OSError, which drops the peer. Also when it would block: a reply has less than 1 KiB, so the peer has
         left hundreds unread, and waiting for it would keep descriptors in flight."""
@@ -396,6 +430,7 @@ class DescriptorServer:
         self._unwatch(peer)
         if peer.identity is not None and self._workers.pop(peer.identity.worker, None) is not None:
             self._tokens.pop(peer.token, None)
+            self._regions.drop_all(peer.identity.worker)
             self._core.post(WorkerLeft(peer.identity.worker))
             log.info("worker left", extra=fields(worker=peer.identity.worker, pid=peer.pid))
         self._hang_up(peer)
@@ -410,6 +445,7 @@ class DescriptorServer:
             self._unwatch(peer)
             return
         self._tokens.pop(peer.token, None)
+        self._regions.drop_all(peer.identity.worker)
         if peer.identity.worker in self._workers and not self._closing:  # neither left nor forgotten
             self._core.post(WorkerClosed(peer.identity.worker))
             log.info("worker closed its connection", extra=fields(worker=peer.identity.worker, pid=peer.pid))

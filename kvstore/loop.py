@@ -104,6 +104,7 @@ class Loop:
             events.LeasesRevoked: self._push,
             events.SetGenerations: self._set_generations,
             events.CopyIn: self._copy,
+            events.FillSlots: self._copy,
             events.Checksum: self._copy,
             events.MoveSlots: self._copy,
             events.CreateSegment: self._create_segment,
@@ -290,7 +291,7 @@ class Loop:
     def _set_generations(self, effect: events.SetGenerations) -> None:
         self.arena.set_generations(effect.segment, effect.cells, effect.generations)
 
-    def _copy(self, effect: events.CopyIn | events.Checksum | events.MoveSlots) -> None:
+    def _copy(self, effect: events.CopyIn | events.FillSlots | events.Checksum | events.MoveSlots) -> None:
         self._copier.submit(effect, self.post_threadsafe)
 
     def _disk(self, effect: DiskEffect) -> None:

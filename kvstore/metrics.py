@@ -118,6 +118,8 @@ PROCESS = {
     "uptime_seconds": "Time since the daemon started.",
     "attach_streams": "Workers with an open Attach stream.",
     "staging_bytes": "Staging memory of all workers.",
+    "regions": "Regions that workers lent the daemon.",
+    "region_bytes": "Size of those regions; their memory is the workers'.",
 }
 NAMESPACE = {
     "chunks": ("chunks", "Chunks that are hits."),

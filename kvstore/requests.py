@@ -26,6 +26,7 @@ from kvstore.types import (
     ChunkKey,
     LeaseId,
     NamespaceId,
+    RegionId,
     ReservationId,
     SegmentId,
     StagedPiece,
@@ -176,6 +177,17 @@ def _reserve(message: store_pb2.ReserveRequest, ticket: Ticket) -> events.Reserv
         derived=message.derived,
         maker=maker_id(message.maker),
         ttl_ms=number("ttl_ms", message.ttl_ms, TTL_MS_MAX),
+        transient=message.transient,
+    )
+
+
+def _fill(message: store_pb2.FillRequest, ticket: Ticket) -> events.Fill:
+    count("offsets", message.offsets, KEYS_PER_REQUEST_MAX * SHARDS_MAX)
+    return events.Fill(
+        ticket,
+        ReservationId(message.reservation_id),
+        RegionId(message.region),
+        tuple(number("offsets", offset, NUMBER_MAX) for offset in message.offsets),
     )
 
 
@@ -305,6 +317,7 @@ STORE_CALLS: dict[str, Call] = {
     "Renew": Call(store_pb2.RenewRequest, _renew, wire.renewed_to_proto),
     "Release": Call(store_pb2.ReleaseRequest, _release, wire.done_to_proto),
     "Reserve": Call(store_pb2.ReserveRequest, _reserve, wire.reserved_to_proto),
+    "Fill": Call(store_pb2.FillRequest, _fill, wire.filled_to_proto),
     "Commit": Call(store_pb2.CommitRequest, _commit, wire.committed_to_proto),
     "Abort": Call(store_pb2.AbortRequest, _abort, wire.done_to_proto),
     "ReportLoad": Call(store_pb2.ReportLoadRequest, _report_load, wire.done_to_proto),
@@ -328,6 +341,7 @@ ATTACH_CALLS: dict[str, Call] = {
     "renew": STORE_CALLS["Renew"],
     "release": STORE_CALLS["Release"],
     "reserve": STORE_CALLS["Reserve"],
+    "fill": STORE_CALLS["Fill"],
     "commit": STORE_CALLS["Commit"],
     "abort": STORE_CALLS["Abort"],
     "report_load": STORE_CALLS["ReportLoad"],

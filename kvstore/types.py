@@ -20,6 +20,8 @@ SegmentId = NewType("SegmentId", int)
 """Unique in one boot of the daemon, never reused: a stale extent can never name another segment."""
 SlabId = NewType("SlabId", int)
 """A slab file of the SSD tier: `slab-%08d.kvs`; numbers are never reused in one directory."""
+RegionId = NewType("RegionId", int)
+"""Memory of its own that a worker lent the daemon; a number among that worker's, never reused."""
 OpId = NewType("OpId", int)
 """One long action (copy, checksum, segment creation) that the edge performs for the core."""
 Millis = int
@@ -202,7 +204,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class StagedPiece:
-    """Bytes that a worker put in its staging memory for one shard."""
+    """Bytes that a worker put in its staging memory, or in a region of its own, for one shard."""
 
     offset: int
     length: int

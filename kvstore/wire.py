@@ -18,6 +18,7 @@ from kvstore.core.events import (
     Committed,
     Done,
     Explained,
+    Filled,
     Matched,
     Opened,
     QueueAccepted,
@@ -343,6 +344,14 @@ def queue_from_proto(message: hints_pb2.QueueReply) -> QueueAccepted:
     )
 
 
+def filled_to_proto(_: Filled) -> store_pb2.FillReply:
+    return store_pb2.FillReply()
+
+
+def filled_from_proto(_: store_pb2.FillReply) -> Filled:
+    return Filled()
+
+
 def committed_to_proto(answer: Committed) -> store_pb2.CommitReply:
     return store_pb2.CommitReply(results=bytes(answer.results))
 
@@ -461,6 +470,7 @@ _ATTACH: dict[type[Any], tuple[str, Any, Any]] = {
     Acquired: ("acquire", acquired_to_proto, acquired_from_proto),
     Renewed: ("renew", renewed_to_proto, renewed_from_proto),
     Reserved: ("reserve", reserved_to_proto, reserved_from_proto),
+    Filled: ("fill", filled_to_proto, filled_from_proto),
     Committed: ("commit", committed_to_proto, committed_from_proto),
     SessionInfo: ("session", session_to_proto, session_from_proto),
     QueueAccepted: ("queue", queue_to_proto, queue_from_proto),

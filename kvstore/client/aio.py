@@ -18,6 +18,7 @@ from kvstore.client.batch import CommitOutcome, WriteBatch
 from kvstore.client.call import drive_async
 from kvstore.client.lease import ReadLease
 from kvstore.client.namespace import Namespace
+from kvstore.client.region import Region
 from kvstore.client.sync import STAGING_BYTES, TIMEOUT_S, Client, connect
 from kvstore.core.events import Hint, Matched, QueueAccepted, SessionEntry, SessionInfo
 from kvstore.keys import ROOT, Tokens
@@ -69,6 +70,9 @@ class AsyncClient:
         namespace = self._client.unopened(spec)
         await drive_async(namespace.opening(timeout_s))
         return AsyncNamespace(namespace)
+
+    async def adopt(self, fd: int, size_bytes: int, *, timeout_s: float | None = None) -> Region:
+        return await asyncio.to_thread(self._client.adopt, fd, size_bytes, timeout_s=timeout_s)
 
     async def stats(self, *, timeout_s: float | None = None) -> stats_pb2.StatsReply:
         return await asyncio.to_thread(self._client.stats, timeout_s=timeout_s)
@@ -149,12 +153,14 @@ class AsyncNamespace:
         shards: Sequence[int] = (),
         derived: bool = False,
         maker: bytes = b"",
+        transient: bool = False,
+        staged: bool = True,
         timeout_s: float | None = None,
     ) -> AsyncWriteBatch:
         return AsyncWriteBatch(
             await drive_async(
                 self._namespace.writing(
-                    keys, parent, parents, token_counts, shards, derived, maker, timeout_s
+                    keys, parent, parents, token_counts, shards, derived, maker, transient, staged, timeout_s
                 )
             )
         )
@@ -304,6 +310,9 @@ class AsyncWriteBatch:
 
     def buffer(self, index: int, shard: int | None = None) -> npt.NDArray[np.uint8]:
         return self._batch.buffer(index, shard)
+
+    async def fill(self, region: Region, offsets: Sequence[int], *, timeout_s: float | None = None) -> None:
+        await drive_async(self._batch.filling(region, offsets, timeout_s))
 
     async def commit(self, *, wait: Wait = Wait.VISIBLE, timeout_s: float | None = None) -> CommitOutcome:
         return await drive_async(self._batch.committing(wait, timeout_s))

@@ -65,6 +65,7 @@ _EXPECTS = {
     "renew": "renew",
     "release": "done",
     "reserve": "reserve",
+    "fill": "fill",
     "commit": "commit",
     "abort": "done",
     "report_load": "done",
@@ -144,6 +145,8 @@ class Attachment:
         self._beating = False
         self._spoiled = False
         self._dropped: deque[Callable[[], None]] = deque()
+        self._dropped_regions: deque[int] = deque()
+        """Regions that the daemon is to be told of again."""
 
         self._socket_lock = threading.Lock()
         self._making_staging = threading.Lock()
@@ -213,7 +216,13 @@ class Attachment:
         except OSError:
             return False
 
-    def _exchange(self, request: descriptor_pb2.DescriptorRequest, handler: Handler, deadline: float) -> None:
+    def _exchange(
+        self,
+        request: descriptor_pb2.DescriptorRequest,
+        handler: Handler,
+        deadline: float,
+        fds: Sequence[int] = (),
+    ) -> None:
         """Send, and read until this request's reply was handled. Replies come in order, so what an earlier request
         gave up waiting for is handled on the way. Raises DeadlineExceeded, Unavailable, and what handlers raise."""
         if os.getpid() != self.pid:
@@ -224,7 +233,7 @@ class Attachment:
             if len(self._awaited) >= AWAITED_MAX:
                 raise _NotSent(f"{AWAITED_MAX} requests on the descriptor socket are unanswered already")
             try:
-                memory.send_packet(self._socket, request.SerializeToString())
+                memory.send_packet(self._socket, request.SerializeToString(), fds)
             except OSError as problem:
                 raise _NotSent(f"nothing can be sent on the descriptor socket: {problem}") from problem
             self._awaited.append(handler)
@@ -337,6 +346,46 @@ class Attachment:
             log.info("no staging memory: %s", problem)
         finally:
             self._making_staging.release()
+
+    def adopt(
+        self,
+        fd: int,
+        size_bytes: int,
+        answered: Callable[[descriptor_pb2.DescriptorReply], None],
+        deadline: float,
+    ) -> None:
+        """Lend the daemon a region; `answered` hears what it says, even when nobody waits for that any more. Blocks.
+        Raises StoreError when there was no answer in time."""
+
+        def handle(reply: descriptor_pb2.DescriptorReply, fds: list[int]) -> None:
+            _close_all(fds)
+            answered(reply)
+
+        request = descriptor_pb2.DescriptorRequest(adopt=descriptor_pb2.AdoptRequest(bytes=size_bytes))
+        self._exchange(request, handle, deadline, (fd,))
+
+    def drop_region(self, number: int) -> None:
+        """Tell the daemon, without waiting for its answer; again later while the socket is busy."""
+        if os.getpid() != self.pid or not self.alive:
+            return
+        if not self._socket_lock.acquire(blocking=False):
+            self._dropped_regions.append(number)
+            return
+        try:
+            request = descriptor_pb2.DescriptorRequest(
+                drop_region=descriptor_pb2.DropRegionRequest(region=number)
+            )
+            if len(self._awaited) >= AWAITED_MAX:
+                self._dropped_regions.append(number)
+                return
+            memory.send_packet(self._socket, request.SerializeToString())
+            self._awaited.append(lambda _, fds: _close_all(fds))
+        except BlockingIOError:
+            self._dropped_regions.append(number)
+        except OSError as problem:
+            log.debug("region %d ends with the connection: %s", number, problem)
+        finally:
+            self._socket_lock.release()
 
     # --------------------------------------------------------------------------------------------- the stream
 
@@ -598,6 +647,8 @@ class Attachment:
     def tick(self, now: float) -> float:
         """Expire, renew, heartbeat, collect. Returns when to come again at the latest."""
         self._give_back_dropped()
+        for _ in range(len(self._dropped_regions)):
+            self.drop_region(self._dropped_regions.popleft())
         with self._lock:
             waiting = [call for call in self._calls.values() if not call.settled]
         overdue = [call for call in waiting if call.deadline <= now]

@@ -25,6 +25,7 @@ from kvstore.v1 import store_pb2
 
 if TYPE_CHECKING:
     from kvstore.client.attachment import Attachment
+    from kvstore.client.region import Region
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -91,9 +92,11 @@ class WriteBatch:
         buffers: Sequence[Bytes] = (),
         offsets: Sequence[int] = (),
         pieces: StagedPieces | None = None,
+        lengths: Sequence[int] = (),
         error: StoreError | None = None,
     ) -> None:
-        """`buffers` (and `offsets` in staging memory, if it is staged in `pieces`) per granted key, then per shard."""
+        """`buffers` (and `offsets` in staging memory, if it is staged in `pieces`) per granted key, then per shard.
+        With `lengths` (of the shards) there are none of these: the bytes come by `fill`."""
         self.results = tuple(results)
         self.granted = tuple(n for n, result in enumerate(results) if result is GrantResult.GRANTED)
         self.shards = shards
@@ -104,6 +107,8 @@ class WriteBatch:
         self._buffers = tuple(buffers)
         self._offsets = tuple(offsets)
         self._pieces = pieces
+        self._lengths = tuple(lengths)
+        self._filled = False
         self._state = _State.OPEN
         self._lock = threading.Lock()
 
@@ -135,6 +140,10 @@ class WriteBatch:
         self._check_open()
         if index not in self.granted:
             raise BadRequest("this key was not granted", field="index", value=index)
+        if self._lengths:
+            raise BadRequest(
+                "the batch has no buffers", field="staged", value=False, remedy="use fill, or write staged"
+            )
         if shard is None:
             shard = self.shards[0]
         elif shard not in self.shards:
@@ -143,10 +152,61 @@ class WriteBatch:
             raise gone(FORKED)  # the memory is not mapped here: touching it would be SIGSEGV
         return self._buffers[self.granted.index(index) * len(self.shards) + self.shards.index(shard)]
 
+    def fill(self, region: Region, offsets: Sequence[int], *, timeout_s: float | None = None) -> None:
+        """Have the daemon copy rows of `region` into the granted slots of a batch that was made with `staged=False`.
+
+        `offsets` (in bytes) has one entry per granted key, or per granted (key, shard) in that order; each row is as
+        long as its shard. Nothing becomes visible. The rows must not change until this returns, and `commit` is allowed
+        only after it did: whoever gives up waiting must not commit, because a daemon that was stopped may read the
+        rows when they hold something else. May be repeated.
+
+        Raises StoreError: BadRequest; Precondition (a row could not be read, the reservation has ended);
+        DeadlineExceeded, Unavailable.
+        """
+        drive(self.filling(region, offsets, timeout_s))
+
+    def filling(self, region: Region, offsets: Sequence[int], timeout_s: float | None) -> Operation[None]:
+        self._check_open()
+        if not self._lengths:
+            raise BadRequest("the batch has buffers", field="staged", value=True, remedy="write staged=False")
+        self._check_rows(region, offsets)
+        self._filled = False
+        attachment = self._attachment
+        if attachment is None or not self.granted:
+            return
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        if not region.number(attachment):
+            yield partial(region.lend, attachment, deadline)
+        body = store_pb2.FillRequest(
+            reservation_id=self.reservation_id, region=region.number(attachment), offsets=offsets
+        )
+        call = attachment.call("fill", body, deadline)
+        yield call
+        if isinstance(call.answer, StoreError):
+            attachment.count("fills_failed")
+            raise call.answer
+        self._filled = True
+
+    def _check_rows(self, region: Region, offsets: Sequence[int]) -> None:
+        if len(offsets) != len(self.granted) * len(self._lengths):
+            raise BadRequest(
+                f"has one entry for each of {len(self.granted)} keys and {len(self._lengths)} shards",
+                field="offsets",
+                value=len(offsets),
+            )
+        for number, offset in enumerate(offsets):
+            length = self._lengths[number % len(self._lengths)]
+            if not 0 <= offset <= region.size_bytes - length:
+                raise BadRequest(
+                    f"{length} bytes from there are not inside the region's {region.size_bytes}",
+                    field=f"offsets[{number}]",
+                    value=offset,
+                )
+
     def commit(self, *, wait: Wait = Wait.VISIBLE, timeout_s: float | None = None) -> CommitOutcome:
         """Make all granted chunks visible (or durable). `timeout_s`: default that of the connection.
 
-        A failure is data. Raises BadRequest for a batch that has ended.
+        A failure is data. Raises BadRequest for a batch that has ended, or that was to be filled and is not.
         """
         return drive(self.committing(wait, timeout_s))
 
@@ -187,6 +247,10 @@ class WriteBatch:
     def _send_commit(self, wait: Wait, timeout_s: float | None) -> Call | CommitOutcome:
         with self._lock:
             self._check_open()
+            if self._lengths and self.granted and not self._filled:
+                raise BadRequest(
+                    "no fill has ended well", field="batch", value="not filled", remedy="abort it"
+                )
             self._state = _State.COMMITTED
         self._buffers = ()
         attachment = self._attachment

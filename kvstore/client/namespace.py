@@ -130,14 +130,22 @@ class Namespace:
         shards: Sequence[int] = (),
         derived: bool = False,
         maker: bytes = b"",
+        transient: bool = False,
+        staged: bool = True,
         timeout_s: float | None = None,
     ) -> WriteBatch:
         """Ask to save `shards` (none: all) of each key. The parent of keys[i] is keys[i-1], that of keys[0] is
         `parent`, unless `parents` names one per key. `token_counts` has one entry per key when some are tails.
 
-        What does not fit in staging memory now is answered FULL: dropped and counted, never stalled.
+        What does not fit in staging memory now is answered FULL: dropped and counted, never stalled. With
+        `staged=False` none is used: the bytes come out of a region, by `WriteBatch.fill`. `transient` says that the
+        caller keeps the bytes itself: the daemon drops them from DRAM once they are on SSD and nobody reads them.
         """
-        return drive(self.writing(keys, parent, parents, token_counts, shards, derived, maker, timeout_s))
+        return drive(
+            self.writing(
+                keys, parent, parents, token_counts, shards, derived, maker, transient, staged, timeout_s
+            )
+        )
 
     # ---------------------------------------------------------------------------------------------- sessions
 
@@ -396,6 +404,8 @@ class Namespace:
         shards: Sequence[int],
         derived: bool,
         maker: bytes,
+        transient: bool,
+        staged: bool,
         timeout_s: float | None,
     ) -> Operation[WriteBatch]:
         _check_keys("keys", keys)
@@ -421,7 +431,7 @@ class Namespace:
         pieces: StagedPieces | None = None
         asked = len(keys)
         starts: list[int] = []
-        if attachment.protection is Protection.SEALED:
+        if staged and attachment.protection is Protection.SEALED:
             self._check_staging(lengths)
             if attachment.staging is None:
                 yield partial(attachment.make_staging, self._connection.staging_bytes, deadline)
@@ -452,6 +462,7 @@ class Namespace:
             shards=wanted,
             derived=derived,
             maker=maker,
+            transient=transient,
         )
         batch = None
         try:
@@ -461,9 +472,10 @@ class Namespace:
             if not isinstance(answer, store_pb2.AttachReply):
                 return self._no_batch(keys, answer)
             try:
-                if pieces is None and attachment.mappings.missing(answer.reserve.extents.segment):
+                in_place = staged and pieces is None
+                if in_place and attachment.mappings.missing(answer.reserve.extents.segment):
                     yield partial(attachment.map_segments, list(answer.reserve.extents.segment), deadline)
-                batch = self._batch(answer.reserve, keys, wanted, lengths, pieces, starts, attachment)
+                batch = self._batch(answer.reserve, keys, wanted, lengths, staged, pieces, starts, attachment)
             finally:
                 if batch is None:
                     give_back(answer)
@@ -481,6 +493,7 @@ class Namespace:
         keys: Sequence[ChunkKey],
         shards: tuple[int, ...],
         lengths: Sequence[int],
+        staged: bool,
         pieces: StagedPieces | None,
         starts: Sequence[int],
         attachment: Attachment,
@@ -494,7 +507,9 @@ class Namespace:
             return None
         buffers: list[npt.NDArray[np.uint8]] = []
         offsets: list[int] = []
-        if pieces is None:
+        if not staged:
+            pass
+        elif pieces is None:
             places = self._places(message.extents, shards, attachment)
             buffers = [place.data for place in places if place is not None]
             if len(buffers) != len(places):
@@ -517,6 +532,7 @@ class Namespace:
             buffers=buffers,
             offsets=offsets,
             pieces=pieces,
+            lengths=() if staged else lengths,
         )
 
     def _no_batch(self, keys: Sequence[ChunkKey], error: StoreError | None) -> WriteBatch:

@@ -12,6 +12,7 @@ from kvstore.client.attachment import Attachment
 from kvstore.client.call import drive
 from kvstore.client.connection import Connection, State
 from kvstore.client.namespace import Namespace, queue_accepted, queue_request
+from kvstore.client.region import Region
 from kvstore.core.events import Hint, QueueAccepted
 from kvstore.errors import NotFound
 from kvstore.layout import NamespaceSpec
@@ -96,6 +97,24 @@ class Client:
             stats_pb2_grpc.StatsStub, "GetStats", stats_pb2.GetStatsRequest(), timeout_s=timeout_s
         )
         return reply
+
+    def adopt(self, fd: int, size_bytes: int, *, timeout_s: float | None = None) -> Region:
+        """Lend the daemon the first `size_bytes` of a file in memory (a memfd, a file in /dev/shm), to save out of it
+        with `WriteBatch.fill`. At most 8 regions a client.
+
+        The daemon only ever reads it, through a descriptor that can do no more: if `fd` can write, the daemon opens the
+        file anew, which its user must be allowed to; else hand over one that was opened with O_RDONLY. Raises
+        StoreError: BadRequest (no file in memory, too short, not readable), Unavailable, Exhausted.
+        """
+        deadline = self._connection.deadline(timeout_s)
+        region = Region(fd, size_bytes)
+        try:
+            self._connection.wait_until(lambda: self.connected, deadline)
+            region.lend(self._attachment, deadline)
+        except BaseException:
+            region.close()
+            raise
+        return region
 
     def publish_queue(
         self,

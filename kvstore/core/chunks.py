@@ -48,6 +48,8 @@ WANTED = 512
 """Linked among the chunks that queued jobs need, not in the recency list."""
 QUEUED = 1024
 """Waits for its write to SSD: has an entry in `State.to_store`."""
+TRANSIENT = 2048
+"""Its worker keeps the bytes too: what is on SSD and not pinned is not kept in DRAM."""
 
 
 class LinkedRows:

@@ -264,6 +264,7 @@ class Disk:
                 state.store_later(row)
         for namespace_id, group in groupby(write.rows, chunks.namespace.__getitem__):
             state.unpin(state.namespaces[NamespaceId(namespace_id)], list(group), used=False)
+        state.drop_transient(write.rows)
         state.counters["ssd_bytes_written"] += write.bytes
         if worst is not DiskResult.OK:
             state.counters["ssd_write_errors"] += 1

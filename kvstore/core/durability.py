@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DERIVED, DOOMED, DURABLE, NONE, STORED, TAIL
+from kvstore.core.chunks import DERIVED, DOOMED, DURABLE, NONE, STORED, TAIL, TRANSIENT
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase
 from kvstore.core.slabs import Degrade, Slabs, long_deadline_ms
@@ -23,7 +23,7 @@ INDEX_BATCH_MAX = 4096
 INDEX_ENTRIES_MAX = 16_384
 """Of the sessions in one transaction; a longer one goes alone."""
 INDEX_ROOM_MIN = 64
-PERSISTENT_FLAGS = DERIVED | TAIL
+PERSISTENT_FLAGS = DERIVED | TAIL | TRANSIENT
 
 
 @dataclass(slots=True)

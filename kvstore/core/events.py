@@ -27,6 +27,7 @@ from kvstore.types import (
     Outcome,
     Reason,
     Record,
+    RegionId,
     ReservationId,
     SegmentId,
     SlabId,
@@ -144,12 +145,26 @@ class Reserve:
     derived: bool = False
     maker: bytes = b""
     ttl_ms: int = 0
+    transient: bool = False
+    """The worker keeps these bytes itself: they leave DRAM as soon as they are on SSD and nobody pins them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Copy rows of a region that the worker lent us into the reserved slots. Nothing becomes visible by it: the worker
+    commits once it knows that the rows were its own until the copy had ended, and a later Fill replaces this one."""
+
+    ticket: Ticket
+    reservation: ReservationId
+    region: RegionId
+    offsets: tuple[int, ...]
+    """One per granted (key, shard), in grant order; each row has the length of its shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
     """All or nothing. `staged` has one piece per granted (key, shard), in grant order; empty when bytes were written in
-    place (protection `group`)."""
+    place (protection `group`), or filled from a region."""
 
     ticket: Ticket
     reservation: ReservationId
@@ -370,6 +385,7 @@ Event = (
     | Renew
     | Release
     | Reserve
+    | Fill
     | Commit
     | Abort
     | ReportLoad
@@ -442,6 +458,11 @@ class Reserved:
     results: tuple[GrantResult, ...]
     extents: tuple[Extent, ...]
     """Per granted key, in key order, then in shard order. Under protection `sealed` only `length` may be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Every row was copied, and the reservation can be committed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -557,6 +578,7 @@ Answer = (
     | Acquired
     | Renewed
     | Reserved
+    | Filled
     | Committed
     | SessionInfo
     | SessionList
@@ -619,6 +641,18 @@ class CopyIn:
 
     op: OpId
     worker: WorkerId
+    pieces: tuple[StagedPiece, ...]
+    targets: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FillSlots:
+    """As CopyIn, with rows of a region that the worker lent us. Answer: OpDone, or OpFailed if any of it could not be
+    read: the region may be cut short, or taken back, at any time."""
+
+    op: OpId
+    worker: WorkerId
+    region: RegionId
     pieces: tuple[StagedPiece, ...]
     targets: tuple[Extent, ...]
 
@@ -766,6 +800,7 @@ Effect = (
     | LeasesRevoked
     | SetGenerations
     | CopyIn
+    | FillSlots
     | Checksum
     | MoveSlots
     | CreateSegment

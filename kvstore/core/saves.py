@@ -1,4 +1,9 @@
-"""Writing shards: Reserve, Commit, Abort, and what becomes of them when time or a worker runs out."""
+"""Writing shards: Reserve, Fill, Commit, Abort, and what becomes of them when time or a worker runs out.
+
+A worker's bytes come from its staging memory, copied by Commit; or from a region of its own, copied by Fill and made
+visible by a Commit after it. The two phases are for a daemon that is stopped and goes on later: it reads rows that the
+worker may have used for something else, so a worker that gave up waiting for the Fill must be able to not commit.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, NONE, STORED, TAIL
+from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, NONE, STORED, TAIL, TRANSIENT
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
 from kvstore.core.reads import clip_ttl, wanted_shards
@@ -15,7 +20,15 @@ from kvstore.core.reservation import Reservation
 from kvstore.core.segments import Segments
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
-from kvstore.errors import BadRequest, Conflict, DeadlineExceeded, Exhausted, NotFound, Precondition
+from kvstore.errors import (
+    BadRequest,
+    Conflict,
+    DeadlineExceeded,
+    Exhausted,
+    NotFound,
+    Precondition,
+    StoreError,
+)
 from kvstore.types import (
     ChunkKey,
     CommitResult,
@@ -30,6 +43,7 @@ from kvstore.types import (
     ReservationId,
     StagedPiece,
     Wait,
+    WorkerId,
 )
 
 COPY_DEADLINE_MS = 10_000
@@ -41,9 +55,12 @@ ENDED_KEYS_MAX = 65_536
 
 @dataclass(slots=True)
 class LateCopy:
-    """A copy that missed its deadline: nothing may use its targets before it has returned."""
+    """A copy that missed its deadline, or that nobody wants any more: nothing may use its targets before it has
+    returned."""
 
     slots: list[tuple[Segment, int]]
+    writer: WorkerId | None = None
+    """Who may still write them in place after that."""
 
 
 @dataclass(slots=True)
@@ -215,9 +232,11 @@ class Saves:
         if chunks.ready[row] or chunks.reserved[row] > len(event.shards or range(namespace.shards)):
             return
         chunks.tokens[row] = tokens
-        flags = chunks.flags[row] & ~(DERIVED | TAIL)
+        flags = chunks.flags[row] & ~(DERIVED | TAIL | TRANSIENT)
         if event.derived:
             flags |= DERIVED
+        if event.transient:
+            flags |= TRANSIENT
         if tokens < namespace.spec.chunk_tokens:
             flags |= TAIL
         chunks.flags[row] = flags
@@ -226,17 +245,73 @@ class Saves:
             chunks.leave_parent(row)
             chunks.attach(row, above)
 
+    # -------------------------------------------------------------------------------------------------------- fill
+
+    def fill(self, worker: Worker, event: ev.Fill) -> None:
+        """Always answered by the end of the copy, or by whatever ends the reservation before."""
+        state = self.state
+        reservation = state.reservations.get(event.reservation)
+        if reservation is not None and reservation.worker == worker.id:
+            self._check_not_busy(reservation)
+            if reservation.expires_at <= state.now:
+                self._end(reservation, "expired", may_write=True)
+                reservation = None
+        if reservation is None or reservation.worker != worker.id:
+            raise self._has_ended(worker, event.reservation)
+        targets = self._targets(reservation)
+        if len(event.offsets) != len(targets):
+            raise BadRequest(
+                f"must name one row of the region for each of the {len(targets)} granted shards",
+                field="offsets",
+                value=len(event.offsets),
+            )
+        pieces = tuple(
+            StagedPiece(offset, target.length) for offset, target in zip(event.offsets, targets, strict=True)
+        )
+        op = state.new_op()
+        state.effects.append(ev.FillSlots(op, worker.id, event.region, pieces, targets))
+        reservation.filled = None
+        reservation.filling = True
+        self._copy(reservation, event.ticket, op)
+
+    def _has_filled(self, reservation: Reservation, checksums: Sequence[int] | None, why: str) -> None:
+        state = self.state
+        ticket = reservation.ticket
+        assert ticket is not None, reservation
+        reservation.ticket = None
+        reservation.filling = False
+        if checksums is not None:
+            namespace = state.namespaces[reservation.namespace]
+            reservation.filled = tuple(checksums)
+            state.counters["fills"] += 1
+            each = sum(namespace.spec.shard_bytes[shard] for shard in reservation.shards)
+            state.counters["bytes_filled"] += each * len(reservation.rows)
+        else:
+            state.counters["fills_failed"] += 1
+        if reservation.expires_at <= state.now:
+            self._end(reservation, "expired", may_write=True)
+            state.reply(ticket, _lost("expired", reservation.id))
+        elif checksums is None:
+            state.reply(
+                ticket,
+                Precondition(
+                    f"the rows could not be copied: {why}", field="reservation_id", value=reservation.id
+                ),
+            )
+        else:
+            state.reply(ticket, ev.Filled())
+
     # ------------------------------------------------------------------------------------------------------ commit
 
     def commit(self, worker: Worker, event: ev.Commit) -> ev.Committed | None:
         """None: the copy runs, its end answers. Staged bytes are copied by the daemon, so that what is committed is out
-        of everybody's reach; bytes written in place are checksummed where they are."""
+        of everybody's reach; bytes written in place are checksummed where they are; those that a fill has put there
+        need nothing more."""
         state = self.state
         reservation = state.reservations.get(event.reservation)
         if reservation is None or reservation.worker != worker.id:
             return self._commit_of_ended(worker, event)
-        if reservation.copying:
-            raise Conflict("is being committed already", field="reservation_id", value=event.reservation)
+        self._check_not_busy(reservation)
         if reservation.expires_at <= state.now:
             self._end(reservation, "expired")
             return self._commit_of_ended(worker, event)
@@ -247,13 +322,9 @@ class Saves:
                 value="DURABLE",
                 remedy="set ssd_dir, or wait for VISIBLE",
             )
-        namespace = state.namespaces[reservation.namespace]
-        lengths = namespace.spec.shard_bytes
-        targets = tuple(
-            state.extent(row, shard, lengths[shard])
-            for row in reservation.rows
-            for shard in reservation.shards
-        )
+        if reservation.filled is not None and not event.staged:
+            return self._is_committed(reservation, event.ticket, event.wait, reservation.filled)
+        targets = self._targets(reservation)
         op = state.new_op()
         if state.limits.protection is Protection.SEALED:
             pieces = _pieces(event.staged, targets)
@@ -266,20 +337,37 @@ class Saves:
                     value=len(event.staged),
                 )
             state.effects.append(ev.Checksum(op, targets))
-        reservation.ticket = event.ticket
+        reservation.filled = None
         reservation.wait = event.wait
-        reservation.op = op
-        self.copies[op] = (reservation, state.now + COPY_DEADLINE_MS)
+        self._copy(reservation, event.ticket, op)
         return None
+
+    def _check_not_busy(self, reservation: Reservation) -> None:
+        if reservation.busy:
+            doing = "filled" if reservation.filling else "committed"
+            raise Conflict(f"is being {doing} already", field="reservation_id", value=reservation.id)
+
+    def _targets(self, reservation: Reservation) -> tuple[Extent, ...]:
+        state = self.state
+        lengths = state.namespaces[reservation.namespace].spec.shard_bytes
+        return tuple(
+            state.extent(row, shard, lengths[shard])
+            for row in reservation.rows
+            for shard in reservation.shards
+        )
+
+    def _copy(self, reservation: Reservation, ticket: ev.Ticket, op: OpId) -> None:
+        reservation.ticket = ticket
+        reservation.op = op
+        self.copies[op] = (reservation, self.state.now + COPY_DEADLINE_MS)
 
     def _commit_of_ended(self, worker: Worker, event: ev.Commit) -> ev.Committed | None:
         """Success all the same if somebody else, or this very reservation, committed every chunk: first copy wins."""
         state = self.state
-        reservation_id = event.reservation
-        ended = self._ended.get(reservation_id)
+        ended = self._ended.get(event.reservation)
         namespace = state.namespaces.get(ended.namespace) if ended is not None else None
         if ended is None or namespace is None or namespace.id not in worker.opened:
-            raise NotFound("no such reservation of this worker", field="reservation_id", value=reservation_id)
+            raise self._has_ended(worker, event.reservation)
         index = namespace.index
         if all(key in index and self._is_kept(index[key]) for key in ended.keys):
             answer = ev.Committed((CommitResult.ALREADY,) * len(ended.keys))
@@ -287,23 +375,29 @@ class Saves:
                 return answer
             self.await_durable(event.ticket, namespace, ended.keys, answer)
             return None
-        raise Precondition(
-            f"was {ended.why}",
-            field="reservation_id",
-            value=reservation_id,
-            remedy="" if ended.why == "committed" else "reserve again; the save is lost",
-        )
+        raise self._has_ended(worker, event.reservation)
+
+    def _has_ended(self, worker: Worker, reservation_id: ReservationId) -> StoreError:
+        """Why nothing can be done with it; a stranger's is not told from one that never was."""
+        ended = self._ended.get(reservation_id)
+        if ended is None or ended.namespace not in worker.opened:
+            return NotFound(
+                "no such reservation of this worker", field="reservation_id", value=reservation_id
+            )
+        return _lost(ended.why, reservation_id)
 
     def _is_kept(self, row: int) -> bool:
         return self.state.is_hit(row) or self.state.chunks.flags[row] & (STORED | DOOMED) == STORED
 
     def copied(self, op: OpId, checksums: Sequence[int] | None, why: str = "") -> None:
-        """The copy of a commit has returned."""
+        """The copy of a commit or fill has returned."""
         state = self.state
         reservation, _ = self.copies.pop(op)
-        assert reservation.ticket is not None, reservation
-        namespace = state.namespaces[reservation.namespace]
+        if reservation.filling:
+            self._has_filled(reservation, checksums, why)
+            return
         ticket = reservation.ticket
+        assert ticket is not None, reservation
         if checksums is None:
             self._end(reservation, "aborted")
             state.counters["commits_failed"] += 1
@@ -314,6 +408,16 @@ class Saves:
                 ),
             )
             return
+        answer = self._is_committed(reservation, ticket, reservation.wait, checksums)
+        if answer is not None:
+            state.reply(ticket, answer)
+
+    def _is_committed(
+        self, reservation: Reservation, ticket: ev.Ticket, wait: Wait, checksums: Sequence[int]
+    ) -> ev.Committed | None:
+        """Every byte is in: the chunks become visible. None: it is answered when they are durable."""
+        state = self.state
+        namespace = state.namespaces[reservation.namespace]
         keys = self._keys(reservation)
         results = []
         whole: list[int] = []
@@ -337,10 +441,10 @@ class Saves:
         state.counters["chunks_saved"] += len(reservation.rows)
         self._forget(reservation, "committed", keys)
         answer = ev.Committed(tuple(results))
-        if reservation.wait is Wait.DURABLE:
-            self.await_durable(ticket, namespace, keys, answer)
-        else:
-            state.reply(ticket, answer)
+        if wait is Wait.VISIBLE:
+            return answer
+        self.await_durable(ticket, namespace, keys, answer)
+        return None
 
     # ----------------------------------------------------------------------------------------------- abort, expiry
 
@@ -349,17 +453,25 @@ class Saves:
         count = 0
         for reservation_id in event.reservations:
             reservation = self.state.reservations.get(reservation_id)
-            if reservation is not None and reservation.worker == worker.id and not reservation.copying:
-                self._end(reservation, "aborted")
+            if reservation is not None and reservation.worker == worker.id and not reservation.committing:
+                self._abort(reservation, may_write=False)
                 count += 1
         return ev.Done(count)
 
+    def _abort(self, reservation: Reservation, *, may_write: bool) -> None:
+        if reservation.filling:
+            self._give_up_copy(reservation, "aborted", _lost("aborted", reservation.id), may_write=may_write)
+            self.state.counters["reservations_aborted"] += 1
+        else:
+            self._end(reservation, "aborted", may_write=may_write)
+
     def abort_all(self, worker: Worker, *, gone: bool) -> None:
-        """The worker's process is gone, or only its connection is. What is being copied is copied to the end."""
+        """The worker's process is gone, or only its connection is. What is being committed is copied to the end; what
+        is being filled could never be committed."""
         for reservation_id in list(worker.reservations):
             reservation = self.state.reservations[reservation_id]
-            if not reservation.copying:
-                self._end(reservation, "aborted", may_write=not gone)
+            if not reservation.committing:
+                self._abort(reservation, may_write=not gone)
 
     def _end(self, reservation: Reservation, why: str, *, may_write: bool = False) -> None:
         """Take the slots back. While the owner may still write into them (in place, and neither gone nor done), they
@@ -425,20 +537,36 @@ class Saves:
     def tick(self) -> None:
         state = self.state
         for reservation in [
-            r for r in state.reservations.values() if not r.copying and r.expires_at <= state.now
+            r for r in state.reservations.values() if not r.busy and r.expires_at <= state.now
         ]:
             self._end(reservation, "expired", may_write=True)
-        for op, (reservation, deadline) in [item for item in self.copies.items() if item[1][1] <= state.now]:
-            del self.copies[op]
-            self._give_up_copy(op, reservation, deadline)
+        for reservation in [r for r, deadline in self.copies.values() if deadline <= state.now]:
+            self._give_up_copy(
+                reservation,
+                "aborted: its copy missed the deadline",
+                DeadlineExceeded(
+                    "the copy missed its deadline", field="reservation_id", value=reservation.id
+                ),
+                may_write=reservation.filling,
+            )
+            state.counters["copies_late"] += 1
         self._drop_incomplete()
 
-    def _give_up_copy(self, op: OpId, reservation: Reservation, deadline: Millis) -> None:
+    def _give_up_copy(
+        self, reservation: Reservation, why: str, answer: StoreError, *, may_write: bool
+    ) -> None:
+        """Take the slots away from a copy that runs, and end the reservation; with `may_write` its owner has not let go
+        of them either."""
         state = self.state
-        assert reservation.ticket is not None, reservation
+        ticket, op = reservation.ticket, reservation.op
+        assert ticket is not None, reservation
+        del self.copies[op]
         namespace = state.namespaces[reservation.namespace]
         keys = self._keys(reservation)
-        late = LateCopy([])
+        suspect = may_write and state.limits.protection is Protection.GROUP
+        late = LateCopy([], reservation.worker if suspect else None)
+        if reservation.filling:
+            state.counters["fills_failed"] += 1
         for row in reservation.rows:
             for shard in reservation.shards:
                 segment, slot = state.unplace_shard(row, shard)
@@ -446,16 +574,17 @@ class Saves:
                 late.slots.append((segment, slot))
             self._drop_if_empty(namespace, row)
         self.late[op] = late
-        state.counters["copies_late"] += 1
-        self._forget(reservation, "aborted: its copy missed the deadline", keys)
-        state.reply(
-            reservation.ticket,
-            DeadlineExceeded("the copy missed its deadline", field="reservation_id", value=reservation.id),
-        )
+        self._forget(reservation, why, keys)
+        state.reply(ticket, answer)
 
     def late_copy_returned(self, op: OpId) -> None:
-        for segment, slot in self.late.pop(op).slots:
-            self.state.free_slot(segment, slot)
+        late = self.late.pop(op)
+        writer = None if late.writer is None else self.state.workers.get(late.writer)
+        for segment, slot in late.slots:
+            if writer is None:
+                self.state.free_slot(segment, slot)
+            else:
+                writer.suspect.append((segment.id, slot))
 
     def _drop_incomplete(self) -> None:
         """A chunk that has been incomplete for too long goes, unless a shard is being written right now."""
@@ -470,6 +599,15 @@ class Saves:
                 continue
             state.counters["chunks_incomplete"] += 1
             state.to_ghost(row, Reason.INCOMPLETE)
+
+
+def _lost(why: str, reservation_id: ReservationId) -> Precondition:
+    return Precondition(
+        f"was {why}",
+        field="reservation_id",
+        value=reservation_id,
+        remedy="" if why == "committed" else "reserve again; the save is lost",
+    )
 
 
 def _pieces(staged: tuple[StagedPiece, ...], targets: tuple[Extent, ...]) -> tuple[StagedPiece, ...]:

@@ -22,6 +22,7 @@ from kvstore.core.chunks import (
     STORED,
     STORING,
     TAIL,
+    TRANSIENT,
     ChunkTable,
     LinkedRows,
 )
@@ -413,6 +414,18 @@ class State:
         chunks.link_newest(self.cold, row)
         self.counters["chunks_demoted"] += 1
 
+    def drop_transient(self, rows: Sequence[int]) -> None:
+        """Of `rows`, which were just unpinned: what its worker keeps too, and the SSD has, is not kept in DRAM. While
+        the SSD is not well it is: DRAM may soon be all that serves."""
+        if self.disk_state is not DiskState.OK:
+            return
+        chunks = self.chunks
+        for row in rows:
+            flags = chunks.flags[row] & (TRANSIENT | STORED | STORING | DOOMED)
+            if flags == TRANSIENT | STORED and not chunks.pins[row] and self.is_resident(row):
+                self.demote(row)
+                self.counters["transient_chunks_dropped"] += 1
+
     def _unlist(self, namespace: Namespace, row: int) -> None:
         """Out of whatever list it is in; a chunk that a hint brought in vain is counted."""
         chunks = self.chunks
@@ -579,6 +592,7 @@ class State:
                 lease.group.pinned_bytes -= namespace.chunk_bytes
         self.leases.close(lease)
         self.unpin(namespace, lease.rows)
+        self.drop_transient(lease.rows)
 
     # ------------------------------------------------------------------------------------------------- waiting
 

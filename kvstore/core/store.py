@@ -60,6 +60,7 @@ class Store:
             ev.Renew: self.reads.renew,
             ev.Release: self.reads.release,
             ev.Reserve: self.saves.reserve,
+            ev.Fill: self.saves.fill,
             ev.Commit: self.saves.commit,
             ev.Abort: self.saves.abort,
             ev.ReportLoad: self.reads.report,

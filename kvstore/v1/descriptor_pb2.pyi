@@ -8,26 +8,34 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DescriptorRequest(_message.Message):
-    __slots__ = ("hello", "segments", "staging")
+    __slots__ = ("hello", "segments", "staging", "adopt", "drop_region")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     STAGING_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
+    DROP_REGION_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     segments: SegmentsRequest
     staging: StagingRequest
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., staging: _Optional[_Union[StagingRequest, _Mapping]] = ...) -> None: ...
+    adopt: AdoptRequest
+    drop_region: DropRegionRequest
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., staging: _Optional[_Union[StagingRequest, _Mapping]] = ..., adopt: _Optional[_Union[AdoptRequest, _Mapping]] = ..., drop_region: _Optional[_Union[DropRegionRequest, _Mapping]] = ...) -> None: ...
 
 class DescriptorReply(_message.Message):
-    __slots__ = ("hello", "error", "segments", "staging")
+    __slots__ = ("hello", "error", "segments", "staging", "adopt", "drop_region")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     STAGING_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
+    DROP_REGION_FIELD_NUMBER: _ClassVar[int]
     hello: HelloReply
     error: _types_pb2.Error
     segments: SegmentsReply
     staging: StagingReply
-    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., segments: _Optional[_Union[SegmentsReply, _Mapping]] = ..., staging: _Optional[_Union[StagingReply, _Mapping]] = ...) -> None: ...
+    adopt: AdoptReply
+    drop_region: DropRegionReply
+    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., segments: _Optional[_Union[SegmentsReply, _Mapping]] = ..., staging: _Optional[_Union[StagingReply, _Mapping]] = ..., adopt: _Optional[_Union[AdoptReply, _Mapping]] = ..., drop_region: _Optional[_Union[DropRegionReply, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "client", "engine_group", "rank")
@@ -86,3 +94,25 @@ class StagingReply(_message.Message):
     BYTES_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     def __init__(self, bytes: _Optional[int] = ...) -> None: ...
+
+class AdoptRequest(_message.Message):
+    __slots__ = ("bytes",)
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
+
+class AdoptReply(_message.Message):
+    __slots__ = ("region",)
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    region: int
+    def __init__(self, region: _Optional[int] = ...) -> None: ...
+
+class DropRegionRequest(_message.Message):
+    __slots__ = ("region",)
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    region: int
+    def __init__(self, region: _Optional[int] = ...) -> None: ...
+
+class DropRegionReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

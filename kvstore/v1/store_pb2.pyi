@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "open", "match", "acquire", "renew", "release", "reserve", "commit", "abort", "report_load", "get_session", "update_session", "truncate", "fork", "forget", "segments_unmapped", "heartbeat", "publish_queue", "release_lease_ids")
+    __slots__ = ("hello", "open", "match", "acquire", "renew", "release", "reserve", "commit", "abort", "report_load", "get_session", "update_session", "truncate", "fork", "forget", "segments_unmapped", "heartbeat", "publish_queue", "fill", "release_lease_ids")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     MATCH_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class AttachRequest(_message.Message):
     SEGMENTS_UNMAPPED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    FILL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
     open: OpenRequest
@@ -47,11 +48,12 @@ class AttachRequest(_message.Message):
     segments_unmapped: SegmentsUnmappedRequest
     heartbeat: HeartbeatRequest
     publish_queue: _hints_pb2.PublishQueueRequest
+    fill: FillRequest
     release_lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., renew: _Optional[_Union[RenewRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., report_load: _Optional[_Union[ReportLoadRequest, _Mapping]] = ..., get_session: _Optional[_Union[GetSessionRequest, _Mapping]] = ..., update_session: _Optional[_Union[UpdateSessionRequest, _Mapping]] = ..., truncate: _Optional[_Union[TruncateRequest, _Mapping]] = ..., fork: _Optional[_Union[ForkRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., segments_unmapped: _Optional[_Union[SegmentsUnmappedRequest, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., publish_queue: _Optional[_Union[_hints_pb2.PublishQueueRequest, _Mapping]] = ..., release_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., renew: _Optional[_Union[RenewRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., report_load: _Optional[_Union[ReportLoadRequest, _Mapping]] = ..., get_session: _Optional[_Union[GetSessionRequest, _Mapping]] = ..., update_session: _Optional[_Union[UpdateSessionRequest, _Mapping]] = ..., truncate: _Optional[_Union[TruncateRequest, _Mapping]] = ..., fork: _Optional[_Union[ForkRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., segments_unmapped: _Optional[_Union[SegmentsUnmappedRequest, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., publish_queue: _Optional[_Union[_hints_pb2.PublishQueueRequest, _Mapping]] = ..., fill: _Optional[_Union[FillRequest, _Mapping]] = ..., release_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("request_id", "welcome", "error", "open", "match", "acquire", "renew", "reserve", "commit", "session", "done", "queue", "chunks_settled", "segments_retired", "leases_revoked", "draining")
+    __slots__ = ("request_id", "welcome", "error", "open", "match", "acquire", "renew", "reserve", "commit", "session", "done", "queue", "fill", "chunks_settled", "segments_retired", "leases_revoked", "draining")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +66,7 @@ class AttachReply(_message.Message):
     SESSION_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     QUEUE_FIELD_NUMBER: _ClassVar[int]
+    FILL_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_SETTLED_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_RETIRED_FIELD_NUMBER: _ClassVar[int]
     LEASES_REVOKED_FIELD_NUMBER: _ClassVar[int]
@@ -80,11 +83,12 @@ class AttachReply(_message.Message):
     session: SessionReply
     done: DoneReply
     queue: _hints_pb2.QueueReply
+    fill: FillReply
     chunks_settled: ChunksSettled
     segments_retired: SegmentsRetired
     leases_revoked: LeasesRevoked
     draining: Draining
-    def __init__(self, request_id: _Optional[int] = ..., welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., open: _Optional[_Union[OpenReply, _Mapping]] = ..., match: _Optional[_Union[MatchReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., renew: _Optional[_Union[RenewReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., session: _Optional[_Union[SessionReply, _Mapping]] = ..., done: _Optional[_Union[DoneReply, _Mapping]] = ..., queue: _Optional[_Union[_hints_pb2.QueueReply, _Mapping]] = ..., chunks_settled: _Optional[_Union[ChunksSettled, _Mapping]] = ..., segments_retired: _Optional[_Union[SegmentsRetired, _Mapping]] = ..., leases_revoked: _Optional[_Union[LeasesRevoked, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[int] = ..., welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., open: _Optional[_Union[OpenReply, _Mapping]] = ..., match: _Optional[_Union[MatchReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., renew: _Optional[_Union[RenewReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., session: _Optional[_Union[SessionReply, _Mapping]] = ..., done: _Optional[_Union[DoneReply, _Mapping]] = ..., queue: _Optional[_Union[_hints_pb2.QueueReply, _Mapping]] = ..., fill: _Optional[_Union[FillReply, _Mapping]] = ..., chunks_settled: _Optional[_Union[ChunksSettled, _Mapping]] = ..., segments_retired: _Optional[_Union[SegmentsRetired, _Mapping]] = ..., leases_revoked: _Optional[_Union[LeasesRevoked, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
     __slots__ = ("request_id", "token", "boot_id")
@@ -211,7 +215,7 @@ class ReleaseRequest(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "namespace_id", "keys", "parent", "parents", "token_counts", "shards", "derived", "maker", "ttl_ms")
+    __slots__ = ("request_id", "namespace_id", "keys", "parent", "parents", "token_counts", "shards", "derived", "maker", "ttl_ms", "transient")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +226,7 @@ class ReserveRequest(_message.Message):
     DERIVED_FIELD_NUMBER: _ClassVar[int]
     MAKER_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSIENT_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     namespace_id: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
@@ -232,7 +237,8 @@ class ReserveRequest(_message.Message):
     derived: bool
     maker: bytes
     ttl_ms: int
-    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., parent: _Optional[bytes] = ..., parents: _Optional[_Iterable[bytes]] = ..., token_counts: _Optional[_Iterable[int]] = ..., shards: _Optional[_Iterable[int]] = ..., derived: bool = ..., maker: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    transient: bool
+    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., parent: _Optional[bytes] = ..., parents: _Optional[_Iterable[bytes]] = ..., token_counts: _Optional[_Iterable[int]] = ..., shards: _Optional[_Iterable[int]] = ..., derived: bool = ..., maker: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., transient: bool = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("reservation_id", "ttl_ms", "results", "extents")
@@ -245,6 +251,22 @@ class ReserveReply(_message.Message):
     results: bytes
     extents: _types_pb2.Extents
     def __init__(self, reservation_id: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., results: _Optional[bytes] = ..., extents: _Optional[_Union[_types_pb2.Extents, _Mapping]] = ...) -> None: ...
+
+class FillRequest(_message.Message):
+    __slots__ = ("request_id", "reservation_id", "region", "offsets")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    reservation_id: int
+    region: int
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[int] = ..., reservation_id: _Optional[int] = ..., region: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FillReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("request_id", "reservation_id", "staging_offsets", "wait")

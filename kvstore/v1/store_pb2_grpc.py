@@ -69,6 +69,11 @@ class StoreStub(object):
                 request_serializer=kvstore_dot_v1_dot_store__pb2.ReserveRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_store__pb2.ReserveReply.FromString,
                 _registered_method=True)
+        self.Fill = channel.unary_unary(
+                '/kvstore.v1.Store/Fill',
+                request_serializer=kvstore_dot_v1_dot_store__pb2.FillRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_store__pb2.FillReply.FromString,
+                _registered_method=True)
         self.Commit = channel.unary_unary(
                 '/kvstore.v1.Store/Commit',
                 request_serializer=kvstore_dot_v1_dot_store__pb2.CommitRequest.SerializeToString,
@@ -153,6 +158,12 @@ class StoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fill(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -243,6 +254,11 @@ def add_StoreServicer_to_server(servicer, server):
                     servicer.Reserve,
                     request_deserializer=kvstore_dot_v1_dot_store__pb2.ReserveRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_store__pb2.ReserveReply.SerializeToString,
+            ),
+            'Fill': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fill,
+                    request_deserializer=kvstore_dot_v1_dot_store__pb2.FillRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_store__pb2.FillReply.SerializeToString,
             ),
             'Commit': grpc.unary_unary_rpc_method_handler(
                     servicer.Commit,
@@ -474,6 +490,33 @@ class Store(object):
             '/kvstore.v1.Store/Reserve',
             kvstore_dot_v1_dot_store__pb2.ReserveRequest.SerializeToString,
             kvstore_dot_v1_dot_store__pb2.ReserveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fill(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Store/Fill',
+            kvstore_dot_v1_dot_store__pb2.FillRequest.SerializeToString,
+            kvstore_dot_v1_dot_store__pb2.FillReply.FromString,
             options,
             channel_credentials,
             insecure,

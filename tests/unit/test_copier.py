@@ -16,6 +16,7 @@ from kvstore import memory
 from kvstore.copier import Copier, Job
 from kvstore.core.events import Checksum, CopyIn, MoveSlots, OpDone, OpFailed
 from kvstore.tiers.arena import Arena, Staging
+from kvstore.tiers.regions import Regions
 from kvstore.types import Extent, OpId, Protection, SegmentId, StagedPiece, WorkerId
 
 SIZE = 8 << 20
@@ -38,7 +39,8 @@ class Fixture:
         fd, _ = self.staging.create(WORKER, SIZE)
         self.worker = memory.map_shared(fd, SIZE, writable=True)
         self.worker.array[:] = np.random.default_rng(7).integers(0, 256, SIZE, dtype=np.uint8)
-        self.copier = Copier(self.arena, self.staging, threads=2)
+        self.regions = Regions()
+        self.copier = Copier(self.arena, self.staging, self.regions, threads=2)
         self.answers: queue.SimpleQueue[Ended] = queue.SimpleQueue()
 
     def run(self, effect: Job) -> Ended:
@@ -54,6 +56,7 @@ def it() -> Iterator[Fixture]:
     it = Fixture()
     yield it
     it.copier.close(WAIT_S)
+    it.regions.close(WAIT_S)
     it.staging.close()
     it.arena.close()
 

@@ -36,6 +36,7 @@ from kvstore.core.events import (
 from kvstore.descriptors import DescriptorServer, Identity
 from kvstore.errors import Code, ConfigError, Unavailable
 from kvstore.tiers.arena import Arena, Staging
+from kvstore.tiers.regions import Regions
 from kvstore.types import Protection, SegmentId, WorkerId
 from kvstore.v1.descriptor_pb2 import (
     DescriptorReply,
@@ -98,6 +99,7 @@ class Daemon:
             secret = SECRET % number
             self.arena.view(SegmentId(number), 0, len(secret))[:] = list(secret)
         self.staging = Staging(bytes_max=self.config.staging_bytes_max)
+        self.regions = Regions()
         self.loop_factory = loop_factory
         self.server: DescriptorServer
         self.loop: asyncio.AbstractEventLoop
@@ -119,6 +121,7 @@ class Daemon:
             self.core,
             arena=self.arena,
             staging=self.staging,
+            regions=self.regions,
             boot_id=BOOT,
             grpc_target="unix:/somewhere",
         )
@@ -146,6 +149,7 @@ class Daemon:
             self.loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
+        self.regions.close(WAIT_S)
         self.staging.close()
         self.arena.close()
         if self.bound:

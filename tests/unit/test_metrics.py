@@ -10,7 +10,13 @@ from kvstore.errors import Unavailable
 from kvstore.metrics import CONNECTIONS_MAX, NAMESPACES_MAX, MetricsServer, families, render
 from kvstore.tiers.ssd import SsdStats
 
-PROCESS = {"uptime_seconds": 1.5, "attach_streams": 2.0, "staging_bytes": 4096.0}
+PROCESS = {
+    "uptime_seconds": 1.5,
+    "attach_streams": 2.0,
+    "staging_bytes": 4096.0,
+    "regions": 1.0,
+    "region_bytes": 8192.0,
+}
 BOUND_S = 20.0
 
 
@@ -83,6 +89,8 @@ def test_names_and_values():
         ("kvstored_uptime_seconds",): 1.5,
         ("kvstored_attach_streams",): 2,
         ("kvstored_staging_bytes",): 4096,
+        ("kvstored_regions",): 1,
+        ("kvstored_region_bytes",): 8192,
         ("kvstored_arena_bytes",): 40,
         ("kvstored_arena_ready_bytes",): 30,
         ("kvstored_arena_assigned_bytes",): 20,
