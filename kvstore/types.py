@@ -178,6 +178,9 @@ class DiskResult(enum.IntEnum):
     """Header, generation, key or checksum is not what was written: never served."""
     IO_ERROR = 2
     NO_SPACE = 3
+    REUSED = 4
+    """The slot holds what an earlier boot wrote over it: the record was evicted, and the index was never told, because
+    the daemon was killed first. A miss, and nothing is wrong with the disk."""
 
 
 @dataclass(frozen=True, slots=True)

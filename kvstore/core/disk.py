@@ -392,6 +392,11 @@ class Disk:
                 state.counters[f"chunks_promoted_{how}"] += 1
                 continue
             self._drop_targets(row)
+            if DiskResult.REUSED in mine:
+                state.counters["chunks_reused"] += 1
+                chunks.flags[row] &= ~RISING
+                state.to_ghost(row, Reason.EVICTED)
+                continue
             if DiskResult.CORRUPT in mine:
                 state.counters["chunks_corrupt"] += 1
                 chunks.flags[row] &= ~RISING

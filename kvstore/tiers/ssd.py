@@ -113,6 +113,8 @@ class SsdTier:
         self._slabs = SlabFiles(config.ssd_dir, disk, direct=config.ssd_direct_io)
         self._lock: DirectoryLock | None = None
         self._index: Index | None = None
+        self._first_generation = 0
+        """Of what this boot writes."""
 
     # ------------------------------------------------------------------------------------------------- start and end
 
@@ -129,6 +131,7 @@ class SsdTier:
                 slab_bytes=self._config.ssd_slab_bytes,
                 disk=self._disk,
             )
+            self._first_generation = index.boot_count << 32
             named = index.slabs()
             slabs = self._slabs.open(named, self._config.ssd_bytes - SSD_OVERHEAD_BYTES - index.bytes_max)
             if len(slabs) < len(named):
@@ -263,6 +266,8 @@ class SsdTier:
         header = format.decode_record_header(scratch.header)
         if isinstance(header, Defect):
             return _corrupt(place, header.value)
+        if place.generation < header.generation < self._first_generation:
+            return Result(DiskResult.REUSED, _where(place, "was reused before the restart"))
         if wrong := format.difference(header, record, place.generation, direct=self._direct):
             return _corrupt(place, wrong)
         if xxhash.xxh3_64_intdigest(payload.data) != record.checksum:
@@ -357,9 +362,13 @@ class _Counters:
 
 def _corrupt(place: DiskPlace, why: str) -> Result:
     """Logged here, and so once: nobody reads this generation of the slot again."""
-    where = f"{format.slab_name(place.slab)}, slot {place.slot}: {why}"
+    where = _where(place, why)
     log.error("a record on SSD is corrupt: it is a miss from now on", extra=fields(why=where))
     return Result(DiskResult.CORRUPT, where)
+
+
+def _where(place: DiskPlace, why: str) -> str:
+    return f"{format.slab_name(place.slab)}, slot {place.slot}: {why}"
 
 
 def _check(config: StoreConfig) -> None:

@@ -46,7 +46,7 @@ WAIT_S = 30.0
 DIGEST = b"N" * 32
 SPEC = NamespaceSpec("m", b"w", "l", 16, (GroupSpec("g", SHARD),))
 NAMESPACE = NamespaceRecord(1, "alice", SPEC)
-OK, CORRUPT, IO_ERROR, NO_SPACE = DiskResult
+OK, CORRUPT, IO_ERROR, NO_SPACE, REUSED = DiskResult
 
 
 class Memory:
@@ -340,6 +340,23 @@ def test_a_stale_record_is_found(it: Fixture) -> None:
     answer = it.read(0, at=[newer])
     assert answer.results == (CORRUPT,)
     assert "generation" in answer.why
+
+
+def test_a_slot_that_was_reused_before_the_restart_is_no_corruption(it: Fixture) -> None:
+    """Its chunk was evicted and the slot filled again; the daemon was killed before the index knew of either."""
+    it.write(0, 1)
+    assert it.commit(0, 1).results == (OK,)
+    newer = DiskPlace(SlabId(0), 0, place(0).generation + SLOTS)
+    it.submit(replace(it.writing(0), targets=(newer,), records=it.records([2])))
+    assert it.read(0).results == (CORRUPT,), "within one boot that is no order of events"
+    it.again()
+    answer = it.read(0, 1)
+    assert answer.results == (REUSED, OK)
+    assert "reused before the restart" in answer.why
+    later = DiskPlace(SlabId(0), 1, 2 << 32)
+    it.submit(replace(it.writing(1), targets=(later,), records=it.records([2])))
+    assert it.read(1).results == (CORRUPT,), "this boot knows what it writes over"
+    assert it.read(0, at=[replace(place(0), generation=5 << 32)]).results == (CORRUPT,), "an older record"
 
 
 def test_a_record_of_another_namespace_is_found(it: Fixture) -> None:

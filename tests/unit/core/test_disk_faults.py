@@ -566,6 +566,23 @@ def test_one_rotten_shard_is_a_miss_of_the_chunk() -> None:
     assert world.slots()["reserved"] == 0
 
 
+def test_what_was_evicted_before_a_crash_is_a_miss_and_no_alarm() -> None:
+    """Its slot holds another record already; the index did not know yet."""
+    world, worker, namespace = small()
+    cold(world, worker, namespace)
+    world.faults = {ev.ReadRecords: DiskResult.REUSED}
+    ready = sum(slab.counts[2] for slab in world.store.state.disk.segments)
+    assert world.fetch(worker, namespace, chain("k", 1)) == ["EVICTED"]
+    assert (world.counters["chunks_corrupt"], world.counters["chunks_reused"]) == (0, 1)
+    assert world.health() is DiskState.OK
+    assert sum(slab.counts[2] for slab in world.store.state.disk.segments) == ready - 1, "the slot is free"
+    assert sum(slab.counts[3] for slab in world.store.state.disk.segments) == 0
+    world.faults.clear()
+    world.save(worker, namespace, chain("k", 1))
+    world.settle(1_000)
+    assert world.where(namespace, chain("k", 1)) == ["dram+ssd"]
+
+
 def test_a_chunk_that_rots_after_it_was_read_is_served_from_dram() -> None:
     world, worker, namespace = start()
     world.save(worker, namespace, chain("k", 1))
