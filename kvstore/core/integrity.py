@@ -1,8 +1,21 @@
-"""The invariants, stated as assertions over the whole state. Costs a pass over everything: for tests and idle time."""
+"""The invariants, stated as assertions over the whole state.
+
+A `Watch` that looks for the first time passes over everything. A simulation looks after every step: then it compares
+the columns with what they were at the last look, checks the rows that changed, and keeps the sums (what a namespace
+counts, who owns a slot). Every so often (`full_every`) another begins from nothing, to prove that this one missed
+nothing.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
 
 from kvstore.core.chunks import (
     DOOMED,
@@ -14,258 +27,633 @@ from kvstore.core.chunks import (
     STORED,
     STORING,
     WANTED,
-    ChunkTable,
     LinkedRows,
 )
 from kvstore.core.disk import Disk
-from kvstore.core.pool import Phase
+from kvstore.core.manifests import Manifest
+from kvstore.core.namespaces import Namespace
+from kvstore.core.pool import Phase, Pool, Segment
+from kvstore.core.reads import Reads
 from kvstore.core.saves import Saves
 from kvstore.core.segments import Segments
 from kvstore.core.state import State
-from kvstore.types import SlotState
+from kvstore.types import NamespaceId, SlotState
+
+Slot = tuple[int, int]
+"""(index of a segment or slab, number of the slot in it)"""
+Owner = tuple[int, int]
+"""(row, state of the slot)"""
+
+ROW_COLUMNS = (
+    *("namespace", "parent", "first_child", "next_sibling", "prev_sibling", "newer", "older", "used_at"),
+    *("pins", "refs", "shard0", "ready", "reserved", "flags", "reason"),
+)
+SHARD_COLUMNS = (
+    *("shard_segment", "shard_slot", "shard_checksum", "shard_ready"),
+    *("disk_slab", "disk_slot", "disk_generation"),
+)
+FULL_EVERY = 500
+_NOTHING: tuple[Any, ...] = (None,) * 4
+USED = (SlotState.RESERVED, SlotState.READY)
 
 
-def check_integrity(
-    state: State, saves: Saves, segments: Segments, disk: Disk, audit_rows: list[int]
-) -> None:
-    """Raises AssertionError, naming what is wrong. `audit_rows` are pinned by checksum ops that are under way."""
-    state.pool.check_integrity()
-    state.disk.check_integrity()
-    _check_chunks(state)
-    _check_slots(state, saves, segments, disk)
-    _check_disk(state, disk)
-    _check_pins(state, segments, disk, audit_rows)
-    _check_references(state)
-    _check_workers(state)
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What one row of the chunk table adds to the sums, and where it says that its bytes are."""
+
+    namespace: Namespace
+    visible: int
+    cold: int
+    partial: int
+    queued: bool
+    rows: LinkedRows | None
+    """The list that it has to be in."""
+    places: range
+    """Of its shards in their columns."""
+    arena: tuple[Slot, ...]
+    disk: tuple[Slot, ...]
+    states: tuple[int, ...]
+    """Of the slots in `arena`, then of those in `disk`."""
+    family: tuple[int, int]
+    """Parent and first child."""
 
 
-def _check_chunks(state: State) -> None:
-    chunks = state.chunks
-    free = set(chunks.free_rows)
-    indexed = 0
-    for namespace in state.namespaces.values():
-        indexed += len(namespace.index)
-        visible = cold = partial = pinned = 0
-        wanted = set(chunks.walk(namespace.wanted))
-        listed = [*chunks.walk(namespace.recency), *wanted]
-        assert len(listed) == namespace.recency.count + namespace.wanted.count, namespace
-        _check_list(chunks, namespace.recency)
-        _check_list(chunks, namespace.wanted)
-        for row in listed:
-            assert bool(chunks.flags[row] & WANTED) == (row in wanted), chunks.describe(row)
-            assert chunks.namespace[row] == namespace.id and state.is_hit(row) and not chunks.pins[row], (
-                chunks.describe(row)
-            )
-        for key, row in namespace.index.items():
-            where = chunks.describe(row)
-            assert row not in free and chunks.key[row] == key and chunks.namespace[row] == namespace.id, where
-            if chunks.shard0[row] == NONE:
-                assert chunks.ready[row] == chunks.reserved[row] == chunks.pins[row] == 0, where
-                assert bool(chunks.flags[row] & LISTED) == (chunks.refs[row] == 0), where
+@dataclass(slots=True)
+class Sums:
+    """Of the facts of all rows."""
+
+    rows: int = 0
+    namespaces: Counter[tuple[str, NamespaceId]] = field(default_factory=Counter)
+    lists: Counter[int] = field(default_factory=Counter)
+    """Rows in each list, by the list's id()."""
+    arena: dict[Slot, Owner] = field(default_factory=dict)
+    """Who owns a slot: no slot has two owners (invariant 10)."""
+    disk: dict[Slot, Owner] = field(default_factory=dict)
+    places: dict[int, int] = field(default_factory=dict)
+    """The row that a place in the columns of shards belongs to."""
+    queued: set[int] = field(default_factory=set)
+
+    def add(self, row: int, facts: Facts) -> None:
+        self._count(facts, 1)
+        states = iter(facts.states)
+        for owners, slots in ((self.arena, facts.arena), (self.disk, facts.disk)):
+            for slot in slots:
+                assert slot not in owners, f"slot {slot} of rows {owners[slot]} and {row}"
+                owners[slot] = (row, next(states))
+        for place in facts.places:
+            assert self.places.setdefault(place, row) == row, f"shard {place} of two rows"
+        if facts.queued:
+            self.queued.add(row)
+
+    def remove(self, row: int, facts: Facts) -> None:
+        self._count(facts, -1)
+        for slot in facts.arena:
+            del self.arena[slot]
+        for slot in facts.disk:
+            del self.disk[slot]
+        for place in facts.places:
+            del self.places[place]
+        self.queued.discard(row)
+
+    def _count(self, facts: Facts, change: int) -> None:
+        self.rows += change
+        number = facts.namespace.id
+        self.namespaces["rows", number] += change
+        self.namespaces["visible", number] += change * facts.visible
+        self.namespaces["cold", number] += change * facts.cold
+        self.namespaces["partial", number] += change * facts.partial
+        if facts.rows is not None:
+            self.lists[id(facts.rows)] += change
+
+
+class Columns:
+    """What parallel columns held at the last look."""
+
+    def __init__(self, table: Any, names: Sequence[str]) -> None:
+        self._table = table
+        self._names = names
+        self._before: dict[str, bytes] = dict.fromkeys(names, b"")
+
+    def changed(self) -> set[int]:
+        """Numbers of the rows in which a column changed."""
+        found: set[int] = set()
+        for name in self._names:
+            column: array[int] | bytearray = getattr(self._table, name)
+            now = column.tobytes() if isinstance(column, array) else bytes(column)
+            before = self._before[name]
+            if now == before:
                 continue
-            places = range(chunks.shard0[row], chunks.shard0[row] + namespace.shards)
-            assert chunks.ready[row] == sum(chunks.shard_ready[place] for place in places), where
-            placed = sum(chunks.shard_segment[place] != NONE for place in places)
-            assert placed == chunks.ready[row] + chunks.reserved[row], where
-            resident = chunks.ready[row] == namespace.shards
-            visible += resident and not chunks.flags[row] & DOOMED
-            stored = bool(chunks.flags[row] & STORED)
-            cold += stored and not resident and not chunks.flags[row] & DOOMED
-            partial += not resident and not stored
-            pinned += chunks.pins[row] > 0
-            rising = bool(chunks.flags[row] & RISING)
-            assert not rising or (stored and not resident), where
-            assert bool(chunks.flags[row] & LISTED) == (chunks.pins[row] == 0 and not rising), where
-            assert resident or not chunks.pins[row], where
-            if resident and chunks.flags[row] & DOOMED:
-                assert chunks.pins[row], where
-        counted = (visible, cold, partial, pinned)
-        assert counted == (namespace.visible, namespace.cold, namespace.partial, namespace.pinned), (
-            namespace,
-            counted,
+            self._before[name] = now
+            kind = np.dtype(column.typecode if isinstance(column, array) else "B")
+            new, old = np.frombuffer(now, kind), np.frombuffer(before, kind)
+            same = min(len(new), len(old))
+            found.update(np.flatnonzero(new[:same] != old[:same]).tolist())
+            found.update(range(same, max(len(new), len(old))))
+        return found
+
+
+class Slots:
+    """One pool as it was at the last look."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self._before: list[tuple[Any, ...]] = []
+        self.reassigned: set[int] = set()
+        """Indices of the segments that became another's since the look before the last."""
+
+    def changed(self) -> list[Segment]:
+        """Segments that changed in anything; those are conserved (invariant 10) as `Pool` says."""
+        found = []
+        segments = self.pool.segments
+        before = self._before if len(self._before) == len(segments) else [_NOTHING] * len(segments)
+        self.reassigned = set()
+        for index, segment in enumerate(segments):
+            now = (
+                segment.id,
+                segment.phase,
+                segment.namespace,
+                segment.slot_bytes,
+                bytes(segment.state),
+                segment.owner.tobytes(),
+                segment.generation.tobytes(),
+                segment.free.tobytes(),
+                tuple(segment.counts),
+            )
+            if now != before[index]:
+                if now[:4] != before[index][:4]:
+                    self.reassigned.add(index)
+                before[index] = now
+                found.append(segment)
+        self._before = before
+        if found:
+            for segment in found:
+                self.pool.check_segment(segment)
+            self.pool.check_classes()
+        return found
+
+
+class Watch:
+    """Looks at one store after each of its steps."""
+
+    def __init__(
+        self,
+        state: State,
+        saves: Saves,
+        segments: Segments,
+        disk: Disk,
+        reads: Reads,
+        full_every: int = FULL_EVERY,
+    ) -> None:
+        self.state = state
+        self._parts = (state, saves, segments, disk, reads)
+        self._saves = saves
+        self._segments = segments
+        self._disk = disk
+        self._reads = reads
+        self._full_every = full_every
+        self.looks = 0
+        self.facts: dict[int, Facts] = {}
+        """By row, of all rows that are in use."""
+        self.changed: dict[int, Facts | None] = {}
+        """Rows that changed before the last look, and what they were."""
+        self._sums = Sums()
+        self._rows = Columns(state.chunks, ROW_COLUMNS)
+        self._shards = Columns(state.chunks, SHARD_COLUMNS)
+        self._arena = Slots(state.pool)
+        self._slabs = Slots(state.disk)
+        self._free_rows = b""
+        self._pinning: list[Any] = []
+        self._pins: Counter[tuple[str, int]] = Counter()
+        """Pinned slots by segment, pinned chunks by namespace."""
+        self._group_pins: dict[int, tuple[dict[int, int], int]] = {}
+        """By the group's id(): what its leases pin, and how many bytes that is."""
+        self._manifests: list[Manifest] = []
+        self._refs: Counter[int] = Counter()
+        self._sessions: Counter[NamespaceId] = Counter()
+        self._to_store: list[Any] = []
+
+    def check(self) -> None:
+        """Everything that changed since the last look; raises AssertionError, naming what is wrong."""
+        arena, slabs = self._arena.changed(), self._slabs.changed()
+        self._look_at_rows(self._changed_rows())
+        self._check_sums()
+        self._check_lists()
+        _check_owners(self._sums.arena, arena, self._move_targets())
+        _check_owners(self._sums.disk, slabs, {})
+        self._check_used()
+        self._check_ops()
+        self._check_queues()
+        self._check_pins()
+        self._check_references()
+        self._check_workers()
+        if self.looks == 0:
+            self._check_all()
+        self.looks += 1
+        if self.looks % self._full_every == 0:
+            self._prove()
+
+    def _prove(self) -> None:
+        """All of it anew: what is kept from look to look is what a look at everything finds."""
+        anew = Watch(*self._parts)
+        anew.check()
+        assert anew.facts == self.facts, [
+            self.state.chunks.describe(row)
+            for row in self.facts.keys() | anew.facts.keys()
+            if self.facts.get(row) != anew.facts.get(row)
+        ]
+        for mine, other in (
+            (self._sums.namespaces, anew._sums.namespaces),
+            (self._sums.lists, anew._sums.lists),
+        ):
+            assert +mine == +other, (mine, other)
+        assert (self._sums.arena, self._sums.disk) == (anew._sums.arena, anew._sums.disk)
+        assert (self._sums.places, self._sums.queued) == (anew._sums.places, anew._sums.queued)
+
+    # -------------------------------------------------------------------------------------------------------- rows
+
+    def _changed_rows(self) -> set[int]:
+        changed = self._rows.changed()
+        places = self._sums.places
+        changed.update([places[place] for place in self._shards.changed() if place in places])
+        for owners, slots in ((self._sums.arena, self._arena), (self._sums.disk, self._slabs)):
+            if slots.reassigned:
+                changed.update(row for (index, _), (row, _) in owners.items() if index in slots.reassigned)
+        return changed
+
+    def _look_at_rows(self, rows: set[int]) -> None:
+        chunks = self.state.chunks
+        self.changed = {row: self.facts.pop(row, None) for row in rows}
+        for row, before in self.changed.items():
+            if before is not None:
+                self._sums.remove(row, before)
+        for row in rows:
+            if chunks.namespace[row] == NONE:
+                self._check_free(row)
+                continue
+            facts = self.facts[row] = self._look_at(row)
+            self._sums.add(row, facts)
+        family: set[int] = set()
+        for row, before in self.changed.items():  # now that all facts are of today
+            family.add(row)
+            family.update(() if before is None else before.family)
+            if row in self.facts:
+                self._check_links(row)
+        for row in family & self.facts.keys():
+            self._check_tree(row)
+        free = chunks.free_rows.tobytes()
+        if free != self._free_rows:
+            self._free_rows = free
+            assert len(set(chunks.free_rows)) == len(chunks.free_rows), chunks.free_rows
+            assert not [row for row in chunks.free_rows if row in self.facts], chunks.free_rows
+        assert self._sums.rows == chunks.rows_used, (self._sums.rows, chunks)
+
+    def _check_free(self, row: int) -> None:
+        chunks = self.state.chunks
+        where = f"free {row}"
+        assert not chunks.key[row] and chunks.shard0[row] == NONE and not chunks.flags[row], where
+        assert not chunks.pins[row] and not chunks.refs[row], where
+        assert not chunks.ready[row] and not chunks.reserved[row], where
+        assert chunks.parent[row] == chunks.first_child[row] == NONE, where
+
+    def _look_at(self, row: int) -> Facts:
+        """What has to be true of a row by itself."""
+        state, chunks = self.state, self.state.chunks
+        namespace = state.namespaces[NamespaceId(chunks.namespace[row])]
+        flags, pins, start = chunks.flags[row], chunks.pins[row], chunks.shard0[row]
+        assert namespace.index.get(chunks.key[row]) == row, chunks.describe(row)
+        listed = bool(flags & LISTED)
+        family = (chunks.parent[row], chunks.first_child[row])
+        assert not flags & WANTED or listed, chunks.describe(row)
+        if start == NONE:
+            assert chunks.ready[row] == chunks.reserved[row] == pins == 0, chunks.describe(row)
+            assert not flags & (STORED | STORING | RISING | WANTED), chunks.describe(row)
+            assert listed == (chunks.refs[row] == 0), chunks.describe(row)
+            ghosts = state.ghosts if listed else None
+            return Facts(namespace, 0, 0, 0, bool(flags & QUEUED), ghosts, range(0), (), (), (), family)
+        places = range(start, start + namespace.shards)
+        assert chunks.ready[row] == sum(chunks.shard_ready[start : start + namespace.shards]), (
+            chunks.describe(row)
         )
-    assert indexed == chunks.rows_used, (indexed, chunks)
-    _check_tree(chunks, free)
-    ghosts = list(chunks.walk(state.ghosts))
-    assert len(ghosts) == state.ghosts.count <= state.limits.ghosts_max, state.ghosts
-    assert all(chunks.shard0[row] == NONE for row in ghosts)
-    _check_list(chunks, state.ghosts)
-    _check_list(chunks, state.cold)
-    assert sum(1 for _ in chunks.walk(state.cold)) == state.cold.count, state.cold
-    for row in chunks.walk(state.cold):
-        assert chunks.flags[row] & (STORED | RISING) == STORED and not chunks.ready[row], chunks.describe(row)
-    partials = list(chunks.walk(state.partials))
-    assert len(partials) == state.partials.count == sum(n.partial for n in state.namespaces.values())
-    for row in partials:
-        assert chunks.shard0[row] != NONE and not state.is_resident(row), chunks.describe(row)
-        assert not chunks.flags[row] & STORED, chunks.describe(row)
-    assert [chunks.used_at[row] for row in partials] == sorted(chunks.used_at[row] for row in partials)
-    _check_list(chunks, state.partials)
+        resident = chunks.ready[row] == namespace.shards
+        stored, rising = bool(flags & STORED), bool(flags & RISING)
+        assert not flags & DURABLE or stored, chunks.describe(row)
+        assert not rising or (stored and not resident), chunks.describe(row)
+        assert listed == (pins == 0 and not rising), chunks.describe(row)
+        assert resident or not pins, chunks.describe(row)
+        assert pins or not (resident and flags & DOOMED), chunks.describe(row)
+        rows: LinkedRows | None = None
+        if listed and resident:
+            rows = namespace.wanted if flags & WANTED else namespace.recency
+        elif listed:
+            assert not flags & WANTED, chunks.describe(row)
+            rows = state.cold if stored else state.partials
+            assert not stored or not chunks.ready[row], chunks.describe(row)
+        placed = [place for place in places if chunks.shard_segment[place] != NONE]
+        assert len(placed) == chunks.ready[row] + chunks.reserved[row], chunks.describe(row)
+        arena = tuple((chunks.shard_segment[place], chunks.shard_slot[place]) for place in placed)
+        in_arena = [SlotState.READY if chunks.shard_ready[place] else SlotState.RESERVED for place in placed]
+        self._check_arena(namespace, row, places)
+        disk: tuple[Slot, ...] = ()
+        if flags & (STORED | STORING):
+            disk = tuple((chunks.disk_slab[place], chunks.disk_slot[place]) for place in places)
+            self._check_disk(namespace, row, disk)
+        else:
+            assert all(chunks.disk_slab[place] == NONE for place in places), chunks.describe(row)
+        doomed = bool(flags & DOOMED)
+        return Facts(
+            namespace,
+            visible=resident and not doomed,
+            cold=stored and not resident and not doomed,
+            partial=not resident and not stored,
+            queued=bool(flags & QUEUED),
+            rows=rows,
+            places=places,
+            arena=arena,
+            disk=disk,
+            states=(*in_arena, *[SlotState.READY if stored else SlotState.RESERVED] * len(disk)),
+            family=family,
+        )
 
-
-def _check_tree(chunks: ChunkTable, free: set[int]) -> None:
-    children = 0
-    for row in range(len(chunks.key)):
-        previous = NONE
-        for child in chunks.children(row):
-            assert row not in free and child not in free, (chunks.describe(row), chunks.describe(child))
-            assert chunks.parent[child] == row and chunks.prev_sibling[child] == previous, chunks.describe(
-                child
+    def _check_arena(self, namespace: Namespace, row: int, places: range) -> None:
+        chunks = self.state.chunks
+        for shard, place in enumerate(places):
+            if chunks.shard_segment[place] == NONE:
+                continue
+            segment, slot = self.state.pool.segments[chunks.shard_segment[place]], chunks.shard_slot[place]
+            # Invariant 9: a chunk lies in segments of its own namespace only.
+            assert segment.phase is Phase.ASSIGNED and segment.namespace == namespace.id, (
+                chunks.describe(row),
+                segment,
             )
-            assert chunks.namespace[child] == chunks.namespace[row], chunks.describe(child)
-            previous = child
-            children += 1
-    assert children == sum(parent != NONE for parent in chunks.parent)
+            assert segment.slot_bytes == namespace.slot_bytes[shard], (chunks.describe(row), segment)
+            assert segment.owner[slot] == row, (chunks.describe(row), segment, slot)
+            wanted = SlotState.READY if chunks.shard_ready[place] else SlotState.RESERVED
+            assert segment.state[slot] == wanted, (chunks.describe(row), segment, slot)
 
+    def _check_disk(self, namespace: Namespace, row: int, places: tuple[Slot, ...]) -> None:
+        """Every shard is on SSD, or on its way there."""
+        chunks = self.state.chunks
+        wanted = SlotState.READY if chunks.flags[row] & STORED else SlotState.RESERVED
+        for shard, (index, slot) in enumerate(places):
+            assert index != NONE, chunks.describe(row)
+            slab = self.state.disk.segments[index]
+            assert slab.owner[slot] == row, (chunks.describe(row), slab, slot)
+            assert slab.slot_bytes == self._disk.slabs.slot_bytes(namespace, shard), (
+                chunks.describe(row),
+                slab,
+            )
+            assert slab.state[slot] == wanted, (chunks.describe(row), slab, slot)
 
-def _check_list(chunks: ChunkTable, rows: LinkedRows) -> None:
-    previous = NONE
-    for row in chunks.walk(rows):
-        assert chunks.older[row] == previous and chunks.flags[row] & LISTED, chunks.describe(row)
-        previous = row
-    assert rows.newest == previous
+    def _check_links(self, row: int) -> None:
+        """Its neighbours in its list."""
+        chunks = self.state.chunks
+        rows = self.facts[row].rows
+        if rows is None:
+            return
+        older, newer = chunks.older[row], chunks.newer[row]
+        assert rows.oldest == row if older == NONE else chunks.newer[older] == row, chunks.describe(row)
+        assert rows.newest == row if newer == NONE else chunks.older[newer] == row, chunks.describe(row)
+        for other in (older, newer):
+            assert other == NONE or self.facts[other].rows is rows, (
+                chunks.describe(row),
+                chunks.describe(other),
+            )
+        if rows is self.state.partials:
+            assert older == NONE or chunks.used_at[older] <= chunks.used_at[row], chunks.describe(row)
+            assert newer == NONE or chunks.used_at[row] <= chunks.used_at[newer], chunks.describe(row)
 
+    def _check_tree(self, row: int) -> None:
+        """Its parent, first child and siblings."""
+        chunks = self.state.chunks
+        parent, before, after = chunks.parent[row], chunks.prev_sibling[row], chunks.next_sibling[row]
+        if parent != NONE:
+            assert chunks.namespace[parent] == chunks.namespace[row], chunks.describe(row)
+            first = chunks.first_child[parent] == row
+            assert first if before == NONE else chunks.next_sibling[before] == row, chunks.describe(row)
+            for other in (before, after):
+                assert other == NONE or chunks.parent[other] == parent, chunks.describe(row)
+            assert after == NONE or chunks.prev_sibling[after] == row, chunks.describe(row)
+        else:
+            assert before == after == NONE, chunks.describe(row)
+        child = chunks.first_child[row]
+        if child != NONE:
+            assert chunks.parent[child] == row and chunks.prev_sibling[child] == NONE, chunks.describe(row)
 
-def _check_disk(state: State, disk: Disk) -> None:
-    """Every slot in use of every slab belongs to one shard; STORED means all shards are there."""
-    chunks = state.chunks
-    owners: Counter[tuple[int, int]] = Counter()
-    for namespace in state.namespaces.values():
-        for row in namespace.index.values():
-            if chunks.shard0[row] == NONE:
+    # -------------------------------------------------------------------------------------------------------- sums
+
+    def _check_sums(self) -> None:
+        count = self._sums.namespaces
+        for number, namespace in self.state.namespaces.items():
+            assert count["rows", number] == len(namespace.index), namespace
+            counted = (count["visible", number], count["cold", number], count["partial", number])
+            assert counted == (namespace.visible, namespace.cold, namespace.partial), (namespace, counted)
+
+    def _lists(self) -> Iterable[LinkedRows]:
+        state = self.state
+        yield from (state.ghosts, state.cold, state.partials)
+        for namespace in state.namespaces.values():
+            yield namespace.recency
+            yield namespace.wanted
+
+    def _check_lists(self) -> None:
+        """Their ends, and that as many rows say that they are in it as it counts."""
+        chunks = self.state.chunks
+        for rows in self._lists():
+            assert rows.count == self._sums.lists[id(rows)], (rows, self._sums.lists[id(rows)])
+            if not rows.count:
+                assert rows.oldest == rows.newest == NONE, rows
                 continue
-            where = chunks.describe(row)
-            flags = chunks.flags[row]
-            assert not (flags & DURABLE and not flags & STORED), where
-            on_disk = bool(flags & (STORED | STORING))
-            for shard in range(namespace.shards):
-                place = chunks.shard0[row] + shard
-                assert (chunks.disk_slab[place] != NONE) == on_disk, where
-                if on_disk:
-                    slab, slot = state.disk.segments[chunks.disk_slab[place]], chunks.disk_slot[place]
-                    owners[slab.index, slot] += 1
-                    assert slab.owner[slot] == row and slab.slot_bytes == disk.slabs.slot_bytes(
-                        namespace, shard
-                    ), where
-                    wanted = SlotState.READY if flags & STORED else SlotState.RESERVED
-                    assert slab.state[slot] == wanted, (where, slab)
-    assert all(count == 1 for count in owners.values()), owners
-    used = sum(slab.counts[SlotState.RESERVED] + slab.counts[SlotState.READY] for slab in state.disk.segments)
-    assert used == len(owners), (used, len(owners))
-    for read in disk.reads.values():
-        for row in read.rows if read.quarantined is None else ():
-            assert chunks.flags[row] & RISING, chunks.describe(row)
-    queued = {row for row, key in state.to_store if state.is_queued(row, key)}
-    assert queued == {row for row, flags in enumerate(chunks.flags) if flags & QUEUED}, queued
-    assert not state.demanded & state.prefetched, state.demanded & state.prefetched
-    for row in state.demanded:
-        assert state.is_resident(row), chunks.describe(row)
-    for row in state.prefetched:
-        assert chunks.flags[row] & (RISING | LISTED) or chunks.pins[row], chunks.describe(row)
+            assert chunks.older[rows.oldest] == NONE == chunks.newer[rows.newest], rows
+            assert self.facts[rows.oldest].rows is rows is self.facts[rows.newest].rows, rows
+        assert self.state.ghosts.count <= self.state.limits.ghosts_max, self.state.ghosts
+
+    def _check_all(self) -> None:
+        """What only a walk through everything finds: rings apart from their list or parent, strange entries."""
+        state, chunks = self.state, self.state.chunks
+        for rows in self._lists():
+            walked = list(islice(chunks.walk(rows), rows.count + 1))
+            assert len(walked) == rows.count, (rows, len(walked))
+        rows_used = len(self.facts)
+        children = sum(1 for row in self.facts for _ in islice(chunks.children(row), rows_used))
+        assert children == sum(parent != NONE for parent in chunks.parent), children
+        for namespace in state.namespaces.values():
+            for key, row in namespace.index.items():
+                assert row in self.facts and chunks.key[row] == key, chunks.describe(row)
+        for pool in (state.pool, state.disk):
+            pool.check_integrity()
+
+    # ------------------------------------------------------------------------------------------------------- slots
+
+    def _move_targets(self) -> dict[Slot, Owner]:
+        targets: dict[Slot, Owner] = {}
+        for move in self._segments.moves.values():
+            for (target, slot), row in zip(move.targets, move.rows, strict=True):
+                assert (target.index, slot) not in targets, (target, slot)
+                assert target.state[slot] == SlotState.RESERVED, (target, slot)
+                targets[target.index, slot] = (row, SlotState.RESERVED)
+        return targets
+
+    def _check_used(self) -> None:
+        """Invariant 10: each slot that is in use is used by exactly one shard, move or copy."""
+        moving = sum(len(move.targets) for move in self._segments.moves.values())
+        for pool, owners, more in (
+            (self.state.pool, self._sums.arena, moving),
+            (self.state.disk, self._sums.disk, 0),
+        ):
+            used = sum(
+                segment.counts[SlotState.RESERVED] + segment.counts[SlotState.READY]
+                for segment in pool.segments
+                if segment.phase is Phase.ASSIGNED
+            )
+            assert used == len(owners) + more, (used, len(owners), more)
+
+    def _check_ops(self) -> None:
+        chunks = self.state.chunks
+        for read in self._disk.reads.values():
+            for row in read.rows if read.quarantined is None else ():
+                assert chunks.flags[row] & RISING, chunks.describe(row)
+            for segment, slot in read.quarantined or ():
+                assert segment.state[slot] == SlotState.QUARANTINED, (segment, slot)
+        for late in self._saves.late.values():
+            for segment, slot in late.slots:
+                assert segment.state[slot] == SlotState.QUARANTINED, (segment, slot)
+
+    def _check_queues(self) -> None:
+        state, chunks = self.state, self.state.chunks
+        to_store = list(state.to_store)
+        if self.changed or to_store != self._to_store:
+            self._to_store = to_store
+            queued = {row for row, key in to_store if state.is_queued(row, key)}
+            assert queued == self._sums.queued, (queued, self._sums.queued)
+        assert not state.demanded & state.prefetched, state.demanded & state.prefetched
+        for row in state.demanded:
+            assert state.is_resident(row), chunks.describe(row)
+        for row in state.prefetched:
+            assert chunks.flags[row] & (RISING | LISTED) or chunks.pins[row], chunks.describe(row)
+        for row, waits in state.waits.items():
+            assert waits and chunks.shard0[row] != NONE and not state.is_resident(row), chunks.describe(row)
+
+    # -------------------------------------------------------------------------------------------------------- pins
+
+    def _check_pins(self) -> None:
+        """Each pin is that of a lease, a move, a write to SSD or an audit; a group's are its leases'."""
+        state = self.state
+        leases = state.leases.leases
+        for lease in leases.values():
+            assert lease.id in lease.group.leases and lease.group.members, lease
+        pinning: list[Any] = [
+            *leases.values(),
+            *self._segments.moves.values(),
+            *self._disk.writes.values(),
+            *(rows for rows, _ in self._reads.audits.values()),
+        ]
+        if self.changed or pinning != self._pinning:
+            self._pinning = pinning
+            self._count_pins()
+        for segment in state.pool.segments:
+            assert segment.pinned == self._pins["segment", segment.index], segment
+        for namespace in state.namespaces.values():
+            assert namespace.pinned == self._pins["namespace", namespace.id], namespace
+        for group in {worker.group for worker in state.workers.values()}:
+            pins, charged = self._group_pins.get(id(group), ({}, 0))
+            assert group.pins == pins, group
+            assert group.pinned_bytes == charged <= state.limits.pin_bytes_max, (group, charged)
+
+    def _count_pins(self) -> None:
+        pins: Counter[int] = Counter()
+        for holder in self._pinning:
+            pins.update(holder if isinstance(holder, list) else holder.rows)
+        self._compare(self.state.chunks.pins, pins)
+        self._pins = Counter()
+        for row in pins:
+            facts = self.facts[row]
+            self._pins["namespace", facts.namespace.id] += 1
+            for index, _ in facts.arena:
+                self._pins["segment", index] += 1
+        of_group: dict[int, Counter[int]] = {}
+        for lease in self.state.leases.leases.values():
+            of_group.setdefault(id(lease.group), Counter()).update(lease.rows)
+        self._group_pins = {
+            group: (dict(rows), sum(self.facts[row].namespace.chunk_bytes for row in rows))
+            for group, rows in of_group.items()
+        }
+
+    def _check_references(self) -> None:
+        state = self.state
+        sessions = state.sessions.by_name
+        manifests = [session.manifest for session in sessions.values()]
+        if manifests != self._manifests:
+            self._manifests = manifests
+            self._refs, self._sessions = Counter(), Counter()
+            for session in sessions.values():
+                self._refs.update(session.manifest.rows)
+                self._sessions[session.namespace] += 1
+                assert session.version > 0, session
+                for row in session.manifest.rows:
+                    assert self.facts[row].namespace.id == session.namespace, session
+        self._compare(state.chunks.refs, self._refs)
+        for namespace in state.namespaces.values():
+            assert namespace.sessions == self._sessions[namespace.id], namespace
+        assert state.sessions.entries == self._refs.total() <= state.limits.manifest_entries_max, (
+            state.sessions
+        )
+
+    def _compare(self, column: array[int], wanted: Mapping[int, int]) -> None:
+        """What the rows count, with what there is to be counted."""
+        counts = np.frombuffer(column, np.int32)
+        rows = np.flatnonzero(counts)
+        found = dict(zip(rows.tolist(), counts[rows].tolist(), strict=True))
+        if found != wanted:
+            wrong = [row for row in found.keys() | wanted if found.get(row) != wanted.get(row)]
+            raise AssertionError([(self.state.chunks.describe(row), wanted.get(row, 0)) for row in wrong])
+
+    # ----------------------------------------------------------------------------------------------------- workers
+
+    def _check_workers(self) -> None:
+        state = self.state
+        waiting = Counter(wait.worker for waits in state.waits.values() for wait in waits)
+        reserved: Counter[int] = Counter()
+        owned: dict[int, set[int]] = {}
+        for reservation in state.reservations.values():
+            reserved[reservation.worker] += reservation.reserved_bytes
+            owned.setdefault(reservation.worker, set()).add(reservation.id)
+        for worker in state.workers.values():
+            assert worker.id in worker.group.members, worker
+            assert worker.waits == waiting[worker.id], (worker, worker.waits, waiting[worker.id])
+            assert worker.reservations == owned.get(worker.id, set()), worker
+            assert worker.reserved_bytes == reserved[worker.id], worker
+            for segment_id in worker.holds:
+                segment = state.pool.by_id[segment_id]
+                assert worker.id in segment.holders, (worker, segment)
+                # Invariant 9: nobody holds a segment of a namespace that it did not open.
+                assert segment.namespace in worker.opened, (worker, segment)
+        if not self.changed:
+            return
+        writing: Counter[int] = Counter()
+        for reservation in state.reservations.values():
+            for row in reservation.rows:
+                writing[row] += len(reservation.shards)
+                if row in self.changed:
+                    for shard in reservation.shards:
+                        place = state.chunks.shard0[row] + shard
+                        segment = state.pool.segments[state.chunks.shard_segment[place]]
+                        assert segment.state[state.chunks.shard_slot[place]] == SlotState.RESERVED, (
+                            reservation
+                        )
+        for row in writing.keys() & self.changed.keys():
+            assert state.chunks.reserved[row] == writing[row], (state.chunks.describe(row), writing[row])
 
 
-def _check_slots(state: State, saves: Saves, segments: Segments, disk: Disk) -> None:
-    """Invariant 10: each slot that is in use is used by exactly one shard, move or copy."""
-    chunks = state.chunks
-    owners: Counter[tuple[int, int]] = Counter()
-    for namespace in state.namespaces.values():
-        for row in namespace.index.values():
-            if chunks.shard0[row] == NONE:
-                continue
-            for shard in range(namespace.shards):
-                place = chunks.shard0[row] + shard
-                if chunks.shard_segment[place] == NONE:
-                    continue
-                segment, slot = state.pool.segments[chunks.shard_segment[place]], chunks.shard_slot[place]
-                owners[segment.index, slot] += 1
-                where = f"{chunks.describe(row)} in {segment} slot {slot}"
-                # Invariant 9: a chunk lies in segments of its own namespace only.
-                assert segment.phase is Phase.ASSIGNED and segment.namespace == namespace.id, where
-                assert segment.slot_bytes == namespace.slot_bytes[shard], where
-                assert segment.owner[slot] == row, where
-                wanted = SlotState.READY if chunks.shard_ready[place] else SlotState.RESERVED
-                assert segment.state[slot] == wanted, where
-    for move in segments.moves.values():
-        for target, slot in move.targets:
-            owners[target.index, slot] += 1
-            assert target.state[slot] == SlotState.RESERVED, (target, slot)
-    assert all(count == 1 for count in owners.values()), owners
-    used = sum(
-        segment.counts[SlotState.RESERVED] + segment.counts[SlotState.READY]
-        for segment in state.pool.segments
-        if segment.phase is Phase.ASSIGNED
-    )
-    assert used == len(owners), (used, len(owners))
-    for read in disk.reads.values():
-        for segment, slot in read.quarantined or ():
-            assert segment.state[slot] == SlotState.QUARANTINED, (segment, slot)
-    for late in saves.late.values():
-        for segment, slot in late.slots:
-            assert segment.state[slot] == SlotState.QUARANTINED, (segment, slot)
-
-
-def _check_pins(state: State, segments: Segments, disk: Disk, audit_rows: list[int]) -> None:
-    chunks = state.chunks
-    pins: Counter[int] = Counter(audit_rows)
-    for lease in state.leases.leases.values():
-        pins.update(lease.rows)
-        assert lease.id in lease.group.leases and lease.group.members, lease
-    for move in segments.moves.values():
-        pins.update(move.rows)
-    for write in disk.writes.values():
-        pins.update(write.rows)
-    for row in range(len(chunks.key)):
-        assert chunks.pins[row] == pins[row], (chunks.describe(row), pins[row])
-    per_segment: Counter[int] = Counter()
-    for row in pins:
-        start = chunks.shard0[row]
-        for place in range(start, start + state.namespace_of(row).shards):
-            per_segment[chunks.shard_segment[place]] += 1
-    for segment in state.pool.segments:
-        assert segment.pinned == per_segment[segment.index], (segment, per_segment[segment.index])
-    for group in {worker.group for worker in state.workers.values()}:
-        assert set(group.pins) == {
-            row for lease_id in group.leases for row in state.leases.leases[lease_id].rows
-        }, group
-        charged = sum(state.namespace_of(row).chunk_bytes for row in group.pins)
-        assert group.pinned_bytes == charged <= state.limits.pin_bytes_max, (group, charged)
-
-
-def _check_references(state: State) -> None:
-    chunks = state.chunks
-    refs: Counter[int] = Counter()
-    sessions: Counter[int] = Counter()
-    for session in state.sessions.by_name.values():
-        refs.update(session.manifest.rows)
-        sessions[session.namespace] += 1
-        assert session.version > 0, session
-        for row in session.manifest.rows:
-            assert chunks.namespace[row] == session.namespace, (session.name, chunks.describe(row))
-    for row in range(len(chunks.key)):
-        assert chunks.refs[row] == refs[row], (chunks.describe(row), refs[row])
-    for namespace in state.namespaces.values():
-        assert namespace.sessions == sessions[namespace.id], namespace
-    assert state.sessions.entries == sum(refs.values()) <= state.limits.manifest_entries_max, state.sessions
-    for row, waits in state.waits.items():
-        assert waits and chunks.shard0[row] != NONE and not state.is_resident(row), chunks.describe(row)
-
-
-def _check_workers(state: State) -> None:
-    waiting = Counter(wait.worker for waits in state.waits.values() for wait in waits)
-    for worker in state.workers.values():
-        assert worker.id in worker.group.members, worker
-        assert worker.waits == waiting[worker.id], (worker, worker.waits, waiting[worker.id])
-        mine = [r for r in state.reservations.values() if r.worker == worker.id]
-        assert {r.id for r in mine} == worker.reservations, worker
-        assert worker.reserved_bytes == sum(r.reserved_bytes for r in mine), worker
-        for segment_id in worker.holds:
-            segment = state.pool.by_id[segment_id]
-            assert worker.id in segment.holders, (worker, segment)
-            # Invariant 9: nobody holds a segment of a namespace that it did not open.
-            assert segment.namespace in worker.opened, (worker, segment)
-    for reservation in state.reservations.values():
-        for row in reservation.rows:
-            for shard in reservation.shards:
-                place = state.chunks.shard0[row] + shard
-                segment = state.pool.segments[state.chunks.shard_segment[place]]
-                assert segment.state[state.chunks.shard_slot[place]] == SlotState.RESERVED, reservation
+def _check_owners(owners: dict[Slot, Owner], segments: Iterable[Segment], moving: dict[Slot, Owner]) -> None:
+    """Each slot in use belongs to the row that says so, or to a move of it."""
+    for segment in segments:
+        for slot, state in enumerate(segment.state):
+            if state in USED:
+                owner = owners.get((segment.index, slot)) or moving.get((segment.index, slot))
+                assert owner == (segment.owner[slot], state), (
+                    segment,
+                    slot,
+                    segment.owner[slot],
+                    state,
+                    owner,
+                )

@@ -276,27 +276,28 @@ class Pool:
     def check_integrity(self) -> None:
         """Invariant 10: slots are conserved in every pool, and no slot has two owners (owners are checked above us)."""
         for segment in self.segments:
-            assert self.by_id[segment.id] is segment, segment
-            assert (segment.index in self.idle) == (segment.phase is Phase.IDLE), segment
-            if segment.phase is Phase.ASSIGNED:
-                slab = self.classes[segment.namespace, segment.slot_bytes]
-                assert slab.segments[segment.index] is segment, segment
-                counted = [segment.state.count(state) for state in range(4)]
-                assert counted == segment.counts, (segment, counted)
-                assert sum(segment.counts) == segment.capacity == self.slots_of(segment.slot_bytes), segment
-                assert sorted(segment.free) == [
-                    s for s, state in enumerate(segment.state) if state == SlotState.FREE
-                ], segment
-                assert (segment.index in slab.with_free) == bool(segment.free), segment
-                for slot, state in enumerate(segment.state):
-                    owned = state in (SlotState.RESERVED, SlotState.READY)
-                    assert (segment.owner[slot] != NO_OWNER) == owned, (
-                        segment,
-                        slot,
-                        state,
-                        segment.owner[slot],
-                    )
-                    assert segment.generation[slot] <= segment.generation_floor, (segment, slot)
+            self.check_segment(segment)
+        self.check_classes()
+
+    def check_segment(self, segment: Segment) -> None:
+        assert self.by_id[segment.id] is segment, segment
+        assert (segment.index in self.idle) == (segment.phase is Phase.IDLE), segment
+        if segment.phase is not Phase.ASSIGNED:
+            return
+        slab = self.classes[segment.namespace, segment.slot_bytes]
+        assert slab.segments[segment.index] is segment, segment
+        counted = [segment.state.count(state) for state in range(4)]
+        assert counted == segment.counts, (segment, counted)
+        assert sum(segment.counts) == segment.capacity == self.slots_of(segment.slot_bytes), segment
+        free = [slot for slot, state in enumerate(segment.state) if state == SlotState.FREE]
+        assert sorted(segment.free) == free, segment
+        assert (segment.index in slab.with_free) == bool(segment.free), segment
+        for slot, state in enumerate(segment.state):
+            owned = state in (SlotState.RESERVED, SlotState.READY)
+            assert (segment.owner[slot] != NO_OWNER) == owned, (segment, slot, state, segment.owner[slot])
+        assert max(segment.generation) <= segment.generation_floor, segment
+
+    def check_classes(self) -> None:
         for slab in self.classes.values():
             assert slab.segments, slab
             assert slab.free == sum(segment.counts[SlotState.FREE] for segment in slab.segments.values()), (

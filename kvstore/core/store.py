@@ -15,7 +15,7 @@ from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE
 from kvstore.core.dialogues import Dialogues
 from kvstore.core.disk import Disk
-from kvstore.core.integrity import check_integrity
+from kvstore.core.integrity import FULL_EVERY, Watch
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
@@ -120,8 +120,11 @@ class Store:
 
     def check_integrity(self) -> None:
         """The ten invariants; raises AssertionError. A pass over everything."""
-        audited = [row for rows, _ in self.reads.audits.values() for row in rows]
-        check_integrity(self.state, self.saves, self.segments, self.disk, audited)
+        self.watch().check()
+
+    def watch(self, full_every: int = FULL_EVERY) -> Watch:
+        """The same for every step of a simulation: what did not change since the last look is not looked at again."""
+        return Watch(self.state, self.saves, self.segments, self.disk, self.reads, full_every)
 
     # ---------------------------------------------------------------------------------------------------- requests
 

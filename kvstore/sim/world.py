@@ -82,6 +82,8 @@ class World:
         limits.setdefault("slot_alignment", PAGE)
         self.limits = Limits(segments * segment_bytes, segment_bytes, protection, **limits)
         self.store = Store(self.limits)
+        self.watch = self.store.watch()
+        """Looks at the whole state after every event."""
         self.now = 0
         self.hold: set[type] = set()
         """Kinds of effects (CopyIn, Checksum, MoveSlots, CreateSegment) that wait in `held` until `finish`."""
@@ -132,7 +134,7 @@ class World:
                     if isinstance(effect, (ev.CopyIn, ev.Checksum)):
                         self._committing[effect.op] = event.reservation
             self._perform_all(effects)
-            self.store.check_integrity()
+            self.watch.check()
 
     def tick(self, ms: int = 0) -> None:
         self.now += ms
