@@ -57,6 +57,9 @@ HEARTBEAT_S = 1.0
 """A daemon that said nothing for so long is asked whether it is there."""
 SILENCE_S = 2.0
 """A daemon that says nothing for so long though something is asked is not waited for again until it speaks."""
+ATTACH_ANEW_S = 10.0
+"""A stream that is silent for so long is attached anew: the daemon may have ended it while this process stood still,
+and the word of that may have been lost."""
 
 _EXPECTS = {
     "open": "open",
@@ -681,6 +684,9 @@ class Attachment:
             self.silent = True
             self.count("silences", 1)
             log.warning("the daemon has not answered for %.1f s", now - max(oldest, self._heard_at))
+        if self.silent and now - max(oldest, self._heard_at, self._stream_opened_at) > ATTACH_ANEW_S:
+            self.cancel_stream()
+            return
         if now - self._heard_at > HEARTBEAT_S and not self._beating:
             self._beating = True
             beat = self.call(

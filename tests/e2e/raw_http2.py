@@ -6,6 +6,7 @@ without indexing (RFC 7541, 6.2.2), so no table is needed.
 
 from __future__ import annotations
 
+import base64
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,11 @@ def _text(value: bytes) -> bytes:
 
 def header_block(fields: Sequence[tuple[bytes, bytes]]) -> bytes:
     return b"".join(b"\0" + _text(name) + _text(value) for name, value in fields)
+
+
+def in_header(value: bytes) -> bytes:
+    """A value of metadata whose name ends in -bin."""
+    return base64.b64encode(value).rstrip(b"=")
 
 
 def call_headers(method: str, metadata: Mapping[str, bytes] | None = None) -> bytes:

@@ -1014,6 +1014,22 @@ def test_a_silent_daemon_is_not_waited_for_again_until_it_speaks(
     assert client.counters["silences"] == 1
 
 
+def test_a_stream_that_ended_without_a_word_is_attached_anew(
+    daemon: FakeDaemon, client: Client, space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon lives, but of this stream it knows nothing any more."""
+    monkeypatch.setattr(attachment, "SILENCE_S", 0.1)
+    monkeypatch.setattr(attachment, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(attachment, "ATTACH_ANEW_S", 0.2)
+    daemon.script["heartbeat"] = lambda _: None
+    daemon.wait_for("heartbeat")
+    eventually(lambda: daemon.streams >= 2)
+    del daemon.script["heartbeat"]
+    eventually(lambda: client.connected and not attached(client).silent)
+    assert space.match(KEYS).usable == 4
+    assert daemon.hellos == 1, "it is the same daemon: nothing of it is void"
+
+
 @pytest.mark.parametrize(("granted_bytes", "fit"), [(0, 0), (2 * SHARD, 2)])
 def test_less_staging_memory_than_asked_for(
     daemon: FakeDaemon, client: Client, space: Namespace, granted_bytes: int, fit: int
