@@ -1,7 +1,7 @@
 """`kvctl`: what an operator asks of a running daemon.
 
-Exit status: 0, 1 when the daemon refused or the doctor found something (one line on stderr says why), 2 for a wrong
-command line.
+Exit status: 0, 1 when the daemon refused or doctor or check found something (one line on stderr says why), 2 for a
+wrong command line, or when check cannot tell.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from kvstore import __version__
-from kvstore.cli import doctor, objects
+from kvstore.cli import check, doctor, objects
 from kvstore.cli.tables import age, name, peer_text, plain, size, table
 from kvstore.client import Client, connect
 from kvstore.config import ENVIRONMENT_PREFIX, StoreConfig
@@ -84,6 +84,15 @@ def parser() -> argparse.ArgumentParser:
     forget_.add_argument("--key", action="append", type=key, default=[], metavar="HEX")
     forget_.add_argument("--file", type=key, metavar="KEY", help="as put printed it")
     forget_.add_argument("--namespace", type=int, default=0, metavar="ID")
+    check_ = commands.add_parser(
+        "check",
+        help="verify all that is stored: by the running daemon, or a directory without one; perhaps --fix",
+        description=check.__doc__,
+        parents=[common],
+        allow_abbrev=False,
+    )
+    check.add_arguments(check_)
+    check_.set_defaults(run=None)
     examine = commands.add_parser(
         "doctor", help="a round trip through everything, with findings", parents=[common], allow_abbrev=False
     )
@@ -127,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if options.command == "doctor":
             sys.exit(run_doctor(run_dir, options))
+        if options.command == "check":
+            sys.exit(check.run(run_dir, options))
         with connect(run_dir, timeout_s=options.timeout) as client:
             sys.exit(options.run(client, options))
     except StoreError as error:
