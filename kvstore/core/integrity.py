@@ -514,6 +514,8 @@ class Watch:
                 assert chunks.flags[row] & RISING, chunks.describe(row)
             for segment, slot in read.quarantined or ():
                 assert segment.state[slot] == SlotState.QUARANTINED, (segment, slot)
+        copies = {op: reservation for op, (reservation, _) in self._saves.copies.items()}
+        assert copies == {r.op: r for r in self.state.reservations.values() if r.busy}, copies
         for late in self._saves.late.values():
             for segment, slot in late.slots:
                 assert segment.state[slot] == SlotState.QUARANTINED, (segment, slot)
@@ -615,6 +617,8 @@ class Watch:
         reserved: Counter[int] = Counter()
         owned: dict[int, set[int]] = {}
         for reservation in state.reservations.values():
+            shards = len(reservation.rows) * len(reservation.shards)
+            assert reservation.filled is None or len(reservation.filled) == shards, reservation
             reserved[reservation.worker] += reservation.reserved_bytes
             owned.setdefault(reservation.worker, set()).add(reservation.id)
         for worker in state.workers.values():

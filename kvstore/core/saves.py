@@ -337,7 +337,6 @@ class Saves:
                     value=len(event.staged),
                 )
             state.effects.append(ev.Checksum(op, targets))
-        reservation.filled = None
         reservation.wait = event.wait
         self._copy(reservation, event.ticket, op)
         return None

@@ -304,6 +304,10 @@ class DiskWorld(World):
                     if not self.platter.is_rotten(self.platter.chunks[namespace, key]):
                         self.promised.add((namespace, key))
 
+    def _note_committed(self, shard: Shard, what: int) -> None:
+        super()._note_committed(shard, what)
+        self.ever.add((shard, what))
+
     def _check_bounded(self, effect: ev.WriteRecords | ev.ReadRecords) -> None:
         last = effect.records[-1].length
         assert len({(r.namespace, r.key) for r in effect.records}) <= CHUNKS_PER_OP_MAX
@@ -312,7 +316,6 @@ class DiskWorld(World):
 
     def _perform_op(self, effect: Any, *, fails: str = "", spoil: int = 0) -> None:
         if not isinstance(effect, DISK_OPS):
-            reservation = self._committing.get(effect.op)
             super()._perform_op(effect, fails=fails, spoil=spoil)
             for shard in self.savings[reservation].shards if reservation else ():
                 if shard in self.committed:

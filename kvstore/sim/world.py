@@ -27,6 +27,7 @@ from kvstore.types import (
     OpId,
     Outcome,
     Protection,
+    RegionId,
     ReservationId,
     SegmentId,
     StagedPiece,
@@ -36,9 +37,12 @@ from kvstore.types import (
 PAGE = 4096
 CHUNK_TOKENS = 4
 UNWRITTEN = 0
+WRITTEN_LATER = 0xBAD
 
 Shard = tuple[NamespaceId, ChunkKey, int]
-Op = ev.CopyIn | ev.Checksum | ev.MoveSlots
+Op = ev.CopyIn | ev.FillSlots | ev.Checksum | ev.MoveSlots
+REGION = RegionId(1)
+"""Every worker has lent one."""
 
 
 def spec(
@@ -86,7 +90,8 @@ class World:
         """Looks at the whole state after every event."""
         self.now = 0
         self.hold: set[type] = set()
-        """Kinds of effects (CopyIn, Checksum, MoveSlots, CreateSegment) that wait in `held` until `finish`."""
+        """Kinds of effects (CopyIn, FillSlots, Checksum, MoveSlots, CreateSegment) that wait in `held` until
+        `finish`."""
         self.held: list[Any] = []
         self.unmap_at_once = True
         """Workers unmap what is retired as soon as they are told."""
@@ -104,6 +109,12 @@ class World:
         self.savings: dict[ReservationId, Saving] = {}
         self.may_write: dict[tuple[SegmentId, int], WorkerId] = {}
         """Pages that a worker may be writing in place (protection `group`), by its own understanding."""
+        self.rows: dict[tuple[WorkerId, int], int] = {}
+        """By offset, what each worker's region holds; without a row it ends there."""
+        self.filled_from: dict[ReservationId, tuple[int, ...]] = {}
+        """Rows that the last Fill of a reservation named."""
+        self._meant: dict[ReservationId, tuple[int, ...]] = {}
+        """What they held then."""
         self._staging: dict[tuple[WorkerId, int], int] = {}
         self._committing: dict[OpId, ReservationId] = {}
         self._asked: dict[tuple[WorkerId, int], Any] = {}
@@ -128,8 +139,13 @@ class World:
     def _drain(self) -> None:
         while self._inbox:
             event = self._inbox.popleft()
+            saved = self.store.state.counters["chunks_saved"]
             effects = self.store.apply(event, self.now)
             if isinstance(event, ev.Commit):
+                if self.store.state.counters["chunks_saved"] != saved:  # filled before: nothing is copied
+                    shards = self.savings[event.reservation].shards
+                    for shard, meant in zip(shards, self._meant[event.reservation], strict=True):
+                        self._note_committed(shard, meant)
                 for effect in effects:
                     if isinstance(effect, (ev.CopyIn, ev.Checksum)):
                         self._committing[effect.op] = event.reservation
@@ -223,6 +239,33 @@ class World:
         staged = self.write(reserved, variant)
         self._let_go(reserved.reservation)
         committed: ev.Committed | None = self.ask(ev.Commit, worker, reserved.reservation, staged)
+        return committed
+
+    def fill(self, worker: WorkerId, reserved: ev.Reserved, *, variant: int = 0) -> ev.Filled | None:
+        """The worker writes rows of its region, and has them copied; None while that runs."""
+        offsets, meant = [], []
+        for shard in self.savings[reserved.reservation].shards:
+            self._next_piece += 1
+            offsets.append(self._next_piece)
+            meant.append(tag(shard, variant))
+            self.rows[worker, self._next_piece] = meant[-1]
+        self._let_go(reserved.reservation)
+        filled: ev.Filled | None = self.ask(ev.Fill, worker, reserved.reservation, REGION, tuple(offsets))
+        self.filled_from[reserved.reservation] = tuple(offsets)
+        self._meant[reserved.reservation] = tuple(meant)
+        return filled
+
+    def reuse_rows(self, worker: WorkerId, reserved: ev.Reserved) -> None:
+        """The worker writes something else where the last Fill is to read."""
+        for offset in self.filled_from[reserved.reservation]:
+            self.rows[worker, offset] = WRITTEN_LATER
+
+    def cut_region(self, worker: WorkerId) -> None:
+        """The worker makes its region shorter than any row."""
+        self.rows = {row: held for row, held in self.rows.items() if row[0] != worker}
+
+    def commit_filled(self, worker: WorkerId, reserved: ev.Reserved, **named: Any) -> ev.Committed | None:
+        committed: ev.Committed | None = self.ask(ev.Commit, worker, reserved.reservation, (), **named)
         return committed
 
     def abort(self, worker: WorkerId, reserved: ev.Reserved) -> int:
@@ -395,6 +438,15 @@ class World:
                     assert piece.length == target.length, (piece, target)
                     self._write(target, self._staging[effect.worker, piece.offset], by=None)
                     checksums.append(self._read(target) ^ spoil)
+            case ev.FillSlots():
+                assert effect.region == REGION, effect
+                for piece, target in zip(effect.pieces, effect.targets, strict=True):
+                    assert piece.length == target.length, (piece, target)
+                    row = self.rows.get((effect.worker, piece.offset))
+                    self._write(target, UNWRITTEN if row is None else row, by=None)
+                    if row is None:
+                        fails = fails or "the region was cut short"
+                    checksums.append(self._read(target) ^ spoil)
             case ev.Checksum():
                 checksums = [self._read(extent) ^ spoil for extent in effect.extents]
             case ev.MoveSlots():
@@ -409,8 +461,11 @@ class World:
             reservation in self.store.state.reservations
         ):  # else the copy came too late, and counts for nothing
             for shard, checksum in zip(self.savings[reservation].shards, checksums, strict=True):
-                self.committed[shard] = checksum
+                self._note_committed(shard, checksum)
         self._inbox.append(ev.OpDone(effect.op, tuple(checksums)))
+
+    def _note_committed(self, shard: Shard, what: int) -> None:
+        self.committed[shard] = what
 
     def _replied(self, effect: ev.Reply) -> None:
         self.replies.append(effect)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,6 +22,17 @@ STEPS = 700
 SPECS = (spec("a"), spec("b", shard_bytes=2 * PAGE), spec("c", shards=2, shard_bytes=PAGE - 96))
 EVERY_SEED = os.environ.get("KVSTORE_FUZZ_SEED")
 SEEDS = [int(EVERY_SEED)] if EVERY_SEED else [random.SystemRandom().randrange(1 << 32) for _ in range(4)]
+
+
+@dataclass(slots=True)
+class Filling:
+    """A Fill as its worker sees it: it commits only if the rows were its own until the answer came."""
+
+    worker: WorkerId
+    reserved: ev.Reserved
+    request: int = 0
+    answer: Any = None
+    reused: bool = False
 
 
 class Fuzz:
@@ -50,6 +62,7 @@ class Fuzz:
         self.workers: dict[WorkerId, dict[int, NamespaceId]] = {}
         self.epochs = [0] * len(SPECS)
         self.saves: list[tuple[WorkerId, ev.Reserved]] = []
+        self.fills: list[Filling] = []
         self.variant = 0
         self.answers: Counter[str] = Counter()
 
@@ -154,7 +167,7 @@ class Fuzz:
             keys = (*keys[:-1], ChunkKey(b"tail %d of " % counts[-1] + keys[-1]))
         reserved = self.ask(
             ev.Reserve, worker, namespace, keys, token_counts=counts, shards=self.shards(namespace),
-            maker=b"%d" % self.random.randrange(3),
+            maker=b"%d" % self.random.randrange(3), transient=self.random.random() < 0.3,
         )  # fmt: skip
         if reserved.reservation:
             self.saves.append((worker, reserved))
@@ -178,6 +191,53 @@ class Fuzz:
             worker, reserved = self.random.choice(self.saves)
             if worker in self.workers:
                 self.world.commit(worker, reserved, variant=self.variant)
+
+    def do_fill(self) -> None:
+        self.do_reserve()
+        if self.saves:
+            worker, reserved = self.saves.pop(self.random.randrange(len(self.saves)))
+            if worker in self.workers:
+                self.fill(Filling(worker, reserved))
+
+    def do_fill_again(self) -> None:
+        if self.fills:
+            filling = self.random.choice(self.fills)
+            if filling.worker in self.workers:
+                self.fills.remove(filling)
+                self.fill(Filling(filling.worker, filling.reserved))
+
+    def fill(self, filling: Filling) -> None:
+        self.variant += 1
+        filling.request = self.world._next_request
+        filling.answer = self.world.fill(filling.worker, filling.reserved, variant=self.variant)
+        self.fills.append(filling)
+
+    def answer_to(self, filling: Filling) -> Any:
+        filling.answer = filling.answer or self.world.answers.get((filling.worker, filling.request))
+        return filling.answer
+
+    def do_reuse_rows(self) -> None:
+        if self.fills:
+            filling = self.random.choice(self.fills)
+            filling.reused |= self.answer_to(filling) is None
+            self.world.reuse_rows(filling.worker, filling.reserved)
+
+    def do_cut_region(self) -> None:
+        if self.fills and self.random.random() < 0.3:
+            worker = self.random.choice(self.fills).worker
+            self.world.cut_region(worker)
+
+    def do_commit_filled(self) -> None:
+        """Whatever became of the Fill: what was not answered well, or too late, is given up."""
+        if not self.fills:
+            return
+        filling = self.fills.pop(self.random.randrange(len(self.fills)))
+        if filling.worker not in self.workers:
+            return
+        if isinstance(self.answer_to(filling), ev.Filled) and not filling.reused:
+            self.world.commit_filled(filling.worker, filling.reserved)
+        elif self.random.random() < 0.7:
+            self.world.abort(filling.worker, filling.reserved)
 
     def do_abort(self) -> None:
         if self.saves:
@@ -274,7 +334,7 @@ class Fuzz:
         self.ask(ev.Explain, worker, namespace, b"", self.keys())
 
     def do_hold(self) -> None:
-        kinds = (ev.CopyIn, ev.Checksum, ev.MoveSlots, ev.CreateSegment)
+        kinds = (ev.CopyIn, ev.FillSlots, ev.Checksum, ev.MoveSlots, ev.CreateSegment)
         self.world.hold = {kind for kind in kinds if self.random.random() < 0.4}
 
     def do_finish(self) -> None:
@@ -317,6 +377,7 @@ def test_the_fuzz_reaches_what_it_is_for() -> None:
             "reservations_expired",
             "reservations_aborted",
         ),
+        *("fills", "fills_failed"),
         *("grants_already", "grants_busy", "grants_full", "segments_retired"),
     )
     assert not [name for name in wanted if not counters[name]], counters

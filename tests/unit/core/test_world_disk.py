@@ -31,7 +31,7 @@ from .test_fuzz import Fuzz
 STEPS = 500
 EVERY_SEED = os.environ.get("KVSTORE_DISK_SEED")
 SEEDS = [int(EVERY_SEED)] if EVERY_SEED else [random.SystemRandom().randrange(1 << 32) for _ in range(6)]
-HELD = (ev.CopyIn, ev.Checksum, ev.MoveSlots, ev.CreateSegment, *DISK_OPS)
+HELD = (ev.CopyIn, ev.FillSlots, ev.Checksum, ev.MoveSlots, ev.CreateSegment, *DISK_OPS)
 BAD = (DiskResult.IO_ERROR, DiskResult.NO_SPACE, DiskResult.CORRUPT)
 
 
@@ -139,6 +139,7 @@ class DiskFuzz(Fuzz):
     def crash(self) -> None:
         self.note()
         self.world.crash(self.random, power=self.random.random() < 0.7)
+        self.fills.clear()
         self.totals["crashes"] += 1
         self.totals["chunks_restored"] += self.world.restored.chunks
         self.totals["sessions_restored"] += self.world.restored.sessions
@@ -211,12 +212,12 @@ class DiskFuzz(Fuzz):
         return sum(len(chunk.places) - 1 for chunk in self.world.platter.chunks.values())
 
     def check_answered(self) -> None:
-        """Every commit of a living worker has its answer, however it ended."""
+        """Every fill and commit of a living worker has its answer, however it ended."""
         world = self.world
         for _ in range(20):
             world.tick(1_000)
         for (worker, request), event in world._asked.items():
-            if isinstance(event, ev.Commit) and WorkerId(worker) in self.workers:
+            if isinstance(event, (ev.Fill, ev.Commit)) and WorkerId(worker) in self.workers:
                 assert (worker, request) in world.answers, event
 
 
