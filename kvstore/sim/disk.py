@@ -317,9 +317,6 @@ class DiskWorld(World):
     def _perform_op(self, effect: Any, *, fails: str = "", spoil: int = 0) -> None:
         if not isinstance(effect, DISK_OPS):
             super()._perform_op(effect, fails=fails, spoil=spoil)
-            for shard in self.savings[reservation].shards if reservation else ():
-                if shard in self.committed:
-                    self.ever.add((shard, self.committed[shard]))
             return
         result = DiskResult[fails] if fails else self.faults.get(type(effect), DiskResult.OK)
         results: tuple[DiskResult, ...] = (result,)
