@@ -168,6 +168,9 @@ class DiskWorld(World):
         """Every tag that was ever committed for a shard."""
         self.promised: set[tuple[NamespaceId, ChunkKey]] = set()
         """Chunks of commits that were answered as durable, and that neither anybody nor a full SSD dropped since."""
+        self._promised_rows: dict[int, tuple[NamespaceId, ChunkKey]] = {}
+        self._promised_to: object = None
+        """The watch whose rows these are."""
         self._answered: set[tuple[WorkerId, int]] = set()
         self._lost: dict[Slot, Written] = {}
         self._covered: dict[OpId, dict[Slot, Written]] = {}
@@ -273,20 +276,53 @@ class DiskWorld(World):
                 found = self._read(state.extent(row, shard, length))
                 assert found == self.committed[effect.namespace, key, shard], (key, shard, found)
 
-    def _drain(self) -> None:
-        super()._drain()
+    def _applied(self, event: ev.Event) -> None:
+        super()._applied(event)
         self._check_promises()
+        for row in self.watch.changed:
+            if row in self.watch.facts:
+                self._check_stored(row)
 
     def _check_promises(self) -> None:
         """A durable chunk stays so until it is dropped for a reason."""
         state = self.store.state
-        for namespace_id, key in list(self.promised):
-            namespace = state.namespaces.get(namespace_id)
-            row = NONE if namespace is None else namespace.index.get(key, NONE)
+        if self._promised_to is not self.watch or len(self._promised_rows) != len(self.promised):
+            self._promised_to = self.watch
+            self._promised_rows = {self._row_of(chunk): chunk for chunk in self.promised}
+            suspects = list(self.promised)
+        else:
+            rows = self._promised_rows
+            suspects = [rows[row] for row in self.watch.changed if row in rows]
+        for chunk in suspects:
+            row = self._row_of(chunk)
             if row == NONE or state.chunks.flags[row] & (STORED | DOOMED) != STORED:
-                self.promised.discard((namespace_id, key))
+                self.promised.discard(chunk)
+                self._promised_rows.pop(row, None)
             else:
                 assert state.chunks.flags[row] & DURABLE, state.chunks.describe(row)
+
+    def _row_of(self, chunk: tuple[NamespaceId, ChunkKey]) -> int:
+        namespace = self.store.state.namespaces.get(chunk[0])
+        return NONE if namespace is None else namespace.index.get(chunk[1], NONE)
+
+    def _check_stored(self, row: int) -> None:
+        """What is on SSD lies on the medium as it was committed, and what is durable in the index."""
+        state, chunks = self.store.state, self.store.state.chunks
+        if not chunks.flags[row] & STORED:
+            return
+        places = [state.disk_place(row, shard) for shard in range(state.namespace_of(row).shards)]
+        if not self.platter.rotten.isdisjoint(places):
+            return
+        for place, checksum in zip(places, chunks.shard_checksum[chunks.shard0[row] :], strict=False):
+            found = self.platter.read(place)
+            assert found is not None and (found.generation, found.content) == (place.generation, checksum), (
+                chunks.describe(row),
+                place,
+                found,
+            )
+        if chunks.flags[row] & DURABLE:
+            record = self.platter.chunks[chunks.namespace[row], chunks.key[row]]
+            assert record.places == tuple(places), (chunks.describe(row), record)
 
     def tick(self, ms: int = 0) -> None:
         super().tick(ms)
@@ -375,7 +411,8 @@ class DiskWorld(World):
 
     def _write_record(self, effect: ev.WriteRecords, number: int, result: DiskResult) -> DiskResult:
         source, place = effect.sources[number], effect.targets[number]
-        assert self._read(source) == effect.records[number].checksum, (effect.records[number], source)
+        intact = self._read(source) == effect.records[number].checksum
+        assert intact or self.is_damaged(source), (effect.records[number], source)
         before = self.platter.read(place)
         assert before is None or before.generation < place.generation, (before, place)
         result = self._one_by_one(result)
@@ -388,7 +425,7 @@ class DiskWorld(World):
     def _read_record(self, effect: ev.ReadRecords, number: int, result: DiskResult) -> DiskResult:
         """Verified as the edge does; whatever the result, the target's bytes have changed."""
         record, place, target = effect.records[number], effect.sources[number], effect.targets[number]
-        found = self.platter.read(place) or TORN
+        found = self._found_at(place)
         result = self._one_by_one(result)
         if target.segment in self.memory:
             self._write(target, found.content if result is DiskResult.OK else GARBAGE, by=None)
@@ -400,6 +437,9 @@ class DiskWorld(World):
             record.checksum,
         )
         return DiskResult.OK if intact else DiskResult.CORRUPT
+
+    def _found_at(self, place: DiskPlace) -> Written:
+        return self.platter.read(place) or TORN
 
     def _one_by_one(self, result: DiskResult) -> DiskResult:
         spared = self.chance is not None and self.chance.random() < 0.5
