@@ -4,6 +4,7 @@
         all at once; request number 1 is aborted after 3 steps of the engine
     {"reset": true}     new weights epoch           -> {"reset": true or false}
     {"flush": 5.0}      until all is saved          -> {"flushed": ..., "worker": {...}, "scheduler": {...}}
+    {"forget": true}    what a restart would make it forget
     {"metrics": true}                               -> {"name": value}: vLLM's own counters
 
 The first line it writes is {"ready": true}; it ends with its input.
@@ -12,6 +13,7 @@ The first line it writes is {"ready": true}; it ends with its input.
 import json
 import os
 import sys
+import time
 from typing import Any
 
 
@@ -43,6 +45,8 @@ def main() -> None:
             say({"reset": llm.reset_prefix_cache(reset_connector=True)})
         elif "forget" in request:
             say({"forgotten": llm.reset_prefix_cache()})
+            if (offloading := offloading_of(llm)) is not None:
+                offloading.primary_tier.reset_cache()
         elif "flush" in request:
             say(flush(llm, request["flush"]))
         elif "metrics" in request:
@@ -94,9 +98,28 @@ def generate(llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int]) -> 
     return [outputs.get(number, {"finish": "abort"}) for number in range(len(wanted))]
 
 
+def offloading_of(llm: Any) -> Any:
+    """vLLM's manager of its host memory and the tiers below it, where that is its connector."""
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    return getattr(getattr(connector, "connector_scheduler", None), "manager", None)
+
+
 def flush(llm: Any, timeout_s: float) -> dict[str, Any]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+    offloading = offloading_of(llm)
+    if offloading is not None:
+        scheduler, until = llm.llm_engine.engine_core.engine_core.scheduler, time.monotonic() + timeout_s
+        while scheduler.has_requests() and time.monotonic() < until:
+            llm.llm_engine.step()
+            time.sleep(0.001)
+        tier = offloading.secondary_tiers[0]
+        return {
+            "flushed": not scheduler.has_requests(),
+            "worker": {},
+            "scheduler": dict(tier.tally.total),
+            "tracked": len(tier._requests) + len(tier._waiting) + len(tier._hinted),
+        }
     worker = get_kv_transfer_group().worker_side
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler_side
     return {

@@ -13,7 +13,7 @@ import os
 import platform
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ HEADER_BYTES_MAX = 64 << 20
 
 def check_settings(config: Any) -> None:
     """Raises Unsupported or ConfigError, naming the vLLM setting that stands in the way."""
-    transfer, cache, parallel = config.kv_transfer_config, config.cache_config, config.parallel_config
+    transfer = config.kv_transfer_config
     if transfer.kv_load_failure_policy != "recompute":
         raise ConfigError(
             "a block that is gone when it is to be loaded would fail the request",
@@ -50,6 +50,12 @@ def check_settings(config: Any) -> None:
             value=transfer.kv_load_failure_policy,
             remedy='set it to "recompute"',
         )
+    check_comparable(config)
+
+
+def check_comparable(config: Any) -> None:
+    """Whether block hash and namespace tell all that a block's KV depends on. Raises Unsupported, ConfigError."""
+    cache, parallel = config.cache_config, config.parallel_config
     hash_protocol(cache.prefix_caching_hash_algo, os.environ)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
@@ -196,20 +202,27 @@ def reset_spec(spec: NamespaceSpec, owner: bytes, count: int) -> NamespaceSpec:
 
 def backend_of(config: Any, kv_cache_config: Any) -> str:
     """Attention backends of the layers, and what else decides how they pack a block's elements."""
+    group = group_of(kv_cache_config)
+    return describe_backend(config, group.layer_names, [group.kv_cache_spec])
+
+
+def describe_backend(config: Any, layer_names: Sequence[str], specs: Sequence[Any]) -> str:
+    """The same of any layers, where the model is in this process; `specs` are those of their groups."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    spec = group_of(kv_cache_config).kv_cache_spec
-    layers = get_layers_from_vllm_config(config, AttentionLayerBase, group_of(kv_cache_config).layer_names)
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase, layer_names)
     names = sorted({layer.get_attn_backend().get_name() for layer in layers.values()}) or ["none"]
     machine = f"{platform.machine()}:{torch.backends.cpu.get_cpu_capability()}"
     packing = ""
     if "CPU_ATTN" in names:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        packing = (
-            f":{_get_attn_isa(spec.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype)}"
-        )
+        ways = {
+            _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype)
+            for spec in specs
+        }
+        packing = f":{'+'.join(sorted(ways))}"
     return f"{'+'.join(names)}{packing}/{machine}"
 
 

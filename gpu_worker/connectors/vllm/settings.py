@@ -5,19 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from kvstore.errors import ConfigError
 
 RUN_DIR_VARIABLE = "KVSTORED_RUN_DIR"
+Chosen = TypeVar("Chosen", bound="Daemon")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Times in milliseconds, sizes in bytes."""
+class Daemon:
+    """Where it is."""
 
     run_dir: str = "/run/kvstored"
     """The daemon's directory. Default: $KVSTORED_RUN_DIR, else this."""
+
+
+@dataclass(frozen=True)
+class Settings(Daemon):
+    """The connector's. Times in milliseconds, sizes in bytes."""
+
     layerwise: bool = False
     """Load inside the step, layer by layer ahead of the layer that computes, instead of parking the request until all
     of it is there."""
@@ -47,18 +54,66 @@ class Settings:
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Settings:
         """Raises ConfigError, naming the setting."""
-        known = {field.name: field for field in fields(cls)}
-        values: dict[str, Any] = {"run_dir": os.environ.get(RUN_DIR_VARIABLE, cls.run_dir)}
-        for name, value in extra.items():
-            field = f"kv_connector_extra_config.{name}"
-            if name not in known:
-                raise ConfigError(
-                    "is no setting", field=field, value=value, remedy="there are: " + ", ".join(sorted(known))
-                )
-            wanted = type(getattr(cls, name))
-            if type(value) is not wanted:
-                raise ConfigError(f"must be {wanted.__name__}", field=field, value=value)
-            if wanted is int and not 0 <= value < 1 << 62:
-                raise ConfigError("must not be negative", field=field, value=value)
-            values[name] = value
-        return cls(**values)
+        return read_settings(cls, extra, "kv_connector_extra_config")
+
+
+def read_settings(cls: type[Chosen], given: Mapping[str, Any], where: str) -> Chosen:
+    """An instance of `cls`, a dataclass of plain values with a default each, one of them `run_dir`. Raises ConfigError,
+    naming the setting in `where`."""
+    known = {field.name for field in fields(cls)}
+    values: dict[str, Any] = {"run_dir": os.environ.get(RUN_DIR_VARIABLE, cls.run_dir)}
+    for name, value in given.items():
+        field = f"{where}.{name}"
+        if name not in known:
+            raise ConfigError(
+                "is no setting", field=field, value=value, remedy="there are: " + ", ".join(sorted(known))
+            )
+        wanted = type(getattr(cls, name))
+        if type(value) is not wanted:
+            raise ConfigError(f"must be {wanted.__name__}", field=field, value=value)
+        if wanted is int and not 0 <= value < 1 << 62:
+            raise ConfigError("must not be negative", field=field, value=value)
+        values[name] = value
+    return cls(**values)
+
+
+@dataclass(frozen=True)
+class TierSettings(Daemon):
+    """The tier's, beside those that vLLM reads itself. Times in milliseconds."""
+
+    lookup_ms: int = 1_000
+    """How long a request may wait for the store's answer, including what rises from SSD; then it is computed."""
+    hold_ms: int = 10_000
+    """How long what a waiting request found stays pinned; after that it is looked up again when it is loaded."""
+    load_ms: int = 5_000
+    """After that a load has failed and vLLM computes."""
+    save_ms: int = 5_000
+    """After that a save is dropped: so long a row of vLLM's memory may be kept from it."""
+    save_share_max: float = 0.5
+    """Share of vLLM's rows that waiting saves may keep from it. What does not fit is dropped and counted."""
+    drain_ms: int = 5_000
+    """How long a shutdown, or a reset of the cache, waits for what is under way."""
+    connect_ms: int = 5_000
+    """Bounds one attempt to reach the daemon; the engine never waits for it."""
+    enable_kv_events: bool = False
+    """Publish what was stored, and what was found gone, to vLLM's KV events (where those are enabled)."""
+    locality: str = "LOCAL"
+    """What requests that choose their tiers know this one by."""
+    weights_digest: str = ""
+    """Names the weights, where they cannot be told from files on this machine."""
+    weights_epoch: int = 0
+    """For who updates weights in place and counts the updates himself, on all replicas alike."""
+    salt: str = ""
+    """Engines with different salts share nothing."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> TierSettings:
+        """Raises ConfigError, naming the setting."""
+        settings = read_settings(cls, given, "secondary_tiers")
+        if not 0 < settings.save_share_max <= 1:
+            raise ConfigError(
+                "must be above 0 and at most 1",
+                field="secondary_tiers.save_share_max",
+                value=settings.save_share_max,
+            )
+        return settings

@@ -1,0 +1,256 @@
+"""What is in the store of the keys that a request asks about. The engine's thread only looks at answers.
+
+A lookup is a read without copies: it pins what is there and makes what is on SSD rise. The pins are kept for the load
+that follows, for at most `hold_s`.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.client import ReadLease
+from kvstore.errors import StoreError
+from kvstore.gpu_worker.connectors.offload.crew import Crew
+from kvstore.gpu_worker.connectors.offload.tally import Tally
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome
+
+if TYPE_CHECKING:
+    from kvstore.client import Namespace
+
+Opener = Callable[[float], "Namespace | None"]
+"""Gives the namespace, at the latest after so many seconds; None: there is no store now."""
+log = logging.getLogger(__name__)
+
+
+class Verdict(enum.Enum):
+    HIT = "hit"
+    MISS = "miss"
+    WAIT = "wait"
+    """Ask again; there is a verdict by the request's deadline."""
+
+
+class Place(NamedTuple):
+    """Where a hit is: key number `index` of `lease`."""
+
+    lease: ReadLease
+    index: int
+
+
+class Question:
+    """Keys of one request that the store is asked about once. Its leases live until nobody uses it any more."""
+
+    def __init__(self, keys: Sequence[ChunkKey], *, prefix: bool, deadline: float, held_until: float) -> None:
+        """`prefix`: behind the first key that is missing, the others are of no use."""
+        self.keys = tuple(keys)
+        self.prefix = prefix
+        self.deadline = deadline
+        self.held_until = held_until
+        self.done = False
+        self.found: dict[ChunkKey, Place] = {}
+        self._lock = threading.Lock()
+        self._users = 1
+        self._leases: list[ReadLease] = []
+
+    def settle(self, found: dict[ChunkKey, Place], leases: list[ReadLease]) -> None:
+        """The store's answer; given back at once when nobody waits for it any more."""
+        with self._lock:
+            if self._users:
+                self.found = found
+                self._leases, leases = leases, []
+            self.done = True
+        for lease in leases:
+            lease.release()
+
+    def use(self) -> bool:
+        """Keep the leases until `end` was called once more. False: they have gone."""
+        with self._lock:
+            if self._users:
+                self._users += 1
+            return self._users > 0
+
+    def end(self) -> None:
+        with self._lock:
+            assert self._users > 0
+            self._users -= 1
+            leases: list[ReadLease] = []
+            if not self._users:
+                leases, self._leases = self._leases, []
+        for lease in leases:
+            lease.release()
+
+
+class Lookups:
+    """Asks on the threads of a crew."""
+
+    def __init__(self, crew: Crew, opener: Opener) -> None:
+        self._crew = crew
+        self._opener = opener
+
+    def start(self, question: Question) -> bool:
+        """False: too many wait already; then nothing is found."""
+        if self._crew.offer(lambda: self._answer(question)):
+            return True
+        question.settle({}, [])
+        return False
+
+    def _answer(self, question: Question) -> None:
+        leases: list[ReadLease] = []
+        found: dict[ChunkKey, Place] = {}
+        try:
+            namespace = self._opener(max(0.0, question.deadline - time.monotonic()))
+            if namespace is not None:
+                for start in range(0, len(question.keys), KEYS_PER_REQUEST_MAX):
+                    part = question.keys[start : start + KEYS_PER_REQUEST_MAX]
+                    find(namespace, part, question.deadline, found, leases, prefix=question.prefix)
+                    if question.prefix and part[-1] not in found:
+                        break
+        except StoreError as error:
+            log.warning("asked in vain: %s", error)
+        finally:
+            question.settle(found, leases)
+
+
+def find(
+    namespace: Namespace,
+    keys: Sequence[ChunkKey],
+    deadline: float,
+    found: dict[ChunkKey, Place],
+    leases: list[ReadLease],
+    *,
+    prefix: bool,
+) -> None:
+    """Adds to `found` what is there of `keys`, pinned by `leases`; waits until the deadline for what rises from SSD.
+
+    What was pinned first stays pinned while the rest is waited for: a chunk that was saved as transient would sink
+    again.
+    """
+    wanted = list(keys)
+    while wanted:
+        left_s = max(0.0, deadline - time.monotonic())
+        lease = namespace.read(wanted, any_order=not prefix, wait_ms=int(1000 * left_s), timeout_s=left_s)
+        leases.append(lease)
+        found.update(
+            (wanted[number], Place(lease, number))
+            for number, outcome in enumerate(lease.outcomes)
+            if outcome is Outcome.HIT
+        )
+        if Outcome.PENDING not in lease.outcomes:
+            return
+        ready = lease.settled(max(0.0, deadline - time.monotonic()))
+        wanted = [wanted[number] for number in ready]
+
+
+class Inquiry:
+    """One request, as far as it has asked. For the engine's thread alone; no call waits."""
+
+    def __init__(
+        self, name: str, position: int, lookups: Lookups, tally: Tally, *, lookup_s: float, hold_s: float
+    ) -> None:
+        """`position`: requests came in this order."""
+        self.name = name
+        self.position = position
+        self.begun: float | None = None
+        """When it first asked since it waits; None: it does not wait for us."""
+        self._lookups = lookups
+        self._tally = tally
+        self._lookup_s = lookup_s
+        self._hold_s = hold_s
+        self._new: list[ChunkKey] = []
+        self._asked: dict[ChunkKey, Question | None] = {}
+        """The question that has the key; None until there is one."""
+        self._questions: list[Question] = []
+        self._loaded: set[ChunkKey] = set()
+
+    def __repr__(self) -> str:
+        return f"Inquiry({self.name}, {len(self._asked)} keys asked, {len(self._loaded)} loaded)"
+
+    @property
+    def keys(self) -> tuple[ChunkKey, ...]:
+        """Asked about since it waits."""
+        return tuple(self._asked)
+
+    @property
+    def loads(self) -> bool:
+        """Whether some of what was found was loaded, or is being."""
+        return bool(self._loaded)
+
+    def verdict(self, key: ChunkKey, now: float, *, keys_max: int) -> Verdict:
+        """Of more than `keys_max` keys nothing is asked: no memory could hold what was found."""
+        if key in self._loaded:
+            # Its load failed, or others have taken its row since. Not again and again: the engine computes.
+            return Verdict.MISS
+        if key not in self._asked:
+            if len(self._asked) >= keys_max:
+                return Verdict.MISS
+            if self.begun is None:
+                self.begun = now
+            self._asked[key] = None
+            self._new.append(key)
+        question = self._asked[key]
+        if question is not None and question.done:
+            return Verdict.HIT if key in question.found else Verdict.MISS
+        assert self.begun is not None
+        if now < self.begun + self._lookup_s:
+            return Verdict.WAIT
+        return Verdict.MISS
+
+    def ask(self, now: float, *, prefix: bool) -> None:
+        """Ask about what is new, all at once."""
+        if not self._new or self.begun is None:
+            return
+        keys, self._new = self._new, []
+        deadline = self.begun + self._lookup_s
+        question = Question(keys, prefix=prefix, deadline=deadline, held_until=deadline + self._hold_s)
+        self._asked.update(dict.fromkeys(keys, question))
+        self._tally.add(lookups=len(keys))
+        if now >= deadline:
+            question.settle({}, [])
+        elif not self._lookups.start(question):
+            self._tally.add(lookups_dropped=len(keys))
+        self._questions.append(question)
+
+    def tick(self, now: float) -> None:
+        """Stop waiting for answers that are late, and unpin what was found too long ago."""
+        for question in list(self._questions):
+            if not question.done and now >= question.deadline:
+                self._tally.add(lookups_late=len(question.keys))
+                self._drop(question)
+                question.settle({}, [])
+            elif question.done and now >= question.held_until:
+                self._drop(question)
+
+    def load(self, keys: Sequence[ChunkKey]) -> tuple[list[Place | None], list[Question]]:
+        """Where the keys were found (None: look again), and what is to be ended once they are loaded."""
+        self._loaded.update(keys)
+        places: list[Place | None] = []
+        used: dict[int, Question] = {}
+        for key in keys:
+            question = self._asked.get(key)
+            if question is None or (id(question) not in used and not question.use()):
+                places.append(None)
+                continue
+            used[id(question)] = question
+            places.append(question.found.get(key))
+        return places, list(used.values())
+
+    def scheduled(self) -> None:
+        """It waits no more: the engine has started to compute it."""
+        for question in list(self._questions):
+            self._drop(question)
+        self._asked.clear()
+        self._new.clear()
+        self.begun = None
+
+    def again(self) -> None:
+        """What it had was taken away; it starts from the beginning."""
+        self.scheduled()
+        self._loaded.clear()
+
+    def _drop(self, question: Question) -> None:
+        self._questions.remove(question)
+        question.end()

@@ -1,0 +1,150 @@
+"""Rows into the store: the daemon reads them out of the engine's file itself, and what it read becomes visible only if
+the row was still ours when it had."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import DeadlineExceeded, Precondition, StoreError, Unavailable
+from kvstore.gpu_worker.connectors.offload.crew import Crew
+from kvstore.gpu_worker.connectors.offload.jobs import Job, Jobs
+from kvstore.gpu_worker.connectors.offload.lookups import Opener
+from kvstore.gpu_worker.connectors.offload.rows import Rows
+from kvstore.gpu_worker.connectors.offload.tally import Tally
+from kvstore.types import ChunkKey, GrantResult
+
+if TYPE_CHECKING:
+    from kvstore.client import Client, Namespace, Region, WriteBatch
+
+PART_BYTES_MAX = 32 << 20
+"""Reserved, read and committed at a time."""
+PART_KEYS_MAX = 256
+ALREADY = (GrantResult.ALREADY, GrantResult.BUSY)
+"""BUSY: somebody else is saving the same chunk just now."""
+PASSING = (Unavailable, DeadlineExceeded, Precondition)
+"""Says nothing about the next time."""
+log = logging.getLogger(__name__)
+
+
+class RowSaver:
+    """Saves as transient: the engine has the row itself, so the daemon need not keep it in memory as well."""
+
+    def __init__(
+        self, rows: Rows, crew: Crew, opener: Opener, tally: Tally, *, rows_max: int, maker: bytes
+    ) -> None:
+        """`rows_max`: rows that waiting saves may keep from the engine; `maker`: 16 bytes."""
+        self._rows = rows
+        self._opener = opener
+        self._tally = tally
+        self._maker = maker
+        self._part = max(1, min(PART_KEYS_MAX, PART_BYTES_MAX // rows.row_bytes))
+        self._region: Region | None = None
+        self._adoptable = rows.fd is not None
+        self.jobs = Jobs(crew, rows_max=rows_max)
+
+    def start(self, job: Job, parents: Sequence[ChunkKey]) -> None:
+        """`parents`: of each key, the one before it in its chain, or ROOT."""
+        if not self.jobs.start(job, lambda: self._save(job, parents)):
+            self._tally.add(saves_dropped=1, blocks_dropped=len(job.keys))
+
+    def refuse(self, job: Job) -> None:
+        """It fails without having been tried."""
+        self.jobs.start(job, None)
+        self._tally.add(saves_dropped=1, blocks_dropped=len(job.keys))
+
+    def close(self) -> None:
+        """After its crew has ended."""
+        if self._region is not None:
+            self._region.close()
+
+    def _save(self, job: Job, parents: Sequence[ChunkKey]) -> None:
+        try:
+            namespace = self._opener(job.left_s)
+            if namespace is not None:
+                for start in range(0, len(job.keys), self._part):
+                    numbers = range(start, min(start + self._part, len(job.keys)))
+                    if job.over or not self._save_part(namespace, job, numbers, parents):
+                        break
+        except StoreError as error:
+            log.info("not saved: %s", error)
+        finally:
+            job.ended.set()
+        self._tally.add(blocks_refused=len(job.keys) - sum(job.done))
+
+    def _save_part(
+        self, namespace: Namespace, job: Job, numbers: Sequence[int], parents: Sequence[ChunkKey]
+    ) -> bool:
+        """False: the store cannot be reached, or was too slow; the rest need not be tried."""
+        region = self._adopted(namespace.client) if self._adoptable else None
+        with namespace.write(
+            [job.keys[number] for number in numbers],
+            parents=[parents[number] for number in numbers],
+            maker=self._maker,
+            transient=True,
+            staged=region is None,
+            timeout_s=job.left_s,
+        ) as batch:
+            if batch.error is not None:
+                log.info("not saved: %s", batch.error)
+                return False
+            granted = [numbers[index] for index in batch.granted]
+            if granted:
+                # What was read is good only if the rows were still ours afterwards.
+                if not self._read(batch, job, granted, region) or job.over:
+                    return False
+                outcome = batch.commit(timeout_s=job.left_s)
+                if not outcome.ok:
+                    log.info("not saved: %s", outcome.error)
+                    return False
+        already = [numbers[index] for index, result in enumerate(batch.results) if result in ALREADY]
+        if job.hold():
+            for number in (*granted, *already):
+                job.done[number] = True
+            job.let_go()
+        self._tally.add(
+            blocks_saved=len(granted),
+            bytes_saved=len(granted) * self._rows.row_bytes,
+            blocks_already=len(already),
+        )
+        return True
+
+    def _read(self, batch: WriteBatch, job: Job, granted: Sequence[int], region: Region | None) -> bool:
+        """The granted rows into the batch. False: the job was over before that."""
+        if region is not None:
+            offsets = [job.rows[number] * self._rows.row_bytes for number in granted]
+            try:
+                batch.fill(region, offsets, timeout_s=job.left_s)
+            except PASSING:
+                raise
+            except StoreError:
+                self._adoptable = (
+                    False  # these rows are not for the daemon to read; the next go the other way
+                )
+                raise
+            return True
+        for index, number in zip(batch.granted, granted, strict=True):
+            if not job.hold():
+                return False
+            try:
+                np.copyto(batch.buffer(index), self._rows.row(job.rows[number]))
+            finally:
+                job.let_go()
+        return True
+
+    def _adopted(self, client: Client) -> Region | None:
+        """The rows as the daemon's region; None: they go through staging memory."""
+        if self._region is None:
+            assert self._rows.fd is not None
+            try:
+                self._region = client.adopt(self._rows.fd, self._rows.size_bytes)
+                log.info("the daemon reads rows by itself: %r", self._region)
+            except PASSING:
+                return None
+            except StoreError as error:
+                self._adoptable = False
+                log.warning("rows go through staging memory: %s", error)
+        return self._region

@@ -1,0 +1,513 @@
+"""The store as a secondary tier of vLLM's KV offloading: it saves and restores the rows of vLLM's own host memory.
+
+vLLM calls all of this on its scheduler's thread. Nothing here waits, asks the daemon or raises; threads of
+`connectors.offload` do the work. docs/vllm.md says when to choose the tier and when the connector.
+
+    lookup             from what the request's question found; "ask again" until it is answered or its time is up
+    on_schedule_end    a request's new keys become one question
+    submit_store       the daemon reads the rows; visible only if that ended while they were ours
+    submit_load        leased slots are copied into the rows
+    get_finished_jobs  each job once: done, failed or late; from then on its rows are vLLM's again
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvstore.errors import ConfigError
+from kvstore.gpu_worker.connectors.offload import (
+    Crew,
+    HintBoard,
+    Inquiry,
+    Job,
+    Jobs,
+    Lookups,
+    RowLoader,
+    Rows,
+    RowSaver,
+    Tally,
+    Verdict,
+)
+from kvstore.gpu_worker.connectors.vllm.identity import reset_spec
+from kvstore.gpu_worker.connectors.vllm.kv_hints import Answer, answer_hints
+from kvstore.gpu_worker.connectors.vllm.link import Link
+from kvstore.gpu_worker.connectors.vllm.settings import TierSettings
+from kvstore.gpu_worker.connectors.vllm.tier_identity import (
+    engine_under_construction,
+    is_prefix_only,
+    namespace_of_rows,
+)
+from kvstore.keys import ROOT
+from kvstore.types import KEY_BYTES_MAX, ChunkKey
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+
+    from kvstore.client import Namespace
+
+ASK_THREADS, LOAD_THREADS, SAVE_THREADS = 2, 2, 1
+WAITING_MAX = 1024
+"""Questions, and jobs of each direction, that may wait for a thread."""
+STAGING_BYTES_MIN = 64 << 20
+HINT_AFTER_S = 0.05
+"""A request that waits longer is told to the daemon, and again every HINT_AGAIN_S."""
+HINT_AGAIN_S = 20.0
+REMEMBERED_MAX = 65_536
+"""Keys that were announced as stored, so that their loss can be; events that nobody took yet."""
+VERDICTS = {
+    Verdict.HIT: LookupResult.HIT,
+    Verdict.MISS: LookupResult.MISS,
+    Verdict.WAIT: LookupResult.RETRY,
+}
+COUNTERS = {
+    "lookups": "Chunks that the store was asked about.",
+    "hits": "Chunks that vLLM was told to load.",
+    "lookups_late": "Chunks that were computed because the store's answer did not come in time.",
+    "lookups_dropped": "Chunks that were not asked about: too many questions waited.",
+    "blocks_loaded": "Chunks copied into rows of vLLM's memory.",
+    "bytes_loaded": "Bytes copied into rows of vLLM's memory.",
+    "blocks_failed": "Chunks that were to be loaded and are computed instead.",
+    "loads_late": "Loads whose time was up.",
+    "loads_dropped": "Loads that failed at once: too many waited.",
+    "blocks_saved": "Chunks saved out of rows of vLLM's memory.",
+    "bytes_saved": "Bytes saved out of rows of vLLM's memory.",
+    "blocks_already": "Chunks that the store had already.",
+    "blocks_refused": "Chunks not saved: the store had no room, was away or too slow.",
+    "blocks_dropped": "Chunks not saved: too many rows waited to be, or they are of a time before a reset.",
+    "saves_late": "Saves whose time was up.",
+    "saves_dropped": "Saves that failed at once, with their chunks.",
+    "hints_published": "Waiting requests that the daemon was told of, and keeps chunks for.",
+    "hints_refused": "Waiting requests that the daemon was told of, too far for its memory.",
+    "actions_accepted": "kv_hints actions that the daemon was told of.",
+    "actions_clipped": "kv_hints actions of which the daemon was told a part.",
+    "actions_deferred": "kv_hints actions that are carried out when the request's blocks are known.",
+    "actions_rejected": "kv_hints actions that the store cannot carry out.",
+    "resets": "Resets of the cache: a new weights epoch each.",
+    "bugs": "Errors in the tier itself; the log has one of each kind.",
+}
+PREFIX = "vllm:kvstore_tier_"
+P = ParamSpec("P")
+R = TypeVar("R")
+log = logging.getLogger(__name__)
+
+
+def harmless(default: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Whatever is raised becomes `default()`, counted, and logged once: the engine must not fail because of a cache."""
+
+    def wrap(method: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:
+                _complain(args[0], method.__name__, error)
+                return default()
+
+        return call
+
+    return wrap
+
+
+def _complain(tier: Any, name: str, error: Exception) -> None:
+    tier.tally.add(bugs=1)
+    if (name, type(error)) not in tier.complaints:
+        tier.complaints.add((name, type(error)))
+        log.exception("a bug in the tier's %s: the engine goes on without", name)
+
+
+class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
+    """Made by vLLM, once per engine, from `"secondary_tiers": [{"type": "KVStoreTier", "module_path": ...}]`.
+
+    Construction raises StoreError for an engine whose KV cannot be stored, naming the setting; a daemon that is not
+    there is no error, now or later.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        **given: Any,
+    ) -> None:
+        """`primary_kv_view`: of shape (rows, row bytes); `given`: see TierSettings."""
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        settings = TierSettings.of(given)
+        self.locality = _locality(settings.locality)
+        engine = engine_under_construction()
+        row_bytes = self.block_size_bytes
+        self._base = namespace_of_rows(engine, offloading_spec, settings, row_bytes=row_bytes)
+        self._spec = self._base
+        self._settings = settings
+        self._prefix = is_prefix_only(engine)
+        self._groups = tuple(group.group_id for group in offloading_spec.config.groups)
+        self._chunk_tokens = {
+            group.group_id: group.tokens_per_block * offloading_spec.blocks_per_chunk
+            for group in offloading_spec.config.groups
+        }
+        self._owner = secrets.token_bytes(16)
+        self._resets = 0
+        self.tally = Tally(COUNTERS)
+        self.complaints: set[tuple[str, type[Exception]]] = set()
+        self._events: list[OffloadingEvent] | None = None
+        if settings.enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events:
+            self._events = []
+        self._announced: OrderedDict[OffloadKey, None] = OrderedDict()
+
+        self._requests: dict[str, Inquiry] = {}
+        self._waiting: dict[str, Inquiry] = {}
+        """Those that have asked and are not computed yet."""
+        self._hinted: dict[str, float] = {}
+        """Those of them that the daemon was told of, and when."""
+        self._ordered: dict[str, list[str]] = {}
+        """What the daemon was told because of a request's kv_hints."""
+        self._stale: set[str] = set()
+        """Their KV was computed before a reset."""
+        self._arrivals = 0
+        self._closed = False
+
+        self._link = Link(
+            settings.run_dir,
+            engine_group=f"vllm-{offloading_spec.config.engine_id}",
+            rank=0,
+            timeout_s=settings.connect_ms / 1000,
+            staging_bytes=max(STAGING_BYTES_MIN, 2 * row_bytes),
+        )
+        self._rows = Rows(primary_kv_view, _file_of(offloading_spec, primary_kv_view.nbytes))
+        self._askers = Crew("kv-ask", threads=ASK_THREADS, waiting_max=WAITING_MAX)
+        self._loaders = Crew("kv-load", threads=LOAD_THREADS, waiting_max=WAITING_MAX)
+        self._savers = Crew("kv-save", threads=SAVE_THREADS, waiting_max=WAITING_MAX)
+        self._lookups = Lookups(self._askers, self._namespace)
+        self._board = HintBoard(self._askers, self._namespace, self.tally)
+        self._loader = RowLoader(self._rows, self._loaders, self._namespace, self.tally)
+        self._saver = RowSaver(
+            self._rows,
+            self._savers,
+            self._namespace,
+            self.tally,
+            rows_max=max(1, int(settings.save_share_max * self._rows.count)),
+            maker=self._owner,
+        )
+        self._drained: list[JobResult] = []
+        self._link.open(self._spec)
+
+    def _namespace(self, timeout_s: float) -> Namespace | None:
+        """For threads. Of the engine's present epoch."""
+        return self._link.namespace(self._spec, timeout_s)
+
+    # --------------------------------------------------------------------------------------------------- requests
+
+    @harmless(RequestOffloadingContext)
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._inquiry(req_context.req_id)
+        if req_context.kv_hints is not None:
+            self._obey(req_context.req_id, req_context.kv_hints)
+        return RequestOffloadingContext()
+
+    def _inquiry(self, name: str) -> Inquiry:
+        inquiry = self._requests.get(name)
+        if inquiry is None:
+            inquiry = self._requests[name] = Inquiry(
+                name,
+                self._arrivals,
+                self._lookups,
+                self.tally,
+                lookup_s=self._settings.lookup_ms / 1000,
+                hold_s=self._settings.hold_ms / 1000,
+            )
+            self._arrivals += 1
+        return inquiry
+
+    def _obey(self, name: str, envelope: Any) -> None:
+        for answered in answer_hints(envelope, self._groups):
+            answer = answered.answer
+            if answered.keys:
+                told = f"kv_hints {secrets.token_hex(8)}"
+                if self._board.add(told, self._arrivals, answered.keys):
+                    self._ordered.setdefault(name, []).append(told)
+                else:
+                    answer = Answer.REJECTED
+            self.tally.add(**{f"actions_{answer.value}": 1})
+            log.info("kv_hints: %s %s: %s", answered.action, answer.value, answered.why)
+
+    @harmless(lambda: LookupResult.MISS)
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._closed or not 0 < len(key) <= KEY_BYTES_MAX:
+            return LookupResult.MISS
+        inquiry = self._inquiry(req_context.req_id)
+        verdict = inquiry.verdict(ChunkKey(key), time.monotonic(), keys_max=self._rows.count)
+        if inquiry.begun is not None:
+            self._waiting[inquiry.name] = inquiry
+        if verdict is Verdict.MISS:
+            self._lost([key])
+        return VERDICTS[verdict]
+
+    @harmless(lambda: None)
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        for name in context.new_req_ids:
+            if name in self._waiting:
+                self._waits_no_more(name)
+        for name in context.preempted_req_ids:
+            if (inquiry := self._requests.get(name)) is not None:
+                self._waits_no_more(name)
+                inquiry.again()
+        now = time.monotonic()
+        for name, inquiry in self._waiting.items():
+            inquiry.ask(now, prefix=self._prefix)
+            inquiry.tick(now)
+            assert inquiry.begun is not None, inquiry
+            due = self._hinted.get(name, inquiry.begun + HINT_AFTER_S - HINT_AGAIN_S) + HINT_AGAIN_S
+            # What was loaded is vLLM's: a hint would bring it up again.
+            if now >= due and not inquiry.loads and self._board.add(name, inquiry.position, inquiry.keys):
+                self._hinted[name] = now
+        self._board.flush()
+
+    def _waits_no_more(self, name: str) -> None:
+        if (inquiry := self._waiting.pop(name, None)) is not None:
+            inquiry.scheduled()
+        self._take_back_hints(name)
+
+    def _take_back_hints(self, name: str) -> None:
+        if self._hinted.pop(name, None) is not None:
+            self._board.remove(name)
+        for told in self._ordered.pop(name, ()):
+            self._board.remove(told)
+
+    @harmless(lambda: None)
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._waits_no_more(req_context.req_id)
+        self._requests.pop(req_context.req_id, None)
+        self._stale.discard(req_context.req_id)
+
+    @harmless(lambda: None)
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Nothing to do: what is used in vLLM's own memory needs no place in the store's, and loads are seen there."""
+
+    # ------------------------------------------------------------------------------------------------------- jobs
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._submit(self._saver.jobs, job_metadata, self._store)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._submit(self._loader.jobs, job_metadata, self._load)
+
+    def _submit(self, jobs: Jobs, given: TransferJob, start: Callable[[TransferJob], None]) -> None:
+        """Whatever goes wrong, the job will be reported."""
+        try:
+            start(given)
+        except Exception as error:
+            _complain(self, start.__name__, error)
+            jobs.fail(given.job_id)
+
+    def _store(self, given: TransferJob) -> None:
+        job, context = self._job(given, self._settings.save_ms), given.req_context
+        if self._closed or context.req_id in self._stale:
+            self._saver.refuse(job)
+        else:
+            self._saver.start(job, self._parents(job.keys, context))
+
+    def _load(self, given: TransferJob) -> None:
+        job = self._job(given, self._settings.load_ms)
+        self.tally.add(hits=len(job.keys))
+        self._take_back_hints(given.req_context.req_id)
+        places, questions = self._inquiry(given.req_context.req_id).load(job.keys)
+        self._loader.start(job, places, questions)
+
+    def _job(self, given: TransferJob, limit_ms: int) -> Job:
+        """vLLM's keys are in no order; ours are in that of their tokens, group by group."""
+        rows = [int(row) for row in given.chunk_ids]
+        pairs = sorted(
+            zip(given.keys, rows, strict=True),
+            key=lambda pair: (get_offload_group_idx(pair[0]), _position(given.req_context, pair[0])),
+        )
+        for key, row in pairs:
+            if not 0 < len(key) <= KEY_BYTES_MAX or not 0 <= row < self._rows.count:
+                raise ValueError(f"a key of {len(key)} bytes for row {row} of {self._rows.count}")
+        return Job(
+            given.job_id,
+            [ChunkKey(key) for key, _ in pairs],
+            [row for _, row in pairs],
+            time.monotonic() + limit_ms / 1000,
+        )
+
+    def _parents(self, keys: Sequence[ChunkKey], context: ReqContext) -> list[ChunkKey]:
+        """Of each key the one before it, where the job has that too."""
+        places = [
+            (get_offload_group_idx(OffloadKey(key)), _position(context, OffloadKey(key))) for key in keys
+        ]
+        known = dict(zip(places, keys, strict=True))
+        return [
+            known.get((group, position - self._chunk_tokens.get(group, 0)), ROOT)
+            for group, position in places
+        ]
+
+    @harmless(list)
+    def get_finished_jobs(self) -> list[JobResult]:
+        drained, self._drained = self._drained, []
+        now = time.monotonic()
+        saved = [self._saved(job) for job in self._saver.jobs.take(now)]
+        return [*drained, *saved, *(self._loaded(job) for job in self._loader.jobs.take(now))]
+
+    def _saved(self, job: Job) -> JobResult:
+        self.tally.add(saves_late=job.late)
+        stored = [OffloadKey(key) for key, done in zip(job.keys, job.done, strict=True) if done]
+        if self._events is not None and stored:
+            self._announced.update(dict.fromkeys(stored))
+            while len(self._announced) > REMEMBERED_MAX:
+                self._announced.popitem(last=False)
+            self._tell(stored, removed=False)
+        return self._result(job, len(stored))
+
+    def _loaded(self, job: Job) -> JobResult:
+        self.tally.add(loads_late=job.late)
+        done = [OffloadKey(key) for key, done in zip(job.keys, job.done, strict=True) if done]
+        self._lost([OffloadKey(key) for key, done in zip(job.keys, job.done, strict=True) if not done])
+        return self._result(job, len(done), done if not job.complete and done else None)
+
+    def _result(self, job: Job, count: int, successful: list[OffloadKey] | None = None) -> JobResult:
+        return JobResult(
+            job_id=job.number,
+            success=job.complete,
+            successful_keys=successful,
+            transfer_time=time.monotonic() - job.begun,
+            transfer_bytes=count * self._rows.row_bytes,
+        )
+
+    @harmless(lambda: None)
+    def drain_jobs(self) -> None:
+        """Called when the engine's cache is reset: its weights may be others from now on.
+
+        At the latest after `drain_ms`, and the time of one copy, nothing touches vLLM's rows any more.
+        """
+        until = time.monotonic() + self._settings.drain_ms / 1000
+        saves = self._saver.jobs.drain(until - time.monotonic())
+        loads = self._loader.jobs.drain(until - time.monotonic())
+        self._drained += [self._saved(job) for job in saves]
+        self._drained += [self._loaded(job) for job in loads]
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._resets += 1
+        self.tally.add(resets=1)
+        self._spec = reset_spec(self._base, self._owner, self._resets)
+        self._link.open(self._spec)
+        for name, inquiry in self._requests.items():
+            self._waits_no_more(name)
+            inquiry.again()
+        self._stale.update(self._requests)
+        self._board.clear()
+        if self._events is not None:
+            self._lost(list(self._announced))
+
+    # --------------------------------------------------------------------------------------------- events, stats, end
+
+    def _lost(self, keys: Sequence[OffloadKey]) -> None:
+        """Tell of those that were announced."""
+        lost = [key for key in keys if key in self._announced]
+        for key in lost:
+            del self._announced[key]
+        if lost:
+            self._tell(lost, removed=True)
+
+    def _tell(self, keys: list[OffloadKey], *, removed: bool) -> None:
+        if self._events is not None and len(self._events) < REMEMBERED_MAX:
+            self._events.append(
+                OffloadingEvent(
+                    keys=keys,
+                    medium=self.medium,
+                    removed=removed,
+                    locality=self.locality,
+                    ownership=self.tier_type,
+                )
+            )
+
+    @harmless(list)
+    def take_events(self) -> list[OffloadingEvent]:
+        if not self._events:
+            return []
+        events, self._events = self._events, []
+        return events
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return {
+            PREFIX + name: OffloadingCounterMetadata(documentation=about) for name, about in COUNTERS.items()
+        }
+
+    @harmless(lambda: None)
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        stats = OffloadingConnectorStats()
+        for name, count in self.tally.take().items():
+            stats.increase_counter(PREFIX + name, count)
+        return None if stats.is_empty() else stats
+
+    @harmless(lambda: None)
+    def shutdown(self) -> None:
+        """Saves what is queued, for at most `drain_ms`, then lets go of vLLM's memory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        until = time.monotonic() + self._settings.drain_ms / 1000
+        self._saver.jobs.drain(until - time.monotonic())
+        self._loader.jobs.drain(until - time.monotonic())
+        for name, inquiry in self._requests.items():
+            self._waits_no_more(name)
+            inquiry.again()
+        for crew in (self._savers, self._loaders, self._askers):
+            if not crew.close(max(0.5, until - time.monotonic())):
+                log.warning("a thread still waits for the daemon; it ends with its deadline")
+        self._saver.close()
+        self._link.close()
+        self._rows.close()
+
+
+def _position(context: ReqContext, key: OffloadKey) -> int:
+    """Where the key's tokens end, in its request; 0 where vLLM does not say."""
+    return int(context.get_offload_key_position(key) or 0)
+
+
+def _locality(name: str) -> Locality:
+    try:
+        return Locality(name.upper())
+    except ValueError:
+        raise ConfigError(
+            "is no locality",
+            field="secondary_tiers.locality",
+            value=name,
+            remedy="there are: " + ", ".join(locality.value for locality in Locality),
+        ) from None
+
+
+def _file_of(spec: OffloadingSpec, size_bytes: int) -> int | None:
+    """Descriptor of the file that vLLM's rows are in, from its first byte on; None: they are in none that we know."""
+    fd = getattr(getattr(spec, "_scheduler_mmap", None), "fd", None)
+    try:
+        return fd if isinstance(fd, int) and os.fstat(fd).st_size >= size_bytes else None
+    except OSError:
+        return None

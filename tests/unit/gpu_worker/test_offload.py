@@ -1,0 +1,677 @@
+"""Rows of an engine's memory, with a store that does what a test tells it: what waits, what is dropped, what is late.
+
+Nothing sleeps: the engine's clock is a number, and threads wait for events that the test sets. Takes a second.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.client import Hint, QueueAccepted
+from kvstore.errors import BadRequest, StoreError, Unavailable
+from kvstore.gpu_worker.connectors.offload import (
+    Crew,
+    HintBoard,
+    Inquiry,
+    Job,
+    Lookups,
+    RowLoader,
+    Rows,
+    RowSaver,
+    Tally,
+    Verdict,
+)
+from kvstore.keys import ROOT
+from kvstore.types import ChunkKey, GrantResult, HintResult, Outcome
+
+ROW_BYTES = 64
+BOUND_S = 10.0
+FAR = 1e9
+MAKER = b"m" * 16
+COUNTERS = dict.fromkeys(
+    (
+        *("lookups", "lookups_late", "lookups_dropped", "blocks_loaded", "bytes_loaded", "blocks_failed"),
+        *("loads_dropped", "blocks_saved", "bytes_saved", "blocks_already", "blocks_refused"),
+        *("blocks_dropped", "saves_dropped", "hints_published", "hints_refused"),
+    ),
+    "",
+)
+
+
+def keys(*names: str) -> list[ChunkKey]:
+    return [ChunkKey(name.encode()) for name in names]
+
+
+class Lease:
+    def __init__(self, store: Store, wanted: Sequence[ChunkKey], outcomes: Sequence[Outcome]) -> None:
+        self._store = store
+        self._keys = list(wanted)
+        self.outcomes = tuple(outcomes)
+        self.released = False
+
+    def copy_to(self, index: int, out: Any) -> bool:
+        key = self._keys[index]
+        self._store.copying.set()
+        assert self._store.may_copy.wait(BOUND_S)
+        if self.released or key in self._store.void:
+            out[:] = 0xEE  # as of a copy whose slot was reused under it
+            return False
+        np.copyto(out, np.frombuffer(self._store.chunks[key], np.uint8))
+        return True
+
+    def settled(self, timeout_s: float) -> tuple[int, ...]:
+        ready = [key for key in self._keys if key in self._store.rising]
+        self._store.rising.clear()
+        return tuple(self._keys.index(key) for key in ready)
+
+    def release(self) -> None:
+        self.released = True
+
+
+class Batch:
+    def __init__(
+        self, store: Store, wanted: Sequence[ChunkKey], parents: Sequence[ChunkKey], staged: bool
+    ) -> None:
+        self._store = store
+        self._keys = list(wanted)
+        self._staged = staged
+        self.error = store.error
+        self.results = [GrantResult.FULL] * len(wanted)
+        if self.error is None:
+            self.results = [
+                GrantResult.ALREADY
+                if key in store.chunks
+                else GrantResult.FULL
+                if key in store.full
+                else GrantResult.GRANTED
+                for key in wanted
+            ]
+        self.granted = [n for n, result in enumerate(self.results) if result is GrantResult.GRANTED]
+        self._bytes = {index: np.zeros(ROW_BYTES, np.uint8) for index in self.granted}
+        store.parents.update(zip(wanted, parents, strict=True))
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def buffer(self, index: int) -> Any:
+        assert self._staged
+        return self._bytes[index]
+
+    def fill(self, region: Region, offsets: Sequence[int], *, timeout_s: float) -> None:
+        assert not self._staged
+        self._store.filling.set()
+        assert self._store.may_fill.wait(BOUND_S)
+        if self._store.fill_error is not None:
+            raise self._store.fill_error
+        for index, offset in zip(self.granted, offsets, strict=True):
+            self._bytes[index][:] = region.memory[offset : offset + ROW_BYTES]
+
+    def commit(self, *, timeout_s: float) -> Any:
+        if self._store.commit_error is None:
+            for index in self.granted:
+                self._store.chunks[self._keys[index]] = self._bytes[index].tobytes()
+        return type(
+            "Outcome", (), {"ok": self._store.commit_error is None, "error": self._store.commit_error}
+        )
+
+
+class Region:
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Store:
+    """What a namespace and its client do, as far as rows need them."""
+
+    def __init__(self, memory: Any) -> None:
+        self.client = self
+        self.chunks: dict[ChunkKey, bytes] = {}
+        self.rising: set[ChunkKey] = set()
+        """PENDING at the first read, there at the next."""
+        self.void: set[ChunkKey] = set()
+        self.full: set[ChunkKey] = set()
+        self.parents: dict[ChunkKey, ChunkKey] = {}
+        self.error: StoreError | None = None
+        self.fill_error: StoreError | None = None
+        self.commit_error: StoreError | None = None
+        self.adopt_error: StoreError | None = None
+        self.leases: list[Lease] = []
+        self.heard: list[tuple[list[bytes], list[bytes]]] = []
+        self.asked = threading.Event()
+        self.may_read = _set()
+        self.copying = threading.Event()
+        self.may_copy = _set()
+        self.filling = threading.Event()
+        self.may_fill = _set()
+        self._memory = memory
+
+    def read(self, wanted: Sequence[ChunkKey], *, any_order: bool, wait_ms: int, timeout_s: float) -> Lease:
+        self.asked.set()
+        assert self.may_read.wait(BOUND_S)
+        outcomes = []
+        for key in wanted:
+            found = Outcome.HIT if key in self.chunks else Outcome.MISS
+            if not any_order and Outcome.MISS in outcomes:
+                found = Outcome.MISS
+            outcomes.append(Outcome.PENDING if key in self.rising else found)
+        self.leases.append(Lease(self, wanted, outcomes))
+        return self.leases[-1]
+
+    def write(
+        self,
+        wanted: Sequence[ChunkKey],
+        *,
+        parents: Sequence[ChunkKey],
+        maker: bytes,
+        transient: bool,
+        staged: bool,
+        timeout_s: float,
+    ) -> Batch:
+        assert transient and maker == MAKER
+        return Batch(self, wanted, parents, staged)
+
+    def adopt(self, fd: int, size_bytes: int) -> Region:
+        assert size_bytes == self._memory.size
+        if self.adopt_error is not None:
+            raise self.adopt_error
+        return Region(self._memory)
+
+    def publish_queue(
+        self, hints: Sequence[Hint], *, removed: Sequence[bytes], snapshot: bool, timeout_s: float
+    ) -> QueueAccepted:
+        assert not snapshot
+        self.heard.append(([hint.job for hint in hints], list(removed)))
+        return QueueAccepted((HintResult.ACCEPTED,) * len(hints), 3, 5)
+
+
+def _set() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+class Rig:
+    """Six rows; a crew of one thread for everything."""
+
+    def __init__(self, fd: int | None = 7, waiting_max: int = 8) -> None:
+        self.memory = np.arange(6 * ROW_BYTES, dtype=np.uint32).astype(np.uint8)
+        self.store = Store(self.memory)
+        self.away = False
+        self.tally = Tally(COUNTERS)
+        self.crew = Crew("test", threads=1, waiting_max=waiting_max)
+        self.rows = Rows(memoryview(self.memory).cast("B", (6, ROW_BYTES)), fd)
+        self.lookups = Lookups(self.crew, self.opener)
+        self.loader = RowLoader(self.rows, self.crew, self.opener, self.tally)
+        self.saver = RowSaver(self.rows, self.crew, self.opener, self.tally, rows_max=4, maker=MAKER)
+        self.board = HintBoard(self.crew, self.opener, self.tally)
+        self._numbers = iter(range(1000))
+
+    def opener(self, timeout_s: float) -> Any:
+        return None if self.away else self.store
+
+    def row(self, number: int) -> bytes:
+        return self.memory[number * ROW_BYTES : (number + 1) * ROW_BYTES].tobytes()
+
+    def job(self, wanted: Sequence[ChunkKey], rows: Sequence[int], deadline: float = FAR) -> Job:
+        return Job(next(self._numbers), wanted, rows, deadline)
+
+    def save(self, wanted: Sequence[ChunkKey], rows: Sequence[int], deadline: float = FAR) -> Job:
+        job = self.job(wanted, rows, deadline)
+        self.saver.start(job, [ROOT] * len(wanted))
+        return job
+
+    def idle(self) -> None:
+        done = threading.Event()
+        assert self.crew.offer(done.set)
+        assert done.wait(BOUND_S)
+
+    def inquiry(self, lookup_s: float = 1.0, hold_s: float = 10.0) -> Inquiry:
+        return Inquiry("request", 0, self.lookups, self.tally, lookup_s=lookup_s, hold_s=hold_s)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    _close(rig)
+
+
+def _close(rig: Rig) -> None:
+    for gate in (rig.store.may_read, rig.store.may_copy, rig.store.may_fill):
+        gate.set()
+    assert rig.crew.close(BOUND_S)
+
+
+# --------------------------------------------------------------------------------------------------------------- jobs
+
+
+def test_a_job_is_told_of_once_when_it_has_ended(rig: Rig) -> None:
+    job = rig.save(keys("a", "b"), [0, 1])
+    assert job.ended.wait(BOUND_S)
+    assert rig.saver.jobs.take(0.0) == [job]
+    assert job.complete and not job.late
+    assert rig.saver.jobs.take(FAR) == []
+    assert rig.saver.jobs.rows == 0
+
+
+def test_a_late_job_has_failed_and_its_rows_are_never_touched_again(rig: Rig) -> None:
+    rig.store.chunks.update(zip(keys("a", "b"), (b"A" * ROW_BYTES, b"B" * ROW_BYTES), strict=True))
+    inquiry = rig.inquiry()
+    rig.store.may_read.clear()
+    job = rig.job(keys("a", "b"), [2, 3], deadline=5.0)
+    rig.loader.start(job, *inquiry.load(job.keys))
+    before = rig.row(2), rig.row(3)
+    assert rig.loader.jobs.take(4.9) == []
+    assert rig.loader.jobs.take(5.0) == [job]
+    assert job.late and not job.complete
+    rig.store.may_read.set()
+    rig.idle()
+    assert (rig.row(2), rig.row(3)) == before
+    assert all(lease.released for lease in rig.store.leases)
+
+
+def test_a_row_that_is_being_copied_is_waited_for_not_by_the_engine(rig: Rig) -> None:
+    rig.store.chunks.update(zip(keys("a", "b"), (b"A" * ROW_BYTES, b"B" * ROW_BYTES), strict=True))
+    rig.store.may_copy.clear()
+    job = rig.job(keys("a", "b"), [2, 3], deadline=5.0)
+    rig.loader.start(job, *rig.inquiry().load(job.keys))
+    assert rig.store.copying.wait(BOUND_S)
+    assert rig.loader.jobs.take(100.0) == [], "vLLM would use a row that we write to"
+    rig.store.may_copy.set()
+    assert job.ended.wait(BOUND_S)
+    assert rig.loader.jobs.take(100.0) == [job]
+    assert job.complete and not job.late
+
+
+def test_draining_ends_all_and_tells_the_truth(rig: Rig) -> None:
+    rig.store.may_fill.clear()
+    begun, waits = rig.save(keys("a"), [0]), rig.save(keys("b"), [1])
+    assert rig.store.filling.wait(BOUND_S)
+    assert rig.saver.jobs.drain(0.0) == [begun, waits]
+    assert not begun.complete and not waits.complete
+    assert not begun.hold() and not waits.hold()
+    rig.store.may_fill.set()
+    rig.idle()
+    assert rig.store.chunks == {}, "what was read late must not become visible"
+
+
+def test_more_rows_than_may_be_kept_from_the_engine_fail_at_once(rig: Rig) -> None:
+    rig.store.may_fill.clear()
+    first = rig.save(keys("a", "b", "c"), [0, 1, 2])
+    second = rig.save(keys("d", "e"), [3, 4])
+    assert rig.saver.jobs.take(0.0) == [second]
+    assert not second.complete
+    assert rig.tally.total["saves_dropped"] == 1 and rig.tally.total["blocks_dropped"] == 2
+    third = rig.save(keys("f"), [5])
+    rig.store.may_fill.set()
+    assert first.ended.wait(BOUND_S) and third.ended.wait(BOUND_S)
+    assert {job.number for job in rig.saver.jobs.take(0.0)} == {first.number, third.number}
+    assert rig.save(keys("g"), [0]).ended.wait(BOUND_S)
+
+
+def test_a_job_larger_than_that_is_taken_when_there_is_no_other(rig: Rig) -> None:
+    job = rig.save(keys("a", "b", "c", "d", "e"), [0, 1, 2, 3, 4])
+    assert job.ended.wait(BOUND_S)
+    assert job.complete
+
+
+def test_a_full_queue_fails_at_once() -> None:
+    rig = Rig(waiting_max=1)
+    rig.store.may_read.clear()
+    first, second, third = (rig.job(keys("a"), [row]) for row in range(3))
+    rig.loader.start(first, *rig.inquiry().load(first.keys))
+    assert rig.store.asked.wait(BOUND_S)
+    for job in (second, third):
+        rig.loader.start(job, *rig.inquiry().load(job.keys))
+    assert rig.loader.jobs.take(0.0) == [third]
+    assert rig.tally.total["loads_dropped"] == 1
+    _close(rig)
+
+
+def test_a_job_that_could_not_begin_is_told_of(rig: Rig) -> None:
+    rig.saver.jobs.fail(77)
+    (job,) = rig.saver.jobs.take(0.0)
+    assert job.number == 77 and not job.complete
+
+
+def test_a_bug_in_a_thread_does_not_end_it(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    assert rig.crew.offer(lambda: 1 // 0)
+    rig.idle()
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_crew_that_closes_drops_what_waits() -> None:
+    crew = Crew("test", threads=1, waiting_max=8)
+    entered, gate, ran = threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        entered.set()
+        assert gate.wait(BOUND_S)
+
+    assert crew.offer(first) and crew.offer(lambda: ran.append(1))
+    assert entered.wait(BOUND_S)
+    assert not crew.close(0.0)
+    assert not crew.offer(lambda: ran.append(2))
+    gate.set()
+    assert crew.close(BOUND_S)
+    assert ran == []
+
+
+# -------------------------------------------------------------------------------------------------------------- saving
+
+
+@pytest.mark.parametrize("fd", [7, None])
+def test_rows_are_saved_as_they_are(fd: int | None) -> None:
+    rig = Rig(fd)
+    job = rig.job(keys("a", "b", "c"), [4, 0, 5])
+    rig.store.chunks[ChunkKey(b"b")] = b"x" * ROW_BYTES
+    rig.saver.start(job, [ROOT, *keys("a", "b")])
+    assert job.ended.wait(BOUND_S)
+    assert rig.store.chunks == dict(
+        zip(keys("a", "b", "c"), (rig.row(4), b"x" * ROW_BYTES, rig.row(5)), strict=True)
+    )
+    assert rig.store.parents[ChunkKey(b"c")] == b"b"
+    assert job.complete
+    assert rig.tally.total["blocks_saved"] == 2 and rig.tally.total["blocks_already"] == 1
+    _close(rig)
+
+
+def test_what_has_no_room_fails_alone(rig: Rig) -> None:
+    rig.store.full.update(keys("b"))
+    job = rig.save(keys("a", "b"), [0, 1])
+    assert job.ended.wait(BOUND_S)
+    assert job.done == [True, False] and not job.complete
+    assert list(rig.store.chunks) == keys("a")
+    assert rig.tally.total["blocks_refused"] == 1
+
+
+def test_rows_read_after_the_job_was_over_stay_invisible(rig: Rig) -> None:
+    """A daemon that was stopped reads rows that hold another chunk by then."""
+    rig.store.may_fill.clear()
+    job = rig.save(keys("a"), [0], deadline=5.0)
+    assert rig.store.filling.wait(BOUND_S)
+    assert rig.saver.jobs.take(5.0) == [job] and job.late
+    rig.memory[:ROW_BYTES] = 0xAB
+    rig.store.may_fill.set()
+    rig.idle()
+    assert rig.store.chunks == {}
+    assert job.done == [False]
+
+
+def test_staged_rows_are_not_read_once_the_job_is_over() -> None:
+    rig = Rig(fd=None)
+    gate = threading.Event()
+    assert rig.crew.offer(partial(gate.wait, BOUND_S))
+    job = rig.save(keys("a"), [0], deadline=5.0)
+    assert rig.saver.jobs.take(5.0) == [job]
+    gate.set()
+    rig.idle()
+    assert rig.store.chunks == {}
+    _close(rig)
+
+
+@pytest.mark.parametrize("what", ["error", "fill_error", "commit_error", "away"])
+def test_a_store_that_fails_is_a_failed_job(rig: Rig, what: str) -> None:
+    setattr(rig, "away", True) if what == "away" else setattr(rig.store, what, Unavailable("gone"))
+    job = rig.save(keys("a"), [0])
+    assert job.ended.wait(BOUND_S)
+    assert rig.saver.jobs.take(0.0) == [job]
+    assert not job.complete and rig.store.chunks == {}
+    rig.away = False
+    rig.store.error = rig.store.fill_error = rig.store.commit_error = None
+    again = rig.save(keys("a"), [0])
+    assert again.ended.wait(BOUND_S) and again.complete
+
+
+@pytest.mark.parametrize("what", ["adopt_error", "fill_error"])
+def test_memory_that_the_daemon_cannot_read_goes_through_staging(rig: Rig, what: str) -> None:
+    setattr(rig.store, what, BadRequest("no file in memory"))
+    first = rig.save(keys("a"), [0])
+    assert first.ended.wait(BOUND_S)
+    second = rig.save(keys("b"), [1])
+    assert second.ended.wait(BOUND_S)
+    assert second.complete and rig.store.chunks[ChunkKey(b"b")] == rig.row(1)
+
+
+# ----------------------------------------------------------------------------------------------------------- looking up
+
+
+def test_a_question_is_asked_once_for_all_new_keys(rig: Rig) -> None:
+    rig.store.chunks.update(dict.fromkeys(keys("a", "c"), b"v" * ROW_BYTES))
+    inquiry = rig.inquiry()
+    wanted = keys("a", "b", "c")
+    assert [inquiry.verdict(key, 0.0, keys_max=9) for key in wanted] == [Verdict.WAIT] * 3
+    inquiry.ask(0.0, prefix=False)
+    rig.idle()
+    assert [inquiry.verdict(key, 0.1, keys_max=9) for key in wanted] == [
+        Verdict.HIT,
+        Verdict.MISS,
+        Verdict.HIT,
+    ]
+    assert rig.tally.total["lookups"] == 3 and len(rig.store.leases) == 1
+    inquiry.ask(0.1, prefix=False)
+    assert len(rig.store.leases) == 1
+
+
+def test_behind_a_hole_a_prefix_has_nothing(rig: Rig) -> None:
+    rig.store.chunks.update(dict.fromkeys(keys("a", "c"), b"v" * ROW_BYTES))
+    inquiry = rig.inquiry()
+    for key in keys("a", "b", "c"):
+        inquiry.verdict(key, 0.0, keys_max=9)
+    inquiry.ask(0.0, prefix=True)
+    rig.idle()
+    assert inquiry.verdict(ChunkKey(b"c"), 0.1, keys_max=9) is Verdict.MISS
+
+
+def test_what_rises_is_waited_for_and_the_rest_stays_pinned(rig: Rig) -> None:
+    rig.store.chunks.update(dict.fromkeys(keys("a", "b"), b"v" * ROW_BYTES))
+    rig.store.rising.update(keys("b"))
+    inquiry = rig.inquiry()
+    for key in keys("a", "b"):
+        inquiry.verdict(key, 0.0, keys_max=9)
+    inquiry.ask(0.0, prefix=True)
+    rig.idle()
+    assert [inquiry.verdict(key, 0.1, keys_max=9) for key in keys("a", "b")] == [Verdict.HIT] * 2
+    assert len(rig.store.leases) == 2 and not any(lease.released for lease in rig.store.leases)
+
+
+def test_a_late_answer_is_a_miss_and_given_back(rig: Rig) -> None:
+    rig.store.chunks.update(dict.fromkeys(keys("a"), b"v" * ROW_BYTES))
+    rig.store.may_read.clear()
+    inquiry = rig.inquiry(lookup_s=1.0)
+    (key,) = keys("a")
+    assert inquiry.verdict(key, 10.0, keys_max=9) is Verdict.WAIT
+    inquiry.ask(10.0, prefix=True)
+    assert rig.store.asked.wait(BOUND_S)
+    assert inquiry.verdict(key, 10.9, keys_max=9) is Verdict.WAIT
+    assert inquiry.verdict(key, 11.0, keys_max=9) is Verdict.MISS
+    inquiry.tick(11.0)
+    assert rig.tally.total["lookups_late"] == 1
+    rig.store.may_read.set()
+    rig.idle()
+    assert inquiry.verdict(key, 11.1, keys_max=9) is Verdict.MISS
+    assert all(lease.released for lease in rig.store.leases)
+    assert inquiry.verdict(ChunkKey(b"other"), 11.1, keys_max=9) is Verdict.MISS, "its time is up for all"
+
+
+def test_too_many_questions_are_misses() -> None:
+    rig = Rig(waiting_max=1)
+    rig.store.may_read.clear()
+    inquiries = [rig.inquiry() for _ in range(3)]
+    (key,) = keys("a")
+    for number, inquiry in enumerate(inquiries):
+        inquiry.verdict(key, 0.0, keys_max=9)
+        inquiry.ask(0.0, prefix=True)
+        if number == 0:
+            assert rig.store.asked.wait(BOUND_S)
+    assert [inquiry.verdict(key, 0.1, keys_max=9) for inquiry in inquiries] == [
+        Verdict.WAIT,
+        Verdict.WAIT,
+        Verdict.MISS,
+    ]
+    assert rig.tally.total["lookups_dropped"] == 1
+    _close(rig)
+
+
+def test_no_more_is_asked_than_the_engine_could_hold(rig: Rig) -> None:
+    inquiry = rig.inquiry()
+    verdicts = [inquiry.verdict(key, 0.0, keys_max=2) for key in keys("a", "b", "c")]
+    assert verdicts == [Verdict.WAIT, Verdict.WAIT, Verdict.MISS]
+
+
+def found(rig: Rig, inquiry: Inquiry, wanted: Sequence[ChunkKey]) -> None:
+    for number, key in enumerate(wanted):
+        rig.store.chunks[key] = bytes([number + 1]) * ROW_BYTES
+        inquiry.verdict(key, 0.0, keys_max=9)
+    inquiry.ask(0.0, prefix=True)
+    rig.idle()
+
+
+# -------------------------------------------------------------------------------------------------------------- loading
+
+
+def test_what_was_found_is_loaded_from_its_pins(rig: Rig) -> None:
+    inquiry = rig.inquiry()
+    wanted = keys("a", "b")
+    found(rig, inquiry, wanted)
+    job = rig.job(wanted, [5, 1])
+    rig.loader.start(job, *inquiry.load(job.keys))
+    assert job.ended.wait(BOUND_S)
+    assert (rig.row(5), rig.row(1)) == (b"\1" * ROW_BYTES, b"\2" * ROW_BYTES)
+    assert job.complete and len(rig.store.leases) == 1, "nothing was asked again"
+    assert not rig.store.leases[0].released
+    inquiry.scheduled()
+    assert rig.store.leases[0].released
+
+
+def test_a_load_keeps_the_pins_of_a_request_that_has_ended(rig: Rig) -> None:
+    inquiry = rig.inquiry()
+    found(rig, inquiry, keys("a"))
+    rig.store.may_copy.clear()
+    job = rig.job(keys("a"), [0])
+    rig.loader.start(job, *inquiry.load(job.keys))
+    assert rig.store.copying.wait(BOUND_S)
+    inquiry.scheduled()
+    assert not rig.store.leases[0].released
+    rig.store.may_copy.set()
+    assert job.ended.wait(BOUND_S)
+    assert job.complete and rig.store.leases[0].released
+
+
+def test_pins_held_too_long_go_and_the_load_looks_again(rig: Rig) -> None:
+    inquiry = rig.inquiry(lookup_s=1.0, hold_s=10.0)
+    found(rig, inquiry, keys("a"))
+    inquiry.tick(10.9)
+    assert not rig.store.leases[0].released
+    inquiry.tick(11.0)
+    assert rig.store.leases[0].released
+    job = rig.job(keys("a"), [0])
+    rig.loader.start(job, *inquiry.load(job.keys))
+    assert job.ended.wait(BOUND_S)
+    assert job.complete and rig.row(0) == b"\1" * ROW_BYTES
+    assert rig.store.leases[1].released
+
+
+def test_a_void_copy_fails_alone_and_is_not_tried_for_ever(rig: Rig) -> None:
+    inquiry = rig.inquiry()
+    wanted = keys("a", "b")
+    found(rig, inquiry, wanted)
+    rig.store.void.update(keys("b"))
+    job = rig.job(wanted, [0, 1])
+    rig.loader.start(job, *inquiry.load(job.keys))
+    assert job.ended.wait(BOUND_S)
+    assert job.done == [True, False]
+    assert rig.tally.total["blocks_loaded"] == 1 and rig.tally.total["blocks_failed"] == 1
+    assert inquiry.verdict(wanted[1], 0.2, keys_max=9) is Verdict.MISS
+    assert inquiry.verdict(wanted[0], 0.2, keys_max=9) is Verdict.MISS, "vLLM has it, or had"
+    inquiry.again()
+    assert inquiry.verdict(wanted[0], 0.3, keys_max=9) is Verdict.WAIT
+
+
+def test_a_store_that_went_away_fails_the_load(rig: Rig) -> None:
+    job = rig.job(keys("a"), [0])
+    rig.away = True
+    rig.loader.start(job, *rig.inquiry().load(job.keys))
+    assert job.ended.wait(BOUND_S)
+    assert rig.loader.jobs.take(0.0) == [job] and not job.complete
+
+
+# --------------------------------------------------------------------------------------------------------------- hints
+
+
+def test_the_nearest_are_told_first_and_taken_back(rig: Rig) -> None:
+    assert rig.board.add("late", 7, keys("b") * 4000)
+    assert rig.board.add("early", 3, keys("a") * 200)
+    rig.board.flush()
+    rig.idle()
+    assert rig.store.heard == [([b"early"], [])], "a message has 4,096 keys at most"
+    rig.board.remove("early")
+    rig.board.flush()
+    rig.idle()
+    assert rig.store.heard[1] == ([b"late"], [b"early"])
+    rig.board.flush()
+    rig.idle()
+    assert len(rig.store.heard) == 2
+    assert rig.board.windows == (3, 5) and rig.tally.total["hints_published"] == 2
+
+
+def test_hints_that_wait_to_be_told_are_bounded(rig: Rig) -> None:
+    assert all(rig.board.add(f"job {number}", number, keys("a")) for number in range(256))
+    assert not rig.board.add("one more", 0, keys("a"))
+    assert rig.board.add("job 3", 3, keys("a")), "moving one takes no room"
+    rig.board.clear()
+    rig.board.flush()
+    rig.idle()
+    assert rig.store.heard == []
+
+
+def test_nobody_hears_hints_while_the_daemon_is_away(rig: Rig) -> None:
+    rig.away = True
+    assert rig.board.add("job", 0, keys("a"))
+    rig.board.flush()
+    rig.idle()
+    rig.away = False
+    assert rig.board.add("job", 0, keys("a"))
+    rig.board.flush()
+    rig.idle()
+    assert rig.store.heard == [([b"job"], [])]
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_rows_let_go_of_the_engines_memory() -> None:
+    memory = bytearray(4 * ROW_BYTES)
+    view = memoryview(memory).cast("b", (4, ROW_BYTES))
+    rows = Rows(view)
+    rows.row(2)[:] = 7
+    assert memory[2 * ROW_BYTES : 3 * ROW_BYTES] == b"\7" * ROW_BYTES
+    view.release()
+    with pytest.raises(BufferError):
+        memory.clear()
+    rows.close()
+    memory.clear()
+    with pytest.raises(AssertionError):
+        rows.row(0)
+
+
+def test_a_tally_counts_what_it_knows() -> None:
+    tally = Tally({"a": "", "b": ""})
+    tally.add(a=2, b=0)
+    tally.add(a=1)
+    assert tally.take() == {"a": 3} and tally.take() == {} and tally.total["a"] == 3
+    with pytest.raises(AssertionError):
+        tally.add(c=1)
