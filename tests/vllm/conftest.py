@@ -39,7 +39,7 @@ ENVIRONMENT = {
 class Process:
     """A child whose lines are read all the time."""
 
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    def __init__(self, arguments: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self.log = log
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         with log.open("ab") as errors:
@@ -50,7 +50,8 @@ class Process:
                 stderr=errors,
                 text=True,
                 cwd="/",
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                start_new_session=True,  # so that what it starts can be ended with it
             )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -53,6 +62,7 @@ class Rig:
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
             device_config=DeviceConfig("cpu"),
             kv_transfer_config=KVTransferConfig(**transfer_config(run_dir, **extra)),
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         )
         config.parallel_config.tensor_parallel_size = ranks
         names = [f"layer.{number}" for number in range(LAYERS)]
@@ -82,8 +92,12 @@ class Rig:
             self.tensors.append(tensors)
         self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(layouts)
         self._aggregator = KVOutputAggregator(ranks)
+        self.events: list[Any] = []
+        """All that vLLM published."""
+        self.scheduler.kv_event_publisher.publish = lambda batch: self.events.extend(batch.events)
         self._count = 0
-        self.recomputed: list[int] = []
+        self.keys: list[bytes] = []
+        """Of the last request's full blocks."""
 
     def close(self) -> None:
         for worker in self.workers:
@@ -108,6 +122,7 @@ class Rig:
             block_hasher=get_request_block_hasher(BLOCK, sha256),
         )
         self.scheduler.add_request(request)
+        self.keys = [bytes(block_hash) for block_hash in request.block_hashes]
         computed: set[int] = set()
         for _ in range(STEPS_MAX):
             between()
@@ -155,6 +170,7 @@ class Rig:
                         finished_recving=done.finished_recving,
                         invalid_block_ids=worker.get_block_ids_with_load_errors(),
                         kv_connector_stats=worker.get_kv_connector_stats(),
+                        kv_connector_worker_meta=worker.build_connector_worker_meta(),
                     ),
                 )
             )
@@ -173,6 +189,17 @@ class Rig:
                     wanted = self.value(rank, layer, request.all_token_ids[place], place)
                     got = tensor[blocks[place // BLOCK], :, place % BLOCK]
                     assert bool((got == wanted).all()), (rank, layer, place, got, wanted)
+
+    def announced(self) -> dict[Any, BlockStored]:
+        """What a router that heard all of it believes to be in the store: hash -> the event that said so."""
+        blocks: dict[Any, BlockStored] = {}
+        for event in self.events:
+            if isinstance(event, BlockStored) and event.medium == "STORAGE":
+                blocks.update(dict.fromkeys(event.block_hashes, event))
+            elif isinstance(event, BlockRemoved) and event.medium == "STORAGE":
+                for block_hash in event.block_hashes:
+                    del blocks[block_hash]
+        return blocks
 
 
 class FailsAtLayer:
@@ -300,3 +327,99 @@ def test_memory_for_saves_is_bounded_and_used_again(rig: Callable[..., Rig]) -> 
     for seed in range(14, 18):
         first.run(prompt(seed, 300))
     assert len(saver._free) < 4 * 9
+
+
+def computed_blocks(rig: Rig) -> list[Any]:
+    """Hashes that vLLM itself announced, of its own cache."""
+    return [
+        block_hash
+        for event in rig.events
+        if isinstance(event, BlockStored) and event.medium == "GPU"
+        for block_hash in event.block_hashes
+    ]
+
+
+def test_routers_hear_of_what_all_ranks_saved(rig: Callable[..., Rig]) -> None:
+    """vLLM publishes with a step, so the last saves are told with the next request."""
+    tokens, other = prompt(20, 300), prompt(21, 40)
+    first = rig()
+    first.run(tokens)
+    first.run(other)
+    told = first.announced()
+    hashes = computed_blocks(first)[:9]
+    assert set(hashes) <= told.keys()
+    told = {block_hash: told[block_hash] for block_hash in hashes}
+    covered: list[int] = []
+    for event in dict.fromkeys(told.values()):
+        assert event.parent_block_hash == (hashes[len(covered) // BLOCK - 1] if covered else None)
+        assert len(event.token_ids) == len(event.block_hashes) * BLOCK == len(event.extra_keys) * BLOCK
+        covered += event.token_ids
+    assert covered == tokens[:288]
+    assert {(e.block_size, e.locality, e.ownership) for e in told.values()} == {(BLOCK, "LOCAL", "kvstored")}
+
+    second = rig()
+    second.run(tokens)
+    assert second.announced().keys() >= told.keys(), "and of what an engine finds"
+
+
+def test_routers_do_not_hear_of_what_one_rank_saved(rig: Callable[..., Rig]) -> None:
+    tokens = prompt(22, 300)
+    first = rig()
+    room = first.workers[1].worker_side._room
+    first.workers[1].worker_side._room = lambda metadata: []
+    first.run(tokens)
+    first.run(prompt(23, 40))
+    assert not first.announced()
+    first.workers[1].worker_side._room = room
+    assert first.scheduler.reset_prefix_cache()
+    first.run(tokens)
+    first.run(prompt(24, 40))
+    assert first.announced().keys() >= set(computed_blocks(first)[:9])
+
+
+def test_routers_hear_of_what_is_gone(rig: Callable[..., Rig]) -> None:
+    """Found by the lookup; and by a rank, behind a lookup that found it."""
+    tokens = prompt(25, 300)
+    first = rig()
+    first.run(tokens)
+    keys = first.keys
+    first.run(prompt(26, 40))
+    hashes = computed_blocks(first)[:9]
+    namespace = first.workers[0].worker_side._link._namespace
+    assert namespace.forget(keys=keys[4:5]) == 1
+    assert first.scheduler.reset_prefix_cache()
+    assert first.run(tokens) == 4 * BLOCK
+    removed = [event.block_hashes for event in first.events if isinstance(event, BlockRemoved)]
+    assert [hashes[4]] in removed
+    first.run(prompt(27, 40))
+    assert set(hashes) <= first.announced().keys(), "it was computed and saved again"
+
+    assert first.scheduler.reset_prefix_cache()
+    side = first.scheduler.connector.scheduler_side
+    forgotten = []
+
+    def forget_once() -> None:
+        if side._loading and not forgotten:
+            for lookup in side._loading.values():
+                lookup.end()
+            forgotten.append(namespace.forget(keys=keys[2:3]))
+
+    before = len(first.events)
+    first.run(tokens, between=forget_once)
+    assert forgotten == [1]
+    said = [event.block_hashes for event in first.events[before:] if isinstance(event, BlockRemoved)]
+    assert [hashes[2]] in said
+
+
+def test_routers_hear_of_a_reset(rig: Callable[..., Rig]) -> None:
+    tokens = prompt(28, 300)
+    first = rig()
+    first.run(tokens)
+    first.run(prompt(29, 40))
+    assert first.announced()
+    assert first.scheduler.reset_prefix_cache(reset_connector=True)
+    first.run(prompt(30, 40))
+    assert not first.announced().keys() & set(computed_blocks(first)[:9])
+    first.run(tokens)
+    first.run(prompt(31, 40))
+    assert set(computed_blocks(first)[:9]) <= first.announced().keys()

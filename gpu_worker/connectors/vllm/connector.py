@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvstore.gpu_worker.connectors.vllm.identity import check_settings, group_of
 from kvstore.gpu_worker.connectors.vllm.link import Link
-from kvstore.gpu_worker.connectors.vllm.metadata import RankLayout, StepMetadata
+from kvstore.gpu_worker.connectors.vllm.metadata import RankLayout, RankReport, StepMetadata
 from kvstore.gpu_worker.connectors.vllm.scheduler import SchedulerSide
 from kvstore.gpu_worker.connectors.vllm.settings import Settings
 from kvstore.gpu_worker.connectors.vllm.stats import KVStorePromMetrics, KVStoreStats
@@ -97,6 +100,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         self.scheduler_side.loaded(connector_output.finished_recving or set())
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, RankReport):
+            self.scheduler_side.reported(report)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        events = self.scheduler_side.events
+        return events.take() if events is not None else ()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self.scheduler_side.finished(request)
@@ -152,6 +162,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker_side.take_failed()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker_side.changes.take()
 
     # ------------------------------------------------------------------------------------------------------- both
 

@@ -18,12 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from kvstore.gpu_worker.connectors.vllm.blocks import PagedBlocks
-from kvstore.gpu_worker.connectors.vllm.metadata import Load
+from kvstore.gpu_worker.connectors.vllm.lookups import lost_key
+from kvstore.gpu_worker.connectors.vllm.metadata import Changes, Load
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
 from kvstore.types import KEYS_PER_REQUEST_MAX
 
 if TYPE_CHECKING:
-    from kvstore.client import Namespace
+    from kvstore.client import Namespace, ReadLease
     from kvstore.gpu_worker.connectors.vllm.link import Link
     from kvstore.layout import NamespaceSpec
 
@@ -78,11 +79,14 @@ class LayerLoad:
 
 
 class Loader:
-    def __init__(self, link: Link, blocks: PagedBlocks, shard: int, tally: Tally, *, load_s: float) -> None:
+    def __init__(
+        self, link: Link, blocks: PagedBlocks, shard: int, tally: Tally, changes: Changes, *, load_s: float
+    ) -> None:
         self._link = link
         self._blocks = blocks
         self._shard = shard
         self._tally = tally
+        self._changes = changes
         self._load_s = load_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-loader")
         self._lock = threading.Lock()
@@ -146,8 +150,13 @@ class Loader:
                         return whole
                     whole += len(numbers)
                 if lease.hits < len(keys):
+                    self._lost(namespace, lease)
                     return whole
         return whole
+
+    def _lost(self, namespace: Namespace, lease: ReadLease) -> None:
+        if (key := lost_key(lease)) is not None:
+            self._changes.add(namespace.spec, (key,))
 
     def _count(self, load: Load, whole: int, begun: float) -> None:
         self._tally.add(
@@ -187,6 +196,7 @@ class Loader:
             return False
         with namespace.read(keys, shards=(self._shard,), timeout_s=left_s) as lease:
             if lease.hits < len(keys):
+                self._lost(namespace, lease)
                 return False
             for layer in range(len(self._blocks.layers)):
                 if not layers.begin_layer():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
-from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason
 
 if TYPE_CHECKING:
     from kvstore.client import Namespace
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 THREADS = 2
 WAITING_MAX = 1024
 """Lookups that wait for a thread; the store is not asked about more."""
+LOST = frozenset(
+    {
+        *(Reason.NEVER_SEEN, Reason.EVICTED, Reason.EXPIRED, Reason.CORRUPT, Reason.INCOMPLETE),
+        *(Reason.TRUNCATED, Reason.FORGOTTEN, Reason.OLD_EPOCH),
+    }
+)
+"""Reasons of misses that last until somebody saves the chunk anew."""
 log = logging.getLogger(__name__)
 
 
@@ -41,6 +48,10 @@ class Lookup:
         """Digest of the request's adapter (b"": none); None: not known, so nothing of it can be named."""
         self.hits = 0
         """Leading keys that are in the store, pinned."""
+        self.lost: ChunkKey | None = None
+        """The first key behind them, when the store does not have it."""
+        self.told = False
+        """Whether routers know."""
         self.preemptions = 0
         """How often the request had been preempted when it was asked about."""
         self.local = 0
@@ -50,10 +61,15 @@ class Lookup:
         self._leases: list[ReadLease] = []
 
     def settle(
-        self, leases: list[ReadLease], hits: int, keys: Sequence[ChunkKey], adapter: bytes | None
+        self,
+        leases: list[ReadLease],
+        hits: int,
+        keys: Sequence[ChunkKey],
+        adapter: bytes | None,
+        lost: ChunkKey | None = None,
     ) -> None:
         with self._lock:
-            self.keys, self.adapter, self.hits = tuple(keys), adapter, hits
+            self.keys, self.adapter, self.hits, self.lost = tuple(keys), adapter, hits, lost
             self.done = True
             if not self._ended:
                 self._leases, leases = leases, []
@@ -113,6 +129,7 @@ class Lookups:
     ) -> None:
         leases: list[ReadLease] = []
         hits = 0
+        lost: ChunkKey | None = None
         keys: list[ChunkKey] = []
         digest: bytes | None = None
         try:
@@ -121,22 +138,32 @@ class Lookups:
             left_s = max(0.0, lookup.deadline - time.monotonic())
             namespace = self._link.namespace(spec, left_s) if spec is not None and keys else None
             if namespace is not None:
-                hits = _read(namespace, keys, lookup.deadline, leases)
+                hits, lost = _read(namespace, keys, lookup.deadline, leases)
         except Exception as error:
             # An adapter that cannot be told, or our bug: the request is computed either way, and the thread lives on.
             log.warning("a request is computed without the store: %s", error, exc_info=not _expected(error))
         finally:
             with self._lock:
                 self._waiting -= 1
-            lookup.settle(leases, hits, keys, digest)
+            lookup.settle(leases, hits, keys, digest, lost)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 
-def _read(namespace: Namespace, keys: Sequence[ChunkKey], deadline: float, leases: list[ReadLease]) -> int:
-    """How many leading keys are hits; they are pinned by `leases`. Waits for what is on its way, until the deadline."""
+def lost_key(lease: ReadLease) -> ChunkKey | None:
+    """The key behind the lease's hits, if the store said that it does not have it."""
+    gone = lease.hits < len(lease.keys) and lease.reasons[lease.hits] in LOST
+    return lease.keys[lease.hits] if gone else None
+
+
+def _read(
+    namespace: Namespace, keys: Sequence[ChunkKey], deadline: float, leases: list[ReadLease]
+) -> tuple[int, ChunkKey | None]:
+    """How many leading keys are hits; they are pinned by `leases`. Waits for what is on its way, until the deadline.
+    And `lost_key`."""
     hits = 0
+    lost: ChunkKey | None = None
     for start in range(0, len(keys), KEYS_PER_REQUEST_MAX):
         part = keys[start : start + KEYS_PER_REQUEST_MAX]
         lease = _read_part(namespace, part, deadline)
@@ -146,8 +173,9 @@ def _read(namespace: Namespace, keys: Sequence[ChunkKey], deadline: float, lease
         else:
             lease.release()
         if lease.hits < len(part):
+            lost = lost_key(lease)
             break
-    return hits
+    return hits, lost
 
 
 def _read_part(namespace: Namespace, keys: Sequence[ChunkKey], deadline: float) -> ReadLease:

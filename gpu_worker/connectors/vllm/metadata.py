@@ -1,12 +1,15 @@
-"""What the scheduler's side tells the ranks in each step, and what each rank tells it once. Pickled by vLLM."""
+"""What the scheduler's side tells the ranks in each step, and what the ranks tell it. Pickled by vLLM."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
 )
 
 from kvstore.layout import NamespaceSpec
@@ -67,3 +70,43 @@ class RankLayout(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     @property
     def shard_bytes(self) -> int:
         return sum(layer.slice_bytes for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What became of some chunks of a namespace."""
+
+    spec: NamespaceSpec
+    keys: tuple[ChunkKey, ...]
+    shard: int | None = None
+    """This shard of each is in the store; None: the chunks are lost."""
+
+
+@dataclass
+class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Changes since the report before; of one rank, or of all."""
+
+    changes: list[Change] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
+        assert isinstance(other, RankReport), other
+        return RankReport(self.changes + other.changes)
+
+
+class Changes:
+    """Collected by a rank's threads until the next report, where KV events are wanted."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+        self._lock = threading.Lock()
+        self._changes: list[Change] = []
+
+    def add(self, spec: NamespaceSpec, keys: Sequence[ChunkKey], shard: int | None = None) -> None:
+        if self._wanted and keys:
+            with self._lock:
+                self._changes.append(Change(spec, tuple(keys), shard))
+
+    def take(self) -> RankReport | None:
+        with self._lock:
+            changes, self._changes = self._changes, []
+        return RankReport(changes) if changes else None

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import StoreError
+from kvstore.gpu_worker.connectors.vllm.metadata import Changes
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
 from kvstore.types import ChunkKey, GrantResult
 
@@ -50,6 +51,7 @@ class Saver:
         shard_bytes: int,
         shard: int,
         tally: Tally,
+        changes: Changes,
         *,
         queue_bytes: int,
         save_s: float,
@@ -60,6 +62,7 @@ class Saver:
         self._shard_bytes = shard_bytes
         self._shard = shard
         self._tally = tally
+        self._changes = changes
         self._save_s = save_s
         self._maker = maker
         self._left = queue_bytes // shard_bytes
@@ -158,6 +161,12 @@ class Saver:
             for index in write.granted:
                 np.copyto(write.buffer(index), batch[index].shard)
             outcome = write.commit(timeout_s=self._save_s)
+        there = [
+            copied.key
+            for copied, result in zip(batch, write.results, strict=True)
+            if result is GrantResult.ALREADY or (result is GrantResult.GRANTED and outcome.ok)
+        ]
+        self._changes.add(namespace.spec, there, self._shard)
         already = sum(result in ALREADY for result in write.results)
         saved = len(write.granted) if outcome.ok else 0
         if not outcome.ok:

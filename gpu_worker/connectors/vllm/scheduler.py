@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvstore.gpu_worker.connectors.vllm.events import Events, events_wanted
 from kvstore.gpu_worker.connectors.vllm.identity import (
     adapted_key,
     adapter_digest,
@@ -26,7 +27,7 @@ from kvstore.gpu_worker.connectors.vllm.identity import (
 )
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.lookups import Lookup, Lookups
-from kvstore.gpu_worker.connectors.vllm.metadata import Load, RankLayout, Save, StepMetadata
+from kvstore.gpu_worker.connectors.vllm.metadata import Load, RankLayout, RankReport, Save, StepMetadata
 from kvstore.gpu_worker.connectors.vllm.settings import Settings
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
 from kvstore.keys import ROOT
@@ -76,6 +77,7 @@ class SchedulerSide:
         self._spec: NamespaceSpec | None = None
         self._spec_to_send: NamespaceSpec | None = None
         self.tally = Tally()
+        self.events = Events(block_tokens) if events_wanted(config) else None
 
     # ------------------------------------------------------------------------------------------------- namespace
 
@@ -95,6 +97,8 @@ class SchedulerSide:
         self._resets += 1
         self.tally.add(resets=1)
         self._use(reset_spec(self._base, self._owner, self._resets))
+        if self.events is not None:
+            self.events.reset()
         for tracked in self._requests.values():
             self._end_lookup(tracked)
             # Not one that still waits: its KV is yet to be computed.
@@ -130,6 +134,7 @@ class SchedulerSide:
             tracked.tried = request.num_preemptions  # computed; not asked again in the next step
             self._end_lookup(tracked)
             return 0, False
+        self._tell(request, lookup)
         local, rest = divmod(num_computed_tokens, self._block_tokens)
         assert rest == 0, f"vLLM asks about {num_computed_tokens} tokens, blocks have {self._block_tokens}"
         # At least one token is left to compute: its logits are what the request is for.
@@ -139,6 +144,15 @@ class SchedulerSide:
             return 0, False
         lookup.local = local
         return tokens, not self._settings.layerwise
+
+    def _tell(self, request: Any, lookup: Lookup) -> None:
+        """Routers, what was found and what was not."""
+        if self.events is None or lookup.told:
+            return
+        lookup.told = True
+        self.events.found(request, 0, lookup.keys[: lookup.hits])
+        if lookup.lost is not None:
+            self.events.lost((lookup.lost,))
 
     def _look_up(self, tracked: Tracked) -> Lookup:
         request = tracked.request
@@ -263,6 +277,8 @@ class SchedulerSide:
                 before=tuple(tracked.blocks[:first]) if self._settings.layerwise else (),
             )
         )
+        if self.events is not None:
+            self.events.saving(request, first, tracked.keys[first:full])
         tracked.saved = full
 
     def _adapter(self, tracked: Tracked) -> bytes | None:
@@ -277,6 +293,18 @@ class SchedulerSide:
         for name in requests:
             if (lookup := self._loading.pop(name, None)) is not None:
                 lookup.end()
+
+    def reported(self, report: RankReport) -> None:
+        """What became of chunks, as their ranks say."""
+        if self.events is None or self._spec is None:
+            return
+        for change in report.changes:
+            if change.spec != self._spec:
+                continue  # of before a reset
+            if change.shard is None:
+                self.events.lost(change.keys)
+            else:
+                self.events.saved(change.keys, change.shard, self._spec.shard_count)
 
     def finished(self, request: Any) -> None:
         """Also of aborted requests. A load under way ends by itself; vLLM keeps its blocks until it is reported."""

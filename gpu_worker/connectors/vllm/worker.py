@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from kvstore.gpu_worker.connectors.vllm.blocks import PagedBlocks
+from kvstore.gpu_worker.connectors.vllm.events import events_wanted
 from kvstore.gpu_worker.connectors.vllm.identity import backend_of, group_of, replicas_of, vllm_version
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.loader import LayerLoad, Loader
-from kvstore.gpu_worker.connectors.vllm.metadata import RankLayout, Save, StepMetadata
+from kvstore.gpu_worker.connectors.vllm.metadata import Changes, RankLayout, Save, StepMetadata
 from kvstore.gpu_worker.connectors.vllm.saver import Copied, Saver, Shard
 from kvstore.gpu_worker.connectors.vllm.settings import Settings
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
@@ -31,6 +32,7 @@ class WorkerSide:
         self._settings = settings
         self._link = link
         self.tally = Tally()
+        self.changes = Changes(events_wanted(config))
         self.layout: RankLayout | None = None
         self._spec: NamespaceSpec | None = None
         self.blocks: PagedBlocks | None = None
@@ -59,13 +61,16 @@ class WorkerSide:
         stage, rank = divmod(parallel.rank % (width * parallel.pipeline_parallel_size), width)
         shard = stage * (width // replicas) + rank // replicas
         settings = self._settings
-        self._loader = Loader(self._link, self.blocks, shard, self.tally, load_s=settings.load_ms / 1000)
+        self._loader = Loader(
+            self._link, self.blocks, shard, self.tally, self.changes, load_s=settings.load_ms / 1000
+        )
         if rank % replicas == 0:
             self.saver = Saver(
                 self._link,
                 self.blocks.shard_bytes,
                 shard,
                 self.tally,
+                self.changes,
                 queue_bytes=settings.save_queue_bytes,
                 save_s=settings.save_ms / 1000,
                 maker=_maker(parallel.rank),
