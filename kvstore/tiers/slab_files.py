@@ -35,7 +35,7 @@ class SlabFile:
         """Generation by slot: written since the last sync began."""
         self.lost: dict[int, int] = {}
         """Generation by slot: written before a sync that failed."""
-        weakref.finalize(self, disk.close, fd).atexit = False
+        weakref.finalize(self, _close, disk, fd).atexit = False
 
     @property
     def bytes(self) -> int:
@@ -229,3 +229,11 @@ class SlabFiles:
                         if self._slabs[place.slab].lost.get(place.slot) == place.generation:
                             return place
         return None
+
+
+def _close(disk: Disk, fd: int) -> None:
+    """It is closed in any case. What it may report is of writes that no sync has covered: nobody counts on those."""
+    try:
+        disk.close(fd)
+    except OSError as problem:
+        log.warning("a slab file's close reports: %s", describe(problem))
