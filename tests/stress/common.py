@@ -21,6 +21,7 @@ import numpy as np
 
 from kvstore.client import Client, Namespace, connect
 from kvstore.client.lease import ReadLease
+from kvstore.errors import Unavailable
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.ports import TEST_FAULTS
 from kvstore.types import ChunkKey, Outcome
@@ -84,7 +85,16 @@ def until(what: Callable[[], Any], why: str, bound_s: float = BOUND_S) -> Any:
 
 
 def client_of(run_dir: Path) -> Client:
-    return connect(str(run_dir), timeout_s=BOUND_S / 4, staging_bytes=2 << 20)
+    """Of a daemon that may be starting still."""
+
+    def attempt() -> Client | None:
+        try:
+            return connect(str(run_dir), timeout_s=BOUND_S / 4, staging_bytes=2 << 20)
+        except Unavailable:
+            return None
+
+    client: Client = until(attempt, "the daemon does not start")
+    return client
 
 
 class Weather:

@@ -701,7 +701,7 @@ def main() -> int:
                 shown = ", ".join(f"{value} {name}" for name, value in counts.items() if value)
                 print(f"round {len(took)}, life {number} ({life.name}), {kind}: {shown}", flush=True)
             totals["reads under load"] += life.end()
-        except (Wrong, Hang, AssertionError) as problem:
+        except (Wrong, Hang, StoreError, subprocess.SubprocessError) as problem:
             hangs += isinstance(problem, Hang)
             failure = f"{type(problem).__name__}: {problem}"
             print(f"seed {seed}, life {number}, round {len(took) + 1}: {failure}", flush=True)
