@@ -16,17 +16,16 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import grpc
-import grpc.aio
 import numpy as np
 import xxhash
 
-from kvstore import memory, requests, wire
+from kvstore import memory, requests, rpc, wire
 from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.errors import BadRequest, DeadlineExceeded, Exhausted, Precondition
 from kvstore.layout import CHUNK_TOKENS_MAX
-from kvstore.service import REQUEST_TIMEOUT_S, Context, Handlers, Service, answering, write
+from kvstore.rpc import Context, Handlers
+from kvstore.service import REQUEST_TIMEOUT_S, Service
 from kvstore.types import (
     GrantResult,
     NamespaceId,
@@ -64,15 +63,14 @@ class BytesService:
     def handlers(self) -> Handlers:
         return Handlers(
             {
-                f"/{BYTES_SERVICE}/Get": grpc.unary_stream_rpc_method_handler(answering(self._get, "Get")),
-                f"/{BYTES_SERVICE}/Put": grpc.stream_unary_rpc_method_handler(answering(self._put, "Put")),
+                f"/{BYTES_SERVICE}/Get": self._service.method(self._get, "Get"),
+                f"/{BYTES_SERVICE}/Put": self._service.method(self._put, "Put"),
             }
         )
 
     # ----------------------------------------------------------------------------------------------------- get
 
-    async def _get(self, raw: bytes, context: Context) -> None:
-        caller = self._service.caller(context)
+    async def _get(self, caller: WorkerId, raw: bytes, context: Context) -> None:
         self._service.check_not_draining()
         message = wire.parse(bytes_pb2.GetRequest, raw)
         namespace = requests.namespace_id(message.namespace_id)
@@ -91,7 +89,7 @@ class BytesService:
                 shard_bytes=[extent.length for extent in lease.extents],
                 checksum=[extent.checksum for extent in lease.extents],
             )
-            await self._write(context, first.SerializeToString())
+            await rpc.write(context, first.SerializeToString(), self._service.peer_timeout_s)
             checked_at = time.monotonic()
             for extent in lease.extents:
                 for start in range(0, extent.length, frame_bytes):
@@ -102,7 +100,7 @@ class BytesService:
                     piece = self._loop.arena.view(
                         extent.segment, extent.offset + start, min(frame_bytes, extent.length - start)
                     )
-                    await self._write(context, payload_frame(piece.data))
+                    await rpc.write(context, payload_frame(piece.data), self._service.peer_timeout_s)
 
     async def _renew(self, guest: WorkerId, lease: events.Acquired) -> None:
         renewed: events.Renewed = await self._ask(events.Renew(Ticket(guest), (lease.lease,)))
@@ -111,17 +109,11 @@ class BytesService:
                 "the lease ended while the bytes were being sent", remedy="drop them and get again"
             )
 
-    async def _write(self, context: Context, frame: bytes) -> None:
-        await write(context, frame, self._service.peer_timeout_s)
-
     # ----------------------------------------------------------------------------------------------------- put
 
-    async def _put(self, _: Any, context: Context) -> bytes:
-        caller = self._service.caller(context)
+    async def _put(self, caller: WorkerId, raw: bytes, context: Context) -> bytes:
+        """`raw` is the first frame."""
         self._service.check_not_draining()
-        raw = await self._read(context)
-        if raw is None:
-            raise BadRequest("the stream ended before its first frame", field="frames", value=0)
         first = wire.parse(bytes_pb2.PutFrame, raw)
         namespace = requests.namespace_id(first.namespace_id)
         key = requests.chunk_keys("key", (first.key,))
@@ -214,21 +206,12 @@ class BytesService:
                 offset += len(piece)
                 if offset == sizes[index]:
                     index, offset = index + 1, 0
-            raw = await self._read(context)
+            raw = await rpc.read(context, self._service.peer_timeout_s)
             if raw is None:
                 break
             payload = payload_of(raw)
         if received < total:
             raise BadRequest(f"the chunk has {total} bytes", field="payload", value=f"{received} bytes")
-
-    async def _read(self, context: Context) -> bytes | None:
-        """The next frame; None at the end."""
-        timeout_s = self._service.peer_timeout_s
-        try:
-            raw = await asyncio.wait_for(context.read(), timeout_s)
-        except TimeoutError:
-            raise DeadlineExceeded(f"no frame came for {timeout_s:g} s") from None
-        return None if raw is grpc.aio.EOF else raw
 
     # -------------------------------------------------------------------------------------------------- guests
 

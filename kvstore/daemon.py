@@ -32,7 +32,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import numpy.typing as npt
-from grpc_reflection.v1alpha import reflection
 from prometheus_client.core import Metric
 
 from kvstore import __version__
@@ -52,6 +51,7 @@ from kvstore.loop import Loop
 from kvstore.memory import fix_mmap_threshold, memory_limit_bytes
 from kvstore.metrics import MetricsServer, families
 from kvstore.ports import disk_from_environment
+from kvstore.reflection import Reflection
 from kvstore.service import HINTS_SERVICE, STATS_SERVICE, STORE_SERVICE, Service
 from kvstore.tiers import ssd
 from kvstore.tiers.arena import Arena, Staging
@@ -371,13 +371,13 @@ class Daemon:
             ],
         )
         bytes_service = BytesService(self._service, self._numbers)
-        server.add_generic_rpc_handlers(
-            (self._service.handlers(), bytes_service.handlers(), self._health.handlers())
-        )
         names = (STORE_SERVICE, HINTS_SERVICE, STATS_SERVICE, BYTES_SERVICE)
         for name in names:
             self._health.set(name, SERVING)
-        reflection.enable_server_reflection((*names, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+        shown = Reflection((*names, HEALTH_SERVICE), peer_timeout_s=self._service.peer_timeout_s)
+        server.add_generic_rpc_handlers(
+            tuple(part.handlers() for part in (self._service, bytes_service, self._health, shown))
+        )
         self._bind(server, self._grpc_target, field="run_dir")
         self._directory.open_to_peers(self.config.grpc_socket)
         if self._tcp is not None:

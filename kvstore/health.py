@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import grpc
 from grpc_health.v1 import health_pb2
 
-from kvstore import wire
-from kvstore.errors import Exhausted, NotFound
-from kvstore.service import Context, Handlers, answering, write
+from kvstore import rpc, wire
+from kvstore.errors import BadRequest, NotFound
+from kvstore.rpc import Context, Handlers, Places
 
 SERVICE = "grpc.health.v1.Health"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-WATCHERS_MAX = 64
+CALLS_MAX = 64
+"""Checks, and watches, at one time: nobody who asks has to say who it is."""
+READS_MAX = 8
 
 
 class Health:
@@ -32,6 +33,7 @@ class Health:
         self._status: dict[str, int] = {"": SERVING}
         self._watchers: set[asyncio.Event] = set()
         self._ending = False
+        self._places = Places(calls_max=CALLS_MAX, reads_max=READS_MAX)
 
     def __repr__(self) -> str:
         return f"Health({self._status}, {len(self._watchers)} watchers)"
@@ -39,8 +41,8 @@ class Health:
     def handlers(self) -> Handlers:
         return Handlers(
             {
-                f"/{SERVICE}/Check": grpc.unary_unary_rpc_method_handler(answering(self._check, "Check")),
-                f"/{SERVICE}/Watch": grpc.unary_stream_rpc_method_handler(answering(self._watch, "Watch")),
+                f"/{SERVICE}/Check": rpc.stream(self._check, "Check"),
+                f"/{SERVICE}/Watch": rpc.stream(self._watch, "Watch"),
             }
         )
 
@@ -48,42 +50,48 @@ class Health:
         """Ignored once the daemon is ending."""
         if not self._ending:
             self._status[service] = status
-            self._tell()
+            self._changed()
 
     def end(self) -> None:
         """NOT_SERVING, for good."""
         self._ending = True
         self._status = dict.fromkeys(self._status, NOT_SERVING)
-        self._tell()
+        self._changed()
 
-    def _tell(self) -> None:
+    def _changed(self) -> None:
         for changed in self._watchers:
             changed.set()
 
-    async def _check(self, raw: bytes, _: Context) -> bytes:
-        service = wire.parse(health_pb2.HealthCheckRequest, raw).service
-        if service not in self._status:
-            raise NotFound("no such service here", field="service", value=service)
-        return _reply(self._status[service])
+    async def _check(self, _: Any, context: Context) -> None:
+        with self._places.taken("Check") as reading:
+            service = await self._asked(context, reading)
+            if service not in self._status:
+                raise NotFound("no such service here", field="service", value=service)
+            await self._tell(context, self._status[service])
 
-    async def _watch(self, raw: bytes, context: Context) -> None:
-        service = wire.parse(health_pb2.HealthCheckRequest, raw).service
-        if len(self._watchers) >= WATCHERS_MAX:
-            raise Exhausted(f"{WATCHERS_MAX} callers watch already", remedy="ask with Check")
-        changed = asyncio.Event()
-        self._watchers.add(changed)
-        told: int | None = None
-        try:
-            while True:
-                changed.clear()
-                status = self._status.get(service, UNKNOWN)
-                if status != told:
-                    await write(context, _reply(status), self._peer_timeout_s)
-                    told = status
-                await changed.wait()
-        finally:
-            self._watchers.discard(changed)
+    async def _watch(self, _: Any, context: Context) -> None:
+        with self._places.taken("Watch") as reading:
+            service = await self._asked(context, reading)
+            changed = asyncio.Event()
+            self._watchers.add(changed)
+            told: int | None = None
+            try:
+                while True:
+                    changed.clear()
+                    status = self._status.get(service, UNKNOWN)
+                    if status != told:
+                        await self._tell(context, status)
+                        told = status
+                    await changed.wait()
+            finally:
+                self._watchers.discard(changed)
 
+    async def _asked(self, context: Context, reading: asyncio.Semaphore) -> str:
+        raw = await rpc.read(context, self._peer_timeout_s, reading)
+        if raw is None:
+            raise BadRequest("the call ended before its request", field="message", value="absent")
+        return wire.parse(health_pb2.HealthCheckRequest, raw).service
 
-def _reply(status: Any) -> bytes:
-    return health_pb2.HealthCheckResponse(status=status).SerializeToString()
+    async def _tell(self, context: Context, status: Any) -> None:
+        reply = health_pb2.HealthCheckResponse(status=status)
+        await rpc.write(context, reply.SerializeToString(), self._peer_timeout_s)

@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from kvstore import __version__, requests, wire
+from kvstore import __version__, requests, rpc, wire
 from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.errors import (
@@ -36,6 +36,7 @@ from kvstore.errors import (
 from kvstore.logs import fields
 from kvstore.loop import Loop, Push, monotonic_ms
 from kvstore.requests import Call
+from kvstore.rpc import INTERNAL, Context, Handlers, Places
 from kvstore.types import WorkerId
 from kvstore.v1 import stats_pb2, store_pb2
 
@@ -53,101 +54,27 @@ FINISH_TIMEOUT_S = 5.0
 """How long the answers of a stream that the peer half-closed may take."""
 LAST_WRITE_TIMEOUT_S = 1.0
 """How long the message that is on its way when a stream ends may take, before the stream's status."""
-STATUS_TIMEOUT_S = 5.0
-"""How long a peer may take to accept the status of its call; after that it gets none."""
 PEER_TIMEOUT_S = 30.0
 """How long a peer may take to accept a message, unless the configuration says otherwise."""
+CALLS_PER_WORKER_MAX = 512
+READS_PER_WORKER_MAX = 16
+"""Requests of one worker that are being received: each may have message_bytes_max."""
+STRANGERS_MAX = 256
+"""Attach streams that have not said who they are; each may do so in HELLO_TIMEOUT_S."""
 OUTSTANDING_MAX = 1_024
 PUSHES_MAX = 1_024
-DETAILS_MAX = 1_500
-"""Characters of a status' details: headers that are longer than 8 KiB are refused by peers."""
 WATCHERS_MAX = 64
 WATCH_INTERVAL_MS_MIN = 100
 WATCH_INTERVAL_MS_MAX = 3_600_000
 
-INTERNAL = "internal error in the daemon; its log has the details"
-
-STATUS = {code.value[0]: code for code in grpc.StatusCode}
-"""By number: the numbers of errors.Code are those of gRPC."""
-
 STARTS_SOMETHING = frozenset({events.Open, events.Match, events.Acquire, events.Reserve})
 """Refused while the daemon drains; whatever ends something goes on."""
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Answer = Callable[[WorkerId, bytes, Context], Awaitable[bytes | None]]
+"""Of a method with one request, or whose first message says it all: (caller, that message, context) -> the reply, or
+None where it has written its replies itself."""
 Identify = Callable[[bytes], WorkerId | None]
 """The worker that a token belongs to: `DescriptorServer.worker_of`."""
-
-
-class Handlers(grpc.GenericRpcHandler):
-    """Method handlers by full name; messages pass as bytes."""
-
-    def __init__(self, methods: dict[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
-        self._methods = methods
-
-    def service(
-        self, handler_call_details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        return self._methods.get(handler_call_details.method)
-
-
-class NotAccepted(DeadlineExceeded):
-    """`pending` still runs, and a status that is sent beside a message is lost: see `answering`."""
-
-    def __init__(self, pending: asyncio.Future[None], timeout_s: float) -> None:
-        super().__init__(f"no message was accepted for {timeout_s:g} s", remedy="read what the daemon sends")
-        self.pending = pending
-
-
-async def write(context: Context, data: bytes, timeout_s: float) -> None:
-    """Send a message. Raises NotAccepted when the peer does not take it in time."""
-    pending = asyncio.ensure_future(context.write(data))
-    try:
-        accepted, _ = await asyncio.wait((pending,), timeout=timeout_s)
-    except asyncio.CancelledError:
-        pending.cancel()
-        raise
-    if not accepted:
-        raise NotAccepted(pending, timeout_s)
-    pending.result()
-
-
-async def abort(context: Context, error: StoreError) -> None:
-    """End the call with the error's status, text and Error message. Raises what gRPC raises to leave a handler."""
-    ending = asyncio.ensure_future(
-        context.abort(STATUS[error.code.value], str(error)[:DETAILS_MAX], wire.error_metadata(error))
-    )
-    try:
-        told, _ = await asyncio.wait((ending,), timeout=STATUS_TIMEOUT_S)
-        if told:
-            ending.result()
-        raise asyncio.CancelledError  # as when the peer is gone: it takes nothing, not even this
-    finally:
-        ending.cancel()
-
-
-def answering(
-    handler: Callable[[Any, Context], Awaitable[Any]], name: str
-) -> Callable[[Any, Context], Awaitable[Any]]:
-    """`handler` with its StoreErrors turned into statuses; anything else is a bug: logged, and INTERNAL to the peer."""
-
-    async def answer(request: Any, context: Context) -> Any:
-        try:
-            return await handler(request, context)
-        except NotAccepted as problem:
-            error = problem
-            # All that the call held is given back by now. Should the peer read on, it is told why the call ended.
-            await asyncio.wait((problem.pending,), timeout=STATUS_TIMEOUT_S)
-            problem.pending.cancel()
-        except StoreError as problem:
-            error = problem
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except Exception:
-            log.exception("a handler failed", extra=fields(call=name))
-            error = StoreError(INTERNAL)
-        await abort(context, error)
-
-    return answer
 
 
 class Service:
@@ -173,6 +100,8 @@ class Service:
         self._anonymous = anonymous
         self._streams: dict[WorkerId, AttachStream] = {}
         self._watchers = 0
+        self._strangers = 0
+        self._places = Places(calls_max=CALLS_PER_WORKER_MAX, reads_max=READS_PER_WORKER_MAX)
 
     def __repr__(self) -> str:
         return f"Service(streams={len(self._streams)}, watchers={self._watchers}, draining={self.draining})"
@@ -189,22 +118,27 @@ class Service:
             (STATS_SERVICE, requests.STATS_CALLS),
         ):
             for name, call in calls.items():
-                methods[f"/{service}/{name}"] = grpc.unary_unary_rpc_method_handler(
-                    answering(self._unary(call), name)
-                )
-        methods[f"/{STORE_SERVICE}/Attach"] = grpc.stream_stream_rpc_method_handler(
-            answering(self._attach, "Attach")
-        )
-        methods[f"/{STATS_SERVICE}/GetStats"] = grpc.unary_unary_rpc_method_handler(
-            answering(self._get_stats, "GetStats")
-        )
-        methods[f"/{STATS_SERVICE}/ListNamespaces"] = grpc.unary_unary_rpc_method_handler(
-            answering(self._list_namespaces, "ListNamespaces")
-        )
-        methods[f"/{STATS_SERVICE}/WatchStats"] = grpc.unary_stream_rpc_method_handler(
-            answering(self._watch_stats, "WatchStats")
-        )
+                methods[f"/{service}/{name}"] = self.method(self._unary(call), name)
+        methods[f"/{STORE_SERVICE}/Attach"] = rpc.stream(self._attach, "Attach")
+        methods[f"/{STATS_SERVICE}/GetStats"] = self.method(self._get_stats, "GetStats")
+        methods[f"/{STATS_SERVICE}/ListNamespaces"] = self.method(self._list_namespaces, "ListNamespaces")
+        methods[f"/{STATS_SERVICE}/WatchStats"] = self.method(self._watch_stats, "WatchStats")
         return Handlers(methods)
+
+    def method(self, answer: Answer, name: str) -> grpc.RpcMethodHandler[Any, Any]:
+        """Everything but Attach: the caller is known by its token before anything of its request is taken."""
+
+        async def serve(_: Any, context: Context) -> None:
+            worker = self.caller(context)
+            with self._places.taken(worker) as reading:
+                raw = await rpc.read(context, self.peer_timeout_s, reading)
+                if raw is None:
+                    raise BadRequest("the call ended before its request", field="message", value="absent")
+                reply = await answer(worker, raw, context)
+                if reply is not None:
+                    await rpc.write(context, reply, self.peer_timeout_s)
+
+        return rpc.stream(serve, name)
 
     # ------------------------------------------------------------------------------------------------ identity
 
@@ -238,28 +172,25 @@ class Service:
 
     # --------------------------------------------------------------------------------------------------- unary
 
-    def _unary(self, call: Call) -> Callable[[Any, Context], Awaitable[bytes]]:
+    def _unary(self, call: Call) -> Answer:
         build = call.event
         assert build is not None, "every unary call has an event"
 
-        async def handler(raw: bytes, context: Context) -> bytes:
-            worker = self.caller(context)
+        async def answer(worker: WorkerId, raw: bytes, context: Context) -> bytes:
             message: Any = wire.parse(call.request, raw)
             event = build(message, Ticket(worker, getattr(message, "request_id", 0)))
             if type(event) in STARTS_SOMETHING:
                 self.check_not_draining()
-            answer = await self.loop.ask(event, time_left(context))
-            return call.reply(answer).SerializeToString()
+            found = await self.loop.ask(event, time_left(context))
+            return call.reply(found).SerializeToString()
 
-        return handler
+        return answer
 
-    async def _get_stats(self, raw: bytes, context: Context) -> bytes:
-        worker = self.caller(context)
+    async def _get_stats(self, worker: WorkerId, raw: bytes, context: Context) -> bytes:
         wire.parse(stats_pb2.GetStatsRequest, raw)
         return (await self._stats_of(worker, time_left(context))).SerializeToString()
 
-    async def _list_namespaces(self, raw: bytes, context: Context) -> bytes:
-        worker = self.caller(context)
+    async def _list_namespaces(self, worker: WorkerId, raw: bytes, context: Context) -> bytes:
         wire.parse(stats_pb2.ListNamespacesRequest, raw)
         reply = await self._stats_of(worker, time_left(context))
         return stats_pb2.ListNamespacesReply(namespaces=reply.namespaces).SerializeToString()
@@ -279,8 +210,7 @@ class Service:
         reply.boot_id = self._boot_id
         return reply
 
-    async def _watch_stats(self, raw: bytes, context: Context) -> None:
-        worker = self.caller(context)
+    async def _watch_stats(self, worker: WorkerId, raw: bytes, context: Context) -> None:
         message = wire.parse(stats_pb2.WatchStatsRequest, raw)
         interval_ms = requests.number(
             "interval_ms", message.interval_ms, WATCH_INTERVAL_MS_MAX, low=WATCH_INTERVAL_MS_MIN
@@ -291,7 +221,7 @@ class Service:
         try:
             while not self.draining:
                 reply = await self._stats_of(worker, REQUEST_TIMEOUT_S)
-                await write(context, reply.SerializeToString(), self.peer_timeout_s)
+                await rpc.write(context, reply.SerializeToString(), self.peer_timeout_s)
                 await asyncio.sleep(interval_ms / 1000)
         finally:
             self._watchers -= 1
@@ -325,13 +255,18 @@ class Service:
                 remedy="use the unary calls, Get and Put",
             )
         self.check_not_draining()
+        if self._strangers >= STRANGERS_MAX:
+            raise Exhausted(f"{STRANGERS_MAX} streams have not said hello yet", remedy="try again later")
+        self._strangers += 1
         try:
-            raw = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
-        except TimeoutError:
+            raw = await rpc.read(context, HELLO_TIMEOUT_S)
+        except DeadlineExceeded:
             raise Precondition(
                 f"no hello within {HELLO_TIMEOUT_S:.0f} s", field="hello", value="absent"
             ) from None
-        if raw is grpc.aio.EOF:
+        finally:
+            self._strangers -= 1
+        if raw is None:
             raise BadRequest("the stream ended before its hello", field="hello", value="absent")
         message = wire.parse(store_pb2.AttachRequest, raw)
         if message.WhichOneof("body") != "hello":

@@ -73,13 +73,14 @@ def say(**what: Any) -> None:
 
 
 def commit(client: Client) -> None:
-    """Stopped with a commit under way, whose answer it has not read."""
+    """Stopped with a commit that the daemon has (it answers in order), and that nobody here has looked at."""
     space = client.open(SPEC)
     keys = keys_of(space, "commit")
     batch = space.write(keys)
     for index in batch.granted:
         batch.buffer(index)[:] = content(keys[index])
     future = batch.commit_async()
+    assert space.get_session("none", timeout_s=BOUND_S) is None
     stop_here()
     outcome = future.result(BOUND_S)
     say(ok=outcome.ok, hits=load(space, keys))

@@ -13,16 +13,13 @@ from kvstore.core import events as ev
 from kvstore.core.limits import Limits
 from kvstore.core.store import Store
 from kvstore.errors import Code, DeadlineExceeded, Unavailable
+from kvstore.rpc import DETAILS_MAX, STATUS, Places, answering, read, write
 from kvstore.service import (
-    DETAILS_MAX,
     OUTSTANDING_MAX,
     PUSHES_MAX,
-    STATUS,
     AttachStream,
     Service,
-    answering,
     stats_to_proto,
-    write,
 )
 from kvstore.types import NamespaceId, WorkerId
 from kvstore.v1 import store_pb2
@@ -244,7 +241,7 @@ async def test_a_message_that_is_not_accepted_ends_its_call_and_the_status_comes
 
 
 async def test_a_peer_that_does_not_even_take_a_status_is_left(monkeypatch):
-    monkeypatch.setattr("kvstore.service.STATUS_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("kvstore.rpc.STATUS_TIMEOUT_S", 0.01)
 
     class Deaf(Call):
         async def abort(self, *status):
@@ -255,6 +252,36 @@ async def test_a_peer_that_does_not_even_take_a_status_is_left(monkeypatch):
 
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(answering(fail, "Fail")(b"", Deaf()), BOUND_S)
+
+
+async def test_a_request_that_never_comes_is_not_waited_for():
+    peer = Peer()
+    with pytest.raises(DeadlineExceeded, match=r"no message came for 0\.01 s"):
+        await asyncio.wait_for(read(peer, 0.01), BOUND_S)
+    peer.requests.put_nowait(grpc.aio.EOF)
+    assert await read(peer, BOUND_S) is None
+
+
+async def test_what_one_caller_may_have_going():
+    """So many calls, of which so many receive their requests; others have places of their own."""
+    places = Places(calls_max=3, reads_max=2)
+    with places.taken("a") as one, places.taken("a") as two, places.taken("a"):
+        assert one is two
+        with pytest.raises(errors.Exhausted, match="3 calls of this caller"), places.taken("a"):
+            pass
+        with places.taken("b"):
+            pass
+        peer = Peer()
+        reading = [asyncio.create_task(read(peer, BOUND_S, one)) for _ in range(3)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert peer.reads == 2, "the third waits, in its peer's buffers"
+        for _ in range(3):
+            peer.requests.put_nowait(b"request")
+        assert await asyncio.wait_for(asyncio.gather(*reading), BOUND_S) == [b"request"] * 3
+    with places.taken("a"):
+        pass
+    assert repr(places) == "Places(0 calls of 0 callers)"
 
 
 async def test_half_close_waits_for_answers(rig):
@@ -330,10 +357,7 @@ def test_every_method_has_a_handler():
         for method in module.DESCRIPTOR.services_by_name[service].methods:
             handler = handlers.service(SimpleNamespace(method=f"/kvstore.v1.{service}/{method.name}"))
             assert handler is not None, method.full_name
-            assert (handler.request_streaming, handler.response_streaming) == (
-                method.client_streaming,
-                method.server_streaming,
-            ), method.full_name
+            assert handler.request_streaming and handler.response_streaming, "reading and writing are ours"
             assert handler.request_deserializer is None, "fields are parsed by us"
     assert handlers.service(SimpleNamespace(method="/kvstore.v1.Store/Nothing")) is None
 
