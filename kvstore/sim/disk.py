@@ -320,7 +320,7 @@ class DiskWorld(World):
                 place,
                 found,
             )
-        if chunks.flags[row] & DURABLE:
+        if chunks.flags[row] & (DURABLE | DOOMED) == DURABLE:
             record = self.platter.chunks[chunks.namespace[row], chunks.key[row]]
             assert record.places == tuple(places), (chunks.describe(row), record)
 

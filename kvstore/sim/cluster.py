@@ -1,0 +1,224 @@
+"""The world of the simulator: ops take time, requests are deliveries that are answered once each, bits flip.
+
+`DiskWorld` performs effects and checks what no test should have to remember. Here an op begins (its targets hold
+garbage from then on), is performed, and is reported to the core at three different times, and the simulation says
+when. In between anything else may happen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import DOOMED, NONE
+from kvstore.types import DiskPlace, Extent, GrantResult, Outcome, SegmentId, WorkerId
+
+from .disk import DISK_OPS, GARBAGE, TORN, DiskWorld, Written
+from .world import CHUNK_TOKENS
+
+COPIES = (ev.CopyIn, ev.FillSlots, ev.Checksum, ev.MoveSlots)
+HISTORY = 30
+OPS = (*COPIES, ev.CreateSegment, *DISK_OPS)
+
+
+class Listener(Protocol):
+    """Who drives the cluster."""
+
+    def begun(self, op: Any) -> None:
+        """An op is under way, to be performed later."""
+
+    def replied(self, ticket: ev.Ticket, answer: ev.Answer) -> None: ...
+
+    def pushed(self, worker: WorkerId, push: Any) -> None: ...
+
+
+class Cluster(DiskWorld):
+    def __init__(self, listener: Listener, chance: random.Random, **limits: Any) -> None:
+        self._listener = listener
+        self.misdirect_in = 0
+        """Counts down to the read that gets another record's bytes."""
+        self.events = 0
+        """Applied since the beginning, over all restarts."""
+        self.history: deque[tuple[int, int, ev.Event]] = deque(maxlen=HISTORY)
+        """The last of them, with their numbers and times."""
+        self.unanswered: dict[int, ev.Ticket] = {}
+        """Deliveries of requests, by channel; each is answered once."""
+        super().__init__(**limits)
+        self.chance = chance
+
+    def _begin(self) -> list[ev.Effect]:
+        self.hold = set(OPS)
+        self.unmap_at_once = False
+        self.unanswered.clear()  # those of before a crash are void
+        return super()._begin()
+
+    # ------------------------------------------------------------------------------------------------------ events
+
+    def step(self, event: ev.Event) -> None:
+        """One event, and all that is checked after it."""
+        self.history.append((self.events + 1, self.now, event))
+        ticket: ev.Ticket | None = getattr(event, "ticket", None)
+        if ticket is not None:
+            self.unanswered[ticket.channel] = ticket
+            self._asked[ticket.worker, ticket.request_id] = event
+        super().step(event)
+
+    def perform(self, op: Any, *, fails: str = "") -> list[ev.Event]:
+        """The op does its work; what it has to report to the core comes back, for later."""
+        self.held.remove(op)
+        self._perform_op(op, fails=fails)
+        reports = list(self._inbox)
+        self._inbox.clear()
+        return reports
+
+    def _perform_all(self, effects: Sequence[ev.Effect]) -> None:
+        under_way = len(self.held)
+        super()._perform_all(effects)
+        for op in self.held[under_way:]:
+            if isinstance(op, (ev.CopyIn, ev.FillSlots, ev.MoveSlots, ev.ReadRecords)):
+                for target in op.targets:
+                    self._write(target, GARBAGE, by=None)
+            self._listener.begun(op)
+        pushes, self.pushes = self.pushes, []
+        for push in pushes:
+            self._listener.pushed(push.worker, push)
+        for effect in effects:
+            if isinstance(effect, ev.ForgetWorker):
+                self._forget(effect.worker)
+
+    def _forget(self, worker: WorkerId) -> None:
+        """Nothing is owed to it; with the last of its group its leases end, and nobody reads under them any more."""
+        self.unanswered = {
+            channel: ticket for channel, ticket in self.unanswered.items() if ticket.worker != worker
+        }
+        known = self.store.state.leases.leases
+        self.leases = {lease: held for lease, held in self.leases.items() if lease in known}
+
+    def _applied(self, event: ev.Event) -> None:
+        self.events += 1
+        super()._applied(event)
+
+    def _replied(self, effect: ev.Reply) -> None:
+        ticket = effect.ticket
+        gone = ticket.worker not in self.store.state.workers
+        assert gone or ticket.channel in self.unanswered, f"answered twice: {effect}"
+        self.unanswered.pop(ticket.channel, None)
+        self.replies.clear()
+        if effect.answer is self.answers.get((ticket.worker, ticket.request_id)):
+            self._listener.replied(
+                ticket, effect.answer
+            )  # asked again: the same answer, whatever happened since
+            return
+        super()._replied(effect)
+        match effect.answer:
+            case ev.Acquired():
+                self._check_served(effect.ticket, effect.answer)
+            case ev.Matched():
+                self._check_matched(effect.ticket, effect.answer)
+            case ev.Reserved():
+                self._check_granted(effect.ticket, effect.answer)
+        self._listener.replied(ticket, effect.answer)
+
+    # ------------------------------------------------------------------------------------------------------ checks
+
+    def _check_served(self, ticket: ev.Ticket, answer: ev.Acquired) -> None:
+        """Hits are of the caller's tenant, whole, of the newest epoch, and nobody doomed them."""
+        event = self._asked[ticket.worker, ticket.request_id]
+        state = self.store.state
+        for key, outcome in zip(event.keys, answer.outcomes, strict=True):
+            if outcome is Outcome.HIT:
+                namespace = state.namespaces[event.namespace]
+                row = namespace.index[key]
+                assert namespace.tenant == self.groups[ticket.worker][0] and not namespace.retired, (
+                    event,
+                    key,
+                )
+                if (
+                    answer.lease in state.leases.leases
+                ):  # else it was revoked by what the same event did later
+                    assert not state.chunks.flags[row] & DOOMED, state.chunks.describe(row)
+                    assert state.chunks.ready[row] == namespace.shards, state.chunks.describe(row)
+
+    def _check_matched(self, ticket: ev.Ticket, answer: ev.Matched) -> None:
+        """Invariant 4: the longest usable prefix, and one token at least is left to compute."""
+        event = self._asked[ticket.worker, ticket.request_id]
+        namespace = self.store.state.namespaces[event.namespace]
+        assert namespace.tenant == self.groups[ticket.worker][0], (event, answer)
+        rows = [namespace.index.get(key, NONE) for key in event.keys]
+        usable, tokens = 0, 0
+        for row in rows:
+            if row == NONE or namespace.retired or not self.store.state.is_usable(row):
+                break
+            tokens += self.store.state.chunks.tokens[row]
+            if event.token_count and tokens >= event.token_count:
+                break
+            usable += 1
+        assert answer.usable == usable, (event, answer, usable)
+        assert not event.token_count or usable * CHUNK_TOKENS < event.token_count, (event, answer)
+
+    def _check_granted(self, ticket: ev.Ticket, answer: ev.Reserved) -> None:
+        """Slots of segments that serve the caller's namespace, each granted to nobody else."""
+        event = self._asked[ticket.worker, ticket.request_id]
+        for extent in answer.extents:
+            assert self._owner[extent.segment] == event.namespace, (event, extent)
+        if not answer.reservation:
+            assert GrantResult.GRANTED not in answer.results, answer
+
+    def at_rest(self) -> None:
+        """After healing: nobody waits, nothing is under way, nothing is pinned."""
+        state, disk, saves = self.store.state, self.store.disk, self.store.saves
+        assert not self.unanswered, f"never answered: {list(self.unanswered.values())[:5]}"
+        assert not self.held, self.held
+        assert not (
+            state.leases.leases or state.reservations or state.waits or state.workers or state.groups
+        ), (
+            state.leases,
+            state.reservations,
+            state.waits,
+            state.workers,
+        )
+        assert not any(state.chunks.pins), [row for row, pins in enumerate(state.chunks.pins) if pins]
+        assert not (saves.copies or saves.late or self.store.segments.moves or self.store.reads.audits)
+        assert not (
+            disk.writes or disk.reads or disk.durability.index or disk.probe or disk.slabs.creating
+        ), disk
+        assert not (disk.demanded or disk.foreseen or disk.durability.waits or disk.slabs.retiring), disk
+        assert not (state.dirty_chunks or state.dirty_sessions or disk.durability.deleted_namespaces), disk
+        assert state.partials.count == 0, state.partials
+        quarantined = sum(segment.counts[3] for segment in state.pool.segments)
+        assert quarantined <= state.counters["slots_quarantined"], quarantined
+        assert sum(segment.counts[1] for segment in state.pool.segments) == 0
+
+    # ------------------------------------------------------------------------------------------------------ damage
+
+    def flip(self, segment: SegmentId, page: int) -> None:
+        """Bits of a page flip, behind everybody's back."""
+        self.memory[segment][page] ^= 1 << 40
+        self.damaged.add((segment, page))
+
+    def _read(self, extent: Extent) -> int:
+        if self.damaged and not self.damaged.isdisjoint(self._pages(extent)):
+            return (
+                hash(tuple(sorted(self.memory[extent.segment][page] for _, page in self._pages(extent)))) | 1
+            )
+        return super()._read(extent)
+
+    def _found_at(self, place: DiskPlace) -> Written:
+        found = super()._found_at(place)
+        if self.misdirect_in:
+            self.misdirect_in -= 1
+            if not self.misdirect_in:
+                slots = {**self.platter.synced, **self.platter.cached}
+                others = [written for written in slots.values() if written is not found]
+                return self.chance.choice(others) if others and self.chance else TORN
+        return found
+
+    def _put(self, effect: ev.WriteRecords, number: int) -> None:
+        super()._put(effect, number)
+        if self.is_damaged(
+            effect.sources[number]
+        ):  # what is written has not the checksum that its record names
+            self.platter.rotten.add(effect.targets[number])

@@ -1,0 +1,94 @@
+"""Faults as data: what goes wrong, when and for how long, drawn from a seed before the run, and printable.
+
+The run decides nothing about them: a schedule with fewer faults is a schedule too, which is how a failure is shrunk.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.types import Protection
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    number: int
+    """Its place in the schedule as it was drawn."""
+    step: int
+    """After how many events."""
+    kind: str
+    ms: int = 0
+    """How long it lasts, or by how much."""
+    pick: int = 0
+    """Whom it strikes, or which of the next."""
+
+    def __str__(self) -> str:
+        lasts = f", {self.ms} ms" if self.ms else ""
+        return f"{self.number}: step {self.step} {self.kind} ({self.pick}{lasts})"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    weight: int
+    ms: tuple[int, ...] = (0,)
+    what: str = ""
+
+
+KINDS = {
+    "power_cut": Kind(
+        2, what="machine stops: un-synced writes are lost, torn or kept, one by one; daemon starts again"
+    ),
+    "daemon_killed": Kind(2, what="daemon stops and starts again; what was written is in the page cache"),
+    "sync_fails": Kind(2, (100, 1_000), "index transactions fail, and what they were to sync is lost"),
+    "index_fails": Kind(2, (100, 1_000), "index transactions fail"),
+    "disk_error": Kind(5, what="EIO at the n-th disk call from now"),
+    "disk_errors": Kind(2, (50, 500), "EIO at every second record"),
+    "disk_full": Kind(3, (200, 2_000), "ENOSPC for records, slab files and the index"),
+    "disk_slow": Kind(3, (200, 1_000), "disk calls take 20 times as long"),
+    "disk_hangs": Kind(3, (300, 1_500), "no disk call returns"),
+    "bit_rot": Kind(4, what="bits of a record on SSD flip"),
+    "bit_flip": Kind(4, what="bits of a slot in DRAM flip (protection group: others can write there)"),
+    "misdirected_read": Kind(3, what="the n-th read from now gets another record's bytes"),
+    "copies_fail": Kind(2, (50, 300), "every third copy between slots fails"),
+    "copies_slow": Kind(2, (500, 15_000), "copies between slots take that long"),
+    "no_memory": Kind(1, (500, 2_000), "no segment can be made"),
+    "worker_dies": Kind(6, what="a worker's process is killed"),
+    "worker_closes": Kind(3, what="a worker's connection is lost; its process lives on with its mappings"),
+    "worker_stops": Kind(5, (300, 3_000), "a worker is stopped: what it was about to do it does late"),
+    "rank_fails": Kind(3, (500, 5_000), "a rank saves nothing"),
+    "rank_lags": Kind(3, (500, 5_000), "a rank saves late"),
+    "stubborn": Kind(2, (500, 5_000), "a worker does not unmap what it is told to"),
+    "requests_lost": Kind(4, (50, 500), "every third request, or answer, is lost; it is asked again"),
+    "requests_twice": Kind(4, (50, 500), "every third request arrives twice"),
+    "requests_late": Kind(4, (50, 500), "requests arrive late and in any order"),
+    "clock_jumps": Kind(3, (1_000, 40_000), "time passes while nothing runs"),
+    "new_weights": Kind(1, what="a tenant opens the next epoch of its weights"),
+}
+
+
+def draw(seed: int, steps: int, protection: Protection) -> tuple[Fault, ...]:
+    """A schedule for so many steps. Some kinds are left out of each, and the others are more or less frequent."""
+    chance = random.Random(f"faults {seed}")
+    kinds = [kind for kind in KINDS if chance.random() < 0.8]
+    if protection is not Protection.GROUP and "bit_flip" in kinds:
+        kinds.remove("bit_flip")
+    weights = [KINDS[kind].weight * chance.choice((1, 1, 3)) for kind in kinds]
+    gap = chance.choice((20, 40, 80, 160))
+    faults: list[Fault] = []
+    step = 0
+    while kinds:
+        step += 1 + int(chance.expovariate(1 / gap))
+        if step >= steps:
+            break
+        (kind,) = chance.choices(kinds, weights)
+        low, high = KINDS[kind].ms[0], KINDS[kind].ms[-1]
+        faults.append(Fault(len(faults), step, kind, chance.randint(low, high), chance.randrange(1 << 16)))
+    return tuple(faults)
+
+
+def show(faults: Sequence[Fault], until: int) -> str:
+    """Those that struck before a step."""
+    struck = [fault for fault in faults if fault.step <= until]
+    return "\n".join(f"  {fault}" for fault in struck) or "  none"

@@ -1,0 +1,472 @@
+"""Who uses the store: engines with their ranks, schedulers and an operator, each a generator in virtual time.
+
+A program yields what it waits for (`Sleep`, `Answer`, `Settled`) and is sent what came of it. Its process may be
+killed, stopped or cut off between any two of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvstore.core import events as ev
+from kvstore.errors import StoreError
+from kvstore.layout import NamespaceSpec
+from kvstore.types import (
+    ChunkKey,
+    Extent,
+    GrantResult,
+    LeaseId,
+    NamespaceId,
+    Outcome,
+    Protection,
+    SegmentId,
+    Wait,
+    WorkerId,
+)
+
+from .cluster import Cluster
+from .world import CHUNK_TOKENS, REGION, tag
+
+ANSWER_MS = 400
+"""How long a client waits for an answer before it asks again,"""
+TRIES = 3
+"""and how often it asks."""
+KEYS_MAX = 14
+"""Chunks of a dialogue, after which it begins anew."""
+SOLO, RANKED = 0, 1
+"""Namespaces of each tenant: one shard a chunk, and two that are written by different ranks."""
+
+Program = Generator[Any, Any, Any]
+
+
+class Refused(Exception):
+    """An error, or no answer: the turn is over, as far as the store is concerned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    request: int
+    ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Until a key that was asked for is READY or will not come."""
+
+    ms: int
+
+
+@dataclass(slots=True)
+class Dialogue:
+    """A conversation as its engine knows it; the chunks of its beginning may be shared with others."""
+
+    name: bytes
+    keys: list[ChunkKey]
+    derived: bool = False
+    """Something was cut out of it: what is computed now is not exact."""
+    born: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a rank is told to save."""
+
+    namespace: int
+    keys: tuple[ChunkKey, ...]
+    counts: tuple[int, ...]
+    parent: ChunkKey
+    derived: bool
+
+
+class Host(Protocol):
+    """What a process needs of the simulation."""
+
+    cluster: Cluster
+    clock: int
+    variant: int
+
+    def send(self, process: Process, event: ev.Event) -> None: ...
+
+    def spec(self, process: Process, number: int) -> NamespaceSpec: ...
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    host: Host
+    name: str
+    tenant: str
+    group: str
+    rank: int
+    kind: str
+    """"engine", "rank", "scheduler" or "operator"."""
+    random: random.Random
+    dialogues: dict[int, list[Dialogue]]
+    """Of its tenant, by namespace."""
+    worker: WorkerId = WorkerId(0)
+    program: Program | None = None
+    waiting: Any = None
+    """What the program waits for."""
+    stopped_until: int = 0
+    stubborn_until: int = 0
+    lags_until: int = 0
+    fails_until: int = 0
+    leaving: bool = False
+    """It ends after this turn."""
+    namespaces: list[NamespaceId] = field(default_factory=list)
+    jobs: deque[Job] = field(default_factory=lambda: deque(maxlen=8))
+    peers: list[Process] = field(default_factory=list)
+    """The other ranks of its engine."""
+    requests: int = 0
+
+    def __repr__(self) -> str:
+        return f"{self.name} (worker {self.worker})"
+
+    # --------------------------------------------------------------------------------------------------- requests
+
+    def ask(self, kind: Any, *args: Any, tries: int = TRIES, ms: int = ANSWER_MS, **named: Any) -> Program:
+        """The answer; raises Refused for an error, and if there is none however often it is asked for."""
+        self.requests += 1
+        request = self.requests
+        for _ in range(tries):
+            self.host.send(self, kind(ev.Ticket(self.worker, request), *args, **named))
+            answer = yield Answer(request, ms)
+            if isinstance(answer, StoreError):
+                raise Refused(str(answer))
+            if answer is not None:
+                return answer
+        raise Refused("no answer")
+
+    def tell(self, kind: Any, *args: Any, **named: Any) -> None:
+        """Nobody waits for the answer."""
+        self.requests += 1
+        self.host.send(self, kind(ev.Ticket(self.worker, self.requests), *args, **named))
+
+    # --------------------------------------------------------------------------------------------------- programs
+
+    def run(self) -> Program:
+        """Connected, until it ends."""
+        try:
+            yield from self._open()
+        except Refused:
+            return
+        turns = {"engine": self._turn, "rank": self._job, "scheduler": self._publish, "operator": self._look}
+        while not self.leaving:
+            yield Sleep(self.random.randrange(1, 40))
+            try:
+                yield from turns[self.kind]()
+            except Refused:
+                yield from self._open_again()
+
+    def _open(self) -> Program:
+        self.namespaces = []
+        for number in (SOLO, RANKED):
+            opened = yield from self.ask(ev.Open, self.host.spec(self, number), tries=10)
+            self.namespaces.append(opened.namespace)
+
+    def _open_again(self) -> Program:
+        """What was refused may be of an old epoch."""
+        for number in (SOLO, RANKED):
+            try:
+                opened = yield from self.ask(ev.Open, self.host.spec(self, number))
+                self.namespaces[number] = opened.namespace
+            except Refused:
+                yield Sleep(50)
+
+    def _turn(self) -> Program:
+        """One turn of a conversation: load what there is, compute the rest, save it, and name it."""
+        chance = self.random
+        number = RANKED if chance.random() < 0.5 else SOLO
+        namespace = self.namespaces[number]
+        if chance.random() < 0.01:
+            yield from self._intrude()
+        dialogue = chance.choice(self.dialogues[number])
+        if chance.random() < 0.2:
+            yield from self._edit(namespace, number, dialogue)
+        keys = tuple(dialogue.keys)
+        if keys:
+            yield from self.ask(ev.Match, namespace, keys, len(keys) * CHUNK_TOKENS)
+            yield from self._load(namespace, keys)
+        fresh = self._grow(dialogue)
+        yield Sleep(chance.randrange(20))  # the engine computes
+        yield from self._save_all(number, dialogue, fresh)
+        yield from self._update(namespace, dialogue)
+
+    def _grow(self, dialogue: Dialogue) -> int:
+        """The next chunks of the conversation; how many. A tail stays outside of `keys`."""
+        if len(dialogue.keys) >= KEYS_MAX:
+            dialogue.keys = dialogue.keys[:2]  # another conversation that begins with the same words
+            dialogue.derived = False
+            dialogue.born += 1
+        fresh = self.random.randrange(1, 5)
+        kind = b"derived" if dialogue.derived else b"exact"
+        for _ in range(fresh):
+            at = len(dialogue.keys)
+            dialogue.keys.append(ChunkKey(b"%s %s %d %d" % (dialogue.name, kind, dialogue.born, at)))
+        return fresh
+
+    # ----------------------------------------------------------------------------------------------------- loading
+
+    def _load(self, namespace: NamespaceId, keys: Sequence[ChunkKey]) -> Program:
+        chance = self.random
+        wait_ms = chance.choice((0, 100, 300))
+        acquired: ev.Acquired = yield from self.ask(
+            ev.Acquire, namespace, tuple(keys), wait_ms=wait_ms, prefix_only=chance.random() < 0.8
+        )
+        if Outcome.PENDING in acquired.outcomes and wait_ms:
+            yield Settled(wait_ms)
+        if not acquired.lease:
+            return
+        if chance.random() < 0.05:
+            return  # forgotten: it ends by itself
+        yield from self._map({extent.segment for extent in acquired.extents})
+        hits = [key for key, outcome in zip(keys, acquired.outcomes, strict=True) if outcome is Outcome.HIT]
+        bad = yield from self._copy(acquired.extents, chance.choice((0, 1, 5)))
+        if bad and hits:
+            self.tell(ev.ReportLoad, namespace, tuple(hits))
+        if chance.random() < 0.1:
+            yield from self._hold_on(acquired)
+        yield from self._release(acquired.lease)
+
+    def _map(self, segments: set[SegmentId]) -> Program:
+        missing = segments - self.host.cluster.mapped.get(self.worker, set())
+        if missing:
+            yield from self.ask(ev.WantSegments, tuple(sorted(missing)))
+
+    def _copy(self, extents: Sequence[Extent], ms: int) -> Program:
+        """Copy out of the mapping as a client does: generation, bytes, time passes, bytes, generation. Whatever passes
+        both looks is what was committed, unless bits flipped, and then the checksum tells. Returns what is bad."""
+        cluster = self.host.cluster
+        bad = []
+        for extent in extents[:: max(1, len(extents) // 4)]:
+            if extent.segment not in cluster.mapped.get(self.worker, ()):
+                continue  # it was not to be had any more
+            first = cluster.load(self.worker, extent)
+            if ms:
+                yield Sleep(ms)
+            if extent.segment not in cluster.mapped.get(self.worker, ()):
+                continue
+            second = cluster.load(self.worker, extent)
+            if first is None or second is None:
+                continue  # void
+            if extent.checksum not in (first, second) or first != second:
+                assert cluster.is_damaged(extent), f"{self} loaded wrong bytes: {extent}, {first}, {second}"
+                bad.append(extent)
+        return bad
+
+    def _hold_on(self, acquired: ev.Acquired) -> Program:
+        """Renew, or use the lease for longer than it lasts: what is read then is void, or still right."""
+        if self.random.random() < 0.5:
+            yield from self.ask(ev.Renew, (acquired.lease,))
+        yield Sleep(self.random.choice((50, 500, 2_000)))
+        yield from self._copy(acquired.extents, 1)
+
+    def _release(self, lease: LeaseId) -> Program:
+        self.host.cluster.leases.pop(lease, None)  # from here on it reads nothing there
+        yield from self.ask(ev.Release, (lease,))
+
+    # ------------------------------------------------------------------------------------------------------ saving
+
+    def _save_all(self, number: int, dialogue: Dialogue, fresh: int) -> Program:
+        """This rank's shards itself, those of the other ranks by telling them."""
+        chance = self.random
+        keys = tuple(dialogue.keys[-fresh - chance.randrange(3) :])
+        before = dialogue.keys[: -len(keys)]
+        parent = before[-1] if before else ChunkKey(b"")
+        job = Job(number, keys, (), parent, dialogue.derived)
+        if chance.random() < 0.15:
+            count = chance.randrange(1, CHUNK_TOKENS)
+            keys = (*keys, ChunkKey(b"%s tail %d" % (keys[-1], count)))
+            job = Job(number, keys, (*[CHUNK_TOKENS] * (len(keys) - 1), count), parent, dialogue.derived)
+        shards: tuple[int, ...] = ()
+        if number == RANKED and self.peers:
+            shards = (self.rank,)
+            for peer in self.peers:
+                peer.jobs.append(job)
+        yield from self._save(job, shards)
+
+    def _save(self, job: Job, shards: tuple[int, ...]) -> Program:
+        chance, cluster = self.random, self.host.cluster
+        reserved: ev.Reserved = yield from self.ask(
+            ev.Reserve,
+            self.namespaces[job.namespace],
+            job.keys,
+            parent=job.parent,
+            token_counts=job.counts,
+            shards=shards,
+            derived=job.derived,
+            maker=self.name.encode(),
+            transient=chance.random() < 0.1,
+        )
+        if not reserved.reservation:
+            if GrantResult.FULL in reserved.results:
+                yield Sleep(20)
+            return
+        yield Sleep(chance.choice((0, 2, 10)))
+        what = chance.random()
+        if what < 0.04:
+            cluster._let_go(reserved.reservation)
+            yield from self.ask(ev.Abort, (reserved.reservation,))
+        elif what < 0.07:
+            return  # forgotten: it expires
+        elif what < 0.2:
+            yield from self._fill(reserved)
+        else:
+            self.host.variant += 1
+            staged = cluster.write(reserved, self.host.variant)
+            yield Sleep(chance.choice((0, 0, 3)))
+            if cluster.limits.protection is Protection.GROUP:
+                cluster.write(reserved, self.host.variant)  # for as long as it thinks that it may
+            cluster._let_go(reserved.reservation)
+            wait = Wait.DURABLE if chance.random() < 0.2 else Wait.VISIBLE
+            ms = 6_000 if wait is Wait.DURABLE else ANSWER_MS
+            yield from self.ask(ev.Commit, reserved.reservation, staged, wait, ms=ms)
+
+    def _fill(self, reserved: ev.Reserved) -> Program:
+        """Out of a region of its own: two phases, and no commit once the row is another's."""
+        cluster = self.host.cluster
+        self.host.variant += 1
+        offsets, meant = [], []
+        for shard in cluster.savings[reserved.reservation].shards:
+            cluster._next_piece += 1
+            offsets.append(cluster._next_piece)
+            meant.append(tag(shard, self.host.variant))
+            cluster.rows[self.worker, offsets[-1]] = meant[-1]
+        cluster._let_go(reserved.reservation)
+        cluster.filled_from[reserved.reservation] = tuple(offsets)
+        cluster._meant[reserved.reservation] = tuple(meant)
+        try:
+            yield from self.ask(ev.Fill, reserved.reservation, REGION, tuple(offsets), tries=1)
+        except Refused:
+            cluster.reuse_rows(
+                self.worker, reserved
+            )  # it gave up: the daemon may still read, and never commit
+            return
+        yield from self.ask(ev.Commit, reserved.reservation)
+
+    def _job(self) -> Program:
+        """A rank that follows: it saves its shard of what the first rank saves."""
+        if not self.jobs:
+            yield Sleep(5)
+            return
+        job = self.jobs.popleft()
+        if self.host.clock < self.fails_until:
+            return
+        if self.host.clock < self.lags_until:
+            yield Sleep(self.random.randrange(1_500))
+        yield from self._save(job, (self.rank,))
+        if self.random.random() < 0.3:
+            yield from self._load(self.namespaces[job.namespace], job.keys)
+
+    # ---------------------------------------------------------------------------------------------------- sessions
+
+    def _update(self, namespace: NamespaceId, dialogue: Dialogue) -> Program:
+        """Let the session name what was saved; what is not there yet, or not any more, another time."""
+        info: ev.SessionInfo = yield from self.ask(ev.GetSession, namespace, dialogue.name)
+        keys = dialogue.keys
+        keep = 0
+        while keep < min(len(keys), len(info.entries)) and info.entries[keep].key == keys[keep]:
+            keep += 1
+        matched: ev.Matched = yield from self.ask(ev.Match, namespace, tuple(keys))
+        last = info.entries[keep - 1] if keep else None
+        position = last.first_token + last.delta + last.token_count if last else 0
+        entries = []
+        for key in keys[keep : matched.usable]:
+            entries.append(ev.SessionEntry(key, position, CHUNK_TOKENS))
+            position += CHUNK_TOKENS
+        if entries and matched.usable > keep:
+            yield from self.ask(
+                ev.UpdateSession, namespace, dialogue.name, info.version, keep, tuple(entries)
+            )
+
+    def _edit(self, namespace: NamespaceId, number: int, dialogue: Dialogue) -> Program:
+        """Truncate, fork or forget a session, or forget single keys."""
+        chance = self.random
+        what = chance.random()
+        if what < 0.4:
+            info: ev.SessionInfo = yield from self.ask(ev.GetSession, namespace, dialogue.name)
+            if len(info.entries) > 2:
+                cut = info.entries[chance.randrange(len(info.entries) - 1)]
+                where = cut.first_token + cut.delta
+                after: ev.SessionInfo = yield from self.ask(
+                    ev.Truncate,
+                    namespace,
+                    dialogue.name,
+                    info.version,
+                    where,
+                    cut.token_count,
+                    chance.random() < 0.5,
+                )
+                dialogue.keys = [entry.key for entry in after.entries]
+                dialogue.derived = True
+                dialogue.born += 1
+        elif what < 0.8:
+            other = chance.choice(self.dialogues[number])
+            yield from self.ask(ev.Forget, namespace, other.name)
+            yield from self.ask(ev.Fork, namespace, dialogue.name, other.name)
+            other.keys = list(dialogue.keys)
+            other.derived = dialogue.derived
+            other.born += 1
+        elif what < 0.9:
+            yield from self.ask(ev.Forget, namespace, dialogue.name)
+        elif dialogue.keys:
+            yield from self.ask(ev.Forget, namespace, b"", tuple(dialogue.keys[-2:]))
+
+    # ------------------------------------------------------------------------------------------------------ others
+
+    def _intrude(self) -> Program:
+        """Another tenant's namespace is not there for us, nor are its segments."""
+        state = self.host.cluster.store.state
+        others = [number for number, namespace in state.namespaces.items() if namespace.tenant != self.tenant]
+        for kind in (ev.Match, ev.Acquire, ev.Reserve, ev.ReportLoad, ev.GetSession):
+            if not others:
+                return
+            keys: Any = b"name" if kind is ev.GetSession else (ChunkKey(b"key"),)
+            try:
+                answer = yield from self.ask(kind, self.random.choice(others), keys, tries=1)
+            except Refused:
+                continue
+            raise AssertionError(f"{self} of {self.tenant} was served: {kind.__name__} {answer}")
+        foreign = tuple(
+            segment.id for segment in state.pool.segments if segment.namespace in others and segment.capacity
+        )
+        if foreign:
+            allowed: ev.SegmentsAllowed = yield from self.ask(ev.WantSegments, foreign[:4])
+            for segment in allowed.segments:
+                owner = self.host.cluster._owner[segment]
+                assert state.namespaces[owner].tenant == self.tenant, (self, allowed)
+
+    def _publish(self) -> Program:
+        """A scheduler says what waits in its queue."""
+        chance = self.random
+        number = chance.choice((SOLO, RANKED))
+        namespace = self.namespaces[number]
+        hints = []
+        for position in range(chance.randrange(6)):
+            dialogue = chance.choice(self.dialogues[number])
+            named: dict[str, Any] = {"session": dialogue.name}
+            if chance.random() < 0.5:
+                named = {"keys": tuple(dialogue.keys[: chance.randrange(1, 8)])}
+            hints.append(ev.Hint(b"job %d" % chance.randrange(20), position, **named))
+        removed = tuple(b"job %d" % chance.randrange(20) for _ in range(chance.randrange(3)))
+        snapshot = chance.random() < 0.5
+        yield from self.ask(ev.PublishQueue, namespace, tuple(hints), removed=removed, snapshot=snapshot)
+        yield Sleep(chance.randrange(50, 300))
+
+    def _look(self) -> Program:
+        """An operator looks at everything, and now and then drops something."""
+        chance = self.random
+        yield from self.ask(ev.GetStats)
+        yield from self.ask(ev.ListSessions)
+        number = chance.choice((SOLO, RANKED))
+        dialogue = chance.choice(self.dialogues[number])
+        yield from self.ask(ev.Explain, self.namespaces[number], b"", tuple(dialogue.keys))
+        yield Sleep(chance.randrange(200, 1_000))
