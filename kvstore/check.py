@@ -44,9 +44,10 @@ from kvstore.index import DATA_FILE, TABLES, SlabRow, assemble_session
 from kvstore.lmdb_pages import Damage, LmdbPages, Unreadable
 from kvstore.ports import Disk, describe, write_all
 from kvstore.tiers.directory import DirectoryLock
+from kvstore.tiers.io_pool import Result
 from kvstore.tiers.ssd import INDEX_DIR, PROBE_FILE
 from kvstore.tiers.verify import Verifier
-from kvstore.types import KEY_BYTES_MAX, ChunkKey, Record, SlabId
+from kvstore.types import KEY_BYTES_MAX, ChunkKey, DiskResult, Record, SlabId
 
 BATCH_ROWS = 4_096
 WINDOW_BYTES = 1 << 20
@@ -59,6 +60,8 @@ REBUILD_ROWS = 10_000
 META = ("format", "boot_count", "next_slab", "direct", "slab_bytes")
 NEW_INDEX_DIR = "index.new"
 ROW = "row deleted"
+REUSED = "reused"
+"""No problem: see `_check_record`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +254,7 @@ class Check:
             )
         self._direct = bool(meta["direct"])
         self._slab_bytes = meta["slab_bytes"]
+        self._next_generation = (meta["boot_count"] + 1) << 32
 
     def _check_slabs(self) -> None:
         for key, value in self._rows("slabs"):
@@ -323,7 +327,13 @@ class Check:
         progress = self.found.progress
         chunks = self._pages.tables.get("chunks")
         progress.chunks_in_all = chunks.entries if chunks else 0
-        verifier = Verifier(self._disk, direct=self._direct, window_bytes=WINDOW_BYTES)
+        verifier = Verifier(
+            self._disk,
+            direct=self._direct,
+            first_generation=self._next_generation,
+            window_bytes=WINDOW_BYTES,
+        )
+        self._salts = {_salt(namespace): number for number, namespace in namespaces.items()}
         named = {row.slab: bytearray(row.slots) for row in self._slabs.values()}
         digests = array("Q")
         for rows in _batches(self._rows("chunks"), BATCH_ROWS):
@@ -338,7 +348,12 @@ class Check:
                 start += len(mine)
                 wrong = self._wrong_chunks(mine, namespaces.get(number), verifier, named)
                 for (key, _), problem in zip(mine, wrong, strict=True):
-                    if problem is not None:
+                    if problem is not None and problem.kind == REUSED:
+                        self._delete["chunks"].add(key)
+                        self._note(
+                            f"{problem.where}: {problem.what} (a crash leaves that; --fix deletes the row)"
+                        )
+                    elif problem is not None:
                         self._row("chunks", key, problem)
                     else:
                         digests.append(xxhash.xxh3_64_intdigest(key))
@@ -386,7 +401,7 @@ class Check:
             else:
                 places = zip(columns.slab[number].tolist(), columns.slot[number].tolist(), strict=True)
                 reads += [(slab, slot, number, shard) for shard, (slab, slot) in enumerate(places)]
-        salt = chunk_salt(spec.digest(namespace.tenant), spec.weights_epoch)
+        salt = _salt(namespace)
         for slab, slot, number, shard in sorted(reads):
             row = self._slabs.get(SlabId(slab))
             size = spec.shard_bytes[shard]
@@ -397,28 +412,40 @@ class Check:
                 is_wrong(number, "chunk", "there is no slot of its size", (slab, slot))
                 continue
             key, checksum = ChunkKey(rows[number][0][4:]), int(columns.checksum[number, shard])
-            generation = int(columns.generation[number, shard])
-            what = self._wrong_record(
-                row, slot, Record(salt, key, shard, size, checksum), generation, verifier
-            )
+            record = Record(salt, key, shard, size, checksum)
+            result = self._check_record(row, slot, record, int(columns.generation[number, shard]), verifier)
             if named[row.slab][slot]:
                 self._twice.add((slab, slot))
             named[row.slab][slot] = 1
-            if what:
-                is_wrong(number, "record", what, (slab, slot))
+            if result.result is DiskResult.REUSED:
+                is_wrong(number, REUSED, result.why, (slab, slot))
+            elif result.result is not DiskResult.OK:
+                is_wrong(number, "record", result.why, (slab, slot))
             self._progress(0, size)
         self._progress(len(rows), 0)
         return wrong
 
-    def _wrong_record(
+    def _check_record(
         self, row: SlabRow, slot: int, record: Record, generation: int, verifier: Verifier
-    ) -> str:
+    ) -> Result:
+        fd, offset = self._fds[row.slab], format.slot_offset(row.slot_bytes, slot)
         try:
-            return verifier.wrong(
-                self._fds[row.slab], format.slot_offset(row.slot_bytes, slot), record, generation
-            )
+            result = verifier.check(fd, offset, record, generation)
+            if result.result is not DiskResult.REUSED:
+                return result
+            header = verifier.header(fd, offset)
         except OSError as problem:
-            return f"cannot be read: {describe(problem)}"
+            return Result(DiskResult.IO_ERROR, f"cannot be read: {describe(problem)}")
+        # A newer record lies here. That is how a daemon that was killed leaves a slot which it had given to another
+        # chunk, before it could say so in the index; unless the index says where that other chunk is.
+        assert not isinstance(header, Defect), header
+        number = self._salts.get(header.record.namespace)
+        if number is not None:
+            value = self._pages.get("chunks", format.chunk_key(number, header.record.key))
+            columns = None if value is None else format.decode_chunks([value], _shards_of(value))
+            if columns is not None and columns.sound[0] and header.generation in columns.generation[0]:
+                return Result(DiskResult.CORRUPT, "holds another key")
+        return result
 
     # ------------------------------------------------------------------------------------------------- sessions, files
 
@@ -580,6 +607,16 @@ def _page() -> memoryview:
 def _name(session: bytes) -> str:
     text = session.decode("ascii", "replace")
     return text[:64] if text.isprintable() and "\ufffd" not in text else f"hex:{session[:64].hex()}"
+
+
+def _salt(namespace: NamespaceRecord) -> bytes:
+    return chunk_salt(namespace.spec.digest(namespace.tenant), namespace.spec.weights_epoch)
+
+
+def _shards_of(value: bytes) -> int:
+    """Of a chunk's row, by its size."""
+    none, one = format.chunk_value_bytes(0), format.chunk_value_bytes(1)
+    return max(1, (len(value) - none) // (one - none))
 
 
 def _batches(rows: Iterable[tuple[bytes, bytes]], count: int) -> Iterator[list[tuple[bytes, bytes]]]:

@@ -64,6 +64,9 @@ class StoreConfig:
     """A read or write that takes longer is given up: a miss with a reason, and the tier degrades."""
     durable_within_ms: int = 5_000
     """What was committed longer ago than this survives a power cut."""
+    scrub_bytes_per_s: int = 8 << 20
+    """Rate at which all that is on SSD (under protection "group" also what is in DRAM) is read and verified in the
+    background, round after round, while the disk has nothing else to do; 0: never."""
 
     eviction: str = "hints"
     """What leaves DRAM first: "hints": what no queued job needs, least recently used first, then what is needed last;
@@ -154,7 +157,7 @@ class StoreConfig:
             "hint_ttl_ms",
         ):
             _positive(self, name)
-        for name in ("ssd_index_bytes", "session_ttl_ms"):
+        for name in ("ssd_index_bytes", "session_ttl_ms", "scrub_bytes_per_s"):
             if getattr(self, name) < 0:
                 raise ConfigError("must not be negative", field=name, value=getattr(self, name))
         if not 0.0 < self.prefetch_share_max <= 1.0:
@@ -244,6 +247,7 @@ class StoreConfig:
             disk_header_bytes=PAGE_BYTES if self.ssd_direct_io else RECORD_HEADER_BYTES,
             disk_deadline_ms=self.ssd_deadline_ms,
             durable_within_ms=self.durable_within_ms,
+            scrub_bytes_per_s=self.scrub_bytes_per_s,
         )
 
 
@@ -262,12 +266,9 @@ def parse_setting(name: str, text: str) -> Any:
                 text.lower()
             ]
         if kind is int:
-            digits = (
-                text.lower().removesuffix("ib").removesuffix("b")
-                if name.endswith(("_bytes", "_bytes_max"))
-                else text
-            )
-            factor = SIZE_SUFFIXES.get(digits[-1:], 1) if name.endswith(("_bytes", "_bytes_max")) else 1
+            is_size = name.endswith(("_bytes", "_bytes_max", "_bytes_per_s"))
+            digits = text.lower().removesuffix("ib").removesuffix("b") if is_size else text
+            factor = SIZE_SUFFIXES.get(digits[-1:], 1) if is_size else 1
             return int(digits[:-1]) * factor if factor > 1 else int(digits)
         if kind is float:
             return float(text)

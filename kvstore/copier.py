@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.core.events import Checksum, CopyIn, FillSlots, MoveSlots, OpDone, OpFailed
+from kvstore.core.events import Checksum, CopyIn, FillSlots, MoveSlots, OpDone, OpFailed, RewriteSlots
 from kvstore.errors import BadRequest, StoreError, Unavailable
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.regions import Region, Regions
@@ -38,7 +38,9 @@ PART_BYTES = 4 << 20
 """A large op is shared among the threads in parts of at least this much."""
 CLOSING = "the copier is closing"
 
-Job = CopyIn | FillSlots | Checksum | MoveSlots
+PATTERNS = (0x55, 0xAA, 0)
+
+Job = CopyIn | FillSlots | Checksum | MoveSlots | RewriteSlots
 Done = Callable[[OpDone | OpFailed], None]
 
 
@@ -126,6 +128,8 @@ class Copier:
                     checksums = self._move(effect)
                 case Checksum():
                     checksums = tuple(self._checksum(self._slot(extent)) for extent in effect.extents)
+                case RewriteSlots():
+                    checksums = tuple(int(self._keeps(self._slot(target))) for target in effect.targets)
         except StoreError as error:
             return OpFailed(effect.op, str(error))
         except Exception as error:  # a bug; its op must end all the same, or its slots would never be free
@@ -186,6 +190,19 @@ class Copier:
             state.update(slot[start : start + STEP_BYTES].data)
         return state.intdigest()
 
+    def _keeps(self, slot: npt.NDArray[np.uint8]) -> bool:
+        """Whether it holds the patterns that are written to it. All of it is written before any is read, so that most
+        of what is read comes from memory, not from the cache."""
+        for pattern in PATTERNS:
+            for start in range(0, slot.size, STEP_BYTES):
+                self._check_time()
+                slot[start : start + STEP_BYTES] = pattern
+            for start in range(0, slot.size, STEP_BYTES):
+                self._check_time()
+                if not (slot[start : start + STEP_BYTES] == pattern).all():
+                    return False
+        return True
+
     def _check_time(self) -> None:
         if self._out_of_time:
             raise Unavailable(CLOSING)
@@ -243,6 +260,8 @@ def _part(effect: Job, part: slice) -> Job:
             return replace(effect, pieces=effect.pieces[part], targets=effect.targets[part])
         case MoveSlots():
             return replace(effect, sources=effect.sources[part], targets=effect.targets[part])
+        case RewriteSlots():
+            return replace(effect, targets=effect.targets[part])
         case Checksum():
             return replace(effect, extents=effect.extents[part])
 

@@ -116,6 +116,25 @@ class LmdbPages:
         if whole and count != root.entries:
             yield Damage(root.page, f"is the root of {root.entries} entries, but there are {count}")
 
+    def get(self, table: str, key: bytes) -> bytes | None:
+        """The value of one key, if the pages on the way to it can be believed; for keys of whom few are asked for."""
+        root = self.tables.get(table)
+        if root is None or root.page == NOTHING:
+            return None
+        page = root.page
+        for level in range(root.depth, 0, -1):
+            if not 2 <= page <= self.last_page:
+                return None
+            nodes = self._nodes(page, LEAF if level == 1 else BRANCH)
+            if isinstance(nodes, str):
+                return None
+            if level == 1:
+                found = (data for name, data, flags in nodes if name == key and not flags)
+                return next(found, None)
+            below = [data for index, (name, data, _) in enumerate(nodes) if not index or name <= key]
+            page = int.from_bytes(below[-1], "little")
+        return None
+
     def free_list(self) -> Iterator[Damage]:
         """What is wrong with the list of free pages, once all tables were walked: LMDB writes to what it names."""
         free = 255

@@ -47,8 +47,15 @@ Push = (
 )
 """What a worker's stream is told: the core's pushes, and that the worker's connection or process has ended."""
 DiskEffect = (
-    events.CreateSlab | events.WriteRecords | events.ReadRecords | events.WriteIndex | events.ProbeDisk
+    events.CreateSlab
+    | events.WriteRecords
+    | events.ReadRecords
+    | events.WriteIndex
+    | events.ProbeDisk
+    | events.ScrubRecords
+    | events.RewriteRecords
 )
+CopyEffect = events.CopyIn | events.FillSlots | events.Checksum | events.MoveSlots | events.RewriteSlots
 Answered = Callable[[events.Answer], None]
 
 
@@ -115,6 +122,10 @@ class Loop:
             events.ReadRecords: self._disk,
             events.WriteIndex: self._disk,
             events.ProbeDisk: self._disk,
+            events.ScrubRecords: self._disk,
+            events.RewriteRecords: self._disk,
+            events.RewriteSlots: self._copy,
+            events.Quarantined: self._quarantined,
             events.ForgetWorker: self._forget_worker,
         }
 
@@ -291,12 +302,25 @@ class Loop:
     def _set_generations(self, effect: events.SetGenerations) -> None:
         self.arena.set_generations(effect.segment, effect.cells, effect.generations)
 
-    def _copy(self, effect: events.CopyIn | events.FillSlots | events.Checksum | events.MoveSlots) -> None:
+    def _copy(self, effect: CopyEffect) -> None:
         self._copier.submit(effect, self.post_threadsafe)
 
     def _disk(self, effect: DiskEffect) -> None:
         assert self._ssd is not None, effect
         self._ssd.submit(effect)
+
+    def _quarantined(self, effect: events.Quarantined) -> None:
+        log.error(
+            "corrupt bytes: their slots are quarantined",
+            extra=fields(
+                tier=effect.tier.name.lower(),
+                places=[list(place) for place in effect.places[:16]],
+                namespace=effect.namespace,
+                key=effect.key.hex(),
+                why=effect.why,
+                miss=effect.miss,
+            ),
+        )
 
     def _create_segment(self, effect: events.CreateSegment) -> None:
         def create() -> None:

@@ -74,6 +74,8 @@ class Reason(enum.IntEnum):
     """It is on SSD, but could not be read in time: the tier is slow, failing or off, or DRAM has no slot to spare."""
     LOST = 17
     """It was in DRAM only when the daemon stopped, or its bytes on SSD did not survive a failed sync."""
+    RECALLED = 18
+    """An operator recalled all that its maker had made."""
 
 
 class SlotState(enum.IntEnum):

@@ -127,7 +127,7 @@ def _offline(directory: str, bytes_max: int, options: argparse.Namespace) -> int
     try:
         found = check.run()
         tell.end()
-        if options.fix and not found.clean:
+        if options.fix:
             try:
                 check.fix()
             except StoreError:

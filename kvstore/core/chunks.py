@@ -119,6 +119,11 @@ class ChunkTable:
     def rows_used(self) -> int:
         return self._rows - len(self.free_rows)
 
+    @property
+    def rows_ever(self) -> int:
+        """Row numbers are below this."""
+        return self._rows
+
     # ---------------------------------------------------------------------------------------------------- rows
 
     def new_row(self, namespace: int, key: ChunkKey, now: int) -> int:
@@ -229,6 +234,17 @@ class ChunkTable:
         """Who computed it; b"" if nobody said."""
         number = self._maker[row]
         return self._makers[number] if number != NONE else b""
+
+    def rows_of_maker(self, maker: bytes, start: int, end: int) -> Iterator[int]:
+        """Of the rows [start, end) those that it made, ghosts included. Rows may be freed meanwhile."""
+        number = self._maker_numbers.get(maker, NONE)
+        while number != NONE and start < end:
+            try:
+                row = self._maker.index(number, start, end)
+            except ValueError:
+                return
+            yield row
+            start = row + 1
 
     def set_maker(self, row: int, maker: bytes) -> None:
         """Few makers make many chunks: each is kept once, as long as some chunk is of it."""

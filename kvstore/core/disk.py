@@ -41,6 +41,7 @@ from kvstore.types import (
     Reason,
     Record,
     SlabId,
+    Tier,
 )
 
 CHUNKS_PER_OP_MAX = 64
@@ -219,13 +220,14 @@ class Disk:
             state.pin(row)
             namespace = state.namespace_of(row)
             for shard in range(namespace.shards):
-                records.append(self._record(namespace, row, shard))
+                records.append(self.record(namespace, row, shard))
                 sources.append(state.extent(row, shard, namespace.spec.shard_bytes[shard]))
                 targets.append(state.disk_place(row, shard))
         self.writes[op] = Write(rows, size, state.now + state.limits.disk_deadline_ms)
         state.effects.append(ev.WriteRecords(op, tuple(records), tuple(sources), tuple(targets)))
 
-    def _record(self, namespace: Namespace, row: int, shard: int) -> Record:
+    def record(self, namespace: Namespace, row: int, shard: int) -> Record:
+        """What the record of a shard says of it, or is to say."""
         chunks = self.state.chunks
         return Record(
             namespace=chunk_salt(namespace.family, namespace.spec.weights_epoch),
@@ -360,13 +362,13 @@ class Disk:
             for shard in range(namespace.shards):
                 length = namespace.spec.shard_bytes[shard]
                 # The checksum at commit is kept with the shard while it is on SSD: it is what the read must match.
-                records.append(self._record(namespace, row, shard))
+                records.append(self.record(namespace, row, shard))
                 sources.append(state.disk_place(row, shard))
                 targets.append(state.extent(row, shard, length))
         self.reads[op] = Read(rows, size, state.now + state.limits.disk_deadline_ms)
         state.effects.append(ev.ReadRecords(op, tuple(records), tuple(sources), tuple(targets)))
 
-    def _has_read(self, op: OpId, results: Sequence[DiskResult]) -> None:
+    def _has_read(self, op: OpId, results: Sequence[DiskResult], whys: Sequence[str]) -> None:
         state = self.state
         chunks = state.chunks
         read = self.reads.pop(op)
@@ -379,6 +381,7 @@ class Disk:
         for row in read.rows:
             namespace = state.namespace_of(row)
             mine = results[at : at + namespace.shards]
+            why = next(filter(None, whys[at : at + namespace.shards]), "")
             at += namespace.shards
             if all(result is DiskResult.OK for result in mine) and not chunks.flags[row] & DOOMED:
                 self._read_errors = 0
@@ -398,7 +401,7 @@ class Disk:
                 state.to_ghost(row, Reason.EVICTED)
                 continue
             if DiskResult.CORRUPT in mine:
-                state.counters["chunks_corrupt"] += 1
+                state.found_corrupt(row, Tier.SSD, why)
                 chunks.flags[row] &= ~RISING
                 state.to_ghost(row, Reason.CORRUPT)
                 continue
@@ -433,13 +436,13 @@ class Disk:
 
     # ----------------------------------------------------------------------------------------------------- answers
 
-    def ended(self, op: OpId, results: Sequence[DiskResult], why: str) -> None:
+    def ended(self, op: OpId, results: Sequence[DiskResult], why: str, whys: Sequence[str] = ()) -> None:
         """A disk op has returned."""
         state = self.state
         if op in self.writes:
             self._written(op, results, why)
         elif op in self.reads:
-            self._has_read(op, results)
+            self._has_read(op, results, whys)
         elif self.durability.index is not None and self.durability.index[0] == op:
             self.durability.ended(results[0], why)
         elif op in self.slabs.creating:

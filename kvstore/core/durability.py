@@ -62,6 +62,8 @@ class Durability:
         """Slab files that were written since they were last synced."""
         self._index_full = False
         """The next transaction only deletes."""
+        self.hurry = 0
+        """How many wait for the index to be up to date, beside `waits`."""
 
     def __repr__(self) -> str:
         return f"Durability({len(self.state.dirty_chunks)} index records to write, {len(self.waits)} commits wait)"
@@ -71,6 +73,16 @@ class Durability:
         """Whether a restart now would forget something."""
         state = self.state
         return bool(self.index or state.dirty_chunks or state.dirty_sessions or self.dirty_namespaces)
+
+    @property
+    def in_flight(self) -> frozenset[tuple[NamespaceId, ChunkKey]]:
+        """Chunks whose row the transaction under way writes or deletes."""
+        if self.index is None:
+            return frozenset()
+        effect = self.index[1].effect
+        written = ((NamespaceId(record.namespace), record.key) for record in effect.chunks)
+        deleted = ((NamespaceId(number), key) for number, key in effect.chunks_deleted)
+        return frozenset((*written, *deleted))
 
     @property
     def overdue(self) -> bool:
@@ -90,7 +102,13 @@ class Durability:
         going = bool(self._slabs.retiring or self._slabs.unusable or self.deleted_namespaces)
         if not (going or state.dirty_chunks or state.dirty_sessions or self.dirty_namespaces):
             return
-        urgent = going or self.waits or len(state.dirty_chunks) >= INDEX_BATCH_MAX or self._index_full
+        urgent = (
+            going
+            or self.waits
+            or self.hurry
+            or len(state.dirty_chunks) >= INDEX_BATCH_MAX
+            or self._index_full
+        )
         if not urgent and state.now < oldest + due_ms:
             return
         op = state.new_op()

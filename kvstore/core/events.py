@@ -307,6 +307,40 @@ class PublishQueue:
 
 
 @dataclass(frozen=True, slots=True)
+class Scrub:
+    """Begin a round of the scrubber that looks at everything now (`start`; one that was asked for before is joined), at
+    `bytes_per_s` (0: a modest rate), or only say how far it is. Admins only, like the next two."""
+
+    ticket: Ticket
+    start: bool = False
+    bytes_per_s: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ListQuarantine:
+    """Which slots are out of service. With `retry` those that hold nothing any more are rewritten and verified now,
+    also those that failed it before."""
+
+    ticket: Ticket
+    limit: int = 1000
+    retry: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Purge all that `maker` made in the last `age_ms_max` (0: ever), in all namespaces and tiers; what an earlier
+    start of the daemon left is purged whatever its age, which nobody knows. The maker gets no reservation any more.
+
+    Misses at once; answered when a restart cannot bring any of it back. `dry_run` only counts."""
+
+    ticket: Ticket
+    maker: bytes
+    age_ms_max: int = 0
+    dry_run: bool = False
+    sessions_max: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentsUnmapped:
     """The worker has no mapping of these retired segments any more."""
 
@@ -368,6 +402,9 @@ class DiskDone:
     op: OpId
     results: tuple[DiskResult, ...]
     why: str = ""
+    """Of the first of them that is not OK."""
+    whys: tuple[str, ...] = ()
+    """One per result; empty if all are OK, or the op has only one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +435,9 @@ Event = (
     | Explain
     | GetStats
     | PublishQueue
+    | Scrub
+    | ListQuarantine
+    | Recall
     | SegmentsUnmapped
     | WantSegments
     | SegmentReady
@@ -561,6 +601,78 @@ class QueueAccepted:
 
 
 @dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """How far the round is that is under way, or how the last one ended."""
+
+    round: int
+    """0: there was none yet."""
+    running: bool
+    asked_for: bool
+    """Else it is the background's."""
+    age_ms: Millis
+    rows: int
+    rows_in_all: int
+    chunks: int
+    """That were verified, in some tier."""
+    bytes: int
+    corrupt: int
+    """Chunks."""
+    failed: int
+    """Records that could not be read."""
+    bytes_per_s: int
+    finished: int
+    """Number of the last round that reached its end."""
+    waits_for: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinedSlot:
+    tier: Tier
+    place: int
+    """Number of the segment or of the slab file."""
+    slot: int
+    slot_bytes: int
+    namespace: NamespaceId
+    key: ChunkKey
+    reason: str
+    age_ms: Millis
+    next: str
+    """What brings it back to service, or why nothing does."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineList:
+    rows: tuple[QuarantinedSlot, ...]
+    """Oldest first."""
+    dram: int
+    """Slots that are quarantined, listed or not."""
+    ssd: int
+    returned: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecalledSession:
+    session: bytes
+    tenant: str
+    namespace: NamespaceId
+    version: int
+    entry: int
+    """The first of its entries that the maker made."""
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    chunks: int
+    bytes: int
+    pinned: int
+    """Of the chunks: a lease still reads them, and they go with it."""
+    sessions: tuple[RecalledSession, ...]
+    sessions_in_all: int
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentsAllowed:
     segments: tuple[SegmentId, ...]
 
@@ -585,6 +697,9 @@ Answer = (
     | Explained
     | Done
     | QueueAccepted
+    | Scrubbed
+    | QuarantineList
+    | Recalled
     | SegmentsAllowed
     | Stats
     | StoreError
@@ -732,6 +847,47 @@ class ReadRecords:
 
 
 @dataclass(frozen=True, slots=True)
+class ScrubRecords:
+    """Read and verify records where they are, after everything else that the disk is asked for. Answer: DiskDone. Slots
+    may be freed and written anew meanwhile: the core knows which results still count."""
+
+    op: OpId
+    records: tuple[Record, ...]
+    sources: tuple[DiskPlace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteRecords:
+    """Write patterns over whole disk slots that hold nothing any more, sync, and read them back. Answer: DiskDone, OK
+    for a slot that kept what was written."""
+
+    op: OpId
+    targets: tuple[DiskPlace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteSlots:
+    """The same with DRAM slots. Answer: OpDone with 1 per slot that kept what was written, else 0; or OpFailed."""
+
+    op: OpId
+    targets: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """To be logged: bytes of a chunk are not those that were committed; their slots are out of service."""
+
+    tier: Tier
+    places: tuple[tuple[int, int], ...]
+    """(segment or slab file, slot)"""
+    namespace: NamespaceId
+    key: ChunkKey
+    why: str
+    miss: bool
+    """Else another tier has good ones."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkRecord:
     """Index entry of one chunk: where all its shards are on disk."""
 
@@ -811,5 +967,9 @@ Effect = (
     | ReadRecords
     | WriteIndex
     | ProbeDisk
+    | ScrubRecords
+    | RewriteRecords
+    | RewriteSlots
+    | Quarantined
     | ForgetWorker
 )

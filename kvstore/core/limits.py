@@ -54,6 +54,12 @@ class Limits:
     disk_bytes_in_flight_max: int = 64 << 20
     """Of writes, and of reads."""
     probe_interval_ms: int = 1_000
+    scrub_bytes_per_s: int = 0
+    """Of the background's rounds; 0: none."""
+    scrub_pause_ms: int = 60_000
+    """Between the beginnings of two of them at least."""
+    quarantine_ms: int = 60_000
+    """How long a slot whose bytes went bad is left alone before it is rewritten and verified."""
 
     extents_per_answer_max: int = 16_384
     """An Acquire that would answer more stops there; the rest is asked for again."""

@@ -10,7 +10,7 @@ from kvstore.core.namespaces import Namespace
 from kvstore.core.state import State
 from kvstore.core.workers import EngineGroup, Worker
 from kvstore.errors import BadRequest, Exhausted
-from kvstore.types import ChunkKey, DiskState, Extent, LeaseId, Millis, OpId, Outcome, Reason
+from kvstore.types import ChunkKey, DiskState, Extent, LeaseId, Millis, OpId, Outcome, Reason, Tier
 
 Found = tuple[int, Outcome, Reason]
 
@@ -25,6 +25,8 @@ def lookup(state: State, namespace: Namespace, key: ChunkKey) -> Found:
     chunks = state.chunks
     if chunks.shard0[row] == NONE or chunks.flags[row] & DOOMED:
         return row, Outcome.MISS, Reason(chunks.reason[row])
+    if state.recalling and state.is_recalled(row):
+        return row, Outcome.MISS, Reason.RECALLED
     if chunks.ready[row] == namespace.shards:
         return row, Outcome.HIT, Reason.NONE
     if chunks.flags[row] & STORED:
@@ -44,6 +46,8 @@ class Reads:
         """Checksum ops of reported chunks: (pinned rows, expected checksums)."""
         self._audited: set[int] = set()
         """Rows in `audits`: however often a chunk is reported, it is read once."""
+        self._quiet: set[OpId] = set()
+        """Of `audits`, those that are no use of the chunk."""
 
     def match(self, worker: Worker, event: ev.Match) -> ev.Matched:
         """Longest usable boundary (invariant 4), what is on SSD included. Never promotes, never pins, is no use."""
@@ -158,34 +162,49 @@ class Reads:
         state = self.state
         namespace = state.own_namespace(worker, event.namespace)
         rows: list[int] = []
-        extents: list[Extent] = []
-        lengths = namespace.spec.shard_bytes
         for key in dict.fromkeys(event.keys):
             row, outcome, _ = lookup(state, namespace, key)
             if outcome is Outcome.HIT and row not in self._audited:
-                state.pin(row)
                 rows.append(row)
-                extents += [state.extent(row, shard, lengths[shard]) for shard in range(namespace.shards)]
         state.counters["loads_reported_bad"] += len(event.keys)
         if rows:
-            op = state.new_op()
             self._audited.update(rows)
-            self.audits[op] = (rows, [extent.checksum for extent in extents])
-            state.effects.append(ev.Checksum(op, tuple(extents)))
+            self.audit(namespace, rows)
         return ev.Done(len(rows))
 
-    def audited(self, op: OpId, checksums: Sequence[int] | None) -> None:
-        """End of a report's checksum; None: it failed, and what cannot be read is not trusted."""
+    def audit(self, namespace: Namespace, rows: Sequence[int], *, quiet: bool = False) -> OpId:
+        """Have the slots of these hits read again; `audited` is called with what they hold. `quiet`: that is no use of
+        them."""
+        state = self.state
+        lengths = namespace.spec.shard_bytes
+        extents: list[Extent] = []
+        for row in rows:
+            state.pin(row)
+            extents += [state.extent(row, shard, lengths[shard]) for shard in range(namespace.shards)]
+        op = state.new_op()
+        self.audits[op] = (list(rows), [extent.checksum for extent in extents])
+        if quiet:
+            self._quiet.add(op)
+        state.effects.append(ev.Checksum(op, tuple(extents)))
+        return op
+
+    def audited(self, op: OpId, checksums: Sequence[int] | None) -> int:
+        """End of an audit's checksum; None: it failed, and what cannot be read is not trusted. Returns how many were
+        corrupt."""
         state = self.state
         rows, expected = self.audits.pop(op)
         self._audited.difference_update(rows)
         namespace = state.namespace_of(rows[0])
+        corrupt = 0
         for index, row in enumerate(rows):
             mine = slice(index * namespace.shards, (index + 1) * namespace.shards)
             if checksums is None or list(checksums[mine]) != expected[mine]:
-                state.counters["chunks_corrupt"] += 1
+                corrupt += 1
+                state.found_corrupt(row, Tier.DRAM, "its bytes do not match their checksum")
                 state.doom(row, Reason.CORRUPT)
-        state.unpin(namespace, rows)
+        state.unpin(namespace, rows, used=op not in self._quiet)
+        self._quiet.discard(op)
+        return corrupt
 
     def revoke(self, namespace: Namespace) -> bool:
         """Take the pins of the lease that expired first, if its grace is over. Its loads are void: the generations of

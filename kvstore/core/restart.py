@@ -71,6 +71,7 @@ def restore(state: State, disk: Disk, snapshot: Snapshot) -> Restored:
     slabs of another size or beyond the cap, namespaces whose chunks no longer fit in the arena or that the index does
     not know, chunks whose slots are not there or another's."""
     done = Restored()
+    state.restored_at = state.now
     disk.begin_generations(snapshot.boot_count)
     state.sessions.begin_versions(snapshot.boot_count)
     slabs = _slabs(state, disk, snapshot, done)

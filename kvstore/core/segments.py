@@ -12,7 +12,7 @@ from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
-from kvstore.types import Extent, Millis, NamespaceId, OpId, Reason, SegmentId, SlotState
+from kvstore.types import Extent, Millis, NamespaceId, OpId, Reason, SegmentId, SlotState, Tier
 
 DONOR_SEARCH_MS = 100
 """After a fruitless look through all segments, how long a namespace waits before the next."""
@@ -295,7 +295,7 @@ class Segments:
             state.unpin(namespace, (row,), used=False)
             good = checksums is not None and checksums[index] == checksum
             if checksums is not None and not good:
-                state.counters["chunks_corrupt"] += 1
+                state.found_corrupt(row, Tier.DRAM, "a copy of its bytes does not match their checksum")
                 state.doom(row, Reason.CORRUPT)
             if not good or chunks.pins[row] or not state.is_hit(row):
                 state.free_slot(target, slot)

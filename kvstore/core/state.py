@@ -26,13 +26,14 @@ from kvstore.core.chunks import (
     ChunkTable,
     LinkedRows,
 )
-from kvstore.core.events import ChunksSettled, Effect, Reply, SetGenerations, Ticket
+from kvstore.core.events import ChunksSettled, Effect, Quarantined, Reply, SetGenerations, Ticket
 from kvstore.core.lease import Lease, LeaseBook
 from kvstore.core.limits import Limits
 from kvstore.core.manifests import SessionBook
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policy import Policy
 from kvstore.core.pool import Phase, Pool, Segment
+from kvstore.core.quarantine import QuarantineBook
 from kvstore.core.reservation import Reservation
 from kvstore.core.workers import EngineGroup, Worker
 from kvstore.errors import Denied, NotFound, Unauthenticated
@@ -49,6 +50,8 @@ from kvstore.types import (
     ReservationId,
     SegmentId,
     SlabId,
+    SlotState,
+    Tier,
     WorkerId,
 )
 
@@ -112,6 +115,11 @@ class State:
     bumps: dict[SegmentId, tuple[list[int], list[int]]] = field(default_factory=dict)
     """Generations to be written before any other effect of this step."""
     next_op: int = 1
+    quarantine: QuarantineBook = field(default_factory=QuarantineBook)
+    recalling: dict[bytes, Millis] = field(default_factory=dict)
+    """Makers whose chunks are misses from now on, and are about to be doomed; since when they must have made them."""
+    restored_at: Millis = -1
+    """Chunks that a restart brought were born then, as far as anybody knows."""
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -227,13 +235,46 @@ class State:
             generations.append(segment.generation[slot])
 
     def free_slot(self, segment: Segment, slot: int) -> None:
+        if segment.state[slot] == SlotState.QUARANTINED:
+            self.quarantine.drop((Tier.DRAM, segment.id, slot))
         self.pool.give_back(segment, slot)
         self.bump(segment, (slot,))
 
-    def quarantine_slot(self, segment: Segment, slot: int) -> None:
+    def quarantine_slot(self, segment: Segment, slot: int, *, corrupt: bool = False) -> None:
+        """Because somebody may still write it, or its bytes are wrong (`corrupt`)."""
+        self._book(Tier.DRAM, segment, slot, corrupt=corrupt)
         self.pool.quarantine(segment, slot)
         self.bump(segment, (slot,))
         self.counters["slots_quarantined"] += 1
+
+    def _book(self, tier: Tier, segment: Segment, slot: int, *, corrupt: bool) -> None:
+        """While the slot still has its owner."""
+        row = segment.owner[slot]
+        self.quarantine.add(
+            (tier, segment.id, slot),
+            segment.slot_bytes,
+            NamespaceId(self.chunks.namespace[row]),
+            self.chunks.key[row],
+            corrupt=corrupt,
+            now=self.now,
+            retry_ms=self.limits.quarantine_ms,
+        )
+
+    def found_corrupt(self, row: int, tier: Tier, why: str, *, miss: bool = True) -> None:
+        """Bytes of a chunk are not those that were committed: counted, and logged once. What is done about it is up to
+        the caller."""
+        chunks = self.chunks
+        places = []
+        for place in range(chunks.shard0[row], chunks.shard0[row] + self.namespace_of(row).shards):
+            pool, index, slot = self.pool, chunks.shard_segment[place], chunks.shard_slot[place]
+            if tier is Tier.SSD:
+                pool, index, slot = self.disk, chunks.disk_slab[place], chunks.disk_slot[place]
+            if index != NONE:
+                places.append((int(pool.segments[index].id), slot))
+        self.counters["chunks_corrupt"] += 1
+        self.effects.append(
+            Quarantined(tier, tuple(places), NamespaceId(chunks.namespace[row]), chunks.key[row], why, miss)
+        )
 
     def place_shard(self, row: int, shard: int, segment: Segment, slot: int) -> None:
         """A RESERVED slot for a shard that has none."""
@@ -273,6 +314,16 @@ class State:
             return True
         stored = self.chunks.flags[row] & (STORED | DOOMED) == STORED
         return stored and self.disk_state is not DiskState.OFF
+
+    def made_since(self, row: int, since: Millis) -> bool:
+        """Nobody knows when a chunk was made that an earlier start of the daemon left: it may have been."""
+        born = self.chunks.born_at[row]
+        return born >= since or born <= self.restored_at
+
+    def is_recalled(self, row: int) -> bool:
+        """It is about to be doomed."""
+        since = self.recalling.get(self.chunks.maker(row))
+        return since is not None and self.made_since(row, since)
 
     def _tally(self, row: int, change: int) -> None:
         """Count the row in, or out of, the condition that it is in now."""
@@ -446,7 +497,7 @@ class State:
             if chunks.shard_segment[chunks.shard0[row] + shard] != NONE:
                 segment, slot = self.unplace_shard(row, shard)
                 if quarantine:
-                    self.quarantine_slot(segment, slot)
+                    self.quarantine_slot(segment, slot, corrupt=True)
                 else:
                     self.free_slot(segment, slot)
 
@@ -472,7 +523,9 @@ class State:
         assert slab.owner[slot] == row, (chunks.describe(row), slab, slot)
         chunks.disk_slab[place] = chunks.disk_slot[place] = NONE
         if quarantine:
+            self._book(Tier.SSD, slab, slot, corrupt=True)
             self.disk.quarantine(slab, slot)
+            self.counters["disk_slots_quarantined"] += 1
         else:
             self.disk.give_back(slab, slot)
 
@@ -492,10 +545,10 @@ class State:
             self.leave_disk(row)
         self.counters["chunks_evicted_from_ssd"] += 1
 
-    def leave_disk(self, row: int) -> None:
-        """The SSD copy of a resident chunk goes."""
+    def leave_disk(self, row: int, *, quarantine: bool = False) -> None:
+        """The SSD copy of a resident chunk goes; its slots to quarantine, if their bytes are wrong."""
         assert self.is_resident(row), self.chunks.describe(row)
-        self._free_disk(self.namespace_of(row), row)
+        self._free_disk(self.namespace_of(row), row, quarantine=quarantine)
 
     def make_cold(self, row: int) -> None:
         """A chunk whose read ended without bytes, or was never begun, is on SSD only, as before."""

@@ -21,8 +21,11 @@ from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
 from kvstore.core.queue import Queue
 from kvstore.core.reads import Reads
+from kvstore.core.recall import Recalls
 from kvstore.core.restart import Restored, Snapshot, restore
+from kvstore.core.rewrites import Rewrites
 from kvstore.core.saves import Saves
+from kvstore.core.scrub import Scrub
 from kvstore.core.segments import Segments
 from kvstore.core.state import State
 from kvstore.core.stats import stats
@@ -37,7 +40,16 @@ RETIRED_DROPS_PER_TICK = 2_000
 GROUP_SPECS_MAX = 256
 """Of how many namespaces of an engine group it is checked that all its members agree."""
 
-READ_ONLY = (ev.Match, ev.GetSession, ev.ListSessions, ev.Explain, ev.GetStats, ev.WantSegments)
+READ_ONLY = (
+    ev.Match,
+    ev.GetSession,
+    ev.ListSessions,
+    ev.Explain,
+    ev.GetStats,
+    ev.WantSegments,
+    ev.Scrub,
+    ev.ListQuarantine,
+)
 """Asked again, these are answered anew; everything else is remembered by request id."""
 
 
@@ -50,6 +62,11 @@ class Store:
         self.disk = Disk(self.state, self.segments)
         self.queue = Queue(self.state, lambda row: self.disk.rise(row, demanded=False))
         self.dialogues = Dialogues(self.state)
+        self.rewrites = Rewrites(self.state, self.disk.durability)
+        self.recalls = Recalls(self.state, self.disk.durability)
+        self.scrub = Scrub(
+            self.state, self.disk, lambda namespace, rows: self.reads.audit(namespace, rows, quiet=True)
+        )
         self.reads.rise = lambda row: self.disk.rise(row, demanded=True)
         self.saves.await_durable = self.disk.durability.await_durable
         self._next_namespace = 1
@@ -59,7 +76,7 @@ class Store:
             ev.Acquire: self.reads.acquire,
             ev.Renew: self.reads.renew,
             ev.Release: self.reads.release,
-            ev.Reserve: self.saves.reserve,
+            ev.Reserve: self._reserve,
             ev.Fill: self.saves.fill,
             ev.Commit: self.saves.commit,
             ev.Abort: self.saves.abort,
@@ -73,6 +90,9 @@ class Store:
             ev.Explain: self.dialogues.explain,
             ev.GetStats: lambda worker, _: ev.Stats(stats(self.state, worker)),
             ev.PublishQueue: self.queue.publish,
+            ev.Scrub: self.scrub.ask,
+            ev.ListQuarantine: self.rewrites.list,
+            ev.Recall: self.recalls.ask,
             ev.WantSegments: self.segments.want,
             ev.SegmentsUnmapped: self._unmapped,
         }
@@ -85,7 +105,7 @@ class Store:
             ev.OpDone: lambda event: self._op_ended(event.op, event.checksums, ""),
             ev.OpFailed: lambda event: self._op_ended(event.op, None, event.why),
             ev.SlabReady: lambda event: self.disk.slabs.ready(event.op),
-            ev.DiskDone: lambda event: self.disk.ended(event.op, event.results, event.why),
+            ev.DiskDone: self._disk_done,
             ev.Tick: lambda _: self._tick(),
         }
 
@@ -116,6 +136,8 @@ class Store:
         else:
             self._request(event)
         self.disk.pump()
+        self.scrub.pump()
+        self.recalls.pump()
         return state.take_effects()
 
     def check_integrity(self) -> None:
@@ -239,6 +261,10 @@ class Store:
             self.disk.durability.dirty_namespaces[namespace.id] = namespace
         return namespace
 
+    def _reserve(self, worker: Worker, event: ev.Reserve) -> ev.Reserved:
+        self.recalls.check(event.maker)
+        return self.saves.reserve(worker, event)
+
     def _unmapped(self, worker: Worker, event: ev.SegmentsUnmapped) -> ev.Done:
         self.segments.unmapped(worker, event.segments)
         return ev.Done(len(event.segments))
@@ -316,9 +342,21 @@ class Store:
         elif op in self.segments.moves:
             self.segments.moved(op, checksums)
         elif op in self.reads.audits:
-            self.reads.audited(op, checksums)
+            corrupt = self.reads.audited(op, checksums)
+            if op in self.scrub.audits:
+                self.scrub.audited(op, corrupt)
+        elif op in self.rewrites.ops:
+            self.rewrites.rewritten_dram(op, checksums)
         else:
             raise AssertionError(f"op {op} is not under way")
+
+    def _disk_done(self, event: ev.DiskDone) -> None:
+        if event.op == self.scrub.op:
+            self.scrub.has_read(event.results, event.whys)
+        elif event.op in self.rewrites.ops:
+            self.rewrites.rewritten_ssd(event.op, event.results)
+        else:
+            self.disk.ended(event.op, event.results, event.why, event.whys)
 
     def _tick(self) -> None:
         self.saves.tick()
@@ -326,6 +364,9 @@ class Store:
         self.disk.tick()
         self.queue.tick()
         self.dialogues.tick()
+        self.recalls.tick()
+        self.rewrites.tick()
+        self.scrub.tick()
         self._end_waits()
         self._drop_retired()
         for worker in [worker for worker in self.state.workers.values() if worker.closed]:

@@ -28,6 +28,7 @@ from kvstore.types import (
     Record,
     ReservationId,
     SlabId,
+    SlotState,
     Wait,
     WorkerId,
 )
@@ -39,8 +40,19 @@ SLOT_BYTES = 2 * PAGE
 """Of a shard of one page, with its header, on disk."""
 GARBAGE = 0xBAD
 
-DiskOp = ev.CreateSlab | ev.WriteRecords | ev.ReadRecords | ev.WriteIndex | ev.ProbeDisk
-DISK_OPS = (ev.CreateSlab, ev.WriteRecords, ev.ReadRecords, ev.WriteIndex, ev.ProbeDisk)
+DiskOp = (
+    ev.CreateSlab
+    | ev.WriteRecords
+    | ev.ReadRecords
+    | ev.WriteIndex
+    | ev.ProbeDisk
+    | ev.ScrubRecords
+    | ev.RewriteRecords
+)
+DISK_OPS = (
+    *(ev.CreateSlab, ev.WriteRecords, ev.ReadRecords, ev.WriteIndex, ev.ProbeDisk),
+    *(ev.ScrubRecords, ev.RewriteRecords),
+)
 Slot = tuple[SlabId, int]
 
 
@@ -237,6 +249,9 @@ class DiskWorld(World):
                         self._put(op, number)
                     elif fate == "torn":
                         self.platter.cached[op.targets[number].slab, op.targets[number].slot] = TORN
+            case ev.RewriteRecords():
+                for place in op.targets:
+                    self.platter.cached[place.slab, place.slot] = TORN
             case ev.WriteIndex() if chance.random() < 0.5:
                 self._write_index(op, DiskResult.OK)
             case ev.CreateSlab() if chance.random() < 0.5:
@@ -367,6 +382,10 @@ class DiskWorld(World):
                 results = tuple(self._write_record(effect, n, result) for n in range(len(effect.records)))
             case ev.ReadRecords():
                 results = tuple(self._read_record(effect, n, result) for n in range(len(effect.records)))
+            case ev.ScrubRecords():
+                results = tuple(self._scrub_record(effect, n, result) for n in range(len(effect.records)))
+            case ev.RewriteRecords():
+                results = tuple(self._rewrite(place, result) for place in effect.targets)
             case ev.WriteIndex():
                 results = (self._write_index(effect, result),)
         why = "" if set(results) == {DiskResult.OK} else f"{effect.__class__.__name__} fails"
@@ -440,6 +459,24 @@ class DiskWorld(World):
 
     def _found_at(self, place: DiskPlace) -> Written:
         return self.platter.read(place) or TORN
+
+    def _scrub_record(self, effect: ev.ScrubRecords, number: int, result: DiskResult) -> DiskResult:
+        """What is read lands nowhere, so the slot may be anybody's by now."""
+        record, place = effect.records[number], effect.sources[number]
+        found = self.platter.read(place) or TORN
+        result = self._one_by_one(result)
+        wanted = (record, place.generation, record.checksum)
+        intact = (found.record, found.generation, found.content) == wanted
+        return result if intact or result is not DiskResult.OK else DiskResult.CORRUPT
+
+    def _rewrite(self, place: DiskPlace, result: DiskResult) -> DiskResult:
+        """Nobody may find his record gone, not even after a power cut."""
+        named = {(p.slab, p.slot) for chunk in self.platter.chunks.values() for p in chunk.places}
+        assert (place.slab, place.slot) not in named, place
+        slab = next(slab for slab in self.store.state.disk.segments if slab.id == place.slab)
+        assert slab.state[place.slot] == SlotState.QUARANTINED, (slab, place)
+        self.platter.cached[place.slab, place.slot] = TORN
+        return self._one_by_one(result)
 
     def _one_by_one(self, result: DiskResult) -> DiskResult:
         spared = self.chance is not None and self.chance.random() < 0.5

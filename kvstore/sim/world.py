@@ -41,7 +41,7 @@ UNWRITTEN = 0
 WRITTEN_LATER = 0xBAD
 
 Shard = tuple[NamespaceId, ChunkKey, int]
-Op = ev.CopyIn | ev.FillSlots | ev.Checksum | ev.MoveSlots
+Op = ev.CopyIn | ev.FillSlots | ev.Checksum | ev.MoveSlots | ev.RewriteSlots
 REGION = RegionId(1)
 """Every worker has lent one."""
 
@@ -446,7 +446,7 @@ class World:
                 case ev.DestroySegment():
                     assert not any(effect.segment in mapped for mapped in self.mapped.values()), effect
                     del self.memory[effect.segment], self.cells[effect.segment]
-                case ev.ForgetWorker():
+                case ev.ForgetWorker() | ev.Quarantined():
                     pass  # a copy that still runs keeps its view of the staging memory
                 case _ if type(effect) in self.hold:
                     self.held.append(effect)
@@ -484,6 +484,12 @@ class World:
                 for source, target in zip(effect.sources, effect.targets, strict=True):
                     self._write(target, self._read(source), by=None)
                     checksums.append(self._read(target) ^ spoil)
+            case ev.RewriteSlots():
+                for target in effect.targets:
+                    segment = self.store.state.pool.by_id[target.segment]
+                    assert segment.state[target.cell] == SlotState.QUARANTINED, (segment, target)
+                    self._write(target, UNWRITTEN, by=None)
+                    checksums.append(int(not spoil))
         if fails:
             self._inbox.append(ev.OpFailed(effect.op, fails))
             return

@@ -51,8 +51,10 @@ class IoPool:
         """What has not started will not start any more."""
         self._io: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._index: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._scrub: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._io_threads: list[threading.Thread] = []
         self._index_thread: threading.Thread | None = None
+        self._scrub_thread: threading.Thread | None = None
 
     def start(self, io_threads: int, last: Callable[[], None]) -> None:
         """`last` is what the index thread does at its end."""
@@ -64,6 +66,7 @@ class IoPool:
             threading.Thread(target=self._run_io, name=f"kvstored-ssd-{number}", daemon=True)
             for number in range(io_threads)
         ]
+        self._scrub_thread = threading.Thread(target=self._run_scrub, name="kvstored-scrub", daemon=True)
         for thread in self._threads:
             thread.start()
 
@@ -81,6 +84,10 @@ class IoPool:
 
     def index(self, op: OpId, work: _Work) -> None:
         self._index.put(_Single(self, op, work))
+
+    def scrub(self, op: OpId, work: _Work) -> None:
+        """On a thread of its own, so that what is asked for never waits behind it."""
+        self._scrub.put(_Single(self, op, work))
 
     def go_on(self, op: OpId, work: _Work) -> None:
         """Of an I/O job that returned None: on the index thread, unless it hung until after `close`."""
@@ -103,9 +110,11 @@ class IoPool:
         are in a call still, and are left behind."""
         deadline = time.monotonic() + timeout_s
         index_share_s = min(1.0, timeout_s / 4)  # a hung read must not cost the index thread its time
+        self._scrub.put(None)
+        _fail_what_waits(self._scrub, 1)  # of no use to anybody any more
         for _ in self._io_threads:
             self._io.put(None)
-        for thread in self._io_threads:
+        for thread in (*self._io_threads, *([self._scrub_thread] if self._scrub_thread else [])):
             thread.join(max(0.0, deadline - index_share_s - time.monotonic()))
         self.out_of_time = any(thread.is_alive() for thread in self._io_threads)
         _fail_what_waits(self._io, len(self._io_threads))
@@ -118,11 +127,17 @@ class IoPool:
 
     @property
     def _threads(self) -> list[threading.Thread]:
-        return [*self._io_threads, *([self._index_thread] if self._index_thread else [])]
+        alone = [thread for thread in (self._index_thread, self._scrub_thread) if thread is not None]
+        return [*self._io_threads, *alone]
 
     def _run_io(self) -> None:
         scratch = Scratch()
         while (job := self._io.get()) is not None:
+            job.run(scratch)
+
+    def _run_scrub(self) -> None:
+        scratch = Scratch()
+        while (job := self._scrub.get()) is not None:
             job.run(scratch)
 
     def _run_index(self, last: Callable[[], None]) -> None:
@@ -158,11 +173,11 @@ class _Single:
         self._work = work
 
     def run(self, scratch: Scratch) -> None:
-        answer: Result | SlabReady | None
+        answer: Result | SlabReady | DiskDone | None
         try:
             answer = self._work(scratch)
         except Exception as problem:
-            answer = _failed(problem)
+            answer = failed(problem)
         if isinstance(answer, Result):
             self._pool.answer(DiskDone(self._op, (answer.result,), answer.why))
         elif answer is not None:
@@ -189,8 +204,10 @@ class _SharedOp:
             self._parts -= 1
             if self._parts:
                 return
-        why = next((result.why for result in self._results if result.why), "")
-        self._pool.answer(DiskDone(self._op, tuple(result.result for result in self._results), why))
+        whys = tuple(result.why for result in self._results)
+        why = next(filter(None, whys), "")
+        results = tuple(result.result for result in self._results)
+        self._pool.answer(DiskDone(self._op, results, why, whys if why else ()))
 
 
 class _Part:
@@ -211,7 +228,7 @@ class _Part:
                     raise OSError(errno.ECANCELED, CLOSING)
                 results.append(self._perform(record, extent, place, scratch))
             except Exception as problem:
-                results.append(_failed(problem))
+                results.append(failed(problem))
         self._op.finish(self._start, results)
 
     def fail(self, why: str) -> None:
@@ -221,7 +238,7 @@ class _Part:
 _Job = _Single | _Part
 
 
-def _failed(problem: Exception) -> Result:
+def failed(problem: Exception) -> Result:
     if isinstance(problem, OSError):
         return Result(disk_result(problem), describe(problem))
     if not isinstance(
@@ -281,5 +298,5 @@ def _is_aligned(payload: npt.NDArray[np.uint8]) -> bool:
     return int(payload.ctypes.data) % PAGE_BYTES == 0
 
 
-_Work = Callable[[Scratch], Result | SlabReady | None]
+_Work = Callable[[Scratch], Result | SlabReady | DiskDone | None]
 _Perform = Callable[[Record, Extent, DiskPlace, Scratch], Result]

@@ -6,6 +6,9 @@
     CreateSlab      preallocate, header, sync                       -> its row in the index
     WriteIndex                                                         sync the slabs, then one transaction
     ProbeDisk       write, sync, read back                          -> a transaction
+                                                                       scrub thread (one)
+    ScrubRecords                                                       slab file -> verify
+    RewriteRecords                                                     patterns, sync, read back
 
 An op is answered when its last call *has returned*: until then its slots and places belong to it, however late it is.
 Deadlines and how many ops are in flight are the core's business, so that a hung disk costs threads here and no more.
@@ -34,6 +37,8 @@ from kvstore.core.events import (
     NamespaceRecord,
     ProbeDisk,
     ReadRecords,
+    RewriteRecords,
+    ScrubRecords,
     SessionRecord,
     SlabReady,
     WriteIndex,
@@ -42,12 +47,12 @@ from kvstore.core.events import (
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.format import PAGE_BYTES, Defect
 from kvstore.index import ChunkBatch, Index, SlabRow
-from kvstore.logs import fields
 from kvstore.ports import Disk, describe, read_all, write_all
 from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.directory import DirectoryLock
-from kvstore.tiers.io_pool import CLOSING, OK, IoPool, Result, Scratch
+from kvstore.tiers.io_pool import CLOSING, OK, IoPool, Result, Scratch, failed
 from kvstore.tiers.slab_files import SlabFiles
+from kvstore.tiers.verify import Verifier
 from kvstore.types import DiskPlace, DiskResult, Extent, Record, SlabId
 
 log = logging.getLogger(__name__)
@@ -60,7 +65,7 @@ OPS_MAX = 65_536
 FILES_SPARE = 4_096
 """Descriptors that the rest of the daemon may need beside one per slab file."""
 
-DiskEffect = CreateSlab | WriteRecords | ReadRecords | WriteIndex | ProbeDisk
+DiskEffect = CreateSlab | WriteRecords | ReadRecords | WriteIndex | ProbeDisk | ScrubRecords | RewriteRecords
 Done = Callable[[SlabReady | DiskDone], None]
 
 
@@ -114,6 +119,8 @@ class SsdTier:
         self._lock: DirectoryLock | None = None
         self._index: Index | None = None
         self._first_generation = 0
+        self._verifier: Verifier | None = None
+        """Of the scrub thread."""
         """Of what this boot writes."""
 
     # ------------------------------------------------------------------------------------------------- start and end
@@ -132,6 +139,9 @@ class SsdTier:
                 disk=self._disk,
             )
             self._first_generation = index.boot_count << 32
+            self._verifier = Verifier(
+                self._disk, direct=self._direct, first_generation=self._first_generation
+            )
             named = index.slabs()
             slabs = self._slabs.open(named, self._config.ssd_bytes - SSD_OVERHEAD_BYTES - index.bytes_max)
             if len(slabs) < len(named):
@@ -178,6 +188,10 @@ class SsdTier:
                 self._pool.io(effect.op, lambda scratch: self._create_slab(effect, scratch))
             case ProbeDisk():
                 self._pool.io(effect.op, lambda scratch: self._probe(effect, scratch))
+            case ScrubRecords():
+                self._pool.scrub(effect.op, lambda _: self._scrub(effect))
+            case RewriteRecords():
+                self._pool.scrub(effect.op, lambda _: self._rewrite(effect))
 
     def close(self, timeout_s: float) -> None:
         """What was submitted has `timeout_s` to end; then what has not started fails. A thread that hangs is left
@@ -222,13 +236,16 @@ class SsdTier:
             with self._counting:
                 for result in answer.results:
                     self._counted.results[result] += 1
+        self._deliver(answer)
+
+    def _deliver(self, answer: SlabReady | DiskDone) -> None:
         try:
             self._done(answer)
         except Exception:
             log.exception("the answer %r could not be delivered", answer)
 
     def _refuse(self, effect: DiskEffect, why: str) -> None:
-        count = len(effect.records) if isinstance(effect, (WriteRecords, ReadRecords)) else 1
+        count = len(effect.records) if isinstance(effect, (WriteRecords, ReadRecords, ScrubRecords)) else 1
         self._answer(DiskDone(effect.op, (DiskResult.IO_ERROR,) * count, why))
 
     # ------------------------------------------------------------------------------------------------------- records
@@ -276,6 +293,35 @@ class SsdTier:
             self._counted.records_read += 1
             self._counted.bytes_read += record.length
         return OK
+
+    def _scrub(self, effect: ScrubRecords) -> None:
+        """Nothing is counted or logged: a slot that was freed meanwhile may hold another record, and only the core
+        knows."""
+        assert self._verifier is not None, "submit before open"
+        results = []
+        for record, place in zip(effect.records, effect.sources, strict=True):
+            try:
+                slab = self._slabs.at(place)
+                slab.room(record.length, direct=self._direct)
+                offset = format.slot_offset(slab.slot_bytes, place.slot)
+                results.append(self._verifier.check(slab.fd, offset, record, place.generation))
+            except Exception as problem:
+                results.append(failed(problem))
+        whys = tuple(result.why for result in results)
+        self._deliver(DiskDone(effect.op, tuple(result.result for result in results), whys=whys))
+
+    def _rewrite(self, effect: RewriteRecords) -> DiskDone:
+        assert self._verifier is not None, "submit before open"
+        results = []
+        for place in effect.targets:
+            try:
+                slab = self._slabs.at(place)
+                offset = format.slot_offset(slab.slot_bytes, place.slot)
+                path = self._slabs.path(place.slab)
+                results.append(self._verifier.rewrite(path, slab.fd, offset, slab.slot_bytes))
+            except Exception as problem:
+                results.append(failed(problem))
+        return DiskDone(effect.op, tuple(result.result for result in results))
 
     # --------------------------------------------------------------------------------------------------------- index
 
@@ -361,10 +407,7 @@ class _Counters:
 
 
 def _corrupt(place: DiskPlace, why: str) -> Result:
-    """Logged here, and so once: nobody reads this generation of the slot again."""
-    where = _where(place, why)
-    log.error("a record on SSD is corrupt: it is a miss from now on", extra=fields(why=where))
-    return Result(DiskResult.CORRUPT, where)
+    return Result(DiskResult.CORRUPT, _where(place, why))
 
 
 def _where(place: DiskPlace, why: str) -> str:

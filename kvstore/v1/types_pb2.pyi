@@ -33,6 +33,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_ON_SSD: _ClassVar[Reason]
     REASON_SLOW: _ClassVar[Reason]
     REASON_LOST: _ClassVar[Reason]
+    REASON_RECALLED: _ClassVar[Reason]
 
 class GrantResult(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -73,6 +74,7 @@ REASON_UNAVAILABLE: Reason
 REASON_ON_SSD: Reason
 REASON_SLOW: Reason
 REASON_LOST: Reason
+REASON_RECALLED: Reason
 GRANT_RESULT_GRANTED: GrantResult
 GRANT_RESULT_ALREADY: GrantResult
 GRANT_RESULT_BUSY: GrantResult

@@ -32,6 +32,7 @@ SMALL = {
     "staging_bytes": 8 << 20,
     "staging_bytes_max": 32 << 20,
     "drain_ms": 200,
+    "scrub_bytes_per_s": 0,  # tests of the disk's faults count reads
     "log_level": "debug",  # at debug the daemon checks all its invariants before it ends
 }
 

@@ -370,7 +370,7 @@ def test_a_flipped_byte_is_never_served(
         assert look(space, list(flipped)) == [(Outcome.MISS, Reason.CORRUPT)] * 2
     stats = space.client.stats()
     assert stats.counters["chunks_corrupt"] == stats.ssd.corrupt == stats.ssd.quarantined == 2
-    lines = logged(daemon, "a record on SSD is corrupt: it is a miss from now on")
+    lines = logged(daemon, "corrupt bytes: their slots are quarantined")
     assert len(lines) == 2, "each of them once"
     assert all(line["level"] == "error" and line["why"].startswith("slab-") for line in lines)
     save(space, keys)  # and they can be saved anew

@@ -327,6 +327,7 @@ def test_reported_bytes_that_are_damaged_are_a_miss_and_their_slots_are_out_of_s
     (extent, *_) = world.acquire(worker, namespace, chain("k", 3)[1:2]).extents
     world.leases.clear()
     world.memory[extent.segment][extent.offset // PAGE] ^= 1  # a stray write
+    world.damaged.add((extent.segment, extent.offset // PAGE))
     assert world.ask(ev.ReportLoad, worker, namespace, chain("k", 3)).count == 3
     assert world.outcomes(worker, namespace, chain("k", 3)) == ["HIT", "CORRUPT", "HIT"]
     for lease in list(world.store.state.leases.leases):

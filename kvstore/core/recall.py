@@ -1,0 +1,224 @@
+"""Recall: purge all that one maker (a worker that turned out to be sick) has made, in all tiers.
+
+    asked -> its open reservations doomed, no new ones, its chunks are misses     at once
+          -> rows doomed, sessions that name them listed                          some at a time
+          -> the index has none of them any more -> answered
+
+Asked again it purges what is left, which is nothing unless the daemon was started anew in between; the sessions are
+listed again as long as they name the chunks. For a chunk of several ranks the maker is that of the last one to commit.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import DOOMED, NONE, STORED
+from kvstore.core.durability import Durability
+from kvstore.core.rewrites import check_admin
+from kvstore.core.state import State
+from kvstore.core.workers import Worker
+from kvstore.errors import DeadlineExceeded, Denied, Exhausted, Unavailable
+from kvstore.types import DiskState, Millis, NamespaceId, Reason
+
+ROWS_PER_STEP_MAX = 50_000
+DROPS_PER_STEP_MAX = 2_000
+ENTRIES_PER_STEP_MAX = 100_000
+RECALLS_MAX = 16
+BARRED_MAX = 1_024
+PATIENCE_MS = 20_000
+"""For the index; then the caller is told that it is not durable yet, and may ask again."""
+
+
+@dataclass(slots=True)
+class Job:
+    ticket: ev.Ticket
+    event: ev.Recall
+    born_since: Millis
+    """What was born before is not meant; what was born in an earlier start of the daemon always is."""
+    row: int = 0
+    """The next to be looked at."""
+    sessions_left: list[tuple[NamespaceId, bytes]] | None = None
+    chunks: int = 0
+    bytes: int = 0
+    pinned: int = 0
+    sessions: list[ev.RecalledSession] = field(default_factory=list)
+    sessions_in_all: int = 0
+    dropped_at: Millis | None = None
+    """When the last of its chunks was dropped: the index must be newer than that."""
+    deadline: Millis = 0
+
+
+class Recalls:
+    def __init__(self, state: State, durability: Durability) -> None:
+        self.state = state
+        self._durability = durability
+        self.jobs: list[Job] = []
+        self._barred: OrderedDict[bytes, None] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"Recalls({len(self.jobs)} under way, {len(self._barred)} makers barred)"
+
+    def ask(self, worker: Worker, event: ev.Recall) -> ev.Recalled | None:
+        """None: answered later."""
+        check_admin(worker, "recall")
+        state = self.state
+        if len(self.jobs) >= RECALLS_MAX:
+            raise Exhausted(f"{RECALLS_MAX} recalls are under way", field="recall", remedy="try again later")
+        since = state.now - event.age_ms_max if event.age_ms_max else -1
+        job = Job(event.ticket, event, since)
+        if not event.dry_run:
+            self._bar(event.maker)
+            # A chunk that another rank began is lost with this one's part of it.
+            for reservation in state.reservations.values():
+                if reservation.maker == event.maker:
+                    for row in reservation.rows:
+                        state.doom(row, Reason.RECALLED)
+            state.recalling[event.maker] = min(since, state.recalling.get(event.maker, since))
+            state.counters["recalls"] += 1
+        self.jobs.append(job)
+        self._step(job)
+        return None
+
+    def check(self, maker: bytes) -> None:
+        """Raises Denied for the reservation of a maker that was recalled."""
+        if maker in self._barred:
+            raise Denied(
+                "was recalled: what it makes is not stored",
+                field="maker",
+                value=maker,
+                remedy="start that worker anew; it is another maker then",
+            )
+
+    def _bar(self, maker: bytes) -> None:
+        self._barred[maker] = None
+        self._barred.move_to_end(maker)
+        if len(self._barred) > BARRED_MAX:
+            self._barred.popitem(last=False)
+
+    # ------------------------------------------------------------------------------------------------------- stepping
+
+    def tick(self) -> None:
+        for job in list(self.jobs):
+            self._step(job)
+
+    def pump(self) -> None:
+        """After every step: whoever waits for the index only is answered as soon as it is there."""
+        for job in [job for job in self.jobs if job.dropped_at is not None]:
+            self._finish(job)
+
+    def _step(self, job: Job) -> None:
+        if job.dropped_at is None and self._drop(job) and self._list_sessions(job):
+            job.dropped_at = self.state.now
+            job.deadline = self.state.now + PATIENCE_MS
+            if not job.event.dry_run:
+                self._forget(job)
+                self._durability.hurry += 1
+        if job.dropped_at is not None:
+            self._finish(job)
+
+    def _forget(self, job: Job) -> None:
+        """Every chunk of its is doomed: lookups need not ask any more."""
+        maker = job.event.maker
+        others = [
+            other.born_since
+            for other in self.jobs
+            if other.event.maker == maker and not other.event.dry_run and other.dropped_at is None
+        ]
+        if others:
+            self.state.recalling[maker] = min(others)
+        else:
+            self.state.recalling.pop(maker, None)
+
+    def _drop(self, job: Job) -> bool:
+        """True: all rows were looked at."""
+        state = self.state
+        chunks = state.chunks
+        drops = DROPS_PER_STEP_MAX
+        end = min(job.row + ROWS_PER_STEP_MAX, chunks.rows_ever)
+        for row in chunks.rows_of_maker(job.event.maker, job.row, end):
+            if chunks.shard0[row] == NONE or not state.made_since(row, job.born_since):
+                continue
+            if not drops:
+                job.row = row
+                return False
+            drops -= 1
+            self._drop_row(job, row)
+        job.row = end
+        return end == chunks.rows_ever
+
+    def _drop_row(self, job: Job, row: int) -> None:
+        state = self.state
+        chunks = state.chunks
+        doomed = bool(chunks.flags[row] & DOOMED)
+        if not doomed and (state.is_resident(row) or chunks.flags[row] & STORED):
+            job.chunks += 1
+            job.bytes += state.namespace_of(row).spec.chunk_bytes
+            job.pinned += bool(chunks.pins[row])
+        if not job.event.dry_run and not doomed:
+            state.doom(row, Reason.RECALLED)
+            state.counters["chunks_recalled"] += 1
+
+    def _list_sessions(self, job: Job) -> bool:
+        """True: all were looked at."""
+        state = self.state
+        if job.sessions_left is None:
+            job.sessions_left = list(state.sessions.by_name)
+        entries = 0
+        while job.sessions_left and entries < ENTRIES_PER_STEP_MAX:
+            session = state.sessions.by_name.get(job.sessions_left.pop())
+            if session is None:
+                continue
+            entries += len(session.manifest)
+            for index, row in enumerate(session.manifest.rows):
+                if state.chunks.maker(row) == job.event.maker and state.made_since(row, job.born_since):
+                    job.sessions_in_all += 1
+                    if len(job.sessions) < job.event.sessions_max:
+                        m = session.manifest
+                        job.sessions.append(
+                            ev.RecalledSession(
+                                session.name,
+                                state.namespaces[session.namespace].tenant,
+                                session.namespace,
+                                session.version,
+                                index,
+                                m.first[index] + m.delta[index],
+                            )
+                        )
+                    break
+        return not job.sessions_left
+
+    # -------------------------------------------------------------------------------------------------------- the end
+
+    def _finish(self, job: Job) -> None:
+        state = self.state
+        answer: ev.Answer = ev.Recalled(
+            job.chunks, job.bytes, job.pinned, tuple(job.sessions), job.sessions_in_all
+        )
+        if not job.event.dry_run and not self._is_durable(job):
+            why = f"{job.chunks} chunks are misses now, but a restart could bring them back"
+            if state.disk_state is not DiskState.OK:
+                answer = Unavailable(
+                    f"{why}: the SSD tier is {state.disk_state.name.lower()}",
+                    field="recall",
+                    remedy="do not restart the daemon before it is well; then ask again",
+                )
+            elif job.deadline <= state.now:
+                answer = DeadlineExceeded(f"{why}: the index is late", field="recall", remedy="ask again")
+            else:
+                return
+        self.jobs.remove(job)
+        if not job.event.dry_run:
+            self._durability.hurry -= 1
+        state.reply(job.ticket, answer)
+
+    def _is_durable(self, job: Job) -> bool:
+        """Whether all that was dropped has left the index: whatever is dirty still became so later."""
+        assert job.dropped_at is not None, job
+        state = self.state
+        if state.disk_state is DiskState.ABSENT:
+            return True
+        oldest = next(iter(state.dirty_chunks.values()), None)
+        under_way = state.indexing_since
+        return all(since is None or since > job.dropped_at for since in (oldest, under_way))

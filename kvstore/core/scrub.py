@@ -1,0 +1,287 @@
+"""The scrubber: goes round all that is stored, at a bounded rate, and finds bytes that changed before somebody asks.
+
+    round:  row 0, 1, 2 ... of the chunk table, then the next round
+    SSD     the record is read and held against the index, without a slot of DRAM and without being promoted
+    DRAM    only under protection `group`, where workers could have written: the slots are checksummed
+
+One op at a time, and none while the disk has other things to do: a demanded read meets at most one record of the
+scrubber's on the disk, and none of its threads. What is corrupt is quarantined and a miss, unless another tier has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import DOOMED, NONE, RISING, STORED, STORING
+from kvstore.core.disk import Disk
+from kvstore.core.namespaces import Namespace
+from kvstore.core.rewrites import check_admin
+from kvstore.core.state import State
+from kvstore.core.workers import Worker
+from kvstore.types import (
+    ChunkKey,
+    DiskPlace,
+    DiskResult,
+    DiskState,
+    Millis,
+    OpId,
+    Protection,
+    Reason,
+    Tier,
+)
+
+BYTES_PER_OP_MAX = 1 << 20
+ROWS_PER_STEP_MAX = 2_000
+"""Looked at in one step, so that rows without bytes cost no time at a stretch."""
+OPS_BESIDE_MAX = 1
+"""Writes that may be under way when the scrubber reads; reads: none."""
+ASKED_BYTES_PER_S = 64 << 20
+"""Rate of a round that was asked for, unless it says otherwise, or the background's is higher."""
+BURST_MS = 250
+"""For how long what was not spent of the rate is kept."""
+
+
+@dataclass(slots=True)
+class Round:
+    number: int
+    asked_for: bool
+    bytes_per_s: int
+    began_at: Millis
+    row: int = 0
+    """The next to be looked at."""
+    chunks: int = 0
+    bytes: int = 0
+    corrupt: int = 0
+    failed: int = 0
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class Looking:
+    """A chunk whose records are being read."""
+
+    row: int
+    key: ChunkKey
+    places: tuple[DiskPlace, ...]
+
+
+class Scrub:
+    def __init__(self, state: State, disk: Disk, audit: Callable[[Namespace, Sequence[int]], OpId]) -> None:
+        """`audit` has resident chunks of one namespace checksummed; `audited` is called with what came of it."""
+        self.state = state
+        self._disk = disk
+        self._audit = audit
+        self._round: Round | None = None
+        self._finished = 0
+        self._budget = 0.0
+        self._budget_at: Millis = 0
+        self._held_back = False
+        """It would go on if the disk had nothing else to do."""
+        self.op: OpId | None = None
+        """Of records, under way."""
+        self._looking: list[Looking] = []
+        self.audits: set[OpId] = set()
+        """Of DRAM slots, under way."""
+
+    def __repr__(self) -> str:
+        return f"Scrub({self._round}, op {self.op})"
+
+    # ------------------------------------------------------------------------------------------------------- asking
+
+    def ask(self, worker: Worker, event: ev.Scrub) -> ev.Scrubbed:
+        check_admin(worker, "scrub")
+        state = self.state
+        now = self._round
+        if event.start and not (now is not None and now.asked_for and not now.finished):
+            rate = event.bytes_per_s or max(ASKED_BYTES_PER_S, state.limits.scrub_bytes_per_s)
+            self._begin(rate, asked_for=True)
+            self._go_on()
+        return self._answer()
+
+    def _answer(self) -> ev.Scrubbed:
+        state = self.state
+        now = self._round
+        if now is None:
+            return ev.Scrubbed(0, False, False, 0, 0, state.chunks.rows_ever, 0, 0, 0, 0, 0, self._finished)
+        return ev.Scrubbed(
+            round=now.number,
+            running=not now.finished,
+            asked_for=now.asked_for,
+            age_ms=state.now - now.began_at,
+            rows=min(now.row, state.chunks.rows_ever),
+            rows_in_all=state.chunks.rows_ever,
+            chunks=now.chunks,
+            bytes=now.bytes,
+            corrupt=now.corrupt,
+            failed=now.failed,
+            bytes_per_s=now.bytes_per_s,
+            finished=self._finished,
+            waits_for="" if now.finished else self._waits_for(),
+        )
+
+    def _begin(self, bytes_per_s: int, *, asked_for: bool) -> None:
+        number = self._round.number + 1 if self._round is not None else 1
+        self._round = Round(number, asked_for, bytes_per_s, self.state.now)
+        self._budget, self._budget_at = 0.0, self.state.now - BURST_MS
+        self.state.counters["scrub_rounds"] += 1
+
+    # ------------------------------------------------------------------------------------------------------- stepping
+
+    def tick(self) -> None:
+        state, now = self.state, self._round
+        rate = state.limits.scrub_bytes_per_s
+        anything = state.disk_state is not DiskState.ABSENT or state.limits.protection is Protection.GROUP
+        rested = now is None or (now.finished and state.now >= now.began_at + state.limits.scrub_pause_ms)
+        if rate and anything and rested:
+            self._begin(rate, asked_for=False)
+        self._go_on()
+
+    def pump(self) -> None:
+        """After every step: what was held back may go on as soon as the disk has nothing to do."""
+        if self._held_back:
+            self._go_on()
+
+    def _waits_for(self) -> str:
+        """Why nothing can be looked at now."""
+        state, disk = self.state, self._disk
+        if self.op is not None or self.audits:
+            return "what is being read"
+        if state.disk_state is DiskState.OFF:
+            return "the SSD tier, which is off"
+        if disk.reads or disk.demanded or disk.foreseen or len(disk.writes) > OPS_BESIDE_MAX:
+            return "other reads and writes of the disk"
+        return ""
+
+    def _go_on(self) -> None:
+        now, state = self._round, self.state
+        self._held_back = False
+        if now is None or now.finished or self.op is not None or self.audits:
+            return
+        if self._waits_for():
+            self._held_back = state.disk_state is not DiskState.OFF
+            return
+        passed = min(state.now - self._budget_at, BURST_MS)
+        self._budget = min(
+            self._budget + now.bytes_per_s * passed / 1000, max(1.0, now.bytes_per_s * BURST_MS / 1000)
+        )
+        self._budget_at = state.now
+        if self._budget <= 0:
+            return
+        in_dram: list[int] = []
+        size = 0
+        end = min(now.row + ROWS_PER_STEP_MAX, state.chunks.rows_ever)
+        while now.row < end and size < BYTES_PER_OP_MAX:
+            row = now.row
+            now.row += 1
+            size += self._choose(row, in_dram)
+        if now.row >= state.chunks.rows_ever and not size:
+            now.finished = True
+            self._finished = now.number
+            return
+        self._budget -= size
+        now.bytes += size
+        if self._looking:
+            self._read()
+        for row in in_dram:
+            self.audits.add(self._audit(state.namespace_of(row), (row,)))
+
+    def _choose(self, row: int, in_dram: list[int]) -> int:
+        """How many bytes of this row are to be looked at."""
+        state = self.state
+        chunks = state.chunks
+        flags = chunks.flags[row]
+        if chunks.namespace[row] == NONE or chunks.shard0[row] == NONE or flags & DOOMED:
+            return 0
+        namespace = state.namespace_of(row)
+        found = 0
+        if flags & (STORED | STORING | RISING) == STORED:
+            places = tuple(state.disk_place(row, shard) for shard in range(namespace.shards))
+            self._looking.append(Looking(row, chunks.key[row], places))
+            found += 1
+        if state.limits.protection is Protection.GROUP and state.is_hit(row):
+            in_dram.append(row)
+            found += 1
+        assert self._round is not None
+        self._round.chunks += found > 0
+        return found * namespace.spec.chunk_bytes
+
+    def _read(self) -> None:
+        self.op = self.state.new_op()
+        records = []
+        for looking in self._looking:
+            namespace = self.state.namespace_of(looking.row)
+            records += [self._disk.record(namespace, looking.row, shard) for shard in range(namespace.shards)]
+        places = tuple(place for looking in self._looking for place in looking.places)
+        self.state.effects.append(ev.ScrubRecords(self.op, tuple(records), places))
+
+    # ------------------------------------------------------------------------------------------------------- results
+
+    def has_read(self, results: Sequence[DiskResult], whys: Sequence[str]) -> None:
+        state = self.state
+        now = self._round
+        assert now is not None
+        looked, self._looking, self.op = self._looking, [], None
+        at = 0
+        for looking in looked:
+            mine = slice(at, at + len(looking.places))
+            at = mine.stop
+            if not self._is_same(looking):
+                continue  # it left the disk meanwhile, and its slots may be another's
+            state.counters["scrub_records"] += len(looking.places)
+            bad = [result for result in results[mine] if result is not DiskResult.OK]
+            if DiskResult.REUSED in bad:
+                self._reused(looking.row)
+            elif DiskResult.CORRUPT in bad:
+                first = results[mine].index(DiskResult.CORRUPT)
+                now.corrupt += 1
+                self._corrupt_on_ssd(looking.row, whys[mine][first] if whys else "")
+            elif bad:
+                now.failed += len(bad)
+                state.counters["scrub_read_errors"] += len(bad)
+        self._go_on()
+
+    def _is_same(self, looking: Looking) -> bool:
+        """Every record still belongs to this chunk: a generation is never given twice."""
+        chunks = self.state.chunks
+        row = looking.row
+        if chunks.key[row] != looking.key or chunks.shard0[row] == NONE or not chunks.flags[row] & STORED:
+            return False
+        return all(
+            chunks.disk_generation[chunks.shard0[row] + shard] == place.generation
+            for shard, place in enumerate(looking.places)
+        )
+
+    def _reused(self, row: int) -> None:
+        """It was evicted before the last start, and only the index did not hear of it."""
+        state = self.state
+        if state.chunks.flags[row] & RISING:
+            return
+        state.counters["chunks_reused"] += 1
+        if state.is_resident(row):
+            state.leave_disk(row)
+        else:
+            state.to_ghost(row, Reason.EVICTED)
+
+    def _corrupt_on_ssd(self, row: int, why: str) -> None:
+        state = self.state
+        flags = state.chunks.flags[row]
+        if flags & RISING:
+            return  # the read that is under way finds it too, and has slots to give back
+        resident = state.is_resident(row)
+        state.found_corrupt(row, Tier.SSD, why, miss=not resident)
+        if resident:
+            # DRAM has good bytes: they are written once more, elsewhere.
+            state.leave_disk(row, quarantine=True)
+            if not flags & DOOMED:
+                state.store_later(row)
+        else:
+            state.to_ghost(row, Reason.CORRUPT)
+
+    def audited(self, op: OpId, corrupt: int) -> None:
+        self.audits.discard(op)
+        if self._round is not None:
+            self._round.corrupt += corrupt
+        if not self.audits:
+            self._go_on()
