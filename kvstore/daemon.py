@@ -52,7 +52,7 @@ from kvstore.memory import fix_mmap_threshold, memory_limit_bytes
 from kvstore.metrics import MetricsServer, families
 from kvstore.ports import disk_from_environment
 from kvstore.reflection import Reflection
-from kvstore.service import HINTS_SERVICE, STATS_SERVICE, STORE_SERVICE, Service
+from kvstore.service import ADMIN_SERVICE, HINTS_SERVICE, STATS_SERVICE, STORE_SERVICE, Service
 from kvstore.tiers import ssd
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.regions import Regions
@@ -371,7 +371,7 @@ class Daemon:
             ],
         )
         bytes_service = BytesService(self._service, self._numbers)
-        names = (STORE_SERVICE, HINTS_SERVICE, STATS_SERVICE, BYTES_SERVICE)
+        names = (STORE_SERVICE, HINTS_SERVICE, STATS_SERVICE, ADMIN_SERVICE, BYTES_SERVICE)
         for name in names:
             self._health.set(name, SERVING)
         shown = Reflection((*names, HEALTH_SERVICE), peer_timeout_s=self._service.peer_timeout_s)

@@ -32,7 +32,7 @@ from kvstore.types import (
     StagedPiece,
     Wait,
 )
-from kvstore.v1 import hints_pb2, stats_pb2, store_pb2
+from kvstore.v1 import admin_pb2, hints_pb2, stats_pb2, store_pb2
 
 TTL_MS_MAX = 24 * 3600 * 1000
 """Longest time a request may name; the core clips it further."""
@@ -43,6 +43,7 @@ QUEUE_POSITION_MAX = 1 << 31
 JOB_NAME_BYTES_MAX = 64
 SEGMENTS_PER_REQUEST_MAX = 65_536
 ROWS_MAX = 100_000
+SCRUB_BYTES_PER_S_MAX = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +379,38 @@ def _explain(message: stats_pb2.ExplainRequest, ticket: Ticket) -> events.Explai
         keys=chunk_keys("keys", message.keys),
     )
 
+
+# ------------------------------------------------------------------------------------------------------------ Admin
+
+
+def _scrub(message: admin_pb2.ScrubRequest, ticket: Ticket) -> events.Scrub:
+    rate = number("bytes_per_s", message.bytes_per_s, SCRUB_BYTES_PER_S_MAX)
+    return events.Scrub(ticket, start=message.start, bytes_per_s=rate)
+
+
+def _list_quarantine(message: admin_pb2.ListQuarantineRequest, ticket: Ticket) -> events.ListQuarantine:
+    limit = number("limit", message.limit, ROWS_MAX) or 1000
+    return events.ListQuarantine(ticket, limit=limit, retry=message.retry)
+
+
+def _recall(message: admin_pb2.RecallRequest, ticket: Ticket) -> events.Recall:
+    if len(message.maker) != MAKER_BYTES:
+        raise BadRequest(f"has {MAKER_BYTES} bytes", field="maker", value=message.maker)
+    return events.Recall(
+        ticket,
+        message.maker,
+        age_ms_max=number("age_ms_max", message.age_ms_max, NUMBER_MAX),
+        dry_run=message.dry_run,
+        sessions_max=number("sessions_max", message.sessions_max, ROWS_MAX) or 1000,
+    )
+
+
+ADMIN_CALLS: dict[str, Call] = {
+    "Scrub": Call(admin_pb2.ScrubRequest, _scrub, wire.scrubbed_to_proto),
+    "ListQuarantine": Call(admin_pb2.ListQuarantineRequest, _list_quarantine, wire.quarantine_to_proto),
+    "Recall": Call(admin_pb2.RecallRequest, _recall, wire.recalled_to_proto),
+}
+"""The unary calls of service Admin, by method name."""
 
 STATS_CALLS: dict[str, Call] = {
     "ListSessions": Call(stats_pb2.ListSessionsRequest, _list_sessions, wire.sessions_to_proto),

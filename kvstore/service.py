@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 STORE_SERVICE = "kvstore.v1.Store"
 STATS_SERVICE = "kvstore.v1.Stats"
 HINTS_SERVICE = "kvstore.v1.Hints"
+ADMIN_SERVICE = "kvstore.v1.Admin"
 
 REQUEST_TIMEOUT_S = 30.0
 """Longest time that any request waits for the core's answer, copies included."""
@@ -116,6 +117,7 @@ class Service:
             (STORE_SERVICE, requests.STORE_CALLS),
             (HINTS_SERVICE, requests.HINTS_CALLS),
             (STATS_SERVICE, requests.STATS_CALLS),
+            (ADMIN_SERVICE, requests.ADMIN_CALLS),
         ):
             for name, call in calls.items():
                 methods[f"/{service}/{name}"] = self.method(self._unary(call), name)

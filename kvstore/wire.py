@@ -21,9 +21,12 @@ from kvstore.core.events import (
     Filled,
     Matched,
     Opened,
+    QuarantineList,
     QueueAccepted,
+    Recalled,
     Renewed,
     Reserved,
+    Scrubbed,
     SessionEntry,
     SessionInfo,
     SessionList,
@@ -43,7 +46,7 @@ from kvstore.types import (
     ReservationId,
     SegmentId,
 )
-from kvstore.v1 import hints_pb2, stats_pb2, store_pb2, types_pb2
+from kvstore.v1 import admin_pb2, hints_pb2, stats_pb2, store_pb2, types_pb2
 
 ERROR_METADATA = "kvstore-error-bin"
 """Trailing metadata of a failed unary call: a serialised `Error`."""
@@ -461,6 +464,67 @@ def explained_to_proto(answer: Explained) -> stats_pb2.ExplainReply:
             )
             for chunk in answer.chunks
         ],
+    )
+
+
+def scrubbed_to_proto(answer: Scrubbed) -> admin_pb2.ScrubReply:
+    return admin_pb2.ScrubReply(
+        round=answer.round,
+        running=answer.running,
+        asked_for=answer.asked_for,
+        age_ms=answer.age_ms,
+        rows=answer.rows,
+        rows_in_all=answer.rows_in_all,
+        chunks=answer.chunks,
+        bytes=answer.bytes,
+        corrupt=answer.corrupt,
+        failed=answer.failed,
+        bytes_per_s=answer.bytes_per_s,
+        finished=answer.finished,
+        waits_for=answer.waits_for,
+    )
+
+
+def quarantine_to_proto(answer: QuarantineList) -> admin_pb2.ListQuarantineReply:
+    return admin_pb2.ListQuarantineReply(
+        rows=[
+            admin_pb2.QuarantinedSlot(
+                tier=row.tier.name.lower(),
+                place=row.place,
+                slot=row.slot,
+                slot_bytes=row.slot_bytes,
+                namespace_id=row.namespace,
+                key=row.key,
+                reason=row.reason,
+                age_ms=row.age_ms,
+                next=row.next,
+            )
+            for row in answer.rows
+        ],
+        dram=answer.dram,
+        ssd=answer.ssd,
+        returned=answer.returned,
+        failed=answer.failed,
+    )
+
+
+def recalled_to_proto(answer: Recalled) -> admin_pb2.RecallReply:
+    return admin_pb2.RecallReply(
+        chunks=answer.chunks,
+        bytes=answer.bytes,
+        pinned=answer.pinned,
+        sessions=[
+            admin_pb2.RecalledSession(
+                session=row.session,
+                tenant=row.tenant,
+                namespace_id=row.namespace,
+                version=row.version,
+                entry=row.entry,
+                first_token=max(0, row.first_token),
+            )
+            for row in answer.sessions
+        ],
+        sessions_in_all=answer.sessions_in_all,
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from kvstore import __version__
-from kvstore.cli import check, doctor, objects
+from kvstore.cli import admin, check, doctor, objects
 from kvstore.cli.tables import age, name, peer_text, plain, size, table
 from kvstore.client import Client, connect
 from kvstore.config import ENVIRONMENT_PREFIX, StoreConfig
@@ -84,6 +84,26 @@ def parser() -> argparse.ArgumentParser:
     forget_.add_argument("--key", action="append", type=key, default=[], metavar="HEX")
     forget_.add_argument("--file", type=key, metavar="KEY", help="as put printed it")
     forget_.add_argument("--namespace", type=int, default=0, metavar="ID")
+    quarantine_ = command(
+        admin.quarantine, "slots that are out of service: where, since when, and until when"
+    )
+    quarantine_.add_argument("--limit", type=int, default=1000, metavar="N")
+    quarantine_.add_argument(
+        "--retry", action="store_true", help="rewrite and verify now what can be, also what failed it before"
+    )
+    recall_ = command(
+        admin.recall, "purge all that one maker made, from every tier, and name the sessions that read it"
+    )
+    recall_.add_argument("--maker", type=admin.maker, required=True, metavar="HEX", help="see kvctl explain")
+    recall_.add_argument(
+        "--since",
+        type=admin.moment,
+        metavar="TIME",
+        help="only what was made since then (2026-01-31T12:00, or 15m, 2h, 3d ago); what an earlier start of the"
+        " daemon left has no known time, and goes too",
+    )
+    recall_.add_argument("--dry-run", action="store_true", help="only say what would go")
+    recall_.add_argument("--limit", type=int, default=1000, metavar="N", help="sessions listed at most")
     check_ = commands.add_parser(
         "check",
         help="verify all that is stored: by the running daemon, or a directory without one; perhaps --fix",

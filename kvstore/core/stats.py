@@ -80,6 +80,7 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
             "reservations": len(state.reservations),
             "ghosts": state.ghosts.count,
             "chunk_rows": state.chunks.rows_used,
+            "quarantined_listed": len(state.quarantine.entries),
             "waits": sum(map(len, state.waits.values())),
         }
         if worker.admin

@@ -1,0 +1,127 @@
+"""`kvctl quarantine` and `kvctl recall`: what an operator orders of a running daemon."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import time
+from typing import Any
+
+from google.protobuf.message import Message
+
+from kvstore.cli.tables import age, name, peer_text, plain, size, table
+from kvstore.client import Client
+from kvstore.errors import DeadlineExceeded
+from kvstore.types import MAKER_BYTES
+from kvstore.v1 import admin_pb2, admin_pb2_grpc
+
+RECALL_WAIT_S = 300.0
+"""For the index, all requests together."""
+REQUEST_S = 40.0
+"""Longer than the daemon's own patience with one request."""
+
+
+def maker(text: str) -> bytes:
+    data = bytes.fromhex(text)
+    if len(data) != MAKER_BYTES:
+        raise argparse.ArgumentTypeError(
+            f"a maker has {MAKER_BYTES} bytes, {2 * MAKER_BYTES} hexadecimal digits"
+        )
+    return data
+
+
+def moment(text: str) -> int:
+    """An ISO 8601 time (without a zone: local), or a time ago as 90s, 15m, 2h, 3d. Returns its age in ms."""
+    units = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+    if text[-1:] in units and text[:-1].isdigit():
+        return int(text[:-1]) * units[text[-1]] * 1000
+    try:
+        then = datetime.datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text} is neither an ISO 8601 time, as 2026-01-31T12:00, nor a time ago, as 15m"
+        ) from None
+    ago = int((time.time() - then) * 1000)
+    if ago <= 0:
+        raise argparse.ArgumentTypeError(f"{text} lies in the future")
+    return ago
+
+
+def _ask(client: Client, method: str, request: Message, timeout_s: float | None = None) -> Any:
+    return client.unary(admin_pb2_grpc.AdminStub, method, request, timeout_s=timeout_s)
+
+
+def quarantine(client: Client, options: argparse.Namespace) -> int:
+    reply: admin_pb2.ListQuarantineReply = _ask(
+        client,
+        "ListQuarantine",
+        admin_pb2.ListQuarantineRequest(limit=options.limit, retry=options.retry),
+    )
+    if options.json:
+        print(json.dumps(plain(reply)))
+        return 0
+    if reply.rows:
+        head = ("tier", "place", "slot", "size", "namespace", "key", "reason", "since", "back in service")
+        print(table(head, [_row(row) for row in reply.rows]))
+    print(
+        f"{reply.dram:,} slots in DRAM, {reply.ssd:,} on SSD; since the start {reply.returned:,} returned to service,"
+        f" {reply.failed:,} failed"
+    )
+    return 0
+
+
+def _row(row: admin_pb2.QuarantinedSlot) -> tuple[object, ...]:
+    place = f"segment {row.place}" if row.tier == "dram" else f"slab-{row.place:08d}.kvs"
+    return (
+        row.tier,
+        place,
+        row.slot,
+        size(row.slot_bytes),
+        row.namespace_id,
+        row.key.hex()[:16],
+        row.reason,
+        f"{age(row.age_ms)} ago",
+        row.next,
+    )
+
+
+def recall(client: Client, options: argparse.Namespace) -> int:
+    """Count first, then purge until it is durable: asked again, the daemon counts only what was left."""
+    request = admin_pb2.RecallRequest(
+        maker=options.maker, age_ms_max=options.since or 0, dry_run=True, sessions_max=options.limit
+    )
+    reply: admin_pb2.RecallReply = _ask(client, "Recall", request, timeout_s=REQUEST_S)
+    request.dry_run = options.dry_run
+    deadline = time.monotonic() + RECALL_WAIT_S
+    while not options.dry_run:
+        try:
+            _ask(client, "Recall", request, timeout_s=REQUEST_S)
+            break
+        except DeadlineExceeded:
+            if time.monotonic() > deadline:
+                raise
+    if options.json:
+        print(json.dumps(plain(reply)))
+        return 0
+    if reply.sessions:
+        head = ("session", "tenant", "namespace", "version", "entry", "token")
+        rows = [
+            (
+                name(row.session),
+                peer_text(row.tenant),
+                row.namespace_id,
+                row.version,
+                row.entry,
+                row.first_token,
+            )
+            for row in reply.sessions
+        ]
+        print(table(head, rows))
+        print("What these sessions computed from that token on may have come from the same source.")
+    what = "would be purged" if options.dry_run else "purged, and gone for good"
+    print(
+        f"{reply.chunks:,} chunks, {size(reply.bytes)} {what} ({reply.pinned:,} of them under a lease);"
+        f" {reply.sessions_in_all:,} sessions name what it made"
+    )
+    return 0
