@@ -82,6 +82,8 @@ class Disk:
         """Demanded chunks whose namespace waits for a segment; tried again when it has come, and with each tick."""
         self._probe_at: Millis = 0
         self._read_errors = 0
+        self._unreadable: set[int] = set()
+        """Slabs (by index) of those reads."""
         self._next_generation = 1
 
     def __repr__(self) -> str:
@@ -128,6 +130,7 @@ class Disk:
         state = self.state
         self.try_again()
         state.disk_full = False
+        self.slabs.forget_failures()
         for op, read in self.reads.items():
             if read.quarantined is None and read.deadline <= state.now:
                 self._late_read(op, read)
@@ -261,7 +264,9 @@ class Disk:
                 state.counters["chunks_stored"] += 1
             else:
                 worst = max(worst, *mine)
-                for shard in range(namespace.shards):
+                for shard, result in enumerate(mine):
+                    if result is DiskResult.IO_ERROR:
+                        self.slabs.fails(state.disk.segments[chunks.disk_slab[chunks.shard0[row] + shard]])
                     state.unplace_from_disk(row, shard)
                 state.store_later(row)
         for namespace_id, group in groupby(write.rows, chunks.namespace.__getitem__):
@@ -385,6 +390,7 @@ class Disk:
             at += namespace.shards
             if all(result is DiskResult.OK for result in mine) and not chunks.flags[row] & DOOMED:
                 self._read_errors = 0
+                self._unreadable.clear()
                 how = "ahead" if row in state.prefetched else "on_demand"
                 for shard in range(namespace.shards):
                     checksum = chunks.shard_checksum[chunks.shard0[row] + shard]
@@ -407,12 +413,26 @@ class Disk:
                 continue
             if not chunks.flags[row] & DOOMED:
                 state.counters["ssd_read_errors"] += 1
+                slabs = {
+                    chunks.disk_slab[chunks.shard0[row] + shard]
+                    for shard, result in enumerate(mine)
+                    if result is DiskResult.IO_ERROR
+                }
+                if slabs & self.slabs.closed:  # of this file it is known, and of the disk it says nothing
+                    state.counters["chunks_unreadable"] += 1
+                    chunks.flags[row] &= ~RISING
+                    state.to_ghost(row, Reason.LOST)
+                    continue
+                self._unreadable |= slabs
                 self._read_errors += 1
             state.prefetched.discard(row)
             state.make_cold(row)
         state.arrived(risen)
         state.counters["ssd_bytes_read"] += read.bytes
         if self._read_errors >= READ_ERRORS_MAX:
+            for index in self._unreadable:
+                self.slabs.fails(state.disk.segments[index])
+            self._unreadable.clear()
             self._degrade(DiskState.OFF, "reads fail")
 
     def _drop_targets(self, row: int) -> None:
@@ -436,7 +456,14 @@ class Disk:
 
     # ----------------------------------------------------------------------------------------------------- answers
 
-    def ended(self, op: OpId, results: Sequence[DiskResult], why: str, whys: Sequence[str] = ()) -> None:
+    def ended(
+        self,
+        op: OpId,
+        results: Sequence[DiskResult],
+        why: str,
+        whys: Sequence[str] = (),
+        slabs: Sequence[SlabId] = (),
+    ) -> None:
         """A disk op has returned."""
         state = self.state
         if op in self.writes:
@@ -444,7 +471,7 @@ class Disk:
         elif op in self.reads:
             self._has_read(op, results, whys)
         elif self.durability.index is not None and self.durability.index[0] == op:
-            self.durability.ended(results[0], why)
+            self.durability.ended(results[0], why, slabs)
         elif op in self.slabs.creating:
             self.slabs.failed(op, results[0], why)
         else:
@@ -455,7 +482,7 @@ class Disk:
                 state.disk_why = ""
                 state.counters["ssd_healed"] += 1
                 state.disk_full = False
-                self.slabs.retry_at = state.now
+                self.slabs.healed()
                 self._read_errors = 0
             else:
                 self._probe_at = state.now + state.limits.probe_interval_ms

@@ -17,7 +17,17 @@ from kvstore.core.pool import Phase
 from kvstore.core.slabs import Degrade, Slabs, long_deadline_ms
 from kvstore.core.state import State
 from kvstore.errors import DeadlineExceeded, Unavailable
-from kvstore.types import ChunkKey, DiskResult, DiskState, Millis, NamespaceId, OpId, Reason, SlabId
+from kvstore.types import (
+    ChunkKey,
+    DiskResult,
+    DiskState,
+    Millis,
+    NamespaceId,
+    OpId,
+    Reason,
+    SegmentId,
+    SlabId,
+)
 
 INDEX_BATCH_MAX = 4096
 INDEX_ENTRIES_MAX = 16_384
@@ -190,7 +200,8 @@ class Durability:
             tuple(chunks.shard_checksum[start : start + namespace.shards]),
         )
 
-    def ended(self, result: DiskResult, why: str) -> None:
+    def ended(self, result: DiskResult, why: str, failed: Sequence[SlabId] = ()) -> None:
+        """`failed`: the slab files whose sync failed. What was not synced in there is lost: no later sync brings it."""
         state = self.state
         chunks = state.chunks
         assert self.index is not None
@@ -225,7 +236,10 @@ class Durability:
             if namespace is not None:
                 self.dirty_namespaces[namespace.id] = namespace
         self.deleted_namespaces += [NamespaceId(number) for number in effect.namespaces_deleted]
-        self.unsynced.update(effect.slabs)
+        self.unsynced.update(set(effect.slabs).difference(failed))
+        for slab_id in failed:
+            if (segment := state.disk.by_id.get(SegmentId(slab_id))) is not None:
+                self._slabs.fails(segment)
         if result is DiskResult.CORRUPT:
             self._write_anew(rows)
         state.counters["index_errors"] += 1

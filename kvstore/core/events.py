@@ -405,6 +405,8 @@ class DiskDone:
     """Of the first of them that is not OK."""
     whys: tuple[str, ...] = ()
     """One per result; empty if all are OK, or the op has only one."""
+    slabs: tuple[SlabId, ...] = ()
+    """Of a WriteIndex: the slab files whose sync failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from kvstore.types import NamespaceId, SegmentId, SlotState, WorkerId
@@ -214,10 +215,12 @@ class Pool:
 
     # --------------------------------------------------------------------------------------------------- slots
 
-    def take(self, slab: SlabClass, owner: int, avoid: int = -1) -> tuple[Segment, int] | None:
-        """Reserve a free slot for chunk row `owner`. The mover's source is the segment with index `avoid`: it wants
-        another one, and no empty one."""
-        segment = next(iter(slab.with_free.values()), None)
+    def take(
+        self, slab: SlabClass, owner: int, avoid: int = -1, closed: Container[int] = ()
+    ) -> tuple[Segment, int] | None:
+        """Reserve a free slot for chunk row `owner`, in no segment whose index is `closed`. The mover's source is the
+        segment with index `avoid`: it wants another one, and no empty one."""
+        segment = next((found for found in slab.with_free.values() if found.index not in closed), None)
         if avoid != -1:
             others = (found for found in slab.with_free.values() if found.index != avoid and not found.empty)
             segment = next(others, None)

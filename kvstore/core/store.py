@@ -356,7 +356,7 @@ class Store:
         elif event.op in self.rewrites.ops:
             self.rewrites.rewritten_ssd(event.op, event.results)
         else:
-            self.disk.ended(event.op, event.results, event.why, event.whys)
+            self.disk.ended(event.op, event.results, event.why, event.whys, event.slabs)
 
     def _tick(self) -> None:
         self.saves.tick()

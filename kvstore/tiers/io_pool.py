@@ -24,7 +24,7 @@ from kvstore.core.events import DiskDone, SlabReady
 from kvstore.errors import StoreError
 from kvstore.format import PAGE_BYTES, RECORD_HEADER_BYTES
 from kvstore.ports import Buffer, describe, disk_result
-from kvstore.types import DiskPlace, DiskResult, Extent, OpId, Record
+from kvstore.types import DiskPlace, DiskResult, Extent, OpId, Record, SlabId
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ CLOSING = "the SSD tier is closing"
 class Result(NamedTuple):
     result: DiskResult
     why: str = ""
+    slabs: tuple[SlabId, ...] = ()
+    """Of an index batch: the slab files whose sync failed."""
 
 
 OK = Result(DiskResult.OK)
@@ -179,7 +181,7 @@ class _Single:
         except Exception as problem:
             answer = failed(problem)
         if isinstance(answer, Result):
-            self._pool.answer(DiskDone(self._op, (answer.result,), answer.why))
+            self._pool.answer(DiskDone(self._op, (answer.result,), answer.why, slabs=answer.slabs))
         elif answer is not None:
             self._pool.answer(answer)
 
@@ -206,8 +208,8 @@ class _SharedOp:
                 return
         whys = tuple(result.why for result in self._results)
         why = next(filter(None, whys), "")
-        results = tuple(result.result for result in self._results)
-        self._pool.answer(DiskDone(self._op, results, why, whys if why else ()))
+        all_results = tuple(result.result for result in self._results)
+        self._pool.answer(DiskDone(self._op, all_results, why, whys if why else ()))
 
 
 class _Part:

@@ -205,7 +205,7 @@ class SlabFiles:
                 slab.lost.update(written)
             raise
 
-    def to_sync(self, numbers: Sequence[SlabId], chunks: Sequence[ChunkRecord]) -> list[SlabFile]:
+    def to_sync(self, numbers: Sequence[SlabId], chunks: Sequence[ChunkRecord]) -> dict[SlabId, SlabFile]:
         """Those that are named, and any other in which these chunks are not synced yet."""
         with self._lock:
             wanted = {number: self._slabs[number] for number in numbers if number in self._slabs}
@@ -219,7 +219,7 @@ class SlabFiles:
                         wanted[place.slab] = slab
         if missing:
             raise OSError(errno.ENOENT, f"no such slab: {sorted(missing)}")
-        return list(wanted.values())
+        return wanted
 
     def first_lost(self, chunks: Sequence[ChunkRecord]) -> DiskPlace | None:
         with self._lock:

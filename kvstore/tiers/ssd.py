@@ -47,7 +47,7 @@ from kvstore.core.events import (
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.format import PAGE_BYTES, Defect
 from kvstore.index import ChunkBatch, Index, SlabRow
-from kvstore.ports import Disk, describe, read_all, write_all
+from kvstore.ports import Disk, describe, disk_result, read_all, write_all
 from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.directory import DirectoryLock
 from kvstore.tiers.io_pool import CLOSING, OK, IoPool, Result, Scratch, failed
@@ -327,14 +327,17 @@ class SsdTier:
 
     def _write_index(self, effect: WriteIndex) -> Result:
         started = time.monotonic()
-        slabs = self._slabs.to_sync(effect.slabs, effect.chunks)
-        try:
-            for slab in slabs:
+        failed: dict[SlabId, OSError] = {}
+        for number, slab in self._slabs.to_sync(effect.slabs, effect.chunks).items():
+            try:
                 self._slabs.sync(slab)
-        except OSError as problem:
-            if not self._slabs.first_lost(effect.chunks):
-                raise
-            return Result(DiskResult.CORRUPT, f"a sync failed: {describe(problem)}")
+            except OSError as problem:  # the others are synced all the same
+                failed[number] = problem
+        if failed:
+            first = next(iter(failed.values()))
+            lost = self._slabs.first_lost(effect.chunks)
+            result = DiskResult.CORRUPT if lost else disk_result(first)
+            return Result(result, f"a sync failed: {describe(first)}", tuple(failed))
         if lost := self._slabs.first_lost(effect.chunks):
             return Result(DiskResult.CORRUPT, f"slab {lost.slab}, slot {lost.slot}: a failed sync lost it")
         result, why = self._opened_index.write(effect)

@@ -154,6 +154,33 @@ def test_saves_go_on_in_dram_and_are_stored_when_the_disk_is_well_again(
     assert hits(space, before + after + late) == {*before, *after, *late}
 
 
+def test_one_slab_file_that_fails_is_left_alone(
+    start: Callable[..., Any], open_space: Callable[..., Namespace], weather: Weather, ssd_dir: Path
+) -> None:
+    """The probe file is fine: without more ado the tier would be degraded again with each second."""
+    daemon = start(durable_within_ms=200)
+    space = open_space(daemon)
+    client = space.client
+    save(space, keys_of(space, 4, 1), wait=Wait.DURABLE)
+    (bad,) = ssd_dir.glob("slab-*.kvs")
+    weather.set([{"calls": ["write", "sync"], "files": bad.name, "do": "EIO"}])
+
+    def closed() -> int:
+        save(space, keys_of(space, 1, time.monotonic_ns() % (1 << 30)))
+        return client.stats().counters["ssd_slabs_closed"]
+
+    eventually(closed)
+    in_state(client, "ok")
+    keys = keys_of(space, 8, 2)
+    save(space, keys, wait=Wait.DURABLE)
+    settled_ssd(client)
+    assert len(list(ssd_dir.glob("slab-*.kvs"))) > 1, "in another file"
+    assert len(logged(daemon, "the SSD tier is degraded, DRAM serves on")) == 2
+    weather.clear()
+    daemon.kill()
+    assert hits(open_space(start()), [*keys, *keys_of(space, 4, 1)]) == {*keys, *keys_of(space, 4, 1)}
+
+
 def test_durable_in_time_or_told_so(
     start: Callable[..., Any], open_space: Callable[..., Namespace], weather: Weather
 ) -> None:

@@ -465,6 +465,19 @@ def test_what_a_failed_sync_lost_never_becomes_durable_by_trying_again(plain: Fi
     assert keys(plain.again()) == [key(0)]
 
 
+def test_a_sync_that_fails_names_its_slab_and_the_others_are_synced(plain: Fixture) -> None:
+    plain.create(1)
+    plain.write(0, SLOTS)
+    plain.weather({"calls": ["sync"], "files": "slab-00000000.kvs", "do": "EIO"})
+    answer = plain.commit(0, SLOTS, slabs=(0, 1))
+    assert (answer.results, answer.slabs) == ((CORRUPT,), (0,))
+    assert plain.commit(SLOTS, slabs=()).results == (OK,)
+    answer = plain.commit(slabs=(0,))
+    assert (answer.results, answer.slabs) == ((IO_ERROR,), (0,))
+    plain.weather()
+    assert keys(plain.again()) == [key(SLOTS)]
+
+
 def test_a_record_that_is_being_written_while_a_sync_fails_counts_as_lost(plain: Fixture) -> None:
     hang = {"calls": ["write"], "do": "hang"}
     plain.weather(hang)

@@ -641,3 +641,126 @@ def test_durable_stays_durable_through_all_of_this() -> None:
     worker = world.join()
     world.open(spec(), worker)
     assert world.fetch(worker, namespace, chain("k", 4)) == ["HIT"] * 4
+
+
+# --------------------------------------------------------------------------------------------- one slab file that fails
+
+
+class OneBadSlab(DiskWorld):
+    """The disk is fine, and so is the probe; but what is asked of some slab files fails."""
+
+    bad: frozenset[int] = frozenset()
+    calls: frozenset[str] = frozenset({"write", "read", "sync"})
+
+    def _write_record(self, effect: ev.WriteRecords, number: int, result: DiskResult) -> DiskResult:
+        if "write" in self.calls and effect.targets[number].slab in self.bad:
+            result = DiskResult.IO_ERROR
+        return super()._write_record(effect, number, result)
+
+    def _read_record(self, effect: ev.ReadRecords, number: int, result: DiskResult) -> DiskResult:
+        if "read" in self.calls and effect.sources[number].slab in self.bad:
+            result = DiskResult.IO_ERROR
+        return super()._read_record(effect, number, result)
+
+    def _perform_op(self, effect: Any, **named: Any) -> None:
+        failed = self.bad.intersection(effect.slabs) if isinstance(effect, ev.WriteIndex) else frozenset()
+        if not failed or "sync" not in self.calls:
+            super()._perform_op(effect, **named)
+            return
+        covered = self._covered.pop(effect.op)
+        self._lost.update({slot: written for slot, written in covered.items() if slot[0] in failed})
+        lost = any(place.slab in failed for chunk in effect.chunks for place in chunk.places)
+        result = DiskResult.CORRUPT if lost else DiskResult.IO_ERROR
+        self._inbox.append(ev.DiskDone(effect.op, (result,), "EIO", slabs=tuple(failed)))
+
+
+def one_bad_slab(*calls: str, slots: int = 4, **limits: Any) -> tuple[OneBadSlab, WorkerId, NamespaceId]:
+    """With two chunks in it, and room for two more; DRAM holds eight."""
+    world = OneBadSlab(
+        slab_slots=slots,
+        segments=1,
+        segment_bytes=8 * PAGE,
+        probe_interval_ms=1_000,
+        durable_within_ms=400,
+        **limits,
+    )
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    world.save(worker, namespace, chain("first", 2))
+    world.settle(1_000)
+    (slab,) = world.platter.slabs
+    world.bad, world.calls = frozenset({slab}), frozenset(calls)
+    return world, worker, namespace
+
+
+def degraded(world: DiskWorld) -> int:
+    return world.counters["ssd_degraded_read_only"] + world.counters["ssd_degraded_off"]
+
+
+@pytest.mark.parametrize("call", ["write", "sync"])
+def test_a_slab_file_that_fails_again_and_again_is_left_alone(call: str) -> None:
+    """Degraded twice, and then never more often than it is tried again: after 10, 20, 40 ... s."""
+    world, worker, namespace = one_bad_slab(call)
+    saved = []
+    for number in range(60):
+        saved.append(chain(f"{number}", 1)[0])
+        world.save(worker, namespace, saved[-1:])
+        world.tick(1_000)
+    assert world.counters["ssd_slabs_closed"] == 1
+    assert 2 <= degraded(world) <= 5
+    assert world.health() is DiskState.OK
+    world.settle(2_000)
+    kept = [key for key in saved if world.where(namespace, (key,)) != ["EVICTED"]]
+    assert len(kept) >= 24, "what was written elsewhere stays"
+    assert {place.slab for key in kept for place in world.platter.chunks[namespace, key].places}.isdisjoint(
+        world.bad
+    )
+    assert world.fetch(worker, namespace, chain("first", 2)) == ["HIT"] * 2, "and it is read from"
+    world.bad = frozenset()
+    for _ in range(12):
+        world.tick(60_000)
+    before = degraded(world)
+    for number in range(40):
+        world.save(worker, namespace, chain(f"more {number}", 1))
+        world.tick(100)
+    assert degraded(world) == before
+    used = {place.slab for chunk in world.platter.chunks.values() for place in chunk.places}
+    assert min(world.platter.slabs) in used, "it is in use again"
+
+
+def test_a_slab_file_that_cannot_be_read_does_not_take_the_others_along() -> None:
+    world, worker, namespace = one_bad_slab("read", slots=8)
+    for first in range(0, 6, 2):
+        world.save(worker, namespace, chain("bad", 6)[first : first + 2])
+    for number in range(12):
+        world.save(worker, namespace, chain(f"{number}", 1))
+        world.settle(500)
+    good = chain("2", 1)
+    assert world.where(namespace, (*chain("bad", 6), *good)) == ["ssd"] * 7
+    for second in range(60):
+        world.fetch(worker, namespace, chain("bad", 6)[second % 6 :][:1])
+        world.tick(1_000)
+    assert world.health() is DiskState.OK
+    assert degraded(world) <= 2
+    assert world.where(namespace, chain("bad", 6)) == ["LOST"] * 6, (
+        "they are saved anew when they are next computed"
+    )
+    assert world.fetch(worker, namespace, good) == ["HIT"]
+
+
+def test_slab_files_that_cannot_be_made_do_not_stop_those_that_exist() -> None:
+    world, worker, namespace = one_bad_slab()
+    world.faults = {ev.CreateSlab: DiskResult.IO_ERROR}
+    for number in range(60):
+        world.save(worker, namespace, chain(f"{number}", 1))
+        world.tick(1_000)
+    assert degraded(world) == 1
+    assert world.health() is DiskState.OK
+    assert world.counters["ssd_slab_failures"] >= 3
+    assert world.counters["chunks_evicted_from_ssd"] > 0
+    world.faults.clear()
+    world.tick(10_000)
+    for number in range(4):
+        world.save(worker, namespace, chain(f"more {number}", 1))
+        world.settle(1_000)
+    assert len(world.platter.slabs) == 2
