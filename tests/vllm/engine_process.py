@@ -1,7 +1,7 @@
 """A real vLLM engine in a process of its own, driven by JSON lines on standard input, one answer a line.
 
     {"generate": [{"tokens": [...], "max_tokens": 8, "salt": "..."}, ...], "abort": {"1": 3}}  -> {"outputs": [...]}
-        all at once; request number 1 is aborted after 3 steps of the engine
+        all at once; request number 1 is aborted after 3 steps of the engine; "kv_hints": actions for the offloading
     {"reset": true}     new weights epoch           -> {"reset": true or false}
     {"flush": 5.0}      until all is saved          -> {"flushed": ..., "worker": {...}, "scheduler": {...}}
     {"forget": true}    what a restart would make it forget
@@ -57,6 +57,7 @@ def main() -> None:
 def generate(llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int]) -> list[dict[str, Any]]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
     engine = llm.llm_engine
     generate.count = getattr(generate, "count", 0) + 1
@@ -74,7 +75,11 @@ def generate(llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int]) -> 
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         name = f"r{generate.count}-{number}"
-        names[engine.add_request(name, prompt, parameters) or name] = number
+        more: dict[str, Any] = {}
+        if "kv_hints" in request:
+            actions = [KvHintAction(**action) for action in request["kv_hints"]]
+            more["kv_hints"] = KvHintsEnvelope(protocol_version="1.0", message_id=name, actions=actions)
+        names[engine.add_request(name, prompt, parameters, **more) or name] = number
         names[name] = number
     outputs: dict[int, dict[str, Any]] = {}
     step = 0

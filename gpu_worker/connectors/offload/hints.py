@@ -49,7 +49,8 @@ class HintBoard:
         job = job_name(name)
         with self._lock:
             self._added.pop(job, None)
-            self._removed.add(job)
+            if len(self._removed) < KEYS_PER_REQUEST_MAX:  # else it ends by itself, in time
+                self._removed.add(job)
 
     def clear(self) -> None:
         """Nothing of what was to be told is true any more."""
@@ -70,11 +71,11 @@ class HintBoard:
     def _publish(self) -> None:
         try:
             namespace = self._opener(0.0)
-            with self._lock:
-                added, removed = self._nearest(), sorted(self._removed)[:KEYS_PER_REQUEST_MAX]
-                self._removed.difference_update(removed)
             if namespace is None:
-                return
+                return  # told when it is back, if it is still true then
+            with self._lock:
+                added, removed = self._nearest(), sorted(self._removed)
+                self._removed.difference_update(removed)
             answer = namespace.publish_queue(added, removed=removed, snapshot=False, timeout_s=PUBLISH_S)
             self._answered(answer)
         except StoreError as error:

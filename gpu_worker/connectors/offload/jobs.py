@@ -29,6 +29,8 @@ class Job:
         self.ended = threading.Event()
         """The thread has finished with it, or it was refused."""
         self.late = False
+        """Its time was up before all was done."""
+        self._ended_at = float("inf")
         self._lock = threading.Lock()
         self._over = False
 
@@ -48,6 +50,11 @@ class Job:
     @property
     def complete(self) -> bool:
         return bool(self.done) and all(self.done)
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+        self._ended_at = time.monotonic()
+        self.ended.set()
 
     def hold(self) -> bool:
         """From now until `let_go` a row may be touched; False: never again. For the time of one copy."""
@@ -69,7 +76,7 @@ class Job:
             return False
         if not self._lock.acquire(blocking=wait):
             return False
-        self.late = not self.ended.is_set()
+        self.late = not self.complete and self._ended_at >= self.deadline
         self._over = True
         self._lock.release()
         return True
@@ -96,7 +103,7 @@ class Jobs:
             and self._crew.offer(work)
         )
         if not taken:
-            job.ended.set()
+            job.end()
         assert job.number not in self._open, job
         self._open[job.number] = job
         self.rows += len(job.rows)
@@ -105,7 +112,7 @@ class Jobs:
     def fail(self, number: int) -> None:
         """End a job that could not even be begun, whether it was started or not."""
         job = self._open.setdefault(number, Job(number, (), (), 0.0))
-        job.ended.set()
+        job.end()
 
     def take(self, now: float) -> list[Job]:
         """Those to report; nothing touches their rows any more."""

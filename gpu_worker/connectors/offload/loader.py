@@ -44,7 +44,7 @@ class RowLoader:
             log.warning("not loaded: %s", error)
         finally:
             _end(questions)
-            job.ended.set()
+            job.end()
         loaded = sum(job.done)
         self._tally.add(
             blocks_loaded=loaded,
@@ -75,7 +75,7 @@ class RowLoader:
         if not job.hold():
             return False
         try:
-            done = place.lease.copy_to(place.index, self._rows.row(job.rows[number]))
+            done = place.lease.copy_to(place.number, self._rows.row(job.rows[number]))
             job.done[number] = done
             return done
         finally:

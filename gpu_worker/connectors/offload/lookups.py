@@ -35,10 +35,10 @@ class Verdict(enum.Enum):
 
 
 class Place(NamedTuple):
-    """Where a hit is: key number `index` of `lease`."""
+    """Where a hit is: key number `number` of `lease`."""
 
     lease: ReadLease
-    index: int
+    number: int
 
 
 class Question:
@@ -56,15 +56,17 @@ class Question:
         self._users = 1
         self._leases: list[ReadLease] = []
 
-    def settle(self, found: dict[ChunkKey, Place], leases: list[ReadLease]) -> None:
-        """The store's answer; given back at once when nobody waits for it any more."""
+    def settle(self, found: dict[ChunkKey, Place], leases: list[ReadLease]) -> bool:
+        """The store's answer. False: nobody waits for it any more, and it is given back at once."""
         with self._lock:
-            if self._users:
+            taken = self._users > 0
+            if taken:
                 self.found = found
                 self._leases, leases = leases, []
             self.done = True
         for lease in leases:
             lease.release()
+        return taken
 
     def use(self) -> bool:
         """Keep the leases until `end` was called once more. False: they have gone."""
@@ -87,16 +89,17 @@ class Question:
 class Lookups:
     """Asks on the threads of a crew."""
 
-    def __init__(self, crew: Crew, opener: Opener) -> None:
+    def __init__(self, crew: Crew, opener: Opener, tally: Tally) -> None:
         self._crew = crew
         self._opener = opener
+        self._tally = tally
 
-    def start(self, question: Question) -> bool:
-        """False: too many wait already; then nothing is found."""
+    def start(self, question: Question) -> None:
+        """When too many wait already, nothing is found."""
         if self._crew.offer(lambda: self._answer(question)):
-            return True
+            return
+        self._tally.add(lookups_dropped=len(question.keys))
         question.settle({}, [])
-        return False
 
     def _answer(self, question: Question) -> None:
         leases: list[ReadLease] = []
@@ -112,7 +115,9 @@ class Lookups:
         except StoreError as error:
             log.warning("asked in vain: %s", error)
         finally:
-            question.settle(found, leases)
+            late = time.monotonic() >= question.deadline
+            if not (question.settle(found, leases) and found) and late:
+                self._tally.add(lookups_late=len(question.keys))
 
 
 def find(
@@ -208,17 +213,16 @@ class Inquiry:
         question = Question(keys, prefix=prefix, deadline=deadline, held_until=deadline + self._hold_s)
         self._asked.update(dict.fromkeys(keys, question))
         self._tally.add(lookups=len(keys))
-        if now >= deadline:
+        if now < deadline:
+            self._lookups.start(question)
+        else:
             question.settle({}, [])
-        elif not self._lookups.start(question):
-            self._tally.add(lookups_dropped=len(keys))
         self._questions.append(question)
 
     def tick(self, now: float) -> None:
         """Stop waiting for answers that are late, and unpin what was found too long ago."""
         for question in list(self._questions):
             if not question.done and now >= question.deadline:
-                self._tally.add(lookups_late=len(question.keys))
                 self._drop(question)
                 question.settle({}, [])
             elif question.done and now >= question.held_until:

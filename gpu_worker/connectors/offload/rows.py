@@ -21,7 +21,7 @@ class Rows:
         )
         assert array.flags.writeable
         self._array: npt.NDArray[np.uint8] | None = array.view(np.uint8)
-        self.count, self.row_bytes = array.shape
+        self.count, self.row_bytes = (int(length) for length in array.shape)
         self.fd = fd
 
     def __repr__(self) -> str:
@@ -34,7 +34,8 @@ class Rows:
     def row(self, number: int) -> npt.NDArray[np.uint8]:
         """Its bytes; not to be kept. Only while a job of that row is held."""
         assert self._array is not None, "the engine's memory was given back"
-        return self._array[number]
+        row: npt.NDArray[np.uint8] = self._array[number]
+        return row
 
     def close(self) -> None:
         """Lets go of the engine's memory."""

@@ -72,7 +72,7 @@ class RowSaver:
         except StoreError as error:
             log.info("not saved: %s", error)
         finally:
-            job.ended.set()
+            job.end()
         self._tally.add(blocks_refused=len(job.keys) - sum(job.done))
 
     def _save_part(

@@ -30,9 +30,11 @@ class CPUTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """`"spec_name": "CPUTieringSpec", "spec_module_path": "kvstore.gpu_worker.connectors.vllm.cpu_spec"`."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        if not self._worker:
-            self._worker = self.create_worker(kv_caches)
-        return self._worker
+        """As vLLM's, but for the device."""
+        worker: OffloadingWorker | None = getattr(self, "_worker", None)
+        if worker is None:
+            worker = self._worker = self.create_worker(kv_caches)
+        return worker
 
     def create_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Raises Unsupported."""

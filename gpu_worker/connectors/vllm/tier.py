@@ -203,7 +203,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._askers = Crew("kv-ask", threads=ASK_THREADS, waiting_max=WAITING_MAX)
         self._loaders = Crew("kv-load", threads=LOAD_THREADS, waiting_max=WAITING_MAX)
         self._savers = Crew("kv-save", threads=SAVE_THREADS, waiting_max=WAITING_MAX)
-        self._lookups = Lookups(self._askers, self._namespace)
+        self._lookups = Lookups(self._askers, self._namespace, self.tally)
         self._board = HintBoard(self._askers, self._namespace, self.tally)
         self._loader = RowLoader(self._rows, self._loaders, self._namespace, self.tally)
         self._saver = RowSaver(
@@ -405,12 +405,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
         At the latest after `drain_ms`, and the time of one copy, nothing touches vLLM's rows any more.
         """
-        until = time.monotonic() + self._settings.drain_ms / 1000
-        saves = self._saver.jobs.drain(until - time.monotonic())
-        loads = self._loader.jobs.drain(until - time.monotonic())
-        self._drained += [self._saved(job) for job in saves]
-        self._drained += [self._loaded(job) for job in loads]
+        self._drain(time.monotonic() + self._settings.drain_ms / 1000)
         self._begin_epoch()
+
+    def _drain(self, until: float) -> None:
+        self._drained += [self._saved(job) for job in self._saver.jobs.drain(until - time.monotonic())]
+        self._drained += [self._loaded(job) for job in self._loader.jobs.drain(until - time.monotonic())]
 
     def _begin_epoch(self) -> None:
         self._resets += 1
@@ -474,8 +474,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             return
         self._closed = True
         until = time.monotonic() + self._settings.drain_ms / 1000
-        self._saver.jobs.drain(until - time.monotonic())
-        self._loader.jobs.drain(until - time.monotonic())
+        self._drain(until)
         for name, inquiry in self._requests.items():
             self._waits_no_more(name)
             inquiry.again()

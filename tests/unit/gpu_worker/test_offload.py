@@ -213,7 +213,7 @@ class Rig:
         self.tally = Tally(COUNTERS)
         self.crew = Crew("test", threads=1, waiting_max=waiting_max)
         self.rows = Rows(memoryview(self.memory).cast("B", (6, ROW_BYTES)), fd)
-        self.lookups = Lookups(self.crew, self.opener)
+        self.lookups = Lookups(self.crew, self.opener, self.tally)
         self.loader = RowLoader(self.rows, self.crew, self.opener, self.tally)
         self.saver = RowSaver(self.rows, self.crew, self.opener, self.tally, rows_max=4, maker=MAKER)
         self.board = HintBoard(self.crew, self.opener, self.tally)
@@ -499,10 +499,10 @@ def test_a_late_answer_is_a_miss_and_given_back(rig: Rig) -> None:
     assert inquiry.verdict(key, 10.9, keys_max=9) is Verdict.WAIT
     assert inquiry.verdict(key, 11.0, keys_max=9) is Verdict.MISS
     inquiry.tick(11.0)
-    assert rig.tally.total["lookups_late"] == 1
     rig.store.may_read.set()
     rig.idle()
     assert inquiry.verdict(key, 11.1, keys_max=9) is Verdict.MISS
+    assert rig.tally.total["lookups_late"] == 1
     assert all(lease.released for lease in rig.store.leases)
     assert inquiry.verdict(ChunkKey(b"other"), 11.1, keys_max=9) is Verdict.MISS, "its time is up for all"
 
@@ -638,16 +638,22 @@ def test_hints_that_wait_to_be_told_are_bounded(rig: Rig) -> None:
     assert rig.store.heard == []
 
 
-def test_nobody_hears_hints_while_the_daemon_is_away(rig: Rig) -> None:
+def test_a_daemon_that_is_back_hears_what_is_still_true(rig: Rig) -> None:
     rig.away = True
-    assert rig.board.add("job", 0, keys("a"))
+    assert rig.board.add("job", 0, keys("a")) and rig.board.add("other", 0, keys("a"))
     rig.board.flush()
     rig.idle()
+    assert rig.store.heard == []
+    rig.board.remove("other")
     rig.away = False
-    assert rig.board.add("job", 0, keys("a"))
     rig.board.flush()
     rig.idle()
-    assert rig.store.heard == [([b"job"], [])]
+    assert rig.store.heard == [([b"job"], [b"other"])]
+    for number in range(5000):
+        rig.board.remove(str(number))
+    rig.board.flush()
+    rig.idle()
+    assert len(rig.store.heard[1][1]) == 4096
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows

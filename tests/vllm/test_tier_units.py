@@ -1,0 +1,716 @@
+"""The tier between vLLM's own manager of tiers and a real daemon, without a model: what is in which row, and when."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+
+from kvstore.errors import ConfigError, StoreError, Unsupported
+from kvstore.gpu_worker.connectors.vllm import tier as tier_module
+from kvstore.gpu_worker.connectors.vllm.cpu_spec import CPUTieringSpec
+from kvstore.gpu_worker.connectors.vllm.kv_hints import Answer, answer_hints
+from kvstore.gpu_worker.connectors.vllm.settings import TierSettings
+from kvstore.gpu_worker.connectors.vllm.tier import COUNTERS, PREFIX, KVStoreTier
+from kvstore.gpu_worker.connectors.vllm.tier_identity import Engine, is_prefix_only, namespace_of_rows
+from kvstore.layout import NamespaceSpec
+
+from .conftest import BLOCK, Daemon, make_model, transfer_config
+
+LAYERS = [f"layer.{number}" for number in range(4)]
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(
+    block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=64
+)
+BOUND_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def config(model: Path) -> Any:
+    arguments = EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=BLOCK,
+        kv_transfer_config=KVTransferConfig(**transfer_config(Path("/nowhere"))),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+    )
+    return arguments.create_engine_config()
+
+
+def caches(*specs: Any) -> KVCacheConfig:
+    groups = [
+        KVCacheGroupSpec([f"{name}.{number}" for name in LAYERS], spec)
+        for number, spec in enumerate(specs or (FULL,))
+    ]
+    return KVCacheConfig(7, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def make(vllm_config: Any, kv_cache_config: KVCacheConfig, *, rows: int = 6, **extra: Any) -> CPUTieringSpec:
+    """As vLLM does it: the two arguments are what the tier looks up in its callers."""
+    changed = copy.copy(vllm_config)
+    changed.kv_transfer_config = copy.copy(vllm_config.kv_transfer_config)
+    probe = build_offloading_config(changed, kv_cache_config)
+    bytes_per_chunk = probe.worker_kv_bytes_per_block * extra.get("blocks_per_chunk", 1)
+    changed.kv_transfer_config.kv_connector_extra_config = {
+        "cpu_bytes_to_use": rows * bytes_per_chunk,
+        **extra,
+    }
+    changed.kv_transfer_config.engine_id = f"kvs-test-{time.monotonic_ns()}"
+    spec = CPUTieringSpec(build_offloading_config(changed, kv_cache_config))
+    spec.get_manager()
+    return spec
+
+
+def row_bytes(spec: CPUTieringSpec) -> int:
+    return int(spec.kv_bytes_per_chunk)
+
+
+class Rig:
+    """vLLM's manager with our tier; rows are written and read where vLLM's worker would copy."""
+
+    def __init__(self, spec: CPUTieringSpec) -> None:
+        self.spec = spec
+        self.manager = spec.get_manager()
+        self.tier: KVStoreTier = self.manager.secondary_tiers[0]
+        self.rows = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
+        self.contexts: dict[str, ReqContext] = {}
+
+    def request(self, name: str, keys: Sequence[bytes] = (), **more: Any) -> ReqContext:
+        context = self.contexts[name] = ReqContext(name, **more)
+        self.know(context, keys)
+        self.manager.on_new_request(context)
+        return context
+
+    def know(self, context: ReqContext, keys: Sequence[bytes]) -> None:
+        for number, key in enumerate(keys):
+            context.set_offload_key_position(key, BLOCK * (number + 1))
+
+    def step(self, *new: str) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=new, preempted_req_ids=()))
+
+    def until(self, what: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + BOUND_S
+        while not (result := what()):
+            assert time.monotonic() < deadline, dict(self.tier.tally.total)
+            self.step()
+            threading.Event().wait(0.005)
+        return result
+
+    def put(self, context: ReqContext, chunks: dict[bytes, int]) -> None:
+        """What vLLM does when it has computed: chunks whose bytes are all that number."""
+        given = self.manager.prepare_store(list(chunks), context)
+        for key, row in zip(given.keys_to_store, given.store_spec.chunk_ids, strict=True):
+            self.rows[row] = chunks[key]
+        self.manager.complete_store(set(given.keys_to_store), context)
+
+    def idle(self) -> None:
+        self.until(lambda: not self.manager._jobs)
+
+    def find(self, context: ReqContext, keys: Sequence[bytes]) -> list[LookupResult]:
+        """As vLLM's scheduler asks: again, until nothing is open any more."""
+        open_ones = (LookupResult.RETRY, LookupResult.HIT_PENDING)
+
+        def ask() -> list[LookupResult]:
+            found: list[LookupResult] = []
+            for key in keys:
+                found.append(self.manager.lookup(key, context))
+                if found[-1] is LookupResult.MISS:
+                    break
+            return found
+
+        result: list[LookupResult] = self.until(
+            lambda: None if set(found := ask()) & set(open_ones) else found
+        )
+        return result
+
+    def value(self, key: bytes, context: ReqContext) -> int:
+        """The number that all of a loaded chunk's bytes are."""
+        (row,) = self.manager.prepare_load([key], context).chunk_ids
+        values = np.unique(self.rows[row])
+        self.manager.complete_load([key], context)
+        assert len(values) == 1, values
+        return int(values[0])
+
+    def forget(self) -> None:
+        self.idle()
+        self.manager.primary_tier.reset_cache()
+
+    def close(self) -> None:
+        del self.rows
+        self.manager.shutdown()
+
+
+@pytest.fixture(scope="module")
+def daemon(folder: Path) -> Iterator[Daemon]:
+    home = folder / "units"
+    home.mkdir()
+    (home / "ssd").mkdir()
+    daemon = Daemon(
+        home, ssd_dir=home / "ssd", ssd_bytes=128 << 20, ssd_slab_bytes=16 << 20, durable_within_ms=300
+    )
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture
+def launch(config: Any, daemon: Daemon) -> Iterator[Callable[..., Rig]]:
+    """launch(rows=..., **tier settings) -> Rig"""
+    rigs: list[Rig] = []
+
+    def start(*specs: Any, rows: int = 6, blocks_per_chunk: int = 1, **settings: Any) -> Rig:
+        tier = {
+            "type": "KVStoreTier",
+            "module_path": "kvstore.gpu_worker.connectors.vllm.tier",
+            "run_dir": str(daemon.run_dir),
+            **settings,
+        }
+        spec = make(
+            config, caches(*specs), rows=rows, blocks_per_chunk=blocks_per_chunk, secondary_tiers=[tier]
+        )
+        rigs.append(Rig(spec))
+        return rigs[-1]
+
+    yield start
+    for rig in rigs:
+        rig.close()
+
+
+def keys_of(name: str, count: int, group: int = 0) -> list[bytes]:
+    return [make_offload_key(f"{name}-{number}".encode().ljust(32), group) for number in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------ rows, there and back
+
+
+def test_rows_come_back_as_they_were(launch: Callable[..., Rig]) -> None:
+    """Also to another engine, and chunks of different groups with the same hash apart."""
+    first = launch(FULL, WINDOW, rows=8)
+    full, window = keys_of("back", 3), keys_of("back", 3, group=1)
+    context = first.request("one", full)
+    first.know(context, window)
+    first.put(context, {full[1]: 11, window[0]: 20, full[0]: 10, window[2]: 22, full[2]: 12})
+    first.idle()
+    assert first.tier.tally.total["blocks_saved"] == 5
+
+    other = launch(FULL, WINDOW, rows=8)
+    for rig in (other, first):
+        rig.forget()
+        context = rig.request("two", full)
+        assert rig.find(context, full) == [LookupResult.HIT] * 3
+        assert rig.find(context, window[2:]) == [LookupResult.HIT]
+        assert [rig.value(key, context) for key in (*full, window[2])] == [10, 11, 12, 22]
+        assert rig.find(context, window[1:2]) == [LookupResult.MISS]
+        assert rig.tier.tally.total["bugs"] == 0
+
+
+def test_nothing_is_found_under_another_salt(launch: Callable[..., Rig]) -> None:
+    keys = keys_of("salt", 2)
+    first = launch(salt="a")
+    first.put(first.request("one", keys), dict.fromkeys(keys, 1))
+    first.idle()
+    other = launch(salt="b")
+    assert other.find(other.request("one", keys), keys) == [LookupResult.MISS]
+    again = launch(salt="a")
+    assert again.find(again.request("one", keys), keys) == [LookupResult.HIT] * 2
+
+
+def test_more_hits_than_rows(launch: Callable[..., Rig]) -> None:
+    """A request is not loaded in circles, the later chunks pushing out the earlier ones."""
+    keys = keys_of("many", 9)
+    rig = launch(rows=4)
+    for number, key in enumerate(keys):
+        rig.put(rig.request(f"save {number}", [key]), {key: number})
+        rig.idle()
+    rig.forget()
+    context = rig.request("load", keys)
+    found = rig.find(context, keys)
+    assert found == [LookupResult.HIT] * 4 + [LookupResult.MISS]
+    assert [rig.value(key, context) for key in keys[:4]] == [0, 1, 2, 3]
+    assert rig.tier.tally.total["blocks_loaded"] == 4
+
+
+def test_the_store_knows_which_chunk_follows_which(launch: Callable[..., Rig]) -> None:
+    """vLLM hands jobs over as sets; what follows what is told by the positions."""
+    rig = launch(FULL, WINDOW)
+    full, window = keys_of("chain", 4), keys_of("chain", 4, group=1)
+    context = rig.request("one", full)
+    rig.know(context, window)
+    ordered = [full[0], full[1], full[3], window[2], window[3]]
+    assert rig.tier._parents(ordered, context) == [b"", full[0], b"", b"", window[2]]
+    assert rig.tier._parents(ordered, ReqContext("unknown")) == [b""] * 5
+
+
+def test_a_daemon_that_reads_late_shows_nothing(
+    launch: Callable[..., Rig], daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped just before it is asked to read; vLLM gets its row back in time and fills it anew."""
+    keys, warm = keys_of("late", 1), keys_of("warm", 1)
+    rig = launch(save_ms=700, lookup_ms=300)
+    rig.put(rig.request("warm", warm), {warm[0]: 9})
+    rig.idle()
+    read = rig.tier._saver._read
+
+    def stopped(*arguments: Any) -> bool:
+        daemon.signal(signal.SIGSTOP)
+        return bool(read(*arguments))
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(rig.tier._saver, "_read", stopped)
+            rig.put(rig.request("one", keys), {keys[0]: 7})
+            rig.idle()
+        total = rig.tier.tally.total
+        assert total["blocks_saved"] == 1, "only that of before"
+        rig.rows[:] = 200
+        assert rig.find(rig.request("two"), keys_of("unseen", 1)) == [LookupResult.MISS]
+        assert total["lookups_late"] == 1
+    finally:
+        daemon.signal(signal.SIGCONT)
+    rig.forget()
+    rig.until(lambda: rig.find(rig.request(f"try {time.monotonic_ns()}"), warm) == [LookupResult.HIT])
+    rig.forget()
+    assert rig.find(rig.request("three", keys), keys) == [LookupResult.MISS]
+    rig.put(rig.request("four", keys), {keys[0]: 7})
+    rig.forget()
+    context = rig.request("five", keys)
+    assert rig.find(context, keys) == [LookupResult.HIT]
+    assert rig.value(keys[0], context) == 7
+
+
+def test_the_daemon_dies_under_open_jobs(launch: Callable[..., Rig], daemon: Daemon) -> None:
+    keys = keys_of("dies", 3)
+    rig = launch(save_ms=2000, lookup_ms=2000)
+    rig.put(rig.request("one", keys), dict.fromkeys(keys, 3))
+    rig.idle()
+    rig.forget()
+    context = rig.request("two", keys)
+    for key in keys:
+        assert rig.manager.lookup(key, context) is LookupResult.RETRY
+    rig.step()
+    daemon.kill()
+    found = rig.find(context, keys)
+    assert found[-1] is LookupResult.MISS or [rig.value(key, context) for key in keys] == [3] * 3
+    rig.put(rig.request("three", keys_of("gone", 1)), dict.fromkeys(keys_of("gone", 1), 4))
+    rig.idle()
+    daemon.start()
+    after = keys_of("after", 1)
+
+    def saved() -> bool:
+        rig.put(rig.request(f"again {time.monotonic_ns()}", after), dict.fromkeys(after, 5))
+        rig.forget()
+        return rig.tier.tally.total["blocks_saved"] > 3
+
+    rig.until(saved)
+    assert rig.find(rig.request("four", after), after) == [LookupResult.HIT]
+    assert rig.tier.tally.total["bugs"] == 0
+
+
+def test_no_daemon_at_all(config: Any, folder: Path) -> None:
+    keys = keys_of("alone", 2)
+    settings = {"run_dir": str(folder / "nobody"), "connect_ms": 200, "lookup_ms": 300, "save_ms": 300}
+    tier = {"type": "KVStoreTier", "module_path": "kvstore.gpu_worker.connectors.vllm.tier", **settings}
+    rig = Rig(make(config, caches(), secondary_tiers=[tier]))
+    rig.put(rig.request("one", keys), dict.fromkeys(keys, 1))
+    rig.forget()
+    assert rig.find(rig.request("two", keys), keys) == [LookupResult.MISS]
+    rig.close()
+
+
+# ---------------------------------------------------------------------------------------------- resets, events, the end
+
+
+def test_a_reset_drains_and_begins_a_new_epoch(launch: Callable[..., Rig]) -> None:
+    keys, other = keys_of("reset", 2), keys_of("new", 1)
+    rig = launch(enable_kv_events=True)
+    running = rig.request("running", keys)
+    rig.put(running, dict.fromkeys(keys, 1))
+    rig.idle()
+    assert [event.keys for event in rig.manager.take_events() if event.medium.value == "STORAGE"] == [keys]
+    waiting = rig.request("waiting", keys)
+    rig.manager.lookup(keys[0], waiting)
+    rig.manager.reset_cache()
+    (gone,) = (event for event in rig.manager.take_events() if event.medium.value == "STORAGE")
+    assert gone.removed and set(gone.keys) == set(keys)
+    assert rig.tier.tally.total["resets"] == 1
+    assert rig.find(waiting, keys) == [LookupResult.MISS]
+    # KV of the running request was computed before: it is not saved as something of afterwards.
+    rig.put(running, dict.fromkeys(keys, 1))
+    rig.idle()
+    assert rig.tier.tally.total["blocks_dropped"] == 2
+    rig.put(rig.request("later", other), {other[0]: 8})
+    rig.forget()
+    assert rig.find(rig.request("last", other), other) == [LookupResult.HIT]
+
+
+def test_a_reset_does_not_wait_for_a_daemon_that_hangs(launch: Callable[..., Rig], daemon: Daemon) -> None:
+    keys = keys_of("hang", 2)
+    rig = launch(drain_ms=100, save_ms=600_000)
+    rig.put(rig.request("zero", keys_of("pre", 1)), dict.fromkeys(keys_of("pre", 1), 1))
+    rig.idle()
+    daemon.signal(signal.SIGSTOP)
+    try:
+        rig.put(rig.request("one", keys), dict.fromkeys(keys, 1))
+        begun = time.monotonic()
+        rig.manager.reset_cache()
+        assert time.monotonic() - begun < BOUND_S
+        assert not rig.manager._jobs
+    finally:
+        daemon.signal(signal.SIGCONT)
+
+
+def test_what_is_found_gone_is_told(launch: Callable[..., Rig]) -> None:
+    keys = keys_of("gone", 2)
+    rig = launch(enable_kv_events=True)
+    rig.put(rig.request("one", keys), dict.fromkeys(keys, 1))
+    rig.forget()
+    namespace = rig.tier._namespace(BOUND_S)
+    assert namespace is not None and namespace.forget(keys=keys[1:]) == 1
+    assert rig.find(rig.request("two", keys), keys) == [LookupResult.HIT, LookupResult.MISS]
+    events = [event for event in rig.tier.take_events() if event.removed]
+    assert [event.keys for event in events] == [keys[1:]]
+    assert events[0].ownership == "KVStoreTier" and events[0].locality.value == "LOCAL"
+    assert list(rig.tier.take_events()) == []
+
+
+def test_nothing_is_told_unless_somebody_asked(launch: Callable[..., Rig]) -> None:
+    rig = launch()
+    keys = keys_of("quiet", 1)
+    rig.put(rig.request("one", keys), dict.fromkeys(keys, 1))
+    rig.idle()
+    assert list(rig.tier.take_events()) == [] and not rig.tier._announced
+
+
+def test_counts_have_definitions(launch: Callable[..., Rig]) -> None:
+    rig = launch()
+    keys = keys_of("counts", 1)
+    rig.put(rig.request("one", keys), dict.fromkeys(keys, 1))
+    rig.idle()
+    stats = rig.tier.get_stats()
+    assert stats is not None and stats.reduce()[f"{PREFIX}blocks_saved"] == 1
+    defined = KVStoreTier.build_metric_definitions({})
+    assert stats.data["data"].keys() <= defined.keys() == {PREFIX + name for name in COUNTERS}
+    assert rig.tier.get_stats() is None
+
+
+def test_requests_leave_nothing_behind(launch: Callable[..., Rig]) -> None:
+    rig = launch()
+    keys = keys_of("leave", 3)
+    rig.put(rig.request("one", keys), dict.fromkeys(keys, 1))
+    rig.forget()
+    context = rig.request("two", keys)
+    rig.find(context, keys)
+    rig.step("two")
+    for name in ("one", "two"):
+        rig.manager.on_request_finished(rig.contexts[name])
+    tier = rig.tier
+    assert not (tier._requests or tier._waiting or tier._hinted or tier._stale or tier._ordered)
+
+
+def test_who_waits_long_is_told_to_the_daemon(
+    launch: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "HINT_AFTER_S", 0.0)
+    rig = launch()
+    keys = keys_of("hint", 1)
+    rig.put(rig.request("one", keys), dict.fromkeys(keys, 1))
+    rig.forget()
+    context = rig.request("two", keys)
+    rig.manager.lookup(keys[0], context)
+    rig.until(lambda: rig.tier.tally.total["hints_published"])
+    namespace = rig.tier._namespace(BOUND_S)
+    assert namespace is not None
+    assert rig.tier._hinted.keys() == {"two"}
+    rig.find(context, keys)
+    assert not rig.tier._hinted, "what is loaded is vLLM's; the hint would bring it up again"
+    rig.until(lambda: not rig.tier._board._removed and not rig.tier._board._busy)
+
+
+# --------------------------------------------------------------------------------------------------- it fails no engine
+
+
+def test_a_bug_of_ours_is_a_miss_or_a_failed_job(
+    launch: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = launch()
+    keys = keys_of("bug", 2)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("planted")
+
+    with monkeypatch.context() as planted, caplog.at_level(logging.ERROR):
+        for name in ("_inquiry", "_parents", "_waits_no_more"):
+            planted.setattr(rig.tier, name, broken)
+        planted.setattr(rig.tier._board, "flush", broken)
+        contexts = [rig.request(f"{number}", keys) for number in range(3)]
+        for context in contexts:
+            assert rig.manager.lookup(keys[0], context) is LookupResult.MISS
+            rig.put(context, dict.fromkeys(keys, 1))
+            rig.step("0")
+            rig.forget()
+            rig.manager.on_request_finished(context)
+        assert rig.tier.tally.total["blocks_saved"] == 0
+    planted_ones = [record for record in caplog.records if "planted" in str(record.exc_info)]
+    assert len(planted_ones) == 5, "one of each, not one each time"
+    rig.put(rig.request("after", keys), dict.fromkeys(keys, 1))
+    rig.forget()
+    assert rig.find(rig.request("last", keys), keys) == [LookupResult.HIT] * 2
+
+
+def test_rows_that_do_not_exist_are_a_failed_job(launch: Callable[..., Rig]) -> None:
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    rig = launch()
+    for number, (keys, rows) in enumerate(
+        (([b"k" * 36], [99]), ([b"k" * 65], [0]), ([b"a" * 36, b"b" * 36], [0]))
+    ):
+        job = TransferJob(number, keys, np.array(rows, np.int32), number == 0, ReqContext("one"))
+        (rig.tier.submit_load if job.is_promotion else rig.tier.submit_store)(job)
+    results = rig.tier.get_finished_jobs()
+    assert sorted((result.job_id, result.success) for result in results) == [
+        (0, False),
+        (1, False),
+        (2, False),
+    ]
+
+
+def test_the_end_is_bounded_and_gives_the_memory_back(launch: Callable[..., Rig], daemon: Daemon) -> None:
+    rig = launch(drain_ms=200, save_ms=1000, connect_ms=500)
+    keys = keys_of("end", 1)
+    rig.put(rig.request("zero", keys_of("pre-end", 1)), dict.fromkeys(keys_of("pre-end", 1), 1))
+    rig.idle()
+    daemon.signal(signal.SIGSTOP)
+    try:
+        rig.put(rig.request("one", keys), {keys[0]: 1})
+        begun = time.monotonic()
+        rig.tier.shutdown()
+        rig.tier.shutdown()
+        assert time.monotonic() - begun < BOUND_S
+    finally:
+        daemon.signal(signal.SIGCONT)
+    assert rig.tier.lookup(keys[0], rig.contexts["one"]) is LookupResult.MISS
+    assert not rig.manager.primary_tier._mmap_region.mmap_obj.closed
+    rig.idle()
+
+
+def test_what_is_queued_at_the_end_is_saved(launch: Callable[..., Rig]) -> None:
+    rig = launch()
+    keys = keys_of("queued", 3)
+    rig.put(rig.request("zero", keys_of("pre-queued", 1)), dict.fromkeys(keys_of("pre-queued", 1), 1))
+    rig.idle()
+    rig.put(rig.request("one", keys), dict.fromkeys(keys, 6))
+    rig.tier.shutdown()
+    other = launch()
+    assert other.find(other.request("two", keys), keys) == [LookupResult.HIT] * 3
+
+
+# ------------------------------------------------------------------------------------------------------------- identity
+
+
+def name_of(
+    config: Any, kv_cache_config: KVCacheConfig, extra: dict[str, Any] | None = None, **given: Any
+) -> NamespaceSpec:
+    changed = copy.copy(config)
+    changed.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    changed.kv_transfer_config.kv_connector_extra_config = {"cpu_bytes_to_use": 1 << 24, **(extra or {})}
+    spec = CPUTieringSpec(build_offloading_config(changed, kv_cache_config))
+    settings = TierSettings.of({"run_dir": "/nowhere", **given})
+    return namespace_of_rows(Engine(changed, kv_cache_config), spec, settings, row_bytes=row_bytes(spec))
+
+
+def test_whatever_differs_is_another_namespace(config: Any, folder: Path) -> None:
+    def changed(part: str, **changes: Any) -> Any:
+        other = copy.copy(config)
+        setattr(other, part, copy.copy(getattr(config, part)))
+        for name, value in changes.items():
+            setattr(getattr(other, part), name, value)
+        return other
+
+    overridden = copy.copy(config.model_config.hf_config)
+    overridden.rope_theta = 77.0
+    large = replace(FULL, block_size=2 * BLOCK)
+    names = {
+        "plain": name_of(config, caches()),
+        "other weights": name_of(
+            changed("model_config", model=str(make_model(folder / "tier-other", seed=3))), caches()
+        ),
+        "an override": name_of(changed("model_config", hf_config=overridden), caches()),
+        "named weights": name_of(config, caches(), weights_digest="x"),
+        "epoch": name_of(config, caches(), weights_epoch=2),
+        "salt": name_of(config, caches(), salt="x"),
+        "two blocks a chunk": name_of(config, caches(), {"blocks_per_chunk": 2}),
+        "larger blocks": name_of(config, caches(large)),
+        "cache dtype": name_of(changed("cache_config", cache_dtype="fp8"), caches()),
+        "cache layout": name_of(changed("cache_config", kv_cache_layout="BLHNC"), caches()),
+        "heads": name_of(config, caches(replace(FULL, num_kv_heads=1, head_size=128))),
+        "groups": name_of(config, caches(FULL, FULL)),
+        "ranks": name_of(changed("parallel_config", tensor_parallel_size=2, world_size=2), caches()),
+        "hash": name_of(changed("cache_config", prefix_caching_hash_algo="sha256_cbor"), caches()),
+    }
+    digests = {name: (spec.digest("t"), spec.weights_epoch) for name, spec in names.items()}
+    assert len(set(digests.values())) == len(digests), digests
+    assert name_of(config, caches()) == names["plain"]
+    pair, big = names["two blocks a chunk"], names["larger blocks"]
+    assert (pair.chunk_tokens, pair.chunk_bytes) == (big.chunk_tokens, big.chunk_bytes)
+
+
+def test_what_cannot_be_told_apart_is_refused(config: Any) -> None:
+    def changed(**changes: Any) -> Any:
+        other = copy.copy(config)
+        for name, value in changes.items():
+            setattr(other, name, value)
+        return other
+
+    cases = [
+        (changed(lora_config=object()), caches(), "lora_config"),
+        (
+            changed(speculative_config=type("S", (), {"method": "eagle"})()),
+            caches(),
+            "speculative_config.method",
+        ),
+        (
+            config,
+            caches(FULL, MambaSpec(block_size=BLOCK, shapes=((1, 1),), dtypes=(torch.float32,))),
+            "kv_cache_groups",
+        ),
+    ]
+    for other, cache, field in cases:
+        with pytest.raises(Unsupported) as refused:
+            name_of(other, cache)
+        assert field in refused.value.field
+
+
+def test_without_an_engine_the_weights_must_be_named(config: Any) -> None:
+    spec = CPUTieringSpec(build_offloading_config(_with_memory(config), caches()))
+    for digest, works in (("", False), ("mine", True)):
+        settings = TierSettings.of({"run_dir": "/nowhere", "weights_digest": digest})
+        if works:
+            assert namespace_of_rows(None, spec, settings, row_bytes=row_bytes(spec)).chunk_tokens == BLOCK
+        else:
+            with pytest.raises(ConfigError, match="weights_digest"):
+                namespace_of_rows(None, spec, settings, row_bytes=row_bytes(spec))
+
+
+def _with_memory(config: Any) -> Any:
+    changed = copy.copy(config)
+    changed.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    changed.kv_transfer_config.kv_connector_extra_config = {"cpu_bytes_to_use": 1 << 24}
+    return changed
+
+
+def test_vllm_makes_it_where_the_engine_can_be_seen(launch: Callable[..., Rig], config: Any) -> None:
+    """Were it made elsewhere, it would ask for a name of the weights."""
+    rig = launch()
+    assert rig.tier._base.hash_protocol.count("sha256") == 1
+    assert rig.tier._prefix
+
+
+def test_one_group_of_full_attention_is_a_prefix(config: Any) -> None:
+    assert is_prefix_only(Engine(config, caches()))
+    assert not is_prefix_only(Engine(config, caches(FULL, WINDOW)))
+    assert not is_prefix_only(Engine(config, caches(WINDOW)))
+    assert not is_prefix_only(None)
+
+
+def test_settings_are_checked(launch: Callable[..., Rig]) -> None:
+    for given, field in (
+        ({"colour": 1}, "secondary_tiers.colour"),
+        ({"save_ms": "5"}, "secondary_tiers.save_ms"),
+        ({"save_share_max": 0.0}, "secondary_tiers.save_share_max"),
+        ({"locality": "MOON"}, "secondary_tiers.locality"),
+    ):
+        with pytest.raises(StoreError) as refused:
+            launch(**given)
+        assert refused.value.field == field
+
+
+def test_vllms_own_settings_are_vllms(launch: Callable[..., Rig]) -> None:
+    rig = launch(backpressure={"backpressure_cls": "EMABackpressureDetector"}, locality="remote")
+    assert rig.tier.bp_detector is not None and rig.tier.locality.value == "REMOTE"
+
+
+# ------------------------------------------------------------------------------------------------------------- kv_hints
+
+
+def envelope(*actions: tuple[str, dict[str, Any]], version: str = "1.0") -> KvHintsEnvelope:
+    return KvHintsEnvelope(
+        version, "m", [KvHintAction(str(n), kind, "1", payload) for n, (kind, payload) in enumerate(actions)]
+    )
+
+
+def test_orders_are_answered_one_by_one() -> None:
+    answers = answer_hints(
+        envelope(
+            ("prefetch", {"block_hashes": ["00ff", "0xabcd"]}),
+            ("PREFETCH", {}),
+            ("prefetch", {"block_hashes": ["ab"] * 5000}),
+            ("prefetch", {"block_hashes": ["xyz"]}),
+            ("prefetch", {"block_hashes": "ab"}),
+            ("share", {}),
+            ("demote", {}),
+            ("pin", {}),
+            ("retain", {}),
+            ("", {}),
+        ),
+        groups=(0, 3),
+    )
+    names = [answered.answer for answered in answers]
+    assert names == [Answer.ACCEPTED, Answer.DEFERRED, Answer.CLIPPED] + [Answer.REJECTED] * 7
+    assert answers[0].keys == (
+        *(b"\x00\xff\0\0\0\0", b"\x00\xff\0\0\0\3"),
+        *(b"\xab\xcd\0\0\0\0", b"\xab\xcd\0\0\0\3"),
+    )
+    assert len(answers[2].keys) == 4096
+    assert all(answered.why for answered in answers)
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        *(None, 7, "text", {"protocol_version": "1", "actions": {"a": 1}}, {"actions": []}, [1]),
+        *(
+            {"protocol_version": "1", "actions": [None]},
+            {"protocol_version": "1", "actions": [{"payload": 3}]},
+        ),
+        envelope(("prefetch", {}), version="9.1"),
+    ],
+)
+def test_whatever_cannot_be_read_is_rejected(strange: Any) -> None:
+    assert {answered.answer for answered in answer_hints(strange, (0,))} == {Answer.REJECTED}
+
+
+def test_orders_are_bounded() -> None:
+    assert len(answer_hints(envelope(*[("pin", {})] * 500), (0,))) == 64
+
+
+def test_what_is_ordered_is_told_and_ends_with_the_request(launch: Callable[..., Rig]) -> None:
+    rig = launch()
+    named = ["ab" * 32]
+    context = rig.request("one", kv_hints=envelope(("prefetch", {"keys": named}), ("pin", {})))
+    assert rig.tier.tally.total["actions_accepted"] == rig.tier.tally.total["actions_rejected"] == 1
+    rig.until(lambda: rig.tier.tally.total["hints_published"] + rig.tier.tally.total["hints_refused"])
+    rig.manager.on_request_finished(context)
+    assert not rig.tier._ordered
+    rig.until(lambda: not rig.tier._board._removed)
