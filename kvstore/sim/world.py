@@ -158,6 +158,7 @@ class World:
                         self._committing[effect.op] = event.reservation
             self._perform_all(effects)
             self.watch.check()
+            self.store.rewrites.check_integrity()
             self._applied(event)
 
     def _applied(self, event: ev.Event) -> None:

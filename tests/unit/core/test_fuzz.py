@@ -57,6 +57,9 @@ class Fuzz:
             manifest_entries_max=200,
             waits_per_worker_max=4,
             namespaces_max=12,
+            scrub_bytes_per_s=self.random.choice((0, 4 * PAGE, 100 * PAGE)),
+            scrub_pause_ms=500,
+            quarantine_ms=self.random.choice((0, 300)),
         )
         self.world.unmap_at_once = self.random.random() < 0.7
         self.workers: dict[WorkerId, dict[int, NamespaceId]] = {}
@@ -64,6 +67,8 @@ class Fuzz:
         self.saves: list[tuple[WorkerId, ev.Reserved]] = []
         self.fills: list[Filling] = []
         self.variant = 0
+        self.makers = [b"%d" % number for number in range(3)]
+        self._operator = WorkerId(0)
         self.answers: Counter[str] = Counter()
 
     def new_world(self, **limits: Any) -> World:
@@ -167,7 +172,7 @@ class Fuzz:
             keys = (*keys[:-1], ChunkKey(b"tail %d of " % counts[-1] + keys[-1]))
         reserved = self.ask(
             ev.Reserve, worker, namespace, keys, token_counts=counts, shards=self.shards(namespace),
-            maker=b"%d" % self.random.randrange(3), transient=self.random.random() < 0.3,
+            maker=self.random.choice(self.makers), transient=self.random.random() < 0.3,
         )  # fmt: skip
         if reserved.reservation:
             self.saves.append((worker, reserved))
@@ -280,6 +285,27 @@ class Fuzz:
         worker, namespace = self.somebody()
         self.ask(ev.ReportLoad, worker, namespace, self.keys())
 
+    def operator(self) -> WorkerId:
+        """An admin, as long as it lives."""
+        if self._operator not in self.world.mapped:
+            self._operator = self.world.join("operator", admin=True)
+        return self._operator
+
+    def do_recall(self) -> None:
+        if self.random.random() < 0.2:
+            number = self.random.randrange(len(self.makers))
+            dry = self.random.random() < 0.3
+            self.ask(ev.Recall, self.operator(), self.makers[number], self.random.choice((0, 0, 1_000)), dry)
+            if not dry and self.random.random() < 0.8:  # else it goes on, and is refused
+                self.makers[number] = b"%d" % self.random.randrange(10, 1 << 40)
+
+    def do_scrub(self) -> None:
+        start, rate = self.random.random() < 0.5, self.random.choice((0, PAGE, 50 * PAGE))
+        self.world.ask(ev.Scrub, self.operator(), start, rate)
+
+    def do_quarantine(self) -> None:
+        self.world.ask(ev.ListQuarantine, self.operator(), 10, self.random.random() < 0.5)
+
     def do_session(self) -> None:
         worker, namespace = self.somebody()
         keys = self.keys()
@@ -334,14 +360,14 @@ class Fuzz:
         self.ask(ev.Explain, worker, namespace, b"", self.keys())
 
     def do_hold(self) -> None:
-        kinds = (ev.CopyIn, ev.FillSlots, ev.Checksum, ev.MoveSlots, ev.CreateSegment)
+        kinds = (ev.RewriteSlots, ev.CopyIn, ev.FillSlots, ev.Checksum, ev.MoveSlots, ev.CreateSegment)
         self.world.hold = {kind for kind in kinds if self.random.random() < 0.4}
 
     def do_finish(self) -> None:
         while self.world.held and self.random.random() < 0.8:
             held = self.random.choice(self.world.held)
             fails = "as told" if self.random.random() < 0.1 else ""
-            spoil = int(isinstance(held, ev.MoveSlots) and self.random.random() < 0.1)
+            spoil = int(isinstance(held, (ev.MoveSlots, ev.RewriteSlots)) and self.random.random() < 0.1)
             self.world.finish(held, fails=fails, spoil=spoil)
 
     def do_unmap(self) -> None:

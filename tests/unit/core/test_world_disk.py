@@ -31,7 +31,7 @@ from .test_fuzz import Fuzz
 STEPS = 500
 EVERY_SEED = os.environ.get("KVSTORE_DISK_SEED")
 SEEDS = [int(EVERY_SEED)] if EVERY_SEED else [random.SystemRandom().randrange(1 << 32) for _ in range(6)]
-HELD = (ev.CopyIn, ev.FillSlots, ev.Checksum, ev.MoveSlots, ev.CreateSegment, *DISK_OPS)
+HELD = (ev.RewriteSlots, ev.CopyIn, ev.FillSlots, ev.Checksum, ev.MoveSlots, ev.CreateSegment, *DISK_OPS)
 BAD = (DiskResult.IO_ERROR, DiskResult.NO_SPACE, DiskResult.CORRUPT)
 
 
@@ -72,7 +72,7 @@ class DiskFuzz(Fuzz):
                 fails = self.random.choice(BAD).name if isinstance(held, DISK_OPS) else "as told"
             if fails == "CORRUPT" and isinstance(held, (ev.WriteRecords, ev.CreateSlab, ev.ProbeDisk)):
                 fails = "IO_ERROR"
-            spoil = int(isinstance(held, ev.MoveSlots) and self.random.random() < 0.1)
+            spoil = int(isinstance(held, (ev.MoveSlots, ev.RewriteSlots)) and self.random.random() < 0.1)
             self.world.finish(held, fails=fails, spoil=spoil)
 
     def do_commit_durably(self) -> None:
