@@ -109,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Never returns: the process ends with the daemon."""
     try:
         config = configuration(sys.argv[1:] if arguments is None else arguments, os.environ)
+        # gRPC's core writes what a peer says to standard error as it is: lines could be forged.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         # Imported now: --help and a wrong flag are answered before gRPC is loaded.
         from kvstore.daemon import Daemon
 

@@ -13,6 +13,7 @@ add_reader, because uvloop has no transport for SOCK_SEQPACKET.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import logging
@@ -140,6 +141,8 @@ class DescriptorServer:
         """Connections by uid."""
         self._listener: socket.socket | None = None
         self._pause: asyncio.TimerHandle | None = None
+        self._spare = -1
+        """A descriptor to be closed when there is no other left; -1: none."""
         self._closing = False
 
     async def start(self) -> None:
@@ -164,6 +167,7 @@ class DescriptorServer:
                 remedy="stop the other daemon, or choose another directory",
             ) from None
         self._listener = listener
+        self._spare_one()
         self._resume()
 
     def worker_of(self, token: bytes) -> Identity | None:
@@ -184,6 +188,9 @@ class DescriptorServer:
             self._asyncio.remove_reader(self._listener.fileno())
             self._listener.close()
             self._listener = None
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
         if self._pause is not None:
             self._pause.cancel()
         tasks = [peer.task for peer in self._peers if peer.task is not None]
@@ -201,6 +208,8 @@ class DescriptorServer:
 
     def _resume(self) -> None:
         self._pause = None
+        if self._spare < 0:
+            self._spare_one()
         if self._listener is not None:
             self._asyncio.add_reader(self._listener.fileno(), self._accept)
 
@@ -213,6 +222,8 @@ class DescriptorServer:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
+                if error.errno in OUT_OF_DESCRIPTORS and self._turn_away():
+                    return  # whoever else waits makes the listener readable again
                 log.warning("connections cannot be accepted", extra=fields(why=str(error)))
                 self._asyncio.remove_reader(self._listener.fileno())
                 self._pause = self._asyncio.call_later(ACCEPT_PAUSE_S, self._resume)
@@ -221,7 +232,31 @@ class DescriptorServer:
                 self._admit(sock)
             except OSError as error:
                 log.warning("a connection was dropped", extra=fields(why=str(error)))
+                if error.errno in OUT_OF_DESCRIPTORS:
+                    _say_full(sock)
                 sock.close()
+
+    def _turn_away(self) -> bool:
+        """Out of descriptors: take one connection by the descriptor that was spared for this, say why, and hang up.
+        Else it would wait, without a word, in the listener's queue. False: not even that is possible."""
+        if self._spare < 0 or self._listener is None:
+            return False
+        os.close(self._spare)
+        self._spare = -1
+        try:
+            sock, _ = self._listener.accept()
+            with sock:
+                _say_full(sock)
+            log.warning("a connection was refused: no descriptors are left")
+            return True
+        except OSError:
+            return False
+        finally:
+            self._spare_one()
+
+    def _spare_one(self) -> None:
+        with contextlib.suppress(OSError):  # somebody was faster
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _admit(self, sock: socket.socket) -> None:
         """Whose connection it is; what it may do is decided when it says hello, so that it gets an answer."""
@@ -470,6 +505,18 @@ def _pidfd_of(sock: socket.socket, pid: int) -> int:
             raise
     # Before Linux 6.5 by number, which by now might be another process's: the socket of one that is gone gets no hello.
     return os.pidfd_open(pid)
+
+
+def _say_full(sock: socket.socket) -> None:
+    """Never waits. Reads the hello if it is there: closing on unread packets is a reset to the peer."""
+    error = Exhausted(
+        "the daemon has no descriptors left", remedy="try again later; raise its LimitNOFILE= or ulimit -n"
+    )
+    reply = descriptor_pb2.DescriptorReply(error=error_to_proto(error))
+    sock.setblocking(False)
+    with contextlib.suppress(OSError):
+        send_packet(sock, reply.SerializeToString())
+        receive_packet(sock)
 
 
 def _wake(ready: asyncio.Future[None]) -> None:

@@ -60,7 +60,7 @@ PEER_TIMEOUT_S = 30.0
 CALLS_PER_WORKER_MAX = 512
 READS_PER_WORKER_MAX = 16
 """Requests of one worker that are being received: each may have message_bytes_max."""
-STRANGERS_MAX = 256
+STRANGERS_MAX = 64
 """Attach streams that have not said who they are; each may do so in HELLO_TIMEOUT_S."""
 OUTSTANDING_MAX = 1_024
 PUSHES_MAX = 1_024

@@ -238,7 +238,9 @@ class Attachment:
             try:
                 memory.send_packet(self._socket, request.SerializeToString(), fds)
             except OSError as problem:
-                raise _NotSent(f"nothing can be sent on the descriptor socket: {problem}") from problem
+                raise self._last_word() or _NotSent(
+                    f"nothing can be sent on the descriptor socket: {problem}"
+                ) from problem
             self._awaited.append(handler)
             while handler in self._awaited:
                 self._handle_one(deadline)
@@ -259,10 +261,20 @@ class Attachment:
             log.error("an unreadable packet on the descriptor socket: %s", problem)
         except OSError as problem:
             if problem.errno != errno.EMSGSIZE:
-                raise gone(f"the descriptor socket failed: {problem}") from problem
+                raise self._last_word() or gone(f"the descriptor socket failed: {problem}") from problem
             # The packet is gone, with descriptors that the kernel did not open: this process has too many already.
             log.error("descriptors were lost: %s", problem)
         self._awaited.popleft()(reply, fds)
+
+    def _last_word(self) -> StoreError | None:
+        """Why the daemon hung up, if it said so: the kernel tells of the hanging up before that."""
+        reply = descriptor_pb2.DescriptorReply()
+        try:
+            data, _ = memory.receive_packet(self._socket)
+            reply.ParseFromString(data)
+        except (OSError, DecodeError):
+            return None
+        return wire.error_from_proto(reply.error) if reply.WhichOneof("body") == "error" else None
 
     def read_late_packets(self) -> None:
         """Handle replies that nobody waits for any more, if they have come. Never blocks."""

@@ -362,6 +362,29 @@ def test_a_refusal_is_raised_at_once(daemon: FakeDaemon, refusal: errors.StoreEr
     assert daemon.hellos == 1
 
 
+@pytest.mark.parametrize("hello_comes_first", [False, True])
+def test_the_last_word_of_a_daemon_that_hangs_up_is_heard(tmp_path: Path, hello_comes_first: bool) -> None:
+    """It says why and closes at once, before or after our hello: the kernel reports a broken pipe, or a reset."""
+    refusal = errors.Exhausted("no descriptors left")
+    packet = descriptor_pb2.DescriptorReply(error=wire.error_to_proto(refusal)).SerializeToString()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "kvstored.sock"))
+        listener.listen()
+
+        def hang_up() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.send(packet)
+                if hello_comes_first:
+                    sock.recv(1, socket.MSG_PEEK)  # it stays unread, so closing is a reset
+
+        thread = threading.Thread(target=hang_up, daemon=True)
+        thread.start()
+        with pytest.raises(errors.Exhausted, match="no descriptors left"):
+            connect(str(tmp_path), timeout_s=BOUND_S)
+        thread.join(BOUND_S)
+
+
 @pytest.mark.parametrize("fields", [{"protocol": 2}, {"protection": "none"}], ids=lambda f: next(iter(f)))
 def test_another_protocol_is_refused(daemon: FakeDaemon, fields: dict[str, Any]) -> None:
     daemon.hello = fields

@@ -877,10 +877,7 @@ def test_peer_that_never_reads_is_dropped_and_holds_nobody_up(daemon: Daemon) ->
             os.close(fd)
 
 
-def test_out_of_descriptors_pauses_and_goes_on(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(descriptors, "ACCEPT_PAUSE_S", 3600.0)
+def test_out_of_descriptors_says_so_and_goes_on(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
         served = stack.enter_context(Client(daemon))
@@ -895,23 +892,25 @@ def test_out_of_descriptors_pauses_and_goes_on(
         try:
             for sock in waiting:
                 sock.connect(daemon.config.descriptor_socket)
-                sock.send(HELLO)
-            daemon.until(lambda: daemon.server._pause is not None)
-            for _ in range(20):  # those who are in are served, and the listener is left alone meanwhile
+                sock.settimeout(WAIT_S)
+                refusal = DescriptorReply.FromString(sock.recv(4096)).error
+                assert refusal.code == Code.RESOURCE_EXHAUSTED.value
+                assert "the daemon has no descriptors left" in refusal.message
+                assert sock.recv(4096) == b""
+            for _ in range(20):  # those who are in are served
                 assert served.hello().error.code == Code.FAILED_PRECONDITION.value
-            assert [record.message for record in caplog.records] == ["connections cannot be accepted"]
+            messages = [record.message for record in caplog.records]
+            assert messages == ["a connection was refused: no descriptors are left"] * 5
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        monkeypatch.setattr(descriptors, "ACCEPT_PAUSE_S", 0.01)
-        daemon.call(daemon.server._resume)
-        for sock in waiting:
-            sock.settimeout(WAIT_S)
-            assert DescriptorReply.FromString(sock.recv(4096)).hello.token
+        with Client(daemon) as later:
+            assert later.hello().hello.token
 
 
 def test_accepting_is_resumed_by_itself(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "ACCEPT_PAUSE_S", 0.01)
-    refusals = iter([errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+    # each twice: the second time it is asked for the one connection that is to be turned away
+    refusals = iter([errno.EMFILE, errno.EMFILE, errno.ENFILE, errno.ENFILE, errno.ENOMEM, errno.ENOMEM])
 
     real = socket.socket.accept
 
