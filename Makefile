@@ -3,6 +3,8 @@ SHELL := /bin/bash -euo pipefail
 PYTHON ?= python3.11
 PY := .venv/bin/python
 ARGS ?=
+ROUNDS ?= 300
+MINUTES ?= 10
 INTO ?= .cache/wheel
 INSTALLED := .cache/installed
 MAKEFLAGS += --no-print-directory
@@ -57,6 +59,13 @@ tidy: venv
 
 test: venv  ## the whole test suite (ARGS='-k name')
 	.venv/bin/pytest $(ARGS)
+
+.PHONY: crash soak
+crash: venv  ## kill -9 of a daemon, ROUNDS times: is what was promised there, and nothing else? (ARGS='--seed 1')
+	$(PY) tests/stress/crash.py --json --rounds $(ROUNDS) $(ARGS)
+
+soak: venv  ## a daemon under full load for MINUTES: does anything grow or break? (ARGS='--seed 1')
+	$(PY) tests/stress/soak.py --json --minutes $(MINUTES) $(ARGS)
 
 # vLLM pins torch and transformers of its own, so it has an environment of its own: about 4 GB, made once. What the
 # wheels drag in for images and sound does not fit this torch. Tests run against this repository's wheel.

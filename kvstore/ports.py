@@ -178,7 +178,8 @@ class Fault:
     longer says so. "delay": it starts after `ms`. "flip": a bit in the middle of what was read, or of what is written,
     is the other one. "tear": only the first half of what is written is, and success is reported. "hold": what is
     written is kept in memory until the file is synced, so that kill -9 loses it as a power cut would. "part": the first
-    half of what is written reaches the file, the rest is held: what a power cut tears."""
+    half of what is written reaches the file, the rest is held: what a power cut tears. "lie": a sync reports success
+    and does nothing."""
     files: str = "*"
     """Pattern for the file's name, without its directory; "index" for the calls of LMDB."""
     skip: int = 0
@@ -269,7 +270,8 @@ class FaultyDisk:
         return size
 
     def sync(self, fd: int) -> None:
-        self._strike("sync", self._name(fd))
+        if "lie" in self._strike("sync", self._name(fd)):
+            return
         with self._lock:
             held = self._held.pop(fd, [])
         for offset, data in held:
@@ -312,7 +314,7 @@ class FaultyDisk:
                 self._hang(fault)
             elif fault.do == "delay":
                 time.sleep(fault.ms / 1000)
-            elif fault.do in ("flip", "tear", "hold", "part"):
+            elif fault.do in ("flip", "tear", "hold", "part", "lie"):
                 deeds.add(fault.do)
             else:
                 raise OSError(getattr(errno, fault.do), f"a test wants {call} of {name} to fail")

@@ -19,6 +19,7 @@ A machine that stands still for a while breaks promises of time for reasons of i
 clock, and expects nothing of the moments in which it stood still itself.
 
     python tests/stress/crash.py [--rounds 300] [--seed N] [--json]       exit status 0: every goal met
+    python tests/stress/crash.py --canary       a disk whose syncs lie: must be found out, exit status 1
 
 A failing run prints its seed; the same seed draws the same lives and moments, though not the same scheduling.
 """
@@ -436,7 +437,11 @@ class Life:
 
     # -------------------------------------------------------------------------------------------------- one round
 
-    def round(self, kind: str) -> Counter[str]:
+    def round(self, kind: str, *, canary: bool = False) -> Counter[str]:
+        if canary:
+            self.weather.set(
+                {"calls": ["write"], "files": "slab-*", "do": "hold"}, {"calls": ["sync"], "do": "lie"}
+            )
         self.command(b"g")
         with Standstill() as still:
             time.sleep(self.chance.uniform(0.9, 1.5))
@@ -668,6 +673,7 @@ def main() -> int:
         "--folder", type=Path, default=None, help="for the daemons' directories; default: TMPDIR"
     )
     options.add_argument("--log-level", default="debug", help="of the daemons; debug: invariants at the end")
+    options.add_argument("--canary", action="store_true", help="a disk that lies about what it has synced")
     options.add_argument("--json", action="store_true", help="one JSON object in the last line")
     options.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     chosen = options.parse_args()
@@ -692,7 +698,7 @@ def main() -> int:
             )
             for kind in planned:
                 at = time.monotonic()
-                counts = life.round(kind)
+                counts = life.round("any moment" if chosen.canary else kind, canary=chosen.canary)
                 took.append(time.monotonic() - at)
                 kinds[kind] += 1
                 totals += counts

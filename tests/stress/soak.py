@@ -266,7 +266,8 @@ class Worker:
 
 
 def work(run_dir: str, number: int, seed: int) -> None:
-    faulthandler.register(signal.SIGUSR1)
+    stands = Path(run_dir).with_name(f"worker-{os.getpid()}.txt").open("w")
+    faulthandler.register(signal.SIGUSR1, stands)  # where it stands, when it seems to hang
     try:
         Worker(Path(run_dir), number, seed).run()
     except Wrong as problem:
@@ -397,7 +398,11 @@ class Soak:
         try:
             status = process.wait(BOUND_S)
         except subprocess.TimeoutExpired:
-            raise Hang(f"a worker (pid {process.pid}) does not end") from None
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(5.0)
+            stands = (self.folder / f"worker-{process.pid}.txt").read_text()
+            raise Hang(f"a worker (pid {process.pid}) does not end: {stands}") from None
+        (self.folder / f"worker-{process.pid}.txt").unlink(missing_ok=True)
         if status != 0:
             raise Wrong(f"a worker ended with status {status}")
 

@@ -186,6 +186,10 @@ def test_held_writes_are_seen_but_reach_the_file_with_the_sync(weather: Weather)
     assert weather.read(10) == b"012abcd789"
     assert weather.read(3, 5) == b"cd7"
     assert Path(weather.path).read_bytes() == b"0123456789"
+    weather.set({"calls": ["sync"], "do": "lie"})
+    weather.disk.sync(weather.fd)
+    assert Path(weather.path).read_bytes() == b"0123456789"
+    weather.set()
     weather.disk.sync(weather.fd)
     assert Path(weather.path).read_bytes() == b"012abcd789"
 

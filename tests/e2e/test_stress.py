@@ -1,0 +1,71 @@
+"""Short forms of `make crash` and `make soak`, and that both find what they are there to find."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STRESS = Path(__file__).resolve().parent.parent / "stress"
+
+pytestmark = pytest.mark.timeout(600)  # of a machine that does much else; alone, none takes half a minute
+
+
+def run(program: str, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit status, and the object in the last line."""
+    with tempfile.TemporaryDirectory(prefix="kvs-") as folder:
+        Path(folder).chmod(0o755)  # other users reach the daemon's sockets
+        done = subprocess.run(
+            [sys.executable, "-P", str(STRESS / program), "--json", "--folder", folder, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=500,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            check=False,
+        )
+    *shown, last = done.stdout.splitlines() or [""]
+    print(*shown, done.stderr, sep="\n")
+    try:
+        return done.returncode, json.loads(last)
+    except json.JSONDecodeError:
+        raise AssertionError(f"{program} ended with {done.returncode}: {last} {done.stderr}") from None
+
+
+def goals(result: dict[str, Any]) -> dict[str, bool]:
+    return {goal["name"]: goal["met"] for goal in result["goals"]}
+
+
+def test_five_crashes() -> None:
+    """ATTNSTORE_CRASH_ROUNDS=300 for more; `make crash` shows what it does."""
+    rounds = int(os.environ.get("ATTNSTORE_CRASH_ROUNDS", "5"))
+    seed = random.randrange(1 << 32)
+    status, result = run("crash.py", "--rounds", str(rounds), "--seed", str(seed))
+    assert status == 0, (result["failure"], result["goals"])
+    assert (result["seed"], result["rounds"]) == (seed, rounds)
+    assert result["totals"]["had to be there"] > 0 and result["totals"]["acknowledged as durable"] > 0
+
+
+def test_a_disk_that_lies_about_its_syncs_is_found_out() -> None:
+    status, result = run("crash.py", "--rounds", "3", "--canary")
+    assert status == 1
+    assert "acknowledged as durable" in result["failure"], result["failure"]
+    assert not goals(result)["wrong bytes, lost or resurrected chunks"]
+
+
+def test_a_planted_leak_is_not_judged_flat() -> None:
+    """Connections that nobody closes: the daemon's descriptors rise, and not much else does."""
+    status, result = run("soak.py", "--minutes", "0.3", "--ghosts", "1000", "--leak")
+    assert not result["failure"], result["failure"]
+    assert status == 1
+    met = goals(result)
+    assert not met["rise of descriptors after the warm-up"], result["goals"]
+    assert met["rise of threads after the warm-up"], result["goals"]
+    assert met["exit status of the daemon, its invariants checked"]
+    assert result["counts"]["bytes compared"] > 0 and result["counts"]["chunks saved"] > 0
