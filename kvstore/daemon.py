@@ -43,8 +43,8 @@ from kvstore.core.events import Ticket
 from kvstore.core.store import Store
 from kvstore.descriptors import DEFAULT_TENANT, DescriptorServer
 from kvstore.errors import ConfigError
+from kvstore.health import NOT_SERVING, SERVING, SSD, Health
 from kvstore.health import SERVICE as HEALTH_SERVICE
-from kvstore.health import SERVING, Health
 from kvstore.index import ChunkBatch
 from kvstore.logs import fields, leave
 from kvstore.loop import Loop
@@ -57,7 +57,7 @@ from kvstore.tiers import ssd
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.regions import Regions
 from kvstore.tiers.ssd import SsdTier
-from kvstore.types import Protection, WorkerId
+from kvstore.types import DiskState, Protection, WorkerId
 from kvstore.v1 import store_pb2
 
 log = logging.getLogger(__name__)
@@ -301,6 +301,7 @@ class Daemon:
             ssd=tier,
             on_forget=lambda worker: self._descriptors.forget(worker),
             on_fatal=lambda: self._end(EXIT_BUG),
+            on_disk=lambda state: self._health.set(SSD, SERVING if state is DiskState.OK else NOT_SERVING),
         )
         self._descriptors = DescriptorServer(
             config,
@@ -374,6 +375,8 @@ class Daemon:
         names = (STORE_SERVICE, HINTS_SERVICE, STATS_SERVICE, ADMIN_SERVICE, BYTES_SERVICE)
         for name in names:
             self._health.set(name, SERVING)
+        if self.config.ssd_dir:
+            self._health.set(SSD, SERVING)
         shown = Reflection((*names, HEALTH_SERVICE), peer_timeout_s=self._service.peer_timeout_s)
         server.add_generic_rpc_handlers(
             tuple(part.handlers() for part in (self._service, bytes_service, self._health, shown))

@@ -19,6 +19,8 @@ SERVICE = "grpc.health.v1.Health"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+SSD = "kvstore.ssd"
+"""What the SSD tier is called here. It may be degraded while everything else is well: DRAM serves."""
 CALLS_MAX = 64
 """Checks, and watches, at one time: nobody who asks has to say who it is."""
 READS_MAX = 8

@@ -67,7 +67,8 @@ class Loop:
     """Owns the core, the arena, staging memory and the copier; every method but `post_threadsafe` is called on the
     asyncio thread.
 
-    `on_forget` is told which workers the core has nothing of any more; `on_fatal` is called once, after a bug.
+    `on_forget` is told which workers the core has nothing of any more, `on_disk` when the SSD tier degrades or heals;
+    `on_fatal` is called once, after a bug.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Loop:
         ssd: SsdTier | None = None,
         on_forget: Callable[[WorkerId], None],
         on_fatal: Callable[[], None],
+        on_disk: Callable[[DiskState], None] = lambda _: None,
         clock: Callable[[], Millis] = monotonic_ms,
     ) -> None:
         self.store = store
@@ -89,6 +91,7 @@ class Loop:
         self._ssd = ssd
         self._on_forget = on_forget
         self._on_fatal = on_fatal
+        self._on_disk = on_disk
         self._clock = clock
         self._inbox: deque[events.Event] = deque()
         self._turn_due = False
@@ -259,6 +262,7 @@ class Loop:
         before, self._disk_state = self._disk_state, state.disk_state
         if state.disk_state is before:
             return
+        self._on_disk(state.disk_state)
         if state.disk_state is DiskState.OK:
             log.info("the SSD tier is well again", extra=fields(was=before.name.lower()))
         else:

@@ -40,7 +40,7 @@ from .ssd_tools import (
 )
 from .test_daemon_start_stop import health
 
-SERVING = 1
+SERVING, NOT_SERVING = 1, 2
 
 
 @pytest.fixture
@@ -102,10 +102,12 @@ def test_a_hung_read_is_a_miss_in_time_and_dram_goes_on(
     for _ in range(50):
         assert look(space, warm) == [(Outcome.HIT, Reason.NONE)] * 8
     assert space.match(cold + warm).usable == 0
-    assert health(daemon.grpc_target, "kvstore.v1.Store") == SERVING
+    assert health(daemon.grpc_target) == health(daemon.grpc_target, "kvstore.v1.Store") == SERVING
+    eventually(lambda: health(daemon.grpc_target, "kvstore.ssd") == NOT_SERVING)
 
     weather.clear()
     in_state(client, "ok")
+    eventually(lambda: health(daemon.grpc_target, "kvstore.ssd") == SERVING)
     assert [line["state"] for line in logged(daemon, "the SSD tier is degraded, DRAM serves on")] == ["off"]
     daemon.wait_for("the SSD tier is well again")
     assert hits(space, cold) == set(cold)
