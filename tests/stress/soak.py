@@ -4,6 +4,7 @@ Processes of two tenants save, name, read, truncate, fork and forget conversatio
 as fast as they can; both tenants use the same keys, with bytes of their own. Some processes stay, others join for a few
 seconds and leave in order or are killed. Every byte that is read is compared.
 
+Sessions that nobody uses end after half a minute, so that what killed processes leave behind does not grow for ever.
 Each second the daemon's RssAnon, descriptors, threads and mappings are noted. Judged is what comes after the first
 third (tables and caches fill): a robust line (Theil-Sen) through it must not rise over that time by more than a bound,
 a share of the median and a little more (`BOUNDS`). Before the clock starts, the table of ghosts (keys that went, and
@@ -341,6 +342,7 @@ class Soak:
                 "ssd_index_bytes": "8M",
                 "ssd_deadline_ms": 20_000,
                 "durable_within_ms": 1_000,
+                "session_ttl_ms": 30_000,  # else what visitors leave behind grows for ever, as it should
                 "log_level": "debug",
                 "tenants": ",".join(f"{uid}={tenant}" for tenant, uid in TENANTS.items()),
             },
