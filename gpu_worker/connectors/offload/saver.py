@@ -121,9 +121,8 @@ class RowSaver:
             except PASSING:
                 raise
             except StoreError:
-                self._adoptable = (
-                    False  # these rows are not for the daemon to read; the next go the other way
-                )
+                # The daemon will not have these rows: the next ones go through staging memory.
+                self._adoptable = False
                 raise
             return True
         for index, number in zip(batch.granted, granted, strict=True):

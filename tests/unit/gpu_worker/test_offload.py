@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,6 +103,7 @@ class Batch:
 
     def buffer(self, index: int) -> Any:
         assert self._staged
+        self._store.copied.append(index)
         return self._bytes[index]
 
     def fill(self, region: Region, offsets: Sequence[int], *, timeout_s: float) -> None:
@@ -154,6 +154,10 @@ class Store:
         self.may_read = _set()
         self.copying = threading.Event()
         self.may_copy = _set()
+        self.reserving = threading.Event()
+        self.may_reserve = _set()
+        self.copied: list[int] = []
+        """Numbers of the keys of a batch that staging memory was asked for."""
         self.filling = threading.Event()
         self.may_fill = _set()
         self._memory = memory
@@ -181,6 +185,8 @@ class Store:
         timeout_s: float,
     ) -> Batch:
         assert transient and maker == MAKER
+        self.reserving.set()
+        assert self.may_reserve.wait(BOUND_S)
         return Batch(self, wanted, parents, staged)
 
     def adopt(self, fd: int, size_bytes: int) -> Region:
@@ -250,7 +256,7 @@ def rig() -> Iterator[Rig]:
 
 
 def _close(rig: Rig) -> None:
-    for gate in (rig.store.may_read, rig.store.may_copy, rig.store.may_fill):
+    for gate in (rig.store.may_read, rig.store.may_copy, rig.store.may_reserve, rig.store.may_fill):
         gate.set()
     assert rig.crew.close(BOUND_S)
 
@@ -274,6 +280,7 @@ def test_a_late_job_has_failed_and_its_rows_are_never_touched_again(rig: Rig) ->
     job = rig.job(keys("a", "b"), [2, 3], deadline=5.0)
     rig.loader.start(job, *inquiry.load(job.keys))
     before = rig.row(2), rig.row(3)
+    assert rig.store.asked.wait(BOUND_S)
     assert rig.loader.jobs.take(4.9) == []
     assert rig.loader.jobs.take(5.0) == [job]
     assert job.late and not job.complete
@@ -413,13 +420,13 @@ def test_rows_read_after_the_job_was_over_stay_invisible(rig: Rig) -> None:
 
 def test_staged_rows_are_not_read_once_the_job_is_over() -> None:
     rig = Rig(fd=None)
-    gate = threading.Event()
-    assert rig.crew.offer(partial(gate.wait, BOUND_S))
+    rig.store.may_reserve.clear()
     job = rig.save(keys("a"), [0], deadline=5.0)
+    assert rig.store.reserving.wait(BOUND_S)
     assert rig.saver.jobs.take(5.0) == [job]
-    gate.set()
+    rig.store.may_reserve.set()
     rig.idle()
-    assert rig.store.chunks == {}
+    assert rig.store.chunks == {} and rig.store.copied == []
     _close(rig)
 
 
@@ -463,6 +470,7 @@ def test_a_question_is_asked_once_for_all_new_keys(rig: Rig) -> None:
     ]
     assert rig.tally.total["lookups"] == 3 and len(rig.store.leases) == 1
     inquiry.ask(0.1, prefix=False)
+    rig.idle()
     assert len(rig.store.leases) == 1
 
 
