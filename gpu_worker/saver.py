@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from kvstore.client import SessionEntry, SessionInfo
 from kvstore.errors import Conflict, Precondition, StoreError
@@ -38,6 +39,7 @@ QUEUE_JOBS_MAX = 4096
 BATCH_BYTES_MAX = 16 << 20
 """What is reserved, copied and committed at a time: well below the staging memory of a worker."""
 MANIFEST_TRIES = 3
+AUDIT_EVERY = 64
 IN_STORE = (GrantResult.GRANTED, GrantResult.ALREADY, GrantResult.BUSY)
 """BUSY: another worker is saving the very same tokens. Should it fail, the manifest is cut where the hole is."""
 log = logging.getLogger(__name__)
@@ -112,7 +114,8 @@ class Saver:
     """One thread that saves in the order in which things were queued.
 
     `counters` by name: chunks_saved, bytes_saved, chunks_already (others had saved them), chunks_dropped (queue full or
-    behind a hole), chunks_refused (the store had no room or was away), manifests, manifests_dropped.
+    behind a hole), chunks_refused (the store had no room or was away), chunks_compared and chunks_differed (with what
+    others had saved), manifests, manifests_dropped.
     """
 
     def __init__(
@@ -122,13 +125,16 @@ class Saver:
         queue_bytes_max: int = QUEUE_BYTES_MAX,
         timeout_s: float = 5.0,
         maker: bytes = b"",
+        audit_every: int = AUDIT_EVERY,
     ) -> None:
-        """`timeout_s` bounds each request to the store; `maker` is written on every chunk (16 bytes or none)."""
+        """`timeout_s` bounds each request to the store; `maker` is written on every chunk (16 bytes or none). Of the
+        chunks that others had saved, one in `audit_every` (0: none) is compared with what this worker computed."""
         self.geometry = geometry
         self.counters: Counter[str] = Counter()
         self._queue_bytes_max = queue_bytes_max
         self._timeout_s = timeout_s
         self._maker = maker
+        self._audit_every = audit_every
         self._changed = threading.Condition()  # guards all below, and `counters`
         self._jobs: deque[_Job] = deque()
         self._waiting_bytes = 0
@@ -251,6 +257,8 @@ class Saver:
                 for index in batch.granted:
                     self._fill(batch.buffer(index), job.layers, first_token + index * step, counts[index])
                 committed = self._commit(batch)
+            already = [n for n, result in enumerate(results) if result is GrantResult.ALREADY]
+            self._audit(job, {keys[n]: (first_token + n * step, counts[n]) for n in already})
         except StoreError as error:
             log.info("not saved: %s", error)
         fine = [
@@ -271,6 +279,25 @@ class Saver:
         if not outcome.ok:
             log.info("not saved: %s", outcome.error)
         return bool(outcome.ok)
+
+    def _audit(self, job: _Job, already: dict[ChunkKey, tuple[int, int]]) -> None:
+        """Tell the store what our bytes of some chunks are; `already`: first token and count by key. Keys are digests,
+        so that all workers pick the same chunks."""
+        if not self._audit_every:
+            return
+        checksums = {}
+        for key, (first_token, count) in already.items():
+            if int.from_bytes(key[:4], "little") % self._audit_every == 0:
+                shard = np.zeros(self.geometry.shard_bytes, np.uint8)
+                self._fill(shard, job.layers, first_token, count)
+                checksums[key] = xxhash.xxh3_64_intdigest(shard.data)
+        if checksums:
+            differ = job.turn.namespace.report_duplicates(
+                list(checksums), list(checksums.values()), maker=self._maker, timeout_s=self._timeout_s
+            )
+            with self._changed:
+                self.counters["chunks_compared"] += len(checksums)
+                self.counters["chunks_differed"] += differ
 
     def _fill(self, shard: npt.NDArray[np.uint8], layers: Layers, first_token: int, token_count: int) -> None:
         """Writes one chunk: see gpu_worker/layout.py for the bytes. Copies release the interpreter's lock."""

@@ -129,6 +129,7 @@ class Loop:
             events.RewriteRecords: self._disk,
             events.RewriteSlots: self._copy,
             events.Quarantined: self._quarantined,
+            events.DuplicateDiffers: self._duplicate_differs,
             events.ForgetWorker: self._forget_worker,
         }
 
@@ -323,6 +324,18 @@ class Loop:
                 key=effect.key.hex(),
                 why=effect.why,
                 miss=effect.miss,
+            ),
+        )
+
+    def _duplicate_differs(self, effect: events.DuplicateDiffers) -> None:
+        log.warning(
+            "two makers computed different bytes for one chunk: told once for each two",
+            extra=fields(
+                namespace=effect.namespace,
+                key=effect.key.hex(),
+                shard=effect.shard,
+                first=effect.first.hex(),
+                second=effect.second.hex(),
             ),
         )
 

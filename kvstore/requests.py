@@ -215,6 +215,18 @@ def _report_load(message: store_pb2.ReportLoadRequest, ticket: Ticket) -> events
     return events.ReportLoad(ticket, namespace_id(message.namespace_id), some_keys(message.keys))
 
 
+def _report_duplicates(message: store_pb2.ReportDuplicatesRequest, ticket: Ticket) -> events.ReportDuplicates:
+    count("checksums", message.checksums, KEYS_PER_REQUEST_MAX * SHARDS_MAX)
+    return events.ReportDuplicates(
+        ticket,
+        namespace_id(message.namespace_id),
+        some_keys(message.keys),
+        checksums=tuple(message.checksums),
+        shards=shard_numbers(message.shards),
+        maker=maker_id(message.maker),
+    )
+
+
 def _get_session(message: store_pb2.GetSessionRequest, ticket: Ticket) -> events.GetSession:
     return events.GetSession(
         ticket, namespace_id(message.namespace_id), session_name("session", message.session)
@@ -322,6 +334,7 @@ STORE_CALLS: dict[str, Call] = {
     "Commit": Call(store_pb2.CommitRequest, _commit, wire.committed_to_proto),
     "Abort": Call(store_pb2.AbortRequest, _abort, wire.done_to_proto),
     "ReportLoad": Call(store_pb2.ReportLoadRequest, _report_load, wire.done_to_proto),
+    "ReportDuplicates": Call(store_pb2.ReportDuplicatesRequest, _report_duplicates, wire.done_to_proto),
     "GetSession": Call(store_pb2.GetSessionRequest, _get_session, wire.session_to_proto),
     "UpdateSession": Call(store_pb2.UpdateSessionRequest, _update_session, wire.session_to_proto),
     "Truncate": Call(store_pb2.TruncateRequest, _truncate, wire.session_to_proto),
@@ -346,6 +359,7 @@ ATTACH_CALLS: dict[str, Call] = {
     "commit": STORE_CALLS["Commit"],
     "abort": STORE_CALLS["Abort"],
     "report_load": STORE_CALLS["ReportLoad"],
+    "report_duplicates": STORE_CALLS["ReportDuplicates"],
     "get_session": STORE_CALLS["GetSession"],
     "update_session": STORE_CALLS["UpdateSession"],
     "truncate": STORE_CALLS["Truncate"],

@@ -200,6 +200,19 @@ class AsyncNamespace:
     ) -> SessionInfo:
         return await drive_async(self._namespace.forking(name, new_name, timeout_s))
 
+    async def report_duplicates(
+        self,
+        keys: Sequence[ChunkKey],
+        checksums: Sequence[int],
+        *,
+        shards: Sequence[int] = (),
+        maker: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> int:
+        return await drive_async(
+            self._namespace.reporting_duplicates(keys, checksums, shards, maker, timeout_s)
+        )
+
     async def forget(
         self,
         name: str | bytes | None = None,

@@ -72,6 +72,7 @@ _EXPECTS = {
     "commit": "commit",
     "abort": "done",
     "report_load": "done",
+    "report_duplicates": "done",
     "get_session": "session",
     "update_session": "session",
     "truncate": "session",

@@ -188,6 +188,20 @@ class Namespace:
         """A second name for the session's present version. Raises Conflict when it exists, NotFound, Unavailable."""
         return drive(self.forking(name, new_name, timeout_s))
 
+    def report_duplicates(
+        self,
+        keys: Sequence[ChunkKey],
+        checksums: Sequence[int],
+        *,
+        shards: Sequence[int] = (),
+        maker: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> int:
+        """Tell the daemon what the caller's own bytes of chunks are that were answered ALREADY: `checksums` has one
+        xxh3_64 per key and shard (of `shards`; none: all). It compares them with what it keeps, counts and logs; how
+        many of the chunks differ. For a sample of chunks: an audit of engines and devices."""
+        return drive(self.reporting_duplicates(keys, checksums, shards, maker, timeout_s))
+
     def forget(
         self,
         name: str | bytes | None = None,
@@ -629,6 +643,19 @@ class Namespace:
         answer = yield from self._asking(
             "forget", store_pb2.ForgetRequest(session=session, keys=keys), timeout_s
         )
+        return answer.done.count
+
+    def reporting_duplicates(
+        self,
+        keys: Sequence[ChunkKey],
+        checksums: Sequence[int],
+        shards: Sequence[int],
+        maker: bytes,
+        timeout_s: float | None,
+    ) -> Operation[int]:
+        _check_keys("keys", keys)
+        body = store_pb2.ReportDuplicatesRequest(keys=keys, checksums=checksums, shards=shards, maker=maker)
+        answer = yield from self._asking("report_duplicates", body, timeout_s)
         return answer.done.count
 
     def publishing_queue(

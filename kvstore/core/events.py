@@ -188,6 +188,21 @@ class ReportLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportDuplicates:
+    """What `maker` computed for chunks that somebody else had committed before (GrantResult.ALREADY), to be compared
+    with what is kept: the same key from two engines or devices is to have the same bytes (invariant 1)."""
+
+    ticket: Ticket
+    namespace: NamespaceId
+    keys: tuple[ChunkKey, ...]
+    checksums: tuple[int, ...]
+    """xxh3_64; per key, then per shard."""
+    shards: tuple[int, ...] = ()
+    """Of each key; empty: all."""
+    maker: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionEntry:
     """One entry of a manifest. `first_token` is the position at which the KV was computed; `delta` is what must be
     added to it when it is loaded. `approximate` entries make everything computed after them derived."""
@@ -428,6 +443,7 @@ Event = (
     | Commit
     | Abort
     | ReportLoad
+    | ReportDuplicates
     | GetSession
     | UpdateSession
     | Truncate
@@ -890,6 +906,17 @@ class Quarantined:
 
 
 @dataclass(frozen=True, slots=True)
+class DuplicateDiffers:
+    """To be logged: two makers computed different bytes for one chunk, and what we have is what the first committed."""
+
+    namespace: NamespaceId
+    key: ChunkKey
+    shard: int
+    first: bytes
+    second: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkRecord:
     """Index entry of one chunk: where all its shards are on disk."""
 
@@ -973,5 +1000,6 @@ Effect = (
     | RewriteRecords
     | RewriteSlots
     | Quarantined
+    | DuplicateDiffers
     | ForgetWorker
 )

@@ -10,13 +10,13 @@ scrubber's on the disk, and none of its threads. What is corrupt is quarantined 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, RISING, STORED, STORING
 from kvstore.core.disk import Disk
-from kvstore.core.namespaces import Namespace
+from kvstore.core.pool import Phase
 from kvstore.core.rewrites import check_admin
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
@@ -25,6 +25,7 @@ from kvstore.types import (
     DiskPlace,
     DiskResult,
     DiskState,
+    Extent,
     Millis,
     OpId,
     Protection,
@@ -67,12 +68,18 @@ class Looking:
     places: tuple[DiskPlace, ...]
 
 
+@dataclass(slots=True)
+class Slots:
+    """A chunk whose slots in DRAM are being checksummed."""
+
+    row: int
+    extents: tuple[Extent, ...]
+
+
 class Scrub:
-    def __init__(self, state: State, disk: Disk, audit: Callable[[Namespace, Sequence[int]], OpId]) -> None:
-        """`audit` has resident chunks of one namespace checksummed; `audited` is called with what came of it."""
+    def __init__(self, state: State, disk: Disk) -> None:
         self.state = state
         self._disk = disk
-        self._audit = audit
         self._round: Round | None = None
         self._finished = 0
         self._budget = 0.0
@@ -82,8 +89,9 @@ class Scrub:
         self.op: OpId | None = None
         """Of records, under way."""
         self._looking: list[Looking] = []
-        self.audits: set[OpId] = set()
-        """Of DRAM slots, under way."""
+        self.audits: dict[OpId, Slots] = {}
+        """Of DRAM slots, under way. They are not pinned, which would change the order of eviction: what was freed
+        meanwhile shows in its generation."""
 
     def __repr__(self) -> str:
         return f"Scrub({self._round}, op {self.op})"
@@ -172,7 +180,7 @@ class Scrub:
         in_dram: list[int] = []
         size = 0
         end = min(now.row + ROWS_PER_STEP_MAX, state.chunks.rows_ever)
-        while now.row < end and size < BYTES_PER_OP_MAX:
+        while now.row < end and size < min(BYTES_PER_OP_MAX, self._budget):
             row = now.row
             now.row += 1
             size += self._choose(row, in_dram)
@@ -185,7 +193,7 @@ class Scrub:
         if self._looking:
             self._read()
         for row in in_dram:
-            self.audits.add(self._audit(state.namespace_of(row), (row,)))
+            self._checksum(row)
 
     def _choose(self, row: int, in_dram: list[int]) -> int:
         """How many bytes of this row are to be looked at."""
@@ -279,9 +287,37 @@ class Scrub:
         else:
             state.to_ghost(row, Reason.CORRUPT)
 
-    def audited(self, op: OpId, corrupt: int) -> None:
-        self.audits.discard(op)
-        if self._round is not None:
-            self._round.corrupt += corrupt
+    def _checksum(self, row: int) -> None:
+        state = self.state
+        sizes = state.namespace_of(row).spec.shard_bytes
+        extents = tuple(state.extent(row, shard, size) for shard, size in enumerate(sizes))
+        op = state.new_op()
+        self.audits[op] = Slots(row, extents)
+        state.effects.append(ev.Checksum(op, extents))
+
+    def audited(self, op: OpId, checksums: Sequence[int] | None) -> None:
+        """None: it failed, and nothing is known."""
+        state = self.state
+        slots = self.audits.pop(op)
+        expected = tuple(extent.checksum for extent in slots.extents)
+        if checksums is not None and tuple(checksums) != expected and self._is_there(slots):
+            assert self._round is not None
+            self._round.corrupt += 1
+            state.found_corrupt(slots.row, Tier.DRAM, "its bytes do not match their checksum")
+            state.doom(slots.row, Reason.CORRUPT)
         if not self.audits:
             self._go_on()
+
+    def _is_there(self, slots: Slots) -> bool:
+        """Nobody was given these slots since: a generation moves on before that."""
+        state = self.state
+        for extent in slots.extents:
+            segment = state.pool.by_id.get(extent.segment)
+            if segment is None or segment.phase is not Phase.ASSIGNED or extent.cell >= segment.capacity:
+                return False
+            if (
+                segment.generation[extent.cell] != extent.generation
+                or segment.owner[extent.cell] != slots.row
+            ):
+                return False
+        return not state.chunks.flags[slots.row] & DOOMED

@@ -15,6 +15,7 @@ from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE
 from kvstore.core.dialogues import Dialogues
 from kvstore.core.disk import Disk
+from kvstore.core.duplicates import Duplicates
 from kvstore.core.integrity import FULL_EVERY, Watch
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
@@ -62,11 +63,10 @@ class Store:
         self.disk = Disk(self.state, self.segments)
         self.queue = Queue(self.state, lambda row: self.disk.rise(row, demanded=False))
         self.dialogues = Dialogues(self.state)
+        self.duplicates = Duplicates(self.state, self.reads)
         self.rewrites = Rewrites(self.state, self.disk.durability)
         self.recalls = Recalls(self.state, self.disk.durability)
-        self.scrub = Scrub(
-            self.state, self.disk, lambda namespace, rows: self.reads.audit(namespace, rows, quiet=True)
-        )
+        self.scrub = Scrub(self.state, self.disk)
         self.reads.rise = lambda row: self.disk.rise(row, demanded=True)
         self.saves.await_durable = self.disk.durability.await_durable
         self._next_namespace = 1
@@ -81,6 +81,7 @@ class Store:
             ev.Commit: self.saves.commit,
             ev.Abort: self.saves.abort,
             ev.ReportLoad: self.reads.report,
+            ev.ReportDuplicates: self.duplicates.report,
             ev.GetSession: self.dialogues.get,
             ev.UpdateSession: self.dialogues.update,
             ev.Truncate: self.dialogues.truncate,
@@ -343,8 +344,10 @@ class Store:
             self.segments.moved(op, checksums)
         elif op in self.reads.audits:
             corrupt = self.reads.audited(op, checksums)
-            if op in self.scrub.audits:
-                self.scrub.audited(op, corrupt)
+            if op in self.duplicates.audits:
+                self.duplicates.audited(op, corrupt)
+        elif op in self.scrub.audits:
+            self.scrub.audited(op, checksums)
         elif op in self.rewrites.ops:
             self.rewrites.rewritten_dram(op, checksums)
         else:

@@ -447,7 +447,7 @@ class World:
                 case ev.DestroySegment():
                     assert not any(effect.segment in mapped for mapped in self.mapped.values()), effect
                     del self.memory[effect.segment], self.cells[effect.segment]
-                case ev.ForgetWorker() | ev.Quarantined():
+                case ev.ForgetWorker() | ev.Quarantined() | ev.DuplicateDiffers():
                     pass  # a copy that still runs keeps its view of the staging memory
                 case _ if type(effect) in self.hold:
                     self.held.append(effect)
@@ -480,7 +480,10 @@ class World:
                         fails = fails or "the region was cut short"
                     checksums.append(self._read(target) ^ spoil)
             case ev.Checksum():
-                checksums = [self._read(extent) ^ spoil for extent in effect.extents]
+                if any(extent.segment not in self.memory for extent in effect.extents):
+                    fails = "no such segment"  # the scrubber pins nothing
+                else:
+                    checksums = [self._peek(extent) ^ spoil for extent in effect.extents]
             case ev.MoveSlots():
                 for source, target in zip(effect.sources, effect.targets, strict=True):
                     self._write(target, self._read(source), by=None)
@@ -558,6 +561,11 @@ class World:
                     assert writer == event.ticket.worker, f"worker {writer} may still write {extent}"
 
     # ------------------------------------------------------------------------------------------------------- memory
+
+    def _peek(self, extent: Extent) -> int:
+        """As `_read`, of what may be somebody else's by now."""
+        found = {self.memory[extent.segment][page] for page in _pages(extent)}
+        return found.pop() if len(found) == 1 else WRITTEN_LATER
 
     def _read(self, extent: Extent) -> int:
         found = {self.memory[extent.segment][page] for page in _pages(extent)}

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "open", "match", "acquire", "renew", "release", "reserve", "commit", "abort", "report_load", "get_session", "update_session", "truncate", "fork", "forget", "segments_unmapped", "heartbeat", "publish_queue", "fill", "release_lease_ids")
+    __slots__ = ("hello", "open", "match", "acquire", "renew", "release", "reserve", "commit", "abort", "report_load", "get_session", "update_session", "truncate", "fork", "forget", "segments_unmapped", "heartbeat", "publish_queue", "fill", "report_duplicates", "release_lease_ids")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     MATCH_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class AttachRequest(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_QUEUE_FIELD_NUMBER: _ClassVar[int]
     FILL_FIELD_NUMBER: _ClassVar[int]
+    REPORT_DUPLICATES_FIELD_NUMBER: _ClassVar[int]
     RELEASE_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
     open: OpenRequest
@@ -49,8 +50,9 @@ class AttachRequest(_message.Message):
     heartbeat: HeartbeatRequest
     publish_queue: _hints_pb2.PublishQueueRequest
     fill: FillRequest
+    report_duplicates: ReportDuplicatesRequest
     release_lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., renew: _Optional[_Union[RenewRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., report_load: _Optional[_Union[ReportLoadRequest, _Mapping]] = ..., get_session: _Optional[_Union[GetSessionRequest, _Mapping]] = ..., update_session: _Optional[_Union[UpdateSessionRequest, _Mapping]] = ..., truncate: _Optional[_Union[TruncateRequest, _Mapping]] = ..., fork: _Optional[_Union[ForkRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., segments_unmapped: _Optional[_Union[SegmentsUnmappedRequest, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., publish_queue: _Optional[_Union[_hints_pb2.PublishQueueRequest, _Mapping]] = ..., fill: _Optional[_Union[FillRequest, _Mapping]] = ..., release_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., renew: _Optional[_Union[RenewRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., report_load: _Optional[_Union[ReportLoadRequest, _Mapping]] = ..., get_session: _Optional[_Union[GetSessionRequest, _Mapping]] = ..., update_session: _Optional[_Union[UpdateSessionRequest, _Mapping]] = ..., truncate: _Optional[_Union[TruncateRequest, _Mapping]] = ..., fork: _Optional[_Union[ForkRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., segments_unmapped: _Optional[_Union[SegmentsUnmappedRequest, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., publish_queue: _Optional[_Union[_hints_pb2.PublishQueueRequest, _Mapping]] = ..., fill: _Optional[_Union[FillRequest, _Mapping]] = ..., report_duplicates: _Optional[_Union[ReportDuplicatesRequest, _Mapping]] = ..., release_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("request_id", "welcome", "error", "open", "match", "acquire", "renew", "reserve", "commit", "session", "done", "queue", "fill", "chunks_settled", "segments_retired", "leases_revoked", "draining")
@@ -293,6 +295,22 @@ class AbortRequest(_message.Message):
     request_id: int
     reservation_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, request_id: _Optional[int] = ..., reservation_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReportDuplicatesRequest(_message.Message):
+    __slots__ = ("request_id", "namespace_id", "keys", "shards", "checksums", "maker")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    MAKER_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    namespace_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    shards: _containers.RepeatedScalarFieldContainer[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    maker: bytes
+    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., shards: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., maker: _Optional[bytes] = ...) -> None: ...
 
 class ReportLoadRequest(_message.Message):
     __slots__ = ("request_id", "namespace_id", "keys")

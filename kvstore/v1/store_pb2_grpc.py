@@ -89,6 +89,11 @@ class StoreStub(object):
                 request_serializer=kvstore_dot_v1_dot_store__pb2.ReportLoadRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_store__pb2.DoneReply.FromString,
                 _registered_method=True)
+        self.ReportDuplicates = channel.unary_unary(
+                '/kvstore.v1.Store/ReportDuplicates',
+                request_serializer=kvstore_dot_v1_dot_store__pb2.ReportDuplicatesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_store__pb2.DoneReply.FromString,
+                _registered_method=True)
         self.GetSession = channel.unary_unary(
                 '/kvstore.v1.Store/GetSession',
                 request_serializer=kvstore_dot_v1_dot_store__pb2.GetSessionRequest.SerializeToString,
@@ -187,6 +192,12 @@ class StoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportDuplicates(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetSession(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -273,6 +284,11 @@ def add_StoreServicer_to_server(servicer, server):
             'ReportLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportLoad,
                     request_deserializer=kvstore_dot_v1_dot_store__pb2.ReportLoadRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_store__pb2.DoneReply.SerializeToString,
+            ),
+            'ReportDuplicates': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportDuplicates,
+                    request_deserializer=kvstore_dot_v1_dot_store__pb2.ReportDuplicatesRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_store__pb2.DoneReply.SerializeToString,
             ),
             'GetSession': grpc.unary_unary_rpc_method_handler(
@@ -597,6 +613,33 @@ class Store(object):
             target,
             '/kvstore.v1.Store/ReportLoad',
             kvstore_dot_v1_dot_store__pb2.ReportLoadRequest.SerializeToString,
+            kvstore_dot_v1_dot_store__pb2.DoneReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportDuplicates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Store/ReportDuplicates',
+            kvstore_dot_v1_dot_store__pb2.ReportDuplicatesRequest.SerializeToString,
             kvstore_dot_v1_dot_store__pb2.DoneReply.FromString,
             options,
             channel_credentials,

@@ -299,6 +299,14 @@ class Fuzz:
             if not dry and self.random.random() < 0.8:  # else it goes on, and is refused
                 self.makers[number] = b"%d" % self.random.randrange(10, 1 << 40)
 
+    def do_duplicates(self) -> None:
+        worker, namespace = self.somebody()
+        keys = self.keys()
+        sums = tuple(
+            self.world.committed.get((namespace, key, 0), 1) ^ (self.random.random() < 0.2) for key in keys
+        )
+        self.ask(ev.ReportDuplicates, worker, namespace, keys, sums, (0,), self.random.choice(self.makers))
+
     def do_scrub(self) -> None:
         start, rate = self.random.random() < 0.5, self.random.choice((0, PAGE, 50 * PAGE))
         self.world.ask(ev.Scrub, self.operator(), start, rate)

@@ -237,13 +237,14 @@ def test_random_schedules_over_all_tiers(seed: int, protection: Protection) -> N
 def test_the_schedules_reach_what_they_are_for() -> None:
     """A canary: schedules in which nothing is stored, raised, degraded, corrupt or restored test nothing."""
     totals: Counter[str] = Counter()
-    for seed in range(10):
+    for seed in range(20):
         totals += run(seed, Protection.SEALED).totals
     wanted = (
         *("chunks_stored", "chunks_demoted", "chunks_promoted_on_demand", "chunks_promoted_ahead"),
         *("chunks_evicted_from_ssd", "chunks_corrupt", "index_transactions", "index_errors"),
         *("ssd_write_errors", "ssd_reads_late", "ssd_degraded_read_only", "ssd_degraded_off", "ssd_healed"),
         *("crashes", "chunks_restored", "sessions_restored", "promised", "hints_received"),
+        *("scrub_records", "chunks_recalled", "disk_slots_quarantined", "slots_returned"),
     )
     assert not [name for name in wanted if not totals[name]], totals
 
