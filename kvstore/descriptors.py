@@ -465,7 +465,6 @@ class DescriptorServer:
         self._unwatch(peer)
         if peer.identity is not None and self._workers.pop(peer.identity.worker, None) is not None:
             self._tokens.pop(peer.token, None)
-            self._regions.drop_all(peer.identity.worker)
             self._core.post(WorkerLeft(peer.identity.worker))
             log.info("worker left", extra=fields(worker=peer.identity.worker, pid=peer.pid))
         self._hang_up(peer)

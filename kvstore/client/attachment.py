@@ -377,6 +377,9 @@ class Attachment:
             _close_all(fds)
             answered(reply)
 
+        # There is room for few, so those that were given back are dropped first.
+        self._give_back_dropped()
+        self._drop_regions_again()
         request = descriptor_pb2.DescriptorRequest(adopt=descriptor_pb2.AdoptRequest(bytes=size_bytes))
         self._exchange(request, handle, deadline, (fd,))
 
@@ -663,8 +666,7 @@ class Attachment:
     def tick(self, now: float) -> float:
         """Expire, renew, heartbeat, collect. Returns when to come again at the latest."""
         self._give_back_dropped()
-        for _ in range(len(self._dropped_regions)):
-            self.drop_region(self._dropped_regions.popleft())
+        self._drop_regions_again()
         with self._lock:
             waiting = [call for call in self._calls.values() if not call.settled]
         overdue = [call for call in waiting if call.deadline <= now]
@@ -686,6 +688,11 @@ class Attachment:
         with contextlib.suppress(IndexError):  # empty
             while True:
                 self._dropped.popleft()()
+
+    def _drop_regions_again(self) -> None:
+        with contextlib.suppress(IndexError):  # empty
+            for _ in range(len(self._dropped_regions)):
+                self.drop_region(self._dropped_regions.popleft())
 
     def _watch(self, now: float) -> None:
         if not self.anchored():

@@ -16,7 +16,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,12 +35,15 @@ from kvstore.core.events import (
 )
 from kvstore.descriptors import DescriptorServer, Identity
 from kvstore.errors import Code, ConfigError, Unavailable
+from kvstore.tiers import regions
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.regions import Regions
-from kvstore.types import Protection, SegmentId, WorkerId
+from kvstore.types import Protection, RegionId, SegmentId, WorkerId
 from kvstore.v1.descriptor_pb2 import (
+    AdoptRequest,
     DescriptorReply,
     DescriptorRequest,
+    DropRegionRequest,
     Hello,
     SegmentsRequest,
     StagingRequest,
@@ -758,14 +761,111 @@ def test_second_hello_is_refused_and_changes_nothing(daemon: Daemon) -> None:
         assert daemon.call(lambda: daemon.server.worker_of(token)) is not None
 
 
-def test_descriptors_from_a_peer_are_never_opened(daemon: Daemon) -> None:
+def test_too_many_descriptors_from_a_peer_end_its_connection(daemon: Daemon) -> None:
     with Client(daemon) as client:
         client.hello()
         before = open_fds()
         memory.send_packet(client.sock, HELLO, [client.sock.fileno()] * 200)
         assert client.closed_by_peer()
-        daemon.until(lambda: not daemon.server._peers)
-        assert open_fds() == before - 1  # and the connection
+        daemon.until(lambda: not daemon.server._peers and open_fds() == before - 1)  # and the connection
+
+
+def test_descriptors_of_a_stranger_are_never_opened(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    monkeypatch.setattr(daemon.regions, "discard", opened.append)
+    with Client(daemon) as client:
+        memory.send_packet(client.sock, HELLO, [client.sock.fileno()])
+        assert client.closed_by_peer()
+    assert opened == []
+
+
+def adopt(client: Client, fds: Sequence[int], size: int = SIZE) -> DescriptorReply:
+    request = DescriptorRequest(adopt=AdoptRequest(bytes=size))
+    memory.send_packet(client.sock, request.SerializeToString(), fds)
+    reply, none = client.reply()
+    assert none == []
+    return reply
+
+
+@pytest.fixture
+def memfd() -> Iterator[int]:
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, SIZE)
+    yield fd
+    os.close(fd)
+
+
+def test_a_region_is_adopted_and_dropped(daemon: Daemon, memfd: int) -> None:
+    with Client(daemon) as client:
+        client.hello()
+        number = adopt(client, [memfd]).adopt.region
+        assert number == 1
+        assert daemon.regions.of(WorkerId(1), RegionId(number)).size_bytes == SIZE
+        assert adopt(client, [memfd], SIZE + 1).error.field == "adopt.bytes"
+        assert adopt(client, [memfd]).adopt.region == 2
+        reply, _ = client.ask(drop_region=DropRegionRequest(region=number))
+        assert reply.WhichOneof("body") == "drop_region"
+        reply, _ = client.ask(drop_region=DropRegionRequest(region=number))
+        assert reply.error.code == Code.NOT_FOUND.value
+        assert daemon.regions.stats().regions == 1
+
+
+def test_a_region_needs_one_descriptor(daemon: Daemon, memfd: int) -> None:
+    with Client(daemon) as client:
+        client.hello()
+        reply = adopt(client, [])
+        assert (reply.error.code, reply.error.field) == (Code.INVALID_ARGUMENT.value, "adopt")
+        assert adopt(client, [memfd]).adopt.region, "and the connection lives on"
+        request = DescriptorRequest(adopt=AdoptRequest(bytes=SIZE))
+        before = open_fds()
+        memory.send_packet(client.sock, request.SerializeToString(), [memfd] * 2)
+        assert client.closed_by_peer()
+        daemon.until(lambda: open_fds() <= before - 2)  # its connection and its region; none is left behind
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        DescriptorRequest(staging=StagingRequest(bytes=4096)).SerializeToString(),
+        DescriptorRequest(segments=SegmentsRequest(segments=[1])).SerializeToString(),
+        DescriptorRequest(drop_region=DropRegionRequest(region=1)).SerializeToString(),
+        b"",
+        b"no message",
+    ],
+)
+def test_a_descriptor_where_none_belongs_ends_the_connection_and_is_closed(
+    daemon: Daemon, memfd: int, packet: bytes
+) -> None:
+    with Client(daemon) as client:
+        client.hello()
+        before = open_fds()
+        memory.send_packet(client.sock, packet, [memfd])
+        assert client.closed_by_peer()
+        daemon.until(lambda: not daemon.server._peers and open_fds() <= before - 1)  # but for the connection
+
+
+def test_regions_end_with_the_connection(daemon: Daemon, memfd: int) -> None:
+    before = open_fds()
+    with Client(daemon) as client:
+        client.hello()
+        adopt(client, [memfd])
+    daemon.until(lambda: daemon.regions.stats().regions == 0)
+    daemon.until(lambda: open_fds() == before + 1)  # the pidfd, until the core forgets the worker
+
+
+def test_no_descriptor_is_taken_in_while_too_many_wait_to_be_closed(
+    daemon: Daemon, memfd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(daemon) as client:
+        client.hello()
+        monkeypatch.setattr(regions, "CLOSING_MAX", 0)
+        before = open_fds()
+        memory.send_packet(
+            client.sock, DescriptorRequest(adopt=AdoptRequest(bytes=SIZE)).SerializeToString(), [memfd]
+        )
+        assert client.closed_by_peer()
+        daemon.until(lambda: open_fds() <= before - 1)
+        assert daemon.regions.stats().regions == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- bounds
