@@ -9,7 +9,8 @@ the oracle knows of a chunk, from what its worker wrote down before and after ea
     gone      forgotten more than durable_within_ms before the kill, or found missing after a crash: stays away
 
 and of a session: at least what was acknowledged so long ago, at most what was ever sent. In lives with too small an SSD
-(`pressure`: slab files change hands, the index runs full) nothing has to be there. Whatever is there is bit-exact.
+(`pressure`: slab files change hands, the index runs full) nothing has to be there. Whatever is there is bit-exact. A
+life ends in good order, the daemon's invariants are checked, and `kvctl check` must find nothing wrong.
 
 Kills fall anywhere, while the daemon hangs in a certain call of the disk or of LMDB, while it starts (also several
 times over), and as a *power cut*: what was not synced never reaches the slab files, or in part. LMDB writes its files
@@ -627,7 +628,22 @@ class Life:
         self.client.close()
         if (status := self.daemon.stop()) != 0:
             raise Wrong(f"the daemon ended with status {status}: {log_lines(self.daemon.log)[-3:]}")
+        self.check_directory()
         return sum(self.reads)
+
+    def check_directory(self) -> None:
+        """After a stop in good order nothing is wrong in it, whatever happened before."""
+        command = [*(sys.executable, "-P", "-m", "kvstore.cli.kvctl"), "--run-dir", str(self.folder / "run")]
+        done = subprocess.run(
+            [*command, "check", "--ssd-dir", str(self.settings["ssd_dir"])],
+            capture_output=True,
+            text=True,
+            timeout=BOUND_S,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            check=False,
+        )
+        if done.returncode != 0:
+            raise Wrong(f"kvctl check ends with {done.returncode}: {done.stdout} {done.stderr}")
 
     def check_oracle(self) -> None:
         if self.oracle.wrong:
