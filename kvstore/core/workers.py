@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvstore.core.events import Acquired, Answer, Reserved, SessionInfo, Ticket
 from kvstore.layout import NamespaceSpec
@@ -35,14 +36,20 @@ class EngineGroup:
 class Memory:
     """Answers by request id, for repeated requests; oldest forgotten first."""
 
-    __slots__ = ("_answers", "_limit", "_rows", "waiting")
+    __slots__ = ("_answers", "_kinds", "_limit", "_rows", "waiting")
 
     def __init__(self, limit: int) -> None:
         self._answers: OrderedDict[int, Answer] = OrderedDict()
+        self._kinds: dict[int, type[Any]] = {}
+        """What was asked under each number: of those that are answered or wait."""
         self._rows = 0
         self._limit = limit
         self.waiting: dict[int, list[Ticket]] = {}
         """Requests that are not answered yet, with the tickets that repeated them."""
+
+    def asked(self, request_id: int, kind: type[Any]) -> bool:
+        """Note what is asked; False when the number was another kind of request's, whose answer would be nonsense."""
+        return self._kinds.setdefault(request_id, kind) is kind
 
     def recall(self, request_id: int) -> Answer | None:
         return self._answers.get(request_id)
@@ -53,7 +60,8 @@ class Memory:
         while len(self._answers) > 1 and (
             len(self._answers) > self._limit or self._rows > REMEMBERED_ROWS_MAX
         ):
-            _, oldest = self._answers.popitem(last=False)
+            number, oldest = self._answers.popitem(last=False)
+            self._kinds.pop(number, None)
             self._rows -= _rows(oldest)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core import workers as workers_module
-from kvstore.errors import Conflict, NotFound, Precondition, Unauthenticated
+from kvstore.errors import BadRequest, Conflict, NotFound, Precondition, Unauthenticated
 from kvstore.layout import GroupSpec
 from kvstore.sim.world import PAGE, World, chain, spec
 from kvstore.types import Protection, WorkerId
@@ -230,6 +230,21 @@ def test_a_repeated_request_gets_its_first_answer_and_changes_nothing() -> None:
     assert world.ask(ev.UpdateSession, worker, namespace, b"s", 0, 0, (), request_id=1_002) is info
     assert world.ask(ev.Release, worker, (lease.lease,), request_id=1_003).count == 1
     assert world.ask(ev.Release, worker, (lease.lease,), request_id=1_003).count == 1
+
+
+def test_a_number_that_another_kind_of_request_had_is_refused() -> None:
+    """Its answer would be nonsense; and the first request keeps it."""
+    world = World(remembered_answers_max=2)
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    keys = chain("k", 1)
+    first = world.ask(ev.Reserve, worker, namespace, keys, request_id=1_000)
+    with pytest.raises(BadRequest, match="request_id=1000: another kind of request had this number"):
+        world.ask(ev.Fork, worker, namespace, b"a", b"b", request_id=1_000)
+    assert world.ask(ev.Reserve, worker, namespace, keys, request_id=1_000) is first
+    for number in (1_001, 1_002):
+        world.ask(ev.Release, worker, (), request_id=number)
+    assert world.ask(ev.Release, worker, (), request_id=1_000).count == 0, "it is forgotten with its answer"
 
 
 def test_an_error_is_an_answer_and_repeated_too() -> None:
