@@ -1,9 +1,10 @@
 """Bytes per second through the client against a daemon of its own, as shares of a plain memcpy of the same run.
 
 A get is read (16 keys) + copy into the caller's arrays + release; a put is write (16 fresh keys) + copy into staging
-memory + commit until visible: the daemon copies once more and checksums. Rounds of get, put and memcpy alternate, so
-that a machine whose speed drifts does not favour one of them; figures are medians over rounds, working sets exceed
-the caches. "memcpy shm" copies out of plain shared memory, which many machines map in small pages: the ceiling of
+memory + commit until visible: the daemon copies once more and checksums. A fill is write + fill out of a region that
+was adopted + commit: the only copy is the daemon's. Rounds of get, put, fill and memcpy alternate, so that a machine
+whose speed drifts does not favour one of them; figures are medians over rounds, working sets exceed the caches.
+"memcpy shm" copies out of plain shared memory, which many machines map in small pages: the ceiling of
 a get.
 
     python benchmarks/data_plane.py [--quick] [--json] [--protection sealed|group]
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from kvstore import memory
-from kvstore.client import Namespace, connect
+from kvstore.client import Namespace, Region, connect
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.types import ChunkKey
 
@@ -36,8 +37,10 @@ BATCH = 16
 GOALS = {
     ("get", 2 << 20): 0.6,
     ("put", 2 << 20): 0.45,
+    ("fill", 2 << 20): 0.5,
     ("get", 256 << 10): 0.35,
     ("put", 256 << 10): 0.3,
+    ("fill", 256 << 10): 0.3,
 }
 """Share of memcpy that is to be reached at least."""
 
@@ -63,7 +66,7 @@ def main() -> int:
             finally:
                 daemon.terminate()
                 daemon.wait(30)
-    goals = [goal_of(row) for row in rows if row["what"] in ("get", "put")]
+    goals = [goal_of(row) for row in rows if (row["what"], row["chunk_bytes"]) in GOALS]
     for row in rows:
         share = f"{row['of_memcpy']:6.2f} x memcpy" if row["what"] != "memcpy" else ""
         name = f"{row['chunk_bytes'] >> 10:6} KiB  {row['what']:10}"
@@ -86,7 +89,7 @@ def main() -> int:
 
 
 def measure(run_dir: str, size: int, rounds: int) -> list[dict[str, Any]]:
-    """Rows for memcpy, get and put of 16 chunks of `size` bytes."""
+    """Rows for memcpy, get, put and fill of 16 chunks of `size` bytes."""
     sets = 8 if size >= 1 << 20 else 32
     """Batches that gets cycle through: together 128 MiB or more."""
     spec = NamespaceSpec(
@@ -111,18 +114,25 @@ def measure(run_dir: str, size: int, rounds: int) -> list[dict[str, Any]]:
             get(
                 space, keys[number], target
             )  # touches the pages: figures are of a worker that has run for a while
-        shared = shared_copy_of(source)
-        took: dict[str, list[float]] = {"memcpy": [], "memcpy shm": [], "get": [], "put": []}
+        fd, shared = shared_copy_of(source)
+        region = client.adopt(fd, source.nbytes)
+        os.close(fd)
+        took: dict[str, list[float]] = {"memcpy": [], "memcpy shm": [], "get": [], "put": [], "fill": []}
+
+        def fresh_keys() -> list[ChunkKey]:
+            return space.keys(np.arange(BATCH * 16) + (next(fresh) << 12))
+
         actions: dict[str, Callable[[int], None]] = {
             "memcpy": lambda n: copy_all(target, source[n]),
             "memcpy shm": lambda n: copy_all(target, shared[n]),
             "get": lambda n: get(space, keys[n], target),
-            "put": lambda n: put(space, space.keys(np.arange(BATCH * 16) + (next(fresh) << 12)), source[n]),
+            "put": lambda n: put(space, fresh_keys(), source[n]),
+            "fill": lambda n: fill(space, fresh_keys(), region, n * BATCH * size, size),
         }
         for turn in range(rounds + 4):
             for what, action in actions.items():
                 n = turn % sets
-                if what == "put":
+                if what in ("put", "fill"):
                     # kept from evicting what the gets read: they are the more recent ones
                     get(space, keys[n], target)
                 began = time.perf_counter()
@@ -131,6 +141,10 @@ def measure(run_dir: str, size: int, rounds: int) -> list[dict[str, Any]]:
                     took[what].append(time.perf_counter() - began)
         get(space, keys[0], target)
         assert np.array_equal(target, source[0]), "wrong bytes"
+        last = fresh_keys()
+        fill(space, last, region, BATCH * size, size)
+        get(space, last, target)
+        assert np.array_equal(target, source[1]), "wrong bytes"
         assert not client.counters["saves_dropped"], client.counters
     memcpy = statistics.median(took["memcpy"])
     return [
@@ -147,13 +161,12 @@ def measure(run_dir: str, size: int, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def shared_copy_of(source: Any) -> Any:
+def shared_copy_of(source: Any) -> tuple[int, Any]:
+    """Its descriptor, and the array."""
     fd = memory.create_memfd("bench", source.nbytes)
-    mapping = memory.map_shared(fd, source.nbytes, writable=True)
-    os.close(fd)
-    shared = mapping.array.reshape(source.shape)
+    shared = memory.map_shared(fd, source.nbytes, writable=True).array.reshape(source.shape)
     np.copyto(shared, source)
-    return shared
+    return fd, shared
 
 
 def copy_all(target: Any, source: Any) -> None:
@@ -173,6 +186,13 @@ def put(space: Namespace, keys: list[ChunkKey], source: Any) -> None:
         assert len(batch.granted) == BATCH, batch
         for index in batch.granted:
             np.copyto(batch.buffer(index), source[index])
+        assert batch.commit().ok
+
+
+def fill(space: Namespace, keys: list[ChunkKey], region: Region, start: int, size: int) -> None:
+    with space.write(keys, staged=False) as batch:
+        assert len(batch.granted) == BATCH, batch
+        batch.fill(region, [start + index * size for index in range(BATCH)])
         assert batch.commit().ok
 
 
