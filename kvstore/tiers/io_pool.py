@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvstore.core.events import DiskDone, SlabReady
 from kvstore.errors import StoreError
-from kvstore.format import PAGE_BYTES, RECORD_HEADER_BYTES
+from kvstore.format import PAGE_BYTES, RECORD_HEADER_BYTES, slab_name
 from kvstore.ports import Buffer, describe, disk_result
 from kvstore.types import DiskPlace, DiskResult, Extent, OpId, Record, SlabId
 
@@ -230,7 +230,8 @@ class _Part:
                     raise OSError(errno.ECANCELED, CLOSING)
                 results.append(self._perform(record, extent, place, scratch))
             except Exception as problem:
-                results.append(failed(problem))
+                result = failed(problem)
+                results.append(result._replace(why=f"{result.why} ({slab_name(place.slab)})"))
         self._op.finish(self._start, results)
 
     def fail(self, why: str) -> None:

@@ -327,17 +327,18 @@ class SsdTier:
 
     def _write_index(self, effect: WriteIndex) -> Result:
         started = time.monotonic()
-        failed: dict[SlabId, OSError] = {}
+        failing: dict[SlabId, OSError] = {}
         for number, slab in self._slabs.to_sync(effect.slabs, effect.chunks).items():
             try:
                 self._slabs.sync(slab)
             except OSError as problem:  # the others are synced all the same
-                failed[number] = problem
-        if failed:
-            first = next(iter(failed.values()))
+                failing[number] = problem
+        if failing:
+            number, first = next(iter(failing.items()))
             lost = self._slabs.first_lost(effect.chunks)
             result = DiskResult.CORRUPT if lost else disk_result(first)
-            return Result(result, f"a sync failed: {describe(first)}", tuple(failed))
+            why = f"a sync failed: {describe(first)} ({format.slab_name(number)})"
+            return Result(result, why, tuple(failing))
         if lost := self._slabs.first_lost(effect.chunks):
             return Result(DiskResult.CORRUPT, f"slab {lost.slab}, slot {lost.slot}: a failed sync lost it")
         result, why = self._opened_index.write(effect)

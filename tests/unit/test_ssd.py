@@ -419,7 +419,7 @@ def test_one_bad_record_does_not_spoil_the_others(it: Fixture) -> None:
     it.weather({"calls": ["write"], "do": "EIO", "skip": 1, "count": 1})
     answer = it.write(0, 1, 2)
     assert answer.results == (OK, IO_ERROR, OK)
-    assert answer.why.startswith("EIO")
+    assert answer.why.startswith("EIO") and answer.why.endswith("(slab-00000000.kvs)")
     it.weather({"calls": ["read"], "do": "EIO", "skip": 2, "count": 1})
     assert it.read(0, 1, 2).results == (OK, CORRUPT, IO_ERROR)
     assert it.tier.stats().io_errors == 2
@@ -471,6 +471,7 @@ def test_a_sync_that_fails_names_its_slab_and_the_others_are_synced(plain: Fixtu
     plain.weather({"calls": ["sync"], "files": "slab-00000000.kvs", "do": "EIO"})
     answer = plain.commit(0, SLOTS, slabs=(0, 1))
     assert (answer.results, answer.slabs) == ((CORRUPT,), (0,))
+    assert answer.why.endswith("(slab-00000000.kvs)")
     plain.weather({"calls": ["sync"], "do": "EIO"})
     assert plain.commit(SLOTS, slabs=()).results == (OK,), "it was synced, and is not again"
     answer = plain.commit(slabs=(0,))
