@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from kvstore.cli import kvctl
 from kvstore.client import Client, Namespace, SessionEntry
-from kvstore.errors import Denied
+from kvstore.errors import BadRequest, Denied
 from kvstore.types import ChunkKey, GrantResult, Outcome, Reason, Wait
 
 from .ssd_tools import (
@@ -192,6 +193,31 @@ def test_recall_of_what_an_earlier_start_left_on_ssd(start: Callable[..., Any], 
     daemon.kill()
     with client_of(start()) as client:
         assert hits(client.open(SPEC), old) == set()
+
+
+# ---------------------------------------------------------------------------------------------------------- duplicates
+
+
+def test_makers_that_compute_different_bytes_are_named_once(start: Callable[..., Any]) -> None:
+    daemon = start()
+    with client_of(daemon) as client, client_of(daemon) as other:
+        space, again = client.open(SPEC), other.open(SPEC)
+        keys = keys_of(space, 4, 1)
+        save_as(space, keys, WELL)
+        with again.write(keys, maker=SICK) as batch:
+            assert set(batch.results) == {GrantResult.ALREADY}
+        right = [xxhash.xxh3_64_intdigest(content(key).data) for key in keys]
+        assert again.report_duplicates(keys, right, maker=SICK) == 0
+        wrong = [right[0], right[1] ^ 1, right[2] ^ 1, right[3]]
+        for _ in range(2):
+            assert again.report_duplicates(keys, wrong, maker=SICK) == 2
+        eventually(lambda: counter(client, "duplicate_commits_differed") == 4)
+        assert counter(client, "duplicate_commits_compared") == 12
+        assert hits(space, keys) == set(keys)
+        with pytest.raises(BadRequest, match="checksums"):
+            again.report_duplicates(keys, right[:2], maker=SICK)
+    (line,) = [line for line in daemon.lines if line["message"].startswith("two makers computed")]
+    assert (line["first"], line["second"], line["key"]) == (WELL.hex(), SICK.hex(), keys[1].hex())
 
 
 def test_recall_wants_a_maker(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

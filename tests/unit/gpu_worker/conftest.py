@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvstore.core.events import Matched, SessionEntry, SessionInfo
@@ -83,6 +84,17 @@ class FakeNamespace:
 
     def has(self, key: ChunkKey) -> bool:
         return (self.salt, key) in self.store.chunks
+
+    def report_duplicates(
+        self,
+        keys: Sequence[ChunkKey],
+        checksums: Sequence[int],
+        *,
+        maker: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> int:
+        kept = [xxhash.xxh3_64_intdigest(self.store.chunks[self.salt, key].tobytes()) for key in keys]
+        return sum(mine != theirs for mine, theirs in zip(checksums, kept, strict=True))
 
     def match(
         self, wanted: Sequence[ChunkKey], *, token_count: int = 0, timeout_s: float | None = None

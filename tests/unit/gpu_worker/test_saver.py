@@ -117,6 +117,28 @@ def test_large_turns_are_saved_in_batches(
     assert (store.chunks[namespace.salt, namespace.keys(ids)[6]] == expected_shard(cache, 6 * 64, 64)).all()
 
 
+def test_what_others_saved_is_compared_on_a_sample(store: FakeStore, namespace: FakeNamespace) -> None:
+    """Bytes of whole chunks and of a tail: equal ones are equal, and one that differs is noticed."""
+    cache, ids = filled(150), text(150)
+    for compared, differed in ((0, 0), (3, 0), (3, 1)):
+        saver = Saver(GEOMETRY, audit_every=1)
+        save = TurnSave(saver, namespace, f"s{compared}{differed}", None, [])
+        if differed:
+            store.chunks[namespace.salt, namespace.keys(ids)[1]][0] ^= 1
+        save.finish(cache, ids)
+        assert saver.flush(10)
+        saver.close()
+        assert (saver.counters["chunks_compared"], saver.counters["chunks_differed"]) == (compared, differed)
+    for every, some in ((0, False), (1 << 32, False), (2, True)):
+        saver = Saver(GEOMETRY, audit_every=every)
+        TurnSave(saver, namespace, f"every {every}", None, []).finish(filled(1_000), text(1_000))
+        TurnSave(saver, namespace, f"again {every}", None, []).finish(filled(1_000), text(1_000))
+        assert saver.flush(10)
+        saver.close()
+        assert bool(saver.counters["chunks_compared"]) is some, "a part of the keys, the same for all"
+        assert saver.counters["chunks_compared"] < 17
+
+
 def test_a_turn_goes_on_from_what_was_restored(
     store: FakeStore, namespace: FakeNamespace, saver: Saver
 ) -> None:
