@@ -67,6 +67,20 @@ crash: venv  ## kill -9 of a daemon, ROUNDS times: is what was promised there, a
 soak: venv  ## a daemon under full load for MINUTES: does anything grow or break? (ARGS='--seed 1')
 	$(PY) tests/stress/soak.py --json --minutes $(MINUTES) $(ARGS)
 
+# What guides the fuzzer has an environment of its own, on top of ours
+SECONDS ?= 60
+
+.cache/fuzz-venv/ready: .venv/ready
+	$(PYTHON) -m venv .cache/fuzz-venv
+	.cache/fuzz-venv/bin/python -m pip install --progress-bar off atheris==3.0.0
+	realpath .venv/lib/python3.*/site-packages > .cache/fuzz-venv/ours.pth
+	mv .cache/fuzz-venv/ours.pth .cache/fuzz-venv/lib/python3.*/site-packages
+	touch $@
+
+.PHONY: fuzz
+fuzz: .cache/fuzz-venv/ready  ## bytes from outside against every parser, for SECONDS (ARGS='requests config')
+	PYTHONPATH=$(CURDIR) .cache/fuzz-venv/bin/python -P tests/stress/fuzz.py --seconds $(SECONDS) $(ARGS)
+
 # vLLM pins torch and transformers of its own, so it has an environment of its own: about 4 GB, made once. What the
 # wheels drag in for images and sound does not fit this torch. Tests run against this repository's wheel.
 VLLM := .cache/vllm-venv

@@ -1,0 +1,236 @@
+"""Bytes from outside against every parser: what is no message, record, packet or setting of ours must be refused by the
+parser's own kind of refusal, and by nothing else.
+
+    make fuzz SECONDS=600 [ARGS='requests config']
+
+Guided by coverage where atheris is installed (`make fuzz` sees to that), each target in a process of its own; what it
+finds interesting is kept in .cache/fuzz/TARGET, what breaks a parser in .cache/fuzz/TARGET-*. Without atheris the same
+targets get random changes of good inputs, which is what the test suite does for a moment (tests/unit/test_fuzz.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if importlib.util.find_spec("atheris"):
+    import atheris
+
+    with atheris.instrument_imports(include=["kvstore"], exclude=["kvstore.v1"]):
+        from kvstore import bytes_service, config, descriptors, errors, format, requests, wire
+else:
+    from kvstore import bytes_service, config, descriptors, errors, format, requests, wire
+
+from kvstore.core.events import SessionEntry, Ticket
+from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.types import ChunkKey, SlabId, WorkerId
+from kvstore.v1 import bytes_pb2, descriptor_pb2, store_pb2
+
+CACHE = Path(__file__).resolve().parents[2] / ".cache" / "fuzz"
+TICKET = Ticket(WorkerId(1), 2)
+SPEC = NamespaceSpec("m", b"w" * 32, "l", 64, (GroupSpec("full", shard_bytes=4096, shard_count=2),))
+
+
+@dataclass(frozen=True)
+class Target:
+    parse: Callable[[bytes], Any]
+    refusals: tuple[type[Exception], ...]
+    seeds: tuple[bytes, ...]
+
+    def __call__(self, data: bytes) -> None:
+        with contextlib.suppress(*self.refusals):
+            self.parse(data)
+
+
+def parse_format(data: bytes) -> None:
+    """Each decoder, as it is and with a seal that is right."""
+    if not data:
+        return
+    decoders: list[Callable[[bytes], Any]] = [
+        format.decode_slab_header,
+        format.decode_record_header,
+        format.decode_session_key,
+        format.decode_meta,
+        format.decode_slab,
+        lambda value: format.decode_namespace(1, value),
+        format.decode_session_head,
+        format.decode_session_page,
+        lambda value: format.decode_chunks([value], shards=1 + data[0] % 4),
+    ]
+    decode = decoders[data[0] % len(decoders)]
+    decode(data[1:])
+    decode(format._seal(data[1:]))
+
+
+CALLS = [*requests.STORE_CALLS.values(), *requests.HINTS_CALLS.values(), *requests.STATS_CALLS.values()]
+
+
+def parse_request(data: bytes) -> None:
+    """The first byte chooses the request."""
+    if not data:
+        return
+    call = CALLS[data[0] % len(CALLS)]
+    message = wire.parse(call.request, data[1:])
+    assert call.event is not None
+    call.event(message, TICKET)
+
+
+def parse_attach(data: bytes) -> None:
+    message = wire.parse(store_pb2.AttachRequest, data)
+    requests.lease_ids(message.release_lease_ids)
+    name = message.WhichOneof("body")
+    call = requests.ATTACH_CALLS.get(name or "")
+    if call is not None and call.event is not None:
+        call.event(getattr(message, name), TICKET)
+
+
+def parse_packet(data: bytes) -> None:
+    request = descriptors._parsed(data)
+    if request.WhichOneof("body") == "hello":
+        descriptors._check_hello(request.hello)
+
+
+def parse_frame(data: bytes) -> None:
+    bytes(bytes_service.payload_of(data))
+
+
+def parse_config(data: bytes) -> None:
+    """Lines of NAME=VALUE after a first line "environment", else TOML."""
+    text = data.decode("utf-8", "replace")
+    head, _, lines = text.partition("\n")
+    if head == "environment":
+        pairs = (line.partition("=") for line in lines.splitlines())
+        environment = {config.ENVIRONMENT_PREFIX + name: value for name, _, value in pairs}
+        config.load(toml={}, environment=environment, flags={})
+        return
+    try:
+        toml = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return
+    config.load(toml=toml, environment={}, flags={})
+
+
+HELLO = descriptor_pb2.DescriptorRequest(
+    hello=descriptor_pb2.Hello(protocol=1, client="c", engine_group="g", rank=3)
+).SerializeToString()
+OPEN = store_pb2.OpenRequest(request_id=1, namespace=wire.spec_to_proto(SPEC))
+RESERVE = store_pb2.ReserveRequest(request_id=2, namespace_id=1, keys=[b"k", b"j"], token_counts=[64, 3])
+PAGE = next(format.encode_session_pages([SessionEntry(ChunkKey(b"a"), 0, 4)]))
+
+TARGETS = {
+    "format": Target(
+        parse_format,
+        (),
+        (
+            b"\0" + format.encode_slab_header(format.SlabHeader(SlabId(7), 8192, 3, True)),
+            b"\5" + format.encode_namespace(format.NamespaceRecord(1, "t", SPEC)),
+            b"\7" + PAGE,
+        ),
+    ),
+    "requests": Target(
+        parse_request,
+        (errors.StoreError,),
+        (b"\0" + OPEN.SerializeToString(), b"\5" + RESERVE.SerializeToString()),
+    ),
+    "attach": Target(
+        parse_attach,
+        (errors.StoreError,),
+        (
+            store_pb2.AttachRequest(reserve=RESERVE, release_lease_ids=[1, 2]).SerializeToString(),
+            store_pb2.AttachRequest(open=OPEN).SerializeToString(),
+        ),
+    ),
+    "packets": Target(parse_packet, (errors.StoreError,), (HELLO,)),
+    "frames": Target(
+        parse_frame, (errors.StoreError,), (bytes_pb2.PutFrame(payload=b"abc").SerializeToString(),)
+    ),
+    "config": Target(
+        parse_config,
+        (errors.ConfigError,),
+        (
+            b'dram_bytes = "4G"\nhuge_pages = true\n[tenants]\n"7" = "t"\n',
+            b"lease_ttl_ms=5\ntenants=1=a,2=b\n",
+        ),
+    ),
+}
+
+
+def changed(chance: random.Random, data: bytes) -> bytes:
+    """A few bytes flipped, cut, doubled or put in."""
+    changing = bytearray(data)
+    for _ in range(chance.randrange(1, 5)):
+        place = chance.randrange(len(changing) + 1)
+        match chance.randrange(5):
+            case 0 if place < len(changing):
+                changing[place] = chance.randrange(256)
+            case 1:
+                del changing[place : place + chance.randrange(8)]
+            case 2:
+                changing[place:place] = chance.randbytes(chance.randrange(1, 9))
+            case 3:
+                changing[place:place] = changing[: chance.randrange(40)]
+            case _:
+                changing[place:place] = b"\xff" * chance.choice((1, 4, 9))
+    return bytes(changing[:100_000])
+
+
+def without_guidance(name: str, seconds: float) -> None:
+    target, chance = TARGETS[name], random.Random()
+    end, count = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        data = changed(chance, chance.choice((*target.seeds, b"")))
+        count += 1
+        try:
+            target(data)
+        except BaseException:
+            print(f"{name}: {data!r}")
+            raise
+    print(f"{name}: {count:,} inputs, nothing found (without guidance: atheris is not installed)")
+
+
+def guided(name: str, seconds: int) -> None:
+    """Does not return."""
+    corpus = CACHE / name
+    corpus.mkdir(parents=True, exist_ok=True)
+    for number, seed in enumerate(TARGETS[name].seeds):
+        (corpus / f"seed-{number}").write_bytes(seed)
+    options = (f"-max_total_time={seconds}", "-max_len=8192", "-verbosity=0", "-print_final_stats=1")
+    atheris.Setup([sys.argv[0], str(corpus), f"-artifact_prefix={CACHE}/{name}-", *options], TARGETS[name])
+    atheris.Fuzz()
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description="Fuzz the parsers.")
+    options.add_argument("targets", nargs="*", choices=[*TARGETS, []], help="default: all")
+    options.add_argument("--seconds", type=int, default=60, help="all targets together")
+    options.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    given = options.parse_args()
+    names = given.targets or list(TARGETS)
+    if given.here:
+        (guided if importlib.util.find_spec("atheris") else without_guidance)(names[0], given.seconds)
+        return 0
+    broken = []
+    for name in names:
+        share = max(1, given.seconds // len(names))
+        command = [sys.executable, "-P", __file__, name, "--here", f"--seconds={share}"]
+        print(f"--- {name}, {share} s", flush=True)
+        done = subprocess.run(command, timeout=10 * share + 120, check=False, env={**os.environ})
+        if done.returncode:
+            broken.append(name)
+    print(f"broken: {', '.join(broken) or 'none'}")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
