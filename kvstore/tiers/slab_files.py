@@ -61,6 +61,8 @@ class SlabFiles:
         self._slabs: dict[SlabId, SlabFile] = {}
         self._bytes = 0
         self._bytes_max = 0
+        self._leftover: dict[SlabId, int] = {}
+        """Bytes by number: files that could not be removed."""
 
     def __len__(self) -> int:
         return len(self._slabs)
@@ -123,6 +125,7 @@ class SlabFiles:
     def make(self, effect: CreateSlab, scratch: Scratch) -> SlabFile:
         """The file, of which nobody knows before `add`. Raises OSError, EDQUOT if the cap does not allow it."""
         size = format.slab_file_bytes(effect.slot_bytes, effect.slots)
+        self._remove_leftovers()
         with self._lock:
             if effect.slab in self._slabs:
                 raise FileExistsError(errno.EEXIST, f"slab {effect.slab} exists")
@@ -158,15 +161,23 @@ class SlabFiles:
             self.remove(number, slab.bytes)
 
     def remove(self, number: SlabId, size: int) -> None:
-        """Bytes of a file that cannot be removed go on counting; the next start removes it."""
+        """Bytes of a file that cannot be removed go on counting; it is tried again before the next one is made."""
         try:
             with contextlib.suppress(FileNotFoundError):
                 self._disk.unlink(self.path(number))
         except OSError as problem:
             log.warning("%s cannot be removed: %s", self.path(number), describe(problem))
+            with self._lock:
+                self._leftover[number] = size
         else:
             with self._lock:
                 self._bytes -= size
+
+    def _remove_leftovers(self) -> None:
+        with self._lock:
+            leftover, self._leftover = self._leftover, {}
+        for number, size in leftover.items():
+            self.remove(number, size)
 
     def path(self, number: SlabId) -> str:
         return os.path.join(self._directory, format.slab_name(number))

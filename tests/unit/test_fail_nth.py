@@ -309,11 +309,21 @@ class Rig:
                         self.view_of(target)[:] = self.view_of(source)
                         sums.append(xxhash.xxh3_64_intdigest(self.view_of(target)))
                     self._inbox.append(ev.OpDone(effect.op, tuple(sums)))
+                case ev.RewriteSlots():
+                    self._inbox.append(ev.OpDone(effect.op, (1,) * len(effect.targets)))
                 case (
-                    ev.CreateSlab() | ev.WriteRecords() | ev.ReadRecords() | ev.WriteIndex() | ev.ProbeDisk()
+                    ev.CreateSlab()
+                    | ev.WriteRecords()
+                    | ev.ReadRecords()
+                    | ev.WriteIndex()
+                    | ev.ProbeDisk()
+                    | ev.ScrubRecords()
+                    | ev.RewriteRecords()
                 ):
                     self._outstanding += 1
                     self.tier.submit(effect)
+                case ev.Checksum() | ev.FillSlots() | ev.ForgetWorker():
+                    raise AssertionError(effect)
 
     def tick(self) -> None:
         self.now += 100

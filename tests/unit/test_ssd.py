@@ -642,6 +642,18 @@ def test_a_slab_that_could_not_be_removed_goes_on_counting_until_the_next_start(
     assert plain.tier.stats().slab_bytes == 0
 
 
+def test_a_slab_that_could_not_be_removed_is_removed_before_the_next_one_is_made(plain: Fixture) -> None:
+    plain.weather({"calls": ["unlink"], "files": "slab-00000000.kvs", "do": "EIO"})
+    assert plain.commit(slabs_deleted=(SlabId(0),)).results == (OK,)
+    used = plain.tier.stats().slab_bytes
+    assert isinstance(plain.create(1), SlabReady)
+    assert plain.tier.stats().slab_bytes == 2 * used and plain.slab_file(0).exists(), "it counts"
+    plain.weather()
+    assert isinstance(plain.create(2), SlabReady)
+    assert plain.tier.stats().slab_bytes == 2 * used
+    assert not plain.slab_file(0).exists()
+
+
 def test_the_same_slab_is_not_created_twice(plain: Fixture) -> None:
     plain.write(0)
     answer = plain.create(0)
