@@ -67,7 +67,7 @@ REUSED = "reused"
 @dataclass(frozen=True, slots=True)
 class Problem:
     kind: str
-    """index, slab, namespace, chunk, record, twice, session, file, cap"""
+    """index, maker, slab, namespace, chunk, record, twice, session, file, cap"""
     where: str
     what: str
     remedy: str
@@ -235,7 +235,12 @@ class Check:
         meta: dict[str, int] = {}
         for key, value in self._rows("meta"):
             number = format.decode_meta(value)
-            if not isinstance(number, Defect):
+            if key.startswith(format.MAKERS_PREFIX):
+                makers = format.decode_makers(value)
+                if isinstance(makers, Defect):
+                    where = f"makers {key.removeprefix(format.MAKERS_PREFIX).hex()}"
+                    self._row("meta", key, Problem("maker", where, f"its row {makers.value}", ROW))
+            elif not isinstance(number, Defect):
                 meta[key.decode("ascii", "backslashreplace")] = number
         missing = [name for name in META if name not in meta]
         if missing:

@@ -534,6 +534,7 @@ def _core_snapshot(snapshot: ssd.Snapshot) -> restart.Snapshot:
         next_slab=snapshot.next_slab,
         slabs=snapshot.slabs,
         namespaces=snapshot.namespaces,
+        makers=snapshot.makers,
         chunks=map(_core_batch, snapshot.chunks),
         sessions=snapshot.sessions,
     )

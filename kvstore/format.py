@@ -29,6 +29,8 @@ Index tables (LMDB, `<ssd_dir>/index`):
 
     meta         name                            -> u64: "format", "direct", "slab_bytes", "boot_count",
                                                     "next_slab", "probe"
+                 "makers:", 16 bytes             -> 16 bytes each of the makers that these 16 bytes stand for in
+                                                    chunks that several ranks committed; seal
     slabs        u32 number                      -> u64 slot bytes, u64 slots, seal
     namespaces   u32 number                      -> strings (u32 length, bytes): tenant, model, weights digest, layout
                                                     fingerprint, adapter digest, KV scales digest, hash protocol, salt;
@@ -70,6 +72,7 @@ SLAB_HEADER_BYTES = PAGE_BYTES
 RECORD_HEADER_BYTES = 256
 NO_MAKER = bytes(MAKER_BYTES)
 """How an unknown maker, b"", is stored."""
+MAKERS_PREFIX = b"makers:"
 SESSION_PAGE_ENTRIES = 250
 """With keys of 32 bytes a page of a session fills two pages of LMDB."""
 
@@ -272,6 +275,23 @@ def encode_meta(value: int) -> bytes:
 
 def decode_meta(value: bytes) -> int | Defect:
     return int(_U64.unpack(value)[0]) if len(value) == _U64.size else Defect.SHORT
+
+
+def makers_key(digest: bytes) -> bytes:
+    return MAKERS_PREFIX + digest
+
+
+def encode_makers(makers: Sequence[bytes]) -> bytes:
+    return _seal(b"".join(makers))
+
+
+def decode_makers(value: bytes) -> tuple[bytes, ...] | Defect:
+    body = _unseal(value)
+    if isinstance(body, Defect):
+        return body
+    if not body or len(body) % MAKER_BYTES:
+        return Defect.RANGE
+    return tuple(body[start : start + MAKER_BYTES] for start in range(0, len(body), MAKER_BYTES))
 
 
 def encode_slab(slot_bytes: int, slots: int) -> bytes:

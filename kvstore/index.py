@@ -219,6 +219,15 @@ class Index:
         self._drop("namespaces", bad)
         return found
 
+    def makers(self) -> dict[bytes, tuple[bytes, ...]]:
+        """Digests that stand for several makers. An unreadable one only means that they are not recalled by name."""
+        found: dict[bytes, tuple[bytes, ...]] = {}
+        for key, value in self._rows("meta", CHUNK_ROWS):
+            makers = format.decode_makers(value) if key.startswith(format.MAKERS_PREFIX) else Defect.RANGE
+            if not isinstance(makers, Defect):
+                found[key.removeprefix(format.MAKERS_PREFIX)] = makers
+        return found
+
     def sessions(self, namespaces: Iterable[int]) -> list[SessionRecord]:
         """Of these namespaces; others', and those of which a page is missing or unreadable, are deleted."""
         known = set(namespaces)
@@ -490,6 +499,8 @@ def _write(to: _Open, txn: Transaction, batch: WriteIndex) -> None:
     for namespace in batch.namespaces:
         value = format.encode_namespace(namespace)
         txn.put(format.number_key(namespace.number), value, to.namespaces)
+    for digest, makers in batch.makers:
+        txn.put(format.makers_key(digest), format.encode_makers(makers), to.meta)
     for chunk in batch.chunks:
         value = format.encode_chunk(chunk)
         txn.put(format.chunk_key(chunk.namespace, chunk.key), value, to.chunks)

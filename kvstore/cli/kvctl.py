@@ -25,7 +25,7 @@ from kvstore.cli.tables import age, name, peer_text, plain, size, table
 from kvstore.client import Client, connect
 from kvstore.config import ENVIRONMENT_PREFIX, StoreConfig
 from kvstore.errors import BadRequest, NotFound, StoreError
-from kvstore.types import KEY_BYTES_MAX, SESSION_NAME_BYTES_MAX, Outcome, Reason, Tier
+from kvstore.types import KEY_BYTES_MAX, MAKER_BYTES, SESSION_NAME_BYTES_MAX, Outcome, Reason, Tier
 from kvstore.v1 import stats_pb2, stats_pb2_grpc, store_pb2, store_pb2_grpc
 
 RUN_DIR_VARIABLE = f"{ENVIRONMENT_PREFIX}RUN_DIR"
@@ -385,7 +385,8 @@ def _history(chunk: stats_pb2.ChunkHistory) -> tuple[object, ...]:
         age(chunk.idle_ms),
         chunk.manifests,
         chunk.derived,
-        chunk.maker.hex() or "-",
+        " + ".join(chunk.maker[at : at + MAKER_BYTES].hex() for at in range(0, len(chunk.maker), MAKER_BYTES))
+        or "-",
     )
 
 

@@ -344,7 +344,7 @@ class Dialogues:
             idle_ms=state.now - chunks.used_at[row],
             manifests=chunks.refs[row],
             derived=bool(flags & DERIVED),
-            maker=chunks.maker(row),
+            maker=b"".join(state.makers_of(row)),
             bytes=namespace.spec.chunk_bytes if tiers else 0,
             tiers=frozenset(tiers),
             moving=bool(flags & (RISING | STORING)),

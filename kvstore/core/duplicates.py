@@ -82,7 +82,7 @@ class Duplicates:
         ]
         if not wrong:
             return False
-        told = ev.DuplicateDiffers(namespace.id, key, wrong[0], chunks.maker(row), maker)
+        told = ev.DuplicateDiffers(namespace.id, key, wrong[0], b"".join(state.makers_of(row)), maker)
         if state.is_hit(row):
             self.audits[self._reads.audit(namespace, (row,), quiet=True)] = Difference(row, told)
         else:

@@ -72,6 +72,8 @@ class Durability:
         """Slab files that were written since they were last synced."""
         self._index_full = False
         """The next transaction only deletes."""
+        self.indexed_makers: set[bytes] = set()
+        """Digests of several makers that the index explains."""
         self.hurry = 0
         """How many wait for the index to be up to date, beside `waits`."""
 
@@ -177,6 +179,11 @@ class Durability:
             tuple(sorted(self.unsynced)),
             namespaces=new,
             namespaces_deleted=tuple(self.deleted_namespaces),
+            makers=tuple(
+                (maker, state.makers[maker])
+                for maker in {put.maker for put in puts} - self.indexed_makers
+                if maker in state.makers
+            ),
             chunks=tuple(puts),
             chunks_deleted=tuple(deletes),
             sessions=tuple(sessions),
@@ -214,6 +221,7 @@ class Durability:
                 if self._is_stored(row, generation):
                     chunks.flags[row] |= DURABLE
                     self._tell_durable((NamespaceId(chunks.namespace[row]), chunks.key[row]))
+            self.indexed_makers.update(maker for maker, _ in effect.makers)
             gone = set(effect.slabs_deleted)
             for slab in [slab for slab in self._slabs.retiring if SlabId(slab.id) in gone]:
                 self._slabs.retiring.remove(slab)

@@ -582,6 +582,7 @@ class ChunkHistory:
     manifests: int
     derived: bool
     maker: bytes
+    """16 bytes of each that committed a shard."""
     bytes: int = 0
     """Of all its shards."""
     tiers: frozenset[Tier] = frozenset()
@@ -957,6 +958,8 @@ class WriteIndex:
     slabs: tuple[SlabId, ...]
     namespaces: tuple[NamespaceRecord, ...] = ()
     namespaces_deleted: tuple[int, ...] = ()
+    makers: tuple[tuple[bytes, tuple[bytes, ...]], ...] = ()
+    """Digests that stand for several makers in `chunks`, and who they are."""
     chunks: tuple[ChunkRecord, ...] = ()
     chunks_deleted: tuple[tuple[int, ChunkKey], ...] = ()
     sessions: tuple[SessionRecord, ...] = ()

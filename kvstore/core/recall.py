@@ -5,11 +5,12 @@
           -> the index has none of them any more -> answered
 
 Asked again it purges what is left, which is nothing unless the daemon was started anew in between; the sessions are
-listed again as long as they name the chunks. For a chunk of several ranks the maker is that of the last one to commit.
+listed again as long as they name the chunks. A chunk of several ranks goes if any of them is the maker.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -75,9 +76,9 @@ class Recalls:
                 if reservation.maker == event.maker:
                     for row in reservation.rows:
                         state.doom(row, Reason.RECALLED)
-            state.recalling[event.maker] = min(since, state.recalling.get(event.maker, since))
             state.counters["recalls"] += 1
         self.jobs.append(job)
+        self._guard()
         self._step(job)
         return None
 
@@ -113,23 +114,19 @@ class Recalls:
             job.dropped_at = self.state.now
             job.deadline = self.state.now + PATIENCE_MS
             if not job.event.dry_run:
-                self._forget(job)
+                self._guard()
                 self._durability.hurry += 1
         if job.dropped_at is not None:
             self._finish(job)
 
-    def _forget(self, job: Job) -> None:
-        """Every chunk of its is doomed: lookups need not ask any more."""
-        maker = job.event.maker
-        others = [
-            other.born_since
-            for other in self.jobs
-            if other.event.maker == maker and not other.event.dry_run and other.dropped_at is None
-        ]
-        if others:
-            self.state.recalling[maker] = min(others)
-        else:
-            self.state.recalling.pop(maker, None)
+    def _guard(self) -> None:
+        """What is about to be doomed is a miss already."""
+        recalling: dict[bytes, Millis] = {}
+        for job in self.jobs:
+            if job.dropped_at is None and not job.event.dry_run:
+                for maker in self.state.ids_of(job.event.maker):
+                    recalling[maker] = min(job.born_since, recalling.get(maker, job.born_since))
+        self.state.recalling = recalling
 
     def _drop(self, job: Job) -> bool:
         """True: all rows were looked at."""
@@ -137,7 +134,8 @@ class Recalls:
         chunks = state.chunks
         drops = DROPS_PER_STEP_MAX
         end = min(job.row + ROWS_PER_STEP_MAX, chunks.rows_ever)
-        for row in chunks.rows_of_maker(job.event.maker, job.row, end):
+        made = (chunks.rows_of_maker(maker, job.row, end) for maker in state.ids_of(job.event.maker))
+        for row in sorted(itertools.chain.from_iterable(made)):
             if chunks.shard0[row] == NONE or not state.made_since(row, job.born_since):
                 continue
             if not drops:
@@ -166,13 +164,14 @@ class Recalls:
         if job.sessions_left is None:
             job.sessions_left = list(state.sessions.by_name)
         entries = 0
+        makers = state.ids_of(job.event.maker)
         while job.sessions_left and entries < ENTRIES_PER_STEP_MAX:
             session = state.sessions.by_name.get(job.sessions_left.pop())
             if session is None:
                 continue
             entries += len(session.manifest)
             for index, row in enumerate(session.manifest.rows):
-                if state.chunks.maker(row) == job.event.maker and state.made_since(row, job.born_since):
+                if state.chunks.maker(row) in makers and state.made_since(row, job.born_since):
                     job.sessions_in_all += 1
                     if len(job.sessions) < job.event.sessions_max:
                         m = session.manifest

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -53,6 +53,8 @@ class Snapshot:
     namespaces: Sequence[NamespaceRecord] = ()
     chunks: Iterable[ChunkBatch] = ()
     sessions: Sequence[SessionRecord] = ()
+    makers: Mapping[bytes, tuple[bytes, ...]] = field(default_factory=dict)
+    """Digests that stand for several makers."""
 
 
 @dataclass(slots=True)
@@ -72,6 +74,8 @@ def restore(state: State, disk: Disk, snapshot: Snapshot) -> Restored:
     not know, chunks whose slots are not there or another's."""
     done = Restored()
     state.restored_at = state.now
+    state.makers.update(snapshot.makers)
+    disk.durability.indexed_makers.update(snapshot.makers)
     disk.begin_generations(snapshot.boot_count)
     state.sessions.begin_versions(snapshot.boot_count)
     slabs = _slabs(state, disk, snapshot, done)

@@ -425,7 +425,7 @@ class Saves:
         for row in reservation.rows:
             doomed = bool(state.chunks.flags[row] & DOOMED)
             if reservation.maker:
-                state.chunks.set_maker(row, reservation.maker)
+                state.add_maker(row, reservation.maker)
             for shard in reservation.shards:
                 if state.shard_filled(row, shard, checksums[at]):
                     whole.append(row)

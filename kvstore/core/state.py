@@ -6,6 +6,7 @@ each. `Reads`, `Saves`, `Segments`, `Disk`, `Queue` and `Dialogues` decide; this
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ DISK = NamespaceId(0)
 """The one owner of all slabs in the disk pool; namespaces of users start at 1."""
 DISK_SLAB_HEADER_BYTES = 4096
 STALE_TO_STORE_MAX = 1_024
+MAKERS_MAX = 65_536
+"""Of digests of several makers. Beyond, a chunk's maker is the last of those that committed a shard of it."""
 
 
 @dataclass(slots=True)
@@ -118,6 +121,8 @@ class State:
     quarantine: QuarantineBook = field(default_factory=QuarantineBook)
     recalling: dict[bytes, Millis] = field(default_factory=dict)
     """Makers whose chunks are misses from now on, and are about to be doomed; since when they must have made them."""
+    makers: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
+    """Who is meant where several ranks each committed shards of one chunk: its maker is then a digest of theirs."""
     restored_at: Millis = -1
     """Chunks that a restart brought were born then, as far as anybody knows."""
 
@@ -315,6 +320,26 @@ class State:
         stored = self.chunks.flags[row] & (STORED | DOOMED) == STORED
         return stored and self.disk_state is not DiskState.OFF
 
+    def makers_of(self, row: int) -> tuple[bytes, ...]:
+        """Everybody who committed a shard of it, as far as they said who they are."""
+        maker = self.chunks.maker(row)
+        return self.makers.get(maker, (maker,) if maker else ())
+
+    def ids_of(self, maker: bytes) -> set[bytes]:
+        """What stands in the chunks that it made, alone or with others."""
+        return {maker, *(name for name, members in self.makers.items() if maker in members)}
+
+    def add_maker(self, row: int, maker: bytes) -> None:
+        """It commits shards of a chunk; others may have committed the rest."""
+        members = self.makers_of(row)
+        if maker in members:
+            return
+        if members and len(self.makers) < MAKERS_MAX:
+            together = tuple(sorted((*members, maker)))
+            maker = hashlib.blake2b(b"".join(together), digest_size=16, person=b"kvs.makers.v1").digest()
+            self.makers[maker] = together
+        self.chunks.set_maker(row, maker)
+
     def made_since(self, row: int, since: Millis) -> bool:
         """Nobody knows when a chunk was made that an earlier start of the daemon left: it may have been."""
         born = self.chunks.born_at[row]
@@ -346,6 +371,7 @@ class State:
         if chunks.flags[row] & LISTED:
             chunks.unlink(self.ghosts, row)
         chunks.give_shards(row, namespace.shards)
+        chunks.set_maker(row, b"")
         chunks.flags[row] &= ~DOOMED
         chunks.born_at[row] = chunks.used_at[row] = self.now
         self._tally(row, +1)

@@ -78,6 +78,7 @@ class Platter:
     namespaces: dict[int, ev.NamespaceRecord] = field(default_factory=dict)
     chunks: dict[tuple[int, ChunkKey], ev.ChunkRecord] = field(default_factory=dict)
     sessions: dict[tuple[int, bytes], ev.SessionRecord] = field(default_factory=dict)
+    makers: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
     rotten: set[DiskPlace] = field(default_factory=set)
     """Records whose bytes changed on the medium, or whose slot was another's already when the daemon ended, and their
     deletion not in the index yet."""
@@ -125,6 +126,7 @@ class Platter:
             self.sessions.pop((name[0], name[1]), None)
         for namespace in effect.namespaces:
             self.namespaces[namespace.number] = namespace
+        self.makers.update(effect.makers)
         for chunk in effect.chunks:
             assert chunk.namespace in self.namespaces, chunk
             assert self.holds(chunk, after_power_cut=True) or self.is_rotten(chunk), chunk
@@ -144,6 +146,7 @@ class Platter:
             list(self.namespaces.values()),
             [self._batch(number) for number in sorted({number for number, _ in self.chunks})],
             list(self.sessions.values()),
+            self.makers,
         )
 
     def _batch(self, number: int) -> ChunkBatch:

@@ -80,6 +80,7 @@ class Snapshot:
     namespaces: list[NamespaceRecord]
     sessions: list[SessionRecord]
     chunks: Iterator[ChunkBatch]
+    makers: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,7 @@ class SsdTier:
                 boot_count=index.boot_count,
                 namespaces=namespaces,
                 sessions=index.sessions(specs),
+                makers=index.makers(),
                 chunks=index.chunks(specs, slabs, direct=self._direct),
             )
         except BaseException as problem:

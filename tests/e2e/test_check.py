@@ -299,8 +299,10 @@ def test_rows_that_are_not_what_they_say(left: Left) -> None:
     left.put("chunks", chunks[2][:4], rows[chunks[2]])  # no key
     left.put("slabs", b"odd", b"x")
     left.put("namespaces", format.number_key(78), b"nonsense")
+    left.put("meta", format.makers_key(b"d" * 16), format.encode_makers([b"1" * 16, b"2" * 16]))
+    left.put("meta", format.makers_key(b"e" * 16), b"x" * 40)
     done = check(left.ssd)
-    assert done.status == 1 and done.kinds == {"chunk": 4, "slab": 1, "namespace": 1}, done
+    assert done.status == 1 and done.kinds == {"chunk": 4, "slab": 1, "namespace": 1, "maker": 1}, done
     fixed(left, {chunks[0][4:], chunks[1][4:]})
 
 

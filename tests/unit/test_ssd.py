@@ -1014,3 +1014,12 @@ def write_for_ever(folder: Path, number: int) -> None:
 
 if __name__ == "__main__":
     write_for_ever(Path(sys.argv[1]), int(sys.argv[2]))
+
+
+def test_who_several_makers_are_comes_back(plain: Fixture) -> None:
+    plain.write(0, 1)
+    makers = ((b"d" * 16, (b"1" * 16, b"2" * 16)), (b"e" * 16, (b"1" * 16, b"2" * 16, b"3" * 16)))
+    assert plain.commit(0, 1, makers=makers).results == (OK,)
+    snapshot = plain.again()
+    assert snapshot.makers == dict(makers)
+    assert len(keys(snapshot)) == 2

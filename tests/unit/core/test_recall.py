@@ -150,6 +150,40 @@ def test_the_maker_gets_no_reservation_any_more() -> None:
     assert recalled(world, admin).chunks == 0, "what somebody else made since is not meant"
 
 
+def test_a_chunk_of_several_ranks_goes_with_any_of_them() -> None:
+    """Also after a restart, when only the index knows who they were."""
+    ranks = [b"%d" % rank * 16 for rank in range(3)]
+    for restarted in (False, True):
+        for sick in (0, 2):
+            world = DiskWorld(durable_within_ms=0, reserve_share_max=1.0)
+            worker, admin = world.join(), world.join(admin=True)
+            namespace = world.open(spec(shards=3), worker)
+            for rank, maker in enumerate(ranks):
+                world.save(worker, namespace, chain("all", 2), maker=maker, shards=(rank,))
+            for rank in range(3):
+                world.save(worker, namespace, chain("two", 1), maker=ranks[1], shards=(rank,))
+            world.settle(100)
+            (history,) = world.ask(ev.Explain, admin, namespace, b"", chain("all", 1)).chunks
+            assert history.maker == b"".join(ranks)
+            if restarted:
+                world.crash()
+                worker, admin = world.join(), world.join(admin=True)
+                assert world.open(spec(shards=3), worker) == namespace
+            assert recalled(world, admin, ranks[sick]).chunks == 2
+            assert set(world.where(namespace, chain("all", 2))) == {"RECALLED"}
+            assert world.where(namespace, chain("two", 1))[0].endswith("ssd")
+
+
+def test_saved_anew_a_chunk_has_new_makers_only() -> None:
+    world, worker, namespace = start()
+    admin = world.join(admin=True)
+    made(world, worker, namespace)
+    world.ask(ev.Forget, worker, namespace, b"", chain("bad", 4))
+    world.save(worker, namespace, chain("bad", 4), maker=WELL)
+    assert recalled(world, admin).chunks == 0
+    assert recalled(world, admin, WELL).chunks == 7
+
+
 def test_only_what_was_made_since() -> None:
     world, worker, namespace = start()
     admin = world.join(admin=True)
