@@ -13,7 +13,7 @@ MAKEFLAGS += --no-print-directory
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo check lint types types-installed tidy test test-vllm proto wheel clean
+.PHONY: help venv demo check lint types types-installed tidy test test-vllm sim proto wheel clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z%-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
@@ -101,6 +101,9 @@ test-vllm: venv $(VLLM)/ready  ## tests with a real vLLM engine, about ten minut
 
 bench-%: venv  ## run benchmarks/%.py (ARGS=...)
 	$(PY) benchmarks/$*.py $(ARGS)
+
+sim: venv  ## random runs of the simulator (SEED=.. STEPS=.. COUNT=.. CANARY=.. ARGS=--shrink)
+	$(PY) -m kvstore.sim $(SEED:%=--seed %) $(STEPS:%=--steps %) $(COUNT:%=--count %) $(CANARY:%=--canary %) $(ARGS)
 
 proto: venv  ## write the stubs in kvstore/v1 anew from proto/
 	rm -f kvstore/v1/*_pb2*

@@ -355,7 +355,9 @@ class DiskWorld(World):
             self._answered.add(asked)  # asked again, it gets the same answer, whatever happened since
             if isinstance(effect.answer, ev.Committed):
                 for namespace, key, _ in self.savings[event.reservation].shards:
-                    if not self.platter.is_rotten(self.platter.chunks[namespace, key]):
+                    indexed = self.platter.chunks.get((namespace, key))
+                    assert indexed is not None, f"{key!r} was answered as durable and is not in the index"
+                    if not self.platter.is_rotten(indexed):
                         self.promised.add((namespace, key))
 
     def _note_committed(self, shard: Shard, what: int) -> None:
@@ -476,7 +478,7 @@ class DiskWorld(World):
         """Nobody may find his record gone, not even after a power cut."""
         named = {(p.slab, p.slot) for chunk in self.platter.chunks.values() for p in chunk.places}
         assert (place.slab, place.slot) not in named, place
-        slab = next(slab for slab in self.store.state.disk.segments if slab.id == place.slab)
+        slab = next(slab for slab in self.store.state.disk.segments if SlabId(slab.id) == place.slab)
         assert slab.state[place.slot] == SlotState.QUARANTINED, (slab, place)
         self.platter.cached[place.slab, place.slot] = TORN
         return self._one_by_one(result)

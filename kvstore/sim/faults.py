@@ -41,29 +41,29 @@ KINDS = {
         2, what="machine stops: un-synced writes are lost, torn or kept, one by one; daemon starts again"
     ),
     "daemon_killed": Kind(2, what="daemon stops and starts again; what was written is in the page cache"),
-    "sync_fails": Kind(2, (100, 1_000), "index transactions fail, and what they were to sync is lost"),
-    "index_fails": Kind(2, (100, 1_000), "index transactions fail"),
-    "disk_error": Kind(5, what="EIO at the n-th disk call from now"),
-    "disk_errors": Kind(2, (50, 500), "EIO at every second record"),
-    "disk_full": Kind(3, (200, 2_000), "ENOSPC for records, slab files and the index"),
-    "disk_slow": Kind(3, (200, 1_000), "disk calls take 20 times as long"),
-    "disk_hangs": Kind(3, (300, 1_500), "no disk call returns"),
-    "bit_rot": Kind(4, what="bits of a record on SSD flip"),
-    "bit_flip": Kind(4, what="bits of a slot in DRAM flip (protection group: others can write there)"),
-    "misdirected_read": Kind(3, what="the n-th read from now gets another record's bytes"),
-    "copies_fail": Kind(2, (50, 300), "every third copy between slots fails"),
-    "copies_slow": Kind(2, (500, 15_000), "copies between slots take that long"),
-    "no_memory": Kind(1, (500, 2_000), "no segment can be made"),
-    "worker_dies": Kind(6, what="a worker's process is killed"),
-    "worker_closes": Kind(3, what="a worker's connection is lost; its process lives on with its mappings"),
-    "worker_stops": Kind(5, (300, 3_000), "a worker is stopped: what it was about to do it does late"),
-    "rank_fails": Kind(3, (500, 5_000), "a rank saves nothing"),
-    "rank_lags": Kind(3, (500, 5_000), "a rank saves late"),
-    "stubborn": Kind(2, (500, 5_000), "a worker does not unmap what it is told to"),
-    "requests_lost": Kind(4, (50, 500), "every third request, or answer, is lost; it is asked again"),
-    "requests_twice": Kind(4, (50, 500), "every third request arrives twice"),
-    "requests_late": Kind(4, (50, 500), "requests arrive late and in any order"),
-    "clock_jumps": Kind(3, (1_000, 40_000), "time passes while nothing runs"),
+    "sync_fails": Kind(4, (100, 1_000), "index transactions fail, and what they were to sync is lost"),
+    "index_fails": Kind(4, (100, 1_000), "index transactions fail"),
+    "disk_error": Kind(10, what="EIO at the n-th disk call from now"),
+    "disk_errors": Kind(4, (50, 500), "EIO at every second record"),
+    "disk_full": Kind(6, (200, 2_000), "ENOSPC for records, slab files and the index"),
+    "disk_slow": Kind(6, (200, 1_000), "disk calls take 20 times as long"),
+    "disk_hangs": Kind(6, (300, 1_500), "no disk call returns"),
+    "bit_rot": Kind(8, what="bits of a record on SSD flip"),
+    "bit_flip": Kind(8, what="bits of a slot in DRAM flip (protection group: others can write there)"),
+    "misdirected_read": Kind(6, what="the n-th read from now gets another record's bytes"),
+    "copies_fail": Kind(4, (50, 300), "every third copy between slots fails"),
+    "copies_slow": Kind(4, (500, 15_000), "copies between slots take that long"),
+    "no_memory": Kind(2, (500, 2_000), "no segment can be made"),
+    "worker_dies": Kind(12, what="a worker's process is killed"),
+    "worker_closes": Kind(6, what="a worker's connection is lost; its process lives on with its mappings"),
+    "worker_stops": Kind(10, (300, 3_000), "a worker is stopped: what it was about to do it does late"),
+    "rank_fails": Kind(6, (500, 5_000), "a rank saves nothing"),
+    "rank_lags": Kind(6, (500, 5_000), "a rank saves late"),
+    "stubborn": Kind(4, (500, 5_000), "a worker does not unmap what it is told to"),
+    "requests_lost": Kind(8, (50, 500), "every third request, or answer, is lost; it is asked again"),
+    "requests_twice": Kind(8, (50, 500), "every third request arrives twice"),
+    "requests_late": Kind(8, (50, 500), "requests arrive late and in any order"),
+    "clock_jumps": Kind(6, (1_000, 40_000), "time passes while nothing runs"),
     "new_weights": Kind(1, what="a tenant opens the next epoch of its weights"),
 }
 
@@ -75,7 +75,7 @@ def draw(seed: int, steps: int, protection: Protection) -> tuple[Fault, ...]:
     if protection is not Protection.GROUP and "bit_flip" in kinds:
         kinds.remove("bit_flip")
     weights = [KINDS[kind].weight * chance.choice((1, 1, 3)) for kind in kinds]
-    gap = chance.choice((20, 40, 80, 160))
+    gap = chance.choice((40, 100, 200, 400))
     faults: list[Fault] = []
     step = 0
     while kinds:

@@ -35,7 +35,7 @@ ANSWER_MS = 400
 """How long a client waits for an answer before it asks again,"""
 TRIES = 3
 """and how often it asks."""
-KEYS_MAX = 14
+KEYS_MAX = 24
 """Chunks of a dialogue, after which it begins anew."""
 SOLO, RANKED = 0, 1
 """Namespaces of each tenant: one shard a chunk, and two that are written by different ranks."""
@@ -206,7 +206,7 @@ class Process:
             dialogue.keys = dialogue.keys[:2]  # another conversation that begins with the same words
             dialogue.derived = False
             dialogue.born += 1
-        fresh = self.random.randrange(1, 5)
+        fresh = self.random.randrange(6, 14) if len(dialogue.keys) < 6 else self.random.randrange(1, 6)
         kind = b"derived" if dialogue.derived else b"exact"
         for _ in range(fresh):
             at = len(dialogue.keys)
@@ -229,6 +229,9 @@ class Process:
             return  # forgotten: it ends by itself
         yield from self._map({extent.segment for extent in acquired.extents})
         hits = [key for key, outcome in zip(keys, acquired.outcomes, strict=True) if outcome is Outcome.HIT]
+        if chance.random() < 0.05:
+            yield from self.ask(ev.Forget, namespace, b"", tuple(hits[-2:]))
+            yield from self.ask(ev.Match, namespace, tuple(hits))  # while it is pinned it is a miss already
         bad = yield from self._copy(acquired.extents, chance.choice((0, 1, 5)))
         if bad and hits:
             self.tell(ev.ReportLoad, namespace, tuple(hits))

@@ -62,6 +62,7 @@ class Simulation:
             fault for fault in draw(seed, steps, self.protection) if only is None or fault.number in only
         ]
         self.struck = 0
+        self.failure: Exception | None = None
         self.clock = 0
         self._boot = 0
         """The clock at the last start of the daemon, whose own clock begins at 0."""
@@ -87,9 +88,9 @@ class Simulation:
         self.cluster = Cluster(
             self,
             random.Random(f"disk {seed}"),
-            segments=chance.choice((12, 16, 20)),
+            segments=chance.choice((16, 24, 32)),
             segment_bytes=16 * PAGE,
-            slabs=chance.choice((8, 14, 20)),
+            slabs=chance.choice((18, 24, 32)),
             slab_slots=24,
             protection=self.protection,
             lease_ttl_ms=800,
@@ -99,7 +100,7 @@ class Simulation:
             ghosts_max=60,
             remembered_answers_max=64,
             sessions_max=70,
-            manifest_entries_max=600,
+            manifest_entries_max=1_000,
             waits_per_worker_max=16,
             namespaces_max=20,
             hints_per_worker_max=12,
@@ -153,6 +154,7 @@ class Simulation:
                 self._next()
             self.rest()
         except Exception as error:
+            self.failure = error
             raise SimulationFailed(self.report(error)) from error
         self._note()
         return self.totals
@@ -513,3 +515,32 @@ class Simulation:
                 found = cluster.fetch(worker, NamespaceId(number), (key,), tries=50)
                 assert found[0] in wanted, (number, key, found, cluster.store.disk)
             cluster.kill(worker)
+
+
+def shrink(failed: Simulation) -> str:
+    """The report of the same run with as few faults as it takes to fail. Dropping one changes what comes after it, so
+    what fails then may be something else; it is a failure all the same."""
+    steps = failed.cluster.events + 1
+    numbers = [fault.number for fault in failed.faults if fault.step <= steps]
+    report = ""
+    size = max(1, len(numbers) // 2)
+    while size:
+        at = 0
+        while at < len(numbers):
+            fewer = numbers[:at] + numbers[at + size :]
+            found = _fails(failed, fewer)
+            if found:
+                numbers, report = fewer, found
+            else:
+                at += size
+        size //= 2
+    return report or _fails(failed, numbers)
+
+
+def _fails(failed: Simulation, only: Sequence[int]) -> str:
+    simulation = Simulation(failed.seed, failed.steps, protection=failed.protection, only=only)
+    try:
+        simulation.run()
+    except SimulationFailed as failure:
+        return str(failure)
+    return ""

@@ -1,0 +1,251 @@
+"""Planted bugs: a simulator that does not find them finds nothing. Each is patched into the core from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from kvstore.core import events as ev
+from kvstore.core import reads
+from kvstore.core.chunks import DOOMED, NONE, ChunkTable
+from kvstore.core.disk import Disk, Read
+from kvstore.core.durability import Durability
+from kvstore.core.namespaces import Namespace
+from kvstore.core.policy import Policy
+from kvstore.core.pool import Pool, Segment
+from kvstore.core.saves import Saves
+from kvstore.core.segments import Segments
+from kvstore.core.state import State
+from kvstore.types import ChunkKey, DiskResult, NamespaceId, OpId, Outcome, Reason
+
+Original = Callable[..., Any]
+
+
+def _generation(original: Original) -> Any:
+    """The generation of a slot that is given back stays what it was."""
+    return lambda pool, segment, slot: None
+
+
+def _pinned(original: Original) -> Any:
+    """The first release takes the pins of everybody."""
+
+    def unpin(state: State, namespace: Namespace, rows: Sequence[int], *, used: bool = True) -> None:
+        for row in rows:
+            if state.chunks.pins[row] > 1:
+                state.chunks.pins[row] = 1
+        original(state, namespace, rows, used=used)
+
+    return unpin
+
+
+def _doomed(original: Original) -> Any:
+    """What was forgotten or found to be corrupt is served as long as its bytes are there."""
+
+    def lookup(state: State, namespace: Namespace, key: ChunkKey) -> reads.Found:
+        found: reads.Found = original(state, namespace, key)
+        row = found[0]
+        if row != NONE and state.chunks.flags[row] & DOOMED and state.is_resident(row):
+            return row, Outcome.HIT, Reason.NONE
+        return found
+
+    return lookup
+
+
+def _partial(original: Original) -> Any:
+    """A chunk is a hit with its first shard."""
+
+    def lookup(state: State, namespace: Namespace, key: ChunkKey) -> reads.Found:
+        found: reads.Found = original(state, namespace, key)
+        row = found[0]
+        if row != NONE and state.chunks.shard0[row] != NONE and state.chunks.ready[row]:
+            return row, Outcome.HIT, Reason.NONE
+        return found
+
+    return lookup
+
+
+def _leak(original: Original) -> Any:
+    """The last slot of a reservation that ends without a commit is forgotten."""
+
+    def end(saves: Saves, reservation: Any, *args: Any, **named: Any) -> None:
+        with mock.patch.object(State, "free_slot", _but_the_last(State.free_slot, len(reservation.rows))):
+            original(saves, reservation, *args, **named)
+
+    return end
+
+
+def _but_the_last(free_slot: Original, count: int) -> Any:
+    freed = 0
+
+    def free(state: State, segment: Segment, slot: int) -> None:
+        nonlocal freed
+        freed += 1
+        if freed < count:
+            free_slot(state, segment, slot)
+
+    return free
+
+
+def _late_read(original: Original) -> Any:
+    """The targets of a late read are used again at once, while it may still write them."""
+
+    def late(disk: Disk, op: OpId, read: Read) -> None:
+        original(disk, op, read)
+        for segment, slot in read.quarantined or ():
+            disk.state.free_slot(segment, slot)
+        read.quarantined = []
+
+    return late
+
+
+def _late_copy(original: Original) -> Any:
+    """As above, for the copy of a commit."""
+
+    def give_up(saves: Saves, reservation: Any, *args: Any, **named: Any) -> None:
+        op = reservation.op
+        original(saves, reservation, *args, **named)
+        for segment, slot in saves.late[op].slots:
+            saves.state.free_slot(segment, slot)
+        saves.late[op].slots.clear()
+
+    return give_up
+
+
+def _early(original: Original) -> Any:
+    """A commit that waits for durability is answered at once."""
+
+    def await_durable(
+        durability: Durability,
+        ticket: ev.Ticket,
+        namespace: Namespace,
+        keys: Sequence[ChunkKey],
+        answer: ev.Committed,
+    ) -> None:
+        durability.state.reply(ticket, answer)
+
+    return await_durable
+
+
+def _unsynced(original: Original) -> Any:
+    """Index transactions sync nothing."""
+
+    def batch(durability: Durability, op: OpId) -> Any:
+        durability.unsynced = set()
+        return original(durability, op)
+
+    return batch
+
+
+def _lost_answer(original: Original) -> Any:
+    """Now and then nobody is told."""
+    count = 0
+
+    def reply(state: State, ticket: ev.Ticket, answer: object) -> None:
+        nonlocal count
+        count += 1
+        before = len(state.effects)
+        original(state, ticket, answer)
+        if count % 50 == 0:
+            del state.effects[before]
+
+    return reply
+
+
+def _twice(original: Original) -> Any:
+    """Now and then somebody is told twice."""
+    count = 0
+
+    def reply(state: State, ticket: ev.Ticket, answer: object) -> None:
+        nonlocal count
+        count += 1
+        original(state, ticket, answer)
+        if count % 50 == 0:
+            state.effects.append(ev.Reply(ticket, answer))  # type: ignore[arg-type]
+
+    return reply
+
+
+def _tenant(original: Original) -> Any:
+    """Whoever knows the number of a namespace may use it."""
+
+    def namespace(state: State, worker: Any, namespace_id: NamespaceId) -> Namespace:
+        if namespace_id in state.namespaces:
+            worker.opened.add(namespace_id)
+        found: Namespace = original(state, worker, namespace_id)
+        return found
+
+    return namespace
+
+
+def _stale_session(original: Original) -> Any:
+    """A session's old references are never dropped."""
+    return lambda state, row, reason=Reason.TRUNCATED: None
+
+
+def _rank(original: Original) -> Any:
+    """Victims are taken although they are pinned: the list of candidates does not shrink."""
+
+    def remove(policy: Policy, namespace: Namespace, row: int) -> None:
+        if not policy._chunks.pins[row]:
+            return
+        original(policy, namespace, row)
+
+    return remove
+
+
+def _unchecked(original: Original) -> Any:
+    """Bytes from SSD are taken for good whatever the disk says."""
+
+    def has_read(disk: Disk, op: OpId, results: Sequence[DiskResult], *args: Any) -> None:
+        original(disk, op, [DiskResult.OK] * len(results), *args)
+
+    return has_read
+
+
+def _retired(original: Original) -> Any:
+    """A segment is handed to another namespace although somebody maps it."""
+
+    def replace(segments: Segments, segment: Segment) -> None:
+        segment.holders.clear()
+        original(segments, segment)
+
+    return replace
+
+
+def _forgets_parent(original: Original) -> Any:
+    """A row that is used again keeps the children of the one before."""
+    return lambda chunks, row: None
+
+
+CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
+    "skip-generation": (Pool, "_bump", _generation),
+    "free-pinned": (State, "unpin", _pinned),
+    "serve-doomed": (reads, "lookup", _doomed),
+    "serve-partial": (reads, "lookup", _partial),
+    "leak-slot": (Saves, "_end", _leak),
+    "reuse-late-read": (Disk, "_late_read", _late_read),
+    "reuse-late-copy": (Saves, "_give_up_copy", _late_copy),
+    "durable-too-early": (Durability, "await_durable", _early),
+    "index-without-sync": (Durability, "_batch", _unsynced),
+    "lose-answer": (State, "reply", _lost_answer),
+    "answer-twice": (State, "reply", _twice),
+    "cross-tenant": (State, "namespace", _tenant),
+    "keep-references": (State, "drop_ref", _stale_session),
+    "evict-pinned": (Policy, "remove", _rank),
+    "trust-disk": (Disk, "_has_read", _unchecked),
+    "mapped-elsewhere": (Segments, "_replace_if_unmapped", _retired),
+    "keep-children": (ChunkTable, "leave_children", _forgets_parent),
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """While it lasts, the core has this bug ("": none)."""
+    if not name:
+        yield
+        return
+    where, attribute, make = CANARIES[name]
+    with mock.patch.object(where, attribute, make(getattr(where, attribute))):
+        yield

@@ -1,0 +1,143 @@
+"""Short runs of the simulator: fresh seeds, those that once failed, and planted bugs that have to be found.
+
+A run that fails prints the line that repeats it. `make sim COUNT=100` runs more.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import traceback
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvstore.sim.__main__ import main
+from kvstore.sim.canaries import CANARIES, planted
+from kvstore.sim.faults import KINDS
+from kvstore.sim.simulation import Simulation, SimulationFailed, shrink
+from kvstore.types import Protection
+
+KEPT = [line.split("#")[0].split() for line in Path(__file__).with_name("seeds.txt").read_text().splitlines()]
+STEPS = 2_500
+FRESH = [random.SystemRandom().randrange(1 << 32) for _ in range(4)]
+CANARY_RUNS_MAX = 12
+
+
+@pytest.mark.parametrize("seed", FRESH)
+def test_a_fresh_seed(seed: int) -> None:
+    Simulation(seed, STEPS).run()
+
+
+@pytest.mark.parametrize(("seed", "protection", "steps"), [line for line in KEPT if line])
+def test_a_seed_that_failed_once(seed: str, protection: str, steps: str) -> None:
+    Simulation(int(seed), int(steps), protection=Protection(protection)).run()
+
+
+@pytest.mark.parametrize("name", CANARIES)
+def test_a_planted_bug_is_found(name: str) -> None:
+    """Within a bounded number of steps, and by what is checked, not by a planted bug that does not fit any more."""
+    failure = None
+    for seed in range(CANARY_RUNS_MAX):
+        simulation = Simulation(seed, STEPS)
+        with planted(name), suppress(SimulationFailed):
+            simulation.run()
+        failure = simulation.failure
+        if failure is not None:
+            break
+    assert failure is not None, f"not found in {CANARY_RUNS_MAX} runs of {STEPS} steps"
+    (*_, last) = traceback.extract_tb(failure.__traceback__)
+    assert "canaries" not in last.filename, failure
+
+
+def test_the_runs_reach_what_they_are_for() -> None:
+    """Runs in which nothing is stored, raised, lost, revoked or late find nothing."""
+    totals: Counter[str] = Counter()
+    chunks = 0
+    for seed in (100, 101, 103, 105):
+        simulation = Simulation(seed, 4_000)
+        while simulation.cluster.events < simulation.steps:
+            simulation._next()
+            spaces = simulation.cluster.store.state.namespaces.values()
+            chunks = max(chunks, sum(space.visible + space.cold for space in spaces))
+        totals += simulation.run()
+    wanted = (
+        *(
+            "chunks_saved",
+            "chunks_stored",
+            "chunks_demoted",
+            "chunks_promoted_on_demand",
+            "chunks_promoted_ahead",
+        ),
+        *(
+            "chunks_evicted",
+            "chunks_evicted_from_ssd",
+            "chunks_corrupt",
+            "chunks_incomplete",
+            "chunks_lost_by_sync",
+        ),
+        *(
+            "reservations_expired",
+            "reservations_aborted",
+            "copies_late",
+            "commits_failed",
+            "fills",
+            "fills_failed",
+        ),
+        *("grants_already", "grants_busy", "grants_full", "segments_retired", "slots_quarantined"),
+        *("index_errors", "ssd_reads_late", "ssd_read_errors", "ssd_write_errors", "ssd_healed"),
+        *("chunks_restored", "sessions_restored", "sessions_truncated", "promised", "hints_received"),
+    )
+    assert not [name for name in wanted if not totals[name]], totals
+    assert not [kind for kind in KINDS if not totals[f"fault {kind}"] and KINDS[kind].weight > 3], totals
+    assert chunks >= 200, chunks
+
+
+def test_a_seed_repeats_itself(tmp_path: Path) -> None:
+    """In another process too, whose hashes of strings are others: the same events at the same times."""
+    script = (
+        "from kvstore.sim.simulation import Simulation\n"
+        "run = Simulation(7, 1500)\n"
+        "print(sorted(run.run().items()), run.cluster.history[-1], run.clock)\n"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": str(number)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for number in (1, 2)
+    }
+    assert len(outputs) == 1, outputs
+
+
+def test_a_failure_says_how_to_see_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seed", "3", "--steps", "1500", "--canary", "durable-too-early"]) == 1
+    report = capsys.readouterr().out
+    assert "seed 3, protection" in report and "last events:" in report and "faults until then:" in report
+    again = next(line for line in report.splitlines() if line.startswith("again: python -m kvstore.sim "))
+    arguments = again.removeprefix("again: python -m kvstore.sim ").split()
+    assert main([*arguments, "--canary", "durable-too-early"]) == 1
+    assert capsys.readouterr().out.splitlines()[:2] == report.splitlines()[:2]
+    assert main(arguments) == 0
+
+
+def test_a_schedule_shrinks_to_what_matters() -> None:
+    """The planted bug shows when a read is late, so a hung or slow disk is all that it takes."""
+    with planted("reuse-late-read"):
+        for seed in range(20):
+            simulation = Simulation(seed, 2_000)
+            try:
+                simulation.run()
+            except SimulationFailed:
+                shrunk = shrink(simulation)
+                assert len(simulation.faults) > shrunk.partition("--only ")[2].count(",") + 1
+                assert shrunk.startswith(f"seed {seed}, ")
+                return
+    pytest.fail("never fails")
