@@ -112,6 +112,37 @@ def test_what_is_wrong_with_a_page_is_told_and_the_others_are_read(
     assert read.items() <= rows["small"].items() and len(read) > len(rows["small"]) * 0.8
 
 
+def pages_of(fd: int, table: str, kind: int) -> list[int]:
+    pages = LmdbPages(fd)
+    list(pages.rows(table))
+    mine = [page for page, owner in enumerate(pages._owner) if owner == pages._numbers[table]]
+    return [page for page in mine if os.pread(fd, 1, page * 4096 + 10)[0] & kind]
+
+
+def test_keys_out_of_order(fd: int) -> None:
+    """LMDB would look for some of them where they are not."""
+    leaf = pages_of(fd, "small", 2)[0]
+    first, second = os.pread(fd, 2, leaf * 4096 + 16), os.pread(fd, 2, leaf * 4096 + 18)
+    os.pwrite(fd, second + first, leaf * 4096 + 16)
+    assert f"page {leaf} has keys out of order" in map(str, walk(fd))
+
+
+def test_a_page_that_has_two_places_in_the_tree(fd: int) -> None:
+    branch = pages_of(fd, "small", 1)[0]
+    offsets = [int.from_bytes(os.pread(fd, 2, branch * 4096 + 16 + 2 * n), "little") for n in (0, 1)]
+    child = os.pread(fd, 6, branch * 4096 + offsets[0])
+    os.pwrite(fd, child, branch * 4096 + offsets[1])
+    assert f"page {int.from_bytes(child, 'little')} is named twice" in map(str, walk(fd))
+
+
+def test_a_single_key_is_found_or_not(fd: int, rows: dict[str, dict[bytes, bytes]]) -> None:
+    pages = LmdbPages(fd)
+    for key, value in list(rows["small"].items())[:200]:
+        assert pages.get("small", key) == (value if len(value) < 1_000 else None)
+        assert pages.get("small", key + b"x") is None
+    assert pages.get("empty", b"k") is None and pages.get("no such table", b"k") is None
+
+
 def test_no_damage_crashes_it_or_makes_it_go_round_in_circles(fd: int) -> None:
     print(f"seed {SEED}")
     chance = random.Random(SEED)
