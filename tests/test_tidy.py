@@ -256,3 +256,37 @@ def test_make_commands_in_code_are_seen() -> None:
     assert named_targets(page) == {"check", "test", "demo", "venv", "bench-copy"}
     assert any(target.fullmatch("bench-copy") for target in make_targets())
     assert not any(target.fullmatch("nonsense") for target in make_targets())
+
+
+def named_tests(text: str) -> list[tuple[str, str]]:
+    """(file below tests/, test or "") of everything in a Markdown page's code that names a test or a file of tests."""
+    found = re.findall(r"`((?:[\w.-]+/)*test_\w+\.py)(?:::(test_\w+))?`", text)
+    return [(file, test) for file, test in found]
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    text = (ROOT / "docs/reliability.md").read_text()
+    missing = []
+    for file, test in named_tests(text):
+        path = ROOT / "tests" / file
+        source = path.read_text() if path.exists() else ""
+        if not source or (test and not re.search(rf"(?m)^(?:async )?def {test}\(", source)):
+            missing.append(f"{file}::{test}")
+    assert not missing, missing
+    third = text.split("## 3.")[1].split("## 4.")[0]
+    rows = [
+        line for line in third.splitlines() if line.startswith("| ") and not line.startswith("| what goes")
+    ]
+    assert len(rows) > 30
+    assert [row for row in rows if not named_tests(row.rsplit(" | ", 1)[1])] == [], "a row without a test"
+
+
+def test_names_of_tests_in_pages_are_seen() -> None:
+    page = (
+        "`e2e/test_a.py::test_b`, `unit/core/test_c.py`, `test_tidy.py`, e2e/test_d.py::test_e, `make test`"
+    )
+    assert named_tests(page) == [
+        ("e2e/test_a.py", "test_b"),
+        ("unit/core/test_c.py", ""),
+        ("test_tidy.py", ""),
+    ]
