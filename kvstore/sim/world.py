@@ -447,8 +447,10 @@ class World:
                 case ev.DestroySegment():
                     assert not any(effect.segment in mapped for mapped in self.mapped.values()), effect
                     del self.memory[effect.segment], self.cells[effect.segment]
-                case ev.ForgetWorker() | ev.Quarantined() | ev.DuplicateDiffers():
-                    pass  # a copy that still runs keeps its view of the staging memory
+                case ev.ForgetWorker():  # a copy that still runs keeps its view of the staging memory
+                    self._forget_leases(effect.worker)
+                case ev.Quarantined() | ev.DuplicateDiffers():
+                    pass
                 case _ if type(effect) in self.hold:
                     self.held.append(effect)
                 case _:
@@ -505,6 +507,14 @@ class World:
         if reservation is not None and reservation in self.store.state.reservations:
             for shard, checksum in zip(self.savings[reservation].shards, event.checksums, strict=True):
                 self._note_committed(shard, checksum)
+
+    def _forget_leases(self, worker: WorkerId) -> None:
+        """The leases of an engine group end with its last member; another group may have its name later."""
+        group = self.groups[worker]
+        if all(self.groups[other] != group for other in self.store.state.workers):
+            ended = [lease for lease, (owner, _) in self.leases.items() if self.groups[owner] == group]
+            for lease in ended:
+                del self.leases[lease]
 
     def _note_committed(self, shard: Shard, what: int) -> None:
         self.committed[shard] = what
