@@ -280,3 +280,34 @@ def test_the_doctor_says_what_to_change(daemon: Daemon, model: Path) -> None:
     assert (without["check"], without["ok"]) == ("connector", False) and "KVStoreConnector" in without[
         "remedy"
     ]
+
+
+def test_the_doctor_knows_the_tier(daemon: Daemon, model: Path) -> None:
+    tier = {
+        "type": "KVStoreTier",
+        "module_path": "kvstore.gpu_worker.connectors.vllm.tier",
+        "run_dir": str(daemon.run_dir),
+        "backpressure": {"backpressure_cls": "EMABackpressureDetector"},
+    }
+
+    def with_tier(**changes: Any) -> list[dict[str, Any]]:
+        extra = {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 1 << 24,
+            "secondary_tiers": [{**tier, **changes}],
+        }
+        return doctor(
+            daemon,
+            model,
+            kv_connector="OffloadingConnector",
+            kv_connector_module_path=None,
+            kv_connector_extra_config=extra,
+        )
+
+    well = with_tier()
+    assert all(finding["ok"] for finding in well)
+    assert well[-1]["check"] == "round trip" and "3 rows of 128 KiB" in well[-1]["detail"]
+    elsewhere = with_tier(run_dir="/elsewhere")[-1]
+    assert (elsewhere["check"], elsewhere["ok"]) == ("connector", False) and "run_dir" in elsewhere["remedy"]
+    misspelt = with_tier(colour="red")[-1]
+    assert (misspelt["check"], misspelt["ok"]) == ("connector", False) and "colour" in misspelt["detail"]

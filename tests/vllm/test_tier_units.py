@@ -26,11 +26,23 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from kvstore.errors import ConfigError, StoreError, Unsupported
+from kvstore.gpu_worker.connectors.offload import Verdict
 from kvstore.gpu_worker.connectors.vllm import tier as tier_module
-from kvstore.gpu_worker.connectors.vllm.cpu_spec import CPUTieringSpec
+from kvstore.gpu_worker.connectors.vllm.cpu_spec import CopyWorker, CPUTieringSpec
 from kvstore.gpu_worker.connectors.vllm.kv_hints import Answer, answer_hints
 from kvstore.gpu_worker.connectors.vllm.settings import TierSettings
 from kvstore.gpu_worker.connectors.vllm.tier import COUNTERS, PREFIX, KVStoreTier
@@ -251,6 +263,68 @@ def test_more_hits_than_rows(launch: Callable[..., Rig]) -> None:
     assert found == [LookupResult.HIT] * 4 + [LookupResult.MISS]
     assert [rig.value(key, context) for key in keys[:4]] == [0, 1, 2, 3]
     assert rig.tier.tally.total["blocks_loaded"] == 4
+
+
+def test_a_chunk_that_vanishes_fails_alone(launch: Callable[..., Rig]) -> None:
+    """Between the answer and the load, its pin run out: the others are loaded, vLLM computes it."""
+    keys = keys_of("vanish", 3)
+    rig = launch(enable_kv_events=True)
+    rig.put(rig.request("one", keys), {key: number for number, key in enumerate(keys)})
+    rig.forget()
+    context = rig.request("two", keys)
+    assert [rig.manager.lookup(key, context) for key in keys] == [LookupResult.RETRY] * 3
+    inquiry = rig.tier._requests["two"]
+    rig.until(lambda: all(inquiry.verdict(key, 0.0, keys_max=9) is Verdict.HIT for key in keys))
+    for question in list(inquiry._questions):
+        inquiry._drop(question)
+    namespace = rig.tier._namespace(BOUND_S)
+    assert namespace is not None and namespace.forget(keys=keys[1:2]) == 1
+    assert rig.find(context, keys) == [LookupResult.HIT, LookupResult.MISS]
+    assert rig.find(context, keys[2:]) == [LookupResult.HIT]
+    assert (rig.value(keys[0], context), rig.value(keys[2], context)) == (0, 2)
+    total = rig.tier.tally.total
+    assert (total["blocks_loaded"], total["blocks_failed"]) == (2, 1)
+    assert [event.keys for event in rig.tier.take_events() if event.removed] == [keys[1:2]]
+
+
+def test_copies_on_a_cpu_may_begin_in_the_middle_of_a_row(config: Any) -> None:
+    """Two groups, two tensors, rows of two blocks."""
+    spec = CPUTieringSpec(
+        build_offloading_config(_with_memory(config, blocks_per_chunk=2), caches(FULL, WINDOW))
+    )
+    pages = (64, 32)
+    tensors = [torch.zeros((9, page), dtype=torch.int8) for page in pages]
+    region = SharedOffloadRegion(
+        engine_id=f"kvs-test-{time.monotonic_ns()}",
+        num_chunks=4,
+        rank=0,
+        kv_bytes_per_chunk=4096,
+        cpu_page_size=2 * sum(pages),
+    )
+    worker = CopyWorker(
+        CanonicalKVCaches(
+            [CanonicalKVCacheTensor(tensor, page) for tensor, page in zip(tensors, pages, strict=True)],
+            [[CanonicalKVCacheRef(0, 64)], [CanonicalKVCacheRef(0, 64), CanonicalKVCacheRef(1, 32)]],
+        ),
+        region,
+        spec.blocks_per_chunk,
+    )
+    for block in range(9):
+        tensors[0][block], tensors[1][block] = block, 10 + block
+    # Of the first group its blocks 0 to 3, of the second its blocks 3 and 4: the second half of one row, the first of
+    # the next.
+    stored = GPULoadStoreSpec([1, 2, 3, 4, 5, 6], group_sizes=[4, 2], block_indices=[0, 3])
+    assert worker.submit_store(1, stored, CPULoadStoreSpec([2, 0, 1, 3]))
+    for tensor in tensors:
+        tensor.zero_()
+    loaded = GPULoadStoreSpec([8, 7, 6, 5, 4], group_sizes=[3, 2], block_indices=[1, 3])
+    assert worker.submit_load(2, CPULoadStoreSpec([2, 0, 1, 3]), loaded)
+    assert [int(tensors[0][block, 0]) for block in range(9)] == [0, 0, 0, 0, 6, 5, 4, 3, 2]
+    assert [int(tensors[1][block, 0]) for block in range(9)] == [0, 0, 0, 0, 16, 15, 0, 0, 0]
+    assert all(bool((tensor == tensor[:, :1]).all()) for tensor in tensors)
+    assert [(done.job_id, done.success) for done in worker.get_finished()] == [(1, True), (2, True)]
+    assert [done.transfer_size for done in worker.get_finished()] == []
+    worker.shutdown()
 
 
 def test_the_store_knows_which_chunk_follows_which(launch: Callable[..., Rig]) -> None:
@@ -614,10 +688,10 @@ def test_without_an_engine_the_weights_must_be_named(config: Any) -> None:
                 namespace_of_rows(None, spec, settings, row_bytes=row_bytes(spec))
 
 
-def _with_memory(config: Any) -> Any:
+def _with_memory(config: Any, **extra: Any) -> Any:
     changed = copy.copy(config)
     changed.kv_transfer_config = copy.copy(config.kv_transfer_config)
-    changed.kv_transfer_config.kv_connector_extra_config = {"cpu_bytes_to_use": 1 << 24}
+    changed.kv_transfer_config.kv_connector_extra_config = {"cpu_bytes_to_use": 1 << 24, **extra}
     return changed
 
 

@@ -32,7 +32,9 @@ from kvstore.gpu_worker.connectors.vllm.identity import (
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.lookups import Lookups
 from kvstore.gpu_worker.connectors.vllm.metadata import Load, Save, StepMetadata
-from kvstore.gpu_worker.connectors.vllm.settings import Settings
+from kvstore.gpu_worker.connectors.vllm.settings import Settings, TierSettings
+from kvstore.gpu_worker.connectors.vllm.tier_doctor import TIER, round_trip, tier_settings
+from kvstore.gpu_worker.connectors.vllm.tier_identity import Engine, check_engine
 from kvstore.gpu_worker.connectors.vllm.worker import WorkerSide
 from kvstore.keys import ROOT
 from kvstore.types import ChunkKey
@@ -60,6 +62,8 @@ class Patient:
         self.timeout_s = timeout_s
         self.config: Any = None
         self.settings = Settings()
+        self.tier: TierSettings | None = None
+        """Set when the tier is configured instead of the connector."""
 
     def checks(self) -> list[Callable[[], str]]:
         return [
@@ -104,26 +108,40 @@ class Patient:
         paste = f"--kv-transfer-config '{json.dumps(wanted)}'"
         if transfer is None or transfer.kv_connector is None:
             raise Failed("no KV connector is configured", f"add {paste}")
+        self.tier = tier_settings(transfer)
+        if self.tier is not None:
+            self._check_directory(self.tier.run_dir, "secondary_tiers.run_dir")
+            self.settings = Settings(
+                run_dir=self.run_dir,
+                weights_digest=self.tier.weights_digest,
+            )
+            return f"{TIER} below vLLM's own host memory, {transfer.kv_role}"
         named = (transfer.kv_connector, transfer.kv_connector_module_path)
         if named != (CONNECTOR, MODULE):
             raise Failed(f"the connector is {named[0]} of {named[1]}", f"use {paste}")
         self.settings = Settings.of(transfer.kv_connector_extra_config)
-        if self.settings.run_dir != self.run_dir:
-            raise Failed(
-                f"the engine will look for the daemon in {self.settings.run_dir}, this doctor in {self.run_dir}",
-                "name the same directory in kv_connector_extra_config.run_dir and with --run-dir",
-            )
+        self._check_directory(self.settings.run_dir, "kv_connector_extra_config.run_dir")
         role = {"kv_both": "saves and loads", "kv_producer": "only saves", "kv_consumer": "only loads"}
         way = "layer by layer" if self.settings.layerwise else "whole requests"
         return f"{CONNECTOR}, {role[transfer.kv_role]}, {way}"
 
+    def _check_directory(self, run_dir: str, setting: str) -> None:
+        if run_dir != self.run_dir:
+            raise Failed(
+                f"the engine will look for the daemon in {run_dir}, this doctor in {self.run_dir}",
+                f"name the same directory in {setting} and with --run-dir",
+            )
+
     def check_settings(self) -> str:
+        if self.tier is not None:
+            check_engine(Engine(self.config, self._cache()))
+            return "no setting of vLLM stands in the way"
         check_settings(self.config)
         return "a load that fails is computed; no setting of vLLM stands in the way"
 
     def check_model(self) -> str:
         model = self.config.model_config
-        window = model.get_sliding_window()
+        window = model.get_sliding_window() if self.tier is None else None
         hybrid = model.is_hybrid or model.is_attention_free
         if window or hybrid or model.is_encoder_decoder:
             kind = f"a window of {window}" if window else "other layers than attention"
@@ -132,7 +150,7 @@ class Patient:
                 "only models whose layers all have full attention are supported, so far",
             )
         device = self.config.device_config.device_type
-        if device != "cpu":
+        if device != "cpu" and self.tier is None:
             raise Failed(f"its KV lies on {device}", "KV is taken from CPU memory only, so far")
         kind = "latent (MLA)" if model.use_mla else "full"
         return f"{kind} attention in {model.get_total_num_hidden_layers()} layers, on {device}"
@@ -146,6 +164,8 @@ class Patient:
     def check_round_trip(self) -> str:
         """Blocks of the model's size, saved by one rank, found, and loaded by another, in a namespace of their own."""
         cache = self._cache()
+        if self.tier is not None:
+            return round_trip(self.config, cache, self.tier, self.timeout_s)
         layers = cache.kv_cache_groups[0].layer_names
         spec = cache.kv_cache_groups[0].kv_cache_spec
         shape = (cache.num_blocks, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
