@@ -212,7 +212,7 @@ class Loop:
 
     def unsubscribe(self, worker: WorkerId, push: Callable[[Push], None]) -> None:
         """Unless somebody else subscribed meanwhile."""
-        if self._subscribers.get(worker) is push:
+        if self._subscribers.get(worker) == push:  # a bound method is another object each time, but equal
             del self._subscribers[worker]
 
     def disk_stats(self) -> SsdStats | None:

@@ -271,6 +271,15 @@ async def test_pushes_go_to_who_subscribed_last(rig):
     assert (older, newer) == ([], [push])
 
 
+async def test_who_unsubscribed_is_forgotten(rig):
+    """Bound methods, as streams have them: each look at one makes another object."""
+    pushed: list[ev.Effect] = []
+    rig.loop.subscribe(WORKER, pushed.append)
+    assert "streams=1" in repr(rig.loop)
+    rig.loop.unsubscribe(WORKER, pushed.append)
+    assert "streams=0" in repr(rig.loop), "and nothing of the stream is kept"
+
+
 async def test_retired_segments_are_told_again_until_they_are_unmapped(rig):
     rig.core.script = [[ev.SegmentsRetired(WORKER, (SegmentId(3), SegmentId(4)))]]
     rig.loop.post(ASK)
