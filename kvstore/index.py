@@ -44,7 +44,7 @@ could not be emptied."""
 CHUNK_ROWS = 65_536
 SESSION_ROWS = 1_024
 """Rows read in one transaction at the start."""
-START_EMPTY = "restore it, or remove the directory to start with an empty SSD tier"
+START_EMPTY = "kvctl check --fix keeps what can be read; or remove the directory to start with an empty SSD tier"
 
 Table: TypeAlias = "lmdb._Database"
 Outcome = tuple[DiskResult, str]

@@ -322,19 +322,24 @@ def test_sessions(left: Left) -> None:
     assert head not in left.rows("sessions")
 
 
+def leaves(left: Left) -> list[int]:
+    """Pages of the index that hold chunks."""
+    with (left.ssd / "index" / "data.mdb").open("rb") as file:
+        pages = LmdbPages(file.fileno())
+        rows = [row[0] for row in pages.rows("chunks") if not isinstance(row, Damage)]
+        assert rows == sorted(left.rows("chunks"))
+        mine = [page for page, owner in enumerate(pages._owner) if owner == pages._numbers["chunks"]]
+        found = [page for page in mine if os.pread(file.fileno(), 1, 4096 * page + 10)[0] & 2]
+    assert len(found) > 1
+    return found
+
+
 def test_a_damaged_page_of_the_index(left: Left, served: Callable[[], set[bytes]]) -> None:
     """LMDB itself may crash on it. What lies beside it is kept."""
     data = left.ssd / "index" / "data.mdb"
-    rows = sorted(left.rows("chunks"))
-    with data.open("rb") as file:
-        pages = LmdbPages(file.fileno())
-        assert [row[0] for row in pages.rows("chunks") if not isinstance(row, Damage)] == rows
-        mine = [page for page, owner in enumerate(pages._owner) if owner == pages._numbers["chunks"]]
-    raw = data.read_bytes()
-    leaves = [page for page in mine if raw[4096 * page + 10] & 2]
-    assert len(leaves) > 1
+    pages = leaves(left)
     with data.open("r+b") as file:
-        file.seek(4096 * leaves[0] + 12)
+        file.seek(4096 * pages[0] + 12)
         file.write(b"\xee" * 200)
     done = check(left.ssd)
     assert done.status == 1 and done.kinds == {"index": 1}, done
@@ -380,3 +385,37 @@ def test_without_a_fix_the_daemon_serves_no_wrong_byte_either(
     wrong = check(left.ssd)
     assert wrong.status == 1
     assert served() < set(left.keys) - {left.keys[7]}
+
+
+@pytest.mark.parametrize(
+    ("offset", "data"), [(10, b"\xee\xee"), (12, b"\xff\xff\xff\xff"), (0, b"\xee" * 4096)]
+)
+def test_the_daemon_does_not_start_on_a_page_that_is_none(
+    left: Left, launch: Callable[..., Any], offset: int, data: bytes
+) -> None:
+    damage(left, offset, data)
+    daemon = launch(**SETTINGS, ssd_dir=left.ssd)
+    with pytest.raises(AssertionError, match="the log ended"):
+        daemon.wait_for("ready")
+    assert daemon.exit_status() == 2 and "kvctl check --fix" in " ".join(daemon.text), daemon.text
+
+
+def test_a_page_that_looks_like_one_may_cost_rows_but_serves_no_wrong_byte(
+    left: Left, start_daemon: Callable[..., Any], served: Callable[[], set[bytes]]
+) -> None:
+    damage(left, 16, b"\x00\x00")
+    daemon = start_daemon(**SETTINGS, ssd_dir=left.ssd)
+    with client_of(daemon) as client:
+        found = set(hits(client.open(SPEC), left.keys))  # compares every byte
+    assert daemon.stop() == 0
+    assert found < set(left.keys)
+    assert check(left.ssd).kinds == {"index": 1}
+    assert check(left.ssd, "--fix").status == 0
+    assert served() <= found
+
+
+def damage(left: Left, offset: int, data: bytes) -> None:
+    page = leaves(left)[0]
+    with (left.ssd / "index" / "data.mdb").open("r+b") as file:
+        file.seek(4096 * page + offset)
+        file.write(data)
