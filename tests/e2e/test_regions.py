@@ -456,10 +456,15 @@ def test_a_region_that_is_taken_back_in_mid_fill(
 # ----------------------------------------------------------------------------------- daemons and workers that stop
 
 
-def stop(daemon: Any) -> None:
+@contextlib.contextmanager
+def stopped(daemon: Any) -> Iterator[None]:
     daemon.process.send_signal(signal.SIGSTOP)
-    stat = Path(f"/proc/{daemon.pid}/stat")
-    eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+    try:
+        stat = Path(f"/proc/{daemon.pid}/stat")
+        eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+        yield
+    finally:
+        daemon.process.send_signal(signal.SIGCONT)
 
 
 @BOTH
@@ -474,15 +479,12 @@ def test_rows_that_a_stopped_daemon_reads_late_are_never_seen(
         region = client.adopt(memfd, SIZE)
         with space.write(keys, staged=False) as batch:
             offsets = write_rows(memfd, keys, (0, 1, 2))
-            stop(daemon)
-            try:
+            with stopped(daemon):
                 with pytest.raises(DeadlineExceeded):
                     batch.fill(region, offsets, timeout_s=0.2)
                 write_rows(memfd, [ChunkKey(b"else")] * 3, (0, 1, 2))
                 with pytest.raises(BadRequest, match="no fill has ended well"):
                     batch.commit()
-            finally:
-                daemon.process.send_signal(signal.SIGCONT)
         # It did read them, late; or it heard first that nobody wants them.
         counted = client.stats
         eventually(lambda: counted().counters.get("fills") or counted().counters.get("fills_failed"))
@@ -558,9 +560,13 @@ def test_a_restarted_daemon_is_lent_the_region_anew(start_daemon: Callable[..., 
         client.wait_connected()
         eventually(lambda: outcomes(space, keys) == {Reason.NEVER_SEEN})
         assert not kept_by(daemon)
+        with space.write(keys_of(space, 1, 8), staged=False) as batch:
+            with stopped(daemon), pytest.raises(DeadlineExceeded):
+                batch.fill(region, [0], timeout_s=0.2)  # it is to be lent first
+            batch.fill(region, [0])  # lent again: the first answer may come late
         fill_and_commit(space, region, memfd, keys)
         check_hits(space, keys)
-        assert len(kept_by(daemon)) == 1
+        eventually(lambda: len(kept_by(daemon)) == 1)
         region.close()
         eventually(lambda: not kept_by(daemon))
         with (
@@ -568,6 +574,13 @@ def test_a_restarted_daemon_is_lent_the_region_anew(start_daemon: Callable[..., 
             pytest.raises(BadRequest, match="closed"),
         ):
             batch.fill(region, [0])
+
+
+def test_a_region_that_is_adopted_too_late_is_taken_back(daemon: Any, client: Client, memfd: int) -> None:
+    with stopped(daemon), pytest.raises(DeadlineExceeded):
+        client.adopt(memfd, SIZE, timeout_s=0.2)
+    daemon.wait_for("region adopted")
+    eventually(lambda: not kept_by(daemon))
 
 
 def test_regions_end_with_the_connection(daemon: Any, memfd: int) -> None:
