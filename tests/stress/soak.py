@@ -76,6 +76,10 @@ WARM_UP_SHARE = 1 / 3
 BOUNDS = {"RssAnon": (0.03, 4 << 20), "descriptors": (0.05, 6), "threads": (0.0, 2), "mappings": (0.05, 12)}
 """By how much each may rise after the warm-up: this share of its median, and so much more."""
 
+GAUGES = ("chunk_rows", "ghosts", "workers")
+"""Of the daemon's tables, noted now and then: why memory rises, if it does."""
+GAUGES_EVERY_S = 10
+
 
 # ----------------------------------------------------------------------------------------------------------- workers
 
@@ -413,7 +417,7 @@ class Soak:
         for number in range(STAYING):
             self.start(number)
         visitors: list[tuple[float, subprocess.Popen[bytes]]] = []
-        series: dict[str, list[float]] = {name: [] for name in ("time", *BOUNDS)}
+        series: dict[str, list[float]] = {name: [] for name in ("time", *BOUNDS, *GAUGES)}
         began = time.monotonic()
         steps = 0
         quiet_since = began
@@ -444,6 +448,10 @@ class Soak:
             series["time"].append(now)
             for name, value in sample(self.daemon.pid).items():
                 series[name].append(value)
+            if len(series["time"]) % GAUGES_EVERY_S == 1:
+                gauges = self.client.stats().gauges
+                for name in GAUGES:
+                    series[name].append(gauges[name])
             time.sleep(max(0.0, now + 1.0 - time.monotonic()))
         for process in self.processes:
             if process.poll() is None:
