@@ -33,7 +33,7 @@ def daemon(folder: Path) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def engine(daemon: Daemon, launch_engine: Callable[..., Engine]) -> Engine:
-    return launch_engine("engine", daemon.run_dir, {"lookup_ms": 2000, "load_ms": 3000})
+    return launch_engine("engine", daemon.run_dir, {"lookup_ms": 5000, "load_ms": 10_000})
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_fresh_process_restores(
     computed = [len(tokens) + 8 - 1 for tokens in prompts]  # the last token of an answer is not fed back
     assert engine.counts()["blocks_saved"] == sum(count // BLOCK for count in computed)
 
-    fresh = launch_engine("fresh", daemon.run_dir)
+    fresh = launch_engine("fresh", daemon.run_dir, {"lookup_ms": 10_000, "load_ms": 10_000})
     outputs = fresh.generate(*prompts)
     same(prompts, outputs)
     restored = [whole_blocks(tokens) for tokens in prompts]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -22,18 +27,29 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from .conftest import BLOCK, Daemon, prompt, transfer_config
+from kvstore.client import connect
+from kvstore.gpu_worker.connectors.vllm.loader import BATCH_BLOCKS, LayerLoad
+from kvstore.gpu_worker.connectors.vllm.metadata import Change, Changes, Load, RankReport
+from kvstore.gpu_worker.connectors.vllm.saver import Copied, Saver
+from kvstore.gpu_worker.connectors.vllm.scheduler import _usable
+from kvstore.gpu_worker.connectors.vllm.stats import Tally
+from kvstore.types import ChunkKey, GrantResult
+
+from .conftest import BLOCK, BOUND_S, Daemon, prompt, transfer_config
 
 LAYERS, HEADS, WIDTH, BLOCKS = 3, 2, 8, 50
 STEPS_MAX = 20_000
+PATIENT = {"lookup_ms": 20_000, "load_ms": 20_000, "save_ms": 20_000}
+"""What is late on a busy machine is a miss, which here would be a failure."""
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +63,30 @@ class Rig:
     """One engine: a real scheduler, `ranks` connectors of the worker role, and no model."""
 
     def __init__(
-        self, model: Path, run_dir: Path, *, ranks: int = 2, replicas: int = 1, **extra: Any
+        self,
+        model: Path,
+        run_dir: Path,
+        *,
+        ranks: int = 2,
+        replicas: int = 1,
+        role: str = "kv_both",
+        **extra: Any,
     ) -> None:
         init_none_hash(sha256)
         config = VllmConfig(
             model_config=ModelConfig(model=str(model), dtype="float32", skip_tokenizer_init=True),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=4,
-                max_num_batched_tokens=128,
+                max_num_batched_tokens=120,  # no multiple of a block
                 max_model_len=1024,
                 is_encoder_decoder=False,
                 async_scheduling=False,
             ),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
             device_config=DeviceConfig("cpu"),
-            kv_transfer_config=KVTransferConfig(**transfer_config(run_dir, **extra)),
+            kv_transfer_config=KVTransferConfig(
+                **{**transfer_config(run_dir, **{**PATIENT, **extra}), "kv_role": role}
+            ),
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         )
         config.parallel_config.tensor_parallel_size = ranks
@@ -96,6 +121,9 @@ class Rig:
         """All that vLLM published."""
         self.scheduler.kv_event_publisher.publish = lambda batch: self.events.extend(batch.events)
         self._count = 0
+        self.weights = 0
+        """What is computed depends on them. A request that has KV of two is not checked."""
+        self.checks = True
         self.keys: list[bytes] = []
         """Of the last request's full blocks."""
 
@@ -104,23 +132,44 @@ class Rig:
             worker.shutdown()
         self.scheduler.connector.shutdown()
 
-    def value(self, rank: int, layer: int, token: int, place: int) -> float:
-        return float((token * 31 + place * 7 + layer * 3 + rank // self.replicas * 101) % 4093)
+    def hold_loads(self) -> threading.Event:
+        """No rank reads anything before that is set."""
+        gate = threading.Event()
+        for worker in self.workers:
+            loader = worker.worker_side._loader
+            loader._fill = partial(_behind, gate, loader._fill)
+        return gate
 
-    def run(self, tokens: list[int], *, between: Callable[[], None] = lambda: None) -> int:
-        """Serves one request of two answer tokens, checks every block that vLLM takes for computed, and returns how
-        many tokens were not computed. `between` runs before each step."""
+    def value(self, rank: int, layer: int, token: int, place: int) -> float:
+        number = token * 31 + place * 7 + layer * 3 + rank // self.replicas * 101 + self.weights * 1009
+        return float(number % 4093)
+
+    def request(self, tokens: list[int], lora: LoRARequest | None = None) -> Request:
+        """One of two answer tokens."""
         self._count += 1
-        name = f"r{self._count}"
-        parameters = SamplingParams(max_tokens=2, ignore_eos=True)
-        request = Request(
-            request_id=name,
+        return Request(
+            request_id=f"r{self._count}",
             prompt_token_ids=tokens,
-            sampling_params=parameters,
+            sampling_params=SamplingParams(max_tokens=2, ignore_eos=True),
             pooling_params=None,
             mm_features=None,
+            lora_request=lora,
             block_hasher=get_request_block_hasher(BLOCK, sha256),
         )
+
+    def run(
+        self,
+        tokens: list[int],
+        *,
+        between: Callable[[], None] = lambda: None,
+        lora: LoRARequest | None = None,
+        **changes: Any,
+    ) -> int:
+        """Serves one request, checks every block that vLLM takes for computed, and returns how many tokens were not
+        computed. `between` runs before each step; `changes` are made to the request."""
+        request = self.request(tokens, lora)
+        for attribute, value in changes.items():
+            setattr(request, attribute, value)
         self.scheduler.add_request(request)
         self.keys = [bytes(block_hash) for block_hash in request.block_hashes]
         computed: set[int] = set()
@@ -148,10 +197,14 @@ class Rig:
             worker.bind_connector_metadata(output.kv_connector_metadata)
             if output.has_sync_kv_loads:
                 worker.start_load_kv(None)
+            spoilt = 0
             for layer, (name, tensor) in enumerate(self.tensors[rank].items()):
                 worker.wait_for_layer_load(name)
+                doubtful = count and (output.has_sync_kv_loads or self.weights)
+                if doubtful and not self._whole(rank, layer, request, start, blocks):
+                    spoilt = 1  # attention reads what should be there
                 for place in range(start, start + count):
-                    value = self.value(rank, layer, request.all_token_ids[place], place)
+                    value = self.value(rank, layer, request.all_token_ids[place], place) + spoilt
                     tensor[blocks[place // BLOCK], :, place % BLOCK] = value
                 worker.save_kv_layer(name, tensor, None)
             if not output.has_sync_kv_loads:
@@ -178,17 +231,27 @@ class Rig:
         computed.update(range(start, start + count))
         merged = self._aggregator.aggregate(results)
         failed = merged.kv_connector_output.invalid_block_ids
-        if count and not failed:
+        if count and not failed and self.checks:
             self._check(request, start + count, blocks)
         self.scheduler.update_from_output(output, merged)
 
     def _check(self, request: Request, end: int, blocks: list[int]) -> None:
-        for rank, tensors in enumerate(self.tensors):
-            for layer, tensor in enumerate(tensors.values()):
-                for place in range(end):
-                    wanted = self.value(rank, layer, request.all_token_ids[place], place)
-                    got = tensor[blocks[place // BLOCK], :, place % BLOCK]
-                    assert bool((got == wanted).all()), (rank, layer, place, got, wanted)
+        for rank in range(len(self.tensors)):
+            for layer in range(LAYERS):
+                assert self._whole(rank, layer, request, end, blocks), (rank, layer)
+
+    def _whole(self, rank: int, layer: int, request: Request, end: int, blocks: list[int]) -> bool:
+        """Whether the KV of the request's first `end` tokens is what it should be."""
+        tensor = list(self.tensors[rank].values())[layer]
+        return all(
+            bool(
+                (
+                    tensor[blocks[place // BLOCK], :, place % BLOCK]
+                    == self.value(rank, layer, request.all_token_ids[place], place)
+                ).all()
+            )
+            for place in range(end)
+        )
 
     def announced(self) -> dict[Any, BlockStored]:
         """What a router that heard all of it believes to be in the store: hash -> the event that said so."""
@@ -200,6 +263,11 @@ class Rig:
                 for block_hash in event.block_hashes:
                     del blocks[block_hash]
         return blocks
+
+
+def _behind(gate: threading.Event, fill: Callable[..., int], *arguments: Any) -> int:
+    assert gate.wait(BOUND_S)
+    return fill(*arguments)
 
 
 class FailsAtLayer:
@@ -216,6 +284,25 @@ class FailsAtLayer:
         if self._layer in layers:
             raise ZeroDivisionError
         return self._blocks.pieces(index, shard, block, layers)
+
+
+class WaitsAtBlock:
+    """A rank's blocks; who wants to fill the one with key number `index` says so, and waits."""
+
+    def __init__(self, blocks: Any, index: int, reached: threading.Event, gate: threading.Event) -> None:
+        self._blocks = blocks
+        self._index = index
+        self._reached = reached
+        self._gate = gate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._blocks, name)
+
+    def pieces(self, index: int, *rest: Any) -> Any:
+        if index == self._index:
+            self._reached.set()
+            assert self._gate.wait(BOUND_S)
+        return self._blocks.pieces(index, *rest)
 
 
 @pytest.fixture
@@ -275,6 +362,35 @@ def test_a_rank_that_does_not_load_makes_both_compute(
     assert rig().run(tokens) == 288
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_follows_a_layer_that_is_missing_is_not_saved(rig: Callable[..., Rig], rank: int) -> None:
+    """Layer by layer, the step has computed more blocks on bad ground before vLLM hears of it."""
+    tokens = prompt(52 + rank, 290)
+    rig().run(tokens[:130])
+    second = rig(layerwise=True)
+    loader = second.workers[rank].worker_side._loader
+    loader._blocks = FailsAtLayer(loader._blocks, 1)
+    assert second.run(tokens) == 0
+    assert rig().run(tokens) == 288
+
+
+def test_whole_blocks_leave_one_token_to_compute(rig: Callable[..., Rig]) -> None:
+    tokens = prompt(54, 288)
+    rig().run(tokens)
+    assert rig().run(tokens) == 256
+    assert rig(layerwise=True).run(tokens) == 256
+
+
+def test_behind_what_the_engine_has_itself(rig: Callable[..., Rig]) -> None:
+    tokens = prompt(55, 300)
+    rig().run(tokens)
+    for layerwise in (False, True):
+        second = rig(layerwise=layerwise)
+        second.run(tokens[:100])
+        assert second.run(tokens) == 288
+        assert second.workers[0].worker_side.tally.total["blocks_loaded"] == 9, "each once"
+
+
 def test_a_broken_thread_is_a_miss(rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture) -> None:
     tokens = prompt(10, 200)
     rig().run(tokens)
@@ -307,12 +423,80 @@ def test_a_reset_voids_loads_under_way(rig: Callable[..., Rig]) -> None:
     second = rig()
     connector = second.scheduler.connector
 
+    gate = second.hold_loads()
+
     def reset_once() -> None:
         if connector.scheduler_side._loading and not connector.scheduler_side._resets:
             assert connector.reset_cache()
+            gate.set()
 
     assert second.run(tokens, between=reset_once) == 0
     assert connector.scheduler_side._resets == 1
+
+
+def test_a_reset_between_two_batches_of_a_load(rig: Callable[..., Rig]) -> None:
+    """What is in already is of weights that are gone, as is what follows."""
+    tokens = prompt(50, BLOCK * (BATCH_BLOCKS + 4) + 1)
+    rig().run(tokens)
+    second = rig()
+    connector = second.scheduler.connector
+    second.run(prompt(56, 40))  # the ranks know the namespace
+    loaders = [worker.worker_side._loader for worker in second.workers]
+    generations = [loader._generation for loader in loaders]
+    between_batches, gate = threading.Event(), threading.Event()
+    for loader in loaders:
+        loader._blocks = WaitsAtBlock(loader._blocks, BATCH_BLOCKS, between_batches, gate)
+
+    def reset_once() -> None:
+        if between_batches.is_set() and not connector.scheduler_side._resets:
+            assert connector.reset_cache()
+        if all(loader._generation > was for loader, was in zip(loaders, generations, strict=True)):
+            gate.set()
+
+    assert second.run(tokens, between=reset_once) == 0
+    assert gate.is_set()
+
+
+@pytest.mark.parametrize("loaded", [0, 6])
+def test_a_reset_in_mid_request_saves_nothing_of_it(rig: Callable[..., Rig], loaded: int) -> None:
+    """Its first blocks were computed with other weights, or loaded, and all that follow depend on them."""
+    tokens = prompt(40 + loaded, 300)
+    if loaded:
+        rig().run(tokens[: loaded * BLOCK + 1])
+    first = rig()
+    side = first.scheduler.connector.scheduler_side
+
+    def reset_once() -> None:
+        for tracked in side._requests.values():
+            begun = tracked.tried == 0 and not side._loading if loaded else tracked.blocks
+            if begun and not side._resets:
+                assert first.scheduler.connector.reset_cache()
+                first.weights, first.checks = 1, False
+
+    assert first.run(tokens, between=reset_once) == loaded * BLOCK
+    assert side._resets == 1
+    first.checks = True
+    assert first.scheduler.reset_prefix_cache()
+    assert first.run(tokens) == 0
+    assert first.scheduler.reset_prefix_cache()
+    assert first.run(tokens) == 288
+
+
+def test_a_reset_gives_back_what_waiting_requests_found(rig: Callable[..., Rig]) -> None:
+    tokens = prompt(57, 300)
+    rig().run(tokens)
+    second = rig()
+    side = second.scheduler.connector.scheduler_side
+    side.on_new_request(second.request(tokens))
+    (tracked,) = side._requests.values()
+    lookup = tracked.lookup
+    for _ in range(int(BOUND_S / 0.02)):
+        if lookup.done:
+            break
+        threading.Event().wait(0.02)
+    assert lookup.hits == 9 and not lookup.stale
+    assert second.scheduler.connector.reset_cache()
+    assert lookup.stale and tracked.lookup is None
 
 
 def test_a_full_queue_drops(rig: Callable[..., Rig]) -> None:
@@ -397,12 +581,14 @@ def test_routers_hear_of_what_is_gone(rig: Callable[..., Rig]) -> None:
     assert first.scheduler.reset_prefix_cache()
     side = first.scheduler.connector.scheduler_side
     forgotten = []
+    gate = first.hold_loads()
 
     def forget_once() -> None:
         if side._loading and not forgotten:
             for lookup in side._loading.values():
                 lookup.end()
             forgotten.append(namespace.forget(keys=keys[2:3]))
+            gate.set()
 
     before = len(first.events)
     first.run(tokens, between=forget_once)
@@ -423,3 +609,153 @@ def test_routers_hear_of_a_reset(rig: Callable[..., Rig]) -> None:
     first.run(tokens)
     first.run(prompt(31, 40))
     assert set(computed_blocks(first)[:9]) <= first.announced().keys()
+
+
+def test_adapters_of_one_place_never_meet(rig: Callable[..., Rig], tmp_path: Path) -> None:
+    """vLLM's hash covers an adapter's name and path, not what lies there."""
+    tokens = prompt(41, 300)
+    adapter = LoRARequest("mine", 1, str(tmp_path))
+    for content in (b"one", b"other"):
+        (tmp_path / "adapter_model.bin").write_bytes(content)
+        assert rig().run(tokens, lora=adapter) == 0
+        assert rig().run(tokens, lora=adapter) == 288
+    assert rig().run(tokens) == 0
+
+
+def test_what_is_not_to_be_read_is_not_looked_up(rig: Callable[..., Rig]) -> None:
+    tokens = prompt(42, 300)
+    rig().run(tokens)
+    assert rig(load_tokens_min=289).run(tokens) == 0
+    assert rig(load_tokens_min=288).run(tokens) == 288
+    assert rig().run(tokens, skip_reading_prefix_cache=True) == 0
+    assert not _usable(SimpleNamespace(prompt_embeds=torch.zeros(1), resumable=False))
+    assert not _usable(SimpleNamespace(prompt_embeds=None, resumable=True))
+
+
+def test_roles(rig: Callable[..., Rig]) -> None:
+    tokens, other = prompt(43, 300), prompt(44, 300)
+    assert rig(role="kv_producer").run(tokens) == 0
+    assert rig(role="kv_producer").run(tokens) == 0, "it does not load"
+    assert rig(role="kv_consumer").run(tokens) == 288
+    assert rig(role="kv_consumer").run(other) == 0
+    assert rig().run(other) == 0, "it does not save"
+
+
+def pinned_bytes(daemon: Daemon) -> int:
+    with connect(str(daemon.run_dir), timeout_s=BOUND_S) as client:
+        return sum(row.pinned_bytes for row in client.stats().namespaces)
+
+
+def test_aborted_in_the_load(rig: Callable[..., Rig], daemon: Daemon) -> None:
+    """vLLM keeps its blocks until the ranks have reported; the store's pins go."""
+    tokens = prompt(45, 300)
+    rig().run(tokens)
+    second = rig()
+    side = second.scheduler.connector.scheduler_side
+    gate = second.hold_loads()
+
+    def abort() -> None:
+        if side._loading:
+            second.scheduler.finish_requests(list(side._loading), RequestStatus.FINISHED_ABORTED)
+            assert not side._loading and not side._requests
+            gate.set()
+
+    second.run(tokens, between=abort)
+    for _ in range(int(BOUND_S / 0.05)):
+        if pinned_bytes(daemon) == 0 and second.scheduler.reset_prefix_cache():
+            break
+        second.run(prompt(48, 20))  # the ranks report with a step
+        threading.Event().wait(0.05)
+    assert pinned_bytes(daemon) == 0
+    assert second.scheduler.reset_prefix_cache()
+    assert second.run(tokens) == 288
+
+
+def test_pins_of_who_waits_too_long_are_given_back(rig: Callable[..., Rig]) -> None:
+    tokens = prompt(46, 300)
+    rig().run(tokens)
+    second = rig(lookup_ms=2000, hold_ms=0)
+    side = second.scheduler.connector.scheduler_side
+    side.on_new_request(second.request(tokens))  # it never gets its turn
+    (tracked,) = side._requests.values()
+    lookup = tracked.lookup
+    held = False
+    for _ in range(int(BOUND_S / 0.02)):
+        held = held or bool(lookup._leases)
+        if held and not lookup._leases:
+            break
+        second.scheduler.schedule()
+        threading.Event().wait(0.02)
+    assert held and not lookup._leases and lookup.stale
+
+
+def test_reports_of_before_a_reset_are_void(rig: Callable[..., Rig]) -> None:
+    tokens = prompt(47, 300)
+    first = rig()
+    side = first.scheduler.connector.scheduler_side
+    before = side._spec
+    first.run(tokens)
+    assert first.scheduler.reset_prefix_cache(reset_connector=True)
+    for worker in first.workers:  # what they save from now on is not reported
+        worker.build_connector_worker_meta()
+        worker.worker_side.changes._wanted = False
+    first.run(tokens)
+    keys = tuple(ChunkKey(key) for key in first.keys[:9])
+    for spec, announced in ((before, 0), (side._spec, 9)):
+        side.reported(RankReport([Change(spec, keys, shard) for shard in (0, 1)]))
+        said = [event for event in side.events.take() if isinstance(event, BlockStored)]
+        assert sum(len(event.block_hashes) for event in said) == announced
+
+
+def test_a_late_copy_is_awaited() -> None:
+    """Layer-wise: the step goes on only when nothing writes to the blocks any more."""
+    layers = LayerLoad(Load("r", (ChunkKey(b"k"),), (1,)), deadline=0.0)
+    assert layers.begin_layer()
+    waiting = threading.Thread(target=layers.wait, args=(0,))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    layers.end_layer(True)
+    waiting.join(BOUND_S)
+    assert not waiting.is_alive() and layers.failed
+    assert not layers.begin_layer(), "and it goes on for good"
+
+
+class FullStore:
+    """Stands for link and namespace: grants the first chunk, has the second, is full for the third; commits fail."""
+
+    spec = None
+
+    def __init__(self, ok: bool) -> None:
+        self.results = (GrantResult.GRANTED, GrantResult.ALREADY, GrantResult.FULL)
+        self.granted = (0,)
+        self._ok = ok
+
+    def namespace(self, spec: Any, timeout_s: float) -> Any:
+        return self
+
+    def write(self, keys: list[ChunkKey], **_: Any) -> Any:
+        return nullcontext(self)
+
+    def buffer(self, index: int) -> Any:
+        return np.zeros(8, np.uint8)
+
+    def commit(self, *, timeout_s: float) -> Any:
+        return SimpleNamespace(ok=self._ok, error=None if self._ok else "full")
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_what_was_not_committed_is_not_said_to_be_there(ok: bool) -> None:
+    tally, changes = Tally(), Changes(wanted=True)
+    saver = Saver(FullStore(ok), 8, 0, tally, changes, queue_bytes=24, save_s=1.0, maker=b"m" * 16)
+    keys = [ChunkKey(name) for name in (b"a", b"b", b"c")]
+    shards = saver.buffers(4)
+    assert len(shards) == 3, "bounded"
+    saver.put([Copied(None, key, ChunkKey(b"p"), shard) for key, shard in zip(keys, shards, strict=True)])
+    assert saver.flush(BOUND_S)
+    saver.close(BOUND_S)
+    report = changes.take()
+    assert report is not None
+    assert [change.keys for change in report.changes] == [tuple(keys[:2] if ok else keys[1:2])]
+    counts = {name: tally.total[name] for name in ("blocks_saved", "blocks_already", "blocks_refused")}
+    assert counts == {"blocks_saved": int(ok), "blocks_already": 1, "blocks_refused": 1 + (not ok)}

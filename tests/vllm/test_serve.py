@@ -32,7 +32,7 @@ from kvstore.client import connect
 from .conftest import BLOCK, BOUND_S, Daemon, Process, prompt, transfer_config, whole_blocks
 
 SHARD_BYTES = 4 * 2 * BLOCK * 2 * 64 * 4
-LOOKUP_MS = 1_500
+LOOKUP_MS = 5_000
 Same = Callable[..., None]
 
 
@@ -48,7 +48,7 @@ class Server:
                 *("--max-num-seqs=8", f"--block-size={BLOCK}", "--enforce-eager"),
                 "--enable-prompt-tokens-details",
                 f"--kv-events-config={json.dumps({'enable_kv_cache_events': True, 'endpoint': events_of(folder)})}",
-                f"--kv-transfer-config={json.dumps(transfer_config(run_dir, lookup_ms=LOOKUP_MS, load_ms=3000))}",
+                f"--kv-transfer-config={json.dumps(transfer_config(run_dir, lookup_ms=LOOKUP_MS, load_ms=10_000))}",
                 *more,
             ],
             folder / "serve.log",

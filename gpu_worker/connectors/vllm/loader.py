@@ -89,7 +89,9 @@ class Loader:
         self._changes = changes
         self._load_s = load_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-loader")
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # guards all below
+        self._open = 0
+        """Whole loads that have not ended."""
         self._done: list[tuple[Load, int]] = []
         """Ended and not reported yet, each with how many of its leading blocks are in."""
         self._generation = 0
@@ -97,18 +99,22 @@ class Loader:
     # --------------------------------------------------------------------------------------------------------- whole
 
     def start(self, load: Load, spec: NamespaceSpec) -> None:
+        with self._changed:
+            self._open += 1
         self._thread.submit(self._run, load, spec, time.monotonic() + self._load_s, self._generation)
 
-    def take_done(self) -> tuple[set[str], set[int]]:
-        """Requests whose loads have ended since the last call, and the blocks that are to be computed after all."""
-        with self._lock:
+    def take_done(self, wait_s: float = 0.0) -> tuple[set[str], set[int]]:
+        """Requests whose loads have ended since the last call, and the blocks that are to be computed after all. Waits
+        until there is one, if one is under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._done or not self._open, wait_s)
             done, self._done = self._done, []
         failed = {block for load, whole in done for block in load.blocks[whole:]}
         return {load.request for load, _ in done}, failed
 
     def void(self) -> None:
         """What is loaded and not reported yet, queued or under way is of weights that are gone."""
-        with self._lock:
+        with self._changed:
             self._generation += 1
             self._done = [(load, 0) for load, _ in self._done]
 
@@ -125,8 +131,10 @@ class Loader:
             whole = 0
         finally:
             self._count(load, whole, begun)
-            with self._lock:
+            with self._changed:
+                self._open -= 1
                 self._done.append((load, whole if generation == self._generation else 0))
+                self._changed.notify_all()
 
     def _fill(self, load: Load, namespace: Namespace, deadline: float, generation: int) -> int:
         """How many leading blocks are in."""

@@ -98,8 +98,10 @@ class Lookups:
         self._lookup_s = lookup_s
         self._hold_s = hold_s
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-lookup")
+        self._changed = threading.Condition()  # guards both below
         self._waiting = 0
-        self._lock = threading.Lock()
+        self._unseen = False
+        """Whether there was an answer since somebody waited for one."""
 
     def start(
         self,
@@ -111,13 +113,20 @@ class Lookups:
         """Ask about a request's leading blocks. `adapter` may read files; `key` makes a chunk's key of both."""
         now = time.monotonic()
         lookup = Lookup(now + self._lookup_s, now + self._lookup_s + self._hold_s)
-        with self._lock:
+        with self._changed:
             if self._waiting >= WAITING_MAX:
                 lookup.settle([], 0, (), None)
                 return lookup
             self._waiting += 1
         self._threads.submit(self._run, lookup, spec, list(block_hashes), adapter, key)
         return lookup
+
+    def await_answer(self, timeout_s: float) -> None:
+        """Until an answer is there that no earlier call waited for; not when none is under way."""
+        with self._changed:
+            if self._waiting:
+                self._changed.wait_for(lambda: self._unseen, timeout_s)
+            self._unseen = False
 
     def _run(
         self,
@@ -143,9 +152,11 @@ class Lookups:
             # An adapter that cannot be told, or our bug: the request is computed either way, and the thread lives on.
             log.warning("a request is computed without the store: %s", error, exc_info=not _expected(error))
         finally:
-            with self._lock:
-                self._waiting -= 1
             lookup.settle(leases, hits, keys, digest, lost)
+            with self._changed:
+                self._waiting -= 1
+                self._unseen = True
+                self._changed.notify_all()
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)

@@ -15,6 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvstore.layout import NamespaceSpec
 from kvstore.types import ChunkKey
 
+IDLE_S = 0.002
+"""An engine that has nothing to compute but requests that wait for us would ask again and again: it burns a core, and
+keeps the threads that work for it from the interpreter's lock. So each side waits this long, or until there is news."""
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -45,6 +49,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Layer-wise only: blocks whose content is made anew from this step on, whatever they held before."""
     spec: NamespaceSpec | None = None
     """Sent when it changes: all ranks use the one that the scheduler's side made."""
+    idle: bool = False
+    """There is nothing to compute in this step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""The scheduler's side: which blocks the ranks load and save. Runs on vLLM's scheduler thread and never waits.
+"""The scheduler's side: which blocks the ranks load and save. Runs on vLLM's scheduler thread and never waits while
+there is something to compute.
 
     on_new_request ------------> lookup, in the background
     get_num_new_matched_tokens   its answer; None ("ask again") until it is there or its deadline has passed
@@ -27,16 +28,20 @@ from kvstore.gpu_worker.connectors.vllm.identity import (
 )
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.lookups import Lookup, Lookups
-from kvstore.gpu_worker.connectors.vllm.metadata import Load, RankLayout, RankReport, Save, StepMetadata
+from kvstore.gpu_worker.connectors.vllm.metadata import (
+    IDLE_S,
+    Load,
+    RankLayout,
+    RankReport,
+    Save,
+    StepMetadata,
+)
 from kvstore.gpu_worker.connectors.vllm.settings import Settings
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
 from kvstore.keys import ROOT
 from kvstore.layout import NamespaceSpec
 from kvstore.types import ChunkKey
 
-IDLE_S = 0.000_5
-"""An engine that has nothing to compute but requests that wait for us asks again and again, and would keep the threads
-that work for it from the interpreter's lock, five milliseconds at a time."""
 log = logging.getLogger(__name__)
 
 
@@ -53,7 +58,7 @@ class Tracked:
     blocks: list[int] = field(default_factory=list)
     keys: list[ChunkKey] = field(default_factory=list)
     stale: bool = False
-    """Its KV was computed before a reset."""
+    """Its KV was computed or loaded before a reset."""
 
 
 class SchedulerSide:
@@ -101,8 +106,8 @@ class SchedulerSide:
             self.events.reset()
         for tracked in self._requests.values():
             self._end_lookup(tracked)
-            # Not one that still waits: its KV is yet to be computed.
-            tracked.stale = bool(tracked.blocks)
+            # Not one that still waits: its KV is yet to be computed. One that loads may have what it wanted already.
+            tracked.stale = bool(tracked.blocks) or tracked.tried == tracked.request.num_preemptions
         return True
 
     # ---------------------------------------------------------------------------------------------------- lookup
@@ -240,8 +245,9 @@ class SchedulerSide:
             metadata.fresh.clear()
         else:
             metadata.fresh.update(block for load in metadata.loads for block in load.blocks)
-        if self._requests and not output.num_scheduled_tokens:
-            time.sleep(IDLE_S)
+        metadata.idle = not output.num_scheduled_tokens
+        if metadata.idle:
+            self._lookups.await_answer(IDLE_S)
         now = time.monotonic()
         for tracked in self._requests.values():
             lookup = tracked.lookup

@@ -16,7 +16,7 @@ from kvstore.gpu_worker.connectors.vllm.events import events_wanted
 from kvstore.gpu_worker.connectors.vllm.identity import backend_of, group_of, replicas_of, vllm_version
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.loader import LayerLoad, Loader
-from kvstore.gpu_worker.connectors.vllm.metadata import Changes, RankLayout, Save, StepMetadata
+from kvstore.gpu_worker.connectors.vllm.metadata import IDLE_S, Changes, RankLayout, Save, StepMetadata
 from kvstore.gpu_worker.connectors.vllm.saver import Copied, Saver, Shard
 from kvstore.gpu_worker.connectors.vllm.settings import Settings
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
@@ -43,6 +43,8 @@ class WorkerSide:
         self._copying: list[tuple[Save, list[Shard]]] = []
         """Layer-wise: this step's saves, being copied layer by layer."""
         self._copied_layers: set[int] = set()
+        self._idle = False
+        """This step computes nothing."""
         self._bad: set[int] = set()
         """Layer-wise: blocks that were not loaded and that attention may already have read; what is computed behind
         them is no KV of its tokens."""
@@ -79,6 +81,7 @@ class WorkerSide:
     # ---------------------------------------------------------------------------------------------------- a step
 
     def begin(self, metadata: StepMetadata) -> None:
+        self._idle = metadata.idle
         if metadata.spec is not None:
             if self._loader is not None:
                 self._loader.void()
@@ -177,7 +180,7 @@ class WorkerSide:
         """Requests whose whole loads have ended; their failed blocks are in the next `take_failed`."""
         if self._loader is None:
             return set()
-        done, failed = self._loader.take_done()
+        done, failed = self._loader.take_done(IDLE_S if self._idle else 0.0)
         self._bad_unreported |= failed
         return done
 
