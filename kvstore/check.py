@@ -67,7 +67,7 @@ REUSED = "reused"
 @dataclass(frozen=True, slots=True)
 class Problem:
     kind: str
-    """index, maker, slab, namespace, chunk, record, twice, session, file, cap"""
+    """index, maker, slab, namespace, chunk, record, unreadable, twice, session, file, cap"""
     where: str
     what: str
     remedy: str
@@ -349,7 +349,7 @@ class Check:
                 end = (
                     bisect_left(keys, format.number_key(number + 1), start) if number + 1 < 1 << 32 else None
                 )
-                mine = rows[start:end]
+                mine = rows[start : None if end is None else max(start + 1, end)]  # a key may be too short
                 start += len(mine)
                 wrong = self._wrong_chunks(mine, namespaces.get(number), verifier, named)
                 for (key, _), problem in zip(mine, wrong, strict=True):
@@ -358,6 +358,8 @@ class Check:
                         self._note(
                             f"{problem.where}: {problem.what} (a crash leaves that; --fix deletes the row)"
                         )
+                    elif problem is not None and not problem.fixable:
+                        self._problem(problem)
                     elif problem is not None:
                         self._row("chunks", key, problem)
                     else:
@@ -386,7 +388,11 @@ class Check:
             where = f"chunk {key[4:].hex()} of namespace {int.from_bytes(key[:4], 'big')}"
             if place is not None:
                 what = f"{format.slab_name(place[0])}, slot {place[1]}: {what}"
-            wrong[number] = Problem(kind, where, what, ROW, place=place)
+            if kind == "unreadable":  # now: it may be readable another time
+                remedy = "not fixed: the daemon finds out whether it stays so"
+                wrong[number] = Problem(kind, where, what, remedy, fixable=False, place=place)
+            else:
+                wrong[number] = Problem(kind, where, what, ROW, place=place)
 
         if namespace is None:
             for number in range(len(rows)):
@@ -424,6 +430,8 @@ class Check:
             named[row.slab][slot] = 1
             if result.result is DiskResult.REUSED:
                 is_wrong(number, REUSED, result.why, (slab, slot))
+            elif result.result is DiskResult.IO_ERROR:
+                is_wrong(number, "unreadable", result.why, (slab, slot))
             elif result.result is not DiskResult.OK:
                 is_wrong(number, "record", result.why, (slab, slot))
             self._progress(0, size)

@@ -44,7 +44,9 @@ could not be emptied."""
 CHUNK_ROWS = 65_536
 SESSION_ROWS = 1_024
 """Rows read in one transaction at the start."""
-START_EMPTY = "kvctl check --fix keeps what can be read; or remove the directory to start with an empty SSD tier"
+START_EMPTY = (
+    "kvctl check --fix keeps what can be read; or remove the directory to start with an empty SSD tier"
+)
 
 Table: TypeAlias = "lmdb._Database"
 Outcome = tuple[DiskResult, str]
@@ -260,6 +262,7 @@ class Index:
                     if number + 1 < 1 << 32
                     else len(keys)
                 )
+                end = max(end, start + 1)  # a key that is too short sorts behind those of its number
                 spec = namespaces.get(number)
                 if spec is None:
                     bad += keys[start:end]

@@ -16,9 +16,11 @@ import lmdb
 import pytest
 
 from kvstore import format
+from kvstore.check import Check
 from kvstore.cli import kvctl
 from kvstore.client import SessionEntry
 from kvstore.lmdb_pages import Damage, LmdbPages
+from kvstore.ports import FaultyDisk, RealDisk
 from kvstore.types import ChunkKey, Wait
 
 from .conftest import SMALL, Daemon
@@ -297,13 +299,38 @@ def test_rows_that_are_not_what_they_say(left: Left) -> None:
     left.put("chunks", chunks[1], b"short")
     left.put("chunks", format.chunk_key(77, b"no such namespace"), rows[chunks[2]])
     left.put("chunks", chunks[2][:4], rows[chunks[2]])  # no key
+    left.put("chunks", b"ab", rows[chunks[2]])  # not even a namespace
     left.put("slabs", b"odd", b"x")
     left.put("namespaces", format.number_key(78), b"nonsense")
     left.put("meta", format.makers_key(b"d" * 16), format.encode_makers([b"1" * 16, b"2" * 16]))
     left.put("meta", format.makers_key(b"e" * 16), b"x" * 40)
     done = check(left.ssd)
-    assert done.status == 1 and done.kinds == {"chunk": 4, "slab": 1, "namespace": 1, "maker": 1}, done
+    assert done.status == 1 and done.kinds == {"chunk": 5, "slab": 1, "namespace": 1, "maker": 1}, done
     fixed(left, {chunks[0][4:], chunks[1][4:]})
+
+
+def test_the_daemon_too_gets_past_rows_that_are_not_what_they_say(
+    left: Left, served: Callable[[], set[bytes]]
+) -> None:
+    rows = left.rows("chunks")
+    first, second, *_ = sorted(rows)
+    left.put("chunks", first, b"short")
+    left.put("chunks", b"ab", rows[second])
+    left.put("chunks", second[:4], rows[second])
+    left.put("chunks", b"\xff\xff\xff\xff", rows[second])
+    assert served() == set(left.keys) - {first[4:]}
+
+
+def test_a_record_that_cannot_be_read_now_is_not_deleted(left: Left) -> None:
+    (left.ssd.parent / "faults.json").write_text(
+        json.dumps([{"calls": ["read"], "files": "slab-*", "do": "EIO", "skip": 10, "count": 1}])
+    )
+    examined = Check(str(left.ssd), FaultyDisk(RealDisk(), str(left.ssd.parent / "faults.json")))
+    found = examined.run()
+    assert found.counts == {"unreadable": 1} and found.unfixable == 1 and not found.clean
+    examined.fix()
+    examined.close()
+    assert check(left.ssd).status == 0 and len(left.rows("chunks")) == COUNT
 
 
 def test_sessions(left: Left) -> None:
