@@ -377,16 +377,20 @@ class Life:
             "log_level": log_level,
         }
         self.name = f"{'pressure' if pressure else 'room'}, {'direct' if direct else 'buffered'} I/O"
+        self.seed = seed
         self.oracle = Oracle()
-        self.daemon = self.begin()
-        self.client = client_of(folder / "run")
-        self.spaces = open_all(self.client)
         self.workers: list[subprocess.Popen[bytes]] = []
         self.idle = [threading.Event() for _ in range(WORKERS)]
         self.reads = [0] * WORKERS
+        self.daemon = self.begin()
+
+    def start(self) -> None:
+        run_dir = self.folder / "run"
+        self.client = client_of(run_dir)
+        self.spaces = open_all(self.client)
         for number in range(WORKERS):
             process = subprocess.Popen(
-                [sys.executable, "-P", __file__, "--worker", str(folder / "run"), str(number), str(seed)],
+                [sys.executable, "-P", __file__, "--worker", str(run_dir), str(number), str(self.seed)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, "PYTHONSAFEPATH": "1"},
@@ -712,6 +716,7 @@ def main() -> int:
             life = Life(
                 folder / str(number), life_seed, pressure=pressure, direct=direct, log_level=chosen.log_level
             )
+            life.start()
             for kind in planned:
                 at = time.monotonic()
                 counts = life.round("any moment" if chosen.canary else kind, canary=chosen.canary)

@@ -351,10 +351,10 @@ class Soak:
                 "tenants": ",".join(f"{uid}={tenant}" for tenant, uid in TENANTS.items()),
             },
         )
-        self.client = client_of(folder / "run")
 
     def fill_ghosts(self, count: int) -> None:
         """Save and forget tiny chunks until the daemon remembers as many keys as it ever will."""
+        self.client = client_of(self.folder / "run")
         space = self.client.open(replace(SPACES[2], model="ghosts"))
         data = np.zeros(SPACES[2].shard_bytes[0], np.uint8)
         for start in range(0, count, 128):
