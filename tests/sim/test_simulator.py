@@ -54,47 +54,50 @@ def test_a_planted_bug_is_found(name: str) -> None:
     assert "canaries" not in last.filename, failure
 
 
+WANTED = (
+    *(
+        "chunks_saved",
+        "chunks_stored",
+        "chunks_demoted",
+        "chunks_promoted_on_demand",
+        "chunks_promoted_ahead",
+    ),
+    *(
+        "chunks_evicted",
+        "chunks_evicted_from_ssd",
+        "chunks_corrupt",
+        "chunks_incomplete",
+        "chunks_lost_by_sync",
+    ),
+    *(
+        "reservations_expired",
+        "reservations_aborted",
+        "copies_late",
+        "commits_failed",
+        "fills",
+        "fills_failed",
+    ),
+    *("grants_already", "grants_busy", "grants_full", "segments_retired", "slots_quarantined"),
+    *("index_errors", "ssd_reads_late", "ssd_read_errors", "ssd_write_errors", "ssd_healed"),
+    *("chunks_restored", "sessions_restored", "sessions_truncated", "promised", "hints_received"),
+    *(f"fault {kind}" for kind in KINDS),
+)
+
+
 def test_the_runs_reach_what_they_are_for() -> None:
-    """Runs in which nothing is stored, raised, lost, revoked or late find nothing."""
+    """Runs in which nothing is stored, raised, lost, revoked or late find nothing; in a few all of it happens."""
     totals: Counter[str] = Counter()
     chunks = 0
-    for seed in (100, 101, 103, 105):
-        simulation = Simulation(seed, 4_000)
+    for seed in range(100, 112):
+        simulation = Simulation(seed, 3_000)
         while simulation.cluster.events < simulation.steps:
             simulation._next()
-            spaces = simulation.cluster.store.state.namespaces.values()
-            chunks = max(chunks, sum(space.visible + space.cold for space in spaces))
+        spaces = simulation.cluster.store.state.namespaces.values()
+        chunks = max(chunks, sum(space.visible + space.cold for space in spaces))
         totals += simulation.run()
-    wanted = (
-        *(
-            "chunks_saved",
-            "chunks_stored",
-            "chunks_demoted",
-            "chunks_promoted_on_demand",
-            "chunks_promoted_ahead",
-        ),
-        *(
-            "chunks_evicted",
-            "chunks_evicted_from_ssd",
-            "chunks_corrupt",
-            "chunks_incomplete",
-            "chunks_lost_by_sync",
-        ),
-        *(
-            "reservations_expired",
-            "reservations_aborted",
-            "copies_late",
-            "commits_failed",
-            "fills",
-            "fills_failed",
-        ),
-        *("grants_already", "grants_busy", "grants_full", "segments_retired", "slots_quarantined"),
-        *("index_errors", "ssd_reads_late", "ssd_read_errors", "ssd_write_errors", "ssd_healed"),
-        *("chunks_restored", "sessions_restored", "sessions_truncated", "promised", "hints_received"),
-    )
-    assert not [name for name in wanted if not totals[name]], totals
-    assert not [kind for kind in KINDS if not totals[f"fault {kind}"] and KINDS[kind].weight > 3], totals
-    assert chunks >= 200, chunks
+        if all(totals[name] for name in WANTED) and chunks >= 200:
+            return
+    pytest.fail(f"{chunks} chunks; never: {[name for name in WANTED if not totals[name]]}")
 
 
 def test_a_seed_repeats_itself(tmp_path: Path) -> None:
@@ -129,15 +132,15 @@ def test_a_failure_says_how_to_see_it_again(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_schedule_shrinks_to_what_matters() -> None:
-    """The planted bug shows when a read is late, so a hung or slow disk is all that it takes."""
-    with planted("reuse-late-read"):
+    """The planted bug shows when bytes on SSD are not what they were, so a fault or two are all that it takes."""
+    with planted("trust-disk"):
         for seed in range(20):
-            simulation = Simulation(seed, 2_000)
+            simulation = Simulation(seed, 600)
             try:
                 simulation.run()
             except SimulationFailed:
                 shrunk = shrink(simulation)
-                assert len(simulation.faults) > shrunk.partition("--only ")[2].count(",") + 1
-                assert shrunk.startswith(f"seed {seed}, ")
+                left = shrunk.partition("--only ")[2].split()[0].split(",")
+                assert len(left) < len(simulation.faults) and shrunk.startswith(f"seed {seed}, "), shrunk
                 return
     pytest.fail("never fails")
