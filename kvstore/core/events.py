@@ -873,6 +873,8 @@ class ScrubRecords:
     op: OpId
     records: tuple[Record, ...]
     sources: tuple[DiskPlace, ...]
+    bytes_per_s: int = 0
+    """A long record is read no faster than about this; 0: as fast as it goes."""
 
 
 @dataclass(frozen=True, slots=True)

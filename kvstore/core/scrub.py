@@ -222,7 +222,9 @@ class Scrub:
             namespace = self.state.namespace_of(looking.row)
             records += [self._disk.record(namespace, looking.row, shard) for shard in range(namespace.shards)]
         places = tuple(place for looking in self._looking for place in looking.places)
-        self.state.effects.append(ev.ScrubRecords(self.op, tuple(records), places))
+        assert self._round is not None
+        rate = self._round.bytes_per_s
+        self.state.effects.append(ev.ScrubRecords(self.op, tuple(records), places, rate))
 
     # ------------------------------------------------------------------------------------------------------- results
 

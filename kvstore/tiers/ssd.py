@@ -19,6 +19,7 @@ ended, also beyond `close`; the kernel drops it when the process dies, however i
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -62,6 +63,8 @@ PROBE_FILE = "probe"
 INDEX_BYTES_MIN = 1 << 20
 OPS_MAX = 65_536
 """Parts of ops that may wait for a thread. The core keeps far fewer in flight; one more fails at once."""
+SCRUB_HASTE = 2
+"""A record is scrubbed at so many times the rate of the round, so that the round keeps to its rate between them."""
 FILES_SPARE = 4_096
 """Descriptors that the rest of the daemon may need beside one per slab file."""
 
@@ -121,7 +124,9 @@ class SsdTier:
         self._index: Index | None = None
         self._first_generation = 0
         self._verifier: Verifier | None = None
-        """Of the scrub thread."""
+        """Of the scrub thread, as is the next."""
+        self._scrub_bytes_per_s = 0
+        self._ending = threading.Event()
         """Of what this boot writes."""
 
     # ------------------------------------------------------------------------------------------------- start and end
@@ -141,7 +146,10 @@ class SsdTier:
             )
             self._first_generation = index.boot_count << 32
             self._verifier = Verifier(
-                self._disk, direct=self._direct, first_generation=self._first_generation
+                self._disk,
+                direct=self._direct,
+                first_generation=self._first_generation,
+                pause=self._pause,
             )
             named = index.slabs()
             slabs = self._slabs.open(named, self._config.ssd_bytes - SSD_OVERHEAD_BYTES - index.bytes_max)
@@ -199,6 +207,7 @@ class SsdTier:
         """What was submitted has `timeout_s` to end; then what has not started fails. A thread that hangs is left
         behind, and the lock with it, so that nobody opens a directory into which that thread may still write."""
         self._closing = True
+        self._ending.set()
         if hung := self._pool.close(timeout_s):
             log.error("%s still in a call to the disk: left behind, with the lock", ", ".join(hung))
         else:
@@ -300,6 +309,7 @@ class SsdTier:
         """Nothing is counted or logged: a slot that was freed meanwhile may hold another record, and only the core
         knows."""
         assert self._verifier is not None, "submit before open"
+        self._scrub_bytes_per_s = effect.bytes_per_s
         results = []
         for record, place in zip(effect.records, effect.sources, strict=True):
             try:
@@ -311,6 +321,12 @@ class SsdTier:
                 results.append(failed(problem))
         whys = tuple(result.why for result in results)
         self._deliver(DiskDone(effect.op, tuple(result.result for result in results), whys=whys))
+
+    def _pause(self, size: int) -> None:
+        """Between the windows of a long record: whoever reads meanwhile has most of the disk, and the end is soon."""
+        rate = self._scrub_bytes_per_s * SCRUB_HASTE
+        if self._ending.wait(size / rate if rate else 0.0):
+            raise OSError(errno.ECANCELED, CLOSING)
 
     def _rewrite(self, effect: RewriteRecords) -> DiskDone:
         assert self._verifier is not None, "submit before open"

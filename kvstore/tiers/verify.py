@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+from collections.abc import Callable
 
 import xxhash
 
@@ -24,12 +25,20 @@ class Verifier:
     """With memory of its own: for one thread. `first_generation` is that of this start of the daemon."""
 
     def __init__(
-        self, disk: Disk, *, direct: bool, first_generation: int, window_bytes: int = WINDOW_BYTES
+        self,
+        disk: Disk,
+        *,
+        direct: bool,
+        first_generation: int,
+        window_bytes: int = WINDOW_BYTES,
+        pause: Callable[[int], None] = lambda size: None,
     ) -> None:
+        """`pause` is called before each further window of a record, with its size; it may raise OSError."""
         self._disk = disk
         self._direct = direct
         self._first_generation = first_generation
         self._header_bytes = format.record_header_bytes(direct=direct)
+        self._pause = pause
         self._window = memoryview(mmap.mmap(-1, window_bytes))
 
     def check(self, fd: int, offset: int, record: Record, generation: int) -> Result:
@@ -39,6 +48,8 @@ class Verifier:
         for start in range(0, end, len(self._window)):
             # Whole pages, as direct I/O wants them; a slot is some.
             wanted = min(len(self._window), _whole_pages(end - start))
+            if start:
+                self._pause(wanted)
             count = read_all(self._disk, fd, [self._window[:wanted]], offset + start)
             if count < min(wanted, end - start):
                 return Result(DiskResult.CORRUPT, "the file ends in it")

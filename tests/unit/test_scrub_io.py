@@ -11,10 +11,18 @@ import pytest
 import xxhash
 
 from kvstore import format
-from kvstore.core.events import DiskDone, OpDone, RewriteRecords, RewriteSlots, ScrubRecords, SlabReady
+from kvstore.core.events import (
+    DiskDone,
+    OpDone,
+    RewriteRecords,
+    RewriteSlots,
+    ScrubRecords,
+    SlabReady,
+    WriteRecords,
+)
 from kvstore.ports import RealDisk
 from kvstore.tiers.verify import WINDOW_BYTES, Verifier
-from kvstore.types import ChunkKey, DiskPlace, DiskResult, Extent, OpId, Record, SlabId
+from kvstore.types import ChunkKey, DiskPlace, DiskResult, Extent, OpId, Record, SegmentId, SlabId
 
 from .test_copier import ONE, SIZE, SLOT
 from .test_copier import Fixture as CopierFixture
@@ -82,6 +90,28 @@ def test_a_record_of_many_windows(tmp_path: Path) -> None:
             verifier = Verifier(RealDisk(), direct=direct, first_generation=1 << 32)
             assert (verifier.check(fd, 8192, record, 7).result is OK) == (flipped is None), flipped
             os.close(fd)
+
+
+def test_a_long_record_is_read_slowly_and_given_up_at_the_end(tmp_path: Path) -> None:
+    """At 1 byte a second it would take years."""
+    it = Fixture(tmp_path, settings(tmp_path))
+    it.open()
+    size = 2 * WINDOW_BYTES
+    record = Record(b"n" * 32, ChunkKey(b"k"), 0, size, 7)
+    target = DiskPlace(SlabId(0), 0, 1)
+    assert isinstance(it.create(shard_bytes=size, slots=2), SlabReady)
+    write = WriteRecords(it.next_op(), (record,), (Extent(SegmentId(0), 0, size, 0, 1),), (target,))
+    assert isinstance(it.submit(write), DiskDone)
+    fast = it.submit(ScrubRecords(it.next_op(), (record,), (target,)))
+    assert isinstance(fast, DiskDone) and fast.results == (CORRUPT,), "its checksum is none"
+    slow = ScrubRecords(it.next_op(), (record,), (target,), bytes_per_s=1)
+    it.tier.submit(slow)
+    assert it.answers.empty()
+    it.tier.close(WAIT_S)
+    answer = it.answers.get(timeout=WAIT_S)
+    assert isinstance(answer, DiskDone) and answer.op == slow.op and answer.results == (IO_ERROR,)
+    it.open()  # the directory was let go of
+    it.tier.close(WAIT_S)
 
 
 def test_a_disk_that_fails_is_not_called_corrupt(it: Fixture) -> None:
