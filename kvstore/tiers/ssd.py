@@ -123,11 +123,11 @@ class SsdTier:
         self._lock: DirectoryLock | None = None
         self._index: Index | None = None
         self._first_generation = 0
+        """Of what this boot writes."""
         self._verifier: Verifier | None = None
         """Of the scrub thread, as is the next."""
         self._scrub_bytes_per_s = 0
         self._ending = threading.Event()
-        """Of what this boot writes."""
 
     # ------------------------------------------------------------------------------------------------- start and end
 
