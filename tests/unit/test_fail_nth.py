@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -175,7 +176,11 @@ class NthDisk(RealDisk):
         return super().free_bytes(path)
 
     def index(self, call: IndexCall) -> None:
-        self._call(f"index {call}")
+        try:
+            self._call(f"index {call}")
+        except OSError as problem:  # as LMDB would say it
+            full = problem.errno == errno.ENOSPC
+            raise (lmdb.DiskError if full else lmdb.Error)(f"mdb_{call}: {problem.strerror}") from None
 
     def cut_power(self) -> None:
         """Take back what was not synced: all of it, the second half of each write, or (only the process died) none."""
