@@ -139,9 +139,6 @@ class Slabs:
         now = self.state.now
         return frozenset(index for index, failing in self._failing.items() if failing.closed_until > now)
 
-    def is_failing(self, slab: Segment) -> bool:
-        return slab.index in self._failing
-
     def fails(self, slab: Segment) -> None:
         """A call for this slab file failed. With every failure that follows soon it is left alone for longer."""
         now = self.state.now
