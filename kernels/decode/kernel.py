@@ -1,0 +1,257 @@
+"""Decode attention on a GPU, in Triton: one launch for the items of both phases, one that merges their results.
+
+A program does one item for one KV head. Its rows are the queries of the item's sequences times the heads of the group,
+so that a chunk is read once for all of them. The numbers of the item's chunks are loaded together before the loop: a
+look-up inside it makes Triton wait for each tile before it asks for the next (cp.async.wait_group 0). A sequence that
+has a single partial result gets its output at once; others are merged in fp32 in the order of their tokens, so the same
+plan gives the same bits. Unused items end at once: the grid has the plan's capacity and fits every later state of it.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from kvstore.kernels.forest import Plan
+
+ROWS = (16, 32, 64, 128)
+"""Of a tile: at least what `tile_sequences` sequences need. From 64 on, Hopper multiplies with wgmma."""
+CHUNK_TOKENS = (16, 32, 64, 128, 256)
+HEAD_DIM_MAX = 256
+ACCUMULATOR_MAX = 128 * 128
+"""Rows times head_dim: what is larger does not fit in registers."""
+TILE_BYTES = 32 << 10
+"""Keys and values of one step of the loop; with 3 stages, two programs and more fit on one processor of an H100."""
+STAGES = 3
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def _attend(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    out_ptr,
+    partial_ptr,  # fp32 [slots, heads, head_dim]
+    stats_ptr,  # fp32 [slots, heads, 2]: maximum (log2), sum
+    items_ptr,
+    item_chunks_ptr,
+    schedule_ptr,
+    order_ptr,
+    rows_ptr,
+    q_row,
+    q_head,
+    k_chunk,
+    k_head,
+    v_chunk,
+    v_head,
+    out_row,
+    out_head,
+    scale,  # to base 2; of what is capped, relative to the cap
+    soft_cap,  # to base 2
+    heads: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ITEM_CHUNKS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    UPCAST: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    item = tl.load(schedule_ptr + tl.program_id(1))
+    begin = tl.load(items_ptr + item * 5)
+    count = tl.load(items_ptr + item * 5 + 1)
+    first = tl.load(items_ptr + item * 5 + 2)
+    most = tl.load(items_ptr + item * 5 + 3)
+    partial = tl.load(items_ptr + item * 5 + 4)
+    if count > 0:
+        # Rows of the tile: sequence by sequence, in each the heads of the group
+        m = tl.arange(0, BLOCK_M)
+        used = m < count * GROUP
+        row = tl.load(order_ptr + begin + m // GROUP, mask=used, other=0).to(tl.int64)
+        head = kv_head * GROUP + m % GROUP
+        results = tl.load(rows_ptr + row * 3 + 1, mask=used, other=0)
+        slot = tl.load(rows_ptr + row * 3 + 2, mask=used, other=0).to(tl.int64) + partial
+        tokens = tl.minimum(most, tl.load(rows_ptr + tl.load(order_ptr + begin) * 3) - first)
+
+        d = tl.arange(0, BLOCK_D)
+        in_head = d < HEAD_DIM
+        q_at = q_ptr + row[:, None] * q_row + head[:, None] * q_head + d[None, :]
+        q = tl.load(q_at, mask=used[:, None] & in_head[None, :], other=0.0)
+        if UPCAST:
+            q = q.to(tl.float32)
+
+        c = tl.arange(0, BLOCK_C)
+        chunks = tl.load(item_chunks_ptr + item * ITEM_CHUNKS + c, mask=c < ITEM_CHUNKS, other=0)
+        n = tl.arange(0, BLOCK_N)
+        k_base = keys_ptr + kv_head.to(tl.int64) * k_head
+        v_base = values_ptr + kv_head.to(tl.int64) * v_head
+        in_tile = (n % CHUNK)[:, None] * HEAD_DIM + d[None, :]
+
+        maximum = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for start in tl.range(0, tokens, BLOCK_N, num_stages=STAGES):
+            valid = start + n < tokens
+            inside = valid[:, None] & in_head[None, :]
+            if BLOCK_N <= CHUNK:  # the tile lies in one chunk
+                chunk = tl.sum(tl.where(c == start // CHUNK, chunks, 0), 0).to(tl.int64)
+                k_at = k_base + chunk * k_chunk + start % CHUNK * HEAD_DIM + in_tile
+                v_at = v_base + chunk * v_chunk + start % CHUNK * HEAD_DIM + in_tile
+            else:
+                here = c[None, :] == ((start + n) // CHUNK)[:, None]
+                chunk = tl.sum(tl.where(here, chunks[None, :], 0), 1).to(tl.int64)
+                k_at = k_base + (chunk * k_chunk)[:, None] + in_tile
+                v_at = v_base + (chunk * v_chunk)[:, None] + in_tile
+            # What is not loaded is zero: a slot that nobody wrote may hold NaN
+            k = tl.load(k_at, mask=inside, other=0.0)
+            v = tl.load(v_at, mask=inside, other=0.0)
+            if UPCAST:
+                k = k.to(tl.float32)
+                v = v.to(tl.float32)
+            logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if CAPPED:
+                # tanh(x) = 1 - 2 / (e^2x + 1), which overflows to the right values
+                logits = soft_cap * (1 - 2 / (tl.exp(2 * logits) + 1))
+            logits = tl.where(valid[None, :], logits, -float("inf"))
+            larger = tl.maximum(maximum, tl.max(logits, 1))  # finite: each tile has a token
+            weights = tl.exp2(logits - larger[:, None])
+            fade = tl.exp2(maximum - larger)
+            total = total * fade + tl.sum(weights, 1)
+            acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            maximum = larger
+
+        alone = used & (results == 1)
+        out_at = out_ptr + row[:, None] * out_row + head[:, None] * out_head + d[None, :]
+        result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_at, result, mask=alone[:, None] & in_head[None, :])
+
+        several = used & (results > 1)
+        at = slot * heads + head
+        partial_at = partial_ptr + at[:, None] * HEAD_DIM + d[None, :]
+        tl.store(partial_at, acc, mask=several[:, None] & in_head[None, :])
+        tl.store(stats_ptr + at * 2, maximum, mask=several)
+        tl.store(stats_ptr + at * 2 + 1, total, mask=several)
+
+
+@triton.jit
+def _merge(
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    rows_ptr,
+    out_row,
+    out_head,
+    heads: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    results = tl.load(rows_ptr + row * 3 + 1)
+    if results != 1:
+        slot = tl.load(rows_ptr + row * 3 + 2).to(tl.int64)
+        d = tl.arange(0, BLOCK_D)
+        in_head = d < HEAD_DIM
+        maximum = -float("inf")
+        total = 0.0
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        for number in range(0, results):
+            at = (slot + number) * heads + head
+            other = tl.load(stats_ptr + at * 2)
+            larger = tl.maximum(maximum, other)
+            fade = tl.exp2(maximum - larger)
+            weight = tl.exp2(other - larger)
+            total = total * fade + weight * tl.load(stats_ptr + at * 2 + 1)
+            acc = acc * fade + weight * tl.load(partial_ptr + at * HEAD_DIM + d, mask=in_head, other=0.0)
+            maximum = larger
+        if results == 0:
+            total = 1.0  # no token: zeros
+        out_at = out_ptr + row.to(tl.int64) * out_row + head * out_head + d
+        tl.store(out_at, (acc / total).to(out_ptr.dtype.element_ty), mask=in_head)
+
+
+def block_sizes(*, head_dim: int, group: int, plan: Plan, element_bytes: int) -> dict[str, int]:
+    """The constants of `_attend` that follow from shapes. Raises ValueError for what the kernel cannot do."""
+    if plan.chunk_tokens not in CHUNK_TOKENS:
+        raise ValueError(f"chunk_tokens is {plan.chunk_tokens}: the kernel knows {CHUNK_TOKENS}")
+    if head_dim > HEAD_DIM_MAX:
+        raise ValueError(f"head_dim is {head_dim}: must be at most {HEAD_DIM_MAX}")
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    allowed = [rows for rows in ROWS if rows * block_d <= ACCUMULATOR_MAX]
+    rows = next((rows for rows in allowed if rows >= plan.tile_sequences * group), None)
+    if rows is None:
+        raise ValueError(
+            f"{plan.tile_sequences} sequences of {group} heads do not fit in a tile of {allowed[-1]} rows: "
+            f"make the forest with tile_sequences of at most {allowed[-1] // group}"
+        )
+    item_chunks = plan.split_tokens // plan.chunk_tokens
+    return {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+        "CHUNK": plan.chunk_tokens,
+        "ITEM_CHUNKS": item_chunks,
+        "BLOCK_C": triton.next_power_of_2(item_chunks),
+        "BLOCK_M": rows,
+        "BLOCK_N": max(16, min(64, TILE_BYTES // (2 * block_d * element_bytes))),
+    }
+
+
+def options(sizes: dict[str, int]) -> dict[str, int]:
+    """Of the compiler: enough threads to keep the accumulator in registers; fused multiply-add in every release."""
+    many = sizes["BLOCK_M"] * sizes["BLOCK_D"] >= ACCUMULATOR_MAX // 2
+    return {"num_warps": 8 if many else 4, "enable_fp_fusion": True}
+
+
+def decode(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: Plan,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    out: torch.Tensor,
+    partials: torch.Tensor | None = None,
+    stats: torch.Tensor | None = None,
+) -> None:
+    """See `decode_attention`, which checked the arguments. `partials`, `stats`: memory for intermediate results."""
+    heads, kv_heads, head_dim = q.shape[1], keys.shape[1], q.shape[2]
+    sizes = block_sizes(head_dim=head_dim, group=heads // kv_heads, plan=plan, element_bytes=q.element_size())
+    if partials is None:
+        partials = torch.empty((plan.partials_max, heads, head_dim), dtype=torch.float32, device=q.device)
+    if stats is None:
+        stats = torch.empty((plan.partials_max, heads, 2), dtype=torch.float32, device=q.device)
+    with torch.cuda.device_of(q):  # does nothing where tensors of a CPU are interpreted
+        _attend[kv_heads, plan.items.shape[0]](
+            *(q, keys, values, out, partials, stats, *plan.arrays()),
+            *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
+            *(out.stride(0), out.stride(1)),
+            scale * LOG2_E if soft_cap is None else scale / soft_cap,
+            0.0 if soft_cap is None else soft_cap * LOG2_E,
+            heads,
+            **sizes,
+            CAPPED=soft_cap is not None,
+            UPCAST=q.dtype is torch.bfloat16
+            and triton.knobs.runtime.interpret,  # which knows no bf16 products
+            STAGES=STAGES,
+            **options(sizes),
+        )
+        _merge[q.shape[0], heads](
+            *(out, partials, stats, plan.rows, out.stride(0), out.stride(1)),
+            heads,
+            HEAD_DIM=head_dim,
+            BLOCK_D=sizes["BLOCK_D"],
+            num_warps=1,
+            enable_fp_fusion=True,
+        )

@@ -1,0 +1,107 @@
+"""Random forests beside a plain record of their sequences; what a result may differ from the exact one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvstore.kernels.decode.naive import naive_decode_attention
+from kvstore.kernels.forest import Forest
+
+NAN = float("nan")
+Attend = Callable[..., torch.Tensor]
+
+
+@dataclass
+class Case:
+    """Sequences as told, and a pool that holds NaN wherever no sequence has a token."""
+
+    chunk_tokens: int = 16
+    split_chunks: int = 2
+    tile_sequences: int = 4
+    rows: int = 6
+    chunks: int = 64
+    kv_heads: int = 1
+    group: int = 1
+    head_dim: int = 16
+    seed: int = 0
+    sequences: dict[int, tuple[list[int], int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.unused = list(range(self.chunks))
+        self.random.shuffle(self.unused)
+
+    def add(self, row: int, *, like: int | None = None, shared: int = 0, more: int = 0) -> None:
+        """A sequence with the first `shared` (or all) full chunks of another one, and `more` tokens of its own."""
+        chunks: list[int] = []
+        if like is not None:
+            other, tokens = self.sequences[like]
+            chunks = other[: min(shared, tokens // self.chunk_tokens)]
+        tokens = len(chunks) * self.chunk_tokens + more
+        own = -(-more // self.chunk_tokens)
+        self.sequences[row] = ([*chunks, *(self.unused.pop() for _ in range(own))], tokens)
+
+    def fill(self, sequences: int) -> Case:
+        """Add so many random sequences: new roots, forks at any chunk, empty ones, tails of any length."""
+        for row in self.random.sample(range(self.rows), sequences):
+            like = self.random.choice([None, *self.sequences])
+            shared = self.random.randint(0, 6)
+            more = self.random.choice((0, self.chunk_tokens, self.random.randrange(3 * self.chunk_tokens)))
+            self.add(row, like=like, shared=shared, more=min(more, len(self.unused) * self.chunk_tokens))
+        return self
+
+    def forest(self, **changes: Any) -> Forest:
+        settings = {
+            "chunk_tokens": self.chunk_tokens,
+            "chunks": self.chunks,
+            "sequences_max": self.rows,
+            "split_tokens": self.split_chunks * self.chunk_tokens,
+            "tile_sequences": self.tile_sequences,
+            "items_max": 128,
+            "partials_max": 128,
+        }
+        forest = Forest(**settings | changes)
+        for row, (chunks, tokens) in self.sequences.items():
+            forest.join(row, chunks, tokens)
+        return forest
+
+    def tensors(
+        self, dtype: torch.dtype, size: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values; logits grow with `size`."""
+        draw = torch.Generator().manual_seed(self.seed)
+        shape = (self.chunks, 2, self.kv_heads, self.chunk_tokens, self.head_dim)
+        q = torch.randn(self.rows, self.kv_heads * self.group, self.head_dim, generator=draw) * size
+        drawn = torch.randn(shape, generator=draw)
+        pool = torch.full(shape, NAN)
+        for chunks, tokens in self.sequences.values():
+            for number, chunk in enumerate(chunks):
+                here = min(self.chunk_tokens, tokens - number * self.chunk_tokens)
+                pool[chunk, :, :, :here] = drawn[chunk, :, :, :here]
+        return q.to(dtype), *pool.to(dtype).unbind(1)
+
+    def check(self, attend: Attend, dtype: torch.dtype, *, size: float = 1.0, **options: Any) -> torch.Tensor:
+        """The result of `attend(q, keys, values, plan, out=..., **options)`, held against the exact one."""
+        q, keys, values = self.tensors(dtype, size)
+        out = torch.full_like(q, NAN)
+        attend(q, keys, values, self.forest().plan(), out=out, **options)
+        exact = naive_decode_attention(q, keys, values, self.sequences, **options)
+        same_maths = naive_decode_attention(q, keys, values, self.sequences, dtype=dtype, **options)
+        assert_close(out, exact, same_maths)
+        return out
+
+
+def assert_close(found: torch.Tensor, exact: torch.Tensor, same_maths: torch.Tensor) -> None:
+    """At most twice as far from the fp64 result as the same mathematics done plainly in the working precision, and as
+    much again as rounding a number of about that size costs (the rule of flash-attention's tests)."""
+    assert not found.isnan().any(), "something was used or left that nobody wrote"
+    rounding = ((exact.to(found.dtype) + 0.3 - 0.3).double() - exact).abs().max()
+    allowed = 2 * (same_maths.double() - exact).abs().max() + 2 * rounding
+    if found.dtype is torch.float64:  # there is nothing more exact to compare with
+        allowed = 1e-12 * exact.abs().max()
+    assert (found.double() - exact).abs().max() <= allowed
