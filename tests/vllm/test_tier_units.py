@@ -43,7 +43,7 @@ from kvstore.errors import ConfigError, StoreError, Unsupported
 from kvstore.gpu_worker.connectors.offload import Verdict
 from kvstore.gpu_worker.connectors.vllm import tier as tier_module
 from kvstore.gpu_worker.connectors.vllm.cpu_spec import CopyWorker, CPUTieringSpec
-from kvstore.gpu_worker.connectors.vllm.kv_hints import Answer, answer_hints
+from kvstore.gpu_worker.connectors.vllm.kv_hints import REASONS, Answer, answer_hints
 from kvstore.gpu_worker.connectors.vllm.settings import TierSettings
 from kvstore.gpu_worker.connectors.vllm.tier import COUNTERS, PREFIX, KVStoreTier
 from kvstore.gpu_worker.connectors.vllm.tier_identity import Engine, is_prefix_only, namespace_of_rows
@@ -759,6 +759,9 @@ def test_orders_are_answered_one_by_one() -> None:
     )
     assert len(answers[2].keys) == 4096
     assert all(answered.why for answered in answers)
+    assert [answered.why for answered in answers[5:9]] == [
+        REASONS[kind] for kind in ("share", "demote", "pin", "retain")
+    ]
 
 
 @pytest.mark.parametrize(
