@@ -13,7 +13,7 @@ MAKEFLAGS += --no-print-directory
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo check lint types types-installed tidy test test-vllm sim proto wheel clean
+.PHONY: help venv demo check lint types types-installed tidy test test-vllm vllm-installed bench-lmcache sim proto wheel clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z%-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
@@ -93,11 +93,29 @@ $(VLLM)/ready:
 	$(VLLM)/bin/python -m pip install --progress-bar off pytest pytest-asyncio pytest-timeout
 	touch $@
 
-test-vllm: venv $(VLLM)/ready  ## tests with a real vLLM engine, about ten minutes (ARGS='-k name')
+test-vllm: vllm-installed  ## tests with a real vLLM engine, about ten minutes (ARGS='-k name')
+	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings= --timeout 600 $(ARGS)
+
+vllm-installed: venv $(VLLM)/ready
 	rm -rf .cache/vllm-wheel && $(MAKE) wheel INTO=.cache/vllm-wheel
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes attnstore
 	$(VLLM)/bin/python -m pip install --quiet "$$(ls $(CURDIR)/.cache/vllm-wheel/*.whl)[daemon]"
-	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings= --timeout 600 $(ARGS)
+
+# LMCache lies on top of vLLM's environment, which it leaves as it is. What it asks for beyond these is for GPUs and
+# clouds; of what it pins, vLLM's newer versions do.
+LMCACHE := .cache/lmcache-venv
+
+$(LMCACHE)/ready: $(VLLM)/ready
+	test -x $(LMCACHE)/bin/python || $(PYTHON) -m venv $(LMCACHE)
+	realpath $(VLLM)/lib/python3.*/site-packages > $(LMCACHE)/vllm.pth
+	mv $(LMCACHE)/vllm.pth $(LMCACHE)/lib/python3.*/site-packages
+	$(LMCACHE)/bin/python -m pip install --progress-bar off --no-deps lmcache==0.5.6
+	$(LMCACHE)/bin/python -m pip install --progress-bar off aiofile aiofiles nvtx opentelemetry-exporter-prometheus redis \
+	  sortedcontainers
+	touch $@
+
+bench-lmcache: vllm-installed $(LMCACHE)/ready  ## our connector against LMCache's in vLLM (ARGS=...)
+	$(LMCACHE)/bin/python -P benchmarks/vllm_lmcache.py $(ARGS)
 
 bench-%: venv  ## run benchmarks/%.py (ARGS=...)
 	$(PY) benchmarks/$*.py $(ARGS)

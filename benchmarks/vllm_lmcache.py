@@ -1,0 +1,348 @@
+"""One vLLM engine with kvstored, the same with LMCache's multiprocess server, the same without a store: the same
+prompts in the same run, each for a first time and again. The engines' own prefix caches are off, so that whatever
+is restored comes from the store.
+
+Lengths are a few tokens more than multiples of 256, so that all but those can be restored with any chunk size. Between
+two requests there is a pause in which what is to be saved is saved. The arms take turns within each round, in an order
+that rotates; figures are medians. CPU seconds are those of the engine's and the store's processes, for one phase of one
+round. Answers must be the same tokens in all arms.
+
+    make bench-lmcache ARGS='--quick --json'
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from kvstore.benchmark import Goal, heading, report
+
+ROOT = Path(__file__).parent.parent
+ARMS = ("no store", "kvstored", "lmcache")
+LENGTHS = (264, 1032, 2056)
+ANSWER_TOKENS = 8
+BLOCK = 32
+PAUSE_S = 0.5
+BOUND_S = 900.0
+ENVIRONMENT = {
+    "PYTHONSAFEPATH": "1",
+    # Compute threads that spin while they wait for one another would fight the threads that load and save for the
+    # cores, and make most of the CPU seconds of a busy machine.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "LMCACHE_TRACK_USAGE": "false",
+    "LMCACHE_LOG_LEVEL": "ERROR",
+}
+
+
+class Engine:
+    """One engine in a process of its own, and the store beside it, if any."""
+
+    def __init__(
+        self, arm: str, model: Path, folder: Path, store: subprocess.Popen[bytes] | None, connector: str
+    ):
+        self.arm = arm
+        self._store = store
+        self._errors = (folder / f"{arm}.log").open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, "--engine", connector, "--model", str(model)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, **ENVIRONMENT},
+        )
+        # An engine that hangs would hang the benchmark: it is killed, and that ends its lines.
+        self._watch = threading.Timer(BOUND_S, self._process.kill)
+        self._receive()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        self._watch.cancel()
+        self._watch = threading.Timer(BOUND_S, self._process.kill)
+        self._watch.start()
+        line = self._process.stdout.readline()
+        self._watch.cancel()
+        if not line:
+            sys.exit(f"the engine with {self.arm} ended: {Path(self._errors.name).read_text()[-2000:]}")
+        return dict(json.loads(line))
+
+    def ask(self, tokens: Sequence[int]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(list(tokens)) + "\n")
+        self._process.stdin.flush()
+        return self._receive()
+
+    def cpu_seconds(self) -> float:
+        return cpu_seconds(self._process.pid) + (cpu_seconds(self._store.pid) if self._store else 0.0)
+
+    def end(self) -> None:
+        end(self._process)
+        self._errors.close()
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(20)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and its living descendants."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    spent = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        spent += sum(cpu_seconds(int(child)) for child in children.read_text().split())
+    return spent
+
+
+def serve(model: str, connector: str) -> None:
+    """An engine that answers lines of tokens, and forgets after each: it has no prefix cache of its own."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=4096,
+        max_num_seqs=4,
+        max_num_batched_tokens=2560,
+        block_size=BLOCK,
+        enable_prefix_caching=False,
+        num_gpu_blocks_override=2 * 4096 // BLOCK,
+        disable_log_stats=False,
+        disable_hybrid_kv_cache_manager=True,
+        kv_transfer_config=json.loads(connector) or None,
+    )
+
+    def say(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    def generate(tokens: list[int], count: int) -> Any:
+        parameters = SamplingParams(max_tokens=count, temperature=0, detokenize=False, ignore_eos=True)
+        (output,) = llm.generate([{"prompt_token_ids": tokens}], parameters, use_tqdm=False)
+        return output
+
+    say({})
+    for line in sys.stdin:
+        output = generate(json.loads(line), ANSWER_TOKENS)
+        time.sleep(PAUSE_S)
+        generate([5, 6, 7], 1)  # connectors report with a step, and may hold blocks until then
+        say(
+            {
+                "tokens": list(output.outputs[0].token_ids),
+                "cached": output.num_cached_tokens,
+                "ttft_ms": 1e3 * output.metrics.first_token_latency,
+            }
+        )
+
+
+def start_kvstored(folder: Path, store_bytes: int, stores: list[subprocess.Popen[bytes]]) -> dict[str, Any]:
+    """Adds the process to `stores`; returns what vLLM is told."""
+    run_dir = folder / "run"
+    command = [sys.executable, "-P", "-m", "kvstore", f"--run-dir={run_dir}", f"--dram-bytes={store_bytes}"]
+    with (folder / "kvstored.log").open("wb") as log:
+        stores.append(subprocess.Popen([*command, "--segment-bytes=128M"], stderr=log))
+    return {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "kvstore.gpu_worker.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"run_dir": str(run_dir)},
+    }
+
+
+def start_lmcache(
+    folder: Path, store_bytes: int, chunk_tokens: int, stores: list[subprocess.Popen[bytes]]
+) -> dict[str, Any]:
+    """The same. On a CPU its engines copy from and to its shared memory, as ours do."""
+    port, http, metrics = free_ports(3)
+    command = [
+        *(
+            str(Path(sys.executable).parent / "lmcache"),
+            "server",
+            "--transport",
+            "zmq",
+            "--host",
+            "localhost",
+        ),
+        *("--port", str(port), "--http-port", str(http), "--prometheus-port", str(metrics)),
+        *("--l1-size-gb", str(store_bytes / (1 << 30)), "--eviction-policy", "LRU"),
+        *("--supported-transfer-mode", "auto", "--shm-name", f"kvs-bench-{os.getpid()}"),
+        *("--chunk-size", str(chunk_tokens), "--max-workers", "2"),
+    ]
+    with (folder / "lmcache.log").open("wb") as log:
+        store = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **ENVIRONMENT})
+        stores.append(store)
+    for _ in range(600):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        if store.poll() is not None:
+            sys.exit(f"the LMCache server ended: {(folder / 'lmcache.log').read_text()[-2000:]}")
+        time.sleep(0.1)
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://localhost",
+            "lmcache.mp.port": port,
+            "lmcache.mp.transfer_mode": "engine_driven",
+        },
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    listeners = [socket.socket() for _ in range(count)]
+    for listener in listeners:
+        listener.bind(("127.0.0.1", 0))
+    ports = [int(listener.getsockname()[1]) for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def measure(
+    engines: list[Engine], rounds: int, lengths: Sequence[int], vocabulary: int
+) -> list[dict[str, Any]]:
+    """One row per round, arm and phase."""
+    rows = []
+    for engine in engines:
+        engine.ask(range(100, 400))  # what is done once only
+    for number in range(rounds):
+        chosen = random.Random(number)
+        prompts = [[chosen.randrange(100, vocabulary) for _ in range(length)] for length in lengths]
+        print(f"round {number + 1} of {rounds}", file=sys.stderr)
+        turn = number % len(engines)
+        for engine in engines[turn:] + engines[:turn]:
+            for phase in ("first", "again"):
+                began = engine.cpu_seconds()
+                answers = [engine.ask(prompt) for prompt in prompts]
+                rows.append(
+                    {
+                        "round": number,
+                        "arm": engine.arm,
+                        "phase": phase,
+                        "cpu_s": engine.cpu_seconds() - began,
+                        "ttft_ms": [answer["ttft_ms"] for answer in answers],
+                        "cached": [answer["cached"] for answer in answers],
+                        "tokens": [answer["tokens"] for answer in answers],
+                    }
+                )
+    return rows
+
+
+def summed_up(rows: list[dict[str, Any]], lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """What is compared: one row per figure, with a column per arm."""
+    table = []
+    for phase in ("first", "again"):
+        of = {arm: [row for row in rows if (row["arm"], row["phase"]) == (arm, phase)] for arm in ARMS}
+        for place, length in enumerate(lengths):
+            table.append(
+                {"what": f"TTFT of {length} tokens, {phase}", "unit": "ms", "better": "<="}
+                | {arm: statistics.median(row["ttft_ms"][place] for row in of[arm]) for arm in ARMS}
+            )
+        table.append(
+            {"what": f"CPU seconds of engine and store, {phase}", "unit": "s", "better": "<="}
+            | {arm: statistics.median(row["cpu_s"] for row in of[arm]) for arm in ARMS}
+        )
+        if phase == "again":
+            asked = sum(lengths)
+            table.append(
+                {"what": "prompt tokens restored", "unit": "%", "better": ">="}
+                | {
+                    arm: statistics.median(100 * sum(row["cached"]) / asked for row in of[arm])
+                    for arm in ARMS
+                }
+            )
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--model", type=Path, help="Hugging Face folder (default: the one that `make demo` made)"
+    )
+    parser.add_argument("--rounds", type=int, help="default: 6, a multiple of the arms")
+    parser.add_argument("--lmcache-chunk", type=int, default=256, help="tokens; 256 is LMCache's default")
+    parser.add_argument("--store-bytes", type=int, default=1 << 30, help="memory of each store")
+    parser.add_argument("--quick", action="store_true", help="3 rounds of the two shorter prompts")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine is not None:
+        serve(str(options.model), options.engine)
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended then, too
+    models = sorted((ROOT / ".cache" / "models").glob("smollm2-*"))
+    if options.model is None and not models:
+        parser.error("no model: give one with --model, or run `make demo` once")
+    model = options.model or models[0]
+    lengths = LENGTHS[:2] if options.quick else LENGTHS
+    rounds = options.rounds or (3 if options.quick else 6)
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    engines: list[Engine] = []
+    stores: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="kvs-") as name:
+        folder = Path(name)
+        try:
+            ours = start_kvstored(folder, options.store_bytes, stores)
+            theirs = start_lmcache(folder, options.store_bytes, options.lmcache_chunk, stores)
+            for arm, store, connector in zip(ARMS, (None, *stores), ({}, ours, theirs), strict=True):
+                engines.append(Engine(arm, model, folder, store, json.dumps(connector)))
+            rows = measure(engines, rounds, lengths, vocabulary)
+        finally:
+            for engine in engines:
+                engine.end()
+            for store in stores:
+                end(store)
+    answers = {arm: [row["tokens"] for row in rows if row["arm"] == arm] for arm in ARMS}
+    same = all(answers[arm] == answers["no store"] for arm in ARMS)
+    print(heading(__file__))
+    print(
+        f"vLLM {metadata.version('vllm-cpu')}, LMCache {metadata.version('lmcache')} with chunks of "
+        f"{options.lmcache_chunk} tokens, {model.name}, fp32, {rounds} rounds; "
+        f"answers {'are the same' if same else 'DIFFER'}\n"
+    )
+    table = summed_up(rows, lengths)
+    print(f"{'medians':44} {'no store':>10} {'kvstored':>10} {'lmcache':>10} {'ours/theirs':>12}")
+    goals = []
+    for line in table:
+        ratio = line["kvstored"] / line["lmcache"] if line["lmcache"] else float("inf")
+        line["ratio"] = ratio
+        columns = " ".join(f"{line[arm]:>10.2f}" for arm in ARMS)
+        print(f"{line['what'] + ', ' + line['unit']:44} {columns} {ratio:>12.2f}")
+        goals.append(Goal(f"{line['what']}, ours/theirs", ratio, "ratio", 1.0, line["better"]))
+    if options.json:
+        print(report(__file__, table, goals))
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
