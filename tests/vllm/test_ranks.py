@@ -482,12 +482,14 @@ def test_a_reset_in_mid_request_saves_nothing_of_it(rig: Callable[..., Rig], loa
     assert first.run(tokens) == 288
 
 
-def test_a_reset_gives_back_what_waiting_requests_found(rig: Callable[..., Rig]) -> None:
+@pytest.mark.parametrize("end", ["reset", "finish"])
+def test_what_a_waiting_request_found_is_given_back(rig: Callable[..., Rig], end: str) -> None:
     tokens = prompt(57, 300)
     rig().run(tokens)
     second = rig()
     side = second.scheduler.connector.scheduler_side
-    side.on_new_request(second.request(tokens))
+    request = second.request(tokens)
+    side.on_new_request(request)
     (tracked,) = side._requests.values()
     lookup = tracked.lookup
     for _ in range(int(BOUND_S / 0.02)):
@@ -495,7 +497,10 @@ def test_a_reset_gives_back_what_waiting_requests_found(rig: Callable[..., Rig])
             break
         threading.Event().wait(0.02)
     assert lookup.hits == 9 and not lookup.stale
-    assert second.scheduler.connector.reset_cache()
+    if end == "reset":
+        assert second.scheduler.connector.reset_cache()
+    else:
+        side.finished(request)
     assert lookup.stale and tracked.lookup is None
 
 
