@@ -158,6 +158,7 @@ class Slots:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self._before: list[tuple[Any, ...]] = []
+        self._whole: tuple[Any, ...] = ()
         self.reassigned: set[int] = set()
         """Indices of the segments that became another's since the look before the last."""
 
@@ -167,6 +168,17 @@ class Slots:
         segments = self.pool.segments
         before = self._before if len(self._before) == len(segments) else [_NOTHING] * len(segments)
         self.reassigned = set()
+        whole = (
+            [(segment.id, segment.phase, segment.namespace, segment.slot_bytes) for segment in segments],
+            b"".join([segment.state for segment in segments]),
+            b"".join([segment.owner for segment in segments]),
+            b"".join([segment.generation for segment in segments]),
+            b"".join([segment.free for segment in segments]),
+            [tuple(segment.counts) for segment in segments],
+        )
+        if whole == self._whole:
+            return []
+        self._whole = whole
         for index, segment in enumerate(segments):
             now = (
                 segment.id,
@@ -227,7 +239,7 @@ class Watch:
         """Pinned slots by segment, pinned chunks by namespace."""
         self._group_pins: dict[int, tuple[dict[int, int], int]] = {}
         """By the group's id(): what its leases pin, and how many bytes that is."""
-        self._manifests: list[Manifest] = []
+        self._manifests: dict[tuple[NamespaceId, bytes], Manifest] = {}
         self._refs: Counter[int] = Counter()
         self._sessions: Counter[NamespaceId] = Counter()
         self._to_store: list[Any] = []
@@ -583,7 +595,7 @@ class Watch:
     def _check_references(self) -> None:
         state = self.state
         sessions = state.sessions.by_name
-        manifests = [session.manifest for session in sessions.values()]
+        manifests = {name: session.manifest for name, session in sessions.items()}
         if manifests != self._manifests:
             self._manifests = manifests
             self._refs, self._sessions = Counter(), Counter()
@@ -593,7 +605,9 @@ class Watch:
                 assert session.version > 0, session
                 for row in session.manifest.rows:
                     assert self.facts[row].namespace.id == session.namespace, session
-        self._compare(state.chunks.refs, self._refs)
+            self._compare(state.chunks.refs, self._refs)
+        elif self.changed:
+            self._compare(state.chunks.refs, self._refs)
         for namespace in state.namespaces.values():
             assert namespace.sessions == self._sessions[namespace.id], namespace
         assert state.sessions.entries == self._refs.total() <= state.limits.manifest_entries_max, (

@@ -163,13 +163,13 @@ class Store:
         remembered = ticket.request_id and not isinstance(event, READ_ONLY)
         if remembered:
             if not worker.memory.asked(ticket.request_id, type(event)):
-                error = BadRequest(
+                refusal = BadRequest(
                     "another kind of request had this number",
                     field="request_id",
                     value=ticket.request_id,
                     remedy="number the requests of a worker upwards",
                 )
-                state.effects.append(ev.Reply(ticket, error))
+                state.effects.append(ev.Reply(ticket, refusal))
                 return
             answer = worker.memory.recall(ticket.request_id)
             if answer is not None:
