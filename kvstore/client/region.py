@@ -37,14 +37,14 @@ class Region:
             raise BadRequest("must be above 0", field="size_bytes", value=size_bytes)
         self.size_bytes = size_bytes
         self._pid = os.getpid()
-        try:
-            self._fd = os.dup(fd)
-        except OSError as problem:
-            raise BadRequest(f"cannot be used: {problem.strerror}", field="fd", value=fd) from None
         self._lock = threading.Lock()
         self._closed = False
         self._lent: tuple[weakref.ref[Attachment], int] | None = None
         """To whom, and the number that it has there."""
+        try:
+            self._fd = os.dup(fd)
+        except OSError as problem:
+            raise BadRequest(f"cannot be used: {problem.strerror}", field="fd", value=fd) from None
 
     def __repr__(self) -> str:
         return f"Region({self.size_bytes} bytes{', closed' if self._closed else ''})"
@@ -57,11 +57,9 @@ class Region:
 
     def __del__(self) -> None:
         # May run at any point of any thread, so it takes no lock and leaves the daemon to the housekeeping.
-        if not getattr(self, "_closed", True):
+        if getattr(self, "_fd", -1) >= 0:
             self._closed = True
-            with contextlib.suppress(OSError):
-                os.close(self._fd)
-            self._take_back()
+            self._end()
 
     def number(self, attachment: Attachment) -> int:
         """The number that the daemon knows it by; 0 when it is not lent to this one."""
@@ -100,18 +98,30 @@ class Region:
                 raise gone("the daemon did not adopt the region")
         finally:
             self._lock.release()
+            self._end_if_closed()
 
     def close(self) -> None:
         """Take it back. Does not wait; idempotent. A fill that runs may fail, or end well."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            os.close(self._fd)
-        if os.getpid() == self._pid:
-            self._take_back()
+        self._closed = True
+        self._end_if_closed()
+
+    def _end_if_closed(self) -> None:
+        """Whoever comes last: while the region is being lent its descriptor must stay what it is."""
+        if self._closed and self._lock.acquire(blocking=False):
+            self._end()
+            self._lock.release()
+
+    def _end(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._take_back()
 
     def _take_back(self) -> None:
+        """Tell the daemon, soon."""
+        if os.getpid() != self._pid:
+            return  # the parent's
         lent, self._lent = self._lent, None
         attachment = lent[0]() if lent is not None else None
         if lent is not None and attachment is not None:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -378,6 +379,7 @@ def test_a_region_that_is_cut_short_is_an_error_and_no_signal(
     region = client.adopt(memfd, SIZE)
     keys = keys_of(space, 2)
     with space.write(keys, staged=False) as batch:
+        batch.fill(region, [0, CHUNK])
         os.ftruncate(memfd, CHUNK + 5000)
         with pytest.raises(Precondition, match="cut short"):
             batch.fill(region, [0, CHUNK])
@@ -581,6 +583,31 @@ def test_a_region_that_is_adopted_too_late_is_taken_back(daemon: Any, client: Cl
         client.adopt(memfd, SIZE, timeout_s=0.2)
     daemon.wait_for("region adopted")
     eventually(lambda: not kept_by(daemon))
+
+
+def test_closing_a_region_waits_for_nobody(daemon: Any, client: Client, memfd: int) -> None:
+    """Not even for a thread of ours that waits for the daemon to adopt it."""
+    region = Region(memfd, SIZE)
+    attachment = client._attachment
+    ended: list[StoreError] = []
+
+    def lend() -> None:
+        try:
+            region.lend(attachment, time.monotonic() + BOUND_S)
+        except StoreError as problem:
+            ended.append(problem)
+
+    with stopped(daemon):
+        thread = threading.Thread(target=lend)
+        thread.start()
+        eventually(lambda: attachment._awaited)
+        region.close()
+        assert thread.is_alive()
+    thread.join(BOUND_S)
+    eventually(lambda: not kept_by(daemon))
+    assert region._fd == -1, "its descriptor is still open"
+    with pytest.raises(BadRequest, match="the region is closed"):
+        region.lend(attachment, time.monotonic() + BOUND_S)
 
 
 def test_regions_end_with_the_connection(daemon: Any, memfd: int) -> None:
