@@ -44,7 +44,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # a script's own folder is not s
 from common import (
     BOUND_S,
     CHUNK_TOKENS,
-    SPACES,
     Daemon,
     Hang,
     Weather,
@@ -55,6 +54,7 @@ from common import (
     goal,
     log_lines,
     machine,
+    space_of,
     until,
 )
 
@@ -65,6 +65,7 @@ from kvstore.types import ChunkKey, Outcome, Wait
 
 TENANTS = {"alice": 12_001, "bob": 12_002}
 """And the user ids that they come as; without root there is one tenant."""
+SPACES = (space_of("one", 16 << 10), space_of("two", 10_000, 5_000), space_of("small", 3_000))
 STAYING = 4
 VISITORS_MAX = 2
 CHAIN = 16
@@ -320,6 +321,22 @@ def sample(pid: int) -> dict[str, float]:
 # -------------------------------------------------------------------------------------------------------------- main
 
 
+def fill_ghosts(space: Namespace, count: int) -> None:
+    """Each chunk with bytes of no worker, under a key of no worker's."""
+    for start in range(0, count, 64):
+        keys = [ChunkKey(b"%s/9/%d/0" % (space.spec.model.encode(), n)) for n in range(start, start + 64)]
+
+        def attempt(keys: list[ChunkKey] = keys) -> bool:
+            with space.write(keys) as batch:
+                for index in batch.granted:
+                    for shard in range(space.spec.shard_count):
+                        batch.buffer(index, shard)[:] = 9
+                return bool(batch.granted) and batch.commit().ok
+
+        until(attempt, "the daemon stays full")
+        space.forget(keys=keys)
+
+
 class Soak:
     def __init__(self, folder: Path, seed: int) -> None:
         folder.chmod(0o755)  # other users reach the sockets
@@ -353,21 +370,15 @@ class Soak:
         )
 
     def fill_ghosts(self, count: int) -> None:
-        """Save and forget tiny chunks until the daemon remembers as many keys as it ever will."""
+        """Save and forget chunks until the daemon remembers as many keys as it ever will: in the namespaces where
+        others will take their place, because each has a table of its own."""
         self.client = client_of(self.folder / "run")
-        space = self.client.open(replace(SPACES[2], model="ghosts"))
-        data = np.zeros(SPACES[2].shard_bytes[0], np.uint8)
-        for start in range(0, count, 128):
-            keys = [ChunkKey(b"ghost %d" % number) for number in range(start, min(start + 128, count))]
-
-            def attempt(keys: list[ChunkKey] = keys) -> bool:
-                with space.write(keys) as batch:
-                    for index in batch.granted:
-                        batch.buffer(index)[:] = data
-                    return bool(batch.granted) and batch.commit().ok
-
-            until(attempt, "the daemon stays full")
-            space.forget(keys=keys)
+        for uid in TENANTS.values():
+            with acting_as(uid):
+                client = client_of(self.folder / "run")
+            for spec in SPACES:
+                fill_ghosts(client.open(spec), count // (len(TENANTS) * len(SPACES)))
+            client.close()
 
     def start(self, number: int) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
