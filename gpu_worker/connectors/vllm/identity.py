@@ -291,7 +291,7 @@ def adapter_digest(request: Any) -> bytes:
 
 
 def adapted_key(adapter: bytes, block_hash: bytes) -> bytes:
-    """A block's key under an adapter. vLLM's hash covers the adapter's name alone, which tomorrow may be another's."""
+    """A block's key under an adapter. vLLM's hash covers its name and path, where tomorrow another one may lie."""
     return hashlib.blake2b(block_hash, digest_size=32, key=adapter, person=b"kvs.vllm.lorakey").digest()
 
 
