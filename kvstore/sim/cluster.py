@@ -19,7 +19,7 @@ from kvstore.types import DiskPlace, Extent, GrantResult, Outcome, SegmentId, Wo
 from .disk import DISK_OPS, GARBAGE, TORN, DiskWorld, Written
 from .world import CHUNK_TOKENS
 
-COPIES = (ev.CopyIn, ev.FillSlots, ev.Checksum, ev.MoveSlots)
+COPIES = (ev.CopyIn, ev.FillSlots, ev.Checksum, ev.MoveSlots, ev.RewriteSlots)
 HISTORY = 30
 OPS = (*COPIES, ev.CreateSegment, *DISK_OPS)
 
@@ -171,7 +171,8 @@ class Cluster(DiskWorld):
         """After healing: nobody waits, nothing is under way, nothing is pinned."""
         state, disk, saves = self.store.state, self.store.disk, self.store.saves
         assert not self.unanswered, f"never answered: {list(self.unanswered.values())[:5]}"
-        assert not self.held, self.held
+        scrubbing = (ev.Checksum, ev.ScrubRecords)  # goes on for ever
+        assert not [op for op in self.held if not isinstance(op, scrubbing)], self.held
         assert not (
             state.leases.leases or state.reservations or state.waits or state.workers or state.groups
         ), (

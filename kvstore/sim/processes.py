@@ -93,6 +93,7 @@ class Host(Protocol):
     cluster: Cluster
     clock: int
     variant: int
+    members: list[Process]
 
     def send(self, process: Process, event: ev.Event) -> None: ...
 
@@ -306,9 +307,11 @@ class Process:
             token_counts=job.counts,
             shards=shards,
             derived=job.derived,
-            maker=self.name.encode(),
+            maker=self.maker,
             transient=chance.random() < 0.1,
         )
+        if GrantResult.ALREADY in reserved.results and chance.random() < 0.2:
+            yield from self._compare(job, reserved)
         if not reserved.reservation:
             if GrantResult.FULL in reserved.results:
                 yield Sleep(20)
@@ -332,6 +335,22 @@ class Process:
             wait = Wait.DURABLE if chance.random() < 0.2 else Wait.VISIBLE
             ms = 6_000 if wait is Wait.DURABLE else ANSWER_MS
             yield from self.ask(ev.Commit, reserved.reservation, staged, wait, ms=ms)
+
+    @property
+    def maker(self) -> bytes:
+        """Another one after a while: one that was recalled is granted nothing any more."""
+        return b"%s %d" % (self.name.encode(), self.host.clock // 4_000)
+
+    def _compare(self, job: Job, reserved: ev.Reserved) -> Program:
+        """Tell what it computed for what others had committed; now and then it is something else."""
+        namespace, committed = self.namespaces[job.namespace], self.host.cluster.committed
+        keys = [
+            key
+            for key, result in zip(job.keys, reserved.results, strict=True)
+            if result is GrantResult.ALREADY
+        ]
+        sums = tuple(committed.get((namespace, key, 0), 1) ^ (self.random.random() < 0.1) for key in keys)
+        yield from self.ask(ev.ReportDuplicates, namespace, tuple(keys), sums, (0,), self.maker)
 
     def _fill(self, reserved: ev.Reserved) -> Program:
         """Out of a region of its own: two phases, and no commit once the row is another's."""
@@ -472,4 +491,12 @@ class Process:
         number = chance.choice((SOLO, RANKED))
         dialogue = chance.choice(self.dialogues[number])
         yield from self.ask(ev.Explain, self.namespaces[number], b"", tuple(dialogue.keys))
+        what = chance.random()
+        if what < 0.2:
+            yield from self.ask(ev.Scrub, chance.random() < 0.5, chance.choice((0, 4_096, 409_600)))
+        elif what < 0.4:
+            yield from self.ask(ev.ListQuarantine, 10, chance.random() < 0.5)
+        elif what < 0.5:
+            maker = chance.choice(self.host.members).maker
+            yield from self.ask(ev.Recall, maker, 0, chance.random() < 0.5, ms=6_000, tries=1)
         yield Sleep(chance.randrange(200, 1_000))

@@ -109,6 +109,8 @@ class Simulation:
             disk_deadline_ms=400,
             durable_within_ms=chance.choice((200, 2_000)),
             probe_interval_ms=100,
+            scrub_bytes_per_s=chance.choice((0, 4 * PAGE, 100 * PAGE)),
+            scrub_pause_ms=500,
             eviction=chance.choice(("hints", "hints", "lru", "fifo")),
         )
         self.cluster.watch._full_every = FULL_EVERY
