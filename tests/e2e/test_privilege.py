@@ -14,11 +14,15 @@ from typing import Any
 import pytest
 
 from kvstore.client import connect
-from kvstore.memory import SEALS_READ_ONLY, SEALS_RESIZE, get_seals
+from kvstore.memory import get_seals
 
 from .standing_process import SPEC, keys_of, load, save
 
 BOUND_S = 20.0
+NOBODY_RESIZES = 0x01 | 0x02 | 0x04
+"""F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW."""
+NOBODY_WRITES = NOBODY_RESIZES | 0x10
+"""And F_SEAL_FUTURE_WRITE: but through mappings that exist."""
 F_SEAL_EXEC = 0x20
 """That nobody can make it executable: set by kernels that know it (6.3)."""
 STRANGER = 12_003
@@ -138,9 +142,9 @@ def test_memory_is_sealed_and_readers_read(start_daemon: Callable[..., Any], pro
                 fd = os.open(link, os.O_RDONLY)
                 seals.setdefault(target.split("-")[1], set()).add(get_seals(fd) & ~F_SEAL_EXEC)
                 os.close(fd)
-        data = SEALS_READ_ONLY if protection == "sealed" else SEALS_RESIZE
-        expected = {"data": {data}, "header": {SEALS_READ_ONLY}}
-        assert seals == expected | ({"staging": {SEALS_RESIZE}} if protection == "sealed" else {})
+        data = NOBODY_WRITES if protection == "sealed" else NOBODY_RESIZES
+        expected = {"data": {data}, "header": {NOBODY_WRITES}}
+        assert seals == expected | ({"staging": {NOBODY_RESIZES}} if protection == "sealed" else {})
         modes = {
             line.split("/memfd:kvs-")[1].split("-")[0]: line.split()[1]
             for line in Path("/proc/self/maps").read_text().splitlines()

@@ -5,6 +5,7 @@ tests show already are in docs/reliability.md, with these, and tests/test_tidy.p
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvstore.config import StoreConfig
 from kvstore.types import Outcome, Reason, Wait
 
 from .ssd_tools import (
+    BOUND_S,
     CHUNK,
     DRAM_CHUNKS,
     SMALL_SSD,
@@ -181,10 +183,13 @@ def test_releasing_twice_unpins_once(start: Callable[..., Any], client: Callable
 
     attachment = engine._connection.attachment
     assert attachment is not None
+    first.release()
+    eventually(lambda: engine.stats().gauges["leases"] == 1)
     for _ in range(3):
         first.release()
-        attachment.notice("release", [first.lease_id, first.lease_id, 10**6])
-    eventually(lambda: engine.stats().gauges["leases"] == 1)
+        attachment.notice("release", [first.lease_id, 10**6])
+        assert attachment.wait_for_notices(time.monotonic() + BOUND_S)
+    assert engine.stats().gauges["leases"] == 1
     assert pinned() == 2 * CHUNK
     out = np.empty(CHUNK, np.uint8)
     assert second.copy_to(1, out) and np.array_equal(out, content(keys[1]))
