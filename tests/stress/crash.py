@@ -82,6 +82,14 @@ ROUNDS_PER_LIFE = 10
 REMEMBERED = 200
 """Of the older chunks so many are asked for again after every later crash; all would take ever longer."""
 ASK = 16
+COUNTERS = (
+    "chunks_demoted",
+    "chunks_promoted_on_demand",
+    "chunks_evicted_from_ssd",
+    "index_full",
+    "ssd_healed",
+)
+"""Of the daemon, under load: that the rounds reach what they are to reach."""
 MISSES = (Reason.NEVER_SEEN, Reason.LOST, Reason.EVICTED, Reason.INCOMPLETE, Reason.FORGOTTEN)
 AGAIN = (Reason.ON_SSD, Reason.SLOW, Reason.BEING_SAVED, Reason.UNAVAILABLE)
 KINDS = {
@@ -367,7 +375,7 @@ class Life:
             "staging_bytes_max": "32M",
             "reserve_share_max": 0.5,
             "ssd_dir": folder / "ssd",
-            "ssd_bytes": "24M" if pressure else "4G",
+            "ssd_bytes": "12M" if pressure else "4G",
             "ssd_slab_bytes": "2M" if pressure else "8M",
             "ssd_index_bytes": "1M" if pressure else "32M",
             "ssd_direct_io": str(direct).lower(),
@@ -450,6 +458,7 @@ class Life:
         self.command(b"g")
         with Standstill() as still:
             time.sleep(self.chance.uniform(0.9, 1.5))
+            before = self.client.stats().counters
             promised = self.arrange(kind)
             self.daemon.kill()
             promised = min(promised, time.monotonic()) - still.lost_s
@@ -460,7 +469,7 @@ class Life:
             for _ in range(self.chance.randint(1, 3)):
                 self.killed_start()
         if self.pressure and self.chance.random() < 0.2:
-            self.settings["ssd_bytes"] = self.chance.choice(("16M", "24M", "32M"))
+            self.settings["ssd_bytes"] = self.chance.choice(("8M", "12M", "20M"))
         began = time.monotonic()
         self.daemon = self.begin()
         until(lambda: self.daemon.alive and self.client.connected, "the daemon does not start")
@@ -468,6 +477,8 @@ class Life:
         self.wait_idle()
         counts = self.judge(promised)
         counts["start ms"] = round(1000 * started)
+        counts.update({f"daemon: {name}": before[name] for name in COUNTERS})
+        counts["daemon: chunks_reused"] = self.client.stats().counters["chunks_reused"]
         torn = kind == "power cut"
         counts["ms in which the machine stood still"] = round(1000 * still.lost_s)
         for line in log_lines(self.daemon.log, log_start):
