@@ -554,6 +554,18 @@ def test_a_bug_of_ours_is_a_miss_or_a_failed_job(
     assert rig.find(rig.request("last", keys), keys) == [LookupResult.HIT] * 2
 
 
+def test_a_job_is_told_of_even_if_its_result_cannot_be_made(
+    launch: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = launch()
+    keys = keys_of("told", 1)
+    with monkeypatch.context() as planted:
+        planted.setattr(rig.tier, "_result", lambda *_: 1 // 0)
+        rig.put(rig.request("one", keys), {keys[0]: 1})
+        rig.idle()
+    assert rig.tier.tally.total["bugs"] == 1
+
+
 def test_rows_that_do_not_exist_are_a_failed_job(launch: Callable[..., Rig]) -> None:
     from vllm.v1.kv_offload.tiering.base import TransferJob
 

@@ -214,7 +214,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             rows_max=max(1, int(settings.save_share_max * self._rows.count)),
             maker=self._owner,
         )
-        self._drained: list[JobResult] = []
+        self._finished: list[JobResult] = []
+        """Not told yet."""
         self._link.open(self._spec)
 
     def _namespace(self, timeout_s: float) -> Namespace | None:
@@ -369,10 +370,20 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     @harmless(list)
     def get_finished_jobs(self) -> list[JobResult]:
-        drained, self._drained = self._drained, []
         now = time.monotonic()
-        saved = [self._saved(job) for job in self._saver.jobs.take(now)]
-        return [*drained, *saved, *(self._loaded(job) for job in self._loader.jobs.take(now))]
+        self._take(self._saver.jobs.take(now), self._loader.jobs.take(now))
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _take(self, saves: Sequence[Job], loads: Sequence[Job]) -> None:
+        for jobs, result in ((saves, self._saved), (loads, self._loaded)):
+            for job in jobs:
+                try:
+                    self._finished.append(result(job))
+                except Exception as error:
+                    # vLLM would keep the rows of a job that it is not told of for ever.
+                    _complain(self, result.__name__, error)
+                    self._finished.append(JobResult(job_id=job.number, success=False))
 
     def _saved(self, job: Job) -> JobResult:
         self.tally.add(saves_late=job.late)
@@ -409,8 +420,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._begin_epoch()
 
     def _drain(self, until: float) -> None:
-        self._drained += [self._saved(job) for job in self._saver.jobs.drain(until - time.monotonic())]
-        self._drained += [self._loaded(job) for job in self._loader.jobs.drain(until - time.monotonic())]
+        saves = self._saver.jobs.drain(until - time.monotonic())
+        self._take(saves, self._loader.jobs.drain(until - time.monotonic()))
 
     def _begin_epoch(self) -> None:
         self._resets += 1
