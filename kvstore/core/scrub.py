@@ -175,8 +175,6 @@ class Scrub:
             self._budget + now.bytes_per_s * passed / 1000, max(1.0, now.bytes_per_s * BURST_MS / 1000)
         )
         self._budget_at = state.now
-        if self._budget <= 0:
-            return
         in_dram: list[int] = []
         size = 0
         end = min(now.row + ROWS_PER_STEP_MAX, state.chunks.rows_ever)

@@ -87,8 +87,10 @@ def test_a_record_of_many_windows(tmp_path: Path) -> None:
                 body[flipped] ^= 8
             path.write_bytes(bytes(8192) + header + body + bytes(-(len(header) + size) % 4096))
             fd = os.open(path, os.O_RDONLY)
-            verifier = Verifier(RealDisk(), direct=direct, first_generation=1 << 32)
+            pauses: list[int] = []
+            verifier = Verifier(RealDisk(), direct=direct, first_generation=1 << 32, pause=pauses.append)
             assert (verifier.check(fd, 8192, record, 7).result is OK) == (flipped is None), flipped
+            assert len(pauses) == 2 and pauses[0] == WINDOW_BYTES, "between the windows of one record"
             os.close(fd)
 
 
