@@ -245,6 +245,30 @@ def test_under_group_dram_is_looked_at_too() -> None:
     assert order == [chain("k", 3)[2], chain("k", 3)[0]]
 
 
+def test_a_slot_in_dram_that_was_given_away_meanwhile_is_no_corruption() -> None:
+    world = World(
+        protection=Protection.GROUP,
+        segments=1,
+        segment_bytes=2 * PAGE,
+        scrub_bytes_per_s=1 << 20,
+        reserve_share_max=1.0,
+    )
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    world.save(worker, namespace, chain("k", 2))
+    world.hold = {ev.Checksum}
+    world.tick(60 * SECOND)
+    world.tick(100)
+    assert world.held, "the scrubber is at it"
+    world.hold = set()
+    world.ask(ev.Forget, worker, namespace, b"", chain("k", 2))
+    world.save(worker, namespace, chain("other", 2))
+    while world.held:
+        world.finish()
+    assert world.store.state.counters["chunks_corrupt"] == 0
+    assert world.outcomes(worker, namespace, chain("other", 2)) == ["HIT"] * 2
+
+
 # ---------------------------------------------------------------------------------------------------- back to service
 
 
