@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DOOMED, NONE
+from kvstore.core.chunks import DOOMED, NONE, QUEUED, STORED
 from kvstore.types import DiskPlace, Extent, GrantResult, Outcome, SegmentId, WorkerId
 
 from .disk import DISK_OPS, GARBAGE, TORN, DiskWorld, Written
@@ -192,6 +192,16 @@ class Cluster(DiskWorld):
         quarantined = sum(segment.counts[3] for segment in state.pool.segments)
         assert quarantined <= state.counters["slots_quarantined"], quarantined
         assert sum(segment.counts[1] for segment in state.pool.segments) == 0
+        queued = [row for row, flags in enumerate(state.chunks.flags) if flags & QUEUED]
+        assert state.disk_full or not queued, queued
+        stored = {
+            (facts.namespace.id, state.chunks.key[row])
+            for row, facts in self.watch.facts.items()
+            if state.chunks.flags[row] & STORED
+        }
+        assert stored == self.platter.chunks.keys(), stored ^ self.platter.chunks.keys()
+        sessions = {name: session.version for name, session in state.sessions.by_name.items()}
+        assert sessions == {name: session.version for name, session in self.platter.sessions.items()}
 
     # ------------------------------------------------------------------------------------------------------ damage
 

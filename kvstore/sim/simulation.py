@@ -88,7 +88,7 @@ class Simulation:
         self.cluster = Cluster(
             self,
             random.Random(f"disk {seed}"),
-            segments=chance.choice((16, 24, 32)),
+            segments=chance.choice((8, 16, 24, 32)),
             segment_bytes=16 * PAGE,
             slabs=chance.choice((18, 24, 32)),
             slab_slots=24,

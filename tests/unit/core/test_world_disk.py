@@ -30,7 +30,7 @@ from .test_fuzz import Fuzz
 
 STEPS = 500
 EVERY_SEED = os.environ.get("KVSTORE_DISK_SEED")
-SEEDS = [int(EVERY_SEED)] if EVERY_SEED else [random.SystemRandom().randrange(1 << 32) for _ in range(6)]
+SEEDS = [int(EVERY_SEED)] if EVERY_SEED else [random.SystemRandom().randrange(1 << 32) for _ in range(3)]
 HELD = (ev.RewriteSlots, ev.CopyIn, ev.FillSlots, ev.Checksum, ev.MoveSlots, ev.CreateSegment, *DISK_OPS)
 BAD = (DiskResult.IO_ERROR, DiskResult.NO_SPACE, DiskResult.CORRUPT)
 
