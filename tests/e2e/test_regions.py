@@ -250,6 +250,8 @@ REFUSED: dict[str, tuple[Callable[[], int], str]] = {
 
 
 def test_what_is_no_region_is_refused(daemon: Any, client: Client, subtests: Any) -> None:
+    # The arena is made in the background, and each piece of it is a descriptor.
+    eventually(lambda: (arena := client.stats().arena).ready_bytes == arena.bytes)
     before = len(os.listdir(f"/proc/{daemon.pid}/fd"))
     for name, (open_it, why) in REFUSED.items():
         with subtests.test(name=name):
