@@ -764,3 +764,41 @@ def test_what_was_not_committed_is_not_said_to_be_there(ok: bool) -> None:
     assert [change.keys for change in report.changes] == [tuple(keys[:2] if ok else keys[1:2])]
     counts = {name: tally.total[name] for name in ("blocks_saved", "blocks_already", "blocks_refused")}
     assert counts == {"blocks_saved": int(ok), "blocks_already": 1, "blocks_refused": 1 + (not ok)}
+
+
+class Recorder(FullStore):
+    """Grants everything; keeps who asked to save what, and where. The first write waits."""
+
+    def __init__(self) -> None:
+        super().__init__(ok=True)
+        self.writes: list[tuple[Any, list[ChunkKey]]] = []
+        self.gate = threading.Event()
+        self._wanted: Any = None
+
+    def namespace(self, spec: Any, timeout_s: float) -> Any:
+        self._wanted = spec
+        return self
+
+    def write(self, keys: list[ChunkKey], **_: Any) -> Any:
+        assert self.gate.wait(BOUND_S)
+        self.writes.append((self._wanted, keys))
+        self.results, self.granted = (GrantResult.GRANTED,) * len(keys), tuple(range(len(keys)))
+        return nullcontext(self)
+
+
+def test_a_batch_is_of_one_namespace_and_names_a_chunk_once() -> None:
+    """Two resets apart, the same tokens have the same keys."""
+    store = Recorder()
+    saver = Saver(store, 8, 0, Tally(), Changes(wanted=False), queue_bytes=80, save_s=1.0, maker=b"m" * 16)
+    a, b, c = (ChunkKey(name) for name in (b"a", b"b", b"c"))
+    old, new = object(), object()
+    saver.put([Copied(old, c, c, shard) for shard in saver.buffers(1)])  # keeps the thread
+    wanted = [(old, a), (old, b), (new, c), (new, a), (new, a), (old, b)]
+    saver.put(
+        [Copied(spec, key, key, shard) for (spec, key), shard in zip(wanted, saver.buffers(6), strict=True)]
+    )
+    store.gate.set()
+    assert saver.flush(BOUND_S)
+    saver.close(BOUND_S)
+    assert [(spec, key) for spec, keys in store.writes for key in keys] == [(old, c), *wanted]
+    assert all(len(set(keys)) == len(keys) for _, keys in store.writes)
