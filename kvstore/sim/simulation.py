@@ -33,7 +33,10 @@ DIALOGUES = 14
 """Of each tenant in each of its namespaces."""
 TICK_MS = 50
 REST_STEPS_MAX = 200_000
-"""A run that does not come to rest within so many steps hangs."""
+"""A run that does not come to rest within so many steps hangs,"""
+REST_MS_MAX = 60_000
+"""or within such a time after everybody has left."""
+REST_LOOK_MS = 1_000
 FULL_EVERY = 1_000
 
 Action = Callable[[], None]
@@ -489,16 +492,29 @@ class Simulation:
             process.leaving = True
             process.stopped_until = process.stubborn_until = 0
         last = self.cluster.events + REST_STEPS_MAX
-        quiet_since = self.clock
-        while self.clock - quiet_since < 45_000:
-            self._next()
-            assert self.cluster.events < last, f"no rest: {self.processes}, {self.cluster.store}"
+        left_at = self.clock
+        while not self._at_rest(due=self.clock - left_at > REST_MS_MAX):
+            look_at = self.clock + REST_LOOK_MS
+            while self.clock < look_at:
+                self._next()
+                assert self.cluster.events < last, f"no rest: {self.processes}, {self.cluster.store}"
             if self.processes or self.lingering:
-                quiet_since = self.clock
-        self.cluster.at_rest()
-        assert self.cluster.health() is DiskState.OK, self.cluster.store.disk
+                left_at = self.clock
         self._restart(power=True)
         self._read_everything()
+
+    def _at_rest(self, *, due: bool) -> bool:
+        """Whether it is at rest; raises if it is not, and had time enough."""
+        if self.processes or self.lingering:
+            return False
+        try:
+            assert self.cluster.health() is DiskState.OK, self.cluster.store.disk
+            self.cluster.at_rest()
+        except AssertionError:
+            if due:
+                raise
+            return False
+        return True
 
     def _read_everything(self) -> None:
         """All that was restored of an epoch that is served comes back with its bytes (`World` compares them)."""

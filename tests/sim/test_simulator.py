@@ -24,7 +24,7 @@ from kvstore.types import Protection
 
 KEPT = [line.split("#")[0].split() for line in Path(__file__).with_name("seeds.txt").read_text().splitlines()]
 STEPS = 2_500
-FRESH = [random.SystemRandom().randrange(1 << 32) for _ in range(4)]
+FRESH = [random.SystemRandom().randrange(1 << 32) for _ in range(3)]
 CANARY_RUNS_MAX = 12
 
 
