@@ -16,7 +16,8 @@ CALLS_MAX = 16
 
 class Reflection:
     def __init__(self, services: Sequence[str], *, peer_timeout_s: float) -> None:
-        self._answers = reflection.aio.ReflectionServicer((*services, SERVICE))
+        # its stubs have it awaited, where it is iterated
+        self._answers: Any = reflection.aio.ReflectionServicer((*services, SERVICE))
         self._peer_timeout_s = peer_timeout_s
         self._places = Places(calls_max=CALLS_MAX, reads_max=CALLS_MAX)
 

@@ -21,7 +21,7 @@ import pytest
 
 from kvstore import wire
 from kvstore.client import connect as connect_client
-from kvstore.errors import Exhausted
+from kvstore.errors import Exhausted, StoreError
 from kvstore.v1 import bytes_pb2, descriptor_pb2, stats_pb2, store_pb2
 
 from .raw_http2 import DATA, GOAWAY, PING, PREFACE, Http2, frame, in_header
@@ -61,8 +61,18 @@ class Before:
             lambda: descriptors_of(self.daemon) <= self.descriptors + SLACK,
             lambda: f"{descriptors_of(self.daemon)} descriptors, {self.descriptors} before",
         )
-        grown = self.daemon.rss_anon_bytes - self.bytes
-        assert grown < slack_bytes, f"{grown / MIB:.0f} MiB more than before"
+        eventually(
+            lambda: self.daemon.rss_anon_bytes - self.bytes < slack_bytes,
+            lambda: f"{(self.daemon.rss_anon_bytes - self.bytes) / MIB:.0f} MiB more than before",
+        )
+
+
+def serves(worker: Any) -> bool:
+    """Not while others have all the places of its token, or while a machine that is too busy makes it late."""
+    try:
+        return bool(worker.ask_stats().version)
+    except StoreError:
+        return False
 
 
 _opened: list[Any] = []
@@ -324,11 +334,11 @@ def test_requests_that_are_never_finished(
                 highest = max(highest, daemon.rss_anon_bytes)
         except OSError:
             pass  # who ignores the windows is hung up on, or read no further
-    worker.ask_stats()
+    eventually(lambda: serves(worker))
     assert highest - before.bytes < 256 * MIB, f"{(highest - before.bytes) / MIB:.0f} MiB"
     for peer in (stranger, known, other):
         peer.close()
-    before.again(64 * MIB)
+    before.again(128 * MIB)  # of what the allocator was given it keeps some
 
 
 def test_answers_that_are_never_read(
@@ -358,13 +368,7 @@ def test_answers_that_are_never_read(
         grown = daemon.rss_anon_bytes - before.bytes
         assert grown < 128 * MIB, f"{grown / MIB:.0f} MiB"
 
-        def answered() -> bool:
-            try:
-                return worker.ask_stats().uptime_ms > 0
-            except Exhausted:  # by the calls of the peer that has our token
-                return False
-
-        eventually(answered)
+        eventually(lambda: serves(worker))
         for peer in peers:
             peer.close()
         before.again(64 * MIB)
