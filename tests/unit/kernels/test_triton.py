@@ -180,19 +180,33 @@ def test_compiled_for_hopper(
     assert stack_bytes(binary.asm["cubin"]) == 0, "registers spill"
 
 
-def compile_for_hopper(dtype: str, sizes: dict[str, int], *, capped: bool) -> Any:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+@compiled
+def test_merge_compiled_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {"heads": 32, "HEAD_DIM": 80, "BLOCK_D": 128}
+    binary = compile_aligned(
+        kernel._merge, "bf16", constants, options={"num_warps": 1, "enable_fp_fusion": True}
+    )
+    assert stack_bytes(binary.asm["cubin"]) == 0, "registers spill"
 
-    pools = ("q_ptr", "keys_ptr", "values_ptr", "out_ptr")
+
+def compile_for_hopper(dtype: str, sizes: dict[str, int], *, capped: bool) -> Any:
     constants = sizes | {
         "heads": 8 * sizes["GROUP"],
         "CAPPED": capped,
         "UPCAST": False,
         "STAGES": kernel.STAGES,
     }
+    return compile_aligned(kernel._attend, dtype, constants, options=kernel.options(sizes))
+
+
+def compile_aligned(function: Any, dtype: str, constants: dict[str, int], options: dict[str, Any]) -> Any:
+    """As at a launch with whole tensors, whose addresses and strides are multiples of 16."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     types = {}
-    for name in kernel._attend.arg_names:
+    for name in function.arg_names:
         match name:
             case "q_ptr" | "keys_ptr" | "values_ptr" | "out_ptr":
                 types[name] = f"*{dtype}"
@@ -204,14 +218,12 @@ def compile_for_hopper(dtype: str, sizes: dict[str, int], *, capped: bool) -> An
                 types[name] = "constexpr"
             case _:
                 types[name] = "*i32" if name.endswith("_ptr") else "i32"
-    assert set(pools) <= set(types)
-    # As at a launch: addresses and strides of whole tensors are multiples of 16
     aligned = {
         (number,): [["tt.divisibility", 16]] for number, kind in enumerate(types.values()) if kind[0] in "*i"
     }
     places = {(list(types).index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel._attend, signature=types, constexprs=places, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=kernel.options(sizes))
+    source = ASTSource(fn=function, signature=types, constexprs=places, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def stack_bytes(binary: bytes) -> int:
