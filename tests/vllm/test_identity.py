@@ -123,6 +123,22 @@ def test_whatever_differs_is_another_namespace(
     assert spec(with_model(model=str(moved))) == spec(), "but not where the files lie"
 
 
+@pytest.mark.parametrize(("kind", "differ"), [("dynamic", True), ("longrope", True), ("linear", False)])
+def test_positions_that_depend_on_the_longest_prompt(
+    spec: Callable[..., NamespaceSpec], config: Any, kind: str, differ: bool
+) -> None:
+    """Their K is another one under another limit."""
+    specs = []
+    for length in (1024, 2048):
+        other = copy.copy(config)
+        other.model_config = copy.copy(config.model_config)
+        other.model_config.hf_config = copy.deepcopy(config.model_config.hf_config)
+        other.model_config.hf_config.rope_parameters = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}
+        other.model_config.max_model_len = length
+        specs.append(spec(other))
+    assert (specs[0] != specs[1]) is differ
+
+
 def test_epochs_of_one_family(spec: Callable[..., NamespaceSpec]) -> None:
     """The daemon drops an older epoch of the same family: resets must not drop what others restored from files."""
     one, two = (identity.reset_spec(spec(), b"a" * 16, count) for count in (1, 2))
