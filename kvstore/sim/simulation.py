@@ -60,7 +60,8 @@ class Simulation:
         self.steps = steps
         self.only = only
         self.random = random.Random(f"simulation {seed}")
-        self.protection = protection or self.random.choice(list(Protection))
+        drawn = self.random.choice(list(Protection))  # also if it is given: a run is the same if it is named
+        self.protection = protection or drawn
         self.faults = [
             fault for fault in draw(seed, steps, self.protection) if only is None or fault.number in only
         ]
