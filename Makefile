@@ -67,6 +67,10 @@ crash: venv  ## kill -9 of a daemon, ROUNDS times: is what was promised there, a
 soak: venv  ## a daemon under full load for MINUTES: does anything grow or break? (ARGS='--seed 1')
 	$(PY) tests/stress/soak.py --json --minutes $(MINUTES) $(ARGS)
 
+.PHONY: mutants
+mutants: venv  ## plant the bugs of tests/mutants/mutants.toml one by one: are all caught? (ARGS='lease index')
+	$(PY) tests/mutants/run.py $(ARGS)
+
 # What guides the fuzzer has an environment of its own, on top of ours
 SECONDS ?= 60
 

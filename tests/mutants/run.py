@@ -1,0 +1,136 @@
+"""Plants one bug after another into a copy of the sources and runs the tests that should notice.
+
+    make mutants                        all of them
+    make mutants ARGS='lease index'     those whose name contains one of the words
+    make mutants ARGS=--list
+
+mutants.toml lists them: `file`, the text `old` that occurs once in it, what it becomes, and the tests that are asked.
+First all of these tests must pass as things are. Then a bug is caught when pytest reports failed tests, or runs into
+the time limit: a hang is noticed too. The exit status is 0 if all were caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LIST = Path(__file__).with_name("mutants.toml")
+COPIED = ("kvstore", "gpu_worker", "scheduler", "kernels", "proto", "tests", "examples", "deploy", "docs")
+FILES = ("pyproject.toml", "setup.py", "README.md", "Makefile")
+TIME_LIMIT_S = 600
+TESTS_FAILED = 1
+"""pytest's exit status."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def plant(self, folder: Path) -> None:
+        path = folder / self.file
+        text = path.read_text()
+        if text.count(self.old) != 1:
+            raise SystemExit(
+                f"{self.name}: `old` occurs {text.count(self.old)} times in {self.file}, not once"
+            )
+        path.write_text(text.replace(self.old, self.new))
+
+
+def mutants() -> list[Mutant]:
+    rows = tomllib.loads(LIST.read_text())["mutant"]
+    return [Mutant(row["name"], row["file"], row["old"], row["new"], tuple(row["tests"])) for row in rows]
+
+
+def copy_sources(to: Path) -> None:
+    for folder in COPIED:
+        if (ROOT / folder).is_dir():
+            shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in FILES:
+        shutil.copy(ROOT / file, to / file)
+
+
+def ask(tests: Sequence[str], folder: Path) -> str:
+    """What pytest says of the copy: passed, failed, hung, or what kept it from running."""
+    # The copy's package comes before the installed one, for the daemons that tests start too.
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    try:
+        ended = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "hung"
+    if ended.returncode == 0:
+        return "passed"
+    last = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    what = last[0] if last else ended.stdout[-2000:]
+    return (
+        f"failed: {what}"
+        if ended.returncode == TESTS_FAILED
+        else f"pytest ended with {ended.returncode}: {what}"
+    )
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("words", nargs="*", help="parts of names")
+    options.add_argument("--list", action="store_true", help="only say which there are")
+    chosen = options.parse_args()
+    wanted = [m for m in mutants() if not chosen.words or any(word in m.name for word in chosen.words)]
+    if chosen.list:
+        for mutant in wanted:
+            print(f"{mutant.file:32} {mutant.name}")
+        return 0
+    survived = 0
+    with tempfile.TemporaryDirectory(prefix="kvs-mutants-") as name:
+        folder = Path(name)
+        copy_sources(folder)
+        asked = sorted({test for mutant in wanted for test in mutant.tests})
+        found = ask(asked, folder)
+        if found != "passed":
+            print(f"without any planted bug: {found}")
+            return 1
+        print("without any planted bug: passed", flush=True)
+        for mutant in wanted:
+            path = folder / mutant.file
+            sound = path.read_text()
+            mutant.plant(folder)
+            began = time.monotonic()
+            found = ask(mutant.tests, folder)
+            path.write_text(sound)
+            caught = found.startswith(("failed", "hung"))
+            survived += not caught
+            verdict = "caught" if caught else "SURVIVED"
+            print(f"{verdict:8} {time.monotonic() - began:6.1f} s  {mutant.name}: {found}", flush=True)
+    print(f"{len(wanted) - survived} of {len(wanted)} planted bugs were caught")
+    return 1 if survived or not wanted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
