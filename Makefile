@@ -124,8 +124,10 @@ bench-lmcache: vllm-installed $(LMCACHE)/ready  ## our connector against LMCache
 bench-%: venv  ## run benchmarks/%.py (ARGS=...)
 	$(PY) benchmarks/$*.py $(ARGS)
 
+# Without a seed, STEPS is what many of them do together
 sim: venv  ## random runs of the simulator (SEED=.. STEPS=.. COUNT=.. CANARY=.. ARGS=--shrink)
-	$(PY) -m kvstore.sim $(SEED:%=--seed %) $(STEPS:%=--steps %) $(COUNT:%=--count %) $(CANARY:%=--canary %) $(ARGS)
+	$(PY) -m kvstore.sim $(SEED:%=--seed %) $(STEPS:%=$(if $(SEED),--steps,--total) %) $(COUNT:%=--count %) \
+	  $(CANARY:%=--canary %) $(ARGS)
 
 proto: venv  ## write the stubs in kvstore/v1 anew from proto/
 	rm -f kvstore/v1/*_pb2*

@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="the first; drawn if not given")
     parser.add_argument("--count", type=int, default=1, help="how many seeds, one after the other")
     parser.add_argument("--steps", type=int, default=STEPS, help="events until the faults are healed")
+    parser.add_argument("--total", type=int, help="as many seeds as make so many events in all")
     parser.add_argument("--protection", choices=[p.value for p in Protection], help="drawn if not given")
     parser.add_argument("--only", help="numbers of the faults that happen, or none")
     parser.add_argument(
@@ -35,8 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
     totals: Counter[str] = Counter()
     failed: list[int] = []
     steps, began = 0, time.process_time()
+    seed = first - 1
     with planted(args.canary):
-        for seed in range(first, first + args.count):
+        while steps < args.total if args.total is not None else seed + 1 < first + args.count:
+            seed += 1
             simulation = Simulation(seed, args.steps, protection=protection, only=only)
             try:
                 totals += simulation.run()
@@ -55,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     print("counted:", {name: n for name, n in sorted(totals.items()) if not name.startswith("fault ")})
     print("faults:", faults)
     print(
-        f"seeds {first} to {first + args.count - 1}: {steps} steps in {seconds:.1f} s of CPU "
+        f"seeds {first} to {seed}: {steps} steps in {seconds:.1f} s of CPU "
         f"({steps / max(seconds, 1e-9):.0f}/s), {len(failed)} failures {failed or ''}"
     )
     return bool(failed)
