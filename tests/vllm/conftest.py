@@ -266,11 +266,14 @@ def same(control: Engine) -> Callable[..., None]:
     It is asked twice: computing all of the prompt, and with its blocks in its own prefix cache. The two differ in the
     last bits of log-probabilities, because a matrix product over 8 tokens rounds otherwise than one over 200; what was
     restored is the latter. When a load was cut short, neither is what happened: then tokens are equal, and
-    log-probabilities but for rounding.
+    log-probabilities but for rounding; nor need they be `exactly` the same when they come from an engine with another
+    number of compute threads.
     """
     known: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
 
-    def check(prompts: list[list[int]], outputs: list[dict[str, Any]], **more: Any) -> None:
+    def check(
+        prompts: list[list[int]], outputs: list[dict[str, Any]], exactly: bool = True, **more: Any
+    ) -> None:
         for tokens, output in zip(prompts, outputs, strict=True):
             name = json.dumps([tokens, more], sort_keys=True)
             if name not in known:
@@ -281,7 +284,7 @@ def same(control: Engine) -> Callable[..., None]:
             cold, warm = known[name]
             assert output["finish"] == "length"
             assert output["tokens"] == cold["tokens"] == warm["tokens"]
-            if output["cached"] in (0, whole_blocks(tokens)):
+            if exactly and output["cached"] in (0, whole_blocks(tokens)):
                 assert output["logprobs"] == (warm if output["cached"] else cold)["logprobs"]
             else:
                 assert output["logprobs"] == pytest.approx(cold["logprobs"], abs=1e-4)

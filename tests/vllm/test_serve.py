@@ -18,6 +18,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,7 @@ class Router:
                 blocks[block_hash] = event
             elif event.medium == "STORAGE":
                 self.removed.append(block_hash)
-                del blocks[block_hash]
+                blocks.pop(block_hash, None)  # it may have been announced before we listened
 
     def stored(self, tokens: list[int]) -> list[Any]:
         """Hashes of the prompt's leading blocks that can be had from the store."""
@@ -214,6 +215,12 @@ def counted(daemon: Daemon) -> dict[str, int]:
     with connect(str(daemon.run_dir), timeout_s=10) as client:
         rows = client.stats().namespaces
     return {name: sum(getattr(row, name) for row in rows) for name in ("chunks", "hits")}
+
+
+@pytest.fixture(scope="module")
+def same(same: Same) -> Same:
+    """vLLM's engine process chooses the number of its compute threads itself, so its last bits may be others."""
+    return partial(same, exactly=False)
 
 
 @pytest.fixture(scope="module")
