@@ -82,6 +82,8 @@ class BytesService:
                 "frame_bytes", message.frame_bytes, FRAME_BYTES_MAX, low=FRAME_BYTES_MIN
             )
         async with self._guest(caller, namespace) as guest:
+            # Before the lease began, and so before whatever time the peer takes to accept the first frame.
+            checked_at = time.monotonic()
             lease: events.Acquired = await self._ask(events.Acquire(Ticket(guest), namespace, key, shards))
             first = bytes_pb2.GetFrame(
                 outcome=lease.outcomes[0],
@@ -90,12 +92,11 @@ class BytesService:
                 checksum=[extent.checksum for extent in lease.extents],
             )
             await rpc.write(context, first.SerializeToString(), self._service.peer_timeout_s)
-            checked_at = time.monotonic()
             for extent in lease.extents:
                 for start in range(0, extent.length, frame_bytes):
                     if time.monotonic() - checked_at > lease.ttl_ms / 3000:
-                        await self._renew(guest, lease)
                         checked_at = time.monotonic()
+                        await self._renew(guest, lease)
                     # The lease holds for two thirds of its time more: nothing else can come into these slots meanwhile.
                     piece = self._loop.arena.view(
                         extent.segment, extent.offset + start, min(frame_bytes, extent.length - start)

@@ -65,7 +65,7 @@ def call_headers(method: str, metadata: Mapping[str, bytes] | None = None) -> by
 
 
 class Http2:
-    """One connection. `window`: how many bytes of each answer the daemon may send before we allow more: never."""
+    """One connection. `window`: how many bytes of each answer the daemon may send before we `allow` more."""
 
     def __init__(self, address: Path | tuple[str, int], *, window: int | None = None) -> None:
         family = socket.AF_INET if isinstance(address, tuple) else socket.AF_UNIX
@@ -91,6 +91,25 @@ class Http2:
         stream = self.begin(method, metadata)
         self.send(stream, body, end=True)
         return stream
+
+    def allow(self, stream: int, more: int) -> None:
+        """So many bytes more, of this answer and in all."""
+        data = struct.pack("!I", more)
+        self.socket.sendall(frame(WINDOW_UPDATE, 0, 0, data) + frame(WINDOW_UPDATE, 0, stream, data))
+
+    def answer(self, stream: int) -> bytes:
+        """All data and headers of an answer, as they are, until its end."""
+        found = b""
+        with self.socket.makefile("rb") as received:
+            while True:
+                head = received.read(9)
+                assert len(head) == 9, "the connection ended"
+                payload = received.read(int.from_bytes(head[:3], "big"))
+                kind, flags, number = head[3], head[4], int.from_bytes(head[5:], "big")
+                if number == stream and kind in (DATA, HEADERS, RST_STREAM):
+                    found += payload
+                    if kind == RST_STREAM or flags & END_STREAM:
+                        return found
 
     def reset(self, stream: int) -> None:
         self.socket.sendall(frame(RST_STREAM, 0, stream, struct.pack("!I", CANCEL)))

@@ -22,6 +22,7 @@ import pytest
 from kvstore import client as library
 from kvstore import wire
 from kvstore.errors import StoreError
+from kvstore.types import GrantResult
 from kvstore.v1 import bytes_pb2, stats_pb2, store_pb2
 
 from .raw_http2 import Http2, in_header
@@ -179,6 +180,38 @@ def test_peers_that_read_nothing_do_not_keep_what_they_hold(
     eventually(watching, "the watchers who read nothing keep their places")
     eventually(lambda: not worker.ask_stats().gauges["leases"], "the Get still pins its chunk")
     assert daemon.stop() == 0
+    deaf.close()
+
+
+def test_a_get_that_is_read_when_its_slot_is_anothers_gives_no_bytes_of_it(
+    start_daemon: Callable[..., Any], connect: Callable[..., Any], spec: Any, run_dir: Path
+) -> None:
+    """The peer takes the first frame only when the lease has been revoked, because all else was pinned, and the slot
+    holds another chunk."""
+    small = {"dram_bytes": 4 << 20, "segment_bytes": 1 << 20, "staging_bytes": 1 << 20}
+    daemon = start_daemon(lease_ttl_ms=300, pin_share_max=1.0, **small)
+    worker = connect(daemon)
+    namespace = worker.call("Open", store_pb2.OpenRequest(namespace=wire.spec_to_proto(spec))).namespace_id
+    data = {b"%d" % number: bytes([number]) * (256 << 10) for number in range(1, 18)}
+
+    def saved(key: bytes) -> bool:
+        return put(worker, frames_of(namespace, key, data[key])).grant == GrantResult.GRANTED
+
+    assert saved(b"1")
+    deaf = Http2(run_dir / "grpc.sock", window=0)
+    get = bytes_pb2.GetRequest(namespace_id=namespace, key=b"1")
+    token = {wire.TOKEN_METADATA: in_header(worker.hello.token)}
+    stream = deaf.call("/kvstore.v1.Bytes/Get", get.SerializeToString(), token)
+    eventually(lambda: worker.ask_stats().gauges["leases"] == 1)
+    for key in list(data)[1:]:
+        eventually(lambda key=key: saved(key), "the lease that expired was not revoked")
+        pins = store_pb2.AcquireRequest(namespace_id=namespace, keys=[key], ttl_ms=60_000)
+        assert worker.call("Acquire", pins).lease_id
+    assert not worker.call("Match", store_pb2.MatchRequest(namespace_id=namespace, keys=[b"1"])).usable
+    deaf.allow(stream, 1 << 20)
+    answer = deaf.answer(stream)
+    assert not any(data[key][: 4 << 10] in answer for key in list(data)[1:]), "another chunk's bytes"
+    assert b"the lease ended while the bytes were being sent" in answer
     deaf.close()
 
 
