@@ -156,6 +156,8 @@ class Connection:
             self._changed.notify_all()
 
     def count(self, name: str, number: int = 1) -> None:
+        if os.getpid() != self._pid:
+            return  # another thread of the parent may have held the lock when the process forked
         with self._counters_lock:
             self.counters[name] += number
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -686,10 +687,11 @@ class Namespace:
     # ----------------------------------------------------------------------------------------------- binding
 
     def _bound(self) -> tuple[Attachment, NamespaceId] | None:
-        """The attachment and the number that the namespace has there; None while there is none. The two belong
-        together: another boot of the daemon may know another namespace by that number."""
+        """The attachment and the number that the namespace has there; None while there is none, and in a forked child.
+        The two belong together: another boot of the daemon may know another namespace by that number."""
         binding = self._binding
-        return binding if binding is not None and binding[0].alive else None
+        usable = binding is not None and binding[0].alive and binding[0].pid == os.getpid()
+        return binding if usable else None
 
     def _can_open(self) -> bool:
         attachment = self._connection.attachment

@@ -824,7 +824,7 @@ def test_retired_segments_are_unmapped_when_nobody_uses_them(
 
 
 FORKER = """
-import json, os, signal, sys
+import contextlib, json, os, signal, sys
 import numpy as np
 from kvstore import errors
 from kvstore.client import connect
@@ -841,8 +841,21 @@ assert batch.commit().ok
 lease = space.read(keys)
 batch = space.write(space.keys(np.arange(7, 7 + 64)))
 assert lease.copy_to(0, bytearray(1 << 18))
+memfd = os.memfd_create("kvs-test-region")
+os.ftruncate(memfd, 1 << 18)
+region = client.adopt(memfd, 1 << 18)
+filled = space.write([b"filled"], staged=False)
 
-child = os.fork()
+# As if other threads were just counting, sending, mapping: what they hold at a fork is never let go of in the child.
+attachment = client._connection.attachment
+held = (client._connection._counters_lock, client._connection._changed, attachment._lock, attachment._socket_lock,
+        attachment.mappings._lock, attachment.staging.space._lock)
+with contextlib.ExitStack() as locks:
+    for lock in held:
+        locks.enter_context(lock)
+    child = os.fork()
+    if child == 0:
+        locks.pop_all()
 if child == 0:
     try:
         signal.alarm(20)
@@ -855,6 +868,7 @@ if child == 0:
         assert not batch.commit().ok
         assert space.get_session("s") is None
         for call in (lambda: space.update_session("s", expected_version=0, keep=0, append=[]), client.stats,
+                     lambda: filled.fill(region, [0]), lambda: client.adopt(memfd, 1 << 18),
                      lambda: connect(sys.argv[1], timeout_s=20)):
             try:
                 call()
@@ -862,8 +876,10 @@ if child == 0:
             except errors.Unavailable:
                 pass
         lease.release()
+        filled.abort()
+        region.close()
         client.close()
-        del lease, batch, space, client
+        del lease, batch, filled, region, space, client
     except BaseException:
         import traceback
         traceback.print_exc()
@@ -879,6 +895,8 @@ assert lease.copy_to(2, out) and (out == 2).all()
 with space.read(keys) as again:
     assert again.hits == 4 and again.copy_to(3, out) and (out == 3).all()
 assert batch.commit().ok
+filled.fill(region, [0])
+assert filled.commit().ok
 assert space.match(keys).usable == 4
 assert client.counters["reconnects"] == 0, dict(client.counters)
 print(json.dumps({"child": status, "reconnects": client.counters["reconnects"]}))
