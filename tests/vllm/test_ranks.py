@@ -802,3 +802,98 @@ def test_a_batch_is_of_one_namespace_and_names_a_chunk_once() -> None:
     saver.close(BOUND_S)
     assert [(spec, key) for spec, keys in store.writes for key in keys] == [(old, c), *wanted]
     assert all(len(set(keys)) == len(keys) for _, keys in store.writes)
+
+
+class Beside:
+    """Another connector beside ours, as vLLM's MultiConnector has them: it says first that it loads a request's two
+    leading blocks, and ours hears of no load."""
+
+    def __init__(self, rig: Rig, *, parked: bool) -> None:
+        self.parked = parked
+        self.loads: dict[str, list[int]] = {}
+        """Blocks that it was to fill, by request."""
+        self._ours = rig.scheduler.connector
+        self._matched = self._ours.get_num_new_matched_tokens
+        self._allocated = self._ours.update_state_after_alloc
+        self._ours.get_num_new_matched_tokens = self.matched
+        self._ours.update_state_after_alloc = self.allocated
+
+    def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        tokens, parks = self._matched(request, computed)
+        if tokens is not None and not self.loads:
+            return 2 * BLOCK - computed, self.parked
+        return tokens, parks
+
+    def allocated(self, request: Request, blocks: Any, tokens: int) -> None:
+        self._allocated(request, blocks, 0)
+        if tokens:
+            self.loads[request.request_id] = blocks.get_block_ids()[0][:2]
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_another_connector_failed_to_load_is_not_saved(
+    rig: Callable[..., Rig], shared: bool, layerwise: bool
+) -> None:
+    """It says so after the step in which they were used: by the request itself, or by one with the same prefix."""
+    tokens = prompt(70 + 2 * layerwise + shared, 300)
+    first = rig(ranks=1, layerwise=layerwise)
+    other = Beside(first, parked=False)
+    (worker,) = first.workers
+    errors = worker.get_block_ids_with_load_errors
+    told: list[set[int]] = []
+
+    def failed() -> set[int]:
+        found = errors()
+        if other.loads and not told:
+            told.append(set(next(iter(other.loads.values()))))
+            return found | told[0]
+        return found
+
+    worker.get_block_ids_with_load_errors = failed
+    loader = first.request(tokens[: 2 * BLOCK + 8])
+    if shared:
+        first.checks = False  # it would be the loader's to compute those blocks
+        first.scheduler.add_request(loader)
+
+    def forget_loader() -> None:
+        if told and loader.request_id in first.scheduler.requests:
+            first.scheduler.finish_requests(loader.request_id, RequestStatus.FINISHED_ABORTED)
+
+    first.run(tokens, between=forget_loader)
+    first.checks = True
+    assert told, "nothing was loaded"
+    second = rig(ranks=1, layerwise=layerwise)
+    second.run(tokens)  # checks each block
+    for number in range(6):  # until vLLM has used each of its blocks anew
+        later = prompt(1000 * (number + 1) + 2 * layerwise + shared, 300)
+        assert first.run(later) == 0
+        assert second.run(later) == 288, "only the other's blocks are doubtful"
+    assert not first.scheduler.connector.scheduler_side._doubtful
+
+
+def test_what_another_connector_loaded_before_the_step_is_saved(rig: Callable[..., Rig]) -> None:
+    """Its request was parked meanwhile: vLLM knows what failed, and computes that."""
+    tokens = prompt(90, 300)
+    first = rig(ranks=1)
+    other = Beside(first, parked=True)
+    (worker,) = first.workers
+    results = worker.get_transfer_results
+    told: list[str] = []
+
+    def filled(finished: set[str]) -> Any:
+        done = results(finished)
+        for name, blocks in other.loads.items():
+            if name not in told:
+                told.append(name)
+                for layer, tensor in enumerate(first.tensors[0].values()):
+                    for place in range(2 * BLOCK):
+                        value = first.value(0, layer, tokens[place], place)
+                        tensor[blocks[place // BLOCK], :, place % BLOCK] = value
+                return SimpleNamespace(finished_recving={name})
+        return done
+
+    worker.get_transfer_results = filled
+    assert first.run(tokens) == 2 * BLOCK
+    assert told
+    assert rig(ranks=1).run(tokens) == 288

@@ -59,6 +59,8 @@ class Tracked:
     keys: list[ChunkKey] = field(default_factory=list)
     stale: bool = False
     """Its KV was computed or loaded before a reset."""
+    own: int | None = None
+    """Leading tokens that vLLM has or we load, if that was asked since the last step."""
 
 
 class SchedulerSide:
@@ -76,6 +78,9 @@ class SchedulerSide:
         self._loads: list[Load] = []
         self._loading: dict[str, Lookup] = {}
         """Pins of loads that the ranks have not reported yet."""
+        self._doubtful: set[int] = set()
+        """Blocks that another connector (beside ours, in a MultiConnector) filled within a step. That such a load
+        failed is known only after the step, when they would be saved: so neither they are, nor what follows them."""
         self._owner = secrets.token_bytes(16)
         self._resets = 0
         self._base: NamespaceSpec | None = None
@@ -120,6 +125,8 @@ class SchedulerSide:
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `num_computed_tokens` to load, whether the request is parked meanwhile); None: ask again."""
         tracked = self._requests.get(request.request_id)
+        if tracked is not None:
+            tracked.own = num_computed_tokens
         if (
             tracked is None
             or not self._may_load
@@ -202,6 +209,7 @@ class SchedulerSide:
                 tuple(block_ids[first : first + count]),
             )
         )
+        tracked.own = (first + count) * self._block_tokens
         tracked.tried = request.num_preemptions
         tracked.saved = max(tracked.saved, lookup.hits)
         self._loading[request.request_id] = lookup
@@ -220,8 +228,7 @@ class SchedulerSide:
             computed[new.req_id] = new.num_computed_tokens
             tracked = self._requests.get(new.req_id)
             if tracked is not None:
-                tracked.blocks = list(new.block_ids[0])
-                metadata.fresh.update(tracked.blocks[new.num_computed_tokens // self._block_tokens :])
+                metadata.fresh.update(self._begin(tracked, list(new.block_ids[0]), new.num_computed_tokens))
         cached = output.scheduled_cached_reqs
         for number, name in enumerate(cached.req_ids):
             computed[name] = cached.num_computed_tokens[number]
@@ -231,12 +238,12 @@ class SchedulerSide:
             given = cached.new_block_ids[number]
             fresh = list(given[0]) if given is not None else []
             if name in cached.resumed_req_ids:
-                tracked.blocks = fresh
-                fresh = fresh[computed[name] // self._block_tokens :]
+                fresh = self._begin(tracked, fresh, computed[name])
                 tracked.stale = False
             else:
                 tracked.blocks += fresh
             metadata.fresh.update(fresh)
+        self._doubtful -= metadata.fresh
         for name, count in output.num_scheduled_tokens.items():
             tracked = self._requests.get(name)
             if tracked is not None:
@@ -250,10 +257,20 @@ class SchedulerSide:
             self._lookups.await_answer(IDLE_S)
         now = time.monotonic()
         for tracked in self._requests.values():
+            tracked.own = None
             lookup = tracked.lookup
             if lookup is not None and lookup.done and now > lookup.held_until:
                 lookup.end()
         return metadata
+
+    def _begin(self, tracked: Tracked, blocks: list[int], computed: int) -> list[int]:
+        """A request that is scheduled, for the first time or again, with these blocks; returns those still to be
+        computed. One that was parked for a load has `own` no more: of that, vLLM knows by now what failed."""
+        tracked.blocks = blocks
+        begun = computed // self._block_tokens
+        if tracked.own is not None:
+            self._doubtful.update(blocks[tracked.own // self._block_tokens : begun])
+        return blocks[begun:]
 
     def _save(self, metadata: StepMetadata, tracked: Tracked, computed: int, count: int) -> None:
         """Adds the blocks of a request that are full after this step."""
@@ -266,7 +283,7 @@ class SchedulerSide:
         if not self._may_save or tracked.stale or not _usable(request):
             return
         full = min(len(request.block_hashes), (computed + count) // self._block_tokens, len(tracked.blocks))
-        if full <= tracked.saved:
+        if full <= tracked.saved or not self._doubtful.isdisjoint(tracked.blocks[:full]):
             return
         adapter = self._adapter(tracked)
         if adapter is None:
