@@ -105,6 +105,8 @@ class _Peer:
     identity: Identity | None = None
     token: bytes = field(default=b"", repr=False)
     connected: bool = True
+    left_fds: bool = False
+    """Descriptors that came with its last packet were not taken in."""
 
 
 class DescriptorServer:
@@ -313,7 +315,8 @@ class DescriptorServer:
     async def _receive(self, peer: _Peer) -> tuple[bytes, list[int]]:
         """The next packet; no bytes when the peer closed. At most one packet in a turn of the loop, so that a peer that
         floods us waits like everybody else. A worker may send one descriptor along; more of them, or any from others,
-        are never opened: OSError, as for a packet that is too long."""
+        are never opened: OSError, as for a packet that is too long. Nor is it while too many wait to be closed, which
+        may be another worker's doing: then it only is not there."""
         ready: asyncio.Future[None] = self._asyncio.create_future()
         fd = peer.sock.fileno()
         self._asyncio.add_reader(fd, _wake, ready)
@@ -321,8 +324,12 @@ class DescriptorServer:
             await ready
         finally:
             self._asyncio.remove_reader(fd)
-        welcome = peer.identity is not None and not self._regions.full
-        return receive_packet(peer.sock, fds_max=int(welcome), discard=self._regions.discard)
+        peer.left_fds = peer.identity is not None and self._regions.full
+        if peer.left_fds:
+            return receive_packet(peer.sock, leave_fds=True)
+        return receive_packet(
+            peer.sock, fds_max=int(peer.identity is not None), discard=self._regions.discard
+        )
 
     def _welcome(self, peer: _Peer, packet: bytes) -> None:
         """Makes a worker of the peer. Raises StoreError after having said so to the peer."""
@@ -442,6 +449,10 @@ class DescriptorServer:
         self, peer: _Peer, worker: WorkerId, request: descriptor_pb2.AdoptRequest, fds: Sequence[int]
     ) -> None:
         if not fds:
+            if peer.left_fds:
+                raise Unavailable(
+                    "too many descriptors wait to be closed", field="adopt", remedy="try again later"
+                )
             raise BadRequest(
                 "no descriptor came along", field="adopt", value="0 descriptors", remedy="send one with it"
             )

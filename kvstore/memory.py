@@ -367,16 +367,20 @@ def receive_packet(
     bytes_max: int = PACKET_BYTES_MAX,
     fds_max: int = 0,
     discard: Callable[[int], None] = os.close,
+    leave_fds: bool = False,
 ) -> tuple[bytes, list[int]]:
     """One packet and the descriptors that came with it (close-on-exec, now the caller's).
 
     No bytes: the other end closed, or sent an empty packet. More bytes or descriptors than allowed: OSError (EMSGSIZE),
-    and all descriptors are closed (`discard`); with `fds_max` 0 the kernel never even opens them.
+    and all descriptors are closed (`discard`); with `fds_max` 0 the kernel never even opens them. `leave_fds`: the
+    same for all that come along, and no error.
     """
+    assert not (leave_fds and fds_max)
     space = socket.CMSG_LEN(fds_max * 4) if fds_max else 0
     data, ancillary, flags, _ = sock.recvmsg(bytes_max, space, socket.MSG_CMSG_CLOEXEC)
     fds = [fd for message in ancillary for fd in _fds_of(*message)]
-    if len(fds) > fds_max or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+    wrong = socket.MSG_TRUNC if leave_fds else socket.MSG_TRUNC | socket.MSG_CTRUNC
+    if len(fds) > fds_max or flags & wrong:
         for fd in fds:
             discard(fd)
         raise OSError(errno.EMSGSIZE, f"a packet with over {bytes_max} bytes or {fds_max} descriptors")
