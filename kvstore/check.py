@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import mmap
 import os
+import resource
 import shutil
 import stat
 import struct
@@ -40,7 +41,7 @@ from kvstore.core.events import NamespaceRecord
 from kvstore.core.namespaces import chunk_salt
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.format import Defect, SlabHeader
-from kvstore.index import DATA_FILE, TABLES, SlabRow, assemble_session
+from kvstore.index import DATA_FILE, TABLES, SlabRow, Table, assemble_session
 from kvstore.lmdb_pages import Damage, LmdbPages, Unreadable
 from kvstore.ports import Disk, describe, write_all
 from kvstore.tiers.directory import DirectoryLock
@@ -51,6 +52,8 @@ from kvstore.types import KEY_BYTES_MAX, ChunkKey, DiskResult, Record, SlabId
 
 BATCH_ROWS = 4_096
 WINDOW_BYTES = 1 << 20
+FILES_SPARE = 256
+"""Descriptors that are used beside one a slab file."""
 SHOWN_MAX = 1_000
 """Problems, and notes, that are listed; the others are counted."""
 SPOOL_BYTES = 1 << 20
@@ -143,6 +146,10 @@ class Check:
         self._lock = DirectoryLock(directory)
         self._fds: dict[SlabId, int] = {}
         self._slabs: dict[SlabId, SlabRow] = {}
+        self._closed: dict[SlabId, str] = {}
+        """Slab files that cannot be opened now, and why: nothing is known of them."""
+        self._restore: list[SlabRow] = []
+        """Slab files whose row is to be written anew."""
         self._delete = {table: _Spool() for table in TABLES}
         self._headers: list[SlabRow] = []
         """Slab files whose header is to be written anew."""
@@ -259,9 +266,12 @@ class Check:
             )
         self._direct = bool(meta["direct"])
         self._slab_bytes = meta["slab_bytes"]
+        self._next_slab = meta["next_slab"]
         self._next_generation = (meta["boot_count"] + 1) << 32
 
     def _check_slabs(self) -> None:
+        _allow_open_files(sum(name.endswith(".kvs") for name in self._disk.names(self._directory)))
+        damaged = self._rebuild
         for key, value in self._rows("slabs"):
             where = f"slabs, key {key.hex()}"
             shape = format.decode_slab(value)
@@ -271,7 +281,42 @@ class Check:
                 self._row("slabs", key, Problem("slab", where, f"its row {shape.value}", ROW))
             else:
                 self._check_slab(key, SlabRow(SlabId(int.from_bytes(key, "big")), *shape))
+        if damaged or self._rebuild or self._delete["slabs"].count:
+            self._find_lost_slabs()
         self.found.slabs = len(self._slabs)
+
+    def _find_lost_slabs(self) -> None:
+        """Slab files whose row may be among what is damaged: their header says the same."""
+        for name in sorted(self._disk.names(self._directory)):
+            number = name.removeprefix("slab-").removesuffix(".kvs")
+            if name in self._files or not number.isdecimal() or name != format.slab_name(int(number)):
+                continue
+            slab = SlabId(int(number))
+            if slab in self._slabs or slab in self._closed or slab >= self._next_slab:
+                continue
+            try:
+                fd = self._disk.open(os.path.join(self._directory, name), direct=self._direct)
+            except OSError as problem:
+                self._cannot_open(slab, name, problem)
+                continue
+            header = self._read_header(fd)
+            row = SlabRow(slab, header.slot_bytes, header.slots) if isinstance(header, SlabHeader) else None
+            size = format.slab_file_bytes(row.slot_bytes, row.slots) if row else 0
+            if row is None or header != self._header(row) or not 0 < size <= self._slab_bytes:
+                self._disk.close(fd)  # it goes as one that nobody names
+            elif self._disk.size(fd) < size:
+                self._disk.close(fd)
+            else:
+                self._fds[slab] = fd
+                self._slabs[slab] = row
+                self._restore.append(row)
+                self._problem(Problem("slab", name, "its row is damaged or lost", "row written anew"))
+
+    def _cannot_open(self, slab: SlabId, name: str, problem: OSError) -> None:
+        """Now: that is no reason to remove anything."""
+        self._closed[slab] = describe(problem)
+        what = f"cannot be opened: {describe(problem)}"
+        self._problem(Problem("unreadable", name, what, "not fixed: it may be readable later", fixable=False))
 
     def _check_slab(self, key: bytes, row: SlabRow) -> None:
         name = format.slab_name(row.slab)
@@ -282,9 +327,12 @@ class Check:
             return
         try:
             fd = self._disk.open(os.path.join(self._directory, name), direct=self._direct)
+        except FileNotFoundError:
+            what = "the file is missing"
+            self._row("slabs", key, Problem("slab", name, what, "row deleted, and those of the chunks in it"))
+            return
         except OSError as problem:
-            why = "the file is missing" if isinstance(problem, FileNotFoundError) else describe(problem)
-            self._row("slabs", key, Problem("slab", name, why, "row deleted, and those of the chunks in it"))
+            self._cannot_open(row.slab, name, problem)
             return
         if (length := self._disk.size(fd)) < size:
             self._disk.close(fd)
@@ -300,15 +348,20 @@ class Check:
             self._problem(Problem("slab", name, f"its header {what}", "header written anew"))
 
     def _wrong_header(self, fd: int, row: SlabRow) -> str:
+        header = self._read_header(fd)
+        if isinstance(header, str):
+            return header
+        return "" if header == self._header(row) else f"is that of {header}"
+
+    def _read_header(self, fd: int) -> SlabHeader | str:
+        """Or what is wrong with it."""
         page = _page()
         try:
             self._disk.read(fd, [page], 0)
         except OSError as problem:
             return f"cannot be read: {describe(problem)}"
         header = format.decode_slab_header(bytes(page))
-        if isinstance(header, Defect):
-            return header.value
-        return "" if header == self._header(row) else f"is that of {header}"
+        return header.value if isinstance(header, Defect) else header
 
     def _header(self, row: SlabRow) -> SlabHeader:
         return SlabHeader(row.slab, row.slot_bytes, row.slots, self._direct)
@@ -416,6 +469,11 @@ class Check:
         for slab, slot, number, shard in sorted(reads):
             row = self._slabs.get(SlabId(slab))
             size = spec.shard_bytes[shard]
+            if SlabId(slab) in self._closed:
+                is_wrong(
+                    number, "unreadable", f"cannot be opened: {self._closed[SlabId(slab)]}", (slab, slot)
+                )
+                continue
             if row is None:
                 is_wrong(number, "chunk", "there is no such slab file", (slab, slot))
                 continue
@@ -494,7 +552,7 @@ class Check:
                 self._note(f"{where} names {missing:,} chunks of {len(wanted):,} that are not on SSD")
 
     def _check_files(self) -> None:
-        mine = {format.slab_name(number) for number in self._slabs} | set(self._files)
+        mine = {format.slab_name(number) for number in (*self._slabs, *self._closed)} | set(self._files)
         known = {LOCK_FILE, PROBE_FILE, INDEX_DIR}
         for name in sorted(self._disk.names(self._directory)):
             status = os.lstat(os.path.join(self._directory, name))
@@ -529,11 +587,10 @@ class Check:
                 self._write_header(row)
                 done.append(f"{format.slab_name(row.slab)}: header written anew")
             counts = {table: spool.count for table, spool in self._delete.items() if spool.count}
-            if self._rebuild:
+            if self._rebuild or ((counts or self._restore) and not self._change_rows()):
                 kept = self._write_index_anew()
                 done.append(f"index written anew: {kept:,} rows kept")
-            elif counts:
-                self._delete_rows()
+            done += [f"{format.slab_name(row.slab)}: row written anew" for row in self._restore]
             done += [f"{count:,} rows of table {table} deleted" for table, count in counts.items()]
             for name in self._files:
                 path = os.path.join(self._directory, name)
@@ -576,13 +633,25 @@ class Check:
         file_bytes = os.fstat(self._index_fd).st_size
         return max(file_bytes, used + used // 8 + (1 << 20)) // format.PAGE_BYTES * format.PAGE_BYTES
 
-    def _delete_rows(self) -> None:
-        with self._environment(self._index_dir, self._map_bytes) as env:
-            tables = {name: env.open_db(name.encode()) for name in TABLES}
-            with env.begin(write=True) as txn:
-                for table, spool in self._delete.items():
-                    for key in spool:
-                        txn.delete(key, db=tables[table])
+    def _change_rows(self) -> bool:
+        """False: the index has too few free pages. A transaction writes each page that it changes to another place, and
+        rows all over the index are in most of its pages."""
+        try:
+            with self._environment(self._index_dir, self._map_bytes) as env:
+                tables = {name: env.open_db(name.encode()) for name in TABLES}
+                with env.begin(write=True) as txn:
+                    for table, spool in self._delete.items():
+                        for key in spool:
+                            txn.delete(key, db=tables[table])
+                    self._put_slabs(txn, tables["slabs"])
+        except lmdb.MapFullError:
+            return False
+        return True
+
+    def _put_slabs(self, txn: lmdb.Transaction[bytes], table: Table) -> None:
+        for row in self._restore:
+            value = format.encode_slab(row.slot_bytes, row.slots)
+            txn.put(format.number_key(row.slab), value, db=table)
 
     def _write_index_anew(self) -> int:
         """Beside the old one, whose place it takes when it is whole and on the disk. Returns the rows kept."""
@@ -605,11 +674,24 @@ class Check:
                             txn.put(key, value, db=db)
                             kept += 1
                 assert next_bad is None, (table, next_bad)
+                if table == "slabs":
+                    with env.begin(write=True) as txn:
+                        self._put_slabs(txn, db)
             env.sync(True)
         os.replace(os.path.join(path, DATA_FILE), os.path.join(self._index_dir, DATA_FILE))
         self._disk.sync_directory(self._index_dir)
         shutil.rmtree(path)
         return kept
+
+
+def _allow_open_files(count: int) -> None:
+    """All slab files are open at once, as in the daemon."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + FILES_SPARE
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _page() -> memoryview:

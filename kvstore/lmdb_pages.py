@@ -38,6 +38,8 @@ BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8
 DIRTY = 16
 """A flag that LMDB leaves on some pages that it has written."""
 BIG, TABLE = 1, 2
+INTEGER_KEYS = 8
+"""The flag of a database that the free list has, and no other here."""
 NOTHING = (1 << 64) - 1
 KEY_BYTES_MAX = 511
 DEPTH_MAX = 32
@@ -171,6 +173,8 @@ class LmdbPages:
                     page_bytes = meta[1]
                     found.append(meta)
                     break
+            else:  # LMDB opens no file of which one is damaged, or takes what it says there
+                self.damage.append(Damage(number, "should be a meta page, but is none"))
         if not found:
             raise Unreadable("neither of its meta pages is whole")
         _, size, last, free_list, names = max(found, key=lambda meta: meta[0])
@@ -189,14 +193,16 @@ class LmdbPages:
             return None
         if not 1 <= last <= max(1, self._file_bytes // page_bytes) * 2:
             return None
-        roots = self._root(free_list), self._root(names)
+        roots = self._root(free_list, INTEGER_KEYS), self._root(names)
         if roots[0] is None or roots[1] is None:
             return None
         return transaction, page_bytes, last, roots[0], roots[1]
 
     @staticmethod
-    def _root(raw: bytes) -> Root | None:
-        _, _, depth, _, _, _, entries, page = _DATABASE.unpack(raw)
+    def _root(raw: bytes, wanted: int = 0) -> Root | None:
+        _, flags, depth, _, _, _, entries, page = _DATABASE.unpack(raw)
+        if flags != wanted:  # LMDB would read another kind of tree
+            return None
         if depth > DEPTH_MAX or (page == NOTHING) != (entries == 0) or (page == NOTHING) != (depth == 0):
             return None
         return Root(page, entries, depth)

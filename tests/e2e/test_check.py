@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -333,6 +334,89 @@ def test_a_record_that_cannot_be_read_now_is_not_deleted(left: Left) -> None:
     assert check(left.ssd).status == 0 and len(left.rows("chunks")) == COUNT
 
 
+def test_slab_files_that_cannot_be_opened_now_are_not_removed(left: Left) -> None:
+    """They are not missing: whoever checks may lack the right to, or the descriptors."""
+    path, _ = left.place(left.keys[0])
+    inside = sum(left.place(key)[0] == path for key in left.keys)
+    for error in ("EMFILE", "EACCES", "EIO"):
+        (left.ssd.parent / "faults.json").write_text(
+            json.dumps([{"calls": ["open"], "files": path.name, "do": error}])
+        )
+        examined = Check(str(left.ssd), FaultyDisk(RealDisk(), str(left.ssd.parent / "faults.json")))
+        found = examined.run()
+        assert found.counts == {"unreadable": 1 + inside} and found.unfixable == 1 + inside, found
+        examined.fix()
+        examined.close()
+        assert not found.fixed and check(left.ssd).status == 0 and len(left.rows("chunks")) == COUNT
+
+
+def test_as_many_files_are_open_as_there_are_slabs(left: Left) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 5, limits[1]))
+    try:
+        assert check(left.ssd, "--fix").status == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert check(left.ssd).status == 0 and len(left.rows("chunks")) == COUNT
+
+
+@pytest.mark.parametrize("whole_page", [False, True])
+def test_the_row_of_a_slab_is_written_anew_from_its_file(
+    left: Left, served: Callable[[], set[bytes]], whole_page: bool
+) -> None:
+    """Else one bad row would take all that lies in a file."""
+    rows = left.rows("slabs")
+    if whole_page:
+        (page,) = pages_of(left, "slabs")
+        with (left.ssd / "index" / "data.mdb").open("r+b") as file:
+            file.seek(4096 * page + 8)
+            file.write(b"\xff" * 4000)
+        assert check(left.ssd).kinds == {"index": 1, "slab": len(rows)}
+    else:
+        first, last = min(rows), max(rows)
+        left.put("slabs", first, rows[first][:-1] + b"\xff")
+        left.put("slabs", last, format.encode_slab(1 << 30, 9))
+        assert check(left.ssd).kinds == {"slab": 4}
+    fixed(left, set())
+    assert left.rows("slabs") == rows and served() == set(left.keys)
+
+
+@pytest.mark.parametrize("meta", [0, 1])
+@pytest.mark.parametrize("offset", [16, 92])
+def test_a_damaged_meta_page_of_the_index(
+    left: Left, served: Callable[[], set[bytes]], meta: int, offset: int
+) -> None:
+    """The other one is enough to read everything; but LMDB does not open the file, or believes what is wrong."""
+    with (left.ssd / "index" / "data.mdb").open("r+b") as file:
+        file.seek(4096 * meta + offset)
+        byte = file.read(1)[0]
+        file.seek(4096 * meta + offset)
+        file.write(bytes([byte ^ 4]))
+    done = check(left.ssd)
+    assert done.status == 1 and done.kinds == {"index": 1}, done
+    fixed(left, set())
+    assert served() == set(left.keys)
+
+
+def test_an_index_without_room_for_many_deletions_is_written_anew(left: Left) -> None:
+    """Wrong rows all over a full index: each page that changes wants another one."""
+    head = format.encode_session_head(1, 0)
+    with lmdb.open(str(left.ssd / "index"), max_dbs=5, map_size=8 << 20) as env:
+        db = env.open_db(b"sessions", create=False)
+        with env.begin(write=True, db=db) as txn:
+            for number in range(16_000):
+                value = head if number % 20 else b"torn"
+                txn.put(format.session_key(1, b"%0300d" % number, 0), value)
+    before = os.path.getsize(left.ssd / "index" / "data.mdb")
+    done = check(left.ssd, "--fix")
+    assert done.status == 0 and "index written anew" in "".join(done.found["fixed"]), done.found["fixed"]
+    assert check(left.ssd).status == 0 and len(left.rows("sessions")) == 2 + 15_200
+    assert os.path.getsize(left.ssd / "index" / "data.mdb") <= before
+    fixed = done.found["fixed"]
+    assert "800 rows of table sessions deleted" in fixed and done.kinds == {"session": 800}
+
+
 def test_sessions(left: Left) -> None:
     """Damaged pages are a problem; chunks that a session names and nobody has any more are what time brings."""
     (head, page) = sorted(left.rows("sessions"))
@@ -351,14 +435,19 @@ def test_sessions(left: Left) -> None:
 
 def leaves(left: Left) -> list[int]:
     """Pages of the index that hold chunks."""
-    with (left.ssd / "index" / "data.mdb").open("rb") as file:
-        pages = LmdbPages(file.fileno())
-        rows = [row[0] for row in pages.rows("chunks") if not isinstance(row, Damage)]
-        assert rows == sorted(left.rows("chunks"))
-        mine = [page for page, owner in enumerate(pages._owner) if owner == pages._numbers["chunks"]]
-        found = [page for page in mine if os.pread(file.fileno(), 1, 4096 * page + 10)[0] & 2]
+    found = pages_of(left, "chunks")
     assert len(found) > 1
     return found
+
+
+def pages_of(left: Left, table: str) -> list[int]:
+    """Pages of the index that hold rows of a table."""
+    with (left.ssd / "index" / "data.mdb").open("rb") as file:
+        pages = LmdbPages(file.fileno())
+        rows = [row[0] for row in pages.rows(table) if not isinstance(row, Damage)]
+        assert rows == sorted(left.rows(table))
+        mine = [page for page, owner in enumerate(pages._owner) if owner == pages._numbers[table]]
+        return [page for page in mine if os.pread(file.fileno(), 1, 4096 * page + 10)[0] & 2]
 
 
 def test_a_damaged_page_of_the_index(left: Left, served: Callable[[], set[bytes]]) -> None:

@@ -176,5 +176,19 @@ def test_one_whole_meta_page_is_enough(fd: int) -> None:
     for start in (0, 4096):
         good = os.pread(fd, 4096, start)
         os.pwrite(fd, bytes(200), start)
-        assert set(LmdbPages(fd).tables) == set(TABLES)
+        pages = LmdbPages(fd)
+        assert set(pages.tables) == set(TABLES)
+        assert [(damage.page, damage.why) for damage in pages.damage] == [
+            (start // 4096, "should be a meta page, but is none")
+        ]
         os.pwrite(fd, good, start)
+
+
+@pytest.mark.parametrize("where", [16 + 24 + 4, 16 + 72 + 4])
+def test_a_database_of_another_kind_is_none(fd: int, where: int) -> None:
+    """Of its flags LMDB believes each: with one of them it compares keys as numbers, or takes data for trees."""
+    for start in (0, 4096):
+        flags = os.pread(fd, 1, start + where)[0]
+        os.pwrite(fd, bytes([flags ^ 4]), start + where)
+    with pytest.raises(Unreadable):
+        LmdbPages(fd)
