@@ -110,6 +110,10 @@ class RowSaver:
             bytes_saved=len(granted) * self._rows.row_bytes,
             blocks_already=len(already),
         )
+        refused = [numbers[index] for index, result in enumerate(batch.results) if result is GrantResult.FULL]
+        if region is None and granted and refused and not job.over:
+            # The daemon may lend less staging memory than a part needs: it is free again now.
+            return self._save_part(namespace, job, refused, parents)
         return True
 
     def _read(self, batch: WriteBatch, job: Job, granted: Sequence[int], region: Region | None) -> bool:

@@ -92,6 +92,10 @@ class Batch:
                 for key in wanted
             ]
         self.granted = [n for n, result in enumerate(self.results) if result is GrantResult.GRANTED]
+        if staged:
+            for index in self.granted[store.staging :]:
+                self.results[index] = GrantResult.FULL
+            self.granted = self.granted[: store.staging]
         self._bytes = {index: np.zeros(ROW_BYTES, np.uint8) for index in self.granted}
         store.parents.update(zip(wanted, parents, strict=True))
 
@@ -143,6 +147,8 @@ class Store:
         """PENDING at the first read, there at the next."""
         self.void: set[ChunkKey] = set()
         self.full: set[ChunkKey] = set()
+        self.staging = 99
+        """Chunks that staging memory has room for."""
         self.parents: dict[ChunkKey, ChunkKey] = {}
         self.error: StoreError | None = None
         self.fill_error: StoreError | None = None
@@ -403,6 +409,19 @@ def test_what_has_no_room_fails_alone(rig: Rig) -> None:
     assert job.done == [True, False] and not job.complete
     assert list(rig.store.chunks) == keys("a")
     assert rig.tally.total["blocks_refused"] == 1
+
+
+def test_less_staging_memory_than_a_part_needs_takes_more_parts() -> None:
+    rig = Rig(fd=None)
+    rig.store.staging = 2
+    rig.store.full.update(keys("c"))
+    wanted = keys("a", "b", "c", "d", "e", "f")
+    job = rig.save(wanted, range(6))
+    assert job.ended.wait(BOUND_S)
+    assert job.done == [True, True, False, True, True, True]
+    assert [rig.store.chunks.get(key) == rig.row(number) for number, key in enumerate(wanted)] == job.done
+    assert rig.tally.total["blocks_saved"] == 5 and rig.tally.total["blocks_refused"] == 1
+    _close(rig)
 
 
 def test_rows_read_after_the_job_was_over_stay_invisible(rig: Rig) -> None:
