@@ -520,7 +520,9 @@ class Simulation:
     def _read_everything(self) -> None:
         """All that was restored of an epoch that is served comes back with its bytes (`World` compares them)."""
         cluster = self.cluster
-        cluster.hold = set()  # from here on ops end at once
+        cluster.hold = set()  # from here on ops end at once, past `_fails`
+        cluster.faults = {}
+        cluster.failing_syncs = False
         while cluster.held:
             cluster.finish()
         for number, record in sorted(cluster.platter.namespaces.items()):

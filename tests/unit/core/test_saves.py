@@ -160,6 +160,17 @@ def test_first_copy_wins_and_the_late_commit_is_a_success() -> None:
     world.acquire(slow, namespace, keys)
 
 
+def test_a_late_commit_of_which_others_saved_only_a_part_is_no_success() -> None:
+    world = World(reservation_ttl_ms=1_000)
+    slow, fast = world.join(), world.join()
+    namespace = world.open(spec(), slow, fast)
+    reserved = world.reserve(slow, namespace, chain("k", 2))
+    world.tick(1_000)
+    world.save(fast, namespace, chain("k", 1))
+    with pytest.raises(Precondition, match="expired"):
+        world.commit(slow, reserved)
+
+
 @pytest.mark.parametrize("noticed_by", ["tick", "commit"])
 def test_a_commit_after_the_expiry_is_refused(noticed_by: str) -> None:
     world = World(reservation_ttl_ms=1_000)
