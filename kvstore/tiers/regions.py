@@ -199,7 +199,8 @@ def _read_only(fd: int) -> int:
     if flags & os.O_ACCMODE == os.O_RDONLY:
         return fd
     try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        # O_NONBLOCK: its owner may have a lease on the file (fcntl F_SETLEASE), for which opening would wait.
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise Unavailable(
             f"is writable, and the daemon may not open it anew for reading only: {error.strerror}",

@@ -7,6 +7,7 @@ import fcntl
 import os
 import pty
 import queue
+import signal
 import socket
 import sys
 import tempfile
@@ -218,6 +219,24 @@ def test_regions_end_with_their_worker_but_a_reader_keeps_its_own(
     del held
     eventually(lambda: open_fds() <= before)
     assert regions.stats().regions == 0
+
+
+def test_a_lease_on_the_file_holds_up_nobody(regions: Regions) -> None:
+    """Opening a file waits for whoever has a lease on it (fcntl F_SETLEASE), 45 s unless set otherwise."""
+    fd, name = tempfile.mkstemp(dir="/dev/shm")
+    os.unlink(name)
+    os.ftruncate(fd, SIZE)
+    told = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    taken_back = threading.Timer(1.0, fcntl.fcntl, (fd, fcntl.F_SETLEASE, fcntl.F_UNLCK))
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        taken_back.start()
+        with pytest.raises(Unavailable, match="may not open it anew"):
+            regions.adopt(ME, os.dup(fd), SIZE)
+    finally:
+        taken_back.join(WAIT_S)
+        signal.signal(signal.SIGIO, told)
+        os.close(fd)
 
 
 def test_closing_that_hangs_holds_up_nobody_and_is_bounded(
