@@ -399,7 +399,7 @@ def _explain(message: stats_pb2.ExplainRequest, ticket: Ticket) -> events.Explai
 
 def _scrub(message: admin_pb2.ScrubRequest, ticket: Ticket) -> events.Scrub:
     rate = number("bytes_per_s", message.bytes_per_s, SCRUB_BYTES_PER_S_MAX)
-    return events.Scrub(ticket, start=message.start, bytes_per_s=rate)
+    return events.Scrub(ticket, start=message.start, bytes_per_s=rate, round=message.round)
 
 
 def _list_quarantine(message: admin_pb2.ListQuarantineRequest, ticket: Ticket) -> events.ListQuarantine:

@@ -18,6 +18,8 @@ from kvstore.v1 import admin_pb2, admin_pb2_grpc
 
 RECALL_WAIT_S = 300.0
 """For the index, all requests together."""
+AGE_MS_MAX = 100 * 365 * 86_400_000
+"""No chunk is older."""
 REQUEST_S = 40.0
 """Longer than the daemon's own patience with one request."""
 
@@ -34,18 +36,18 @@ def maker(text: str) -> bytes:
 def moment(text: str) -> int:
     """An ISO 8601 time (without a zone: local), or a time ago as 90s, 15m, 2h, 3d. Returns its age in ms."""
     units = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-    if text[-1:] in units and text[:-1].isdigit():
-        return int(text[:-1]) * units[text[-1]] * 1000
     try:
-        then = datetime.datetime.fromisoformat(text).timestamp()
-    except ValueError:
+        if text[-1:] in units and text[:-1].isdecimal():
+            ago = int(text[:-1]) * units[text[-1]] * 1000
+        else:
+            ago = int((time.time() - datetime.datetime.fromisoformat(text).timestamp()) * 1000)
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(
             f"{text} is neither an ISO 8601 time, as 2026-01-31T12:00, nor a time ago, as 15m"
         ) from None
-    ago = int((time.time() - then) * 1000)
-    if ago <= 0:
-        raise argparse.ArgumentTypeError(f"{text} lies in the future")
-    return ago
+    if ago <= 0:  # 0 would mean at any time
+        raise argparse.ArgumentTypeError(f"{text} is not in the past")
+    return min(ago, AGE_MS_MAX)
 
 
 def _ask(client: Client, method: str, request: Message, timeout_s: float | None = None) -> Any:

@@ -190,15 +190,15 @@ def _online(client: Client, options: argparse.Namespace) -> int:
     deadline = time.monotonic() + options.wait
     tell = _Teller()
 
-    def ask(*, start: bool) -> admin_pb2.ScrubReply:
+    def ask(**request: Any) -> admin_pb2.ScrubReply:
         reply: admin_pb2.ScrubReply = client.unary(
-            admin_pb2_grpc.AdminStub, "Scrub", admin_pb2.ScrubRequest(start=start, bytes_per_s=options.rate)
+            admin_pb2_grpc.AdminStub, "Scrub", admin_pb2.ScrubRequest(**request)
         )
         return reply
 
-    state = ask(start=True)
+    state = ask(start=True, bytes_per_s=options.rate)
     wanted = state.round
-    while state.finished < wanted:
+    while state.running:
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
                 f"the daemon has not verified everything yet: {_progress(state)}",
@@ -208,7 +208,7 @@ def _online(client: Client, options: argparse.Namespace) -> int:
             )
         tell(_progress(state))
         time.sleep(POLL_S)
-        state = ask(start=False)
+        state = ask(round=wanted)
     tell.end()
     if options.json:
         print(json.dumps(plain(state)))

@@ -20,6 +20,9 @@ from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest
 from kvstore.types import ChunkKey, OpId
 
+AUDITS_MAX = 64
+"""Of our own copies, under way. What differs beyond is told as it is: whoever reports much of it must not keep the
+threads that copy for everybody."""
 TOLD_MAX = 4_096
 """Pairs of makers of which it is remembered that they were told of."""
 
@@ -36,6 +39,8 @@ class Duplicates:
         self._reads = reads
         self.audits: dict[OpId, Difference] = {}
         """Our own copy is being read again."""
+        self._being_read: set[int] = set()
+        """Their rows, which stay pinned meanwhile."""
         self._told: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -83,7 +88,10 @@ class Duplicates:
         if not wrong:
             return False
         told = ev.DuplicateDiffers(namespace.id, key, wrong[0], b"".join(state.makers_of(row)), maker)
-        if state.is_hit(row):
+        if row in self._being_read:
+            state.counters["duplicate_commits_differed"] += 1
+        elif state.is_hit(row) and len(self.audits) < AUDITS_MAX:
+            self._being_read.add(row)
             self.audits[self._reads.audit(namespace, (row,), quiet=True)] = Difference(row, told)
         else:
             self._tell(told)
@@ -92,6 +100,7 @@ class Duplicates:
     def audited(self, op: OpId, corrupt: int) -> None:
         """Our own copy has been read again."""
         difference = self.audits.pop(op)
+        self._being_read.remove(difference.row)
         if not corrupt:
             self._tell(difference.told)
 

@@ -329,6 +329,8 @@ class Scrub:
     ticket: Ticket
     start: bool = False
     bytes_per_s: int = 0
+    round: int = 0
+    """To look at: one that was asked for; 0: the newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -621,7 +623,7 @@ class QueueAccepted:
 
 @dataclass(frozen=True, slots=True)
 class Scrubbed:
-    """How far the round is that is under way, or how the last one ended."""
+    """How far a round is, or how it ended."""
 
     round: int
     """0: there was none yet."""

@@ -10,6 +10,7 @@ scrubber's on the disk, and none of its threads. What is corrupt is quarantined 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from kvstore.core.pool import Phase
 from kvstore.core.rewrites import check_admin
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
+from kvstore.errors import NotFound
 from kvstore.types import (
     ChunkKey,
     DiskPlace,
@@ -40,6 +42,8 @@ OPS_BESIDE_MAX = 1
 """Writes that may be under way when the scrubber reads; reads: none."""
 ASKED_BYTES_PER_S = 64 << 20
 """Rate of a round that was asked for, unless it says otherwise, or the background's is higher."""
+ENDED_MAX = 64
+"""Rounds that were asked for and have ended, of which it is still told what they found."""
 BURST_MS = 250
 """For how long what was not spent of the rate is kept."""
 
@@ -82,6 +86,8 @@ class Scrub:
         self._disk = disk
         self._round: Round | None = None
         self._finished = 0
+        self._ended: OrderedDict[int, Round] = OrderedDict()
+        """By number: those that were asked for. Whoever asked looks later, and the next one may have begun by then."""
         self._budget = 0.0
         self._budget_at: Millis = 0
         self._held_back = False
@@ -102,15 +108,26 @@ class Scrub:
         check_admin(worker, "scrub")
         state = self.state
         now = self._round
-        if event.start and not (now is not None and now.asked_for and not now.finished):
+        if event.start and now is not None and now.asked_for and not now.finished:
+            now.bytes_per_s = max(now.bytes_per_s, event.bytes_per_s)
+        elif event.start:
             rate = event.bytes_per_s or max(ASKED_BYTES_PER_S, state.limits.scrub_bytes_per_s)
             self._begin(rate, asked_for=True)
             self._go_on()
-        return self._answer()
-
-    def _answer(self) -> ev.Scrubbed:
-        state = self.state
         now = self._round
+        if not event.round or (now is not None and now.number == event.round):
+            return self._answer(now)
+        if event.round not in self._ended:
+            raise NotFound(
+                "is none that was asked for since the daemon was started, or long ago",
+                field="round",
+                value=event.round,
+                remedy="ask for another one",
+            )
+        return self._answer(self._ended[event.round])
+
+    def _answer(self, now: Round | None) -> ev.Scrubbed:
+        state = self.state
         if now is None:
             return ev.Scrubbed(0, False, False, 0, 0, state.chunks.rows_ever, 0, 0, 0, 0, 0, self._finished)
         return ev.Scrubbed(
@@ -185,6 +202,10 @@ class Scrub:
         if now.row >= state.chunks.rows_ever and not size:
             now.finished = True
             self._finished = now.number
+            if now.asked_for:
+                self._ended[now.number] = now
+                if len(self._ended) > ENDED_MAX:
+                    self._ended.popitem(last=False)
             return
         self._budget -= size
         now.bytes += size

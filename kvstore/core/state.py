@@ -387,6 +387,8 @@ class State:
         self.pool.fill(segment, chunks.shard_slot[place])
         segment.touched_at = self.now
         self._tally(row, -1)
+        if not chunks.flags[row] & RISING:
+            chunks.born_at[row] = self.now  # what was computed until now is in it
         chunks.shard_checksum[place] = checksum
         chunks.shard_ready[place] = 1
         chunks.reserved[row] -= 1

@@ -65,6 +65,9 @@ OPS_MAX = 65_536
 """Parts of ops that may wait for a thread. The core keeps far fewer in flight; one more fails at once."""
 SCRUB_HASTE = 2
 """A record is scrubbed at so many times the rate of the round, so that the round keeps to its rate between them."""
+PAUSE_MAX_S = 1.0
+"""Between two pieces of one record, however low the rate is: slots that are to be rewritten wait for this thread, and
+so would a round that is made faster. What was too fast is made up for before the next record."""
 FILES_SPARE = 4_096
 """Descriptors that the rest of the daemon may need beside one per slab file."""
 
@@ -325,7 +328,7 @@ class SsdTier:
     def _pause(self, size: int) -> None:
         """Between the windows of a long record: whoever reads meanwhile has most of the disk, and the end is soon."""
         rate = self._scrub_bytes_per_s * SCRUB_HASTE
-        if self._ending.wait(size / rate if rate else 0.0):
+        if self._ending.wait(min(size / rate, PAUSE_MAX_S) if rate else 0.0):
             raise OSError(errno.ECANCELED, CLOSING)
 
     def _rewrite(self, effect: RewriteRecords) -> DiskDone:

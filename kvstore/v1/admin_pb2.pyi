@@ -7,12 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ScrubRequest(_message.Message):
-    __slots__ = ("start", "bytes_per_s")
+    __slots__ = ("start", "bytes_per_s", "round")
     START_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     start: bool
     bytes_per_s: int
-    def __init__(self, start: bool = ..., bytes_per_s: _Optional[int] = ...) -> None: ...
+    round: int
+    def __init__(self, start: bool = ..., bytes_per_s: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
 class ScrubReply(_message.Message):
     __slots__ = ("round", "running", "asked_for", "age_ms", "rows", "rows_in_all", "chunks", "bytes", "corrupt", "failed", "bytes_per_s", "finished", "waits_for")

@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import xxhash
 
 from kvstore.cli import kvctl
+from kvstore.cli.admin import AGE_MS_MAX, moment
 from kvstore.client import Client, Namespace, SessionEntry
 from kvstore.errors import BadRequest, Denied
 from kvstore.types import ChunkKey, GrantResult, Outcome, Reason, Wait
+from kvstore.v1 import admin_pb2, admin_pb2_grpc
 
 from .ssd_tools import (
     CHUNK,
@@ -129,6 +133,34 @@ def test_a_check_that_takes_too_long_says_how_far_it_is(start: Callable[..., Any
     assert "has not verified everything yet" in error and "rows" in error
 
 
+def test_a_check_is_told_what_its_own_round_found(
+    start: Callable[..., Any], ssd_dir: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the next one has begun, and ended, before it looks."""
+    daemon = start()
+    with client_of(daemon) as client:
+        space = client.open(SPEC)
+        keys = keys_of(space, 8, 1)
+        save(space, keys, wait=Wait.DURABLE)
+        Left(ssd_dir, keys).flip(keys[7], 256)
+
+        def another(_: float) -> None:
+            def ask(**named: Any) -> Any:
+                return client.unary(admin_pb2_grpc.AdminStub, "Scrub", admin_pb2.ScrubRequest(**named))
+
+            first = ask().round
+            eventually(lambda: not ask(round=first).running)
+            second = ask(start=True).round
+            eventually(lambda: not ask(round=second).running)
+            assert second == first + 1
+
+        monkeypatch.setattr(
+            "kvstore.cli.check.time", SimpleNamespace(monotonic=time.monotonic, sleep=another)
+        )
+        done = kvctl_(run_dir, "check", "--rate", "1G", status=1)
+        assert (done["corrupt"], done["chunks"], done["finished"]) == (1, 8, done["round"] + 1), done
+
+
 def test_no_daemon_no_check(run_dir: Path) -> None:
     run_dir.mkdir()
     assert kvctl_(run_dir, "check", "--timeout", "0.2", status=2)
@@ -221,7 +253,13 @@ def test_makers_that_compute_different_bytes_are_named_once(start: Callable[...,
 
 
 def test_recall_wants_a_maker(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (("--maker", "abcd"), ("--maker", "zz" * 16), ("--maker", "00" * 16, "--since", "soon")):
+    wrong = ["soon", "0s", "\u00b2s", "9999-01-01", "-5m", "", "1" * 5_000 + "d"]
+    for arguments in (
+        ("--maker", "abcd"),
+        ("--maker", "zz" * 16),
+        *(("--maker", "00" * 16, "--since", since) for since in wrong),
+    ):
         with pytest.raises(SystemExit, match="2"):
             kvctl.main(["--run-dir", str(run_dir), "recall", *arguments])
     assert "16 bytes" in capsys.readouterr().err
+    assert moment("2m") == 120_000 and moment("9" * 30 + "d") == AGE_MS_MAX == moment("1900-01-01")

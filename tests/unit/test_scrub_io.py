@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +95,9 @@ def test_a_record_of_many_windows(tmp_path: Path) -> None:
             os.close(fd)
 
 
-def test_a_long_record_is_read_slowly_and_given_up_at_the_end(tmp_path: Path) -> None:
+def test_a_long_record_is_read_slowly_and_given_up_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At 1 byte a second it would take years."""
     it = Fixture(tmp_path, settings(tmp_path))
     it.open()
@@ -107,6 +110,11 @@ def test_a_long_record_is_read_slowly_and_given_up_at_the_end(tmp_path: Path) ->
     fast = it.submit(ScrubRecords(it.next_op(), (record,), (target,)))
     assert isinstance(fast, DiskDone) and fast.results == (CORRUPT,), "its checksum is none"
     slow = ScrubRecords(it.next_op(), (record,), (target,), bytes_per_s=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.tiers.ssd.PAUSE_MAX_S", 0.01)
+        answer = it.submit(slow)
+        assert isinstance(answer, DiskDone) and answer.results == (CORRUPT,), "not after days"
+    slow = replace(slow, op=it.next_op())
     it.tier.submit(slow)
     assert it.answers.empty()
     it.tier.close(WAIT_S)

@@ -72,6 +72,25 @@ def test_a_difference_names_both_makers_once() -> None:
     assert world.outcomes(worker, namespace, keys) == ["HIT"] * 3, "first copy wins"
 
 
+def test_however_much_differs_few_copies_are_read_again_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker's reports must not keep the threads that copy for everybody."""
+    monkeypatch.setattr("kvstore.core.duplicates.AUDITS_MAX", 2)
+    world, worker, namespace = small()
+    world.save(worker, namespace, chain("k", 3), maker=FIRST)
+    seen = watched(world)
+    world.hold = {ev.Checksum}
+    keys = chain("k", 3)
+    for _ in range(5):
+        assert report(world, worker, namespace, keys * 4, checksums(namespace, keys, 1) * 4) == 12
+    audits = world.of(ev.Checksum)
+    assert [len(audit.extents) for audit in audits] == [1, 1]
+    assert [told.key for told in seen] == [keys[2]], "of the third it is told at once"
+    for audit in audits:
+        world.finish(audit)
+    assert world.store.state.counters["duplicate_commits_differed"] == 60
+    assert not world.store.duplicates.audits and world.outcomes(worker, namespace, keys) == ["HIT"] * 3
+
+
 def test_damage_of_our_own_is_no_difference() -> None:
     world, worker, namespace, seen = start()
     state = world.store.state

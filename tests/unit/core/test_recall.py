@@ -201,6 +201,21 @@ def test_only_what_was_made_since() -> None:
     assert recalled(world, admin, age_ms_max=1).chunks == 2, "of an earlier start nobody knows the time"
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_was_begun_before_and_committed_since_goes_too(shards: int) -> None:
+    """Its bytes may have been computed at any time until the commit. Of two shards the other one is not there yet."""
+    world = DiskWorld(durable_within_ms=0)
+    admin, worker = world.join(admin=True), world.join()
+    namespace = world.open(spec(shards=shards), worker)
+    world.now = 10_000
+    held = world.reserve(worker, namespace, chain("x", 1), shards=(0,), maker=SICK)
+    world.now = 20_000
+    world.commit(worker, held)
+    assert recalled(world, admin, age_ms_max=5_000).chunks == (shards == 1)
+    world.save(worker, namespace, chain("x", 1), shards=(shards - 1,), maker=WELL)
+    assert world.outcomes(worker, namespace, chain("x", 1)) == (["HIT"] if shards == 1 else ["INCOMPLETE"])
+
+
 def test_sessions_that_read_it_are_named() -> None:
     world, worker, namespace = start()
     admin = world.join(admin=True)

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core.quarantine import RETURNS_MAX
-from kvstore.errors import Denied
+from kvstore.errors import Denied, NotFound
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, World, chain, spec
 from kvstore.types import (
@@ -214,6 +214,44 @@ def test_a_round_that_was_asked_for_is_joined_and_takes_over_from_the_background
     asked = scrubbed(world, admin, start=True, bytes_per_s=1 << 20)
     again = scrubbed(world, admin, start=True, bytes_per_s=7)
     assert asked.asked_for and (again.round, again.bytes_per_s) == (asked.round, 1 << 20)
+
+
+def test_a_round_that_is_too_slow_is_made_faster() -> None:
+    world, worker, namespace = small()
+    admin = world.join(admin=True)
+    cold(world, worker, namespace)
+    slow = scrubbed(world, admin, start=True, bytes_per_s=1)
+    world.tick(1_000)
+    assert scrubbed(world, admin).running
+    assert scrubbed(world, admin, start=True, bytes_per_s=1 << 30).round == slow.round
+    world.tick(1_000)
+    assert scrubbed(world, admin).finished == slow.round
+
+
+def test_what_a_round_found_is_told_when_the_next_has_begun() -> None:
+    """Whoever waits for it looks now and then, and after a long round the background begins at once."""
+    world, worker, namespace = small(scrub_bytes_per_s=8 * PAGE, scrub_pause_ms=100)
+    admin = world.join(admin=True)
+    cold(world, worker, namespace)
+    rot(world, namespace, chain("k", 1)[0])
+    asked = scrubbed(world, admin, start=True, bytes_per_s=8 * PAGE)
+    for _ in range(100):
+        world.tick(100)
+    newest, mine = scrubbed(world, admin), scrubbed(world, admin, round=asked.round)
+    assert newest.round > asked.round and newest.corrupt == 0
+    assert (mine.round, mine.running, mine.asked_for, mine.corrupt) == (asked.round, False, True, 1)
+    with pytest.raises(NotFound, match="since the daemon was started"):
+        scrubbed(world, admin, round=newest.round + 1)
+
+
+def test_rounds_that_ended_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.core.scrub.ENDED_MAX", 3)
+    world, *_ = small()
+    admin = world.join(admin=True)
+    rounds = [round_of(world, admin).round for _ in range(5)]
+    assert [scrubbed(world, admin, round=number).round for number in rounds[2:]] == rounds[2:]
+    with pytest.raises(NotFound):
+        scrubbed(world, admin, round=rounds[1])
 
 
 def test_only_admins_ask() -> None:
