@@ -49,9 +49,9 @@ from kvstore.errors import (
     Unsupported,
 )
 from kvstore.logs import fields
-from kvstore.memory import receive_packet, send_packet
+from kvstore.memory import peek_fds, receive_packet, send_packet
 from kvstore.tiers.arena import Arena, Staging
-from kvstore.tiers.regions import Regions
+from kvstore.tiers.regions import Regions, in_memory
 from kvstore.types import Protection, RegionId, SegmentId, WorkerId
 from kvstore.v1 import descriptor_pb2
 from kvstore.wire import error_to_proto, parse
@@ -236,7 +236,7 @@ class DescriptorServer:
                 log.warning("a connection was dropped", extra=fields(why=str(error)))
                 if error.errno in OUT_OF_DESCRIPTORS:
                     _say_full(sock)
-                sock.close()
+                self._close(sock)
 
     def _turn_away(self) -> bool:
         """Out of descriptors: take one connection by the descriptor that was spared for this, say why, and hang up.
@@ -315,8 +315,8 @@ class DescriptorServer:
     async def _receive(self, peer: _Peer) -> tuple[bytes, list[int]]:
         """The next packet; no bytes when the peer closed. At most one packet in a turn of the loop, so that a peer that
         floods us waits like everybody else. A worker may send one descriptor along; more of them, or any from others,
-        are never opened: OSError, as for a packet that is too long. Nor is it while too many wait to be closed, which
-        may be another worker's doing: then it only is not there."""
+        are an OSError, as a packet that is too long. While too many wait to be closed, which may be another worker's
+        doing, none is taken in: then it only is not there."""
         ready: asyncio.Future[None] = self._asyncio.create_future()
         fd = peer.sock.fileno()
         self._asyncio.add_reader(fd, _wake, ready)
@@ -324,12 +324,25 @@ class DescriptorServer:
             await ready
         finally:
             self._asyncio.remove_reader(fd)
-        peer.left_fds = peer.identity is not None and self._regions.full
+        peer.left_fds = self._regions.full
         if peer.left_fds:
+            self._check_left(peer)
             return receive_packet(peer.sock, leave_fds=True)
-        return receive_packet(
-            peer.sock, fds_max=int(peer.identity is not None), discard=self._regions.discard
-        )
+        fds_max = int(peer.identity is not None)
+        return receive_packet(peer.sock, fds_max=fds_max, discard=self._regions.discard)
+
+    def _check_left(self, peer: _Peer) -> None:
+        """Raises OSError unless descriptors that came along, if any, are a worker's and of files in memory: the kernel
+        closes those that are left to it at once, which must not last."""
+        fds = peek_fds(peer.sock)
+        foreign = [fd for fd in fds if not in_memory(fd)]
+        for fd in fds:
+            if fd in foreign:
+                self._regions.discard(fd)
+            else:
+                os.close(fd)
+        if foreign or (fds and peer.identity is None):
+            raise OSError(errno.EMSGSIZE, "descriptors came where none belong")
 
     def _welcome(self, peer: _Peer, packet: bytes) -> None:
         """Makes a worker of the peer. Raises StoreError after having said so to the peer."""
@@ -483,7 +496,7 @@ class DescriptorServer:
     def _disconnected(self, peer: _Peer) -> None:
         """The end of `_serve`, for whatever reason."""
         peer.connected = False
-        peer.sock.close()
+        self._close(peer.sock)
         self._peers.discard(peer)
         if peer.identity is None:
             self._before_hello[peer.uid] -= 1
@@ -494,6 +507,19 @@ class DescriptorServer:
         if peer.identity.worker in self._workers and not self._closing:  # neither left nor forgotten
             self._core.post(WorkerClosed(peer.identity.worker))
             log.info("worker closed its connection", extra=fields(worker=peer.identity.worker, pid=peer.pid))
+
+    def _close(self, sock: socket.socket) -> None:
+        """Packets that were never read may hold descriptors whose closing lasts: then a thread does it."""
+        unread = 0
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)  # the peer knows, and nothing can come any more
+            # So that an empty packet is not taken for the end: each packet has credentials, for which there is no room.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            unread = sock.recvmsg(1, 0, socket.MSG_PEEK)[2] & socket.MSG_CTRUNC
+        if unread:
+            self._regions.discard(sock.detach())
+        else:
+            sock.close()
 
     def _hang_up(self, peer: _Peer) -> None:
         if peer.connected and peer.task is not None:

@@ -65,6 +65,8 @@ HEADER_CELLS_OFFSET = 4096
 CELL_BYTES = 8
 _HEADER = struct.Struct("<8sIIQ16s")
 
+SCM_MAX_FD = 253
+"""Descriptors that the kernel lets a packet have."""
 PACKET_BYTES_MAX = 64 << 10
 """Longest packet on the descriptor socket, either way."""
 
@@ -372,11 +374,10 @@ def receive_packet(
     """One packet and the descriptors that came with it (close-on-exec, now the caller's).
 
     No bytes: the other end closed, or sent an empty packet. More bytes or descriptors than allowed: OSError (EMSGSIZE),
-    and all descriptors are closed (`discard`); with `fds_max` 0 the kernel never even opens them. `leave_fds`: the
-    same for all that come along, and no error.
+    and all descriptors are closed, by `discard`: what there is no room for the kernel would close here and now, and
+    that can last (a socket that lingers). With `leave_fds` just that is done, and it is no error.
     """
-    assert not (leave_fds and fds_max)
-    space = socket.CMSG_LEN(fds_max * 4) if fds_max else 0
+    space = 0 if leave_fds else socket.CMSG_LEN(SCM_MAX_FD * 4)
     data, ancillary, flags, _ = sock.recvmsg(bytes_max, space, socket.MSG_CMSG_CLOEXEC)
     fds = [fd for message in ancillary for fd in _fds_of(*message)]
     wrong = socket.MSG_TRUNC if leave_fds else socket.MSG_TRUNC | socket.MSG_CTRUNC
@@ -385,6 +386,20 @@ def receive_packet(
             discard(fd)
         raise OSError(errno.EMSGSIZE, f"a packet with over {bytes_max} bytes or {fds_max} descriptors")
     return data, fds
+
+
+def peek_fds(sock: socket.socket) -> list[int]:
+    """Duplicates of the descriptors that come with the next packet, which stays where it is. Raises OSError (EMSGSIZE)
+    when not all could be opened."""
+    _, ancillary, flags, _ = sock.recvmsg(
+        1, socket.CMSG_LEN(SCM_MAX_FD * 4), socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC
+    )
+    fds = [fd for message in ancillary for fd in _fds_of(*message)]
+    if flags & socket.MSG_CTRUNC:
+        for fd in fds:
+            os.close(fd)
+        raise OSError(errno.EMSGSIZE, "descriptors that cannot be opened")
+    return fds
 
 
 def _fds_of(level: int, kind: int, data: Any) -> list[int]:

@@ -165,16 +165,20 @@ class Regions:
         return f"Regions({self.stats()}, {self._closing.qsize()} descriptors to close)"
 
 
+def in_memory(fd: int) -> bool:
+    """Whether it is a file in memory: a question that no file system can be slow to answer."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # known for files in memory, and for nothing else
+        return True
+    except OSError:
+        return False
+
+
 def _check(fd: int, size_bytes: int) -> None:
     """Raises BadRequest. Asks nothing that a file system could be slow to answer until it is known to be memory."""
     if size_bytes <= 0:
         raise BadRequest("must be above 0", field="adopt.bytes", value=size_bytes)
-    try:
-        fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # known for files in memory, and for nothing else
-        in_memory = True
-    except OSError:
-        in_memory = False
-    if not in_memory or not stat.S_ISREG((status := os.fstat(fd)).st_mode):
+    if not in_memory(fd) or not stat.S_ISREG((status := os.fstat(fd)).st_mode):
         raise BadRequest(
             "is no file in memory",
             field="adopt",

@@ -5,10 +5,12 @@ The daemon answers or hangs up, serves everybody else meanwhile, and has what it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import random
 import resource
+import signal
 import socket
 import struct
 import time
@@ -22,6 +24,7 @@ import pytest
 from kvstore import wire
 from kvstore.client import connect as connect_client
 from kvstore.errors import Exhausted, StoreError
+from kvstore.memory import send_packet
 from kvstore.v1 import bytes_pb2, descriptor_pb2, stats_pb2, store_pb2
 
 from .raw_http2 import DATA, GOAWAY, PING, PREFACE, Http2, frame, in_header
@@ -277,6 +280,56 @@ def test_random_bytes_on_every_socket(
     before.again()
     assert worker.ask_stats().uptime_ms
     assert not [line for line in daemon.lines if line["level"] in ("error", "critical")]
+
+
+def lingering() -> tuple[int, list[socket.socket]]:
+    """A socket whose closing takes a minute, because its peer does not read; and that peer."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        deaf, _ = server.accept()
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 60))
+    sender.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sender.send(bytes(1 << 16))
+    return sender.detach(), [deaf]
+
+
+HELLO = descriptor_pb2.DescriptorRequest(hello=descriptor_pb2.Hello(protocol=1))
+
+
+@pytest.mark.parametrize(
+    ("before", "packet", "count"),
+    [
+        ([], HELLO.SerializeToString(), 1),
+        ([HELLO.SerializeToString()], b"x", 1),
+        ([HELLO.SerializeToString()], b"x", 2),
+        ([b"refused, and the next is not read"], b"x", 1),
+        ([b"refused, and the next is not read"], b"", 1),
+    ],
+    ids=["stranger", "worker", "two", "unread", "unread and empty"],
+)
+def test_descriptors_whose_closing_lasts(daemon: Any, before: list[bytes], packet: bytes, count: int) -> None:
+    """A peer that sends one along, and closes its own, leaves the closing to the daemon: which serves on."""
+    others: list[socket.socket] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.connect(str(daemon.run_dir / "kvstored.sock"))
+        sent = [lingering() for _ in range(count)]
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            for first in before:
+                peer.send(first)
+            send_packet(peer, packet, [fd for fd, _ in sent])
+            for fd, deaf in sent:
+                os.close(fd)
+                others += deaf
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        for _ in range(2):  # whoever comes next may be answered before the first is read
+            with connect_client(str(daemon.run_dir), timeout_s=BOUND_S) as client:
+                assert client.stats().version
+        for deaf in others:
+            deaf.close()
 
 
 def test_what_a_peer_says_does_not_reach_the_log_as_it_is(daemon: Any, run_dir: Path) -> None:

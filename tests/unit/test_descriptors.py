@@ -770,13 +770,17 @@ def test_too_many_descriptors_from_a_peer_end_its_connection(daemon: Daemon) -> 
         daemon.until(lambda: not daemon.server._peers and open_fds() == before - 1)  # and the connection
 
 
-def test_descriptors_of_a_stranger_are_never_opened(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[int] = []
-    monkeypatch.setattr(daemon.regions, "discard", opened.append)
+def test_descriptors_of_a_stranger_are_closed_by_a_thread(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    discarded: list[int] = []
+    monkeypatch.setattr(daemon.regions, "discard", discarded.append)
     with Client(daemon) as client:
-        memory.send_packet(client.sock, HELLO, [client.sock.fileno()])
+        memory.send_packet(client.sock, HELLO, [client.sock.fileno()] * 3)
         assert client.closed_by_peer()
-    assert opened == []
+    assert len(discarded) == 3
+    for fd in discarded:
+        os.close(fd)
 
 
 def adopt(client: Client, fds: Sequence[int], size: int = SIZE) -> DescriptorReply:
@@ -869,6 +873,12 @@ def test_no_descriptor_is_taken_in_while_too_many_wait_to_be_closed(
             assert open_fds() == before
             assert daemon.regions.stats().regions == 0
         assert adopt(client, [memfd]).adopt.region
+        crowded.setattr(regions, "CLOSING_MAX", 0)
+        memory.send_packet(
+            client.sock, DescriptorRequest(adopt=AdoptRequest(bytes=SIZE)).SerializeToString(), [0]
+        )
+        assert client.closed_by_peer(), "what is no file in memory is not left to the kernel either"
+        crowded.undo()
 
 
 # ------------------------------------------------------------------------------------------------------------- bounds
