@@ -155,6 +155,10 @@ class Check:
         """Slab files whose header is to be written anew."""
         self._files: list[str] = []
         """To be removed."""
+        self._counts: dict[str, int] = {}
+        """Counts of the table meta that are to be set."""
+        self._newest = 0
+        """The highest generation that a row names."""
         self._twice: set[tuple[int, int]] = set()
         """Slots that two rows name; at most one of them is right."""
         self._rebuild = False
@@ -191,6 +195,7 @@ class Check:
             self._check_slabs()
             namespaces = self._check_namespaces()
             keys = self._check_chunks(namespaces)
+            self._check_count("boot_count", self._boot_count, self._newest >> 32)
             self._check_sessions(namespaces, keys)
             for damage in self._pages.free_list():
                 self._page(damage)
@@ -267,11 +272,13 @@ class Check:
         self._direct = bool(meta["direct"])
         self._slab_bytes = meta["slab_bytes"]
         self._next_slab = meta["next_slab"]
-        self._next_generation = (meta["boot_count"] + 1) << 32
+        self._boot_count = meta["boot_count"]
+        self._next_generation = (self._boot_count + 1) << 32
 
     def _check_slabs(self) -> None:
         _allow_open_files(sum(name.endswith(".kvs") for name in self._disk.names(self._directory)))
         damaged = self._rebuild
+        highest = -1
         for key, value in self._rows("slabs"):
             where = f"slabs, key {key.hex()}"
             shape = format.decode_slab(value)
@@ -280,10 +287,19 @@ class Check:
             elif isinstance(shape, Defect):
                 self._row("slabs", key, Problem("slab", where, f"its row {shape.value}", ROW))
             else:
+                highest = max(highest, int.from_bytes(key, "big"))
                 self._check_slab(key, SlabRow(SlabId(int.from_bytes(key, "big")), *shape))
+        self._check_count("next_slab", self._next_slab, highest + 1)
         if damaged or self._rebuild or self._delete["slabs"].count:
             self._find_lost_slabs()
         self.found.slabs = len(self._slabs)
+
+    def _check_count(self, name: str, count: int, least: int) -> None:
+        """These rows have no seal; others tell how many there must have been."""
+        if not least <= count <= format.COUNT_MAX:
+            self._counts[name] = least
+            what = f"is {count}, but must be at least {least}, and plausible"
+            self._problem(Problem("index", f"meta.{name}", what, f"set to {least}"))
 
     def _find_lost_slabs(self) -> None:
         """Slab files whose row may be among what is damaged: their header says the same."""
@@ -322,6 +338,7 @@ class Check:
         name = format.slab_name(row.slab)
         size = format.slab_file_bytes(row.slot_bytes, row.slots)
         if size > self._slab_bytes:
+            self._doubt_slab_bytes(row)
             what = f"its row says {size} bytes, more than a slab file has"
             self._row("slabs", key, Problem("slab", name, what, ROW))
             return
@@ -347,11 +364,42 @@ class Check:
             self._headers.append(row)
             self._problem(Problem("slab", name, f"its header {what}", "header written anew"))
 
+    def _doubt_slab_bytes(self, row: SlabRow) -> None:
+        with contextlib.suppress(OSError):
+            fd = self._disk.open(
+                os.path.join(self._directory, format.slab_name(row.slab)), direct=self._direct
+            )
+            try:
+                header = self._read_header(fd)
+            finally:
+                self._disk.close(fd)
+            if isinstance(header, SlabHeader):
+                self._doubt_layout(header)
+
     def _wrong_header(self, fd: int, row: SlabRow) -> str:
         header = self._read_header(fd)
         if isinstance(header, str):
             return header
-        return "" if header == self._header(row) else f"is that of {header}"
+        if header == self._header(row):
+            return ""
+        self._doubt_layout(header)
+        return f"is that of {header}"
+
+    def _doubt_layout(self, header: SlabHeader) -> None:
+        """How the directory is laid out has no seal in the index, and the headers of slab files have: nothing that is
+        whole may be taken for damaged because of it."""
+        if header.direct != self._direct:
+            raise self._damaged("direct", int(self._direct), header)
+        if format.slab_file_bytes(header.slot_bytes, header.slots) > self._slab_bytes:
+            raise self._damaged("slab_bytes", self._slab_bytes, header)
+
+    def _damaged(self, name: str, value: int, header: SlabHeader) -> ConfigError:
+        return ConfigError(
+            f"its index is damaged: meta.{name} is {value}, but there is a slab file of {header}",
+            field="ssd_dir",
+            value=self._directory,
+            remedy="restore it, or remove the directory to start with an empty SSD tier",
+        )
 
     def _read_header(self, fd: int) -> SlabHeader | str:
         """Or what is wrong with it."""
@@ -465,6 +513,8 @@ class Check:
             else:
                 places = zip(columns.slab[number].tolist(), columns.slot[number].tolist(), strict=True)
                 reads += [(slab, slot, number, shard) for shard, (slab, slot) in enumerate(places)]
+        if columns.sound.any():
+            self._newest = max(self._newest, int(columns.generation[columns.sound].max()))
         salt = _salt(namespace)
         for slab, slot, number, shard in sorted(reads):
             row = self._slabs.get(SlabId(slab))
@@ -587,10 +637,12 @@ class Check:
                 self._write_header(row)
                 done.append(f"{format.slab_name(row.slab)}: header written anew")
             counts = {table: spool.count for table, spool in self._delete.items() if spool.count}
-            if self._rebuild or ((counts or self._restore) and not self._change_rows()):
+            change = bool(counts or self._restore or self._counts)
+            if self._rebuild or (change and not self._change_rows()):
                 kept = self._write_index_anew()
                 done.append(f"index written anew: {kept:,} rows kept")
             done += [f"{format.slab_name(row.slab)}: row written anew" for row in self._restore]
+            done += [f"meta.{name} set to {count}" for name, count in self._counts.items()]
             done += [f"{count:,} rows of table {table} deleted" for table, count in counts.items()]
             for name in self._files:
                 path = os.path.join(self._directory, name)
@@ -643,15 +695,19 @@ class Check:
                     for table, spool in self._delete.items():
                         for key in spool:
                             txn.delete(key, db=tables[table])
-                    self._put_slabs(txn, tables["slabs"])
+                    for table in ("meta", "slabs"):
+                        self._put_rows(txn, table, tables[table])
         except lmdb.MapFullError:
             return False
         return True
 
-    def _put_slabs(self, txn: lmdb.Transaction[bytes], table: Table) -> None:
-        for row in self._restore:
+    def _put_rows(self, txn: lmdb.Transaction[bytes], table: str, db: Table) -> None:
+        """Those of this table that are to be written anew."""
+        for row in self._restore if table == "slabs" else ():
             value = format.encode_slab(row.slot_bytes, row.slots)
-            txn.put(format.number_key(row.slab), value, db=table)
+            txn.put(format.number_key(row.slab), value, db=db)
+        for name, count in self._counts.items() if table == "meta" else ():
+            txn.put(name.encode(), format.encode_meta(count), db=db)
 
     def _write_index_anew(self) -> int:
         """Beside the old one, whose place it takes when it is whole and on the disk. Returns the rows kept."""
@@ -674,9 +730,8 @@ class Check:
                             txn.put(key, value, db=db)
                             kept += 1
                 assert next_bad is None, (table, next_bad)
-                if table == "slabs":
-                    with env.begin(write=True) as txn:
-                        self._put_slabs(txn, db)
+                with env.begin(write=True) as txn:
+                    self._put_rows(txn, table, db)
             env.sync(True)
         os.replace(os.path.join(path, DATA_FILE), os.path.join(self._index_dir, DATA_FILE))
         self._disk.sync_directory(self._index_dir)

@@ -269,6 +269,10 @@ def decode_session_key(key: bytes) -> SessionKey | Defect:
 # ----------------------------------------------------------------------------------------------------- index values
 
 
+COUNT_MAX = (1 << 31) - 1
+"""Of starts and of slab files ever made. These rows have no seal; more than that is damage."""
+
+
 def encode_meta(value: int) -> bytes:
     return _U64.pack(value)
 

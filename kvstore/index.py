@@ -208,6 +208,8 @@ class Index:
             else:
                 found.append(SlabRow(SlabId(int.from_bytes(key, "big")), *slab))
         self._drop("slabs", bad)
+        # The count has no seal; these rows have.
+        self.next_slab = max(self.next_slab, 1 + max((row.slab for row in found), default=-1))
         return found
 
     def namespaces(self) -> list[NamespaceRecord]:
@@ -299,8 +301,8 @@ class Index:
                 for name, value in layout.items() if version else ():
                     if (former := _get_meta(to, txn, name)) != value:
                         raise self._other_layout(name, former, value)
-                self.boot_count = _get_meta(to, txn, "boot_count") + 1
-                self.next_slab = _get_meta(to, txn, "next_slab")
+                self.boot_count = _get_count(to, txn, "boot_count") + 1
+                self.next_slab = _get_count(to, txn, "next_slab")
                 _put_meta(to, txn, "format", FORMAT_VERSION)
                 _put_meta(to, txn, "boot_count", self.boot_count)
                 for name, value in layout.items():
@@ -645,6 +647,15 @@ def _get_meta(to: _Open, txn: Transaction, name: str) -> int:
             f"its index is damaged: meta.{name} {number.value}", field="ssd_dir", remedy=START_EMPTY
         )
     return number
+
+
+def _get_count(to: _Open, txn: Transaction, name: str) -> int:
+    count = _get_meta(to, txn, name)
+    if count > format.COUNT_MAX:
+        raise ConfigError(
+            f"its index is damaged: meta.{name} is {count}", field="ssd_dir", remedy=START_EMPTY
+        )
+    return count
 
 
 def _put_meta(to: _Open, txn: Transaction, name: str, value: int) -> None:

@@ -399,6 +399,47 @@ def test_a_damaged_meta_page_of_the_index(
     assert served() == set(left.keys)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("next_slab", 0), ("next_slab", 1 << 40), ("boot_count", 0), ("boot_count", 1 << 40)]
+)
+def test_counts_that_cannot_be(left: Left, served: Callable[[], set[bytes]], name: str, value: int) -> None:
+    """Rows of this table have no seal; the slabs and the records say what there must have been."""
+    right = left.rows("meta")[name.encode()]
+    left.put("meta", name.encode(), format.encode_meta(value))
+    done = check(left.ssd)
+    assert done.status == 1 and done.kinds == {"index": 1}, done
+    assert f"meta.{name}" in done.found["problems"][0]["where"]
+    fixed(left, set())
+    assert left.rows("meta")[name.encode()] == right and served() == set(left.keys)
+
+
+def test_the_daemon_too_knows_of_more_slabs_than_were_counted(
+    left: Left, start_daemon: Callable[..., Any]
+) -> None:
+    left.put("meta", b"next_slab", format.encode_meta(0))
+    daemon = start_daemon(**SETTINGS, ssd_dir=left.ssd)
+    with client_of(daemon) as client:
+        space = client.open(SPEC)
+        more = keys_of(space, COUNT, 3)
+        save(space, more, wait=Wait.DURABLE)
+        assert set(hits(space, left.keys)) == set(left.keys)
+    assert daemon.stop() == 0
+    assert check(left.ssd).status == 0
+
+
+@pytest.mark.parametrize(("name", "value"), [("direct", 1), ("slab_bytes", 1 << 20)])
+def test_a_damaged_layout_makes_nothing_else_wrong(left: Left, name: str, value: int) -> None:
+    """It has no seal, and everything that has one says otherwise: then nothing is removed."""
+    right = left.rows("meta")[name.encode()]
+    before = {path.name: path.read_bytes() for path in left.ssd.glob("slab-*")}
+    left.put("meta", name.encode(), format.encode_meta(value))
+    done = check(left.ssd, "--fix")
+    assert done.status == 2 and f"its index is damaged: meta.{name} is {value}" in done.error, done
+    assert {path.name: path.read_bytes() for path in left.ssd.glob("slab-*")} == before
+    left.put("meta", name.encode(), right)
+    assert check(left.ssd).status == 0 and len(left.rows("chunks")) == COUNT
+
+
 def test_an_index_without_room_for_many_deletions_is_written_anew(left: Left) -> None:
     """Wrong rows all over a full index: each page that changes wants another one."""
     head = format.encode_session_head(1, 0)
