@@ -513,7 +513,7 @@ class DescriptorServer:
         unread = 0
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)  # the peer knows, and nothing can come any more
-            # So that an empty packet is not taken for the end: each packet has credentials, for which there is no room.
+            # So that a packet is told from the end: each has credentials, for which there is no room here.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             unread = sock.recvmsg(1, 0, socket.MSG_PEEK)[2] & socket.MSG_CTRUNC
         if unread:

@@ -306,8 +306,9 @@ HELLO = descriptor_pb2.DescriptorRequest(hello=descriptor_pb2.Hello(protocol=1))
         ([HELLO.SerializeToString()], b"x", 2),
         ([b"refused, and the next is not read"], b"x", 1),
         ([b"refused, and the next is not read"], b"", 1),
+        ([b"refused, and the next is not read", b"nor this"], b"x", 1),
     ],
-    ids=["stranger", "worker", "two", "unread", "unread and empty"],
+    ids=["stranger", "worker", "two", "unread", "unread and empty", "unread behind another"],
 )
 def test_descriptors_whose_closing_lasts(daemon: Any, before: list[bytes], packet: bytes, count: int) -> None:
     """A peer that sends one along, and closes its own, leaves the closing to the daemon: which serves on."""
