@@ -46,7 +46,7 @@ from kvstore.lmdb_pages import Damage, LmdbPages, Unreadable
 from kvstore.ports import Disk, describe, write_all
 from kvstore.tiers.directory import DirectoryLock
 from kvstore.tiers.io_pool import Result
-from kvstore.tiers.ssd import INDEX_DIR, PROBE_FILE
+from kvstore.tiers.ssd import INDEX_DIR, NEW_INDEX_DIR, PROBE_FILE
 from kvstore.tiers.verify import Verifier
 from kvstore.types import KEY_BYTES_MAX, ChunkKey, DiskResult, Record, SlabId
 
@@ -61,7 +61,6 @@ SPOOL_BYTES = 1 << 20
 REBUILD_ROWS = 10_000
 """In one transaction of an index that is written anew."""
 META = ("format", "boot_count", "next_slab", "direct", "slab_bytes")
-NEW_INDEX_DIR = "index.new"
 ROW = "row deleted"
 REUSED = "reused"
 """No problem: see `_check_record`."""

@@ -23,6 +23,7 @@ import errno
 import logging
 import os
 import resource
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -59,6 +60,8 @@ from kvstore.types import DiskPlace, DiskResult, Extent, Record, SlabId
 log = logging.getLogger(__name__)
 
 INDEX_DIR = "index"
+NEW_INDEX_DIR = "index.new"
+"""Of a `kvctl check --fix`; one that did not end leaves it."""
 PROBE_FILE = "probe"
 INDEX_BYTES_MIN = 1 << 20
 OPS_MAX = 65_536
@@ -159,6 +162,7 @@ class SsdTier:
             if len(slabs) < len(named):
                 index.remove_slabs({row.slab for row in named} - {row.slab for row in slabs})
             self._slabs.remove_others()
+            shutil.rmtree(os.path.join(self._directory, NEW_INDEX_DIR), ignore_errors=True)
             namespaces = index.namespaces()
             specs = {namespace.number: namespace.spec for namespace in namespaces}
             snapshot = Snapshot(

@@ -278,6 +278,19 @@ def test_a_slab_file_that_nobody_names(left: Left) -> None:
     assert not stray.exists()
 
 
+def test_what_an_interrupted_fix_leaves_takes_no_room_for_long(
+    left: Left, served: Callable[[], set[bytes]]
+) -> None:
+    """Neither the daemon nor the next fix leaves it there: the cap knows nothing of it."""
+    for remove in (lambda: check(left.ssd, "--fix"), served):
+        new = left.ssd / "index.new"
+        new.mkdir()
+        (new / "data.mdb").write_bytes(b"half of it")
+        assert check(left.ssd).kinds == {"file": 1}
+        remove()
+        assert not new.exists() and check(left.ssd).status == 0
+
+
 def test_more_bytes_than_the_cap(left: Left) -> None:
     done = check(left.ssd, "--ssd-bytes", "9M")
     assert done.status == 1 and done.kinds == {"cap": 1}, done
