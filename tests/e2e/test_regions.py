@@ -614,8 +614,9 @@ def test_closing_a_region_waits_for_nobody(daemon: Any, client: Client, memfd: i
 
 def test_regions_end_with_the_connection(daemon: Any, memfd: int) -> None:
     with client_of(daemon) as client:
-        client.adopt(memfd, SIZE)
+        region = client.adopt(memfd, SIZE)
         eventually(lambda: len(kept_by(daemon)) == 1)
+        assert region.size_bytes == SIZE  # one that nobody has any more would be given back
     eventually(lambda: not kept_by(daemon))
 
 
