@@ -14,6 +14,7 @@ up to the first of them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import mmap
 import os
@@ -161,6 +162,9 @@ class Check:
         self._twice: set[tuple[int, int]] = set()
         """Slots that two rows name; at most one of them is right."""
         self._rebuild = False
+        self._rebuilt = False
+        self._damage: set[Damage] = set()
+        """Of pages of the index."""
         self._index_fd = -1
         try:
             self._index_fd = os.open(os.path.join(self._index_dir, DATA_FILE), os.O_RDONLY | os.O_CLOEXEC)
@@ -219,6 +223,7 @@ class Check:
 
     def _page(self, damage: Damage) -> None:
         self._rebuild = True
+        self._damage.add(damage)
         remedy = "index written anew from the rows that can be read"
         self._problem(Problem("index", f"page {damage.page}", damage.why, remedy))
 
@@ -558,7 +563,8 @@ class Check:
             return Result(DiskResult.IO_ERROR, f"cannot be read: {describe(problem)}")
         # A newer record lies here. That is how a daemon that was killed leaves a slot which it had given to another
         # chunk, before it could say so in the index; unless the index says where that other chunk is.
-        assert not isinstance(header, Defect), header
+        if isinstance(header, Defect):  # it was whole a moment ago
+            return Result(DiskResult.IO_ERROR, f"reads differently each time: {header.value}")
         number = self._salts.get(header.record.namespace)
         if number is not None:
             value = self._pages.get("chunks", format.chunk_key(number, header.record.key))
@@ -645,7 +651,9 @@ class Check:
             done += [f"{count:,} rows of table {table} deleted" for table, count in counts.items()]
             for name in self._files:
                 path = os.path.join(self._directory, name)
-                if os.path.isdir(path):
+                if name == NEW_INDEX_DIR and self._rebuilt:
+                    pass  # it went with the one of this time
+                elif os.path.isdir(path):
                     shutil.rmtree(path)
                 else:
                     self._disk.unlink(path)
@@ -700,6 +708,14 @@ class Check:
             return False
         return True
 
+    def _rows_again(self, table: str) -> Iterator[tuple[bytes, bytes]]:
+        """What `run` read. Raises OSError where a page cannot be read that could be then: its rows are not lost."""
+        for row in self._pages.rows(table):
+            if not isinstance(row, Damage):
+                yield row
+            elif row not in self._damage:
+                raise OSError(errno.EIO, f"page {row.page} of the index {row.why}, which it did not at first")
+
     def _put_rows(self, txn: lmdb.Transaction[bytes], table: str, db: Table) -> None:
         """Those of this table that are to be written anew."""
         for row in self._restore if table == "slabs" else ():
@@ -719,8 +735,7 @@ class Check:
                 db = env.open_db(table.encode())
                 bad = iter(self._delete[table])
                 next_bad = next(bad, None)
-                rows = (row for row in self._pages.rows(table) if not isinstance(row, Damage))
-                for batch in _batches(rows, REBUILD_ROWS):
+                for batch in _batches(self._rows_again(table), REBUILD_ROWS):
                     with env.begin(write=True) as txn:
                         for key, value in batch:
                             if key == next_bad:
@@ -735,6 +750,7 @@ class Check:
         os.replace(os.path.join(path, DATA_FILE), os.path.join(self._index_dir, DATA_FILE))
         self._disk.sync_directory(self._index_dir)
         shutil.rmtree(path)
+        self._rebuilt = True
         return kept
 
 

@@ -20,7 +20,8 @@ from kvstore import format
 from kvstore.check import Check
 from kvstore.cli import kvctl
 from kvstore.client import SessionEntry
-from kvstore.lmdb_pages import Damage, LmdbPages
+from kvstore.errors import Unavailable
+from kvstore.lmdb_pages import LEAF, Damage, LmdbPages
 from kvstore.ports import FaultyDisk, RealDisk
 from kvstore.types import ChunkKey, Wait
 
@@ -516,6 +517,32 @@ def test_a_damaged_page_of_the_index(left: Left, served: Callable[[], set[bytes]
     kept = served()
     assert kept == {row[4:] for row in left.rows("chunks")} - {last} and 0 < len(kept) < COUNT
     assert last not in {row[4:] for row in left.rows("chunks")}
+
+
+def test_a_page_that_cannot_be_read_again_is_not_lost(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index is written anew from what was read a second time; that must be all that was there at first."""
+    damage(left, 12, b"\xee" * 200)
+    before = (left.ssd / "index" / "data.mdb").read_bytes()
+    examined = Check(str(left.ssd), RealDisk())
+    assert examined.run().counts == {"index": 1}
+    last = leaves_but_damaged(examined)[-1]
+    read = examined._pages._read
+    monkeypatch.setattr(
+        examined._pages,
+        "_read",
+        lambda page, count=1: "cannot be read" if page == last else read(page, count),
+    )
+    with pytest.raises(Unavailable, match="which it did not at first"):
+        examined.fix()
+    examined.close()
+    assert (left.ssd / "index" / "data.mdb").read_bytes() == before
+    assert check(left.ssd, "--fix").status == 0 and check(left.ssd).status == 0
+
+
+def leaves_but_damaged(examined: Check) -> list[int]:
+    pages = examined._pages
+    mine = [page for page, owner in enumerate(pages._owner) if owner == pages._numbers["chunks"]]
+    return [page for page in mine if isinstance(pages._nodes(page, LEAF), list)]
 
 
 def test_an_index_that_is_none(left: Left) -> None:
