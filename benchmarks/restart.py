@@ -106,6 +106,7 @@ def measure(folder: Path, chunks: int, asked: int) -> dict[str, float]:
         *(f"--run-dir={folder}/run", "--dram-bytes=256M", "--segment-bytes=64M", "--log-level=warning"),
         *(f"--ssd-dir={folder}/ssd", f"--ssd-bytes={SSD_BYTES}", f"--ssd-slab-bytes={SLAB_BYTES}"),
         f"--ssd-index-bytes={INDEX_BYTES}",
+        "--scrub-bytes-per-s=0",  # only the records that are asked for have bytes
     )
     daemon = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
