@@ -106,7 +106,7 @@ def restart(chunks: int) -> dict[str, float]:
     gc.collect()
     before = rss_anon_bytes()
     began = time.process_time()
-    restored = store.restore(snapshot)
+    restored = store.restore(snapshot, 0)
     seconds = time.process_time() - began - edge.seconds
     assert (restored.chunks, restored.sessions) == (chunks, SESSIONS), restored
     del snapshot

@@ -47,7 +47,7 @@ from kvstore.health import NOT_SERVING, SERVING, SSD, Health
 from kvstore.health import SERVICE as HEALTH_SERVICE
 from kvstore.index import ChunkBatch
 from kvstore.logs import fields, leave
-from kvstore.loop import Loop
+from kvstore.loop import Loop, monotonic_ms
 from kvstore.memory import fix_mmap_threshold, memory_limit_bytes
 from kvstore.metrics import MetricsServer, families
 from kvstore.ports import disk_from_environment
@@ -336,7 +336,7 @@ class Daemon:
         )
         began = time.monotonic()
         snapshot = tier.open()
-        restored = store.restore(_core_snapshot(snapshot))
+        restored = store.restore(_core_snapshot(snapshot), monotonic_ms())
         log.info(
             "SSD tier is open",
             extra=fields(

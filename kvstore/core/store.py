@@ -114,8 +114,10 @@ class Store:
         state = self.state
         return f"Store({state.chunks}, {state.pool}, {state.leases}, {len(state.workers)} workers)"
 
-    def restore(self, snapshot: Snapshot) -> Restored:
-        """Put what the SSD holds in place; before `start` and the first event."""
+    def restore(self, snapshot: Snapshot, now: Millis) -> Restored:
+        """Put what the SSD holds in place; before `start` and the first event. How old it is nobody knows: sessions and
+        chunks count as used at `now`, by the clock that `apply` goes on with."""
+        self.state.now = now
         restored = restore(self.state, self.disk, snapshot)
         self._next_namespace = restored.next_namespace
         return restored

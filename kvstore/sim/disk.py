@@ -201,7 +201,7 @@ class DiskWorld(World):
 
     def _begin(self) -> list[ev.Effect]:
         self.platter.boot_count += 1
-        self.restored: Restored = self.store.restore(self.platter.snapshot())
+        self.restored: Restored = self.store.restore(self.platter.snapshot(), self.now)
         self.watch.check()
         assert set(self.platter.slabs) >= {
             SlabId(s.id) for s in self.store.state.disk.segments if s.phase.value == "assigned"

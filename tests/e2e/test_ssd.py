@@ -16,6 +16,7 @@ import pytest
 
 from kvstore import format
 from kvstore.client import Namespace
+from kvstore.core.events import SessionEntry
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.types import ChunkKey, Outcome, Reason, Wait
 
@@ -231,6 +232,24 @@ def test_sigterm_while_the_disk_hangs(
     weather.clear()
     second = open_space(start())
     assert hits(second, cold) == set(cold), "the kernel dropped the lock with the process"
+
+
+def test_sessions_do_not_age_by_a_restart(
+    start: Callable[..., Any], open_space: Callable[..., Namespace]
+) -> None:
+    """The clock of sessions is the machine's, which has been up for longer than these live."""
+    settings = {"session_ttl_ms": 20_000, "durable_within_ms": 100}
+    daemon = start(**settings)
+    space = open_space(daemon)
+    keys = keys_of(space, 1, 1)
+    save(space, keys)
+    entry = SessionEntry(keys[0], 0, space.spec.chunk_tokens)
+    space.update_session("s", expected_version=0, keep=0, append=[entry])
+    assert daemon.stop() == 0
+    space = open_space(start(**settings))
+    settled_ssd(space.client)
+    assert hits(space, keys) == set(keys)
+    assert space.get_session("s") is not None
 
 
 def test_sigterm_loses_nothing(start: Callable[..., Any], open_space: Callable[..., Namespace]) -> None:

@@ -263,7 +263,7 @@ class Rig:
         self.store = Store(self.config.limits)
         self.tier = SsdTier(self.config, self, disk, done=self._returned.put)
         try:
-            self.store.restore(_core_snapshot(self.tier.open()))
+            self.store.restore(_core_snapshot(self.tier.open()), self.now)
             self.perform(self.store.start())
             self.step(ev.WorkerJoined(WORKER, "alice", ""))
             self.spaces = [self.ask(ev.Open, spec).namespace for spec in SPECS]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -210,6 +212,21 @@ def test_time_to_live_of_a_restored_session_begins_anew() -> None:
     assert not world.platter.sessions and not world.platter.chunks
 
 
+def test_the_clock_of_a_restart_is_that_of_the_machine_not_of_the_daemon() -> None:
+    """On a machine that has been up for longer than sessions live, a restart once ended them all."""
+    up_ms = 10 * 3_600_000
+    entry = ev.SessionEntry(ChunkKey(b"a"), 0, CHUNK_TOKENS)
+    sessions = [ev.SessionRecord(1, b"s", 1, (entry,))]
+    store, restored = restore(batch((3, 0)), now=up_ms, limits={"session_ttl_ms": 5_000}, sessions=sessions)
+    assert restored.sessions == 1
+    row = store.state.namespaces[NamespaceId(1)].index[ChunkKey(b"a")]
+    assert store.state.chunks.used_at[row] == store.state.chunks.born_at[row] == up_ms
+    store.apply(ev.Tick(), up_ms + 4_999)
+    assert (1, b"s") in store.state.sessions.by_name
+    store.apply(ev.Tick(), up_ms + 5_000)
+    assert not store.state.sessions.by_name
+
+
 # --------------------------------------------------------------------------------------------------- generations, slabs
 
 
@@ -336,15 +353,21 @@ SLAB_BYTES = SLAB_HEADER_BYTES + 4 * SLOT_BYTES
 
 
 def restore(
-    *batches: ChunkBatch, slabs: tuple[tuple[SlabId, int, int], ...] = (), **snapshot: Any
+    *batches: ChunkBatch,
+    slabs: tuple[tuple[SlabId, int, int], ...] = (),
+    now: int = 0,
+    limits: Mapping[str, Any] = MappingProxyType({}),
+    **snapshot: Any,
 ) -> tuple[Store, Restored]:
     """Of an index that does not fit together: none of what is not certain comes back, and all of that is deleted."""
     store = Store(
-        Limits(32 * PAGE, 8 * PAGE, disk_slab_bytes=SLAB_BYTES, disk_slabs_max=4, durable_within_ms=0)
+        Limits(
+            32 * PAGE, 8 * PAGE, disk_slab_bytes=SLAB_BYTES, disk_slabs_max=4, durable_within_ms=0, **limits
+        )
     )
     known = slabs or ((SlabId(3), SLOT_BYTES, 4), (SlabId(5), 3 * PAGE, 2))
     namespaces = snapshot.pop("namespaces", [ev.NamespaceRecord(1, "alice", spec())])
-    restored = store.restore(Snapshot(7, SlabId(6), known, namespaces, batches, **snapshot))
+    restored = store.restore(Snapshot(7, SlabId(6), known, namespaces, batches, **snapshot), now)
     store.check_integrity()
     return store, restored
 
