@@ -97,7 +97,7 @@ $(VLLM)/ready:
 	$(VLLM)/bin/python -m pip install --progress-bar off pytest pytest-asyncio pytest-timeout
 	touch $@
 
-test-vllm: vllm-installed  ## tests with a real vLLM engine, about ten minutes (ARGS='-k name')
+test-vllm: vllm-installed  ## tests with a real vLLM engine, half an hour (ARGS='-k name')
 	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings= --timeout 600 $(ARGS)
 
 vllm-installed: venv $(VLLM)/ready

@@ -99,6 +99,10 @@ class RunDirectory:
                 os.makedirs(path, mode=0o700)
                 os.chmod(path, 0o755 if self._shared else 0o700)
             status = os.stat(path)
+            if self._shared and status.st_uid == os.geteuid():
+                os.chmod(
+                    path, stat.S_IMODE(status.st_mode) | 0o055
+                )  # it may be from before there were tenants
             if not stat.S_ISDIR(status.st_mode):
                 raise ConfigError("is not a directory", field="run_dir", value=path)
             if status.st_mode & 0o022:

@@ -9,6 +9,7 @@ everything and tells the daemon to stop, because a store that might serve wrong 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import queue
 import threading
@@ -346,9 +347,11 @@ class Loop:
                 self.arena.create(effect.segment, effect.bytes, effect.cells)
                 answer = events.SegmentReady(effect.op)
             except (OSError, StoreError) as problem:
-                log.error(
-                    "a segment could not be created", extra=fields(segment=effect.segment, why=str(problem))
-                )
+                if getattr(problem, "errno", None) != errno.ECANCELED:  # the daemon ends in the middle of it
+                    log.error(
+                        "a segment could not be created",
+                        extra=fields(segment=effect.segment, why=str(problem)),
+                    )
                 answer = events.SegmentFailed(effect.op, str(problem))
             self.post_threadsafe(answer)
 

@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
                 totals += simulation.run()
             except SimulationFailed as failure:
                 failed.append(seed)
-                print(failure, flush=True)
+                print(f"{failure}{f' --canary {args.canary}' if args.canary else ''}", flush=True)
                 if args.shrink:
                     print(shrink(simulation), flush=True)
                 if args.stop or args.canary:
