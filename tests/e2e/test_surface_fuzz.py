@@ -124,6 +124,10 @@ class Strange:
         del self.known[:-64]
 
 
+WANTED = {"Match", "Acquire", "GetStats", "Get", "Attach", "ListSessions"}
+"""Methods that must have been called with something that they could answer."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("protection", ["sealed", "group"])
 @pytest.mark.parametrize("seed", SEEDS)
@@ -146,7 +150,11 @@ def test_every_method_with_strange_messages(
     hello = store_pb2.AttachHello(token=worker.hello.token, boot_id=worker.hello.boot_id, request_id=1)
     greeting = store_pb2.AttachRequest(hello=hello).SerializeToString()
     all_methods = methods()
-    for number in range(CALLS):
+    for number in range(5 * CALLS):
+        if (
+            number >= CALLS and reached >= WANTED
+        ):  # which calls make sense is chance, also that of the daemon's answers
+            break
         method = all_methods[number % len(all_methods)]
         requests = list(strange.requests(method.input_type))
         if method.name == "Attach" and strange.random.random() < 0.8:
@@ -176,7 +184,7 @@ def test_every_method_with_strange_messages(
                 daemon.lines[-1].get("exception"),
             )
             assert refusal.details(), "a refusal says why"
-    assert reached >= {"Match", "Acquire", "GetStats", "Get", "Attach", "ListSessions"}, reached
+    assert reached >= WANTED, reached
     worker.ask_stats()
     for pool in worker.ask_stats().pools:
         assert pool.free + pool.reserved + pool.ready + pool.quarantined == pool.capacity
