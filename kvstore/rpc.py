@@ -97,13 +97,19 @@ class NotAccepted(DeadlineExceeded):
         self.pending = pending
 
 
+def _let_go(task: asyncio.Future[Any]) -> None:
+    """Cancelled; should it fail instead, that is not logged as an error that somebody missed."""
+    task.cancel()
+    task.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
+
+
 async def write(context: Context, data: bytes, timeout_s: float) -> None:
     """Send a message. Raises NotAccepted when the peer does not take it in time."""
     pending = asyncio.ensure_future(context.write(data))
     try:
         accepted, _ = await asyncio.wait((pending,), timeout=timeout_s)
     except asyncio.CancelledError:
-        pending.cancel()
+        _let_go(pending)
         raise
     if not accepted:
         raise NotAccepted(pending, timeout_s)
@@ -121,7 +127,7 @@ async def abort(context: Context, error: StoreError) -> None:
             ending.result()
         raise asyncio.CancelledError  # as when the peer is gone: it takes nothing, not even this
     finally:
-        ending.cancel()
+        _let_go(ending)
 
 
 def answering(handler: Handler, name: str) -> Handler:
@@ -134,7 +140,7 @@ def answering(handler: Handler, name: str) -> Handler:
             error: StoreError = problem
             # All that the call held is given back by now. Should the peer read on, it is told why the call ended.
             await asyncio.wait((problem.pending,), timeout=STATUS_TIMEOUT_S)
-            problem.pending.cancel()
+            _let_go(problem.pending)
         except StoreError as problem:
             error = problem
         except (asyncio.CancelledError, grpc.aio.AbortError):

@@ -1,6 +1,7 @@
 """Handlers with a scripted peer: what the tests with a real daemon cannot bring about at will."""
 
 import asyncio
+import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvstore import errors, requests, wire
+from kvstore import errors, requests, rpc, wire
 from kvstore.core import events as ev
 from kvstore.core.limits import Limits
 from kvstore.core.store import Store
@@ -282,6 +283,27 @@ async def test_what_one_caller_may_have_going():
     with places.taken("a"):
         pass
     assert repr(places) == "Places(0 calls of 0 callers)"
+
+
+async def test_a_write_that_fails_while_its_call_is_cancelled_is_no_error_of_ours(caplog):
+    class Torn(Peer):
+        async def write(self, data):
+            try:
+                await super().write(data)
+            except asyncio.CancelledError:
+                raise RuntimeError("the batch failed") from None
+
+    peer = Torn()
+    peer.reading.clear()
+    call = asyncio.create_task(rpc.write(peer, b"", BOUND_S))
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    del call  # its traceback holds on to the write
+    gc.collect()
+    assert not caplog.records
 
 
 async def test_half_close_waits_for_answers(rig):
