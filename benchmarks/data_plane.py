@@ -13,9 +13,7 @@ is that of this process: what an engine pays.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -28,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from kvstore import memory
+from kvstore.benchmark import Goal, report
 from kvstore.client import Namespace, Region, connect
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.types import ChunkKey
@@ -71,20 +70,8 @@ def main() -> int:
         share = f"{row['of_memcpy']:6.2f} x memcpy" if row["what"] != "memcpy" else ""
         name = f"{row['chunk_bytes'] >> 10:6} KiB  {row['what']:10}"
         print(f"{name} {row['gb_per_s']:6.1f} GB/s {row['ms']:8.3f} ms {row['cpu_ms']:8.3f} ms CPU {share}")
-    report = {
-        "machine": {
-            "cpu": cpu_name(),
-            "cores": os.cpu_count(),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-            "load": os.getloadavg()[0],
-        },
-        "commit": commit(),
-        "results": rows,
-        "goals": goals,
-    }
     if chosen.json:
-        print(json.dumps(report))
+        print(report(__file__, rows, goals))
     return 0
 
 
@@ -199,30 +186,9 @@ def fill(space: Namespace, keys: list[ChunkKey], region: Region, start: int, siz
         assert batch.commit().ok
 
 
-def goal_of(row: dict[str, Any]) -> dict[str, Any]:
-    goal = GOALS[row["what"], row["chunk_bytes"]]
-    return {
-        "name": f"{row['what']} of 16 x {row['chunk_bytes'] >> 10} KiB",
-        "value": round(row["of_memcpy"], 3),
-        "unit": "x memcpy",
-        "goal": goal,
-        "direction": ">=",
-        "met": row["of_memcpy"] >= goal,
-    }
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def commit() -> str:
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or "unknown"
+def goal_of(row: dict[str, Any]) -> Goal:
+    what, size = row["what"], row["chunk_bytes"]
+    return Goal(f"{what} of 16 x {size >> 10} KiB", row["of_memcpy"], "x memcpy", GOALS[what, size], ">=")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,6 @@ from kvstore.v1 import store_pb2
 
 log = logging.getLogger(__name__)
 
-EXIT_CONFIG = 2
 EXIT_BUG = 70
 CLOSE_TIMEOUT_S = 5.0
 """Bound on each step of closing; what has not ended then ends with the process."""

@@ -60,16 +60,15 @@ from common import (
     Wrong,
     check_bytes,
     client_of,
-    commit,
     content,
     goal,
     key_of,
     log_lines,
-    machine,
     open_all,
     until,
 )
 
+from kvstore.benchmark import commit, machine
 from kvstore.client import Namespace, SessionEntry
 from kvstore.errors import Conflict, NotFound, StoreError
 from kvstore.types import ChunkKey, GrantResult, Outcome, Reason, Wait
@@ -771,7 +770,7 @@ def main() -> int:
             json.dumps(
                 {
                     "machine": machine(),
-                    "commit": commit(),
+                    "commit": commit(__file__),
                     "seed": seed,
                     "seconds": round(seconds, 1),
                     "rounds": len(took),

@@ -49,15 +49,14 @@ from common import (
     Weather,
     Wrong,
     client_of,
-    commit,
     content,
     goal,
     log_lines,
-    machine,
     space_of,
     until,
 )
 
+from kvstore.benchmark import commit, machine
 from kvstore.client import Client, Hint, Namespace, SessionEntry
 from kvstore.client.lease import ReadLease
 from kvstore.errors import Conflict, NotFound, StoreError
@@ -548,7 +547,7 @@ def main() -> int:
             json.dumps(
                 {
                     "machine": machine(),
-                    "commit": commit(),
+                    "commit": commit(__file__),
                     "seed": seed,
                     "minutes": chosen.minutes,
                     "counts": soak.counts,
