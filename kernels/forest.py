@@ -19,12 +19,15 @@ was captured once over them can be replayed. A join or leave rebuilds the items 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from kvstore.kernels.prefill.plan import PrefillPlan, Row, plan_prefill
 
 Ints = NDArray[np.int32]
 
@@ -271,6 +274,52 @@ class Forest:
         self._reordered = False
         self._new_chunks.clear()
         return self._plan
+
+    def prefill(
+        self, new_tokens: Mapping[int, int], *, tile_queries: int = 128, split_tokens: int | None = None
+    ) -> PrefillPlan:
+        """The work of `prefill_attention` for the last `new_tokens` of these rows' tokens, in the order given.
+
+        * `tile_queries`: queries of an item at most.
+        * `split_tokens`: tokens of an item, a multiple of `chunk_tokens`. By default there is no limit on a CPU, and on
+          a GPU one that makes enough items for its processors.
+
+        Raises ValueError for rows without a sequence or with fewer tokens, and for settings that do not fit.
+        """
+        for name, value in (("tile_queries", tile_queries), ("split_tokens", split_tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: must be at least 1")
+        if split_tokens is not None and split_tokens % self.chunk_tokens:
+            raise ValueError(
+                f"split_tokens is {split_tokens}: must be a multiple of chunk_tokens ({self.chunk_tokens})"
+            )
+        rows: dict[int, Row] = {}
+        line = 0
+        for row, new in new_tokens.items():
+            tokens = self.length(row)
+            if not 1 <= new <= tokens:
+                raise ValueError(
+                    f"row {row} has {new} new tokens: must be at least 1 and at most its {tokens}"
+                )
+            rows[row] = Row(line, tokens, tokens - new, self.chunks_of(row))
+            line += new
+        order = sorted(rows, key=lambda row: int(self._place[row]))
+        places = [int(self._place[row]) for row in order]
+        shared = (run for run in self._all_runs() if run.row < 0)
+        runs = []
+        for run in sorted(shared, key=lambda run: run.first):
+            begin = self._begin(run)
+            users = range(bisect_left(places, begin), bisect_left(places, begin + run.count))
+            runs.append((users, run.first, run.first + len(run.chunks)))
+        return plan_prefill(
+            [rows[row] for row in order],
+            runs,
+            chunks=self.chunks,
+            chunk_tokens=self.chunk_tokens,
+            tile_queries=tile_queries,
+            split_tokens=split_tokens,
+            device=self.device,
+        )
 
     def check_integrity(self) -> None:
         """Assert what only a bug could break; for tests."""

@@ -1,0 +1,65 @@
+"""What attention over a pool of chunks asks of its arguments, whatever the operation."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+DTYPES = {
+    "cpu": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    "cuda": (torch.float16, torch.bfloat16),
+}
+
+
+def checked_scale(scale: float | None, soft_cap: float | None, head_dim: int) -> float:
+    """The scale, 1 / sqrt(head_dim) by default. Raises ValueError for one, or a cap, that cannot be."""
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}: must be finite")
+    if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
+        raise ValueError(f"soft_cap is {soft_cap}: must be positive, or None for no cap")
+    return scale
+
+
+def check_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor | None,
+    *,
+    queries: int,
+    queries_are: str,
+    chunks: int,
+    chunk_tokens: int,
+    plan_device: torch.device,
+) -> None:
+    """Raise ValueError for what does not fit: q is to be [queries, heads, head_dim], the pool as the plan says."""
+    if q.dim() != 3 or q.shape[0] != queries:
+        raise ValueError(f"q is {list(q.shape)}: must be [{queries} ({queries_are}), heads, head_dim]")
+    for name, tensor in (("keys", keys), ("values", values)):
+        wanted = [chunks, keys.shape[1] if keys.dim() == 4 else "kv_heads", chunk_tokens, q.shape[2]]
+        if list(tensor.shape) != wanted:
+            raise ValueError(f"{name} is {list(tensor.shape)}: must be {wanted}")
+        if tensor.stride()[2:] != (q.shape[2], 1):
+            raise ValueError(
+                f"{name} has strides {tensor.stride()}: each [chunk_tokens, head_dim] must be contiguous"
+            )
+    if keys.shape[1] == 0 or q.shape[1] % keys.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} heads: must be a multiple of the {keys.shape[1]} of keys")
+    if q.stride(2) != 1:
+        raise ValueError("q must be contiguous in its last dimension")
+    allowed = DTYPES.get(q.device.type, ())
+    if not allowed:
+        raise ValueError(f"q is on {q.device}: must be on one of {', '.join(DTYPES)}")
+    if q.dtype not in allowed:
+        raise ValueError(f"q is {q.dtype}: must be one of {', '.join(map(str, allowed))}")
+    if out is not None and (out.shape != q.shape or out.stride(2) != 1):
+        raise ValueError(
+            f"out is {list(out.shape)}: must be like q, {list(q.shape)}, contiguous in its last dimension"
+        )
+    for name, other in (("keys", keys), ("values", values), ("out", q if out is None else out)):
+        if other.dtype != q.dtype or other.device != q.device:
+            raise ValueError(f"{name} is {other.dtype} on {other.device}: q is {q.dtype} on {q.device}")
+    if plan_device != q.device:
+        raise ValueError(f"the plan is on {plan_device}, q on {q.device}: make the forest with device=")

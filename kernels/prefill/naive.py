@@ -1,0 +1,46 @@
+"""What prefill attention computes, from the sequences as told, not from a plan: each row by itself, one softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+
+def naive_prefill_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sequences: Mapping[int, tuple[Sequence[int], int]],
+    new_tokens: Mapping[int, int],
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """As `prefill_attention`, computed and returned in `dtype`. `sequences`: of each row, its chunks and its tokens,
+    new ones included; `new_tokens`: of each row, in the order of `q`."""
+    group = q.shape[1] // keys.shape[1]
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    begin = 0
+    for row, new in new_tokens.items():
+        chunks, tokens = sequences[row]
+        index = torch.as_tensor(list(chunks), device=keys.device)
+        # [chunks, kv_heads, chunk_tokens, head_dim] -> [heads, tokens, head_dim]
+        k, v = (
+            pool[index].transpose(0, 1).flatten(1, 2)[:, :tokens].repeat_interleave(group, 0).to(dtype)
+            for pool in (keys, values)
+        )
+        here = slice(begin, begin + new)
+        logits = q[here].to(dtype).transpose(0, 1) @ k.transpose(1, 2)  # [heads, new, tokens]
+        logits = logits * (1 / math.sqrt(q.shape[2]) if scale is None else scale)
+        if soft_cap is not None:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        seen = (
+            torch.arange(tokens, device=q.device)
+            <= torch.arange(tokens - new, tokens, device=q.device)[:, None]
+        )
+        out[here] = (logits.masked_fill(~seen, -math.inf).softmax(-1) @ v).transpose(0, 1)
+        begin += new
+    return out
