@@ -1,0 +1,96 @@
+"""Gather and scatter on a CPU: numpy copies of plain bits from view to view, one for each run of blocks.
+
+They need no memory of their own, and numpy lets other Python threads run meanwhile. Rotation is done on the views, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvstore.kernels.rotate import cpu
+
+if TYPE_CHECKING:
+    from kvstore.kernels.pages import BlockTable, Run, Slices
+
+Bits = NDArray[np.signedinteger[Any]]
+"""Elements as integers of their size: numpy has no bfloat16, and copies of bits are exact whatever they mean."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+
+def gather(keys: torch.Tensor, values: torch.Tensor, table: BlockTable, slices: Slices) -> None:
+    """See `gather` in __init__.py, which checked the arguments."""
+    pools = bits(keys), bits(values)
+    chunks = [bits(one) for one in slices]
+    for run, packed in _packed(table, chunks):
+        for pool, half in zip(pools, packed, strict=True):
+            np.copyto(_blocks(half, run, table), _held(pool, run))
+    last = table.chunks - 1
+    used = table.tokens_of(last)
+    if used < table.chunk_tokens and table.runs and table.runs[-1].chunk == last:
+        chunks[last].reshape(-1)[2 * chunks[last][0, :, :used].size :] = 0
+
+
+def scatter(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: BlockTable,
+    slices: Slices,
+    tables: Tables | None,
+    *,
+    interleaved: bool,
+) -> None:
+    """See `scatter` in __init__.py, which checked the arguments. `tables`: [chunks, chunk_tokens, pairs]."""
+    pools = bits(keys), bits(values)
+    for run, packed in _packed(table, [bits(one) for one in slices]):
+        for number, (pool, half) in enumerate(zip(pools, packed, strict=True)):
+            if number == 0 and tables is not None:
+                _rotated(keys, _blocks(half, run, table), run, tables, interleaved=interleaved)
+            else:
+                np.copyto(_held(pool, run), _blocks(half, run, table))
+
+
+def bits(tensor: torch.Tensor) -> Bits:
+    """A tensor's elements as integers, of the same shape and strides, sharing its memory."""
+    view: Bits = tensor.view(_INTEGERS[tensor.element_size()]).numpy()
+    return view
+
+
+def _packed(table: BlockTable, chunks: list[Bits]) -> Iterator[tuple[Run, Bits]]:
+    """Each run with the slice of its chunk, [2, kv_heads, tokens of the chunk, head_dim]."""
+    for run in table.runs:
+        chunk = chunks[run.chunk]
+        if (tokens := table.tokens_of(run.chunk)) < table.chunk_tokens:
+            _, heads, _, head_dim = chunk.shape
+            chunk = chunk.reshape(-1)[: 2 * heads * tokens * head_dim].reshape(2, heads, tokens, head_dim)
+        yield run, chunk
+
+
+def _blocks(half: Bits, run: Run, table: BlockTable) -> Bits:
+    """The run's part of K or V of a slice, as the pool has it: [count, kv_heads, tokens of a block, head_dim]."""
+    here = half[:, run.first : run.first + run.tokens]
+    return here.reshape(half.shape[0], run.count, -1, half.shape[2]).swapaxes(0, 1)
+
+
+def _held(pool: Bits, run: Run) -> Bits:
+    """The same part of the pool."""
+    here = pool[run.block : run.block + run.count]
+    return here[:, :, : run.tokens] if run.count == 1 else here
+
+
+def _rotated(keys: torch.Tensor, blocks: Bits, run: Run, tables: Tables, *, interleaved: bool) -> None:
+    source = torch.from_numpy(blocks).view(keys.dtype)
+    target = keys[run.block : run.block + run.count, :, : source.shape[2]]
+    cos, sin = (
+        each[run.chunk, run.first : run.first + run.tokens]
+        .unflatten(0, (run.count, -1))
+        .unsqueeze(1)
+        .expand(*source.shape[:-1], -1)
+        for each in tables
+    )
+    cpu.rotate(source, cos, sin, target, interleaved=interleaved)
