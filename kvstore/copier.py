@@ -7,12 +7,12 @@ counts is what was stored.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -20,22 +20,24 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvstore import memory
 from kvstore.core.events import Checksum, CopyIn, FillSlots, MoveSlots, OpDone, OpFailed, RewriteSlots
 from kvstore.errors import BadRequest, StoreError, Unavailable
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.regions import Region, Regions
-from kvstore.types import Extent
+from kvstore.types import Extent, WorkerId
 
 log = logging.getLogger(__name__)
 
 OPS_MAX = 4096
-"""Ops that may wait for a thread; one more fails at once, and with it the commit that wanted it."""
+"""Ops that may be under way; one more fails at once, and with it the commit that wanted it."""
 STEP_BYTES = 2 << 20
 """What is copied and then checksummed at once: little enough to be in the cache still, and to stop soon when the daemon
 does; much enough that the interpreter's lock, taken twice a step, costs nothing."""
 
-PART_BYTES = 4 << 20
-"""A large op is shared among the threads in parts of at least this much."""
+PART_BYTES = 2 << 20
+PARTS_MAX = 256
+"""An op is copied in parts of about PART_BYTES, by whichever thread is free; one of 512 MiB and more in so many."""
 CLOSING = "the copier is closing"
 
 PATTERNS = (0x55, 0xAA, 0)
@@ -49,7 +51,9 @@ class Copier:
         self._arena = arena
         self._staging = staging
         self._regions = regions
-        self._queue: queue.SimpleQueue[tuple[Job, Region | None, Done] | None] = queue.SimpleQueue()
+        self._queue = _FairQueue()
+        self._ops = 0
+        self._ops_lock = threading.Lock()
         self._closing = False
         self._out_of_time = False
         # Daemon threads: one that hangs in the kernel must not keep the process from ending.
@@ -63,23 +67,35 @@ class Copier:
     def submit(self, effect: Job, done: Done) -> None:
         """Never blocks and never raises. `done` is called once: from a copier thread, or, when the op is refused
         (OPS_MAX are waiting, the region is not there, or the copier is closing), before this returns."""
+        refusal = self._refusal()
+        region = None
+        if not refusal and isinstance(effect, FillSlots):
+            try:
+                # Held from here to the end of the op, whoever drops it meanwhile.
+                region = self._regions.of(effect.worker, effect.region)
+            except StoreError as error:
+                refusal = str(error)
+        if refusal:
+            done(OpFailed(effect.op, refusal))
+            return
+
+        def ended(answer: OpDone | OpFailed) -> None:
+            with self._ops_lock:
+                self._ops -= 1
+            done(answer)
+
+        with self._ops_lock:
+            self._ops += 1
+        parts = _parts(effect)
+        joined = _Joined(effect, len(parts), ended)
+        worker = effect.worker if isinstance(effect, CopyIn | FillSlots) else None
+        for number, part in enumerate(parts):
+            self._queue.put(worker, (part, region, partial(joined.ended, number)))
+
+    def _refusal(self) -> str:
         if self._closing:
-            done(OpFailed(effect.op, CLOSING))
-        elif self._queue.qsize() >= OPS_MAX:
-            done(OpFailed(effect.op, f"{OPS_MAX} copies are waiting already"))
-        else:
-            region = None
-            if isinstance(effect, FillSlots):
-                try:
-                    # Held from here to the end of the op, whoever drops it meanwhile.
-                    region = self._regions.of(effect.worker, effect.region)
-                except StoreError as error:
-                    done(OpFailed(effect.op, str(error)))
-                    return
-            parts = _shared_among(len(self._threads), effect)
-            joined = _Joined(effect, len(parts), done)
-            for number, part in enumerate(parts):
-                self._queue.put((part, region, partial(joined.ended, number)))
+            return CLOSING
+        return f"{OPS_MAX} copies are under way already" if self._ops >= OPS_MAX else ""
 
     def close(self, timeout_s: float) -> None:
         """What was submitted has `timeout_s` to end; then what did not start fails, and what runs fails at its next
@@ -90,21 +106,14 @@ class Copier:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._out_of_time = True
-        for effect, _, done in self._take_what_waits():
+        for effect, _, done in self._queue.take_all():
             done(OpFailed(effect.op, CLOSING))
         self._let_threads_end()
 
     def _let_threads_end(self) -> None:
         for thread in self._threads:
             if thread.is_alive():
-                self._queue.put(None)
-
-    def _take_what_waits(self) -> Iterator[tuple[Job, Region | None, Done]]:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                job = self._queue.get_nowait()
-                if job is not None:
-                    yield job
+                self._queue.put_end()
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -179,7 +188,7 @@ class Copier:
         for start in range(0, target.size, STEP_BYTES):
             self._check_time()
             step = target[start : start + STEP_BYTES]
-            np.copyto(step, source[start : start + STEP_BYTES])
+            memory.copy(step, source[start : start + STEP_BYTES])
             state.update(step.data)
         return state.intdigest()
 
@@ -209,7 +218,49 @@ class Copier:
 
     def __repr__(self) -> str:
         alive = sum(thread.is_alive() for thread in self._threads)
-        return f"Copier({alive} threads, {self._queue.qsize()} ops waiting{', closing' if self._closing else ''})"
+        return f"Copier({alive} threads, {self._ops} ops{', closing' if self._closing else ''})"
+
+
+_Entry = tuple[Job, Region | None, Done]
+
+
+class _FairQueue:
+    """What waits for a thread: of each worker in the order in which it came, of the workers in turns, so that one who
+    saves much does not keep the others waiting. The daemon's own work (None) has its turn like a worker's."""
+
+    def __init__(self) -> None:
+        self._lines: dict[WorkerId | None, deque[_Entry]] = {}
+        """Never an empty one; the first is next, and then goes to the end."""
+        self._lock = threading.Lock()
+        self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """True per entry, False per thread that is to end, after all that was put in before."""
+
+    def put(self, worker: WorkerId | None, entry: _Entry) -> None:
+        with self._lock:
+            self._lines.setdefault(worker, deque()).append(entry)
+        self._tokens.put(True)
+
+    def put_end(self) -> None:
+        self._tokens.put(False)
+
+    def get(self) -> _Entry | None:
+        """Waits. None: the thread is to end."""
+        while self._tokens.get():
+            with self._lock:
+                if self._lines:  # else take_all() was faster
+                    worker, line = next(iter(self._lines.items()))
+                    entry = line.popleft()
+                    del self._lines[worker]
+                    if line:
+                        self._lines[worker] = line
+                    return entry
+        return None
+
+    def take_all(self) -> list[_Entry]:
+        with self._lock:
+            left = [entry for line in self._lines.values() for entry in line]
+            self._lines.clear()
+        return left
 
 
 class _Joined:
@@ -238,11 +289,11 @@ class _Joined:
         self._done(OpDone(self._op, tuple(checksums)))
 
 
-def _shared_among(threads: int, effect: Job) -> list[Job]:
-    """The op in at most `threads` parts that follow each other, of about equal size; one that is small stays whole."""
+def _parts(effect: Job) -> list[Job]:
+    """The op in parts that follow each other, of about equal size; one that is small stays whole."""
     extents = effect.extents if isinstance(effect, Checksum) else effect.targets
     size = sum(extent.length for extent in extents)
-    wanted = min(threads, size // PART_BYTES, len(extents))
+    wanted = min(size // PART_BYTES, len(extents), PARTS_MAX)
     if wanted < 2 or (isinstance(effect, CopyIn | FillSlots) and len(effect.pieces) != len(extents)):
         return [effect]
     cuts = [0]

@@ -52,6 +52,7 @@ MFD_NOEXEC_SEAL = 0x08
 MADV_DONTFORK = 10
 MADV_HUGEPAGE = 14
 MADV_DONTDUMP = 16
+MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
 
 SEALS_RESIZE = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
@@ -200,6 +201,23 @@ class SharedMapping:
                 raise OSError(code, f"faulting {length} bytes in: {os.strerror(code)}")
         return True
 
+    def map_pages(self, *, step_bytes: int = 8 << 20, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Enters all pages in this process' page table, so that the first access to each is no page fault; without
+        holding the interpreter's lock. For memory that is there: pages that nobody has touched yet would be allocated.
+
+        Stops early when `cancelled` says so, when the mapping is closed, and where the kernel cannot (before 5.14):
+        then pages fault one by one, which is slower and nothing else.
+        """
+        for offset in range(0, self.size_bytes, step_bytes):
+            if cancelled() or self._array is None:
+                return
+            try:
+                code = self._advise(MADV_POPULATE_READ, offset, min(step_bytes, self.size_bytes - offset))
+            except ValueError:  # closed at this moment
+                return
+            if code not in (0, errno.EINTR):
+                return
+
     def _advise(self, advice: int, offset: int, length: int) -> int:
         """0 or the errno."""
         base = self.array  # held for the length of the call, so that close() in another thread cannot unmap
@@ -239,6 +257,17 @@ def cut(array: npt.NDArray[np.uint8], offset: int, length: int) -> npt.NDArray[n
     if offset < 0 or length < 0 or offset + length > array.size:
         raise ValueError(f"[{offset}, {offset + length}) is outside of {array.size} bytes")
     return array[offset : offset + length]
+
+
+def copy(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
+    """Copy all bytes of a flat array to another of the same size, without the interpreter's lock.
+
+    A loop of vector instructions, not numpy's own copying, which is memcpy: glibc copies what fits into the
+    second-level cache by `rep movsb`, and where memory is mapped in pages of 4 KiB, as shared memory mostly is, some
+    processors do that at half the speed (Zen 5: 7.4 against 14.5 GB/s in pieces of 256 KiB; larger lose 5 to 10 %).
+    """
+    assert target.size == source.size, (target.size, source.size)  # numpy would repeat a single byte
+    np.positive(source, out=target)
 
 
 # ------------------------------------------------------------------------------------------------------ segment header

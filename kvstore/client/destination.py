@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore import memory
 from kvstore.errors import BadRequest
 
 Bits = npt.NDArray[Any]
@@ -57,9 +58,10 @@ def destination(out: object, field: str = "out") -> Bits:
 
 def fill(bits: Bits, source: npt.NDArray[np.uint8]) -> None:
     """Copy `source` (flat, as many bytes as `bits`) into a `destination`."""
-    if bits.dtype is not _BYTE or bits.ndim != 1:
-        source = source.view(bits.dtype).reshape(bits.shape)
-    np.copyto(bits, source, casting="no")
+    if bits.dtype is _BYTE and bits.ndim == 1:
+        memory.copy(bits, source)
+    else:
+        np.copyto(bits, source.view(bits.dtype).reshape(bits.shape), casting="no")
 
 
 def _of_tensor(torch: Any, tensor: Any, field: str) -> Bits:

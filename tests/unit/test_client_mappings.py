@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import signal
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -26,15 +28,22 @@ Handed = Callable[..., tuple[int, int]]
 def handed() -> Handed:
     """Descriptors (data, header) of a new segment, as the daemon hands them over."""
 
-    def make(boot: bytes = BOOT, cells: int = CELLS, size: int = SIZE, fill: int = 1) -> tuple[int, int]:
+    def make(
+        boot: bytes = BOOT,
+        cells: int = CELLS,
+        size: int = SIZE,
+        fill: int | None = 1,
+        seals: int = memory.SEALS_READ_ONLY,
+    ) -> tuple[int, int]:
         data_fd = memory.create_memfd("test-data", size)
         data = memory.map_shared(data_fd, size, writable=True)
-        data.array[:] = fill
+        if fill is not None:
+            data.array[:] = fill
         header_fd = memory.create_memfd("test-header", memory.header_bytes(CELLS))
         header = memory.map_shared(header_fd, memory.header_bytes(CELLS), writable=True)
         memory.write_header(header.array, memory.SegmentHeader(cells, size, boot))
         memory.generations(header.array, CELLS)[:] = 7
-        memory.add_seals(data_fd, memory.SEALS_READ_ONLY)
+        memory.add_seals(data_fd, seals)
         memory.add_seals(header_fd, memory.SEALS_READ_ONLY)
         return data_fd, header_fd
 
@@ -44,6 +53,52 @@ def handed() -> Handed:
 @pytest.fixture
 def mappings() -> Mappings:
     return Mappings(boot_id=BOOT, writable=False)
+
+
+def wait_for_pages() -> None:
+    """Until no thread holds a mapping to page it in."""
+    for thread in threading.enumerate():
+        if thread.name == "kvstore-page-in":
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_pages_are_mapped_before_anybody_touches_them(handed: Handed, writable: bool) -> None:
+    size = 64 << 20
+    fds = handed(size=size, seals=0 if writable else memory.SEALS_READ_ONLY)
+    mappings = Mappings(boot_id=BOOT, writable=writable)
+    assert mappings.install(3, size, CELLS, *fds)
+    wait_for_pages()
+    segment = mappings.get(3)
+    assert segment is not None
+    before = faults()
+    assert segment.data[:: mmap.PAGESIZE].sum() == size // mmap.PAGESIZE
+    if writable:
+        segment.data[:: mmap.PAGESIZE] = 2
+    assert faults() - before < 100
+
+
+def test_what_the_daemon_has_not_allocated_is_not_allocated_by_us(mappings: Mappings, handed: Handed) -> None:
+    size = 64 << 20
+    data_fd, header_fd = handed(size=size, fill=None)
+    kept = os.dup(data_fd)
+    assert mappings.install(3, size, CELLS, data_fd, header_fd)
+    wait_for_pages()
+    assert os.fstat(kept).st_blocks == 0
+    os.close(kept)
+
+
+def test_paging_in_ends_with_the_connection(mappings: Mappings, handed: Handed) -> None:
+    for number in range(8):
+        assert mappings.install(number, SIZE, CELLS, *handed())
+    mappings.retire_all()
+    wait_for_pages()
+    assert mappings.collect() == list(range(8))
 
 
 def test_installed_read_only_and_without_descriptors(mappings: Mappings, handed: Handed) -> None:
@@ -91,6 +146,7 @@ def test_sealed_memory_cannot_be_mapped_for_writing(handed: Handed) -> None:
 
 def test_a_retired_segment_goes_with_its_last_user(mappings: Mappings, handed: Handed) -> None:
     mappings.install(3, SIZE, CELLS, *handed())
+    wait_for_pages()
     segment = mappings.get(3)
     assert segment is not None
     view = memoryview(segment.data[10:20].data)
@@ -119,6 +175,7 @@ def test_descriptors_that_arrive_after_the_retirement(mappings: Mappings, handed
 
 def test_after_the_end_nothing_is_mapped(mappings: Mappings, handed: Handed) -> None:
     mappings.install(3, SIZE, CELLS, *handed())
+    wait_for_pages()
     segment = mappings.get(3)
     assert segment is not None
     data = weakref.ref(segment.data.base)

@@ -111,13 +111,13 @@ def test_the_checksum_is_of_what_was_stored(it: Fixture, monkeypatch: pytest.Mon
     """A worker goes on scribbling over its staging memory after it asked for a commit."""
     monkeypatch.setattr(copier_module, "STEP_BYTES", SLOT)
     first = it.staged(0, SLOT)
-    real = np.copyto
+    real = memory.copy
 
     def copy_then_scribble(target: np.ndarray, source: np.ndarray) -> None:
         real(target, source)
         it.worker.array[: 2 * SLOT] = 1
 
-    monkeypatch.setattr(np, "copyto", copy_then_scribble)
+    monkeypatch.setattr(memory, "copy", copy_then_scribble)
     answer = it.run(copy_in((StagedPiece(0, 2 * SLOT), slot(ONE, 0, 2 * SLOT))))
     stored = bytes(it.arena.view(ONE, 0, 2 * SLOT))
     assert stored == first + b"\x01" * SLOT
@@ -206,7 +206,7 @@ def test_one_op_too_many_fails_at_once(it: Fixture, monkeypatch: pytest.MonkeyPa
     for op in range(3):
         it.copier.submit(Checksum(OpId(op), ()), it.answers.put)
     assert it.answers.empty()
-    assert it.run(Checksum(OpId(3), ())) == OpFailed(OpId(3), "3 copies are waiting already")
+    assert it.run(Checksum(OpId(3), ())) == OpFailed(OpId(3), "3 copies are under way already")
     release()
     assert {it.answers.get(timeout=WAIT_S).op for _ in range(3)} == {OpId(0), OpId(1), OpId(2)}
 
@@ -237,14 +237,14 @@ def test_close_does_not_wait_for_a_thread_that_hangs(it: Fixture) -> None:
 def test_out_of_time_stops_an_op_between_two_steps(it: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copier_module, "STEP_BYTES", SLOT)
     reached, go_on = threading.Event(), threading.Event()
-    real = np.copyto
+    real = memory.copy
 
     def slow(target: np.ndarray, source: np.ndarray) -> None:
         real(target, source)
         reached.set()
         assert go_on.wait(WAIT_S)
 
-    monkeypatch.setattr(np, "copyto", slow)
+    monkeypatch.setattr(memory, "copy", slow)
     it.copier.submit(copy_in((StagedPiece(0, SIZE), slot(ONE, 0, SIZE))), it.answers.put)
     assert reached.wait(WAIT_S)
     it.copier.close(0.01)
@@ -260,7 +260,7 @@ BIG = np.ones(64 << 20, np.uint8)
 @pytest.mark.parametrize(
     "work",
     [
-        pytest.param(lambda: np.copyto(BIG, BIG[::-1]), id="copyto"),
+        pytest.param(lambda: memory.copy(BIG, BIG[::-1]), id="copy"),
         pytest.param(lambda: xxhash.xxh3_64().update(BIG.data), id="xxh3"),
     ],
 )
@@ -346,3 +346,41 @@ def test_an_op_has_ended_only_when_all_its_parts_have(it: Fixture, monkeypatch: 
         it.answers.get(timeout=0.2)
     gate.set()
     assert isinstance(it.answers.get(timeout=WAIT_S), OpFailed)
+
+
+def test_a_worker_with_much_does_not_keep_the_others_waiting(it: Fixture) -> None:
+    for worker in (2, 3):
+        it.staging.bytes_max += SLOT
+        it.staging.create(WorkerId(worker), SLOT)
+    begun, release = threading.Event(), threading.Event()
+
+    def hold(_: Ended) -> None:
+        begun.set()
+        assert release.wait(WAIT_S)
+
+    one = Copier(it.arena, it.staging, it.regions, threads=1)
+    try:
+        one.submit(Checksum(OpId(100), ()), hold)
+        assert begun.wait(WAIT_S)
+        for op in range(5):
+            one.submit(copy_in((FITS, slot(ONE, 0)), op=op), it.answers.put)
+        for op in (10, 11):
+            one.submit(copy_in((FITS, slot(ONE, 0)), worker=WorkerId(2), op=op), it.answers.put)
+        one.submit(copy_in((FITS, slot(ONE, 0)), worker=WorkerId(3), op=20), it.answers.put)
+        one.submit(Checksum(OpId(30), ()), it.answers.put)
+        release.set()
+        order = [it.answers.get(timeout=WAIT_S).op for _ in range(9)]
+    finally:
+        release.set()
+        one.close(WAIT_S)
+    assert order == [0, 10, 20, 30, 1, 11, 2, 3, 4]
+
+
+def test_an_op_of_many_parts_counts_as_one(it: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copier_module, "PART_BYTES", SLOT)
+    monkeypatch.setattr(copier_module, "OPS_MAX", 2)
+    release = hold_all_threads(it)
+    for op in (1, 2):
+        it.copier.submit(copy_in(*[(FITS, slot(ONE, n * SLOT)) for n in range(8)], op=op), it.answers.put)
+    release()
+    assert {type(it.answers.get(timeout=WAIT_S)) for _ in range(2)} == {OpDone}

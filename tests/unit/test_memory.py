@@ -271,10 +271,42 @@ def test_populate_failure_is_an_oserror(fd: int, monkeypatch: pytest.MonkeyPatch
     assert caught.value.errno == errno.ENOMEM
 
 
+def test_mapped_pages_do_not_fault_and_nothing_is_changed(fd: int) -> None:
+    writer = memory.map_shared(fd, SIZE, writable=True)
+    writer.array[:] = 5
+    reader = memory.map_shared(fd, SIZE)
+    before = rss_shared_bytes()
+    reader.map_pages(step_bytes=SIZE // 4)
+    assert rss_shared_bytes() - before >= SIZE
+    assert (reader.array == 5).all()
+    reader.close()
+    reader.map_pages()  # closed meanwhile: no error
+
+
+def test_mapping_pages_stops_when_cancelled_or_refused(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.map_shared(fd, SIZE, writable=True).populate()
+    mapping = memory.map_shared(fd, SIZE)
+    before = rss_shared_bytes()
+    mapping.map_pages(cancelled=lambda: True)
+    monkeypatch.setattr(memory, "MADV_POPULATE_READ", 9_999)
+    mapping.map_pages()
+    assert rss_shared_bytes() - before < SIZE // 2
+
+
 @pytest.mark.parametrize(("offset", "length"), [(-1, 4), (0, -1), (0, 101), (100, 1), (1 << 62, 1 << 62)])
 def test_cut_never_clips(offset: int, length: int) -> None:
     with pytest.raises(ValueError, match="outside of 100 bytes"):
         memory.cut(np.zeros(100, np.uint8), offset, length)
+
+
+def test_copy_is_bit_for_bit_and_never_repeats() -> None:
+    source = np.random.default_rng(3).integers(0, 256, 100_003, dtype=np.uint8)
+    target = np.zeros(100_005, np.uint8)
+    memory.copy(target[1:-1], source)
+    assert bytes(target) == b"\0" + bytes(source) + b"\0"
+    for size in (1, 2):
+        with pytest.raises(AssertionError):
+            memory.copy(np.zeros(4, np.uint8), np.ones(size, np.uint8))
 
 
 def test_cut_is_a_view() -> None:
