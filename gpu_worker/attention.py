@@ -1,0 +1,119 @@
+"""Attention of a Hugging Face model straight from the paged pool, through transformers' own `AttentionInterface`.
+
+A forward call has no batch: the new tokens of all sequences stand one after the other, [1, tokens], those that decode
+first, then the pieces of prompts. Projections and everything between the layers do not care whose token is whose; the
+function here does. In each layer it writes the new K and V into the pool and attends from there; no cache object holds
+KV, and nothing is copied together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from kvstore.errors import Unsupported
+from kvstore.gpu_worker.layout import check_supported
+from kvstore.kernels.arguments import DTYPES
+from kvstore.kernels.decode import decode_attention
+from kvstore.kernels.forest import Plan
+from kvstore.kernels.prefill import PrefillPlan, prefill_attention
+
+NAME = "kvstore_paged"
+"""What the model's config calls this attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What attention has to know of one forward call, the same in all layers."""
+
+    layers: list[torch.Tensor]
+    """The pool, of each layer [chunks, 2, kv_heads, chunk_tokens, head_dim]."""
+    chunks: torch.Tensor
+    """[tokens] int64: in which chunk the KV of each new token goes ..."""
+    places: torch.Tensor
+    """... and at which place in it."""
+    rows: torch.Tensor
+    """[decoding] int64: the row, in the decode plan, of each of the tokens that come first."""
+    decode: Plan | None
+    prefill: PrefillPlan | None
+    """Of the tokens after those."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """`q` [tokens, heads, head_dim], `k` and `v` [tokens, kv_heads, head_dim] -> like `q`."""
+        keys, values = self.layers[layer].unbind(1)
+        keys[self.chunks, :, self.places] = k
+        values[self.chunks, :, self.places] = v
+        decoding = len(self.rows)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if self.decode is not None:
+            by_row = q.new_zeros((self.decode.rows.shape[0], *q.shape[1:]))
+            by_row[self.rows] = q[:decoding]
+            out[:decoding] = decode_attention(by_row, keys, values, self.decode, scale=scale)[self.rows]
+        if self.prefill is not None:
+            prefill_attention(q[decoding:], keys, values, self.prefill, scale=scale, out=out[decoding:])
+        return out
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    step: Step | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """As transformers calls it: `query` [1, heads, tokens, head_dim], `key` and `value` [1, kv_heads, tokens, head_dim]
+    -> [1, tokens, heads, head_dim]."""
+    if step is None:
+        raise RuntimeError(
+            f"{NAME} is the attention of a batching engine, which says what is where: for anything else, call "
+            'model.set_attn_implementation("sdpa")'
+        )
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return step.attend(int(module.layer_idx), q, k, v, scaling).unsqueeze(0), None
+
+
+AttentionInterface.register(NAME, paged_attention)
+
+
+@contextmanager
+def paged(model: PreTrainedModel) -> Iterator[None]:
+    """Meanwhile the model's attention is `paged_attention`, and after it what it was."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def check_pageable(model: PreTrainedModel) -> None:
+    """Raises Unsupported, naming the field, for a model whose attention the kernels do not compute."""
+    check_supported(model)
+    allowed = DTYPES.get(model.device.type, ())
+    if model.dtype not in allowed:
+        raise Unsupported(
+            f"attention kernels on {model.device.type} do not compute in this",
+            field="model.dtype",
+            value=model.dtype,
+            remedy="supported: " + (", ".join(map(str, allowed)) or "a model on a CPU or on a CUDA device"),
+        )
+    cache = getattr(model.generation_config, "cache_implementation", None)
+    if cache not in (None, "dynamic"):
+        raise Unsupported(
+            "KV lies in the paged pool as it is, in no other kind of cache",
+            field="generation_config.cache_implementation",
+            value=cache,
+            remedy="set it to None",
+        )
