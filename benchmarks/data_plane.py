@@ -1,194 +1,381 @@
-"""Bytes per second through the client against a daemon of its own, as shares of a plain memcpy of the same run.
+"""Bytes per second through the client against daemons of its own, beside memcpy and beside other stores, in one run.
 
-A get is read (16 keys) + copy into the caller's arrays + release; a put is write (16 fresh keys) + copy into staging
-memory + commit until visible: the daemon copies once more and checksums. A fill is write + fill out of a region that
-was adopted + commit: the only copy is the daemon's, by pread. Rounds of get, put, fill and memcpy alternate, so that a
-machine whose speed drifts does not favour one of them; figures are medians over rounds, working sets exceed the caches.
-"memcpy shm" copies out of plain shared memory, which many machines map in small pages: the ceiling of a get. CPU time
-is that of this process: what an engine pays.
+Every store has a client in a process of its own, and all do the same: put and get batches of values between the store
+and arrays of the caller. They take turns in short rounds, so that a machine whose speed drifts favours nobody, and all
+ratios are of one run. Working sets exceed the caches; bytes are compared at the end of every part. CPU time is that of
+the client's process and of the server's, per GB. With several clients all of them work for a while at the same time.
+What is not installed is left out, with a reason.
 
-    python benchmarks/data_plane.py [--quick] [--json] [--protection sealed|group]
+    make bench-data_plane ARGS='--quick --json'
+    make bench-data_plane ARGS='--sizes 2M --clients 1 --stores memcpy sealed redis --out'
 """
 
 from __future__ import annotations
 
-import argparse
-import os
+import contextlib
+import importlib
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from kvstore import memory
-from kvstore.benchmark import Goal, report
-from kvstore.client import Namespace, Region, connect
-from kvstore.layout import GroupSpec, NamespaceSpec
-from kvstore.types import ChunkKey
+from peers import Server, Shape
 
-ROOT = Path(__file__).resolve().parent.parent
-BATCH = 16
-GOALS = {
-    ("get", 2 << 20): 0.6,
-    ("put", 2 << 20): 0.45,
-    ("fill", 2 << 20): 0.45,
-    ("get", 256 << 10): 0.35,
-    ("put", 256 << 10): 0.3,
-    ("fill", 256 << 10): 0.3,
+from kvstore.benchmark import Goal, arguments, finish
+
+PEERS = Path(__file__).resolve().parent / "peers"
+STORES: dict[str, tuple[str, dict[str, str]]] = {
+    "memcpy": ("memcpy", {}),
+    "sealed": ("attnstore", {"protection": "sealed"}),
+    "group": ("attnstore", {"protection": "group"}),
 }
-"""Share of memcpy that is to be reached at least."""
+"""Name in tables: module of `peers`, and how it is started."""
+OURS = ("sealed", "group")
+SIZES = {"64K": 64 << 10, "256K": 256 << 10, "2M": 2 << 20, "32M": 32 << 20}
+BATCHES = (1, 16, 64)
+CLIENTS = (1, 4)
+ROOM_BYTES = 640 << 20
+"""Of each store: the values that are read, and room for some that are new."""
+HOT_BYTES = 128 << 20
+SOURCE_BYTES = 96 << 20
+TURN_BYTES = 32 << 20
+TURN_CALLS_MAX = 32
+WARM_ROUNDS = 2
+WINDOW_S = 0.2
+WINDOW_PUT_BYTES = 64 << 20
+"""How long several clients work at the same time in one round, and how much each of them puts at most: no more than
+what leaves the values that gets read in every store."""
+ANSWER_S = 120.0
+
+GOALS = {
+    ("2M", "sealed", "get"): 0.75,
+    ("2M", "group", "put"): 0.65,
+    ("2M", "sealed", "put"): 0.35,
+    ("256K", "sealed", "get"): 0.5,
+    ("256K", "group", "put"): 0.35,
+    ("256K", "sealed", "put"): 0.22,
+}
+"""Share of memcpy, batches of 16, one client."""
+GET_P50_MS_GOAL = 0.25
+"""One value of 2 MiB."""
+TOGETHER_GOAL, FAIR_GOAL = 0.9, 1.5
+"""4 clients: of what one has alone; the fastest over the slowest."""
+
+
+@dataclass(frozen=True)
+class Part:
+    size: str
+    batch: int
+    clients: int
+
+    @property
+    def value_bytes(self) -> int:
+        return SIZES[self.size]
+
+    @property
+    def batch_bytes(self) -> int:
+        return self.value_bytes * self.batch
+
+    @property
+    def hot_bytes(self) -> int:
+        """Of each client."""
+        return HOT_BYTES // self.clients
+
+    def too_big(self) -> str:
+        """Why it is left out."""
+        if self.batch_bytes <= self.hot_bytes:
+            return ""
+        return (
+            f"{self.batch_bytes * self.clients >> 20} MiB in flight: with so much for each store, and for each "
+            "client, all of them together would not fit in 6 GB"
+        )
+
+
+class Client:
+    """Drives `peers/client.py`."""
+
+    def __init__(self, store: Store, shape: Shape) -> None:
+        python = getattr(store.module, "PYTHON", sys.executable)
+        name, address = store.module.__name__.rpartition(".")[2], json.dumps(store.server.address)
+        self._process = subprocess.Popen(
+            [python, "-P", PEERS / "client.py", name, address, json.dumps(asdict(shape))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def send(self, do: str, **arguments: Any) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line or '{"error": "its client has ended"}')
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        self.send(do, **arguments)
+        return self.answer()
+
+    def close(self) -> None:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+@dataclass
+class Store:
+    name: str
+    module: ModuleType
+    server: Server
+    clients: list[Client] = field(default_factory=list)
+
+
+@dataclass
+class Figures:
+    """Of one store and action in one part; one entry a call, or a round."""
+
+    took: list[float] = field(default_factory=list)
+    bytes: int = 0
+    client_s: float = 0.0
+    server_s: float = 0.0
+    together: list[float] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
+    each: list[list[float]] = field(default_factory=list)
+    """Bytes per second of every client, all of them working."""
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--quick", action="store_true", help="fewer rounds")
-    options.add_argument("--json", action="store_true", help="one JSON object in the last line")
-    options.add_argument("--protection", choices=("sealed", "group"), default="sealed")
+    options = arguments(__doc__)
+    options.add_argument("--stores", nargs="+", choices=STORES, default=list(STORES), metavar="STORE")
+    options.add_argument("--sizes", nargs="+", choices=SIZES, metavar="SIZE", help=" ".join(SIZES))
+    options.add_argument("--clients", nargs="+", type=int, choices=CLIENTS, default=CLIENTS)
+    options.add_argument("--batches", nargs="+", type=int, choices=BATCHES)
+    options.add_argument("--rounds", type=int, help="default 40, or 12 with --quick")
     chosen = options.parse_args()
-    rounds = 12 if chosen.quick else 60
-    rows = []
-    for size in (2 << 20, 256 << 10):
-        with tempfile.TemporaryDirectory(prefix="kvs-") as folder:
-            command = (
-                *(sys.executable, "-P", "-m", "kvstore"),
-                *(f"--run-dir={folder}/run", "--dram-bytes=1G", "--segment-bytes=128M"),
-                *(f"--protection={chosen.protection}", "--log-level=warning"),
-            )
-            daemon = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-            try:
-                rows += measure(f"{folder}/run", size, rounds)
-            finally:
-                daemon.terminate()
-                daemon.wait(30)
-    goals = [goal_of(row) for row in rows if (row["what"], row["chunk_bytes"]) in GOALS]
-    for row in rows:
-        share = f"{row['of_memcpy']:6.2f} x memcpy" if row["what"] != "memcpy" else ""
-        name = f"{row['chunk_bytes'] >> 10:6} KiB  {row['what']:10}"
-        print(f"{name} {row['gb_per_s']:6.1f} GB/s {row['ms']:8.3f} ms {row['cpu_ms']:8.3f} ms CPU {share}")
-    if chosen.json:
-        print(report(__file__, rows, goals))
-    return 0
+    rounds = chosen.rounds or (12 if chosen.quick else 40)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="kvs-") as folder:
+        for size in chosen.sizes or (("2M", "256K") if chosen.quick else SIZES):
+            parts = [
+                Part(size, batch, clients)
+                for clients in chosen.clients
+                for batch in chosen.batches or (quick_batches(size, clients) if chosen.quick else BATCHES)
+            ]
+            with running(chosen.stores, Path(folder) / size) as stores:
+                for row in measure(parts, stores, rounds):
+                    print(told(row), flush=True)
+                    rows.append(row)
+    return finish(__file__, chosen, rows, goals_of(rows), key=("size", "batch", "clients", "store", "action"))
 
 
-def measure(run_dir: str, size: int, rounds: int) -> list[dict[str, Any]]:
-    """Rows for memcpy, get, put and fill of 16 chunks of `size` bytes."""
-    sets = 8 if size >= 1 << 20 else 32
-    """Batches that gets cycle through: together 128 MiB or more."""
-    spec = NamespaceSpec(
-        model=f"bench-{size}",
-        weights_digest=b"bench",
-        layout_fingerprint="bytes",
-        chunk_tokens=16,
-        groups=(GroupSpec("full", shard_bytes=size),),
+def quick_batches(size: str, clients: int) -> Sequence[int]:
+    """Those that have goals."""
+    return {("2M", 1): (16, 1), ("256K", 1): (16,), ("2M", 4): (16,)}.get((size, clients), ())
+
+
+@contextlib.contextmanager
+def running(names: Sequence[str], folder: Path) -> Iterator[list[Store]]:
+    """Those that can run; they start at the same time."""
+    folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        stores = []
+        for name in names:
+            module_name, how = STORES[name]
+            module = importlib.import_module(f"peers.{module_name}")
+            if why := module.missing():
+                print(f"{name}: left out, {why}")
+                continue
+            server = module.start(folder, ROOM_BYTES, **how)
+            stack.callback(server.stop)
+            stores.append(Store(name, module, server))
+        yield stores
+
+
+@contextlib.contextmanager
+def with_clients(stores: Sequence[Store], parts: Sequence[Part]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for store in stores:
+            for number in range(parts[0].clients):
+                clients = parts[0].clients
+                shape = Shape(
+                    value_bytes=parts[0].value_bytes,
+                    hot_bytes=parts[0].hot_bytes,
+                    room_bytes=ROOM_BYTES,
+                    source_bytes=max(SOURCE_BYTES // clients, 2 * parts[0].value_bytes),
+                    batch_max=max(part.batch for part in parts),
+                    client=100 * clients + number,
+                )
+                store.clients.append(Client(store, shape))
+                stack.callback(store.clients[-1].close)
+            stack.callback(store.clients.clear)
+        for store in stores:
+            for client in store.clients:
+                client.answer()
+        for do in ("touch", "fill"):
+            for store in stores:
+                for client in store.clients:
+                    client.ask(do)
+        yield
+
+
+def measure(parts: Sequence[Part], stores: Sequence[Store], rounds: int) -> Iterator[dict[str, Any]]:
+    for clients in sorted({part.clients for part in parts}):
+        fitting = []
+        for part in parts:
+            if part.clients == clients:
+                if why := part.too_big():
+                    print(f"{part.size} x {part.batch}, {clients} clients: left out, {why}")
+                else:
+                    fitting.append(part)
+        if fitting:
+            with with_clients(stores, fitting):
+                for part in fitting:
+                    yield from measure_part(part, stores, rounds)
+
+
+def measure_part(part: Part, stores: Sequence[Store], rounds: int) -> Iterator[dict[str, Any]]:
+    figures: dict[tuple[str, str], Figures] = defaultdict(Figures)
+    if part.clients == 1:
+        take_turn: Callable[..., None] = turn_of_one
+    else:
+        take_turn, rounds = turn_of_many, max(4, rounds // 4)
+    for number in range(WARM_ROUNDS + rounds):
+        for store in stores:
+            for action in ("get", "put", "fill"):
+                if action != "fill" or (store.name == "sealed" and part.clients == 1):
+                    into = figures[store.name, action] if number >= WARM_ROUNDS else Figures()
+                    take_turn(part, store, action, into)
+    for store in stores:
+        for client in store.clients:
+            client.ask("check", batch=part.batch)
+    yield from rows_of(part, figures)
+
+
+def turn_of_one(part: Part, store: Store, action: str, into: Figures) -> None:
+    calls = min(TURN_CALLS_MAX, max(1, TURN_BYTES // part.batch_bytes))
+    before = store.server.cpu_s()
+    answer = store.clients[0].ask("turn", action=action, batch=part.batch, calls=calls)
+    time.sleep(0.001)  # what the server does after its last answer belongs to this turn
+    into.server_s += store.server.cpu_s() - before
+    into.client_s += answer["cpu_s"]
+    into.took += answer["took"]
+    into.bytes += part.batch_bytes * calls
+
+
+def turn_of_many(part: Part, store: Store, action: str, into: Figures) -> None:
+    """One client alone, then all of them."""
+    most = max(1, WINDOW_PUT_BYTES // part.batch_bytes) if action != "get" else 0
+    for working, speeds in ((store.clients[:1], into.alone), (store.clients, into.together)):
+        before = store.server.cpu_s()
+        begin = time.monotonic() + 0.01
+        for client in working:
+            client.send("turn", action=action, batch=part.batch, calls=most, begin=begin, seconds=WINDOW_S)
+        answers = [client.answer() for client in working]
+        moved = [len(answer["took"]) * part.batch_bytes for answer in answers]
+        elapsed = [answer["elapsed_s"] for answer in answers]
+        speeds.append(sum(moved) / max(elapsed) / 1e9)
+        if len(working) > 1:
+            into.server_s += store.server.cpu_s() - before
+            into.client_s += sum(answer["cpu_s"] for answer in answers)
+            into.took += [seconds for answer in answers for seconds in answer["took"]]
+            into.bytes += sum(moved)
+            into.each.append([of / seconds for of, seconds in zip(moved, elapsed, strict=True)])
+
+
+def rows_of(part: Part, figures: dict[tuple[str, str], Figures]) -> Iterator[dict[str, Any]]:
+    speed = {
+        which: statistics.median(of.together)
+        if of.together
+        else part.batch_bytes / statistics.median(of.took) / 1e9
+        for which, of in figures.items()
+    }
+    for (store, action), of in figures.items():
+        memcpy = speed.get(("memcpy", "put" if action == "fill" else action))
+        took = sorted(of.took)
+        row = {
+            "size": part.size,
+            "batch": part.batch,
+            "clients": part.clients,
+            "store": store,
+            "action": action,
+            "gb_per_s": speed[store, action],
+            "p50_ms": 1e3 * statistics.median(took),
+            "p99_ms": 1e3 * took[len(took) * 99 // 100],
+            "client_cpu_s_per_gb": of.client_s / of.bytes * 1e9,
+            "server_cpu_s_per_gb": of.server_s / of.bytes * 1e9,
+            "calls": len(took),
+        }
+        if memcpy:
+            row["of_memcpy"] = speed[store, action] / memcpy
+        for mine in OURS:
+            if store not in (*OURS, "memcpy") and (mine, action) in speed:
+                row[f"{mine}_over_it"] = speed[mine, action] / speed[store, action]
+        if of.alone:
+            row["of_one_client"] = statistics.median(of.together) / statistics.median(of.alone)
+            means = [statistics.mean(speeds) for speeds in zip(*of.each, strict=True)]
+            row["fastest_over_slowest"] = max(means) / min(means)
+        yield row
+
+
+def told(row: dict[str, Any]) -> str:
+    share = f"{row['of_memcpy']:5.2f} x memcpy" if "of_memcpy" in row else ""
+    beside = f", sealed is {row['sealed_over_it']:5.2f} x it" if "sealed_over_it" in row else ""
+    together = (
+        f", {row['of_one_client']:.2f} x one client, fastest/slowest {row['fastest_over_slowest']:.2f}"
+        if "of_one_client" in row
+        else ""
     )
-    source = np.random.default_rng(1).integers(0, 256, (sets, BATCH, size), dtype=np.uint8)
-    target = np.zeros((BATCH, size), np.uint8)
-    with connect(run_dir, timeout_s=30, staging_bytes=2 * BATCH * size) as client:
-        deadline = time.monotonic() + 60
-        while (arena := client.stats().arena).ready_bytes < arena.bytes:
-            assert time.monotonic() < deadline, "the arena is not ready"
-            time.sleep(0.1)
-        space = client.open(spec)
-        keys = [space.keys(np.arange(BATCH * 16) + (number << 20)) for number in range(sets)]
-        fresh = iter(range(1 << 14, 1 << 18))
-        for number in range(sets):
-            put(space, keys[number], source[number])
-            get(
-                space, keys[number], target
-            )  # touches the pages: figures are of a worker that has run for a while
-        fd, shared = shared_copy_of(source)
-        region = client.adopt(fd, source.nbytes)
-        os.close(fd)
-        took: dict[str, list[float]] = {"memcpy": [], "memcpy shm": [], "get": [], "put": [], "fill": []}
-
-        def fresh_keys() -> list[ChunkKey]:
-            return space.keys(np.arange(BATCH * 16) + (next(fresh) << 12))
-
-        cpu: dict[str, list[float]] = {what: [] for what in took}
-        actions: dict[str, Callable[[int], None]] = {
-            "memcpy": lambda n: copy_all(target, source[n]),
-            "memcpy shm": lambda n: copy_all(target, shared[n]),
-            "get": lambda n: get(space, keys[n], target),
-            "put": lambda n: put(space, fresh_keys(), source[n]),
-            "fill": lambda n: fill(space, fresh_keys(), region, n * BATCH * size, size),
-        }
-        for turn in range(rounds + 4):
-            for what, action in actions.items():
-                n = turn % sets
-                if what in ("put", "fill"):
-                    # kept from evicting what the gets read: they are the more recent ones
-                    get(space, keys[n], target)
-                began, used = time.perf_counter(), time.process_time()
-                action(n)
-                if turn >= 4:
-                    took[what].append(time.perf_counter() - began)
-                    cpu[what].append(time.process_time() - used)
-        get(space, keys[0], target)
-        assert np.array_equal(target, source[0]), "wrong bytes"
-        last = fresh_keys()
-        fill(space, last, region, BATCH * size, size)
-        get(space, last, target)
-        assert np.array_equal(target, source[1]), "wrong bytes"
-        assert not client.counters["saves_dropped"], client.counters
-    memcpy = statistics.median(took["memcpy"])
-    return [
-        {
-            "what": what,
-            "chunk_bytes": size,
-            "chunks": BATCH,
-            "ms": 1e3 * statistics.median(times),
-            "cpu_ms": 1e3 * statistics.median(cpu[what]),
-            "gb_per_s": BATCH * size / statistics.median(times) / 1e9,
-            "of_memcpy": memcpy / statistics.median(times),
-            "rounds": len(times),
-        }
-        for what, times in took.items()
-    ]
+    return (
+        f"{row['size']:>4} x {row['batch']:<2} {row['clients']} client{'s' if row['clients'] > 1 else ' '} "
+        f"{row['store']:<11} {row['action']:<4} {row['gb_per_s']:6.2f} GB/s "
+        f"p50 {row['p50_ms']:8.3f} p99 {row['p99_ms']:8.3f} ms, "
+        f"CPU s/GB {row['client_cpu_s_per_gb']:5.3f} + {row['server_cpu_s_per_gb']:5.3f} {share}{beside}{together}"
+    )
 
 
-def shared_copy_of(source: Any) -> tuple[int, Any]:
-    """Its descriptor, and the array."""
-    fd = memory.create_memfd("bench", source.nbytes)
-    shared = memory.map_shared(fd, source.nbytes, writable=True).array.reshape(source.shape)
-    np.copyto(shared, source)
-    return fd, shared
+def spelled(size: str) -> str:
+    return f"{size[:-1]} {size[-1]}iB"
 
 
-def copy_all(target: Any, source: Any) -> None:
-    for index in range(BATCH):
-        np.copyto(target[index], source[index])
-
-
-def get(space: Namespace, keys: list[ChunkKey], target: Any) -> None:
-    with space.read(keys) as lease:
-        assert lease.hits == BATCH, lease
-        for index in range(BATCH):
-            assert lease.copy_to(index, target[index])
-
-
-def put(space: Namespace, keys: list[ChunkKey], source: Any) -> None:
-    with space.write(keys) as batch:
-        assert len(batch.granted) == BATCH, batch
-        for index in batch.granted:
-            np.copyto(batch.buffer(index), source[index])
-        assert batch.commit().ok
-
-
-def fill(space: Namespace, keys: list[ChunkKey], region: Region, start: int, size: int) -> None:
-    with space.write(keys, staged=False) as batch:
-        assert len(batch.granted) == BATCH, batch
-        batch.fill(region, [start + index * size for index in range(BATCH)])
-        assert batch.commit().ok
-
-
-def goal_of(row: dict[str, Any]) -> Goal:
-    what, size = row["what"], row["chunk_bytes"]
-    return Goal(f"{what} of 16 x {size >> 10} KiB", row["of_memcpy"], "x memcpy", GOALS[what, size], ">=")
+def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
+    found = {(row["size"], row["batch"], row["clients"], row["store"], row["action"]): row for row in rows}
+    goals = []
+    for (size, store, action), goal in GOALS.items():
+        row = found.get((size, 16, 1, store, action), {})
+        if "of_memcpy" in row:
+            name = f"{spelled(size)} x 16, one client: {action}, {store}"
+            goals.append(Goal(name, row["of_memcpy"], "x memcpy", goal, ">="))
+    if row := found.get(("2M", 1, 1, "sealed", "get")):
+        name = "one chunk of 2 MiB, unbatched: get, p50"
+        goals.append(Goal(name, row["p50_ms"], "ms", GET_P50_MS_GOAL, "<="))
+    for action in ("get", "put"):
+        if row := found.get(("2M", 16, 4, "sealed", action)):
+            name = f"2 MiB x 16, 4 clients: {action}, sealed"
+            goals.append(Goal(f"{name}, together", row["of_one_client"], "x one client", TOGETHER_GOAL, ">="))
+            goals.append(
+                Goal(f"{name}, fastest over slowest", row["fastest_over_slowest"], "x", FAIR_GOAL, "<=")
+            )
+    return goals
 
 
 if __name__ == "__main__":

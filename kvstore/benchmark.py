@@ -1,13 +1,16 @@
-"""What every benchmark says beside its figures: the machine, the commit, which goals were met; as a last line of JSON.
+"""What all benchmarks have in common: their options, and what they say beside their figures: the machine, the commit,
+which goals were met; as a last line of JSON.
 
 {"machine": {...}, "commit": "...", "results": [...], "goals": [{name, value, unit, goal, direction, met}]}
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -69,6 +72,76 @@ def heading(of: str | Path) -> str:
     return (
         f"{on['cpu']}, {on['cores']} cores, kernel {on['kernel']}, Python {on['python']}, "
         f"load {on['load']}, commit {commit(of)}"
+    )
+
+
+def slug() -> str:
+    """This machine in a file name, as "amd-epyc-2-cores"."""
+    on = machine()
+    return re.sub(r"[^a-z0-9]+", "-", f"{on['cpu']} {on['cores']} cores".lower()).strip("-")
+
+
+def arguments(about: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark has; `about` is its docstring. See `finish`."""
+    options = argparse.ArgumentParser(description=about, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("--quick", action="store_true", help="less of everything; all goals, in under 50 s")
+    options.add_argument("--json", action="store_true", help="one JSON object in the last line")
+    options.add_argument(
+        "--out",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="keep the JSON there (no FILE: in benchmarks/results/, named after benchmark and machine); rows that\n"
+        "a file of the same commit and machine has already, and that this run did not measure, stay",
+    )
+    return options
+
+
+def finish(
+    of: str | Path,
+    chosen: argparse.Namespace,
+    results: Sequence[Mapping[str, Any]],
+    goals: Sequence[Goal],
+    *,
+    key: Sequence[str] = (),
+) -> int:
+    """End the benchmark `of` (its file) as the options that `arguments` made say: tell the goals, print the line, keep
+    it. `key` names the fields of a row that say what was measured: with `--out` a file can be filled in several runs.
+    Returns the exit status, 0: a missed goal is a figure, not a failure."""
+    print(*goals, sep="\n", flush=True)
+    line = report(of, results, goals)
+    if chosen.out is not None:
+        here = Path(of).resolve()
+        file = Path(chosen.out or here.parent / "results" / f"{here.stem}-{slug()}.json")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists():
+            line = merged(file.read_text(), line, key)
+        file.write_text(line + "\n")
+        print(f"kept in {file}")
+    if chosen.json:
+        print(line)
+    return 0
+
+
+def merged(earlier: str, later: str, key: Sequence[str]) -> str:
+    """The report `later`, with those rows and goals of `earlier` that it does not have; rows are the same when the
+    fields named in `key` are. Only `later` if they are of different commits or machines, or there is no key."""
+    old, new = json.loads(earlier), json.loads(later)
+    for report_ in (old, new):
+        report_["machine"].pop("load")
+    if not key or (old["machine"], old["commit"]) != (new["machine"], new["commit"]):
+        return later
+
+    def joined(rows: list[Any], more: list[Any], fields: Sequence[str]) -> list[Any]:
+        by_key = {tuple(row.get(field) for field in fields): row for row in (*rows, *more)}
+        return list(by_key.values())
+
+    return json.dumps(
+        json.loads(later)
+        | {
+            "results": joined(old["results"], new["results"], key),
+            "goals": joined(old["goals"], new["goals"], ("name",)),
+        }
     )
 
 

@@ -1,0 +1,110 @@
+"""One client of one store, in a process of its own, driven over a pipe: a line of JSON in, a line of JSON out.
+
+The clock runs here, around nothing but the call itself, so the pipe costs no store anything.
+
+    python client.py MODULE ADDRESS SHAPE
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from peers import Shape
+
+BATCH_OF_FILL = 16
+
+
+class Driver:
+    def __init__(self, client: Any, shape: Shape) -> None:
+        self.client = client
+        self.shape = shape
+        self.step = min(BATCH_OF_FILL, shape.batch_max)
+        self._fresh = itertools.count(1 << 20)
+        self._next = 0
+
+    def touch(self) -> dict[str, Any]:
+        """Put as much as the store has room for: then server and client have touched all of their memory, as those
+        that run for a while have."""
+        for _ in range(self.shape.room_bytes // (self.step * self.shape.value_bytes)):
+            plan = self._plan("put", self.step)
+            self.client.put(plan)
+            self.client.forget(plan)
+        return {}
+
+    def fill(self) -> dict[str, Any]:
+        """Put what gets will read, and read it once."""
+        for action in ("put", "get"):
+            for start in range(0, self.shape.hot, self.step):
+                plan = self.client.plan(range(start, min(start + self.step, self.shape.hot)))
+                getattr(self.client, action)(plan)
+                if action == "get":
+                    self.client.check(plan)
+        return {}
+
+    def turn(
+        self, action: str, batch: int, calls: int = 0, begin: float = 0.0, seconds: float = 0.0
+    ) -> dict[str, Any]:
+        """`calls` calls one after the other from the instant `begin`; 0: as many as begin within `seconds`."""
+        plans = (self._plan(action, batch) for _ in itertools.count())
+        ready = [next(plans) for _ in range(calls)]
+        took, cpu = [], 0.0
+        time.sleep(max(0.0, begin - time.monotonic()))
+        started = time.monotonic()
+        for plan in ready or itertools.takewhile(lambda _: time.monotonic() < begin + seconds, plans):
+            call = getattr(self.client, action)
+            began, used = time.perf_counter(), time.process_time()
+            call(plan)
+            took.append(time.perf_counter() - began)
+            cpu += time.process_time() - used
+        elapsed = time.monotonic() - started
+        if action != "get":
+            for plan in ready:
+                self.client.forget(plan)
+        return {"took": took, "cpu_s": cpu, "elapsed_s": elapsed}
+
+    def check(self, batch: int) -> dict[str, Any]:
+        plan = self._plan("get", batch)
+        self.client.get(plan)
+        self.client.check(plan)
+        return {}
+
+    def _plan(self, action: str, batch: int) -> Any:
+        if action != "get":
+            return self.client.plan([next(self._fresh) for _ in range(batch)])
+        if self._next + batch > self.shape.hot:
+            self._next = 0
+        first, self._next = self._next, self._next + batch
+        return self.client.plan(range(first, first + batch))
+
+
+def main() -> int:
+    module, address, shape = sys.argv[1], json.loads(sys.argv[2]), Shape(**json.loads(sys.argv[3]))
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a library prints is no answer
+    with contextlib.closing(importlib.import_module(f"peers.{module}").Client(address, shape)) as client:
+        driver = Driver(client, shape)
+        print("{}", file=answers)
+        for line in sys.stdin:
+            request = json.loads(line)
+            try:
+                answer = getattr(driver, request.pop("do"))(**request)
+            except Exception as error:
+                traceback.print_exc()
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(answer), file=answers)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
