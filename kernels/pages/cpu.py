@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Bits = NDArray[np.signedinteger[Any]]
 """Elements as integers of their size: numpy has no bfloat16, and copies of bits are exact whatever they mean."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Tables = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -30,10 +30,8 @@ def gather(keys: torch.Tensor, values: torch.Tensor, table: BlockTable, slices: 
     for run, packed in _packed(table, chunks):
         for pool, half in zip(pools, packed, strict=True):
             np.copyto(_blocks(half, run, table), _held(pool, run))
-    last = table.chunks - 1
-    used = table.tokens_of(last)
-    if used < table.chunk_tokens and table.runs and table.runs[-1].chunk == last:
-        chunks[last].reshape(-1)[2 * chunks[last][0, :, :used].size :] = 0
+    if (rest := behind(table, slices[-1])) is not None:
+        rest.zero_()
 
 
 def scatter(
@@ -55,9 +53,17 @@ def scatter(
                 np.copyto(_held(pool, run), _blocks(half, run, table))
 
 
+def behind(table: BlockTable, last: torch.Tensor) -> torch.Tensor | None:
+    """Where the last slice is to be zero, if anywhere."""
+    used = table.tokens_of(table.chunks - 1)
+    if used == table.chunk_tokens or not table.runs or table.runs[-1].chunk < table.chunks - 1:
+        return None
+    return last.reshape(-1)[2 * last[0, :, :used].numel() :]
+
+
 def bits(tensor: torch.Tensor) -> Bits:
     """A tensor's elements as integers, of the same shape and strides, sharing its memory."""
-    view: Bits = tensor.view(_INTEGERS[tensor.element_size()]).numpy()
+    view: Bits = tensor.view(INTEGERS[tensor.element_size()]).numpy()
     return view
 
 

@@ -1,0 +1,228 @@
+"""Rotate, gather and scatter in Triton without a GPU: interpreted on the CPU, and compiled for one that is not here.
+
+See test_triton.py. The interpreter cuts float32 to bf16 instead of rounding, so rotated bf16 is left to a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .pools import LAYOUTS, Paged, same
+from .test_rotate import assert_close, draw, frequencies
+
+triton = pytest.importorskip(
+    "triton", reason="Triton is not installed: its kernels can be neither run nor compiled"
+)
+
+from kvstore.kernels.pages import kernel as pages  # noqa: E402
+from kvstore.kernels.pages.naive import naive_gather, naive_scatter  # noqa: E402
+from kvstore.kernels.rotate import kernel as rotation_kernel  # noqa: E402
+from kvstore.kernels.rotate import rotation  # noqa: E402
+from kvstore.kernels.rotate.naive import naive_rotate  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own, see below")
+compiled = pytest.mark.skipif(INTERPRETED, reason="Triton interprets in this process")
+
+
+@compiled
+@pytest.mark.timeout(300)
+def test_interpreted() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = (
+        *(sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreter"),
+        # Triton 3.6 with a numpy before 2.4; from 2.4 on it is an error, so that a later Triton is needed
+        *("-W", "ignore:Conversion of an array with ndim:DeprecationWarning"),
+        # Bits that are no numbers are converted before the interpreter looks which ones are stored
+        *("-W", "ignore:invalid value encountered:RuntimeWarning"),
+        *("-W", "ignore:overflow encountered:RuntimeWarning"),
+        __file__,
+    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\b3[0-9] passed", done.stdout), done.stdout
+
+
+@interpreted
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "lead", "head_dim", "pairs"),
+    [
+        (torch.float32, (3, 2, 5), 128, 64),
+        (torch.float16, (2, 130), 80, 40),
+        (torch.float16, (70,), 96, 16),
+        (torch.float32, (2, 3), 20, 3),
+        (torch.float16, (4,), 16, 0),
+    ],
+)
+def test_interpreter_rotates(
+    dtype: torch.dtype, lead: tuple[int, ...], head_dim: int, pairs: int, interleaved: bool
+) -> None:
+    keys = draw(*lead, head_dim, dtype=dtype)
+    keys[0] = float("nan")
+    deltas = torch.randint(-5000, 5000, lead[-1:], generator=torch.Generator().manual_seed(1))
+    deltas[1:3] = 0
+    view = draw(*lead, 2 * head_dim, dtype=dtype)[..., head_dim:] if len(lead) > 1 else torch.empty_like(keys)
+    by = rotation(deltas, frequencies(pairs), interleaved=interleaved)
+    table = (*lead, pairs)
+    rotation_kernel.rotate(keys, by.cos.expand(table), by.sin.expand(table), view, interleaved=interleaved)
+    exact = naive_rotate(keys, deltas, frequencies(pairs), interleaved=interleaved)
+    assert view[0, ..., : 2 * pairs].isnan().all()
+    assert_close(view[1:], exact[1:], pairs, interleaved=interleaved)
+    still = (deltas == 0).expand(lead)
+    assert same(view[still], keys[still])
+
+
+@interpreted
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_interpreter_leaves_frequencies_of_zero_alone(interleaved: bool) -> None:
+    keys = torch.full((2, 8), -0.0)
+    keys[0, ::3] = float("inf")
+    by = rotation(3, torch.tensor([0.0, 1.0, 0.0, 0.0]), interleaved=interleaved)
+    out = torch.empty_like(keys)
+    rotation_kernel.rotate(keys, by.cos.expand(2, 4), by.sin.expand(2, 4), out, interleaved=interleaved)
+    places = [0, 1, 4, 5, 6, 7] if interleaved else [0, 2, 3, 4, 6, 7]
+    assert same(out[:, places], keys[:, places])
+
+
+CASES = [
+    Paged(layout=layout, dtype=dtype, seed=seed, **shape)
+    for seed, (layout, dtype, shape) in enumerate(
+        [
+            *((layout, torch.float16, {"holes": 0.2}) for layout in sorted(LAYOUTS)),
+            ("ours", torch.bfloat16, {"chunk_blocks": 1, "block_tokens": 16, "tokens": 40, "head_dim": 128}),
+            ("tokens first", torch.float8_e4m3fn, {"chunk_blocks": 4, "tokens": 33, "heads": 3}),
+            ("heads first", torch.float32, {"head_dim": 80, "tokens": 32, "heads": 1}),
+            ("K and V in one row", torch.float64, {"head_dim": 6, "block_tokens": 3, "chunk_blocks": 3}),
+        ]
+    )
+]
+
+
+@interpreted
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.layout}-{case.dtype}")
+def test_interpreter_gathers_and_scatters_bits(case: Paged) -> None:
+    table = case.table()
+    gathered = naive_gather(case.keys, case.values, table, case.slices)
+    slices = case.slices.clone()
+    pages.gather(case.keys, case.values, table, slices)
+    assert same(slices, gathered)
+    keys, values = naive_scatter(case.keys, case.values, table, case.slices)
+    pages.scatter(case.keys, case.values, table, case.slices, None, interleaved=False)
+    assert same(case.keys, keys) and same(case.values, values)
+
+
+@interpreted
+@pytest.mark.parametrize("layout", ["ours", "tokens first", "K transposed"])
+@pytest.mark.parametrize(("pairs", "interleaved"), [(8, False), (3, True), (0, False)])
+def test_interpreter_rotates_what_it_scatters(layout: str, pairs: int, interleaved: bool) -> None:
+    """What a key becomes is what it becomes alone; values stay."""
+    case = Paged(layout=layout, chunk_blocks=3, tokens=23)
+    table = case.table()
+    case.slices = torch.randn(case.slices.shape, generator=torch.Generator().manual_seed(2)).to(case.dtype)
+    deltas = torch.tensor([[70], [0]])
+    by = rotation(deltas, torch.rand(pairs), interleaved=interleaved)
+    ready = case.slices.clone()
+    for chunk in range(table.chunks):
+        size = case.heads * table.tokens_of(chunk) * case.head_dim
+        keys = ready[chunk].view(-1)[:size].view(case.heads, -1, case.head_dim)
+        tables = (each[chunk].expand(*keys.shape[:-1], -1) for each in (by.cos, by.sin))
+        turned = torch.empty_like(keys)
+        rotation_kernel.rotate(keys.clone(), *tables, turned, interleaved=interleaved)
+        keys.copy_(turned)
+    keys, values = naive_scatter(case.keys, case.values, table, ready)
+    shape = (table.chunks, table.chunk_tokens, pairs)
+    tables = by.cos.expand(shape), by.sin.expand(shape)
+    pages.scatter(case.keys, case.values, table, case.slices, tables, interleaved=interleaved)
+    assert same(case.keys, keys) and same(case.values, values)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "pairs", "interleaved"),
+    [("fp16", 128, 64, False), ("bf16", 128, 64, True), ("bf16", 80, 16, False), ("fp32", 64, 32, False)],
+)
+@pytest.mark.timeout(300)
+def test_rotation_compiled_for_hopper(
+    dtype: str, head_dim: int, pairs: int, interleaved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = rotation_kernel.block_sizes(head_dim=head_dim, pairs=pairs)
+    constants |= {"INTERLEAVED": interleaved, "ROWS": rotation_kernel.rows_of(head_dim)}
+    check_compiled(rotation_kernel._rotate, dtype, constants, ones=("key_step", "out_step"))
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "gather", "rotate", "interleaved"),
+    [
+        ("i16", 128, True, False, False),
+        ("i8", 80, True, False, False),
+        ("i16", 80, False, False, False),
+        ("i32", 64, False, False, False),
+        ("fp16", 128, False, True, False),
+        ("bf16", 64, False, True, True),
+    ],
+)
+@pytest.mark.timeout(300)
+def test_copies_compiled_for_hopper(
+    dtype: str,
+    head_dim: int,
+    gather: bool,
+    rotate: bool,
+    interleaved: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = pages.constants(
+        head_dim=head_dim, pairs=head_dim // 2, heads=8, block_tokens=16, chunk_tokens=64
+    )
+    constants |= {"GATHER": gather, "ROTATE": rotate, "INTERLEAVED": interleaved}
+    check_compiled(pages._copy, dtype, constants, ones=("key_step", "value_step"))
+
+
+def check_compiled(function: Any, dtype: str, constants: dict[str, int], ones: tuple[str, ...]) -> None:
+    """Every element is read and written in 16 bytes at a time, and nothing spills: as at a launch where addresses and
+    strides are multiples of 16, and head_dim is contiguous."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from .test_triton import stack_bytes
+
+    constants = constants | dict.fromkeys(ones, 1)
+    types = {}
+    for name in function.arg_names:
+        match name:
+            case _ if name in constants:
+                types[name] = "constexpr"
+            case "cos_ptr" | "sin_ptr":
+                types[name] = "*fp32"
+            case "numbers_ptr":
+                types[name] = "*i32"
+            case _:
+                types[name] = f"*{dtype}" if name.endswith("_ptr") else "i32"
+    counts = ("tokens", "rows", "second", "third")
+    aligned = {
+        (number,): [["tt.divisibility", 16]]
+        for number, (name, kind) in enumerate(types.items())
+        if kind[0] in "*i" and name not in counts
+    }
+    places = {(list(types).index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=function, signature=types, constexprs=places, attrs=aligned)
+    binary = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": True}
+    )
+    moves = re.findall(r"\b(?:ld|st)\.global\S*", binary.asm["ptx"])
+    assert {move for move in moves if not move.endswith(".v4.b32")} <= {"ld.global.b32"}, moves
+    assert moves.count("ld.global.b32") <= 1, "only the block's number is read alone"
+    assert {"ld.global.v4.b32", "st.global.v4.b32"} <= set(moves)
+    assert stack_bytes(binary.asm["cubin"]) == 0, "registers spill"
