@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvstore.errors import Unsupported
@@ -63,7 +62,7 @@ class Step:
 
 
 def paged_attention(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -81,7 +80,7 @@ def paged_attention(
             'model.set_attn_implementation("sdpa")'
         )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return step.attend(int(module.layer_idx), q, k, v, scaling).unsqueeze(0), None
+    return step.attend(module.layer_idx, q, k, v, scaling).unsqueeze(0), None
 
 
 AttentionInterface.register(NAME, paged_attention)

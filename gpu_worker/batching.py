@@ -303,14 +303,19 @@ class BatchEngine:
         prefilling = {sequence: count for sequence, count in pieces.items() if count > 1}
         order = [(sequence, pieces[sequence]) for sequence in (*decoding, *prefilling)]
 
-        ids, positions, chunks, last = [], [], [], []
+        ids: list[int] = []
+        positions: list[int] = []
+        chunks: list[int] = []
+        ends: list[int] = []
+        done: list[int] = []
         for sequence, count in order:
             start, end = sequence.computed, sequence.computed + count
             ids += sequence.tokens[start:end]
             positions += range(start, end)
             chunks += [sequence.chunks[at // self.geometry.chunk_tokens] for at in range(start, end)]
-            last.append(len(ids) - 1)
-        done = [n for n, (sequence, count) in enumerate(order) if count == sequence.missing]
+            if end == len(sequence.tokens):
+                ends.append(len(ids) - 1)
+                done.append(sequence.number)
 
         def tensor(values: Sequence[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.long, device=self.model.device)
@@ -329,11 +334,11 @@ class BatchEngine:
                 input_ids=tensor(ids).unsqueeze(0),
                 position_ids=places.unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=tensor([last[n] for n in done]),
+                logits_to_keep=tensor(ends),
                 step=step,
             )
         self.counters["steps"] += 1
-        return {order[n][0].number: logits for n, logits in zip(done, out.logits[0].float(), strict=True)}
+        return dict(zip(done, out.logits[0].float(), strict=True))
 
     def _decode_plan(self, sequences: Sequence[Running]) -> Plan | None:
         """The forest of those that decode is kept from step to step: a token more for each is a number more."""
@@ -343,8 +348,8 @@ class BatchEngine:
                 self._decoding.leave(sequence.row)
         for sequence in sequences:
             if sequence.row in self._decoding and self._decoding.length(sequence.row) == sequence.computed:
-                begins = sequence.computed % self.geometry.chunk_tokens == 0
-                self._decoding.append(sequence.row, sequence.chunks[-1] if begins else None)
+                number, inside = divmod(sequence.computed, self.geometry.chunk_tokens)
+                self._decoding.append(sequence.row, None if inside else sequence.chunks[number])
             else:  # it is new, or a step was not finished
                 if sequence.row in self._decoding:
                     self._decoding.leave(sequence.row)
