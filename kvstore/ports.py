@@ -6,6 +6,7 @@ their bad days, as a small control file tells it, also inside a real daemon (`di
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fnmatch
 import json
@@ -27,6 +28,12 @@ IndexCall = Literal["open", "begin", "get", "put", "delete", "commit", "committe
 TEST_FAULTS = "ATTNSTORE_TEST_FAULTS"
 """Environment variable, for tests only: path of the control file of a `FaultyDisk`. Unset, no trace of it is left."""
 POLL_S = 0.01
+SYNC_FILE_RANGE_WRITE = 2
+"""From linux/fs.h."""
+
+# It lets go of the interpreter's lock, as every function of a CDLL does.
+_sync_file_range = ctypes.CDLL(None, use_errno=True).sync_file_range
+_sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 class Disk(Protocol):
@@ -49,6 +56,10 @@ class Disk(Protocol):
         """Bytes read into `buffers`: fewer than they hold at the end of the file, or after an interruption."""
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int: ...
+
+    def start_writeback(self, fd: int, offset: int, size: int) -> None:
+        """Has the kernel begin to write what is dirty there, and waits for nothing: `sync` has less to do. Proves
+        nothing; what goes wrong with it is reported by the next `sync`."""
 
     def sync(self, fd: int) -> None:
         """Data, and of the metadata what is needed to find it."""
@@ -87,6 +98,15 @@ class RealDisk:
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         return os.pwritev(fd, buffers, offset)
+
+    def start_writeback(self, fd: int, offset: int, size: int) -> None:
+        if _sync_file_range(fd, offset, size, SYNC_FILE_RANGE_WRITE):
+            number = ctypes.get_errno()
+            if number not in (
+                errno.ENOSYS,
+                errno.EINVAL,
+            ):  # a file system that cannot be told so: the sync does it all
+                raise OSError(number, os.strerror(number))
 
     def sync(self, fd: int) -> None:
         os.fdatasync(fd)
@@ -172,7 +192,7 @@ class Fault:
     """One line of the control file."""
 
     calls: tuple[str, ...]
-    """Of: open, allocate, read, write, sync, sync_directory, unlink, and index_ before an `IndexCall`."""
+    """Of: open, allocate, read, write, writeback, sync, sync_directory, unlink, and index_ before an `IndexCall`."""
     do: str
     """An errno's name ("EIO", "ENOSPC"): the call fails with it. "hang": it does not go on until the control file no
     longer says so. "delay": it starts after `ms`. "flip": a bit in the middle of what was read, or of what is written,
@@ -268,6 +288,10 @@ class FaultyDisk:
             with _aligned(data) as copy:
                 write_all(self._disk, fd, [copy], offset)
         return size
+
+    def start_writeback(self, fd: int, offset: int, size: int) -> None:
+        self._strike("writeback", self._name(fd))
+        self._disk.start_writeback(fd, offset, size)
 
     def sync(self, fd: int) -> None:
         if "lie" in self._strike("sync", self._name(fd)):

@@ -1,7 +1,8 @@
 """The threads of the SSD tier, and the jobs they do: each op is answered exactly once, when its last call has returned.
 
-An op of several records is shared among the I/O threads in parts; a job may go on on the index thread, of which there
-is one, so that what it does is in order. A thread that hangs in the kernel is left behind at the end.
+An op of several records is shared among the I/O threads in parts, in the order in which the records lie on disk, and
+what lies side by side is moved in one call. A job may go on on the index thread, of which there is one, so that what it
+does is in order. A thread that hangs in the kernel is left behind at the end.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import mmap
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 
 PART_BYTES = 1 << 20
 """An op is shared among the I/O threads in parts of at least this much."""
+RUN_BYTES = 1 << 20
+RUN_RECORDS_MAX = 64
+"""Neighbours are moved in one call up to so much; a larger record alone."""
 CLOSING = "the SSD tier is closing"
 
 
@@ -100,12 +104,16 @@ class IoPool:
             self._index.put(job)
 
     def share(self, op: OpId, rows: Sequence[Row], perform: _Perform) -> None:
+        """`perform` gets rows whose places are neighbours, in their order, and returns as many results. If it raises,
+        it gets them one by one: what is wrong with one record is not to be said of others."""
+        order = sorted(range(len(rows)), key=lambda number: (rows[number][2].slab, rows[number][2].slot))
         total = sum(record.length for record, _, _ in rows)
         count = max(1, min(len(self._io_threads), len(rows), total // PART_BYTES))
         bounds = [len(rows) * number // count for number in range(count + 1)]
         shared = _SharedOp(self, op, len(rows), count)
         for start, end in itertools.pairwise(bounds):
-            self._io.put(_Part(self, shared, start, rows[start:end], perform))
+            numbers = order[start:end]
+            self._io.put(_Part(self, shared, numbers, [rows[number] for number in numbers], perform))
 
     def close(self, timeout_s: float) -> list[str]:
         """What waits has `timeout_s` to end; then what has not started fails. Returns the names of the threads that
@@ -199,10 +207,11 @@ class _SharedOp:
         self._parts = parts
         self._lock = threading.Lock()
 
-    def finish(self, start: int, results: list[Result]) -> None:
-        """Of one part, from record number `start` on. The last one answers."""
+    def finish(self, numbers: Sequence[int], results: Sequence[Result]) -> None:
+        """Of the records with these numbers. The last part answers."""
         with self._lock:
-            self._results[start : start + len(results)] = results
+            for number, result in zip(numbers, results, strict=True):
+                self._results[number] = result
             self._parts -= 1
             if self._parts:
                 return
@@ -214,28 +223,48 @@ class _SharedOp:
 
 class _Part:
     def __init__(
-        self, pool: IoPool, op: _SharedOp, start: int, rows: Sequence[Row], perform: _Perform
+        self, pool: IoPool, op: _SharedOp, numbers: Sequence[int], rows: Sequence[Row], perform: _Perform
     ) -> None:
         self._pool = pool
         self._op = op
-        self._start = start
+        self._numbers = numbers
         self._rows = rows
         self._perform = perform
 
     def run(self, scratch: Scratch) -> None:
-        results = []
-        for record, extent, place in self._rows:
-            try:
-                if self._pool.out_of_time:
-                    raise OSError(errno.ECANCELED, CLOSING)
-                results.append(self._perform(record, extent, place, scratch))
-            except Exception as problem:
-                result = failed(problem)
-                results.append(result._replace(why=f"{result.why} ({slab_name(place.slab)})"))
-        self._op.finish(self._start, results)
+        results: list[Result] = []
+        for neighbours in runs(self._rows):
+            results += self._attempt(neighbours, scratch)
+        self._op.finish(self._numbers, results)
+
+    def _attempt(self, rows: Sequence[Row], scratch: Scratch) -> list[Result]:
+        try:
+            if self._pool.out_of_time:
+                raise OSError(errno.ECANCELED, CLOSING)
+            return self._perform(rows, scratch)
+        except Exception as problem:
+            if len(rows) > 1:
+                return [result for row in rows for result in self._attempt([row], scratch)]
+            result = failed(problem)
+            return [result._replace(why=f"{result.why} ({slab_name(rows[0][2].slab)})")]
 
     def fail(self, why: str) -> None:
-        self._op.finish(self._start, [Result(DiskResult.IO_ERROR, why)] * len(self._rows))
+        self._op.finish(self._numbers, [Result(DiskResult.IO_ERROR, why)] * len(self._rows))
+
+
+def runs(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """Cut where a place is not the next one of the same slab file, or enough is together."""
+    start, size = 0, 0
+    for number, (record, _, place) in enumerate(rows):
+        before = rows[number - 1][2]
+        apart = place.slab != before.slab or place.slot != before.slot + 1
+        full = size + record.length > RUN_BYTES or number - start == RUN_RECORDS_MAX
+        if number > start and (apart or full):
+            yield rows[start:number]
+            start, size = number, 0
+        size += record.length
+    if rows:
+        yield rows[start:]
 
 
 _Job = _Single | _Part
@@ -255,51 +284,62 @@ def failed(problem: Exception) -> Result:
 
 
 class Scratch:
-    """A thread's own aligned memory: headers, and what direct I/O cannot take from or put into DRAM as it lies."""
+    """A thread's own aligned memory: headers, and what direct I/O cannot take from or put into DRAM as it lies. For
+    each record of a run two pages:
+
+        [header page][buffered: what lies behind the payload in its slot; direct: the payload's last page, zeros]
+    """
 
     def __init__(self) -> None:
-        memory = memoryview(mmap.mmap(-1, 3 * PAGE_BYTES))
-        self.page = memory[:PAGE_BYTES]
-        self.header = self.page[:RECORD_HEADER_BYTES]
-        self._tail = memory[PAGE_BYTES : 2 * PAGE_BYTES]
-        self.zeros = memory[2 * PAGE_BYTES :]
+        self._memory = memoryview(mmap.mmap(-1, 2 * RUN_RECORDS_MAX * PAGE_BYTES))
+        self.page = self._memory[:PAGE_BYTES]
+        self.zeros = memoryview(bytes(PAGE_BYTES))
         self._bounce = memoryview(b"")
+
+    def header(self, number: int) -> memoryview:
+        """Of record `number` of the run."""
+        start = 2 * number * PAGE_BYTES
+        return self._memory[start : start + RECORD_HEADER_BYTES]
+
+    def rest(self, number: int, size: int) -> memoryview:
+        start = (2 * number + 1) * PAGE_BYTES
+        return self._memory[start : start + size]
 
     # Direct I/O moves whole pages between page-aligned addresses, as slots of the arena are:
     #     file    [header page][payload, whole pages ...][rest of the payload, zeros]
-    #     memory  [self.page  ][payload[:whole]         ][self._tail                ]
+    #     memory  [page       ][payload[:whole]         ][page                      ]
+    # A payload that lies elsewhere takes a detour, for which there is one place: such records go alone.
 
-    def direct_write(self, header: bytes, payload: npt.NDArray[np.uint8]) -> list[Buffer]:
-        self.page[:] = header.ljust(PAGE_BYTES, b"\0")
-        body, tail = self._direct(payload)
-        if not _is_aligned(payload):
+    def direct_write(self, number: int, header: bytes, payload: npt.NDArray[np.uint8]) -> list[Buffer]:
+        page, body, tail = self.direct_read(number, payload)
+        page[:] = header.ljust(PAGE_BYTES, b"\0")
+        if not is_aligned(payload):
             body[:] = payload.data[: len(body)]
         tail[:] = bytes(payload.data[len(body) :]).ljust(len(tail), b"\0")
-        return [self.page, body, tail]
+        return [page, body, tail]
 
-    def direct_read(self, payload: npt.NDArray[np.uint8]) -> list[Buffer]:
-        return [self.page, *self._direct(payload)]
+    def direct_read(self, number: int, payload: npt.NDArray[np.uint8]) -> list[memoryview]:
+        """Header page, whole pages of the payload, and its rest: a page, or nothing."""
+        start = 2 * number * PAGE_BYTES
+        page = self._memory[start : start + PAGE_BYTES]
+        whole = len(payload) // PAGE_BYTES * PAGE_BYTES
+        tail = self.rest(number, PAGE_BYTES if len(payload) > whole else 0)
+        if is_aligned(payload):
+            return [page, payload.data[:whole], tail]
+        if len(self._bounce) < whole:
+            self._bounce = memoryview(mmap.mmap(-1, whole))
+        return [page, self._bounce[:whole], tail]
 
-    def finish_direct_read(self, payload: npt.NDArray[np.uint8]) -> None:
-        body, tail = self._direct(payload)
-        if not _is_aligned(payload):
+    def finish_direct_read(self, number: int, payload: npt.NDArray[np.uint8]) -> None:
+        _, body, tail = self.direct_read(number, payload)
+        if not is_aligned(payload):
             payload.data[: len(body)] = body
         payload.data[len(body) :] = tail[: len(payload) - len(body)]
 
-    def _direct(self, payload: npt.NDArray[np.uint8]) -> tuple[memoryview, memoryview]:
-        """Where the whole pages of `payload` are moved from or to, and where its rest is: a page, or nothing."""
-        whole = len(payload) // PAGE_BYTES * PAGE_BYTES
-        tail = self._tail[: PAGE_BYTES if len(payload) > whole else 0]
-        if _is_aligned(payload):
-            return payload.data[:whole], tail
-        if len(self._bounce) < whole:
-            self._bounce = memoryview(mmap.mmap(-1, whole))
-        return self._bounce[:whole], tail
 
-
-def _is_aligned(payload: npt.NDArray[np.uint8]) -> bool:
+def is_aligned(payload: npt.NDArray[np.uint8]) -> bool:
     return int(payload.ctypes.data) % PAGE_BYTES == 0
 
 
 _Work = Callable[[Scratch], Result | SlabReady | DiskDone | None]
-_Perform = Callable[[Record, Extent, DiskPlace, Scratch], Result]
+_Perform = Callable[[Sequence[Row], Scratch], list[Result]]

@@ -197,14 +197,15 @@ class SlabFiles:
     # from before its first byte, because the sync that fails may run meanwhile, and again after its last, because one
     # that succeeds may have missed it.
 
-    def begin_write(self, slab: SlabFile, place: DiskPlace) -> None:
+    def begin_write(self, slab: SlabFile, places: Sequence[DiskPlace]) -> None:
         with self._lock:
-            slab.unsynced[place.slot] = place.generation
-            slab.lost.pop(place.slot, None)
+            for place in places:
+                slab.unsynced[place.slot] = place.generation
+                slab.lost.pop(place.slot, None)
 
-    def end_write(self, slab: SlabFile, place: DiskPlace) -> None:
+    def end_write(self, slab: SlabFile, places: Sequence[DiskPlace]) -> None:
         with self._lock:
-            slab.unsynced[place.slot] = place.generation
+            slab.unsynced.update((place.slot, place.generation) for place in places)
 
     def sync(self, slab: SlabFile) -> None:
         with self._lock:

@@ -26,9 +26,11 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvstore import format
@@ -49,13 +51,13 @@ from kvstore.core.events import (
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.format import PAGE_BYTES, Defect
 from kvstore.index import ChunkBatch, Index, SlabRow
-from kvstore.ports import Disk, describe, disk_result, read_all, write_all
+from kvstore.ports import Buffer, Disk, describe, disk_result, read_all, write_all
 from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.directory import DirectoryLock
-from kvstore.tiers.io_pool import CLOSING, OK, IoPool, Result, Scratch, failed
-from kvstore.tiers.slab_files import SlabFiles
+from kvstore.tiers.io_pool import CLOSING, OK, IoPool, Result, Row, Scratch, failed, is_aligned
+from kvstore.tiers.slab_files import SlabFile, SlabFiles
 from kvstore.tiers.verify import Verifier
-from kvstore.types import DiskPlace, DiskResult, Extent, Record, SlabId
+from kvstore.types import DiskPlace, DiskResult, Record, SlabId
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,9 @@ PROBE_FILE = "probe"
 INDEX_BYTES_MIN = 1 << 20
 OPS_MAX = 65_536
 """Parts of ops that may wait for a thread. The core keeps far fewer in flight; one more fails at once."""
+WRITEBACK_BYTES_MIN = 256 << 10
+"""Of so much the kernel is told at once to begin: a sync that finds all of it dirty would leave the disk idle before,
+and let everybody wait after. Smaller ones it had better gather."""
 SCRUB_HASTE = 2
 """A record is scrubbed at so many times the rate of the round, so that the round keeps to its rate between them."""
 PAUSE_MAX_S = 1.0
@@ -195,10 +200,10 @@ class SsdTier:
         match effect:
             case WriteRecords():
                 rows = list(zip(effect.records, effect.sources, effect.targets, strict=True))
-                self._pool.share(effect.op, rows, self._write_record)
+                self._pool.share(effect.op, rows, self._write_run)
             case ReadRecords():
                 rows = list(zip(effect.records, effect.targets, effect.sources, strict=True))
-                self._pool.share(effect.op, rows, self._read_record)
+                self._pool.share(effect.op, rows, self._read_run)
             case WriteIndex():
                 self._pool.index(effect.op, lambda _: self._write_index(effect))
             case CreateSlab():
@@ -268,48 +273,100 @@ class SsdTier:
 
     # ------------------------------------------------------------------------------------------------------- records
 
-    def _write_record(self, record: Record, source: Extent, place: DiskPlace, scratch: Scratch) -> Result:
-        """[header][payload as it lies in DRAM][zeros to the end of the page] in one call. The checksum is the one from
-        the commit, not a new one: should the bytes have changed since, the reader finds out."""
-        slab = self._slabs.at(place)
-        payload = self._memory.view(source.segment, source.offset, record.length)
-        header = format.encode_record_header(record, place.generation, direct=self._direct)
-        zeros = slab.room(record.length, direct=self._direct)
-        self._slabs.begin_write(slab, place)
-        offset = format.slot_offset(slab.slot_bytes, place.slot)
-        if self._direct:
-            buffers = scratch.direct_write(header, payload)
-        else:
-            buffers = [header, payload.data, scratch.zeros[: zeros % PAGE_BYTES]]
+    def _write_run(self, rows: Sequence[Row], scratch: Scratch) -> list[Result]:
+        """Neighbours in one call, each [header][payload as it lies in DRAM][zeros to the end of its page]. The checksum
+        is the one from the commit, not a new one: should the bytes have changed since, the reader finds out."""
+        slab, offset = self._run_at(rows)
+        payloads = self._payloads(rows)
+        if not self._together(slab, payloads):
+            return [result for row in rows for result in self._write_run([row], scratch)]
+        buffers: list[Buffer] = []
+        for number, (payload, (record, _, place)) in enumerate(zip(payloads, rows, strict=True)):
+            header = format.encode_record_header(record, place.generation, direct=self._direct)
+            if self._direct:
+                buffers += scratch.direct_write(number, header, payload)
+            else:
+                room = slab.room(record.length, direct=False)
+                buffers += (header, payload.data, scratch.zeros[: room % PAGE_BYTES])
+        places = [place for _, _, place in rows]
+        self._slabs.begin_write(slab, places)
         write_all(self._disk, slab.fd, buffers, offset)
-        self._slabs.end_write(slab, place)
+        self._slabs.end_write(slab, places)
+        size = sum(map(len, buffers))
+        if not self._direct and size >= WRITEBACK_BYTES_MIN:
+            self._disk.start_writeback(slab.fd, offset, size)
         with self._counting:
-            self._counted.records_written += 1
-            self._counted.bytes_written += record.length
-        return OK
+            self._counted.records_written += len(rows)
+            self._counted.bytes_written += sum(map(len, payloads))
+        return [OK] * len(rows)
 
-    def _read_record(self, record: Record, target: Extent, place: DiskPlace, scratch: Scratch) -> Result:
-        slab = self._slabs.at(place)
-        payload = self._memory.view(target.segment, target.offset, record.length)
-        slab.room(record.length, direct=self._direct)
-        buffers = scratch.direct_read(payload) if self._direct else [scratch.header, payload.data]
-        count = read_all(self._disk, slab.fd, buffers, format.slot_offset(slab.slot_bytes, place.slot))
-        if count < sum(map(len, buffers)):
-            return _corrupt(place, "the file ends in it")
-        if self._direct:
-            scratch.finish_direct_read(payload)
-        header = format.decode_record_header(scratch.header)
+    def _read_run(self, rows: Sequence[Row], scratch: Scratch) -> list[Result]:
+        """Neighbours in one call, straight into their slots of DRAM; then each is verified."""
+        slab, offset = self._run_at(rows)
+        payloads = self._payloads(rows)
+        if not self._together(slab, payloads):
+            return [result for row in rows for result in self._read_run([row], scratch)]
+        buffers: list[Buffer] = []
+        for number, payload in enumerate(payloads):
+            if self._direct:
+                buffers += scratch.direct_read(number, payload)
+            else:
+                room = slab.room(len(payload), direct=False)
+                rest = scratch.rest(number, room if number < len(rows) - 1 else 0)
+                buffers += (scratch.header(number), payload.data, rest)
+        count = read_all(self._disk, slab.fd, buffers, offset)
+        results = []
+        for number, (payload, (record, _, place)) in enumerate(zip(payloads, rows, strict=True)):
+            left = count - number * slab.slot_bytes
+            if left < format.record_header_bytes(direct=self._direct) + record.length:
+                results.append(_corrupt(place, "the file ends in it"))
+                continue
+            if self._direct:
+                scratch.finish_direct_read(number, payload)
+            results.append(self._verify(record, place, scratch.header(number), payload))
+        good = [
+            record.length
+            for record, result in zip((row[0] for row in rows), results, strict=True)
+            if result is OK
+        ]
+        with self._counting:
+            self._counted.records_read += len(good)
+            self._counted.bytes_read += sum(good)
+        return results
+
+    def _run_at(self, rows: Sequence[Row]) -> tuple[SlabFile, int]:
+        """Where a run of neighbours begins."""
+        first, last = rows[0][2], rows[-1][2]
+        slab = self._slabs.at(first)
+        if last is not first:
+            self._slabs.at(last)
+        return slab, format.slot_offset(slab.slot_bytes, first.slot)
+
+    def _payloads(self, rows: Sequence[Row]) -> list[npt.NDArray[np.uint8]]:
+        return [self._memory.view(extent.segment, extent.offset, record.length) for record, extent, _ in rows]
+
+    def _together(self, slab: SlabFile, payloads: Sequence[npt.NDArray[np.uint8]]) -> bool:
+        """Whether one call can move them: no whole page lies between two of them, and none takes a detour."""
+        if len(payloads) == 1:
+            slab.room(len(payloads[0]), direct=self._direct)
+            return True
+        rooms = [slab.room(len(payload), direct=self._direct) for payload in payloads]
+        return max(rooms) < PAGE_BYTES and not (self._direct and not all(map(is_aligned, payloads)))
+
+    def _verify(
+        self, record: Record, place: DiskPlace, head: memoryview, payload: npt.NDArray[np.uint8]
+    ) -> Result:
+        header = format.decode_record_header(head)
         if isinstance(header, Defect):
             return _corrupt(place, header.value)
         if place.generation < header.generation < self._first_generation:
             return Result(DiskResult.REUSED, _where(place, "was reused before the restart"))
         if wrong := format.difference(header, record, place.generation, direct=self._direct):
             return _corrupt(place, wrong)
-        if xxhash.xxh3_64_intdigest(payload.data) != record.checksum:
+        state = xxhash.xxh3_64()  # its update() lets go of the interpreter's lock
+        state.update(payload.data)
+        if state.intdigest() != record.checksum:
             return _corrupt(place, "its bytes do not match their checksum")
-        with self._counting:
-            self._counted.records_read += 1
-            self._counted.bytes_read += record.length
         return OK
 
     def _scrub(self, effect: ScrubRecords) -> None:

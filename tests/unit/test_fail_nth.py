@@ -40,6 +40,7 @@ from kvstore.daemon import _core_snapshot
 from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.ports import Buffer, IndexCall, RealDisk
+from kvstore.tiers import ssd
 from kvstore.tiers.ssd import SsdTier
 from kvstore.types import (
     ChunkKey,
@@ -141,6 +142,10 @@ class NthDisk(RealDisk):
         with self._lock:
             self._undo.append((self._paths[fd], offset, before))
         return super().write(fd, buffers, offset)
+
+    def start_writeback(self, fd: int, offset: int, size: int) -> None:
+        self._call("writeback")
+        super().start_writeback(fd, offset, size)
 
     def sync(self, fd: int) -> None:
         path = self._paths[fd]
@@ -532,8 +537,9 @@ def descriptors(folder: Path) -> set[str]:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """In memory if there is any: the calls are what counts, and there are many."""
+    monkeypatch.setattr(ssd, "WRITEBACK_BYTES_MIN", 1)  # also for shards as small as these
     where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     path = Path(tempfile.mkdtemp(prefix="kvs-nth-", dir=where))
     yield path

@@ -94,6 +94,24 @@ def test_real_files_are_private_new_and_no_links(tmp_path: Path) -> None:
     assert disk.free_bytes(str(tmp_path)) > 0
 
 
+def test_writing_back_begins_without_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = RealDisk()
+    fd = disk.open(str(tmp_path / "f"), create=True)
+    disk.allocate(fd, 1 << 20)
+    disk.write(fd, [bytes(1 << 20)], 0)
+    disk.start_writeback(fd, 4096, 8192)
+    disk.close(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        disk.start_writeback(fd, 0, 4096)
+    pipe = os.pipe()
+    with pytest.raises(OSError, match="Illegal seek"):
+        disk.start_writeback(pipe[1], 0, 4096)
+    for end in pipe:
+        os.close(end)
+    monkeypatch.setattr(ports.ctypes, "get_errno", lambda: errno.ENOSYS)
+    disk.start_writeback(-1, 0, 4096)  # where there is no such call, the sync does it all
+
+
 @pytest.mark.parametrize(
     ("number", "result"),
     [

@@ -296,6 +296,111 @@ def test_a_record_on_disk_is_header_payload_and_zeros(it: Fixture) -> None:
     assert slot == (header.ljust(it.header_bytes, b"\0") + bytes(it.slot(2))).ljust(size, b"\0")
 
 
+# ------------------------------------------------------------------------------------------- neighbours, in one call
+
+
+def count_calls(it: Fixture, monkeypatch: pytest.MonkeyPatch, name: str) -> list[tuple[int, ...]]:
+    """Offset (and size) of each call from now on."""
+    calls: list[tuple[int, ...]] = []
+    real = getattr(it.disk, name)
+
+    def counted(fd: int, *rest: object) -> object:
+        calls.append(tuple(what for what in rest if isinstance(what, int)))
+        return real(fd, *rest)
+
+    monkeypatch.setattr(it.disk, name, counted)
+    return calls
+
+
+def test_neighbours_are_moved_in_one_call_in_whatever_order_they_come(
+    it: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes, reads = (count_calls(it, monkeypatch, name) for name in ("write", "read"))
+    numbers = [3, 1, 2, 0, 9, 8, 15]
+    assert it.write(*numbers).results == (OK,) * 7
+    size = format.slot_bytes(SHARD, direct=it.config.ssd_direct_io)
+    runs = [(format.slot_offset(size, first),) for first in (0, 8, 15)]
+    assert writes == runs
+    it.spoil(2, it.header_bytes + 7, b"xyz")
+    it.spoil(8, 3, b"xyz")
+    assert it.read(*numbers).results == (OK, OK, CORRUPT, OK, OK, CORRUPT, OK)
+    assert reads == runs
+
+
+def test_a_run_ends_with_the_slab_and_when_enough_is_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lengths(*rows: tuple[int, int, int]) -> list[int]:
+        cut = io_pool.runs(
+            [
+                (Record(DIGEST, key(0), 0, length, 0), extent(0), DiskPlace(SlabId(slab), slot, 1))
+                for slab, slot, length in rows
+            ]
+        )
+        return [len(run) for run in cut]
+
+    monkeypatch.setattr(io_pool, "RUN_BYTES", 100)
+    monkeypatch.setattr(io_pool, "RUN_RECORDS_MAX", 3)
+    assert lengths() == []
+    assert lengths((0, 4, 10), (0, 5, 10), (1, 6, 10), (1, 8, 10), (1, 8, 10)) == [2, 1, 1, 1]
+    assert lengths(*((0, slot, 10) for slot in range(7))) == [3, 3, 1]
+    assert lengths((0, 0, 50), (0, 1, 50), (0, 2, 1), (0, 3, 400), (0, 4, 400)) == [2, 1, 1, 1]
+
+
+def test_the_end_of_the_file_within_a_run_costs_what_lies_behind_it(it: Fixture) -> None:
+    it.write(0, 1, 2)
+    size = format.slot_bytes(SHARD, direct=it.config.ssd_direct_io)
+    os.truncate(it.slab_file(), format.slot_offset(size, 1) + it.header_bytes + SHARD - 1)
+    answer = it.read(0, 1, 2)
+    assert answer.results == (OK, CORRUPT, CORRUPT)
+    assert "the file ends in it" in answer.why
+
+
+def test_neighbours_in_slots_with_pages_to_spare(it: Fixture) -> None:
+    """No call moves more of a slot than its record has."""
+    size = format.slot_bytes(SHARD, direct=it.config.ssd_direct_io) + 2 * 4096
+    assert isinstance(it.submit(CreateSlab(it.next_op(), SlabId(1), size, 4)), SlabReady)
+    places = [DiskPlace(SlabId(1), number, 7) for number in range(4)]
+    for number in range(4):
+        with it.slab_file(1).open("r+b") as file:
+            file.seek(format.slot_offset(size, number) + size - 4096)
+            file.write(b"not of a record")
+    effect = it.writing(*range(4))
+    assert it.submit(replace(effect, targets=tuple(places))) == DiskDone(effect.op, (OK,) * 4)
+    assert it.read(*range(4), at=places).results == (OK,) * 4
+    assert it.slab_file(1).read_bytes().count(b"not of a record") == 4
+
+
+def test_neighbours_from_anywhere_in_memory(it: Fixture) -> None:
+    places = (place(0), place(1))
+    extents = tuple(Extent(SegmentId(0), 8192 * n + 100, SHARD, cell=0, generation=1) for n in (5, 9))
+    data = [it.memory.view(SegmentId(0), where.offset, SHARD).copy() for where in extents]
+    records = tuple(
+        Record(DIGEST, key(n), 0, SHARD, xxhash.xxh3_64_intdigest(data[n].data)) for n in range(2)
+    )
+    assert it.submit(WriteRecords(it.next_op(), records, extents, places)) == DiskDone(OpId(it.ops), (OK, OK))
+    around = it.memory.bytes.copy()
+    for where in extents:
+        it.memory.view(SegmentId(0), where.offset, SHARD)[:] = 0
+    assert it.submit(ReadRecords(it.next_op(), records, places, extents)) == DiskDone(OpId(it.ops), (OK, OK))
+    assert np.array_equal(it.memory.bytes, around)
+
+
+def test_writing_back_begins_at_once_with_what_is_large(it: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = count_calls(it, monkeypatch, "start_writeback")
+    it.write(0, 1)
+    assert begun == [], "the kernel had better gather these"
+    monkeypatch.setattr("kvstore.tiers.ssd.WRITEBACK_BYTES_MIN", 2 * SHARD)
+    it.write(3, 4)
+    size = format.slot_bytes(SHARD, direct=False)
+    expected = [] if it.config.ssd_direct_io else [(format.slot_offset(size, 3), 2 * size)]
+    assert begun == expected
+
+
+def test_what_cannot_be_written_back_is_not_written(plain: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.tiers.ssd.WRITEBACK_BYTES_MIN", 1)
+    plain.weather(*fails("writeback", 1, 3))
+    assert plain.write(0, 1, 2).results == (OK, IO_ERROR, OK)
+
+
 # ------------------------------------------------------------------------------------------- what must not be served
 
 
@@ -416,13 +521,18 @@ def test_lies_of_the_disk_are_found(it: Fixture) -> None:
 
 
 def test_one_bad_record_does_not_spoil_the_others(it: Fixture) -> None:
-    it.weather({"calls": ["write"], "do": "EIO", "skip": 1, "count": 1})
+    """All of them fail in one call; then each is tried alone."""
+    it.weather(*fails("write", 1, 3))
     answer = it.write(0, 1, 2)
     assert answer.results == (OK, IO_ERROR, OK)
     assert answer.why.startswith("EIO") and answer.why.endswith("(slab-00000000.kvs)")
-    it.weather({"calls": ["read"], "do": "EIO", "skip": 2, "count": 1})
+    it.weather(*fails("read", 1, 4))
     assert it.read(0, 1, 2).results == (OK, CORRUPT, IO_ERROR)
     assert it.tier.stats().io_errors == 2
+
+
+def fails(call: str, *numbers: int) -> list[dict[str, object]]:
+    return [{"calls": [call], "do": "EIO", "skip": number - 1, "count": 1} for number in numbers]
 
 
 def test_places_and_slots_that_do_not_exist_are_errors_of_one_record(it: Fixture) -> None:
