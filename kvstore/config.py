@@ -94,12 +94,16 @@ class StoreConfig:
     """How long a peer may take to accept one message that is sent to it, or to send the next one of a Put; then its
     call ends."""
 
+    fast_lane: bool = True
+    """Offer workers on this machine a fast lane, a unix socket of their own for what else goes over gRPC's Attach: a
+    small request costs a fifth there. Off: all use gRPC, which every client can; it is easier to look into."""
+
     tcp_address: str = ""
     """"host:port" to serve gRPC on TCP too; empty: off. No authentication there yet, see tcp_unauthenticated."""
     tcp_unauthenticated: bool = False
     """Allows a TCP address that is not loopback. Whoever reaches it can read and write tenant "default"."""
     message_bytes_max: int = 4 << 20
-    """Largest gRPC message that is read."""
+    """Largest message that is read, by gRPC or on a fast lane."""
     metrics_port: int = 0
     """Loopback port of /metrics in Prometheus format; 0: off."""
     tenants: Mapping[str, str] = field(default_factory=dict)

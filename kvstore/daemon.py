@@ -72,8 +72,8 @@ STATS_TIMEOUT_S = 2.0
 STDOUT_TIMEOUT_S = 1.0
 NOTIFY_TIMEOUT_S = 1.0
 RPCS_MAX = 8_192
-DESCRIPTORS_PER_WORKER = 4
-"""Its two connections, its pidfd and its staging memory."""
+DESCRIPTORS_PER_WORKER = 5
+"""Its two connections, its fast lane, its pidfd and its staging memory."""
 DESCRIPTORS_OF_OUR_OWN = 256
 """Sockets, index, threads; two more for each segment and one for each slab file are there before workers come."""
 
@@ -314,6 +314,7 @@ class Daemon:
             regions=self._regions,
             boot_id=self.boot_id,
             grpc_target=self._grpc_target,
+            open_lane=(lambda worker: self._service.open_lane(worker)) if config.fast_lane else None,
         )
         peer_timeout_s = config.peer_timeout_ms / 1000
         self._service = Service(
@@ -325,6 +326,7 @@ class Daemon:
             ),
             anonymous=ANONYMOUS if self._tcp is not None else None,
             peer_timeout_s=peer_timeout_s,
+            message_bytes_max=config.message_bytes_max,
         )
         self._metrics = MetricsServer(self._families)
         self._health = Health(peer_timeout_s=peer_timeout_s)

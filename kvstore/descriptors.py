@@ -22,7 +22,7 @@ import secrets
 import socket
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -123,7 +123,9 @@ class DescriptorServer:
         regions: Regions,
         boot_id: bytes,
         grpc_target: str,
+        open_lane: Callable[[WorkerId], socket.socket] | None = None,
     ) -> None:
+        """`open_lane`: the worker's end of a new fast lane, see `Service`; None: there are none here."""
         self._config = config
         self._core = core
         self._arena = arena
@@ -131,6 +133,7 @@ class DescriptorServer:
         self._regions = regions
         self._boot_id = boot_id
         self._grpc_target = grpc_target
+        self._open_lane = open_lane
         self._workers_max = config.limits.workers_max
         self._tenants = {int(uid): tenant for uid, tenant in config.tenants.items()}
         self._numbers = itertools.count(1)
@@ -378,6 +381,7 @@ class DescriptorServer:
             protection=self._config.protection,
             grpc_target=self._grpc_target,
             version=__version__,
+            fast_lane=self._open_lane is not None,
         )
         self._send(peer, descriptor_pb2.DescriptorReply(hello=reply))
 
@@ -411,6 +415,8 @@ class DescriptorServer:
                     self._regions.drop(worker, RegionId(request.drop_region.region))
                     dropped = descriptor_pb2.DropRegionReply()
                     self._send(peer, descriptor_pb2.DescriptorReply(drop_region=dropped))
+                case "lane":
+                    self._hand_over_lane(peer, worker)
                 case _:
                     raise Precondition("this connection has said hello already", field="hello")
         except StoreError as error:
@@ -457,6 +463,12 @@ class DescriptorServer:
             ) from None
         reply = descriptor_pb2.StagingReply(bytes=granted)
         self._send(peer, descriptor_pb2.DescriptorReply(staging=reply), [fd])
+
+    def _hand_over_lane(self, peer: _Peer, worker: WorkerId) -> None:
+        if self._open_lane is None:
+            raise Precondition("fast lanes are off here", field="lane", remedy="attach by gRPC")
+        with self._open_lane(worker) as sock:
+            self._send(peer, descriptor_pb2.DescriptorReply(lane=descriptor_pb2.LaneReply()), [sock.fileno()])
 
     def _adopt(
         self, peer: _Peer, worker: WorkerId, request: descriptor_pb2.AdoptRequest, fds: Sequence[int]

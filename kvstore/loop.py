@@ -155,6 +155,15 @@ class Loop:
             self._turn_due = True
             self._asyncio.call_soon(self._turn)
 
+    def turn(self, work: Callable[[], None]) -> None:
+        """Apply what `work` posts in this very turn of the event loop, not in its next. Not from within a turn."""
+        self._turn_due, due = True, self._turn_due
+        try:
+            work()
+        finally:
+            self._turn()
+            self._turn_due |= due  # then another is on its way, and does no harm
+
     def post_threadsafe(self, event: events.Event) -> None:
         self._call_threadsafe(lambda: self.post(event))
 

@@ -52,7 +52,7 @@ class Call:
 
     request: type[Message]
     event: Callable[[Any, Ticket], events.Event] | None
-    reply: Callable[[Any], Message]
+    reply: Callable[..., Message]
 
 
 def number(field: str, value: int, high: int, low: int = 0) -> int:

@@ -3,9 +3,8 @@
 Request bytes are parsed inside our handlers (no deserializer is registered), so that whatever is wrong with a message
 is answered by us: INVALID_ARGUMENT with field, value and remedy, and the same as an `Error` in the trailing metadata.
 
-A worker's Attach stream is two tasks: one reads requests and posts their events in arrival order, one writes answers as
-they become ready. A stream has at most OUTSTANDING_MAX requests that are read but not answered; beyond, it is not read,
-so that HTTP/2 flow control holds the peer back. Pushes cannot be held back: too many of them unread end the stream.
+A worker's Attach stream (`attach.py` has what it says) is two tasks: one reads requests, one writes answers as they
+become ready. A stream that is not read is held back by HTTP/2 flow control.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -22,6 +22,14 @@ import grpc
 import grpc.aio
 
 from kvstore import __version__, requests, rpc, wire
+from kvstore.attach import (
+    FINISH_TIMEOUT_S,
+    LAST_WRITE_TIMEOUT_S,
+    OUTSTANDING_MAX,
+    REQUEST_TIMEOUT_S,
+    STARTS_SOMETHING,
+    Attached,
+)
 from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.errors import (
@@ -33,10 +41,10 @@ from kvstore.errors import (
     Unauthenticated,
     Unavailable,
 )
-from kvstore.logs import fields
-from kvstore.loop import Loop, Push, monotonic_ms
+from kvstore.lane import Lane
+from kvstore.loop import Loop, monotonic_ms
 from kvstore.requests import Call
-from kvstore.rpc import INTERNAL, Context, Handlers, Places
+from kvstore.rpc import Context, Handlers, Places
 from kvstore.types import WorkerId
 from kvstore.v1 import stats_pb2, store_pb2
 
@@ -47,29 +55,20 @@ STATS_SERVICE = "kvstore.v1.Stats"
 HINTS_SERVICE = "kvstore.v1.Hints"
 ADMIN_SERVICE = "kvstore.v1.Admin"
 
-REQUEST_TIMEOUT_S = 30.0
-"""Longest time that any request waits for the core's answer, copies included."""
 HELLO_TIMEOUT_S = 5.0
 """How long a new Attach stream may take to say hello."""
-FINISH_TIMEOUT_S = 5.0
-"""How long the answers of a stream that the peer half-closed may take."""
-LAST_WRITE_TIMEOUT_S = 1.0
-"""How long the message that is on its way when a stream ends may take, before the stream's status."""
 PEER_TIMEOUT_S = 30.0
 """How long a peer may take to accept a message, unless the configuration says otherwise."""
+MESSAGE_BYTES_MAX = 4 << 20
+"""Longest message on a fast lane, unless the configuration says otherwise."""
 CALLS_PER_WORKER_MAX = 512
 READS_PER_WORKER_MAX = 16
 """Requests of one worker that are being received: each may have message_bytes_max."""
 STRANGERS_MAX = 64
 """Attach streams that have not said who they are; each may do so in HELLO_TIMEOUT_S."""
-OUTSTANDING_MAX = 1_024
-PUSHES_MAX = 1_024
 WATCHERS_MAX = 64
 WATCH_INTERVAL_MS_MIN = 100
 WATCH_INTERVAL_MS_MAX = 3_600_000
-
-STARTS_SOMETHING = frozenset({events.Open, events.Match, events.Acquire, events.Reserve})
-"""Refused while the daemon drains; whatever ends something goes on."""
 
 Answer = Callable[[WorkerId, bytes, Context], Awaitable[bytes | None]]
 """Of a method with one request, or whose first message says it all: (caller, that message, context) -> the reply, or
@@ -90,6 +89,7 @@ class Service:
         welcome: store_pb2.AttachWelcome,
         anonymous: WorkerId | None = None,
         peer_timeout_s: float = PEER_TIMEOUT_S,
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
         self.loop = loop
         self.peer_timeout_s = peer_timeout_s
@@ -97,9 +97,10 @@ class Service:
         self._identify = identify
         self._boot_id = boot_id
         self._welcome = welcome
+        self._message_bytes_max = message_bytes_max
         self._started_ms = monotonic_ms()
         self._anonymous = anonymous
-        self._streams: dict[WorkerId, AttachStream] = {}
+        self._streams: dict[WorkerId, Attached] = {}
         self._watchers = 0
         self._strangers = 0
         self._places = Places(calls_max=CALLS_PER_WORKER_MAX, reads_max=READS_PER_WORKER_MAX)
@@ -184,7 +185,8 @@ class Service:
             if type(event) in STARTS_SOMETHING:
                 self.check_not_draining()
             found = await self.loop.ask(event, time_left(context))
-            return call.reply(found).SerializeToString()
+            packed = {"packed": True} if getattr(message, "packed_extents", False) else {}
+            return call.reply(found, **packed).SerializeToString()
 
         return answer
 
@@ -234,6 +236,34 @@ class Service:
     async def _attach(self, _: Any, context: Context) -> None:
         worker, request_id = await self._hello(context)
         stream = AttachStream(self, worker, context)
+        self._joined(worker, stream, request_id)
+        try:
+            await stream.run()
+        finally:
+            self._left(worker, stream)
+
+    def open_lane(self, worker: WorkerId) -> socket.socket:
+        """A fast lane for a worker that the descriptor socket knows. Returns the worker's end, which the caller closes
+        once it has handed it over. Raises Unavailable, Exhausted."""
+        self.check_not_draining()
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as problem:
+            raise Exhausted(
+                f"no socket can be made: {problem.strerror}", field="lane", remedy="attach by gRPC"
+            ) from None
+        lane = Lane(
+            self,
+            worker,
+            ours,
+            frame_bytes_max=self._message_bytes_max,
+            ended=lambda ended: self._left(worker, ended),
+        )
+        lane.start()
+        self._joined(worker, lane)
+        return theirs
+
+    def _joined(self, worker: WorkerId, stream: Attached, request_id: int = 0) -> None:
         older = self._streams.get(worker)
         self._streams[worker] = stream
         if older is not None:
@@ -242,12 +272,11 @@ class Service:
             )
         stream.send(store_pb2.AttachReply(request_id=request_id, welcome=self._welcome))
         self.loop.subscribe(worker, stream.push)
-        try:
-            await stream.run()
-        finally:
-            self.loop.unsubscribe(worker, stream.push)
-            if self._streams.get(worker) is stream:
-                del self._streams[worker]
+
+    def _left(self, worker: WorkerId, stream: Attached) -> None:
+        self.loop.unsubscribe(worker, stream.push)
+        if self._streams.get(worker) is stream:
+            del self._streams[worker]
 
     async def _hello(self, context: Context) -> tuple[WorkerId, int]:
         """Read the stream's first message. Returns the worker and the request id to be answered with the welcome."""
@@ -306,33 +335,20 @@ class Service:
             stream.end(Unavailable("the daemon is shutting down", remedy="recompute; attach again later"))
 
 
-class AttachStream:
-    """One worker's stream after its hello."""
+class AttachStream(Attached):
+    """One worker's gRPC stream after its hello."""
 
     def __init__(self, service: Service, worker: WorkerId, context: Context) -> None:
-        self._service = service
-        self._loop = service.loop
-        self._worker = worker
+        super().__init__(service, worker)
         self._context = context
         self._outbox: deque[tuple[bytes, bool]] = deque()
         """Serialised replies, and whether each answers a request (else it is a push)."""
-        self._outstanding = 0
-        """Requests that were read and whose answers are not written yet."""
-        self._pushes = 0
-        """Pushes in the outbox."""
-        self._channels: set[int] = set()
         self._write_began: float | None = None
         """Since when the peer has not accepted the message that is being sent."""
         self._stopping = False
         self._wake = asyncio.Event()
         self._written = asyncio.Event()
         self._ended: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
-
-    def __repr__(self) -> str:
-        return (
-            f"AttachStream(worker={self._worker}, outstanding={self._outstanding}, unanswered={len(self._channels)}, "
-            f"outbox={len(self._outbox)})"
-        )
 
     async def run(self) -> None:
         """Serve until the peer closes its side; raises the StoreError that `end` was given."""
@@ -349,9 +365,7 @@ class AttachStream:
             with contextlib.suppress(TimeoutError):  # then the peer gets what is there
                 await asyncio.wait_for(self._finish(), FINISH_TIMEOUT_S)
         finally:
-            for channel in self._channels:
-                self._loop.drop_channel(channel)
-            self._channels.clear()
+            self.drop_channels()
             self._watchdog.cancel()
             reader.cancel()
             # gRPC takes one send at a time: a status sent while a message is still on its way is lost, and the peer
@@ -366,100 +380,22 @@ class AttachStream:
         if not self._ended.done():
             self._ended.set_result(error)
 
-    def send(self, reply: store_pb2.AttachReply, *, answers: bool = False) -> None:
-        if not answers:
-            if self._pushes >= PUSHES_MAX:
-                self.end(
-                    Exhausted(
-                        f"{PUSHES_MAX} pushes were not read", remedy="read the stream, and attach again"
-                    )
-                )
-                return
-            self._pushes += 1
-        self._outbox.append((reply.SerializeToString(), answers))
+    def deliver(self, data: bytes, *, answers: bool) -> None:
+        self._outbox.append((data, answers))
         self._wake.set()
-
-    def push(self, push: Push) -> None:
-        match push:
-            case events.ChunksSettled(_, namespace, ready, failed):
-                settled = store_pb2.ChunksSettled(namespace_id=namespace, ready=ready, failed=failed)
-                self.send(store_pb2.AttachReply(chunks_settled=settled))
-            case events.SegmentsRetired(_, segments):
-                retired = store_pb2.SegmentsRetired(segments=segments)
-                self.send(store_pb2.AttachReply(segments_retired=retired))
-            case events.LeasesRevoked(_, leases):
-                revoked = store_pb2.LeasesRevoked(lease_ids=leases)
-                self.send(store_pb2.AttachReply(leases_revoked=revoked))
-            case events.WorkerClosed() | events.WorkerLeft():
-                self.end(
-                    Unauthenticated(
-                        "the descriptor connection of this worker ended", remedy="say hello again"
-                    )
-                )
 
     async def _read(self) -> None:
         read = self._context.read
         while (raw := await read()) is not grpc.aio.EOF:
             self._outstanding += 1
             try:
-                self._handle(raw)
+                self.handle(raw)
             except StoreError as error:  # not even the request id could be read
                 self.end(error)
                 return
             while self._outstanding >= OUTSTANDING_MAX:
                 self._written.clear()
                 await self._written.wait()
-
-    def _handle(self, raw: bytes) -> None:
-        message: Any = wire.parse(store_pb2.AttachRequest, raw)
-        field = message.WhichOneof("body")
-        call = requests.ATTACH_CALLS.get(field)
-        if call is None:
-            raise BadRequest(
-                "hello comes once, first" if field == "hello" else "a request has a known body",
-                field="body",
-                value=field,
-            )
-        body = getattr(message, field)
-        request_id: int = body.request_id
-        channel = 0
-        try:
-            if request_id == 0:
-                raise BadRequest(
-                    "a request on the stream has a number above 0", field=f"{field}.request_id", value=0
-                )
-            if message.release_lease_ids:
-                leases = requests.lease_ids(message.release_lease_ids)
-                self._loop.post(events.Release(Ticket(self._worker), leases))
-            if call.event is None:
-                self._answer(request_id, events.Done())
-                return
-            channel = self._loop.channel(
-                lambda answer: self._answered(channel, request_id, answer), REQUEST_TIMEOUT_S
-            )
-            event = call.event(body, Ticket(self._worker, request_id, channel))
-            if self._service.draining and type(event) in STARTS_SOMETHING:
-                self._service.check_not_draining()
-        except StoreError as error:
-            self._loop.drop_channel(channel)
-            self._answer(request_id, error)
-            return
-        self._channels.add(channel)
-        self._loop.post(event)
-
-    def _answered(self, channel: int, request_id: int, answer: events.Answer) -> None:
-        self._channels.discard(channel)
-        self._answer(request_id, answer)
-
-    def _answer(self, request_id: int, answer: events.Answer) -> None:
-        try:
-            reply = wire.attach_reply(request_id, answer)
-        except Exception:
-            log.exception(
-                "an answer could not be put on the wire", extra=fields(answer=type(answer).__name__)
-            )
-            reply = wire.attach_reply(request_id, StoreError(INTERNAL))
-        self.send(reply, answers=True)
 
     async def _write(self) -> None:
         outbox, write = self._outbox, self._context.write
@@ -469,10 +405,7 @@ class AttachStream:
                 self._write_began = time.monotonic()
                 await write(data)
                 self._write_began = None
-                if answers:
-                    self._outstanding -= 1
-                else:
-                    self._pushes -= 1
+                self.written(answers=answers)
             self._written.set()
             self._wake.clear()
             if not outbox and not self._stopping:

@@ -7,6 +7,8 @@ promises least: MISS, NONE, FULL, WAITING_FOR_SHARDS.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -37,6 +39,7 @@ from kvstore.types import (
     ChunkKey,
     CommitResult,
     Extent,
+    Extents,
     GrantResult,
     HintResult,
     LeaseId,
@@ -44,7 +47,6 @@ from kvstore.types import (
     Outcome,
     Reason,
     ReservationId,
-    SegmentId,
 )
 from kvstore.v1 import admin_pb2, hints_pb2, stats_pb2, store_pb2, types_pb2
 
@@ -52,6 +54,9 @@ ERROR_METADATA = "kvstore-error-bin"
 """Trailing metadata of a failed unary call: a serialised `Error`."""
 TOKEN_METADATA = "kvstore-token-bin"
 """Request metadata of a unary call: the token of the descriptor socket's hello."""
+
+LANE_PREFIX_BYTES = 4
+"""Before each message on a fast lane: its length, u32 little-endian."""
 
 M = TypeVar("M", bound=Message)
 
@@ -67,6 +72,11 @@ def parse(kind: type[M], data: bytes) -> M:
             value=f"{len(data)} bytes",
             remedy="text fields must be UTF-8; use stubs generated from this version of proto/",
         ) from None
+
+
+def lane_frame(data: bytes) -> bytes:
+    """A serialised message as it goes over a fast lane."""
+    return len(data).to_bytes(LANE_PREFIX_BYTES, "little") + data
 
 
 # ------------------------------------------------------------------------------------------------- namespaces
@@ -146,19 +156,39 @@ def _group_from_proto(message: types_pb2.Group, index: int) -> GroupSpec:
 # ---------------------------------------------------------------------------------------------------- extents
 
 
-def extents_to_proto(extents: Sequence[Extent]) -> types_pb2.Extents:
+def extents_to_proto(extents: Sequence[Extent], *, packed: bool = False) -> types_pb2.Extents:
+    """`packed`: for a reader that asked for it (`packed_extents`)."""
+    columns = Extents.of(extents)
+    if packed:
+        return types_pb2.Extents(packed=b"".join(map(_little_endian, columns.columns)))
     return types_pb2.Extents(
-        segment=[extent.segment for extent in extents],
-        offset=[extent.offset for extent in extents],
-        length=[extent.length for extent in extents],
-        cell=[extent.cell for extent in extents],
-        generation=[extent.generation for extent in extents],
-        checksum=[extent.checksum for extent in extents],
+        segment=columns.segment,
+        offset=columns.offset,
+        length=columns.length,
+        cell=columns.cell,
+        generation=columns.generation,
+        checksum=columns.checksum,
     )
 
 
-def extents_from_proto(message: types_pb2.Extents) -> tuple[Extent, ...]:
+def _little_endian(column: array[int]) -> array[int]:
+    if sys.byteorder == "little":
+        return column
+    swapped = column[:]
+    swapped.byteswap()
+    return swapped
+
+
+def extents_from_proto(message: types_pb2.Extents) -> Extents:
     """Raises StoreError (INTERNAL) when the columns differ in length."""
+    if message.packed:
+        whole = array("Q")
+        count, rest = divmod(len(message.packed), 6 * whole.itemsize)
+        if rest:
+            raise StoreError("is not six columns of u64", field="extents.packed", value=len(message.packed))
+        whole.frombytes(message.packed)
+        whole = _little_endian(whole)
+        return Extents(*(whole[start : start + count] for start in range(0, 6 * count, count)))
     columns = (
         message.segment,
         message.offset,
@@ -171,7 +201,7 @@ def extents_from_proto(message: types_pb2.Extents) -> tuple[Extent, ...]:
         raise StoreError(
             "the columns of an Extents message differ in length", field="extents", value=[*map(len, columns)]
         )
-    return tuple(map(Extent, map(SegmentId, columns[0]), *columns[1:]))
+    return Extents(*(array("Q", column) for column in columns))
 
 
 # ---------------------------------------------------------------------------------------- results of one byte
@@ -285,13 +315,13 @@ def matched_from_proto(message: store_pb2.MatchReply) -> Matched:
     )
 
 
-def acquired_to_proto(answer: Acquired) -> store_pb2.AcquireReply:
+def acquired_to_proto(answer: Acquired, *, packed: bool = False) -> store_pb2.AcquireReply:
     return store_pb2.AcquireReply(
         lease_id=answer.lease,
         ttl_ms=answer.ttl_ms,
         outcomes=bytes(answer.outcomes),
         reasons=bytes(answer.reasons),
-        extents=extents_to_proto(answer.extents),
+        extents=extents_to_proto(answer.extents, packed=packed),
     )
 
 
@@ -313,12 +343,12 @@ def renewed_from_proto(message: store_pb2.RenewReply) -> Renewed:
     return Renewed(ttl_ms=tuple(message.ttl_ms))
 
 
-def reserved_to_proto(answer: Reserved) -> store_pb2.ReserveReply:
+def reserved_to_proto(answer: Reserved, *, packed: bool = False) -> store_pb2.ReserveReply:
     return store_pb2.ReserveReply(
         reservation_id=answer.reservation,
         ttl_ms=answer.ttl_ms,
         results=bytes(answer.results),
-        extents=extents_to_proto(answer.extents),
+        extents=extents_to_proto(answer.extents, packed=packed),
     )
 
 
@@ -543,12 +573,13 @@ _ATTACH: dict[type[Any], tuple[str, Any, Any]] = {
 _FROM_ATTACH = {field: convert for field, _, convert in _ATTACH.values()}
 
 
-def attach_reply(request_id: int, answer: Answer) -> store_pb2.AttachReply:
-    """`answer` (a StoreError too) as the reply on the Attach stream to request `request_id`."""
+def attach_reply(request_id: int, answer: Answer, *, packed: bool = False) -> store_pb2.AttachReply:
+    """`answer` (a StoreError too) as the reply on the Attach stream to request `request_id`; `packed`: its extents."""
     if isinstance(answer, StoreError):
         return store_pb2.AttachReply(request_id=request_id, error=error_to_proto(answer))
     field, convert, _ = _ATTACH[type(answer)]
-    return store_pb2.AttachReply(request_id=request_id, **{field: convert(answer)})
+    body = convert(answer, packed=True) if packed else convert(answer)
+    return store_pb2.AttachReply(request_id=request_id, **{field: body})
 
 
 def answer_of(reply: store_pb2.AttachReply) -> Answer:

@@ -1,8 +1,9 @@
 """What the client has of one hello to one daemon: it dies as a whole, and the connection says hello anew.
 
-The descriptor socket is the anchor: while it is open the daemon is the same process and knows us by our token. The
-gRPC stream on top may break and be attached again; requests that were not answered are then sent again under the same
-number, and the daemon answers those that it carried out before with their first answer.
+The descriptor socket is the anchor: while it is open the daemon is the same process and knows us by our token. What
+carries requests on top, a fast lane or a gRPC stream, may break and be opened again; requests that were not answered
+are then sent again under the same number, and the daemon answers those that it carried out before with their first
+answer.
 """
 
 from __future__ import annotations
@@ -11,15 +12,12 @@ import contextlib
 import errno
 import logging
 import os
-import queue
-import select
 import socket
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import EllipsisType
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -27,13 +25,15 @@ from google.protobuf.message import DecodeError
 
 import kvstore
 from kvstore import memory, wire
-from kvstore.client.call import Call, Reply
+from kvstore.client.call import FORKED, Call, Reply, gone
+from kvstore.client.lane import Lane, readable
 from kvstore.client.mappings import Mappings
 from kvstore.client.renewals import Renewals
 from kvstore.client.staging import Staging
+from kvstore.client.stream import Carrier, GrpcStream
 from kvstore.errors import DeadlineExceeded, StoreError, Unavailable, Unsupported
 from kvstore.types import Protection
-from kvstore.v1 import descriptor_pb2, store_pb2, store_pb2_grpc
+from kvstore.v1 import descriptor_pb2, store_pb2
 
 if TYPE_CHECKING:
     from kvstore.client.batch import WriteBatch
@@ -48,7 +48,7 @@ CALLS_MAX = 192
 must stay below the 256 that the daemon remembers."""
 NOTICE_IDS_MAX = 4096
 """Most leases, reservations or segments that one notice names."""
-LINGER_S = 0.002
+LINGER_S = 0.005
 """How long a release waits for a request that takes it along, before it becomes a message of its own."""
 SEGMENTS_PER_REQUEST = 16
 AWAITED_MAX = 64
@@ -86,6 +86,8 @@ _EXPECTS = {
 WELCOME_S = 5.0
 """How long a new stream may take until the daemon welcomes us."""
 ASK_AGAIN_S = 1.0
+RECONNECT_LOOK_S = 0.05
+"""How often who waits for an answer looks whether the daemon can be heard again."""
 NEVER = float("inf")
 
 CHANNEL_OPTIONS = (
@@ -95,19 +97,11 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 16 << 20),
 )
 
-FORKED = "this is a forked child: the connection is its parent's"
-
-Outgoing = queue.SimpleQueue[store_pb2.AttachRequest | EllipsisType | None]
-"""Requests for one stream; `...`: something is to be released, soon; None: the end."""
 Handler = Callable[[descriptor_pb2.DescriptorReply, list[int]], None]
 
 
 class _NotSent(Unavailable):
     """A request did not even get on the descriptor socket, so no reply to it will come."""
-
-
-def gone(why: str) -> Unavailable:
-    return Unavailable(why, remedy="recompute; the client reconnects by itself")
 
 
 class Attachment:
@@ -136,15 +130,18 @@ class Attachment:
         self._owner = owner
         self._next_tick = 0.0
         self._stream_opened_at = 0.0
+        self._lane_refused = False
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._calls: dict[int, Call] = {}
         self._last_id = 0
-        self._outgoing: Outgoing = queue.SimpleQueue()
+        self._carrier: Carrier | None = None
         self._channel: grpc.Channel | None = None
-        self._stream: Any = None
         self._heard_at = time.monotonic()
         self._notices: dict[str, list[int]] = {"release": [], "abort": [], "segments_unmapped": []}
+        self._release_by = 0.0
+        """When the oldest release that waits for company goes alone."""
+        self._released_since_tick = False
         self._noticing: set[str] = set()
         self._beating = False
         self._spoiled = False
@@ -281,7 +278,7 @@ class Attachment:
         """Handle replies that nobody waits for any more, if they have come. Never blocks."""
         while self._awaited and self._socket_lock.acquire(blocking=False):
             try:
-                if not (self.alive and self._awaited and _readable(self._socket)):
+                if not (self.alive and self._awaited and readable(self._socket, 0.0)):
                     return
                 self._handle_one(time.monotonic() + 1.0)
             except StoreError as problem:
@@ -408,43 +405,61 @@ class Attachment:
 
     # --------------------------------------------------------------------------------------------- the stream
 
-    def open_stream(self) -> Any:
-        """A new stream whose first message is our hello; iterate it and hand every reply to `receive`."""
-        outgoing: Outgoing = queue.SimpleQueue()
-        hello = store_pb2.AttachHello(token=self.hello.token, boot_id=self.hello.boot_id)
-        outgoing.put(store_pb2.AttachRequest(hello=hello))
+    def serve(self) -> StoreError:
+        """Attach, and receive until that ends; returns why it did. Raises StoreError when it could not begin."""
+        carrier = self._open()
         with self._lock:
             if not self.alive:
-                raise gone("this connection has ended")
-            self._outgoing = outgoing
+                carrier.cancel()
+            self._carrier = carrier
             self._stream_opened_at = time.monotonic()
-            self._channel = grpc.insecure_channel(self.hello.grpc_target, options=CHANNEL_OPTIONS)
-            self._stream = store_pb2_grpc.StoreStub(self._channel).Attach(self._requests(outgoing))
-            return self._stream
+        try:
+            return carrier.run()
+        finally:
+            self.close_stream()
 
-    def _requests(self, outgoing: Outgoing) -> Iterator[store_pb2.AttachRequest]:
-        """What gRPC sends, taken from the queue on a thread of its own, until None."""
-        item = outgoing.get()
-        while item is not None:
-            if isinstance(item, store_pb2.AttachRequest):
-                yield item
-                item = outgoing.get()
-                continue
-            try:
-                item = outgoing.get(timeout=LINGER_S)
-            except queue.Empty:
-                self._send_notices()
-                item = outgoing.get()
+    def _open(self) -> Carrier:
+        if self.hello.fast_lane and not self._lane_refused:
+            sock = self._ask_for_lane(time.monotonic() + WELCOME_S)
+            if sock is not None:
+                return Lane(sock, self.receive)
+            self._lane_refused = True
+        channel = self.channel
+        if channel is None:
+            raise gone("this connection has ended")
+        hello = store_pb2.AttachHello(token=self.hello.token, boot_id=self.hello.boot_id)
+        return GrpcStream(channel, hello, self.receive)
+
+    def _ask_for_lane(self, deadline: float) -> socket.socket | None:
+        """None: there is none to be had, so gRPC is used until the next hello. Raises StoreError when the daemon did
+        not answer."""
+        found: list[socket.socket] = []
+
+        def answered(reply: descriptor_pb2.DescriptorReply, fds: list[int]) -> None:
+            if reply.WhichOneof("body") == "error":
+                log.info("no fast lane: %s", wire.error_from_proto(reply.error))
+            if len(fds) == 1 and reply.WhichOneof("body") == "lane" and time.monotonic() < deadline:
+                found.append(socket.socket(fileno=fds.pop()))
+            _close_all(fds)
+
+        self._exchange(
+            descriptor_pb2.DescriptorRequest(lane=descriptor_pb2.LaneRequest()), answered, deadline
+        )
+        return found[0] if found else None
 
     def cancel_stream(self) -> None:
-        """From any thread: the loop over `open_stream()` ends with an error."""
-        stream = self._stream
-        if stream is not None:
-            stream.cancel()
+        """From any thread: `serve` comes to its end."""
+        carrier = self._carrier
+        if carrier is not None:
+            carrier.cancel()
 
     @property
     def channel(self) -> grpc.Channel | None:
-        return self._channel
+        """For unary calls, made when it is first needed; None once this connection has ended."""
+        with self._lock:
+            if self._channel is None and self.alive:
+                self._channel = grpc.insecure_channel(self.hello.grpc_target, options=CHANNEL_OPTIONS)
+            return self._channel
 
     def _welcomed(self, welcome: store_pb2.AttachWelcome) -> None:
         """Send what a broken stream left unanswered, in order and under the same numbers, before anything new."""
@@ -454,9 +469,9 @@ class Attachment:
                 if call.request is None or (call.abandoned and not call.has_consequences):
                     del self._calls[number]
                     self._notices["release"] += call.request.release_lease_ids if call.request else ()
-                else:
-                    self._outgoing.put(call.request)
-            self.attached = self.alive
+                elif self._carrier is not None:
+                    self._carrier.send(call.request)
+            self.attached = self.alive and self._carrier is not None
         self._send_notices()
         self._owner.attached(self)
 
@@ -504,9 +519,10 @@ class Attachment:
             if ask_again and call.request is not None:
                 call.abandoned, call.asked_at = True, now
                 self._calls[reply.request_id] = call
-                self._outgoing.put(call.request)
+                if self._carrier is not None:
+                    self._carrier.send(call.request)
         if not late:
-            call.future.set_result(answer)
+            call.settle(answer)
         if unknown:
             if not ask_again:
                 self._spoil("a commit never ended")
@@ -537,7 +553,7 @@ class Attachment:
         call = Call(self, _EXPECTS[field], deadline, must_end, on_reply, on_late)
         if os.getpid() != self.pid:
             # before any lock: another thread of the parent may have held it when the process forked
-            call.future.set_result(gone(FORKED))
+            call.settle(gone(FORKED))
             return call
         with self._lock:
             if not self.attached:
@@ -551,8 +567,21 @@ class Attachment:
                 if deadline < self._next_tick:
                     self._owner.wake()
                 return call
-        call.future.set_result(problem)
+        call.settle(problem)
         return call
+
+    def wait_for(self, call: Call) -> None:
+        """Until the call is done, which is at its deadline at the latest. One thread waits for a call."""
+        while not call.done:
+            left_s = call.deadline - time.monotonic()
+            if left_s <= 0:
+                self.expire(call)
+                return
+            carrier = self._carrier
+            if carrier is None:
+                call.pause(min(left_s, RECONNECT_LOOK_S))
+            else:
+                carrier.wait(call)
 
     def _send(self, field: str, body: Any, call: Call) -> None:
         """Under the lock."""
@@ -562,7 +591,8 @@ class Attachment:
         along, self._notices["release"] = releases[:NOTICE_IDS_MAX], releases[NOTICE_IDS_MAX:]
         call.request = store_pb2.AttachRequest(release_lease_ids=along, **{field: body})
         self._calls[self._last_id] = call
-        self._outgoing.put(call.request)
+        if self._carrier is not None:
+            self._carrier.send(call.request)
 
     def expire(self, call: Call) -> None:
         """Stop waiting for an answer; it is dealt with when it comes."""
@@ -574,11 +604,11 @@ class Attachment:
                 expired = False
         if expired:
             self.count("requests_late", 1)
-            call.future.set_result(
+            call.settle(
                 DeadlineExceeded("the daemon did not answer in time", remedy="recompute, or allow more time")
             )
-        else:
-            call.future.result()  # being set by another thread at this moment
+        while not call.done:  # being settled by another thread at this moment
+            call.pause(RECONNECT_LOOK_S)
 
     def abandon(self, call: Call) -> None:
         """Nobody will look at the answer, be it there already or not: give back what it acquired."""
@@ -586,29 +616,39 @@ class Attachment:
             settled, call.settled = call.settled, True
             call.abandoned = True
         if not settled:
-            call.future.set_result(gone("nobody waits for this answer"))
+            call.settle(gone("nobody waits for this answer"))
             return
-        answer = call.future.result()
+        while not call.done:  # being settled by another thread at this moment
+            call.pause(RECONNECT_LOOK_S)
+        answer = call.answer
         if call.on_late is not None and isinstance(answer, store_pb2.AttachReply):
             call.on_late(answer)
 
     def notice(self, kind: str, ids: Iterable[int]) -> None:
         """Tell the daemon without waiting: `kind` is release, abort or segments_unmapped. One request of a kind is
         under way at a time; what comes meanwhile goes together into the next, and survives a broken stream. A release
-        goes along with the next request of whatever kind if there is one at once."""
+        goes along with the next request of whatever kind if there is one within LINGER_S."""
         ids = list(ids)
         if ids and os.getpid() == self.pid:
+            due = time.monotonic() + LINGER_S
             with self._lock:
+                if kind == "release" and not self._notices[kind]:
+                    self._release_by = due
                 self._notices[kind] += ids
-            if kind == "release":
-                self._outgoing.put(...)
-            else:
+            if kind != "release":
                 self._send_notices()
+                return
+            self._released_since_tick = True
+            if due < self._next_tick:
+                self._owner.wake()
 
-    def _send_notices(self) -> None:
+    def _send_notices(self, now: float = NEVER) -> None:
+        """Those that are due at `now`."""
         with self._lock:
             for kind, ids in self._notices.items():
                 if not (ids and self.attached) or kind in self._noticing:
+                    continue
+                if kind == "release" and now < self._release_by:
                     continue
                 first, self._notices[kind] = ids[:NOTICE_IDS_MAX], ids[NOTICE_IDS_MAX:]
                 self._noticing.add(kind)
@@ -678,10 +718,14 @@ class Attachment:
                 self._renew(ttl_ms, leases)
             self.read_late_packets()
             self.collect()
-        elif self._stream is not None and now - self._stream_opened_at > WELCOME_S:
+            self._send_notices(now)
+        elif self._carrier is not None and now - self._stream_opened_at > WELCOME_S:
             self.cancel_stream()
         deadlines = [call.deadline for call in waiting if call.deadline > now]
-        self._next_tick = min([now + HEARTBEAT_S / 2, self.renewals.next_due(), *deadlines])
+        # While there are releases we come every LINGER_S, so that they need not wake us.
+        soon = now + LINGER_S if self._released_since_tick else NEVER
+        self._released_since_tick = False
+        self._next_tick = min([now + HEARTBEAT_S / 2, self.renewals.next_due(), soon, *deadlines])
         return self._next_tick
 
     def _give_back_dropped(self) -> None:
@@ -735,12 +779,11 @@ class Attachment:
         """No more requests can be sent; those that are unanswered wait for the next stream."""
         with self._lock:
             self.attached = False
-            stream, self._stream = self._stream, None
+            carrier, self._carrier = self._carrier, None
             channel, self._channel = self._channel, None
             self._idle.notify_all()
-        self._outgoing.put(None)  # ends gRPC's thread that waits for requests
-        if stream is not None:
-            stream.cancel()
+        if carrier is not None:
+            carrier.cancel()
         if channel is not None:
             channel.close()
 
@@ -767,7 +810,7 @@ class Attachment:
             for call in calls:
                 call.settled = True
         for call in calls:
-            call.future.set_result(gone(why))
+            call.settle(gone(why))
         for waiter in list(self._waiters):
             waiter.end()
         self.mappings.retire_all()
@@ -805,16 +848,8 @@ def _connect(path: str, deadline: float) -> socket.socket:
         ) from problem
 
 
-def _readable(sock: socket.socket) -> bool:
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    return bool(poller.poll(0))
-
-
 def _wait_readable(sock: socket.socket, deadline: float) -> None:
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+    if not readable(sock, max(0.0, deadline - time.monotonic())):
         raise DeadlineExceeded("the daemon did not answer on the descriptor socket in time")
 
 

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore.client.attachment import FORKED, gone
-from kvstore.client.call import Call, Operation, Reply, drive
+from kvstore.client.call import FORKED, Call, Operation, Reply, drive, gone
 from kvstore.client.staging import Staging
 from kvstore.errors import BadRequest, StoreError, Unavailable
 from kvstore.types import CommitResult, GrantResult, Wait
@@ -226,7 +225,7 @@ class WriteBatch:
         if isinstance(call, CommitOutcome):
             outcome.set_result(call)
         else:
-            call.future.add_done_callback(lambda done: outcome.set_result(self._outcome(done.result())))
+            call.when_done(lambda done: outcome.set_result(self._outcome(done.answer)))
         return outcome
 
     def abort(self) -> None:

@@ -8,36 +8,49 @@ thread, `drive_async` on an event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import threading
 import time
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvstore.errors import StoreError
+from kvstore.errors import StoreError, Unavailable
 from kvstore.v1 import store_pb2
 
 if TYPE_CHECKING:
     from kvstore.client.attachment import Attachment
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Reply = store_pb2.AttachReply | StoreError
 """What a request got: failures are values here, raised only by who wants to."""
 
+FORKED = "this is a forked child: the connection is its parent's"
+
+
+def gone(why: str) -> Unavailable:
+    return Unavailable(why, remedy="recompute; the client reconnects by itself")
+
 
 class Call:
-    """A request under way. Its future always gets a result: the daemon's, or ours once the deadline has passed.
+    """A request under way. It always gets an answer: the daemon's, or ours once the deadline has passed.
 
-    `on_reply` is called (on the receiving thread) with the daemon's answer whenever it comes, `on_late` when it comes
-    after we stopped waiting: what the request acquired must be given back then.
+    `on_reply` is called (on the thread that receives) with the daemon's answer whenever it comes, `on_late` when it
+    comes after we stopped waiting: what the request acquired must be given back then.
     """
 
     __slots__ = (
+        "_answer",
+        "_gate",
+        "_lock",
+        "_then",
         "abandoned",
         "asked_at",
         "attachment",
         "deadline",
         "expects",
-        "future",
         "must_end",
         "on_late",
         "on_reply",
@@ -65,11 +78,14 @@ class Call:
         self.request: store_pb2.AttachRequest | None = None
         """None: it was never sent."""
         self.settled = False
-        """The future has its result, or gets it at this moment. Changed under the attachment's lock."""
+        """It has its answer, or gets it at this moment. Changed under the attachment's lock."""
         self.abandoned = False
         """We answered it ourselves, and the daemon's answer is still to come."""
-        self.future: Future[Reply] = Future()
-        self.future.set_running_or_notify_cancel()  # so that nobody can cancel it: the answer must be dealt with
+        self._lock = threading.Lock()
+        self._answer: Reply | None = None
+        self._then: list[Callable[[Call], None]] = []
+        self._gate: threading.Lock | None = None
+        """Held while somebody sleeps until it is let go."""
 
     @property
     def has_consequences(self) -> bool:
@@ -77,19 +93,65 @@ class Call:
         return self.on_reply is not None or self.on_late is not None
 
     @property
+    def done(self) -> bool:
+        return self._answer is not None
+
+    @property
     def answer(self) -> Reply:
-        """What came; only once the future is done."""
-        return self.future.result(timeout=0)
+        """What came; only once it is done."""
+        assert self._answer is not None, self
+        return self._answer
+
+    def settle(self, answer: Reply) -> None:
+        """Once: by whoever set `settled`."""
+        with self._lock:
+            assert self._answer is None, self
+            self._answer = answer
+            then, self._then = self._then, []
+        self.nudge()
+        for work in then:
+            self._run(work)
+
+    def when_done(self, work: Callable[[Call], None]) -> None:
+        """Run `work` with this call once it is done: on the thread that receives, or here and now if it is."""
+        with self._lock:
+            if self._answer is None:
+                self._then.append(work)
+                return
+        self._run(work)
+
+    def _run(self, work: Callable[[Call], None]) -> None:
+        try:
+            work(self)
+        except Exception:
+            log.exception("a bug in what was to follow %r", self)
 
     def wait(self) -> None:
         """Until there is an answer, at the latest until the deadline."""
-        try:
-            self.future.result(timeout=max(0.0, self.deadline - time.monotonic()))
-        except TimeoutError:
-            self.attachment.expire(self)
+        if self._answer is None:
+            self.attachment.wait_for(self)
+
+    def prepare(self) -> None:
+        """From now on `nudge` is noticed by the next `pause`. One thread waits for a call."""
+        if self._gate is None:
+            self._gate = threading.Lock()
+            self._gate.acquire()
+
+    def pause(self, timeout_s: float) -> None:
+        """Sleep until the call is done, somebody nudges, or the time is up."""
+        self.prepare()
+        assert self._gate is not None, self
+        if self._answer is None:
+            self._gate.acquire(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX)))
+
+    def nudge(self) -> None:
+        """Wake who waits for this call."""
+        with self._lock:
+            if self._gate is not None and self._gate.locked():
+                self._gate.release()
 
     def __repr__(self) -> str:
-        state = "abandoned" if self.abandoned else "answered" if self.future.done() else "waiting"
+        state = "abandoned" if self.abandoned else "answered" if self.done else "waiting"
         return f"Call({self.expects}, {state}, {time.monotonic() - self.sent_at:.3f} s)"
 
 
@@ -123,7 +185,7 @@ async def drive_async(operation: Operation[T]) -> T:
         while True:
             try:
                 if isinstance(step, Call):
-                    await asyncio.wrap_future(step.future)
+                    await _answered(step)
                 else:
                     await asyncio.to_thread(step)
             except BaseException as problem:
@@ -133,6 +195,24 @@ async def drive_async(operation: Operation[T]) -> T:
     except StopIteration as end:
         result: T = end.value
         return result
+
+
+async def _answered(call: Call) -> None:
+    if call.done:
+        return
+    loop = asyncio.get_running_loop()
+    waiting = loop.create_future()
+
+    def wake() -> None:
+        if not waiting.done():
+            waiting.set_result(None)
+
+    def done(_: Call) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits
+            loop.call_soon_threadsafe(wake)
+
+    call.when_done(done)
+    await waiting
 
 
 def _interrupted(operation: Operation[Any], step: Step, problem: BaseException) -> Step:

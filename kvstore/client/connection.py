@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from kvstore import wire
-from kvstore.client.attachment import FORKED, Attachment, gone
+from kvstore.client.attachment import Attachment
+from kvstore.client.call import FORKED, gone
+from kvstore.client.stream import status_error
 from kvstore.config import DESCRIPTOR_SOCKET
 from kvstore.errors import (
     BadRequest,
@@ -189,16 +191,9 @@ class Connection:
         try:
             if attachment is None or not attachment.alive or not attachment.anchored():
                 attachment = self._renewed_attachment()
-            try:
-                for reply in attachment.open_stream():
-                    attachment.receive(reply)
-                problem: StoreError = gone("the daemon ended the stream")
-            finally:
-                attachment.close_stream()
+            problem = attachment.serve()
         except StoreError as refusal:
             problem = refusal
-        except grpc.RpcError as failure:
-            problem = _status(failure)
         except Exception as bug:
             log.exception("a bug in the client: attaching anew")
             problem = gone(f"an error in the client: {bug!r}")
@@ -287,13 +282,6 @@ class Connection:
                 request, timeout=max(0.0, deadline - time.monotonic()), metadata=metadata
             )
         except grpc.RpcError as failure:
-            raise _status(failure) from None
+            raise status_error(failure) from None
         except ValueError as problem:  # the channel was closed at this moment
             raise gone(f"the connection was lost: {problem}") from None
-
-
-def _status(failure: Any) -> StoreError:
-    """The StoreError of a failed call (its RpcError has these three methods, though the class does not say so)."""
-    return wire.error_from_status(
-        failure.code().value[0], failure.details() or "", failure.trailing_metadata() or ()
-    )

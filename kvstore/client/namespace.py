@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore.client.attachment import Attachment, gone
+from kvstore.client.attachment import Attachment
 from kvstore.client.batch import StagedPieces, WriteBatch
-from kvstore.client.call import Operation, Reply, drive
+from kvstore.client.call import Operation, Reply, drive, gone
 from kvstore.client.geometry import Geometry
 from kvstore.client.lease import Grant, Place, ReadLease, Waiter
 from kvstore.client.staging import footprint

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from kvstore import wire
-from kvstore.client.attachment import FORKED, gone
+from kvstore.client.call import FORKED, gone
 from kvstore.errors import BadRequest, StoreError, Unavailable
 from kvstore.v1 import descriptor_pb2
 

@@ -8,34 +8,38 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DescriptorRequest(_message.Message):
-    __slots__ = ("hello", "segments", "staging", "adopt", "drop_region")
+    __slots__ = ("hello", "segments", "staging", "adopt", "drop_region", "lane")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     STAGING_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
     DROP_REGION_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     segments: SegmentsRequest
     staging: StagingRequest
     adopt: AdoptRequest
     drop_region: DropRegionRequest
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., staging: _Optional[_Union[StagingRequest, _Mapping]] = ..., adopt: _Optional[_Union[AdoptRequest, _Mapping]] = ..., drop_region: _Optional[_Union[DropRegionRequest, _Mapping]] = ...) -> None: ...
+    lane: LaneRequest
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., segments: _Optional[_Union[SegmentsRequest, _Mapping]] = ..., staging: _Optional[_Union[StagingRequest, _Mapping]] = ..., adopt: _Optional[_Union[AdoptRequest, _Mapping]] = ..., drop_region: _Optional[_Union[DropRegionRequest, _Mapping]] = ..., lane: _Optional[_Union[LaneRequest, _Mapping]] = ...) -> None: ...
 
 class DescriptorReply(_message.Message):
-    __slots__ = ("hello", "error", "segments", "staging", "adopt", "drop_region")
+    __slots__ = ("hello", "error", "segments", "staging", "adopt", "drop_region", "lane")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     STAGING_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
     DROP_REGION_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     hello: HelloReply
     error: _types_pb2.Error
     segments: SegmentsReply
     staging: StagingReply
     adopt: AdoptReply
     drop_region: DropRegionReply
-    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., segments: _Optional[_Union[SegmentsReply, _Mapping]] = ..., staging: _Optional[_Union[StagingReply, _Mapping]] = ..., adopt: _Optional[_Union[AdoptReply, _Mapping]] = ..., drop_region: _Optional[_Union[DropRegionReply, _Mapping]] = ...) -> None: ...
+    lane: LaneReply
+    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., segments: _Optional[_Union[SegmentsReply, _Mapping]] = ..., staging: _Optional[_Union[StagingReply, _Mapping]] = ..., adopt: _Optional[_Union[AdoptReply, _Mapping]] = ..., drop_region: _Optional[_Union[DropRegionReply, _Mapping]] = ..., lane: _Optional[_Union[LaneReply, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "client", "engine_group", "rank")
@@ -50,7 +54,7 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., client: _Optional[str] = ..., engine_group: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "boot_id", "token", "tenant", "protection", "grpc_target", "version")
+    __slots__ = ("protocol", "boot_id", "token", "tenant", "protection", "grpc_target", "version", "fast_lane")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +62,7 @@ class HelloReply(_message.Message):
     PROTECTION_FIELD_NUMBER: _ClassVar[int]
     GRPC_TARGET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    FAST_LANE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     boot_id: bytes
     token: bytes
@@ -65,7 +70,8 @@ class HelloReply(_message.Message):
     protection: str
     grpc_target: str
     version: str
-    def __init__(self, protocol: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., token: _Optional[bytes] = ..., tenant: _Optional[str] = ..., protection: _Optional[str] = ..., grpc_target: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    fast_lane: bool
+    def __init__(self, protocol: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., token: _Optional[bytes] = ..., tenant: _Optional[str] = ..., protection: _Optional[str] = ..., grpc_target: _Optional[str] = ..., version: _Optional[str] = ..., fast_lane: bool = ...) -> None: ...
 
 class SegmentsRequest(_message.Message):
     __slots__ = ("segments",)
@@ -94,6 +100,14 @@ class StagingReply(_message.Message):
     BYTES_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     def __init__(self, bytes: _Optional[int] = ...) -> None: ...
+
+class LaneRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LaneReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class AdoptRequest(_message.Message):
     __slots__ = ("bytes",)

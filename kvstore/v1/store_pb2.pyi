@@ -55,7 +55,7 @@ class AttachRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., renew: _Optional[_Union[RenewRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., report_load: _Optional[_Union[ReportLoadRequest, _Mapping]] = ..., get_session: _Optional[_Union[GetSessionRequest, _Mapping]] = ..., update_session: _Optional[_Union[UpdateSessionRequest, _Mapping]] = ..., truncate: _Optional[_Union[TruncateRequest, _Mapping]] = ..., fork: _Optional[_Union[ForkRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., segments_unmapped: _Optional[_Union[SegmentsUnmappedRequest, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., publish_queue: _Optional[_Union[_hints_pb2.PublishQueueRequest, _Mapping]] = ..., fill: _Optional[_Union[FillRequest, _Mapping]] = ..., report_duplicates: _Optional[_Union[ReportDuplicatesRequest, _Mapping]] = ..., release_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("request_id", "welcome", "error", "open", "match", "acquire", "renew", "reserve", "commit", "session", "done", "queue", "fill", "chunks_settled", "segments_retired", "leases_revoked", "draining")
+    __slots__ = ("request_id", "welcome", "error", "open", "match", "acquire", "renew", "reserve", "commit", "session", "done", "queue", "fill", "chunks_settled", "segments_retired", "leases_revoked", "draining", "ended")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class AttachReply(_message.Message):
     SEGMENTS_RETIRED_FIELD_NUMBER: _ClassVar[int]
     LEASES_REVOKED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     welcome: AttachWelcome
     error: _types_pb2.Error
@@ -90,7 +91,8 @@ class AttachReply(_message.Message):
     segments_retired: SegmentsRetired
     leases_revoked: LeasesRevoked
     draining: Draining
-    def __init__(self, request_id: _Optional[int] = ..., welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., open: _Optional[_Union[OpenReply, _Mapping]] = ..., match: _Optional[_Union[MatchReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., renew: _Optional[_Union[RenewReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., session: _Optional[_Union[SessionReply, _Mapping]] = ..., done: _Optional[_Union[DoneReply, _Mapping]] = ..., queue: _Optional[_Union[_hints_pb2.QueueReply, _Mapping]] = ..., fill: _Optional[_Union[FillReply, _Mapping]] = ..., chunks_settled: _Optional[_Union[ChunksSettled, _Mapping]] = ..., segments_retired: _Optional[_Union[SegmentsRetired, _Mapping]] = ..., leases_revoked: _Optional[_Union[LeasesRevoked, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+    ended: _types_pb2.Error
+    def __init__(self, request_id: _Optional[int] = ..., welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., open: _Optional[_Union[OpenReply, _Mapping]] = ..., match: _Optional[_Union[MatchReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., renew: _Optional[_Union[RenewReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., session: _Optional[_Union[SessionReply, _Mapping]] = ..., done: _Optional[_Union[DoneReply, _Mapping]] = ..., queue: _Optional[_Union[_hints_pb2.QueueReply, _Mapping]] = ..., fill: _Optional[_Union[FillReply, _Mapping]] = ..., chunks_settled: _Optional[_Union[ChunksSettled, _Mapping]] = ..., segments_retired: _Optional[_Union[SegmentsRetired, _Mapping]] = ..., leases_revoked: _Optional[_Union[LeasesRevoked, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., ended: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
     __slots__ = ("request_id", "token", "boot_id")
@@ -161,7 +163,7 @@ class MatchReply(_message.Message):
     def __init__(self, usable: _Optional[int] = ..., outcomes: _Optional[bytes] = ..., reasons: _Optional[bytes] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("request_id", "namespace_id", "keys", "shards", "ttl_ms", "wait_ms", "any_order")
+    __slots__ = ("request_id", "namespace_id", "keys", "shards", "ttl_ms", "wait_ms", "any_order", "packed_extents")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +171,7 @@ class AcquireRequest(_message.Message):
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     ANY_ORDER_FIELD_NUMBER: _ClassVar[int]
+    PACKED_EXTENTS_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     namespace_id: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
@@ -176,7 +179,8 @@ class AcquireRequest(_message.Message):
     ttl_ms: int
     wait_ms: int
     any_order: bool
-    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., shards: _Optional[_Iterable[int]] = ..., ttl_ms: _Optional[int] = ..., wait_ms: _Optional[int] = ..., any_order: bool = ...) -> None: ...
+    packed_extents: bool
+    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., shards: _Optional[_Iterable[int]] = ..., ttl_ms: _Optional[int] = ..., wait_ms: _Optional[int] = ..., any_order: bool = ..., packed_extents: bool = ...) -> None: ...
 
 class AcquireReply(_message.Message):
     __slots__ = ("lease_id", "ttl_ms", "outcomes", "reasons", "extents")
@@ -217,7 +221,7 @@ class ReleaseRequest(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "namespace_id", "keys", "parent", "parents", "token_counts", "shards", "derived", "maker", "ttl_ms", "transient")
+    __slots__ = ("request_id", "namespace_id", "keys", "parent", "parents", "token_counts", "shards", "derived", "maker", "ttl_ms", "transient", "packed_extents")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +233,7 @@ class ReserveRequest(_message.Message):
     MAKER_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSIENT_FIELD_NUMBER: _ClassVar[int]
+    PACKED_EXTENTS_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     namespace_id: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
@@ -240,7 +245,8 @@ class ReserveRequest(_message.Message):
     maker: bytes
     ttl_ms: int
     transient: bool
-    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., parent: _Optional[bytes] = ..., parents: _Optional[_Iterable[bytes]] = ..., token_counts: _Optional[_Iterable[int]] = ..., shards: _Optional[_Iterable[int]] = ..., derived: bool = ..., maker: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., transient: bool = ...) -> None: ...
+    packed_extents: bool
+    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., parent: _Optional[bytes] = ..., parents: _Optional[_Iterable[bytes]] = ..., token_counts: _Optional[_Iterable[int]] = ..., shards: _Optional[_Iterable[int]] = ..., derived: bool = ..., maker: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., transient: bool = ..., packed_extents: bool = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("reservation_id", "ttl_ms", "results", "extents")

@@ -143,20 +143,22 @@ class Namespace(_message.Message):
     def __init__(self, model: _Optional[str] = ..., weights_digest: _Optional[bytes] = ..., weights_epoch: _Optional[int] = ..., adapter_digest: _Optional[bytes] = ..., kv_scales_digest: _Optional[bytes] = ..., layout_fingerprint: _Optional[str] = ..., hash_protocol: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., context_parallel: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., salt: _Optional[bytes] = ...) -> None: ...
 
 class Extents(_message.Message):
-    __slots__ = ("segment", "offset", "length", "cell", "generation", "checksum")
+    __slots__ = ("segment", "offset", "length", "cell", "generation", "checksum", "packed")
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     CELL_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     segment: _containers.RepeatedScalarFieldContainer[int]
     offset: _containers.RepeatedScalarFieldContainer[int]
     length: _containers.RepeatedScalarFieldContainer[int]
     cell: _containers.RepeatedScalarFieldContainer[int]
     generation: _containers.RepeatedScalarFieldContainer[int]
     checksum: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, segment: _Optional[_Iterable[int]] = ..., offset: _Optional[_Iterable[int]] = ..., length: _Optional[_Iterable[int]] = ..., cell: _Optional[_Iterable[int]] = ..., generation: _Optional[_Iterable[int]] = ..., checksum: _Optional[_Iterable[int]] = ...) -> None: ...
+    packed: bytes
+    def __init__(self, segment: _Optional[_Iterable[int]] = ..., offset: _Optional[_Iterable[int]] = ..., length: _Optional[_Iterable[int]] = ..., cell: _Optional[_Iterable[int]] = ..., generation: _Optional[_Iterable[int]] = ..., checksum: _Optional[_Iterable[int]] = ..., packed: _Optional[bytes] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "field", "value", "remedy")

@@ -134,13 +134,19 @@ def run_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-def launch(run_dir: Path) -> Iterator[Callable[..., Daemon]]:
+def fast_lane() -> bool:
+    """Whether workers are offered a fast lane; modules whose tests go both ways parametrise it."""
+    return True
+
+
+@pytest.fixture
+def launch(run_dir: Path, fast_lane: bool) -> Iterator[Callable[..., Daemon]]:
     """launch(*arguments, environment={}, **settings) -> Daemon; settings over SMALL ones, None leaves one out. All are
     gone after the test."""
     started: list[Daemon] = []
 
     def start(*arguments: str, environment: dict[str, str] | None = None, **settings: Any) -> Daemon:
-        settings = {"run_dir": run_dir, **SMALL, **settings}
+        settings = {"run_dir": run_dir, **SMALL, "fast_lane": fast_lane, **settings}
         flags = [
             f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not None
         ]
@@ -238,9 +244,18 @@ class Worker:
             raise store_error(error) from None
 
     def attach(self, **hello: Any) -> "Stream":
-        stream = Stream(self, **hello)
+        """By a fast lane where there is one and no other hello is asked for, else by gRPC."""
+        stream = LaneStream(self) if self.hello.fast_lane and not hello else Stream(self, **hello)
         self.streams.append(stream)
         return stream
+
+    def lane(self) -> socket.socket:
+        reply, fds = self.ask(descriptor_pb2.DescriptorRequest(lane=descriptor_pb2.LaneRequest()))
+        if reply.WhichOneof("body") == "error":
+            raise wire.error_from_proto(reply.error)
+        lane = socket.socket(fileno=fds[0])
+        lane.settimeout(BOUND_S)
+        return lane
 
     def staging(self, wanted: int) -> mmap.mmap:
         reply, fds = self.ask(
@@ -263,6 +278,13 @@ class Stream:
 
     def __init__(self, worker: Worker, **hello: Any) -> None:
         self._requests: queue.SimpleQueue[store_pb2.AttachRequest | None] = queue.SimpleQueue()
+        self._prepare()
+        self._call = worker.store.Attach(iter(self._requests.get, None))
+        self._start()
+        body = {"request_id": 1, "token": worker.hello.token, "boot_id": worker.hello.boot_id, **hello}
+        self._requests.put(store_pb2.AttachRequest(hello=store_pb2.AttachHello(**body)))
+
+    def _prepare(self) -> None:
         self._next_id = 1
         self.replies: dict[int, store_pb2.AttachReply] = {}
         self.pushes: list[store_pb2.AttachReply] = []
@@ -270,18 +292,22 @@ class Stream:
         """How the stream ended, once it did; None for OK."""
         self.ended = False
         self._changed = threading.Condition()
-        self._call = worker.store.Attach(iter(self._requests.get, None))
+
+    def _start(self) -> None:
         self._thread = threading.Thread(target=self._receive, daemon=True)
         self._thread.start()
-        body = {"request_id": 1, "token": worker.hello.token, "boot_id": worker.hello.boot_id, **hello}
-        self._requests.put(store_pb2.AttachRequest(hello=store_pb2.AttachHello(**body)))
+
+    def _replies(self) -> Iterator[store_pb2.AttachReply]:
+        yield from self._call
 
     def _receive(self) -> None:
         try:
-            for reply in self._call:
+            for reply in self._replies():
                 with self._changed:
-                    if reply.request_id:
-                        self.replies[reply.request_id] = reply
+                    if reply.request_id or reply.HasField("welcome"):
+                        self.replies[reply.request_id or 1] = reply
+                    elif reply.HasField("ended"):
+                        self.error = wire.error_from_proto(reply.ended)
                     else:
                         self.pushes.append(reply)
                     self._changed.notify_all()
@@ -295,7 +321,7 @@ class Stream:
         """Send without waiting; returns the request id."""
         self._next_id += 1
         request.request_id = self._next_id
-        self._requests.put(store_pb2.AttachRequest(**{field: request}))
+        self.send_raw(store_pb2.AttachRequest(**{field: request}))
         return self._next_id
 
     def send_raw(self, request: store_pb2.AttachRequest) -> None:
@@ -332,6 +358,34 @@ class Stream:
         self._requests.put(None)
         self._call.cancel()
         self._thread.join(BOUND_S)
+
+
+class LaneStream(Stream):
+    """The same over a fast lane."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._prepare()
+        self.socket = worker.lane()
+        self._start()
+
+    def _replies(self) -> Iterator[store_pb2.AttachReply]:
+        with contextlib.suppress(OSError), self.socket.makefile("rb") as source:
+            self.socket.settimeout(None)
+            while prefix := source.read(wire.LANE_PREFIX_BYTES):
+                yield store_pb2.AttachReply.FromString(source.read(int.from_bytes(prefix, "little")))
+
+    def send_raw(self, request: store_pb2.AttachRequest) -> None:
+        with contextlib.suppress(OSError):  # as gRPC: who asks after the end learns that from the end
+            self.socket.sendall(wire.lane_frame(request.SerializeToString()))
+
+    def half_close(self) -> None:
+        self.socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(BOUND_S)
+        self.socket.close()
 
 
 def store_error(error: Any) -> Exception:

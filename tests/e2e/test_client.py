@@ -55,6 +55,12 @@ TWO_RANKS = replace(SPEC, model="two ranks", groups=(GroupSpec("full", shard_byt
 LARGE = replace(SPEC, model="large", groups=(GroupSpec("full", shard_bytes=1 << 20),))
 
 
+@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["lane", "grpc"])
+def fast_lane(request: pytest.FixtureRequest) -> bool:
+    chosen: bool = request.param
+    return chosen
+
+
 def eventually(what: Callable[[], Any]) -> Any:
     """Poll until `what` answers something true."""
     deadline = time.monotonic() + BOUND_S
@@ -663,8 +669,9 @@ def test_an_answer_lost_with_the_stream_is_given_again(daemon: Any, client: Clie
         writer = threading.Thread(target=lambda: batches.append(space.write(keys[4:])))
         writer.start()
         eventually(lambda: len(attachment._calls) >= 3)
-        sent = attachment._outgoing
-        eventually(sent.empty)
+        carrier = attachment._carrier
+        assert carrier is not None
+        eventually(lambda: not carrier.unsent)
         attachment.cancel_stream()
         eventually(lambda: not attachment.attached)
     finally:
@@ -849,7 +856,7 @@ filled = space.write([b"filled"], staged=False)
 # As if other threads were just counting, sending, mapping: what they hold at a fork is never let go of in the child.
 attachment = client._connection.attachment
 held = (client._connection._counters_lock, client._connection._changed, attachment._lock, attachment._socket_lock,
-        attachment.mappings._lock, attachment.staging.space._lock)
+        attachment.mappings._lock, attachment.staging.space._lock, attachment._carrier._lock)
 with contextlib.ExitStack() as locks:
     for lock in held:
         locks.enter_context(lock)

@@ -25,6 +25,11 @@ OFTEN = {"reserve": 8, "commit": 8, "acquire": 6, "release": 4, "update_session"
 NUMBERS = {FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_FIXED64}
 
 
+@pytest.fixture(params=[True, False], ids=["lane", "grpc"])
+def fast_lane(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
 class Hostile:
     def __init__(self, seed: int, namespaces: list[int], *, staged: bool) -> None:
         self.random = random.Random(seed)

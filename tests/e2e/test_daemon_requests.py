@@ -16,6 +16,11 @@ from kvstore.v1 import bytes_pb2, descriptor_pb2, stats_pb2, store_pb2
 SHARD = 256 << 10
 
 
+@pytest.fixture(params=[True, False], ids=["lane", "grpc"])
+def fast_lane(request):
+    return request.param
+
+
 def raw_call(worker, name: str, data: bytes) -> bytes:
     call = worker.channel.unary_unary(f"/kvstore.v1.{name}")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +22,11 @@ class Attachment:
         self.expired: list[Call] = []
         self.abandoned: list[Call] = []
 
-    def expire(self, call: Call) -> None:
-        self.expired.append(call)
-        call.future.set_result(Unavailable("late"))
+    def wait_for(self, call: Call) -> None:
+        call.pause(call.deadline - time.monotonic())
+        if not call.done:
+            self.expired.append(call)
+            call.settle(Unavailable("late"))
 
     def abandon(self, call: Call) -> None:
         self.abandoned.append(call)
@@ -39,7 +42,7 @@ REPLY = store_pb2.AttachReply(request_id=1)
 
 def answered(attachment: Any) -> Call:
     call = Call(attachment, "done", float("inf"))
-    call.future.set_result(REPLY)
+    call.settle(REPLY)
     return call
 
 
@@ -74,8 +77,38 @@ def test_a_wait_ends_with_the_deadline(attachment: Any) -> None:
     assert isinstance(call.answer, StoreError)
 
 
-def test_nobody_can_cancel_a_call(attachment: Any) -> None:
-    assert not Call(attachment, "done", 0.0).future.cancel()
+def test_what_follows_is_run_once_whenever_the_answer_comes(attachment: Any) -> None:
+    call = Call(attachment, "done", float("inf"))
+    seen: list[Any] = []
+    call.when_done(lambda done: seen.append(("early", done.answer)))
+    assert not seen
+    call.settle(REPLY)
+    call.when_done(lambda done: seen.append(("late", done.answer)))
+    assert seen == [("early", REPLY), ("late", REPLY)]
+
+
+def test_a_bug_in_what_follows_harms_nobody_else(attachment: Any, caplog: pytest.LogCaptureFixture) -> None:
+    call = Call(attachment, "done", float("inf"))
+    seen: list[Call] = []
+    call.when_done(lambda _: raising(ValueError("a bug"))())
+    call.when_done(seen.append)
+    call.settle(REPLY)
+    assert seen == [call]
+    assert "a bug in what was to follow" in caplog.text
+
+
+def test_a_nudge_before_the_pause_is_noticed(attachment: Any) -> None:
+    call = Call(attachment, "done", float("inf"))
+    call.prepare()
+    call.nudge()
+    call.nudge()
+    call.pause(float("inf"))
+    call.pause(0.0)  # and only once
+    assert not call.done
+    threading.Timer(0.01, call.settle, (REPLY,)).start()
+    call.pause(float("inf"))
+    assert call.answer is REPLY
+    call.pause(float("inf"))  # there is nothing to wait for
 
 
 def raising(problem: BaseException) -> Callable[[], None]:
@@ -138,7 +171,7 @@ async def test_a_cancelled_task_abandons_its_call(attachment: Any) -> None:
         await task
     assert attachment.abandoned == [call]
     assert log == ["cleaned up"]
-    call.future.set_result(REPLY)  # the late answer finds nobody, and harms nobody
+    call.settle(REPLY)  # the late answer finds nobody, and harms nobody
 
 
 def test_a_call_shows_its_state(attachment: Any) -> None:

@@ -57,8 +57,10 @@ class FakeDaemon:
     """Speaks both sockets. What it answers is a script: by the name of a request, a function of its body whose result
     is sent; None withholds the answer until `answer` sends one."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, fast_lane: bool = False) -> None:
         self.run_dir = run_dir
+        self.fast_lane = fast_lane
+        self.lane_error: errors.StoreError | None = None
         self.script: dict[str, Script] = {}
         self.hello: dict[str, Any] = {}
         """Over the fields of a HelloReply."""
@@ -147,6 +149,9 @@ class FakeDaemon:
                     time.sleep(0.002)
                 with contextlib.suppress(OSError):
                     memory.send_packet(sock, reply.SerializeToString(), fds)
+                if name == "lane":
+                    for fd in fds:
+                        os.close(fd)
 
     def _reply(self, name: str, request: Any) -> tuple[descriptor_pb2.DescriptorReply, list[int]]:
         if name == "hello":
@@ -160,9 +165,14 @@ class FakeDaemon:
                 "tenant": "alice",
                 "protection": "sealed",
                 "grpc_target": f"unix:{self.run_dir}/grpc.sock",
+                "fast_lane": self.fast_lane,
                 **self.hello,
             }
             return descriptor_pb2.DescriptorReply(hello=descriptor_pb2.HelloReply(**fields)), []
+        if name == "lane":
+            if self.lane_error is not None:
+                return descriptor_pb2.DescriptorReply(error=wire.error_to_proto(self.lane_error)), []
+            return descriptor_pb2.DescriptorReply(lane=descriptor_pb2.LaneReply()), [self._new_lane()]
         if name == "staging":
             granted = request.staging.bytes if self.staging_bytes is None else self.staging_bytes
             if not granted:
@@ -234,6 +244,38 @@ class FakeDaemon:
             yield store_pb2.AttachReply(welcome=welcome)
         yield from iter(replies.get, None)
 
+    def _new_lane(self) -> int:
+        """The client's end. Both threads end with the lane."""
+        ours, theirs = socket.socketpair()
+        replies = self._replies = queue.SimpleQueue()
+        self.streams += 1
+        if self.welcomes:
+            welcome = store_pb2.AttachWelcome(lease_ttl_ms=10_000, reservation_ttl_ms=30_000)
+            replies.put(store_pb2.AttachReply(welcome=welcome))
+
+        def read() -> None:
+            with contextlib.suppress(OSError), ours.makefile("rb") as source:
+                while prefix := source.read(wire.LANE_PREFIX_BYTES):
+                    data = source.read(int.from_bytes(prefix, "little"))
+                    self._handle(store_pb2.AttachRequest.FromString(data), replies)
+            replies.put(None)
+
+        def write() -> None:
+            with contextlib.suppress(OSError):
+                for reply in iter(replies.get, None):
+                    ours.sendall(wire.lane_frame(reply.SerializeToString()))
+            with contextlib.suppress(OSError):
+                ours.shutdown(socket.SHUT_RDWR)
+            reader.join(BOUND_S)
+            ours.close()
+
+        reader = threading.Thread(target=read, daemon=True)
+        writer = threading.Thread(target=write, daemon=True)
+        self._threads += [reader, writer]
+        reader.start()
+        writer.start()
+        return theirs.detach()
+
     def _handle(self, request: store_pb2.AttachRequest, replies: Any) -> None:
         name = str(request.WhichOneof("body"))
         body = getattr(request, name)
@@ -288,10 +330,10 @@ class FakeDaemon:
         return self.requests(name)[count - 1]
 
 
-@pytest.fixture
-def daemon() -> Iterator[FakeDaemon]:
+@pytest.fixture(params=[False, True], ids=["grpc", "lane"])
+def daemon(request: pytest.FixtureRequest) -> Iterator[FakeDaemon]:
     folder = tempfile.mkdtemp(prefix="kvs-")
-    fake = FakeDaemon(Path(folder))
+    fake = FakeDaemon(Path(folder), fast_lane=request.param)
     yield fake
     fake.close()
     shutil.rmtree(folder)
@@ -679,6 +721,7 @@ def test_a_new_boot_voids_what_was_and_opens_namespaces_again(
     assert not daemon.requests("abort")
 
 
+@pytest.mark.parametrize("daemon", [False], indirect=True)  # a lane comes by the descriptor socket itself
 def test_a_stale_boot_id_is_noticed_on_the_stream(daemon: FakeDaemon, client: Client) -> None:
     """The descriptor socket looks fine, but the daemon behind the other one is new."""
     daemon.boot_id = os.urandom(16)

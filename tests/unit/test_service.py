@@ -10,18 +10,13 @@ import grpc
 import pytest
 
 from kvstore import errors, requests, rpc, wire
+from kvstore.attach import OUTSTANDING_MAX, PUSHES_MAX
 from kvstore.core import events as ev
 from kvstore.core.limits import Limits
 from kvstore.core.store import Store
 from kvstore.errors import Code, DeadlineExceeded, Unavailable
 from kvstore.rpc import DETAILS_MAX, STATUS, Places, answering, read, write
-from kvstore.service import (
-    OUTSTANDING_MAX,
-    PUSHES_MAX,
-    AttachStream,
-    Service,
-    stats_to_proto,
-)
+from kvstore.service import AttachStream, Service, stats_to_proto
 from kvstore.types import NamespaceId, WorkerId
 from kvstore.v1 import store_pb2
 

@@ -1,0 +1,266 @@
+"""The client's end of a fast lane: a unix socket with a length before each message.
+
+No thread hands anything to another where it can be helped. A request is written by whoever makes it. Who then waits
+for the answer reads the socket itself, for everybody: of several that wait, one *leads*, and hands the lead to another
+when its own answer has come. While nobody leads, the carrier's own thread (`run`) watches the socket: for pushes, for
+answers that no thread waits for, and for room to write what the daemon did not take at once. It watches by epoll, whose
+mask a leader empties while it leads, so that one message never wakes two threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from google.protobuf.message import DecodeError
+
+from kvstore.client.call import gone
+from kvstore.client.stream import Receive
+from kvstore.errors import StoreError
+from kvstore.v1 import store_pb2
+from kvstore.wire import LANE_PREFIX_BYTES, error_from_proto, lane_frame
+
+if TYPE_CHECKING:
+    from kvstore.client.call import Call
+
+log = logging.getLogger(__name__)
+
+FRAME_BYTES_MAX = 16 << 20
+"""Longest reply that is taken."""
+READ_BYTES = 1 << 16
+SEND_BUFFER_BYTES = 1 << 20
+"""What we ask of the kernel, which gives less: so that a long request is rarely written in parts."""
+NAP_S = 0.02
+"""How long one read waits for bytes, before the reader looks whether there is still something to wait for."""
+LEAVE_TIMEOUT_S = 5.0
+"""How long the end waits for who leads to leave."""
+_NAP = struct.pack("ll", 0, int(NAP_S * 1e6))
+
+
+class Lane:
+    """Takes over `sock`. See `stream.Carrier`."""
+
+    def __init__(self, sock: socket.socket, receive: Receive) -> None:
+        self._sock = sock
+        self._receive = receive
+        sock.setblocking(True)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _NAP)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        self._lock = threading.Lock()
+        """Guards what follows. Nobody sleeps while holding it."""
+        self._problem: StoreError | None = None
+        """Why it ended."""
+        self._led = False
+        self._asleep: deque[Call] = deque()
+        """Calls whose threads wait because somebody else leads."""
+        self._unsent: deque[memoryview] = deque()
+        self._mask = select.EPOLLIN
+        self._epoll = select.epoll()
+        self._epoll.register(sock, self._mask)
+        self._received = bytearray()
+        """The beginning of a message. It belongs to who leads."""
+
+    def __repr__(self) -> str:
+        return f"Lane({self._problem or 'open'}, {len(self._asleep)} asleep, {len(self._unsent)} unsent)"
+
+    # ------------------------------------------------------------------------------------------------- sending
+
+    def send(self, request: store_pb2.AttachRequest) -> None:
+        frame = lane_frame(request.SerializeToString())
+        with self._lock:
+            if self._problem is not None:
+                return
+            if self._unsent:
+                self._unsent.append(memoryview(frame))
+                return
+            rest = self._write(memoryview(frame))
+            if rest:
+                self._unsent.append(rest)
+                self._watch()
+
+    def _write(self, frame: memoryview) -> memoryview:
+        """Under the lock. What the daemon did not take."""
+        try:
+            sent = self._sock.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return frame
+        except OSError as problem:
+            self._end(gone(f"the daemon ended the lane: {problem.strerror}"))
+            return frame[:0]
+        except BaseException:
+            self._end(gone("interrupted in the middle of a request"))  # who knows how much of it was written
+            raise
+        return frame[sent:]
+
+    def _write_on(self) -> None:
+        with self._lock:
+            while self._unsent and self._problem is None:
+                rest = self._write(self._unsent[0])
+                if rest:
+                    self._unsent[0] = rest
+                    break
+                self._unsent.popleft()
+            self._watch()
+
+    @property
+    def unsent(self) -> int:
+        return len(self._unsent)
+
+    # ------------------------------------------------------------------------------------------------- waiting
+
+    def wait(self, call: Call) -> None:
+        while not call.done and self._problem is None:
+            left_s = call.deadline - time.monotonic()
+            if left_s <= 0:
+                return
+            if self._lead(call):
+                try:
+                    while not call.done and left_s > 0 and self._problem is None:
+                        self._read(left_s)
+                        left_s = call.deadline - time.monotonic()
+                finally:
+                    self._leave()
+            else:
+                try:
+                    call.pause(left_s)
+                finally:
+                    with self._lock, contextlib.suppress(ValueError):  # who left took it out
+                        self._asleep.remove(call)
+
+    def run(self) -> StoreError:
+        while self._problem is None:
+            events = self._epoll.poll()
+            if any(event & ~select.EPOLLOUT for _, event in events):
+                if not self._lead():
+                    time.sleep(NAP_S / 10)  # it is the end, which who leads sees too
+                    continue
+                try:
+                    self._read(0.0)
+                finally:
+                    self._leave()
+            if any(event & select.EPOLLOUT for _, event in events):
+                self._write_on()
+        self._dispose()
+        return self._problem
+
+    def _lead(self, call: Call | None = None) -> bool:
+        """Whether we lead now; if not, who leaves nudges `call`, or another that sleeps."""
+        if call is not None:
+            call.prepare()
+        with self._lock:
+            if self._led:
+                if call is not None:
+                    self._asleep.append(call)
+                return False
+            self._led = True
+            self._watch()
+            return True
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._led = False
+            self._watch()
+            while self._asleep and self._asleep[0].done:
+                self._asleep.popleft()
+            follower = self._asleep.popleft() if self._asleep else None
+        if follower is not None:
+            follower.nudge()
+
+    def _watch(self) -> None:
+        """Under the lock: what the carrier's own thread looks for. The end it always sees."""
+        mask = (0 if self._led else select.EPOLLIN) | (select.EPOLLOUT if self._unsent else 0)
+        if mask != self._mask and not self._epoll.closed:
+            self._epoll.modify(self._sock, mask)
+            self._mask = mask
+
+    # ----------------------------------------------------------------------------------------------- receiving
+
+    def _read(self, timeout_s: float) -> None:
+        """Who leads: wait for bytes (not much longer than a nap) and deal with all whole messages."""
+        try:
+            if timeout_s < NAP_S and not readable(self._sock, timeout_s):
+                return
+            data = self._sock.recv(READ_BYTES, 0 if timeout_s >= NAP_S else socket.MSG_DONTWAIT)
+            if data:
+                self._received += data
+                self._dispatch()
+            else:
+                self._fail(gone("the daemon ended the lane"))
+        except BlockingIOError:
+            pass
+        except (OSError, DecodeError) as problem:
+            self._fail(gone(f"the lane failed: {problem}"))
+        except StoreError as problem:
+            self._fail(problem)
+        except Exception as bug:
+            log.exception("a bug in the client: attaching anew")
+            self._fail(gone(f"an error in the client: {bug!r}"))
+        except BaseException:
+            # An answer to somebody else may be lost, so everybody asks again on another lane.
+            self._fail(gone("interrupted in the middle of an answer"))
+            raise
+
+    def _dispatch(self) -> None:
+        """Raises StoreError, DecodeError."""
+        received = self._received
+        start = 0
+        while len(received) - start >= LANE_PREFIX_BYTES:
+            body = start + LANE_PREFIX_BYTES
+            length = int.from_bytes(received[start:body], "little")
+            if length > FRAME_BYTES_MAX:
+                raise gone(f"the daemon announced a message of {length} bytes")
+            if len(received) - body < length:
+                break
+            start = body + length
+            reply = store_pb2.AttachReply.FromString(bytes(received[body:start]))
+            if reply.HasField("ended"):
+                raise error_from_proto(reply.ended)
+            self._receive(reply)
+        del received[:start]
+
+    # ----------------------------------------------------------------------------------------------------- end
+
+    def cancel(self) -> None:
+        self._fail(gone("the lane was given up"))
+
+    def _fail(self, problem: StoreError) -> None:
+        with self._lock:
+            self._end(problem)
+
+    def _end(self, problem: StoreError) -> None:
+        """Under the lock. Wakes everybody."""
+        if self._problem is None:
+            self._problem = problem
+            self._unsent.clear()
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            asleep, self._asleep = self._asleep, deque()
+            for call in asleep:
+                call.nudge()
+
+    def _dispose(self) -> None:
+        """Close the descriptors, once nobody reads any more."""
+        limit = time.monotonic() + LEAVE_TIMEOUT_S
+        while not self._lead():
+            if (
+                time.monotonic() > limit
+            ):  # somebody is stuck in what follows an answer, and closes them when he goes
+                return
+            time.sleep(NAP_S / 10)
+        with self._lock:  # and leads for ever
+            self._epoll.close()
+            self._sock.close()
+
+
+def readable(sock: socket.socket, timeout_s: float) -> bool:
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
