@@ -91,7 +91,10 @@ def test_stats_for_people(daemon, kvctl, session):
 
 def test_watch(daemon, kvctl):
     watching = subprocess.Popen(
-        [sys.executable, "-P", "-m", "kvstore.cli.kvctl", "stats", "--watch", "0.1", "--json"],
+        [
+            *("env", "--default-signal=INT"),  # what a shell starts in the background has it ignored
+            *(sys.executable, "-P", "-m", "kvstore.cli.kvctl", "stats", "--watch", "0.1", "--json"),
+        ],
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONSAFEPATH": "1", "KVSTORED_RUN_DIR": str(daemon.run_dir)},
     )
