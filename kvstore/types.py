@@ -7,8 +7,10 @@ one group on one distinct rank, a *slot* the place of a shard in a *segment* of 
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NewType, overload
 
 ChunkKey = NewType("ChunkKey", bytes)
 """At most KEY_BYTES_MAX bytes; opaque to the store."""
@@ -145,6 +147,84 @@ class Extent:
     generation: int
     checksum: int = 0
     """xxh3_64 of the bytes at commit; 0 while being written."""
+
+
+class Extents(Sequence[Extent]):
+    """Many extents as columns, which cost far less than an object for each. It reads like a tuple of `Extent`; where
+    there may be hundreds, read the columns. Nobody changes one."""
+
+    __slots__ = ("cell", "checksum", "generation", "length", "offset", "segment")
+
+    def __init__(
+        self,
+        segment: array[int],
+        offset: array[int],
+        length: array[int],
+        cell: array[int],
+        generation: array[int],
+        checksum: array[int],
+    ) -> None:
+        """Arrays of type Q, all of one length."""
+        self.segment = segment
+        self.offset = offset
+        self.length = length
+        self.cell = cell
+        self.generation = generation
+        self.checksum = checksum
+
+    @classmethod
+    def of(cls, extents: Iterable[Extent]) -> Extents:
+        if isinstance(extents, Extents):
+            return extents
+        return cls.of_rows(
+            [(e.segment, e.offset, e.length, e.cell, e.generation, e.checksum) for e in extents]
+        )
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[int, int, int, int, int, int]]) -> Extents:
+        """From the fields of each `Extent`."""
+        return cls(*(array("Q", column) for column in zip(*rows, strict=True))) if rows else NO_EXTENTS
+
+    @classmethod
+    def of_columns(cls, *columns: bytes) -> Extents:
+        """From the bytes of columns of 64 bits, in the order of the fields of `Extent`."""
+        return cls(*(array("Q", column) for column in columns))
+
+    @property
+    def columns(self) -> tuple[array[int], ...]:
+        """In the order of the fields of `Extent`."""
+        return self.segment, self.offset, self.length, self.cell, self.generation, self.checksum
+
+    def __len__(self) -> int:
+        return len(self.segment)
+
+    @overload
+    def __getitem__(self, index: int) -> Extent: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Extents: ...
+
+    def __getitem__(self, index: int | slice) -> Extent | Extents:
+        if isinstance(index, slice):
+            return Extents(*(column[index] for column in self.columns))
+        segment, *others = (column[index] for column in self.columns)
+        return Extent(SegmentId(segment), *others)
+
+    def __iter__(self) -> Iterator[Extent]:
+        return map(Extent, map(SegmentId, self.segment), *self.columns[1:])
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Extents):
+            return self.columns == other.columns
+        return isinstance(other, tuple) and tuple(self) == other
+
+    __hash__ = None  # type: ignore[assignment]  # as of any other mutable sequence
+
+    def __repr__(self) -> str:
+        return f"Extents({len(self)} shards, {sum(self.length)} bytes)"
+
+
+NO_EXTENTS = Extents(*(array("Q") for _ in range(6)))
 
 
 class HintResult(enum.IntEnum):

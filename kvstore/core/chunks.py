@@ -16,6 +16,10 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.types import ChunkKey, Reason
 
@@ -66,8 +70,65 @@ class LinkedRows:
         return f"LinkedRows({self.count} rows)"
 
 
+class Views:
+    """Columns of a table as arrays of numpy, which share their memory (see batch.py)."""
+
+    __slots__ = (
+        *(
+            "namespace",
+            "parent",
+            "first_child",
+            "newer",
+            "older",
+            "used_at",
+            "born_at",
+            "pins",
+            "refs",
+            "hits",
+        ),
+        *("tokens", "shard0", "ready", "reserved", "flags", "reason", "maker"),
+        *("shard_segment", "shard_slot", "shard_checksum", "shard_ready"),
+    )
+
+    def __init__(self, table: ChunkTable) -> None:
+        self.namespace = _view(table.namespace)
+        self.parent = _view(table.parent)
+        self.first_child = _view(table.first_child)
+        self.newer = _view(table.newer)
+        self.older = _view(table.older)
+        self.used_at = _view(table.used_at)
+        self.born_at = _view(table.born_at)
+        self.pins = _view(table.pins)
+        self.refs = _view(table.refs)
+        self.hits = _view(table.hits)
+        self.tokens = _view(table.tokens)
+        self.shard0 = _view(table.shard0)
+        self.ready = _view(table.ready)
+        self.reserved = _view(table.reserved)
+        self.flags = _view(table.flags)
+        self.reason = _view(table.reason)
+        self.maker = _view(table._maker)
+        self.shard_segment = _view(table.shard_segment)
+        self.shard_slot = _view(table.shard_slot)
+        self.shard_checksum = _view(table.shard_checksum)
+        self.shard_ready = _view(table.shard_ready)
+
+
+def _taken_from(stack: array[int], count: int) -> list[int]:
+    """The last `count` numbers, as so many calls of pop() would give them."""
+    taken = stack[len(stack) - count :].tolist()
+    del stack[len(stack) - count :]
+    taken.reverse()
+    return taken
+
+
+def _view(column: array[int] | bytearray) -> npt.NDArray[Any]:
+    return np.frombuffer(column, column.typecode if isinstance(column, array) else np.uint8)
+
+
 class ChunkTable:
     def __init__(self) -> None:
+        self._views: Views | None = None
         self.key: list[ChunkKey] = []
         self.namespace = array("i")
         self.parent = array("i")
@@ -107,6 +168,7 @@ class ChunkTable:
         """By number of shards: where they start."""
 
         self._maker = array("i")
+        """Number of the maker, NONE if nobody said."""
         self._makers: list[bytes] = []
         self._maker_uses: list[int] = []
         self._maker_numbers: dict[bytes, int] = {}
@@ -124,6 +186,13 @@ class ChunkTable:
         """Row numbers are below this."""
         return self._rows
 
+    @property
+    def views(self) -> Views:
+        """Valid until the next row or shard is new, and not to be kept until then."""
+        if self._views is None:
+            self._views = Views(self)
+        return self._views
+
     # ---------------------------------------------------------------------------------------------------- rows
 
     def new_row(self, namespace: int, key: ChunkKey, now: int) -> int:
@@ -137,6 +206,16 @@ class ChunkTable:
         self.used_at[row] = self.born_at[row] = now
         return row
 
+    def new_rows_for(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """As many rows as `new_row` would give one after the other; only their keys are set."""
+        reused = min(len(keys), len(self.free_rows))
+        rows = _taken_from(self.free_rows, reused)
+        first = self.new_rows(len(keys) - reused)
+        rows += range(first, first + len(keys) - reused)
+        for row, key in zip(rows, keys, strict=True):
+            self.key[row] = key
+        return rows
+
     def new_rows(self, count: int) -> int:
         """`count` rows at the end of the columns, to be filled by the caller; the first of them."""
         first = self._rows
@@ -147,6 +226,7 @@ class ChunkTable:
 
     def _grow_rows(self, more: int) -> None:
         """All columns at once and in steps, so that the allocator is not asked for each of them again and again."""
+        self._views = None
         self.key += [ChunkKey(b"")] * more
         for none in (
             self.namespace,
@@ -206,11 +286,21 @@ class ChunkTable:
             return
         self.shard0[row] = self.new_shards(shards)
 
+    def new_shards_for(self, count: int, shards: int) -> list[int]:
+        """Where the shards of `count` rows start that are given room, `shards` each."""
+        free = self._free_shards.get(shards, array("i"))
+        reused = min(count, len(free))
+        starts = _taken_from(free, reused)
+        first = self.new_shards((count - reused) * shards)
+        starts += range(first, first + (count - reused) * shards, shards)
+        return starts
+
     def new_shards(self, count: int) -> int:
         """Room for `count` shards at the end of their columns; where it starts."""
         start = self._shards
         self._shards += count
         if self._shards > len(self.shard_segment):
+            self._views = None
             more = max(GROWTH_MIN, count, len(self.shard_segment) // GROWTH_SHARE)
             for none in (self.shard_segment, self.shard_slot, self.disk_slab, self.disk_slot):
                 none.extend(array("i", [NONE]) * more)
@@ -225,6 +315,9 @@ class ChunkTable:
         assert self.ready[row] == 0 and self.reserved[row] == 0, self.describe(row)
         for place in range(start, start + shards):
             assert self.shard_segment[place] == NONE and self.disk_slab[place] == NONE, self.describe(row)
+            self.shard_checksum[place] = (
+                0  # it tells of the bytes, and who gets the place next may be a stranger
+            )
         self._free_shards.setdefault(shards, array("i")).append(start)
         self.shard0[row] = NONE
 
@@ -257,19 +350,20 @@ class ChunkTable:
                 self._free_makers.append(old)
             self._maker[row] = NONE
         if maker:
-            self._maker[row] = self._maker_number(maker, uses=1)
+            self._maker[row] = self.number_of_maker(maker, uses=1)
 
     def set_makers(self, first: int, numbers: Sequence[int], makers: Sequence[bytes]) -> None:
         """Of many new rows, from `first` on: numbers index `makers`, NONE for nobody."""
         own = {
-            number: self._maker_number(makers[number], uses)
+            number: self.number_of_maker(makers[number], uses)
             for number, uses in Counter(numbers).items()
             if number >= 0
         }
         own[NONE] = NONE
         self._maker[first : first + len(numbers)] = array("i", [own[number] for number in numbers])
 
-    def _maker_number(self, maker: bytes, uses: int) -> int:
+    def number_of_maker(self, maker: bytes, uses: int) -> int:
+        """To be put into so many rows."""
         number = self._maker_numbers.get(maker, NONE)
         if number == NONE:
             if self._free_makers:

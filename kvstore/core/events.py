@@ -6,7 +6,7 @@ exactly one `Reply` effect, at once or later. Effects are performed in the order
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -499,7 +499,7 @@ class Acquired:
     ttl_ms: int
     outcomes: tuple[Outcome, ...]
     reasons: tuple[Reason, ...]
-    extents: tuple[Extent, ...]
+    extents: Sequence[Extent]
     """Of the hits, in key order, then in the order of the wanted shards."""
 
 
@@ -516,7 +516,7 @@ class Reserved:
     """0 when nothing was granted."""
     ttl_ms: int
     results: tuple[GrantResult, ...]
-    extents: tuple[Extent, ...]
+    extents: Sequence[Extent]
     """Per granted key, in key order, then in shard order. Under protection `sealed` only `length` may be used."""
 
 
@@ -778,7 +778,7 @@ class CopyIn:
     op: OpId
     worker: WorkerId
     pieces: tuple[StagedPiece, ...]
-    targets: tuple[Extent, ...]
+    targets: Sequence[Extent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -790,7 +790,7 @@ class FillSlots:
     worker: WorkerId
     region: RegionId
     pieces: tuple[StagedPiece, ...]
-    targets: tuple[Extent, ...]
+    targets: Sequence[Extent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -798,7 +798,7 @@ class Checksum:
     """Checksum slots in place (group protection, audits, reports). Answer: OpDone or OpFailed."""
 
     op: OpId
-    extents: tuple[Extent, ...]
+    extents: Sequence[Extent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -806,8 +806,8 @@ class MoveSlots:
     """Copy slot to slot, checksumming the destination. Sources are pinned by the core until the answer."""
 
     op: OpId
-    sources: tuple[Extent, ...]
-    targets: tuple[Extent, ...]
+    sources: Sequence[Extent]
+    targets: Sequence[Extent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -852,7 +852,7 @@ class WriteRecords:
 
     op: OpId
     records: tuple[Record, ...]
-    sources: tuple[Extent, ...]
+    sources: Sequence[Extent]
     targets: tuple[DiskPlace, ...]
 
 
@@ -864,7 +864,7 @@ class ReadRecords:
     op: OpId
     records: tuple[Record, ...]
     sources: tuple[DiskPlace, ...]
-    targets: tuple[Extent, ...]
+    targets: Sequence[Extent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -893,7 +893,7 @@ class RewriteSlots:
     """The same with DRAM slots. Answer: OpDone with 1 per slot that kept what was written, else 0; or OpFailed."""
 
     op: OpId
-    targets: tuple[Extent, ...]
+    targets: Sequence[Extent]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 
+from kvstore.core import batch
 from kvstore.core.chunks import LISTED, NONE, TAIL, WANTED, ChunkTable
 from kvstore.core.namespaces import Namespace
 from kvstore.types import NamespaceId
@@ -22,6 +23,7 @@ class Policy:
     def __init__(self, chunks: ChunkTable, kind: str) -> None:
         assert kind in ("hints", "lru", "fifo"), kind
         self._chunks = chunks
+        self.batch_min = batch.BATCH_MIN
         self.kind = kind
         self.rank: dict[int, int] = {}
         """Position in the queue of the soonest job that needs a chunk row."""
@@ -32,6 +34,13 @@ class Policy:
     def add(self, namespace: Namespace, rows: Sequence[int]) -> None:
         """`rows` became evictable; they were used together and stand in chain order. Of chunks used together,
         descendants go before their ancestors, and tails that no manifest names before everything."""
+        if len(rows) >= self.batch_min and self.kind != "fifo":
+            batch.evictable(self, self._chunks, namespace, rows)
+        else:
+            self.add_each(namespace, rows)
+
+    def add_each(self, namespace: Namespace, rows: Sequence[int]) -> None:
+        """`add`, one by one."""
         chunks = self._chunks
         for row in reversed(rows):
             if row in self.rank:

@@ -16,10 +16,16 @@ import enum
 from array import array
 from collections.abc import Container
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvstore.types import NamespaceId, SegmentId, SlotState, WorkerId
 
 NO_OWNER = -1
+Slots = npt.NDArray[Any]
+"""Numbers of different slots of one segment, or a row for each."""
 
 
 class Phase(enum.Enum):
@@ -236,9 +242,28 @@ class Pool:
             del slab.with_free[segment.index]
         return segment, slot
 
+    def take_many(self, slab: SlabClass, owners: Slots) -> tuple[Segment, Slots]:
+        """As `take` for each of `owners`, until the first segment has no free slot left: the slots of as many."""
+        segment = next(iter(slab.with_free.values()))
+        count = min(len(owners), len(segment.free))
+        slots = np.array(segment.free[-count:], np.intp)[::-1]
+        del segment.free[-count:]
+        owner = np.frombuffer(segment.owner, np.int32)
+        assert (owner[slots] == NO_OWNER).all(), (segment, slots)
+        owner[slots] = owners[:count]
+        self._change_many(segment, slots, SlotState.FREE, SlotState.RESERVED)
+        slab.free -= count
+        if not segment.free:
+            segment.free = array("i")
+            del slab.with_free[segment.index]
+        return segment, slots
+
     def fill(self, segment: Segment, slot: int) -> None:
         """RESERVED -> READY: the bytes are in."""
         self._change(segment, slot, SlotState.RESERVED, SlotState.READY)
+
+    def fill_many(self, segment: Segment, slots: Slots) -> None:
+        self._change_many(segment, slots, SlotState.RESERVED, SlotState.READY)
 
     def quarantine(self, segment: Segment, slot: int) -> None:
         """Out of service, still owned: somebody may yet write it, or its bytes are wrong. The generation moves on."""
@@ -268,6 +293,13 @@ class Pool:
         segment.state[slot] = after
         segment.counts[before] -= 1
         segment.counts[after] += 1
+
+    def _change_many(self, segment: Segment, slots: Slots, before: SlotState, after: SlotState) -> None:
+        state = np.frombuffer(segment.state, np.uint8)
+        assert (state[slots] == before).all(), (segment, slots, before)
+        state[slots] = after
+        segment.counts[before] -= len(slots)
+        segment.counts[after] += len(slots)
 
     def _bump(self, segment: Segment, slot: int) -> None:
         generation = segment.generation[slot] + 1

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvstore.core import batch
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, HITS_MAX, NONE, STORED
 from kvstore.core.namespaces import Namespace
 from kvstore.core.state import State
-from kvstore.core.workers import EngineGroup, Worker
+from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest, Exhausted
-from kvstore.types import ChunkKey, DiskState, Extent, LeaseId, Millis, OpId, Outcome, Reason, Tier
+from kvstore.types import ChunkKey, DiskState, LeaseId, Millis, OpId, Outcome, Reason, Tier
 
 Found = tuple[int, Outcome, Reason]
+_PENDING = (Reason.BEING_SAVED, Reason.ON_SSD)
+_REASONS = tuple(Reason)
+_OUTCOMES = tuple(
+    Outcome.HIT if reason is Reason.NONE else Outcome.PENDING if reason in _PENDING else Outcome.MISS
+    for reason in Reason
+)
+"""By reason: what a lookup that ends for it is answered."""
 
 
 def lookup(state: State, namespace: Namespace, key: ChunkKey) -> Found:
@@ -53,17 +61,29 @@ class Reads:
         """Longest usable boundary (invariant 4), what is on SSD included. Never promotes, never pins, is no use."""
         state = self.state
         namespace = state.namespace(worker, event.namespace)
-        found = [lookup(state, namespace, key) for key in event.keys]
+        rows, reasons = self._look_up(namespace, event.keys)
         usable = 0
         tokens = 0
-        for row, outcome, reason in found:
-            if outcome is not Outcome.HIT and reason is not Reason.ON_SSD:
+        for row, reason in zip(rows, reasons, strict=True):
+            if reason is not Reason.NONE and reason is not Reason.ON_SSD:
                 break
-            tokens += state.chunks.tokens[row]
-            if event.token_count and tokens >= event.token_count:
-                break
+            if event.token_count:
+                tokens += state.chunks.tokens[row]
+                if tokens >= event.token_count:
+                    break
             usable += 1
-        return ev.Matched(usable, tuple(f[1] for f in found), tuple(f[2] for f in found))
+        return ev.Matched(usable, tuple(map(_OUTCOMES.__getitem__, reasons)), tuple(reasons))
+
+    def _look_up(self, namespace: Namespace, keys: Sequence[ChunkKey]) -> tuple[list[int], list[Reason]]:
+        """`lookup` of each key, as (rows, reasons)."""
+        state = self.state
+        if len(keys) < state.batch_min or namespace.retired or state.recalling:
+            found = [lookup(state, namespace, key) for key in keys]
+            return [row for row, _, _ in found], [reason for _, _, reason in found]
+        rows, reasons, rest = batch.look_up(state, namespace, keys)
+        for number in rest:
+            reasons[number] = lookup(state, namespace, keys[number])[2]
+        return rows.tolist(), list(map(_REASONS.__getitem__, reasons))
 
     def acquire(self, worker: Worker, event: ev.Acquire) -> ev.Acquired:
         """Pin the hits; all or nothing per chunk (invariant 3). What is on SSD begins to rise.
@@ -80,58 +100,67 @@ class Reads:
                 "too many open leases", field="leases", value=len(worker.group.leases), remedy="release some"
             )
         ttl_ms = clip_ttl(event.ttl_ms, limits.lease_ttl_ms, limits.lease_ttl_max_ms)
-        outcomes: list[Outcome] = []
+        rows, found = self._look_up(namespace, event.keys)
         reasons: list[Reason] = []
         hits: list[int] = []
-        extents: list[Extent] = []
-        lengths = namespace.spec.shard_bytes
         until = state.now + min(event.wait_ms, limits.wait_max_ms)
-        pin_bytes_max = limits.pin_bytes_max
-        stopped = False
-        for key in event.keys:
-            if stopped:
-                outcomes.append(Outcome.MISS)
-                reasons.append(Reason.BEYOND_MISS)
-                continue
-            row, outcome, reason = lookup(state, namespace, key)
-            if len(extents) + len(shards) > limits.extents_per_answer_max:
-                outcome, reason = Outcome.MISS, Reason.BEYOND_MISS
-            if outcome is Outcome.HIT and not _charge(worker.group, namespace, row, pin_bytes_max):
-                outcome, reason = Outcome.MISS, Reason.QUOTA
+        hits_max = limits.extents_per_answer_max // len(shards)
+        leading = min(_leading_hits(found), hits_max)
+        if leading >= state.batch_min:
+            first = rows[:leading]
+            if worker.group.charge_new(first, namespace.chunk_bytes, limits.pin_bytes_max):
+                hits += first
+                reasons += found[:leading]
+                namespace.lookups[Reason.NONE] += leading
+        for row, reason in zip(rows[len(hits) :], found[len(hits) :], strict=True):
+            if len(hits) >= hits_max:
+                reason = Reason.BEYOND_MISS
+            elif reason is Reason.NONE and not worker.group.charge(
+                row, namespace.chunk_bytes, limits.pin_bytes_max
+            ):
+                reason = Reason.QUOTA
+            outcome = _OUTCOMES[reason]
             if outcome is Outcome.HIT:
-                state.pin(row)
                 hits.append(row)
-                self._used(row, namespace)
-                extents += [state.extent(row, shard, lengths[shard]) for shard in shards]
-            else:
-                if reason is Reason.ON_SSD:
-                    self.rise(row)
-                if outcome is Outcome.PENDING and event.wait_ms > 0:
-                    state.wait_for(worker, row, until)
-                stopped = event.prefix_only and outcome is Outcome.MISS
-            outcomes.append(outcome)
+            elif reason is Reason.ON_SSD:
+                self.rise(row)
+            if outcome is Outcome.PENDING and event.wait_ms > 0:
+                state.wait_for(worker, row, until)
             reasons.append(reason)
             namespace.lookups[reason] += 1
+            if event.prefix_only and outcome is Outcome.MISS:
+                reasons += [Reason.BEYOND_MISS] * (len(event.keys) - len(reasons))
+                break
+        outcomes = tuple(map(_OUTCOMES.__getitem__, reasons))
         if not hits:
-            return ev.Acquired(LeaseId(0), 0, tuple(outcomes), tuple(reasons), ())
+            return ev.Acquired(LeaseId(0), 0, outcomes, tuple(reasons), ())
+        state.pin_all(namespace, hits)
+        self._used(namespace, hits)
         lease = state.leases.open(worker.group, worker.id, namespace.id, state.now + ttl_ms)
         lease.rows.extend(hits)
-        return ev.Acquired(lease.id, ttl_ms, tuple(outcomes), tuple(reasons), tuple(extents))
+        return ev.Acquired(lease.id, ttl_ms, outcomes, tuple(reasons), state.extents(namespace, hits, shards))
 
-    def _used(self, row: int, namespace: Namespace) -> None:
-        chunks = self.state.chunks
-        if row in self.state.demanded:
-            self.state.demanded.discard(row)
-            namespace.ssd_hits += 1
-        if row in self.state.prefetched:
-            self.state.prefetched.discard(row)
-            self.state.counters["prefetch_on_time"] += 1
-        chunks.used_at[row] = self.state.now
-        if chunks.hits[row] < HITS_MAX:
-            chunks.hits[row] += 1
-        start = chunks.shard0[row]
-        for place in range(start, start + namespace.shards):
-            self.state.pool.segments[chunks.shard_segment[place]].touched_at = self.state.now
+    def _used(self, namespace: Namespace, rows: Sequence[int]) -> None:
+        state = self.state
+        chunks = state.chunks
+        if state.demanded:
+            found = state.demanded.intersection(rows)
+            state.demanded -= found
+            namespace.ssd_hits += len(found)
+        if state.prefetched:
+            found = state.prefetched.intersection(rows)
+            state.prefetched -= found
+            state.counters["prefetch_on_time"] += len(found)
+        if len(rows) >= state.batch_min and batch.distinct(rows):
+            batch.used(state, namespace, rows)
+            return
+        for row in rows:
+            chunks.used_at[row] = state.now
+            if chunks.hits[row] < HITS_MAX:
+                chunks.hits[row] += 1
+            start = chunks.shard0[row]
+            for place in range(start, start + namespace.shards):
+                state.pool.segments[chunks.shard_segment[place]].touched_at = state.now
 
     def renew(self, worker: Worker, event: ev.Renew) -> ev.Renewed:
         """The quota was charged when the pins were taken, so whatever is renewed fits in the group's share."""
@@ -176,16 +205,13 @@ class Reads:
         """Have the slots of these hits read again; `audited` is called with what they hold. `quiet`: that is no use of
         them."""
         state = self.state
-        lengths = namespace.spec.shard_bytes
-        extents: list[Extent] = []
-        for row in rows:
-            state.pin(row)
-            extents += [state.extent(row, shard, lengths[shard]) for shard in range(namespace.shards)]
+        state.pin_all(namespace, rows)
+        extents = state.extents(namespace, rows, range(namespace.shards))
         op = state.new_op()
-        self.audits[op] = (list(rows), [extent.checksum for extent in extents])
+        self.audits[op] = (list(rows), list(extents.checksum))
         if quiet:
             self._quiet.add(op)
-        state.effects.append(ev.Checksum(op, tuple(extents)))
+        state.effects.append(ev.Checksum(op, extents))
         return op
 
     def audited(self, op: OpId, checksums: Sequence[int] | None) -> int:
@@ -220,15 +246,11 @@ class Reads:
         return True
 
 
-def _charge(group: EngineGroup, namespace: Namespace, row: int, bytes_max: int) -> bool:
-    """Count the row against the group's quota; False if it would not fit."""
-    pinned = group.pins.get(row, 0)
-    if not pinned:
-        if group.pinned_bytes + namespace.chunk_bytes > bytes_max:
-            return False
-        group.pinned_bytes += namespace.chunk_bytes
-    group.pins[row] = pinned + 1
-    return True
+def _leading_hits(reasons: Sequence[Reason]) -> int:
+    for count, reason in enumerate(reasons):
+        if reason is not Reason.NONE:
+            return count
+    return len(reasons)
 
 
 def wanted_shards(namespace: Namespace, shards: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,10 +7,11 @@ worker may have used for something else, so a worker that gave up waiting for th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress, groupby
 
+from kvstore.core import batch
 from kvstore.core import events as ev
 from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, NONE, STORED, TAIL, TRANSIENT
 from kvstore.core.namespaces import Namespace
@@ -33,7 +34,7 @@ from kvstore.types import (
     ChunkKey,
     CommitResult,
     DiskState,
-    Extent,
+    Extents,
     GrantResult,
     Millis,
     NamespaceId,
@@ -117,29 +118,33 @@ class Saves:
         reservation = Reservation(
             ReservationId(self._next_id), worker.id, namespace.id, state.now + ttl_ms, shards=shards
         )
+        parents = event.parents or (event.parent, *event.keys[:-1])
         results: list[GrantResult] = []
-        extents: list[Extent] = []
-        lengths = namespace.spec.shard_bytes
-        parent = event.parent
+        new = self._new_keys(namespace, event.keys, shards)
         for index, key in enumerate(event.keys):
-            if event.parents:
-                parent = event.parents[index]
+            if index < len(results):
+                continue  # granted with those before
+            if index in new:
+                run = slice(index, new[index])
+                granted = self._grant_new(worker, namespace, reservation, event, run, parents, counts)
+                results += [GrantResult.GRANTED] * granted
+                if granted:
+                    continue
             result = self._grant(worker, namespace, reservation, key, shards)
             if result is GrantResult.GRANTED:
-                row = namespace.index[key]
-                self._describe(namespace, row, parent, counts[index], event)
-                extents += [state.extent(row, shard, lengths[shard]) for shard in shards]
+                self._describe(namespace, namespace.index[key], parents[index], counts[index], event)
             results.append(result)
-            parent = key
-        for result, count in Counter(results).items():
-            state.counters[f"grants_{result.name.lower()}"] += count
+        for result in GrantResult:
+            if count := results.count(result):
+                state.counters[f"grants_{result.name.lower()}"] += count
         if not reservation.rows:
             return ev.Reserved(ReservationId(0), 0, tuple(results), ())
         self._next_id += 1
         reservation.maker = event.maker
         state.reservations[reservation.id] = reservation
         worker.reservations.add(reservation.id)
-        return ev.Reserved(reservation.id, ttl_ms, tuple(results), tuple(extents))
+        extents = state.extents(namespace, reservation.rows, shards)
+        return ev.Reserved(reservation.id, ttl_ms, tuple(results), extents)
 
     def _check(self, namespace: Namespace, event: ev.Reserve, counts: Sequence[int]) -> None:
         full = namespace.spec.chunk_tokens
@@ -151,6 +156,8 @@ class Saves:
             raise BadRequest(
                 "must be empty or have one entry per key", field="token_counts", value=len(counts)
             )
+        if counts and min(counts) >= 1 and max(counts) <= full:
+            return
         for count in counts:
             if not 1 <= count <= full:
                 raise BadRequest(
@@ -224,6 +231,87 @@ class Saves:
         worker.reserved_bytes += wanted
         return GrantResult.GRANTED
 
+    def _new_keys(
+        self, namespace: Namespace, keys: Sequence[ChunkKey], shards: Sequence[int]
+    ) -> dict[int, int]:
+        """Where runs of keys that nobody has seen begin, and end, of those long enough to be granted at once."""
+        if len(keys) < self.state.batch_min or len({namespace.slot_bytes[shard] for shard in shards}) > 1:
+            return {}
+        if len(set(keys)) < len(keys):
+            return {}
+        runs: dict[int, int] = {}
+        end = 0
+        for known, run in groupby(map(namespace.index.__contains__, keys)):
+            start, end = end, end + sum(1 for _ in run)
+            if not known and end - start >= self.state.batch_min:
+                runs[start] = end
+        return runs
+
+    def _grant_new(
+        self,
+        worker: Worker,
+        namespace: Namespace,
+        reservation: Reservation,
+        event: ev.Reserve,
+        run: slice,
+        parents: Sequence[ChunkKey],
+        counts: Sequence[int],
+    ) -> int:
+        """`_grant` and `_describe` for a run of new keys, as far as quota and slots go that are free now; how many."""
+        state = self.state
+        shards = reservation.shards
+        slot_bytes = namespace.slot_bytes[shards[0]]
+        wanted = slot_bytes * len(shards)
+        room = min(
+            run.stop - run.start,
+            (state.limits.reserve_bytes_max - worker.reserved_bytes) // wanted,
+            state.limits.chunks_max - state.chunks.rows_used,
+        )
+        rows: list[int] = []
+        asked = False
+        while len(rows) < room:
+            slab = self._segments.with_free(namespace, slot_bytes, len(shards))
+            if slab is None:
+                break
+            fit = min(room - len(rows), slab.free // len(shards))
+            if not asked:
+                fit = min(fit, -(-self._segments.until_short(slab) // len(shards)))
+            part = slice(run.start + len(rows), run.start + len(rows) + fit)
+            granted = batch.begin(state, namespace, event.keys[part], slab, shards)
+            self._describe_new(namespace, granted, part, parents, counts, event)
+            asked = self._segments.ask_if_short(namespace, slab) or asked
+            rows += granted
+        reservation.rows.extend(rows)
+        reservation.reserved_bytes += wanted * len(rows)
+        worker.reserved_bytes += wanted * len(rows)
+        return len(rows)
+
+    def _describe_new(
+        self,
+        namespace: Namespace,
+        rows: Sequence[int],
+        part: slice,
+        parents: Sequence[ChunkKey],
+        counts: Sequence[int],
+        event: ev.Reserve,
+    ) -> None:
+        """`_describe` for rows that are new, one after the other: a parent that comes later in the request is none."""
+        numbers = dict(zip(rows, range(len(rows)), strict=True))
+        above: list[int] = []
+        before: ChunkKey | None = None
+        for number, (key, parent) in enumerate(zip(event.keys[part], parents[part], strict=True)):
+            if parent == before:
+                above.append(rows[number - 1])
+            else:
+                row = namespace.index.get(parent, NONE) if parent else NONE
+                above.append(row if numbers.get(row, NONE) < number else NONE)
+            before = key
+        kind = (DERIVED if event.derived else 0) | (TRANSIENT if event.transient else 0)
+        full = namespace.spec.chunk_tokens
+        tokens = counts[part]
+        flags = [kind | (TAIL if count < full else 0) for count in tokens]
+        batch.describe(self.state.chunks, rows, above, tokens, flags)
+
     def _describe(
         self, namespace: Namespace, row: int, parent: ChunkKey, tokens: int, event: ev.Reserve
     ) -> None:
@@ -265,9 +353,7 @@ class Saves:
                 field="offsets",
                 value=len(event.offsets),
             )
-        pieces = tuple(
-            StagedPiece(offset, target.length) for offset, target in zip(event.offsets, targets, strict=True)
-        )
+        pieces = tuple(map(StagedPiece, event.offsets, targets.length))
         op = state.new_op()
         state.effects.append(ev.FillSlots(op, worker.id, event.region, pieces, targets))
         reservation.filled = None
@@ -346,14 +432,9 @@ class Saves:
             doing = "filled" if reservation.filling else "committed"
             raise Conflict(f"is being {doing} already", field="reservation_id", value=reservation.id)
 
-    def _targets(self, reservation: Reservation) -> tuple[Extent, ...]:
-        state = self.state
-        lengths = state.namespaces[reservation.namespace].spec.shard_bytes
-        return tuple(
-            state.extent(row, shard, lengths[shard])
-            for row in reservation.rows
-            for shard in reservation.shards
-        )
+    def _targets(self, reservation: Reservation) -> Extents:
+        namespace = self.state.namespaces[reservation.namespace]
+        return self.state.extents(namespace, reservation.rows, reservation.shards)
 
     def _copy(self, reservation: Reservation, ticket: ev.Ticket, op: OpId) -> None:
         reservation.ticket = ticket
@@ -418,25 +499,12 @@ class Saves:
         state = self.state
         namespace = state.namespaces[reservation.namespace]
         keys = self._keys(reservation)
-        results = []
-        whole: list[int] = []
-        at = 0
-        written = 0
-        for row in reservation.rows:
-            doomed = bool(state.chunks.flags[row] & DOOMED)
-            if reservation.maker:
-                state.add_maker(row, reservation.maker)
-            for shard in reservation.shards:
-                if state.shard_filled(row, shard, checksums[at]):
-                    whole.append(row)
-                written += namespace.spec.shard_bytes[shard]
-                at += 1
-            visible = not doomed and state.is_hit(row)
-            results.append(CommitResult.VISIBLE if visible else CommitResult.WAITING_FOR_SHARDS)
-            if doomed:
-                self._drop_if_empty(namespace, row)
-        state.arrived(whole)
-        state.counters["bytes_saved"] += written
+        if len(reservation.rows) >= state.batch_min and batch.may_fill(state.chunks, reservation.rows):
+            results = self._fill_all(namespace, reservation, checksums)
+        else:
+            results = self._fill_each(namespace, reservation, checksums)
+        each = sum(namespace.spec.shard_bytes[shard] for shard in reservation.shards)
+        state.counters["bytes_saved"] += each * len(reservation.rows)
         state.counters["chunks_saved"] += len(reservation.rows)
         self._forget(reservation, "committed", keys)
         answer = ev.Committed(tuple(results))
@@ -444,6 +512,39 @@ class Saves:
             return answer
         self.await_durable(ticket, namespace, keys, answer)
         return None
+
+    def _fill_all(
+        self, namespace: Namespace, reservation: Reservation, checksums: Sequence[int]
+    ) -> list[CommitResult]:
+        state = self.state
+        rows = reservation.rows
+        if reservation.maker:
+            batch.add_maker(state, rows, reservation.maker)
+        whole = batch.fill(state, namespace, rows, reservation.shards, checksums)
+        state.arrived(list(compress(rows, whole)))
+        return [CommitResult.VISIBLE if is_whole else CommitResult.WAITING_FOR_SHARDS for is_whole in whole]
+
+    def _fill_each(
+        self, namespace: Namespace, reservation: Reservation, checksums: Sequence[int]
+    ) -> list[CommitResult]:
+        state = self.state
+        results: list[CommitResult] = []
+        whole: list[int] = []
+        at = 0
+        for row in reservation.rows:
+            doomed = bool(state.chunks.flags[row] & DOOMED)
+            if reservation.maker:
+                state.add_maker(row, reservation.maker)
+            for shard in reservation.shards:
+                if state.shard_filled(row, shard, checksums[at]):
+                    whole.append(row)
+                at += 1
+            visible = not doomed and state.is_hit(row)
+            results.append(CommitResult.VISIBLE if visible else CommitResult.WAITING_FOR_SHARDS)
+            if doomed:
+                self._drop_if_empty(namespace, row)
+        state.arrived(whole)
+        return results
 
     # ----------------------------------------------------------------------------------------------- abort, expiry
 
@@ -609,19 +710,17 @@ def _lost(why: str, reservation_id: ReservationId) -> Precondition:
     )
 
 
-def _pieces(staged: tuple[StagedPiece, ...], targets: tuple[Extent, ...]) -> tuple[StagedPiece, ...]:
+def _pieces(staged: tuple[StagedPiece, ...], targets: Extents) -> tuple[StagedPiece, ...]:
     """One piece per target, of its length (0 in a piece means: as long as the shard)."""
     if len(staged) != len(targets):
         raise BadRequest(
-            f"must name one piece of staging memory for each of the {len(targets)} granted shards",
+            f"must name one piece of staging memory for each of the {len(targets)} granted shards that are not filled",
             field="staging_offsets",
             value=len(staged),
         )
-    pieces = []
-    for piece, target in zip(staged, targets, strict=True):
-        if piece.length not in (0, target.length):
-            raise BadRequest(
-                f"the shard has {target.length} bytes", field="staged length", value=piece.length
-            )
-        pieces.append(StagedPiece(piece.offset, target.length))
-    return tuple(pieces)
+    for piece, length in zip(staged, targets.length, strict=True):
+        if piece.length not in (0, length):
+            raise BadRequest(f"the shard has {length} bytes", field="staged length", value=piece.length)
+    return tuple(
+        [StagedPiece(piece.offset, length) for piece, length in zip(staged, targets.length, strict=True)]
+    )

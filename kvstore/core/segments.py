@@ -9,7 +9,7 @@ from kvstore.core import events as ev
 from kvstore.core import planner
 from kvstore.core.chunks import QUEUED, STORED
 from kvstore.core.namespaces import Namespace
-from kvstore.core.pool import Phase, Segment
+from kvstore.core.pool import Phase, Segment, SlabClass
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.types import Extent, Millis, NamespaceId, OpId, Reason, SegmentId, SlotState, Tier
@@ -122,8 +122,7 @@ class Segments:
         pool = self.state.pool
         taken = self._take(namespace, slot_bytes, row)
         if taken is not None:
-            if not pool.idle and pool.classes[namespace.id, slot_bytes].free <= taken[0].capacity // 4:
-                self._ask_for_more(namespace)
+            self.ask_if_short(namespace, pool.classes[namespace.id, slot_bytes])
             return taken
         idle = next(iter(pool.idle.values()), None) or planner.empty_of(pool.segments, namespace.id)
         if idle is not None:
@@ -144,6 +143,31 @@ class Segments:
             if empty is not None:
                 self._assign(empty, namespace, slot_bytes)
         return None
+
+    def with_free(self, namespace: Namespace, slot_bytes: int, count: int) -> SlabClass | None:
+        """The class, if it has `count` free slots without anything being evicted; an idle segment may become its."""
+        pool = self.state.pool
+        slab = pool.classes.get((namespace.id, slot_bytes))
+        if slab is None or slab.free < count:
+            idle = next(iter(pool.idle.values()), None) or planner.empty_of(pool.segments, namespace.id)
+            if idle is None:
+                return None
+            self._assign(idle, namespace, slot_bytes)
+            slab = pool.classes[namespace.id, slot_bytes]
+        return slab if slab.free >= count else None
+
+    def until_short(self, slab: SlabClass) -> int:
+        """How many slots may be taken before more should be asked for; at least one."""
+        pool = self.state.pool
+        return slab.free if pool.idle else max(1, slab.free - pool.slots_of(slab.slot_bytes) // 4)
+
+    def ask_if_short(self, namespace: Namespace, slab: SlabClass) -> bool:
+        """Slots were taken: some should always be left."""
+        pool = self.state.pool
+        short = not pool.idle and slab.free <= pool.slots_of(slab.slot_bytes) // 4
+        if short:
+            self._ask_for_more(namespace)
+        return short
 
     def _take(self, namespace: Namespace, slot_bytes: int, row: int) -> tuple[Segment, int] | None:
         slab = self.state.pool.classes.get((namespace.id, slot_bytes))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from kvstore.core import batch
 from kvstore.core.chunks import (
     COMMITTED,
     DOOMED,
@@ -43,6 +44,7 @@ from kvstore.types import (
     DiskPlace,
     DiskState,
     Extent,
+    Extents,
     LeaseId,
     Millis,
     NamespaceId,
@@ -123,6 +125,8 @@ class State:
     """Makers whose chunks are misses from now on, and are about to be doomed; since when they must have made them."""
     makers: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
     """Who is meant where several ranks each committed shards of one chunk: its maker is then a digest of theirs."""
+    batch_min: int = field(default_factory=lambda: batch.BATCH_MIN)
+    """From how many chunks on they are handled as a batch."""
     restored_at: Millis = -1
     """Chunks that a restart brought were born then, as far as anybody knows."""
 
@@ -215,6 +219,24 @@ class State:
 
     def namespace_of(self, row: int) -> Namespace:
         return self.namespaces[NamespaceId(self.chunks.namespace[row])]
+
+    def extents(self, namespace: Namespace, rows: Sequence[int], shards: Sequence[int]) -> Extents:
+        """Where `shards` of each row are, row by row; their slots must be there."""
+        lengths = namespace.spec.shard_bytes
+        if len(rows) >= self.batch_min:
+            return batch.extents(self, rows, shards, lengths)
+        chunks = self.chunks
+        segments = self.pool.segments
+        fields = []
+        for row in rows:
+            start = chunks.shard0[row]
+            for shard in shards:
+                segment = segments[chunks.shard_segment[start + shard]]
+                slot = chunks.shard_slot[start + shard]
+                checksum = chunks.shard_checksum[start + shard]
+                place = slot * segment.slot_bytes
+                fields.append((segment.id, place, lengths[shard], slot, segment.generation[slot], checksum))
+        return Extents.of_rows(fields)
 
     def extent(self, row: int, shard: int, length: int) -> Extent:
         """Where a shard is; its slot must be there."""
@@ -422,6 +444,10 @@ class State:
             return
         chunks.flags[row] |= QUEUED
         self.to_store.append((row, chunks.key[row]))
+        self.forget_stale_to_store()
+
+    def forget_stale_to_store(self) -> None:
+        chunks = self.chunks
         if len(self.to_store) > 2 * chunks.rows_used + STALE_TO_STORE_MAX:
             entries = ((other, key) for other, key in self.to_store if self.is_queued(other, key))
             self.to_store = deque(dict.fromkeys(entries))
@@ -499,6 +525,8 @@ class State:
         if self.disk_state is not DiskState.OK:
             return
         chunks = self.chunks
+        if len(rows) >= self.batch_min and not batch.any_flag(chunks, rows, TRANSIENT):
+            return
         for row in rows:
             flags = chunks.flags[row] & (TRANSIENT | STORED | STORING | DOOMED)
             if flags == TRANSIENT | STORED and not chunks.pins[row] and self.is_resident(row):
@@ -635,10 +663,28 @@ class State:
             self._count_pinned(namespace, row, +1)
         chunks.pins[row] += 1
 
+    def pin_all(self, namespace: Namespace, rows: Sequence[int]) -> None:
+        if len(rows) >= self.batch_min and batch.distinct(rows):
+            batch.pin(self, namespace, rows)
+        else:
+            for row in rows:
+                self.pin(row)
+
     def unpin(self, namespace: Namespace, rows: Sequence[int], *, used: bool = True) -> None:
         """`rows` of one namespace, in chain order; those without another pin become evictable, or go if doomed.
 
         `used=False`: the pin was the mover's, which is no use of the chunk."""
+        many = len(rows) >= self.batch_min and batch.distinct(rows)
+        if many and not batch.any_flag(self.chunks, rows, DOOMED):
+            evictable = batch.unpin(self, namespace, rows)
+        else:
+            evictable = self._unpin_each(namespace, rows)
+        if used:
+            self.policy.add(namespace, evictable)
+        else:
+            self.policy.put_back(namespace, evictable)
+
+    def _unpin_each(self, namespace: Namespace, rows: Sequence[int]) -> Sequence[int]:
         chunks = self.chunks
         evictable: list[int] = []
         for row in rows:
@@ -651,10 +697,7 @@ class State:
                     self.to_ghost(row, Reason(chunks.reason[row]))
                 else:
                     evictable.append(row)
-        if used:
-            self.policy.add(namespace, evictable)
-        else:
-            self.policy.put_back(namespace, evictable)
+        return evictable
 
     def _count_pinned(self, namespace: Namespace, row: int, change: int) -> None:
         start = self.chunks.shard0[row]
@@ -664,13 +707,7 @@ class State:
     def close_lease(self, lease: Lease) -> None:
         """Unpin all of it: released, revoked, or its engine group is gone."""
         namespace = self.namespaces[lease.namespace]
-        for row in lease.rows:
-            left = lease.group.pins[row] - 1
-            if left:
-                lease.group.pins[row] = left
-            else:
-                del lease.group.pins[row]
-                lease.group.pinned_bytes -= namespace.chunk_bytes
+        lease.group.discharge(lease.rows, namespace.chunk_bytes)
         self.leases.close(lease)
         self.unpin(namespace, lease.rows)
         self.drop_transient(lease.rows)

@@ -6,6 +6,7 @@ A lease belongs to an engine group (an engine's scheduler process and all its ra
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,46 @@ class EngineGroup:
     pinned_bytes: int = 0
     specs: list[NamespaceSpec] = field(default_factory=list)
     """What its members opened, without epochs: the ranks of one engine must agree."""
+
+    def charge(self, row: int, chunk_bytes: int, bytes_max: int) -> bool:
+        """Count one more pin of a row against the quota; False if it would not fit."""
+        pinned = self.pins.get(row, 0)
+        if not pinned:
+            if self.pinned_bytes + chunk_bytes > bytes_max:
+                return False
+            self.pinned_bytes += chunk_bytes
+        self.pins[row] = pinned + 1
+        return True
+
+    def charge_new(self, rows: Sequence[int], chunk_bytes: int, bytes_max: int) -> bool:
+        """The same for all `rows`, if they are different and the group pins none of them yet; else nothing is done."""
+        once = dict.fromkeys(rows, 1)
+        size = len(rows) * chunk_bytes
+        if (
+            len(once) < len(rows)
+            or self.pinned_bytes + size > bytes_max
+            or not self.pins.keys().isdisjoint(rows)
+        ):
+            return False
+        self.pinned_bytes += size
+        self.pins.update(once)
+        return True
+
+    def discharge(self, rows: Sequence[int], chunk_bytes: int) -> None:
+        """One pin less of each."""
+        pins = self.pins
+        if list(map(pins.__getitem__, rows)).count(1) == len(rows):
+            for row in rows:
+                del pins[row]
+            self.pinned_bytes -= len(rows) * chunk_bytes
+            return
+        for row in rows:
+            left = pins[row] - 1
+            if left:
+                pins[row] = left
+            else:
+                del pins[row]
+                self.pinned_bytes -= chunk_bytes
 
     def __repr__(self) -> str:
         return f"EngineGroup({self.tenant}/{self.name}: {len(self.members)} members, {self.pinned_bytes} B pinned)"

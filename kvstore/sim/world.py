@@ -72,7 +72,7 @@ class Saving:
 
     worker: WorkerId
     shards: tuple[Shard, ...]
-    extents: tuple[Extent, ...]
+    extents: Sequence[Extent]
 
 
 class World:
@@ -108,7 +108,7 @@ class World:
         self.mapped: dict[WorkerId, set[SegmentId]] = {}
         """By process: closed connections keep their mappings."""
         self.groups: dict[WorkerId, tuple[str, str]] = {}
-        self.leases: dict[LeaseId, tuple[WorkerId, tuple[Extent, ...]]] = {}
+        self.leases: dict[LeaseId, tuple[WorkerId, Sequence[Extent]]] = {}
         self._leased: dict[LeaseId, frozenset[tuple[SegmentId, int]]] = {}
         """The pages of each."""
         self.savings: dict[ReservationId, Saving] = {}

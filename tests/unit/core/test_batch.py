@@ -1,0 +1,228 @@
+"""Batches: what is done to many chunks at once is what would be done to each, to the last slot, link and effect."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore.sim.world
+from kvstore.core import batch
+from kvstore.core import events as ev
+from kvstore.core.chunks import ChunkTable, LinkedRows
+from kvstore.core.integrity import ROW_COLUMNS, SHARD_COLUMNS
+from kvstore.core.limits import Limits
+from kvstore.core.restart import Restored, Snapshot
+from kvstore.core.store import Store
+from kvstore.core.workers import EngineGroup
+from kvstore.errors import StoreError
+from kvstore.sim.simulation import Simulation
+from kvstore.sim.world import PAGE, World, spec
+from kvstore.types import ChunkKey, Extent, Extents, Millis, SegmentId, WorkerId
+
+NEVER = 1 << 30
+STEPS = 800
+SEEDS = [random.SystemRandom().randrange(1 << 32) for _ in range(2)]
+
+
+class Twins(Store):
+    """A store that handles nearly everything in batches, beside one that never does: what one says, the other says."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.single = Store(limits)
+        choose(self, 2)
+        choose(self.single, NEVER)
+
+    def start(self) -> list[ev.Effect]:
+        return self._same(super().start(), self.single.start())
+
+    def restore(self, snapshot: Snapshot, now: Millis) -> Restored:
+        snapshot = replace(snapshot, chunks=list(snapshot.chunks))
+        self.single.restore(snapshot, now)
+        return super().restore(snapshot, now)
+
+    def apply(self, event: ev.Event, now: Millis) -> list[ev.Effect]:
+        return self._same(super().apply(event, now), self.single.apply(event, now), event)
+
+    def _same(
+        self, mine: list[ev.Effect], others: list[ev.Effect], event: ev.Event | None = None
+    ) -> list[ev.Effect]:
+        assert plain(mine) == plain(others), event
+        for column in (*ROW_COLUMNS, *SHARD_COLUMNS, "key", "tokens", "hits", "born_at", "free_rows"):
+            of_mine, of_other = (getattr(store.state.chunks, column) for store in (self, self.single))
+            assert of_mine == of_other, (column, event)
+        makers = [[chunks.maker(row) for row in range(chunks.rows_ever)] for chunks in self._tables()]
+        assert makers[0] == makers[1], event
+        return mine
+
+    def _tables(self) -> tuple[ChunkTable, ChunkTable]:
+        return self.state.chunks, self.single.state.chunks
+
+
+def choose(store: Store, batch_min: int) -> None:
+    store.state.batch_min = store.state.policy.batch_min = batch_min
+
+
+def plain(value: Any) -> Any:
+    """To be compared: errors by what they say."""
+    if isinstance(value, StoreError):
+        return type(value), str(value)
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), [plain(getattr(value, field.name)) for field in fields(value)]
+    return value
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_simulated_life_is_the_same_in_batches_and_one_by_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print(f"seed {seed}")
+    monkeypatch.setattr(kvstore.sim.world, "Store", Twins)
+    Simulation(seed, STEPS).run()
+
+
+CHAINS = [tuple(ChunkKey(b"%d %d" % (chain, place)) for place in range(90)) for chain in range(5)]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("eviction", ["hints", "lru", "fifo"])
+def test_hundreds_of_keys_at_once(eviction: str, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of hits, of what is new and of what is gone, shared and repeated keys, full quotas, a full arena, rows and
+    slots that are used again, tails, parents in any order, ranked chunks, ranks that commit their own shards."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    monkeypatch.setattr(kvstore.sim.world, "Store", Twins)
+    limits = {"ghosts_max": 60, "eviction": eviction, "pin_share_max": 0.6, "reserve_share_max": 0.5}
+    world = World(segments=8 * shards, segment_bytes=48 * PAGE, extents_per_answer_max=200, **limits)
+    ranks = [world.join(group="engine", rank=rank) for rank in range(2)]
+    other = world.join()
+    namespace = world.open(spec(shards=shards), *ranks, other)
+    leases: list[tuple[WorkerId, ev.Acquired]] = []
+    found = 0
+    for _ in range(80):
+        world.tick(dice.randrange(300))
+        worker = dice.choice([*ranks, other])
+        chain = dice.choice(CHAINS)
+        keys = list(chain[: dice.randrange(1, 91)])
+        if dice.random() < 0.2:
+            keys += dice.choice(CHAINS)[:40]
+        if dice.random() < 0.2:
+            keys.append(dice.choice(keys))
+        if dice.random() < 0.2:
+            dice.shuffle(keys)
+        action = dice.random()
+        try:
+            if action < 0.4:
+                parents = [dice.choice((b"", *keys)) for _ in keys] if dice.random() < 0.3 else []
+                mine = (dice.randrange(shards),) if dice.random() < 0.3 else ()
+                maker = dice.choice((b"", b"one maker of 16 ", b"the other maker "))
+                named: dict[str, Any] = {"parents": tuple(parents), "shards": mine, "maker": maker}
+                if dice.random() < 0.1:
+                    keys = [ChunkKey(key + b" tail") for key in keys]
+                    named["token_counts"] = tuple(dice.randrange(1, 4) for _ in keys)
+                reserved = world.reserve(worker, namespace, keys, **named)
+                if reserved.reservation and dice.random() < 0.1:
+                    world.abort(worker, reserved)
+                elif reserved.reservation:
+                    world.commit(worker, reserved)
+            elif action < 0.7:
+                acquired = world.acquire(worker, namespace, keys, prefix_only=dice.random() < 0.6, wait_ms=50)
+                found += len(acquired.extents)
+                if acquired.lease:
+                    leases.append((worker, acquired))
+            elif action < 0.8:
+                world.match(worker, namespace, keys, tokens=dice.choice((0, 100)))
+            elif action < 0.85:
+                hints = [ev.Hint(b"job", 1, keys=tuple(keys)), ev.Hint(b"sooner", 0, keys=tuple(keys[:9]))]
+                world.ask(ev.PublishQueue, worker, namespace, tuple(hints))
+            elif action < 0.88:
+                world.ask(ev.Forget, worker, namespace, keys=tuple(keys[:5]))
+        except StoreError:
+            pass
+        while len(leases) > 6 or (leases and dice.random() < 0.3):
+            holder, lease = leases.pop(dice.randrange(len(leases)))
+            world.release(holder, lease.lease)
+    assert found > 100, found
+
+
+def test_rows_are_unlinked_from_anywhere_in_any_order() -> None:
+    dice = random.Random(1)
+    for _ in range(200):
+        tables = ChunkTable(), ChunkTable()
+        lists = LinkedRows(), LinkedRows()
+        count = dice.randrange(2, 30)
+        for table, rows in zip(tables, lists, strict=True):
+            table.new_rows(count)
+            for row in range(count):
+                table.link_newest(rows, row)
+        gone = dice.sample(range(count), dice.randrange(1, count + 1))
+        if dice.random() < 0.5:
+            gone.sort(reverse=dice.random() < 0.7)
+        batch.unlink(tables[0], lists[0], np.array(gone, np.intp))
+        for row in gone:
+            tables[1].unlink(lists[1], row)
+        assert (
+            list(tables[0].walk(lists[0]))
+            == list(tables[1].walk(lists[1]))
+            == sorted({*range(count)} - {*gone})
+        )
+        assert tables[0].newer == tables[1].newer and tables[0].flags == tables[1].flags
+        assert lists[0].count == lists[1].count == count - len(gone)
+
+
+def test_columns_grow_after_they_were_viewed() -> None:
+    table = ChunkTable()
+    table.new_rows(10)
+    before = table.views
+    assert table.views is before
+    del before
+    table.new_rows(100_000)
+    table.new_shards(100_000)
+    table.views.pins[99_999] = 7
+    assert table.pins[99_999] == 7 and len(table.views.shard_slot) >= 100_000
+
+
+def test_a_group_is_charged_for_many_chunks_or_for_none() -> None:
+    group = EngineGroup("alice", "engine")
+    assert not group.charge_new([1, 2, 3], 10, 29)
+    assert group.charge_new([1, 2, 3], 10, 30)
+    assert (group.pins, group.pinned_bytes) == ({1: 1, 2: 1, 3: 1}, 30)
+    assert not group.charge_new([3, 4], 10, 100), "3 is pinned already"
+    assert not group.charge_new([5, 5], 10, 100), "named twice"
+    assert group.charge(3, 10, 30) and not group.charge(4, 10, 30)
+    group.discharge([2, 3], 10)
+    assert (group.pins, group.pinned_bytes) == ({1: 1, 3: 1}, 20)
+    group.discharge([1, 3], 10)
+    assert (group.pins, group.pinned_bytes) == ({}, 0)
+
+
+def test_extents_read_like_a_tuple() -> None:
+    rows = tuple(Extent(SegmentId(1), 4096 * n, 4096, n, (1 << 32) + n, (1 << 64) - 1 - n) for n in range(5))
+    extents = Extents.of(rows)
+    assert len(extents) == 5 and extents == rows and tuple(extents) == rows and extents != rows[1:]
+    assert extents[-1] == rows[-1] and extents[1:3] == rows[1:3] and isinstance(extents[1:3], Extents)
+    assert Extents.of(extents) is extents and Extents.of(()) == () and not Extents.of(())
+    assert extents.checksum[4] == (1 << 64) - 5
+    assert Extents.of_columns(*(column.tobytes() for column in extents.columns)) == extents
+    with pytest.raises(TypeError):
+        hash(extents)
+
+
+def test_a_new_chunk_has_no_checksum_of_a_stranger() -> None:
+    """What Reserve answers tells nothing of the bytes that were in the place before."""
+    world = World()
+    alice, bob = world.join("alice"), world.join("bob")
+    hers, his = world.open(spec(), alice), world.open(spec(), bob)
+    keys = CHAINS[0][:4]
+    world.save(alice, hers, keys)
+    world.ask(ev.Forget, alice, hers, keys=keys)
+    reserved = world.reserve(bob, his, keys)
+    assert len(reserved.extents) == 4
+    assert [extent.checksum for extent in reserved.extents] == [0] * 4
