@@ -8,7 +8,6 @@ answer is computed from the tokens instead, and is the same.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,19 +19,18 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.client import SessionEntry, SessionInfo
-from kvstore.errors import DeadlineExceeded, StoreError, Unavailable, Unsupported
-from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, namespace_of
+from kvstore.errors import Unsupported
+from kvstore.gpu_worker.layout import CHUNK_TOKENS, Bits, Geometry, namespace_of
 from kvstore.gpu_worker.loader import Load, Loader, Wanted
 from kvstore.gpu_worker.restored_cache import LoadFailed, RestoredCache
 from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, Saver, TurnSave
+from kvstore.gpu_worker.store import Store
 from kvstore.keys import ROOT
 from kvstore.types import ChunkKey, Outcome
 
 if TYPE_CHECKING:
-    from kvstore.client import Client, Namespace, ReadLease
+    from kvstore.client import Client, Namespace
 
-CONNECT_AGAIN_S = 5.0
-"""How long the engine works without a store before it looks again whether there is one."""
 log = logging.getLogger(__name__)
 
 
@@ -99,13 +97,8 @@ class Engine:
         self.counters: Counter[str] = Counter()
         self._prefill_tokens = prefill_tokens
         self._lookup_timeout_s = lookup_timeout_s
-        self._rise_timeout_s = rise_timeout_s
         self._load_deadline_s = load_deadline_s
-        self._connect = connect
-        self._client: Client | None = None
-        self._namespace: Namespace | None = None
-        self._connecting: threading.Thread | None = None
-        self._connect_at = 0.0
+        self._store: Store | None = None
         self._saving: dict[str, TurnSave] = {}
         self.saver: Saver | None = None
         self._loader: Loader | None = None
@@ -115,14 +108,13 @@ class Engine:
             raise Unsupported(
                 "KV is stored from CPU memory only, so far", field="model.device", value=model.device
             )
-        self.spec = namespace_of(
-            model, self.geometry, weights=weights, weights_epoch=weights_epoch, salt=salt
+        self._store = Store(
+            connect,
+            namespace_of(model, self.geometry, weights=weights, weights_epoch=weights_epoch, salt=salt),
+            lookup_timeout_s=lookup_timeout_s,
+            rise_timeout_s=rise_timeout_s,
+            counters=self.counters,
         )
-        try:
-            self._open(connect)
-        except (Unavailable, DeadlineExceeded) as error:
-            log.warning("working without a store for now: %s", error)
-            self._connect_at = time.monotonic() + CONNECT_AGAIN_S
         self._loader = Loader(self.geometry)
         self.saver = Saver(self.geometry, queue_bytes_max=save_queue_bytes_max, timeout_s=save_timeout_s)
 
@@ -141,7 +133,7 @@ class Engine:
             )
 
         # Three cases: the store has a history and it arrives; it has none; it has one and it gets lost on the way.
-        store = self._store()
+        store = self._store.namespace() if self._store is not None else None
         found = self._find(store, session, prompt, capacity) if store is not None else _Found(None)
         result: TurnResult | None = None
         failure = ""
@@ -181,8 +173,8 @@ class Engine:
             if self.saver is not None:
                 self.saver.close(timeout_s)
         finally:
-            if self._client is not None:
-                self._client.close()
+            if self._store is not None:
+                self._store.close()
 
     # ------------------------------------------------------------------------------------------------------- model
 
@@ -232,32 +224,6 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------- store
 
-    def _store(self) -> Namespace | None:
-        """None while there is no daemon; never waits for one."""
-        idle = self._connecting is None or not self._connecting.is_alive()
-        if (
-            self._connect is not None
-            and self._namespace is None
-            and idle
-            and time.monotonic() >= self._connect_at
-        ):
-            self._connecting = threading.Thread(
-                target=self._open_again, args=(self._connect,), name="kv-connect", daemon=True
-            )
-            self._connecting.start()
-        return self._namespace
-
-    def _open_again(self, connect: Callable[[], Client]) -> None:
-        try:
-            self._open(connect)
-        except StoreError as error:
-            log.warning("still working without a store: %s", error)
-            self._connect_at = time.monotonic() + CONNECT_AGAIN_S
-
-    def _open(self, connect: Callable[[], Client]) -> None:
-        self._client = self._client or connect()
-        self._namespace = self._client.open(self.spec)
-
     def _begin(
         self, store: Namespace | None, session: str, base: SessionInfo | None, chain: Sequence[ChunkKey]
     ) -> TurnSave | None:
@@ -267,23 +233,9 @@ class Engine:
         self._saving[session] = save = TurnSave(self.saver, store, session, base, chain)
         return save
 
-    def _read(self, store: Namespace, keys: Sequence[ChunkKey]) -> ReadLease:
-        """A lease on what is in DRAM, what has to rise from SSD first included, if it comes in time."""
-        # In any order, because the tail of an earlier turn lies beside the chunk that has grown out of it since.
-        wait_ms = int(self._rise_timeout_s * 1000)
-        lease = store.read(keys, any_order=True, wait_ms=wait_ms, timeout_s=self._lookup_timeout_s)
-        if not _pending(lease):
-            return lease
-        self.counters["rises_awaited"] += 1
-        lease.settled(self._rise_timeout_s)
-        # The first lease holds what was there until the second holds all.
-        risen = store.read(keys, any_order=True, timeout_s=self._lookup_timeout_s)
-        lease.release()
-        return risen
-
     def _find(self, store: Namespace, session: str, prompt: Sequence[int], capacity: int) -> _Found:
         """Looks the prompt up and starts to load what is there. At least one token is left to compute."""
-        assert self._loader is not None
+        assert self._loader is not None and self._store is not None
         if (last := self._saving.get(session)) is not None:
             last.saved.wait(self._lookup_timeout_s)  # our own save of the turn before, still under way
         step = self.geometry.chunk_tokens
@@ -293,7 +245,8 @@ class Engine:
         asked = [*keys, tail.key] if tail is not None else keys
         if not asked:
             return _Found(base)
-        lease = self._read(store, asked)
+        # In any order, because the tail of an earlier turn lies beside the chunk that has grown out of it since.
+        lease = self._store.read(store, asked, any_order=True)
         hit = [outcome is Outcome.HIT for outcome in lease.outcomes]
         chunks = next((number for number in range(len(keys)) if not hit[number]), len(keys))
         wanted = [Wanted(number, number * step, step) for number in range(chunks)]
@@ -304,13 +257,14 @@ class Engine:
             return _Found(base)
         restored = wanted[-1].first_token + wanted[-1].token_count
         cache = RestoredCache(self.geometry, capacity=capacity, restored=restored)
-        load = self._loader.start(lease, wanted, cache.targets(), deadline_s=self._load_deadline_s)
+        targets = cache.targets()
+
+        def place(layer: int, piece: Wanted) -> Bits:
+            return targets[layer][:, :, piece.first_token : piece.first_token + piece.token_count]
+
+        load = self._loader.start(lease, wanted, place, deadline_s=self._load_deadline_s)
         cache.expect(load.wait)
         return _Found(base, keys[:chunks], cache, load)
-
-
-def _pending(lease: ReadLease) -> bool:
-    return any(outcome is Outcome.PENDING for outcome in lease.outcomes)
 
 
 def _tail_of(

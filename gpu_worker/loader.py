@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,18 +29,29 @@ class Wanted:
     token_count: int
 
 
+Target = Callable[[int, Wanted], Bits]
+"""Where a piece goes in a layer: [2, H_kv, token_count, D]."""
+
+
 class Load:
     """One turn's load in flight. `wait` is called by the model's thread, all else by the loader's."""
 
     def __init__(
-        self, lease: ReadLease, wanted: Sequence[Wanted], targets: Sequence[Bits], deadline_s: float
+        self,
+        lease: ReadLease,
+        wanted: Sequence[Wanted],
+        target: Target,
+        geometry: Geometry,
+        deadline_s: float,
     ) -> None:
-        self.bytes = sum(piece.token_count for piece in wanted) * sum(
-            target[:, :, 0].nbytes for target in targets
-        )
+        tokens = sum(piece.token_count for piece in wanted)
+        self.bytes = tokens * geometry.token_bytes * geometry.layers
+        self.ended: Future[None]
+        """Done once nothing more is written, whatever came of it."""
         self._lease = lease
         self._wanted = wanted
-        self._targets = targets
+        self._target = target
+        self._geometry = geometry
         self._deadline = time.monotonic() + deadline_s
         self._changed = threading.Condition()
         self._loaded = 0
@@ -63,10 +74,10 @@ class Load:
             self._failure = self._failure or why
             self._changed.notify_all()
 
-    def run(self, geometry: Geometry) -> None:
+    def run(self) -> None:
         """Copies all layers in order, then releases the lease, whatever happened."""
         try:
-            for layer, target in enumerate(self._targets):
+            for layer in range(self._geometry.layers):
                 if self._failure:
                     return
                 # In every call the lease compares the slots' generations before the first byte and after the last:
@@ -76,8 +87,8 @@ class Load:
                         (
                             piece.index,
                             SHARD,
-                            geometry.offset(layer),
-                            target[:, :, piece.first_token : piece.first_token + piece.token_count],
+                            self._geometry.offset(layer),
+                            self._target(layer, piece),
                         )
                         for piece in self._wanted
                     ]
@@ -103,12 +114,10 @@ class Loader:
         self._geometry = geometry
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-loader")
 
-    def start(
-        self, lease: ReadLease, wanted: Sequence[Wanted], targets: Sequence[Bits], *, deadline_s: float
-    ) -> Load:
-        """Takes over `lease`. `targets`: one [2, H_kv, n, D] a layer, not to be read before `Load.wait` says so."""
-        load = Load(lease, wanted, targets, deadline_s)
-        self._thread.submit(load.run, self._geometry)
+    def start(self, lease: ReadLease, wanted: Sequence[Wanted], target: Target, *, deadline_s: float) -> Load:
+        """Takes over `lease`. What `target` names is not to be read before `Load.wait` says so."""
+        load = Load(lease, wanted, target, self._geometry, deadline_s)
+        load.ended = self._thread.submit(load.run)
         return load
 
     def close(self) -> None:

@@ -140,13 +140,13 @@ class RestoredCache(Cache):
         for number, (layer, room) in enumerate(zip(self._growing, self._rooms, strict=True)):
             layer.expect(room, self.restored, partial(wait, number))
 
-    def snapshot(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V of every layer as they are now, [1, H_kv, n, D]: later steps append behind them and never write into
-        them (see GrowingLayer)."""
+    def snapshot(self, first_token: int = 0) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V of every layer as they are now, from that token on, [1, H_kv, n, D]: later steps append behind them
+        and never write into them (see GrowingLayer)."""
         snapshot = []
         for layer in self._growing:
             assert layer.keys is not None and layer.values is not None, (
                 "a snapshot of a cache that holds nothing"
             )
-            snapshot.append((layer.keys, layer.values))
+            snapshot.append((layer.keys[:, :, first_token:], layer.values[:, :, first_token:]))
         return snapshot

@@ -16,7 +16,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ import xxhash
 from kvstore.client import SessionEntry, SessionInfo
 from kvstore.errors import Conflict, Precondition, StoreError
 from kvstore.gpu_worker.layout import Geometry, bits
-from kvstore.gpu_worker.restored_cache import RestoredCache
 from kvstore.keys import ROOT
 from kvstore.types import ChunkKey, GrantResult
 
@@ -45,6 +44,13 @@ IN_STORE = (GrantResult.GRANTED, GrantResult.ALREADY, GrantResult.BUSY)
 log = logging.getLogger(__name__)
 
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Source(Protocol):
+    """Where the KV of a sequence is."""
+
+    def snapshot(self, first_token: int, /) -> Layers:
+        """K and V of every layer from that token on, [1, H_kv, n, D] each, as they are now and will stay."""
 
 
 class TurnSave:
@@ -74,28 +80,29 @@ class TurnSave:
         self._queued = len(chain) * step
         self._cut = False
 
-    def extend(self, cache: RestoredCache, tokens: Sequence[int]) -> None:
+    def extend(self, cache: Source, tokens: Sequence[int]) -> None:
         """`tokens` are those whose KV is in `cache`: queues the chunks that became full since the last call."""
         step = self._saver.geometry.chunk_tokens
         self._queue(cache, tokens, len(tokens) // step * step)
 
-    def finish(self, cache: RestoredCache, tokens: Sequence[int]) -> None:
+    def finish(self, cache: Source, tokens: Sequence[int]) -> None:
         """Queues what is left, as a tail, and the session's manifest. Nothing may be queued after it."""
         self.extend(cache, tokens)
         self._queue(cache, tokens, len(tokens))
         self._saver.put(_Job(self, cut=self._cut))
 
-    def _queue(self, cache: RestoredCache, tokens: Sequence[int], end: int) -> None:
+    def _queue(self, cache: Source, tokens: Sequence[int], end: int) -> None:
         if end > self._queued:
-            job = _Job(self, self._queued, tuple(tokens[self._queued : end]), cache.snapshot(), cut=self._cut)
+            layers = cache.snapshot(self._queued)
+            job = _Job(self, self._queued, tuple(tokens[self._queued : end]), layers, cut=self._cut)
             self._cut = not self._saver.put(job)
             self._queued = end
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Save `tokens`, which start at `first_token` (a multiple of the chunk), from `layers`; or, without tokens, publish
-    the turn's manifest.
+    """Save `tokens`, which start at `first_token` (a multiple of the chunk), and so do `layers`; or, without tokens,
+    publish the turn's manifest.
 
     The tensors in `layers` are read without a lock while the model goes on with the same cache. That is safe because
     the elements of a token are written once, before the job is queued (GrowingLayer): the model only appends behind
@@ -255,7 +262,7 @@ class Saver:
             ) as batch:
                 results = batch.results
                 for index in batch.granted:
-                    self._fill(batch.buffer(index), job.layers, first_token + index * step, counts[index])
+                    self._fill(batch.buffer(index), job, first_token + index * step, counts[index])
                 committed = self._commit(batch)
             already = [n for n, result in enumerate(results) if result is GrantResult.ALREADY]
             self._audit(job, {keys[n]: (first_token + n * step, counts[n]) for n in already})
@@ -289,7 +296,7 @@ class Saver:
         for key, (first_token, count) in already.items():
             if int.from_bytes(key[:4], "little") % self._audit_every == 0:
                 shard = np.zeros(self.geometry.shard_bytes, np.uint8)
-                self._fill(shard, job.layers, first_token, count)
+                self._fill(shard, job, first_token, count)
                 checksums[key] = xxhash.xxh3_64_intdigest(shard.data)
         if checksums:
             differ = job.turn.namespace.report_duplicates(
@@ -299,13 +306,14 @@ class Saver:
                 self.counters["chunks_compared"] += len(checksums)
                 self.counters["chunks_differed"] += differ
 
-    def _fill(self, shard: npt.NDArray[np.uint8], layers: Layers, first_token: int, token_count: int) -> None:
+    def _fill(self, shard: npt.NDArray[np.uint8], job: _Job, first_token: int, token_count: int) -> None:
         """Writes one chunk: see gpu_worker/layout.py for the bytes. Copies release the interpreter's lock."""
+        here = slice(first_token - job.first_token, first_token - job.first_token + token_count)
         used = token_count * self.geometry.token_bytes
-        for number, (keys, values) in enumerate(layers):
+        for number, (keys, values) in enumerate(job.layers):
             window = self.geometry.window(shard, number, token_count)
-            window[0] = bits(keys[0, :, first_token : first_token + token_count])
-            window[1] = bits(values[0, :, first_token : first_token + token_count])
+            window[0] = bits(keys[0, :, here])
+            window[1] = bits(values[0, :, here])
             start = self.geometry.offset(number)
             shard[start + used : start + self.geometry.slice_bytes] = 0
 

@@ -249,12 +249,12 @@ def test_without_a_daemon_everything_is_computed_until_there_is_one(
     prompt = text(150)
     plain = engines(engine.model, None).turn("s", prompt, 5)
     assert engine.turn("s", prompt, 5).tokens == plain.tokens
-    assert engine._connecting is None  # not yet
+    assert engine._store._connecting is None  # not yet
     for away in (True, False):
         store.away = away
-        engine._connect_at = 0.0  # as after a while
+        engine._store._connect_at = 0.0  # as after a while
         assert engine.turn("s", prompt, 5).tokens == plain.tokens  # it may have found it or not: nobody waits
-        engine._connecting.join(10)
+        engine._store._connecting.join(10)
     engine.turn("s", prompt, 5)
     assert engine.flush(10)
     assert engine.turn("s", prompt, 5).reused_tokens > 0
@@ -289,7 +289,7 @@ def test_what_was_evicted_is_computed_and_saved_again(store: FakeStore, engines:
     prompt = text(4 * T + 10)
     engine.turn("s", prompt, 1)
     assert engine.flush(10)
-    keys = [entry.key for entry in engine._namespace.get_session("s").entries]
+    keys = [entry.key for entry in engine._store.namespace().get_session("s").entries]
     store.forget(keys[1])
     assert engine.turn("s", [*prompt, 1], 1).reused_tokens == T
     assert engine.flush(10)

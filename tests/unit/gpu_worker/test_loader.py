@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvstore.gpu_worker.layout import Geometry
-from kvstore.gpu_worker.loader import Loader, Wanted
+from kvstore.gpu_worker.loader import Loader, Target, Wanted
 from kvstore.gpu_worker.restored_cache import LoadFailed
 from kvstore.types import Outcome
 
@@ -42,9 +42,13 @@ def targets() -> list[np.ndarray]:
     return [np.full((2, 2, 20, 4), -7, np.int32) for _ in range(3)]
 
 
+def placing(into: list[np.ndarray]) -> Target:
+    return lambda layer, piece: into[layer][:, :, piece.first_token : piece.first_token + piece.token_count]
+
+
 def test_chunks_land_at_their_tokens_and_nowhere_else(store: FakeStore, loader: Loader) -> None:
     into = targets()
-    load = loader.start(lease(store), WANTED, into, deadline_s=30)
+    load = loader.start(lease(store), WANTED, placing(into), deadline_s=30)
     for layer in range(3):
         load.wait(layer)
         assert (into[layer][:, :, :8] == 0).all()
@@ -59,7 +63,7 @@ def test_chunks_land_at_their_tokens_and_nowhere_else(store: FakeStore, loader: 
 def test_a_layer_is_handed_out_while_the_next_is_copied(store: FakeStore, loader: Loader) -> None:
     go = threading.Event()
     store.on_copy = lambda number: number == 0 or go.wait(30)
-    load = loader.start(lease(store), WANTED, targets(), deadline_s=30)
+    load = loader.start(lease(store), WANTED, placing(targets()), deadline_s=30)
     load.wait(0)  # would hang for layers 1 and 2
     go.set()
     load.wait(2)
@@ -67,7 +71,7 @@ def test_a_layer_is_handed_out_while_the_next_is_copied(store: FakeStore, loader
 
 def test_a_void_layer_voids_the_load(store: FakeStore, loader: Loader) -> None:
     store.on_copy = lambda number: number != 1
-    load = loader.start(lease(store), WANTED, targets(), deadline_s=30)
+    load = loader.start(lease(store), WANTED, placing(targets()), deadline_s=30)
     with pytest.raises(LoadFailed, match="void at layer 1"):
         load.wait(1)
     with pytest.raises(LoadFailed, match="void at layer 1"):
@@ -79,7 +83,7 @@ def test_a_void_layer_voids_the_load(store: FakeStore, loader: Loader) -> None:
 def test_a_layer_that_comes_after_the_deadline_does_not_count(store: FakeStore, loader: Loader) -> None:
     go = threading.Event()
     store.on_copy = lambda number: go.wait(30)
-    load = loader.start(lease(store), WANTED, targets(), deadline_s=0)
+    load = loader.start(lease(store), WANTED, placing(targets()), deadline_s=0)
     with pytest.raises(LoadFailed, match="layer 0 was not in"):
         load.wait(0)
     go.set()
@@ -98,7 +102,7 @@ def test_a_cancelled_load_stops_and_gives_its_lease_back(store: FakeStore, loade
 
     store.on_copy = copy
     taken = lease(store)
-    load = loader.start(taken, WANTED, targets(), deadline_s=30)
+    load = loader.start(taken, WANTED, placing(targets()), deadline_s=30)
     assert copying.wait(30)
     load.cancel("enough")
     assert store.leases == 1  # the copy still reads
@@ -113,9 +117,9 @@ def test_a_cancelled_load_stops_and_gives_its_lease_back(store: FakeStore, loade
 def test_a_load_that_was_cancelled_before_it_began_copies_nothing(store: FakeStore, loader: Loader) -> None:
     go = threading.Event()
     store.on_copy = lambda number: go.wait(30)
-    loader.start(lease(store), WANTED, targets(), deadline_s=30)
+    loader.start(lease(store), WANTED, placing(targets()), deadline_s=30)
     second = lease(store)
-    loader.start(second, WANTED, targets(), deadline_s=30).cancel("enough")
+    loader.start(second, WANTED, placing(targets()), deadline_s=30).cancel("enough")
     go.set()
     loader.close()
     assert second.copies == 0

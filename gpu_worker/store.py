@@ -1,0 +1,88 @@
+"""The store as an engine sees it: there, or not for now. No call here waits longer than it was told to."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvstore.errors import DeadlineExceeded, StoreError, Unavailable
+from kvstore.layout import NamespaceSpec
+from kvstore.types import ChunkKey, Outcome
+
+if TYPE_CHECKING:
+    from kvstore.client import Client, Namespace, ReadLease
+
+CONNECT_AGAIN_S = 5.0
+"""How long an engine works without a store before it looks again whether there is one."""
+log = logging.getLogger(__name__)
+
+
+class Store:
+    """`counters` gets rises_awaited."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Client],
+        spec: NamespaceSpec,
+        *,
+        lookup_timeout_s: float,
+        rise_timeout_s: float,
+        counters: Counter[str],
+    ) -> None:
+        """`connect` makes the client, which `close` closes. Raises whatever the daemon has against us or the namespace;
+        not that there is none."""
+        self.spec = spec
+        self._connect = connect
+        self._lookup_timeout_s = lookup_timeout_s
+        self._rise_timeout_s = rise_timeout_s
+        self._counters = counters
+        self._client: Client | None = None
+        self._namespace: Namespace | None = None
+        self._connecting: threading.Thread | None = None
+        self._connect_at = 0.0
+        try:
+            self._open()
+        except (Unavailable, DeadlineExceeded) as error:
+            log.warning("working without a store for now: %s", error)
+            self._connect_at = time.monotonic() + CONNECT_AGAIN_S
+
+    def namespace(self) -> Namespace | None:
+        """None while there is no daemon; never waits for one."""
+        idle = self._connecting is None or not self._connecting.is_alive()
+        if self._namespace is None and idle and time.monotonic() >= self._connect_at:
+            self._connecting = threading.Thread(target=self._open_again, name="kv-connect", daemon=True)
+            self._connecting.start()
+        return self._namespace
+
+    def read(self, namespace: Namespace, keys: Sequence[ChunkKey], *, any_order: bool = False) -> ReadLease:
+        """A lease on what is in DRAM, what has to rise from SSD first included, if it comes in time; up to the first
+        key that is not there, unless `any_order`."""
+        wait_ms = int(self._rise_timeout_s * 1000)
+        lease = namespace.read(keys, any_order=any_order, wait_ms=wait_ms, timeout_s=self._lookup_timeout_s)
+        if not any(outcome is Outcome.PENDING for outcome in lease.outcomes):
+            return lease
+        self._counters["rises_awaited"] += 1
+        lease.settled(self._rise_timeout_s)
+        # The first lease holds what was there until the second holds all.
+        risen = namespace.read(keys, any_order=any_order, timeout_s=self._lookup_timeout_s)
+        lease.release()
+        return risen
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def _open_again(self) -> None:
+        try:
+            self._open()
+        except StoreError as error:
+            log.warning("still working without a store: %s", error)
+            self._connect_at = time.monotonic() + CONNECT_AGAIN_S
+
+    def _open(self) -> None:
+        self._client = self._client or self._connect()
+        self._namespace = self._client.open(self.spec)
