@@ -173,12 +173,11 @@ def scatter(
     for name, tensor in (("keys", keys), ("values", values)):
         _check_apart(name, tensor)
     _check_pair(keys, values)
-    tables = None
     if by is not None:
         check_rotation(by, keys)
+        shape = (table.chunks, table.chunk_tokens, by.cos.shape[-1])
         try:
-            shape = (table.chunks, table.chunk_tokens, by.cos.shape[-1])
-            tables = by.cos.expand(shape), by.sin.expand(shape)
+            by = by.map(lambda of: of.expand(shape))
         except RuntimeError:
             raise ValueError(
                 f"deltas are {list(by.cos.shape[:-1])}: must broadcast to {list(shape[:-1])} (chunks, chunk_tokens)"
@@ -186,18 +185,11 @@ def scatter(
     if table.tokens == 0:
         return
     if keys.device.type == "cpu":
-        cpu.scatter(
-            keys.detach(),
-            values.detach(),
-            table,
-            slices,
-            tables,
-            interleaved=by is not None and by.interleaved,
-        )
+        cpu.scatter(keys.detach(), values.detach(), table, slices, by)
     else:
         from kvstore.kernels.pages import kernel
 
-        kernel.scatter(keys, values, table, slices, tables, interleaved=by is not None and by.interleaved)
+        kernel.scatter(keys, values, table, slices, by)
 
 
 def _runs(named: Sequence[int], block_tokens: int, chunk_tokens: int, tokens: int) -> Iterator[Run]:

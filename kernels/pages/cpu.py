@@ -16,11 +16,11 @@ from kvstore.kernels.rotate import cpu
 
 if TYPE_CHECKING:
     from kvstore.kernels.pages import BlockTable, Run, Slices
+    from kvstore.kernels.rotate import Rotation
 
 Bits = NDArray[np.signedinteger[Any]]
 """Elements as integers of their size: numpy has no bfloat16, and copies of bits are exact whatever they mean."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 def gather(keys: torch.Tensor, values: torch.Tensor, table: BlockTable, slices: Slices) -> None:
@@ -35,20 +35,14 @@ def gather(keys: torch.Tensor, values: torch.Tensor, table: BlockTable, slices: 
 
 
 def scatter(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: BlockTable,
-    slices: Slices,
-    tables: Tables | None,
-    *,
-    interleaved: bool,
+    keys: torch.Tensor, values: torch.Tensor, table: BlockTable, slices: Slices, by: Rotation | None
 ) -> None:
-    """See `scatter` in __init__.py, which checked the arguments. `tables`: [chunks, chunk_tokens, pairs]."""
+    """See `scatter` in __init__.py, which checked the arguments. The tables of `by`: [chunks, chunk_tokens, pairs]."""
     pools = bits(keys), bits(values)
     for run, packed in _packed(table, [bits(one) for one in slices]):
         for number, (pool, half) in enumerate(zip(pools, packed, strict=True)):
-            if number == 0 and tables is not None:
-                _rotated(keys, _blocks(half, run, table), run, tables, interleaved=interleaved)
+            if number == 0 and by is not None:
+                _rotated(keys, _blocks(half, run, table), run, by)
             else:
                 np.copyto(_held(pool, run), _blocks(half, run, table))
 
@@ -89,14 +83,9 @@ def _held(pool: Bits, run: Run) -> Bits:
     return here[:, :, : run.tokens] if run.count == 1 else here
 
 
-def _rotated(keys: torch.Tensor, blocks: Bits, run: Run, tables: Tables, *, interleaved: bool) -> None:
+def _rotated(keys: torch.Tensor, blocks: Bits, run: Run, by: Rotation) -> None:
     source = torch.from_numpy(blocks).view(keys.dtype)
     target = keys[run.block : run.block + run.count, :, : source.shape[2]]
-    cos, sin = (
-        each[run.chunk, run.first : run.first + run.tokens]
-        .unflatten(0, (run.count, -1))
-        .unsqueeze(1)
-        .expand(*source.shape[:-1], -1)
-        for each in tables
-    )
-    cpu.rotate(source, cos, sin, target, interleaved=interleaved)
+    here = slice(run.first, run.first + run.tokens)
+    by = by.map(lambda table: table[run.chunk, here].unflatten(0, (run.count, 1, -1)))
+    cpu.rotate(source, by, target)

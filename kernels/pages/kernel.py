@@ -7,17 +7,18 @@ chunks of a layer. Keys that are rotated on the way are read and written once, t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from kvstore.kernels.pages.cpu import INTEGERS, Tables, behind
+from kvstore.kernels.pages.cpu import INTEGERS, behind
 from kvstore.kernels.rotate.kernel import block_sizes, copy_rows, rotate_rows, rows_of
 
 if TYPE_CHECKING:
     from kvstore.kernels.pages import BlockTable, Slices
+    from kvstore.kernels.rotate import Rotation
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -113,41 +114,33 @@ def constants(
 
 def gather(keys: torch.Tensor, values: torch.Tensor, table: BlockTable, slices: Slices) -> None:
     """See `gather` in __init__.py, which checked the arguments."""
-    _launch(keys, values, table, cast(torch.Tensor, slices), None, interleaved=False, gathering=True)
-    if (rest := behind(table, cast(torch.Tensor, slices)[-1])) is not None:
+    _launch(keys, values, table, slices, None, gathering=True)
+    if (rest := behind(table, slices[-1])) is not None:
         rest.zero_()
 
 
 def scatter(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    table: BlockTable,
-    slices: Slices,
-    tables: Tables | None,
-    *,
-    interleaved: bool,
+    keys: torch.Tensor, values: torch.Tensor, table: BlockTable, slices: Slices, by: Rotation | None
 ) -> None:
-    """See `scatter` in __init__.py, which checked the arguments. `tables`: [chunks, chunk_tokens, pairs]."""
-    _launch(keys, values, table, cast(torch.Tensor, slices), tables, interleaved=interleaved, gathering=False)
+    """See `scatter` in __init__.py, which checked the arguments. The tables of `by`: [chunks, chunk_tokens, pairs]."""
+    _launch(keys, values, table, slices, by, gathering=False)
 
 
 def _launch(
     keys: torch.Tensor,
     values: torch.Tensor,
     table: BlockTable,
-    slices: torch.Tensor,
-    tables: Tables | None,
+    slices: Slices,
+    by: Rotation | None,
     *,
-    interleaved: bool,
     gathering: bool,
 ) -> None:
-    if tables is None:  # plain bits
+    assert isinstance(slices, torch.Tensor)
+    if by is None:  # plain bits
         keys, values, slices = (each.view(INTEGERS[each.element_size()]) for each in (keys, values, slices))
-        tables = (torch.empty((1, 1, 0), device=keys.device),) * 2
-        rotating = False
+        cos = sin = torch.empty((1, 1, 0), device=keys.device)
     else:
-        rotating = True
-    cos, sin = tables
+        cos, sin = by.cos, by.sin
     _, heads, block_tokens, head_dim = keys.shape
     sizes = constants(
         head_dim=head_dim,
@@ -161,9 +154,9 @@ def _launch(
             *(keys, values, slices, table.numbers, cos, sin, table.tokens),
             *(*keys.stride(), *values.stride(), slices.stride(0), *cos.stride()[:2]),
             **sizes,
-            INTERLEAVED=interleaved,
+            INTERLEAVED=by is not None and by.interleaved,
             GATHER=gathering,
-            ROTATE=rotating,
+            ROTATE=by is not None,
             num_warps=4,
             enable_fp_fusion=True,
         )

@@ -9,6 +9,7 @@ YaRN multiplies keys by (its attention factor) is in them already: a rotation he
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,10 +31,17 @@ class Rotation:
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool
+    still: torch.Tensor | None = None
+    """On a CPU, where sines are 0; None if nowhere. A GPU looks at each when it is used."""
 
     @property
     def rotary_dim(self) -> int:
         return 2 * self.cos.shape[-1]
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Rotation:
+        """The same for other views of the tables."""
+        still = None if self.still is None else change(self.still)
+        return Rotation(change(self.cos), change(self.sin), self.interleaved, still)
 
 
 def rotation(
@@ -73,7 +81,8 @@ def rotation(
     cos, sin = (
         table.to(torch.float32).to(device, non_blocking=True) for table in (angles.cos(), angles.sin())
     )
-    return Rotation(cos=cos, sin=sin, interleaved=interleaved)
+    still = sin == 0 if device.type == "cpu" else None
+    return Rotation(cos, sin, interleaved, still if still is not None and still.any() else None)
 
 
 def rotate(keys: torch.Tensor, by: Rotation, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -113,14 +122,13 @@ def rotate(keys: torch.Tensor, by: Rotation, *, out: torch.Tensor | None = None)
         raise ValueError("out overlaps keys: give other memory")
     if keys.numel() == 0:
         return out
-    table = (*keys.shape[:-1], by.cos.shape[-1])
-    cos, sin = by.cos.expand(table), by.sin.expand(table)
+    by = by.map(lambda table: table[(None,) * (keys.dim() - table.dim())])
     if keys.device.type == "cpu":
-        cpu.rotate(keys.detach(), cos, sin, out.detach(), interleaved=by.interleaved)
+        cpu.rotate(keys.detach(), by, out.detach())
     else:
         from kvstore.kernels.rotate import kernel  # Triton is there only where there is a GPU
 
-        kernel.rotate(keys, cos, sin, out, interleaved=by.interleaved)
+        kernel.rotate(keys, by, out)
     return out
 
 

@@ -1,48 +1,78 @@
-"""Rotate-on-load on a CPU: piece by piece, so that what is in between stays in the cache."""
+"""Rotate-on-load on a CPU: piece by piece, so that what is in between stays in the cache.
+
+Interleaved pairs are complex numbers as they lie, and are multiplied as such; halves take four passes. Half precision
+is computed in float32 and rounded once.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-PIECE = 1 << 16
-"""Elements that are rotated at a time."""
+if TYPE_CHECKING:
+    from kvstore.kernels.rotate import Rotation
+
+PIECE, CONVERTED_PIECE = 1 << 20, 1 << 17
+"""Elements that are rotated at a time, where they are float32 and where they have to become it: less than that is in
+between, and a call's own 20 microseconds matter little."""
 
 
-def rotate(
-    keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, *, interleaved: bool
-) -> None:
-    """See `rotate` in __init__.py, which checked the arguments. `cos`, `sin`: [*keys.shape[:-1], pairs]."""
-    if keys.numel() > PIECE and keys.dim() > 1:
-        if keys.shape[0] > 1:
-            step = max(1, PIECE * keys.shape[0] // keys.numel())
-            parts = (tensor.split(step) for tensor in (keys, cos, sin, out))
-        else:
-            parts = ((tensor[0],) for tensor in (keys, cos, sin, out))
-        for one in zip(*parts, strict=True):
-            rotate(*one, interleaved=interleaved)
+def rotate(keys: torch.Tensor, by: Rotation, out: torch.Tensor) -> None:
+    """See `rotate` in __init__.py, which checked the arguments. The tables of `by` have the dimensions of `keys`, each
+    as long or of length 1."""
+    piece = PIECE if keys.dtype is torch.float32 else CONVERTED_PIECE
+    if keys.numel() > piece and keys.dim() > 1:
+        length = keys.shape[0]
+        step = max(1, piece * length // keys.numel())
+        for here in range(0, length, step):
+            there = slice(here, here + step) if length > 1 else 0
+            # A table of length 1 along this dimension is the same for every piece
+            part = by.map(
+                lambda table, there=there: table[there if table.shape[0] == length else slice(None)]
+            )  # type: ignore[misc]
+            rotate(keys[there], part, out[there])
         return
-    rotary = 2 * cos.shape[-1]
-    out[..., rotary:] = keys[..., rotary:]
+    rotary = by.rotary_dim
+    if rotary < keys.shape[-1]:
+        out[..., rotary:] = keys[..., rotary:]
     source, target = keys[..., :rotary], out[..., :rotary]
-    still = sin == 0
-    if still.all():
+    if by.still is not None and by.still.all():
         target.copy_(source)
         return
-    turned = target if keys.dtype is torch.float32 else torch.empty(source.shape)
-    (x, y), (to_x, to_y) = (_pairs(each, interleaved) for each in (source.to(torch.float32), turned))
-    torch.mul(x, cos, out=to_x)
-    to_x.addcmul_(y, sin, value=-1)
-    torch.mul(y, cos, out=to_y)
-    to_y.addcmul_(x, sin)
-    if turned is not target:
+    numbers = source.to(torch.float32)
+    in_place = target.dtype is torch.float32
+    if by.interleaved:  # however the keys lie, so that they become the same bits
+        numbers = numbers if _are_complex(numbers) else numbers.clone(memory_format=torch.contiguous_format)
+        in_place = in_place and _are_complex(target)
+    turned = target if in_place else torch.empty(target.shape)
+    if by.interleaved:
+        torch.mul(_complex(numbers), torch.complex(by.cos, by.sin), out=_complex(turned))
+    else:
+        (x, y), (to_x, to_y) = _pairs(numbers, by), _pairs(turned, by)
+        torch.mul(x, by.cos, out=to_x)
+        to_x.addcmul_(y, by.sin, value=-1)
+        torch.mul(y, by.cos, out=to_y)
+        to_y.addcmul_(x, by.sin)
+    if not in_place:
         target.copy_(turned)
-    if still.any():
-        for was, now in zip(_pairs(source, interleaved), _pairs(target, interleaved), strict=True):
-            now.copy_(torch.where(still, was, now))
+    if by.still is not None:
+        for was, now in zip(_pairs(source, by), _pairs(target, by), strict=True):
+            now.copy_(torch.where(by.still, was, now))
 
 
-def _pairs(keys: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    if interleaved:
+def _are_complex(keys: torch.Tensor) -> bool:
+    """Whether the pairs can be seen as complex numbers where they lie."""
+    aligned = not any(step % 2 for step in (keys.storage_offset(), *keys.stride()[:-1]))
+    return keys.stride(-1) == 1 and aligned
+
+
+def _complex(keys: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_complex(keys.unflatten(-1, (-1, 2)))
+
+
+def _pairs(keys: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+    if by.interleaved:
         return keys[..., 0::2], keys[..., 1::2]
     half = keys.shape[-1] // 2
     return keys[..., :half], keys[..., half:]

@@ -8,9 +8,14 @@ not stored for them.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
+
+if TYPE_CHECKING:
+    from kvstore.kernels.rotate import Rotation
 
 TILE = 8 << 10
 """Elements of one program."""
@@ -134,20 +139,19 @@ def rows_of(head_dim: int) -> int:
     return max(1, TILE // triton.next_power_of_2(head_dim))
 
 
-def rotate(
-    keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, *, interleaved: bool
-) -> None:
-    """See `rotate` in __init__.py, which checked the arguments. `cos`, `sin`: [*keys.shape[:-1], pairs]."""
-    keys, out, cos, sin = (tensor[(None,) * (4 - tensor.dim())] for tensor in (keys, out, cos, sin))
+def rotate(keys: torch.Tensor, by: Rotation, out: torch.Tensor) -> None:
+    """See `rotate` in __init__.py, which checked the arguments. The tables of `by` have the dimensions of `keys`."""
+    keys, out, cos, sin = (tensor[(None,) * (4 - tensor.dim())] for tensor in (keys, out, by.cos, by.sin))
     first, second, third, head_dim = keys.shape
-    rows = first * second * third
+    shape, rows = (first, second, third, cos.shape[-1]), first * second * third
+    cos, sin = cos.expand(shape), sin.expand(shape)
     at_once = rows_of(head_dim)
     with torch.cuda.device_of(keys):  # does nothing where tensors of a CPU are interpreted
         _rotate[(triton.cdiv(rows, at_once),)](
             *(keys, out, cos, sin, rows, second, third),
             *(*keys.stride(), *out.stride(), *cos.stride()[:3]),
             **block_sizes(head_dim=head_dim, pairs=cos.shape[-1]),
-            INTERLEAVED=interleaved,
+            INTERLEAVED=by.interleaved,
             ROWS=at_once,
             num_warps=4,
             enable_fp_fusion=True,

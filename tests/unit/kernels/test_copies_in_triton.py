@@ -72,8 +72,7 @@ def test_interpreter_rotates(
     deltas[1:3] = 0
     view = draw(*lead, 2 * head_dim, dtype=dtype)[..., head_dim:] if len(lead) > 1 else torch.empty_like(keys)
     by = rotation(deltas, frequencies(pairs), interleaved=interleaved)
-    table = (*lead, pairs)
-    rotation_kernel.rotate(keys, by.cos.expand(table), by.sin.expand(table), view, interleaved=interleaved)
+    rotation_kernel.rotate(keys, by.map(lambda table: table.expand(*lead, pairs)), view)
     exact = naive_rotate(keys, deltas, frequencies(pairs), interleaved=interleaved)
     assert view[0, ..., : 2 * pairs].isnan().all()
     assert_close(view[1:], exact[1:], pairs, interleaved=interleaved)
@@ -88,7 +87,7 @@ def test_interpreter_leaves_frequencies_of_zero_alone(interleaved: bool) -> None
     keys[0, ::3] = float("inf")
     by = rotation(3, torch.tensor([0.0, 1.0, 0.0, 0.0]), interleaved=interleaved)
     out = torch.empty_like(keys)
-    rotation_kernel.rotate(keys, by.cos.expand(2, 4), by.sin.expand(2, 4), out, interleaved=interleaved)
+    rotation_kernel.rotate(keys, by.map(lambda table: table.expand(2, 4)), out)
     places = [0, 1, 4, 5, 6, 7] if interleaved else [0, 2, 3, 4, 6, 7]
     assert same(out[:, places], keys[:, places])
 
@@ -116,7 +115,7 @@ def test_interpreter_gathers_and_scatters_bits(case: Paged) -> None:
     pages.gather(case.keys, case.values, table, slices)
     assert same(slices, gathered)
     keys, values = naive_scatter(case.keys, case.values, table, case.slices)
-    pages.scatter(case.keys, case.values, table, case.slices, None, interleaved=False)
+    pages.scatter(case.keys, case.values, table, case.slices, None)
     assert same(case.keys, keys) and same(case.values, values)
 
 
@@ -129,19 +128,19 @@ def test_interpreter_rotates_what_it_scatters(layout: str, pairs: int, interleav
     table = case.table()
     case.slices = torch.randn(case.slices.shape, generator=torch.Generator().manual_seed(2)).to(case.dtype)
     deltas = torch.tensor([[70], [0]])
-    by = rotation(deltas, torch.rand(pairs), interleaved=interleaved)
+    inv_freq = frequencies(pairs)
+    by = rotation(deltas, inv_freq, interleaved=interleaved)
     ready = case.slices.clone()
     for chunk in range(table.chunks):
         size = case.heads * table.tokens_of(chunk) * case.head_dim
         keys = ready[chunk].view(-1)[:size].view(case.heads, -1, case.head_dim)
-        tables = (each[chunk].expand(*keys.shape[:-1], -1) for each in (by.cos, by.sin))
         turned = torch.empty_like(keys)
-        rotation_kernel.rotate(keys.clone(), *tables, turned, interleaved=interleaved)
+        one = rotation(deltas[chunk], inv_freq, interleaved=interleaved)
+        rotation_kernel.rotate(keys, one.map(lambda table: table.unsqueeze(0)), turned)
         keys.copy_(turned)
     keys, values = naive_scatter(case.keys, case.values, table, ready)
     shape = (table.chunks, table.chunk_tokens, pairs)
-    tables = by.cos.expand(shape), by.sin.expand(shape)
-    pages.scatter(case.keys, case.values, table, case.slices, tables, interleaved=interleaved)
+    pages.scatter(case.keys, case.values, table, case.slices, by.map(lambda of: of.expand(shape)))
     assert same(case.keys, keys) and same(case.values, values)
 
 

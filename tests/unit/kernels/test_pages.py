@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from kvstore.kernels.pages import BlockTable, gather, scatter
 from kvstore.kernels.pages.naive import naive_gather, naive_scatter
-from kvstore.kernels.rotate import rotate, rotation
+from kvstore.kernels.rotate import rotation
 
 from .pools import DTYPES, LAYOUTS, Paged, same
+from .test_rotate import assert_close
 
 paged = st.builds(
     Paged,
@@ -60,46 +61,26 @@ def test_scatter_copies_bits_to_any_layout_and_leaves_the_rest(case: Paged) -> N
     st.sampled_from(("all", "chunk", "token")),
     st.sampled_from((0.0, 0.5, 1.0)),
 )
-def test_scatter_rotates_keys_as_rotate_does(
+def test_scatter_rotates_keys_and_nothing_else(
     case: Paged, interleaved: bool, deltas: str, part: float
 ) -> None:
-    """The very same bits: what differs is only where they come from and go to."""
     table = case.table()
     shape = {"all": (), "chunk": (table.chunks, 1), "token": (table.chunks, table.chunk_tokens)}[deltas]
     draw = torch.Generator().manual_seed(case.seed)
+    for tensor in (case.keys, case.values, case.slices):
+        tensor.copy_(torch.randn(tensor.shape, generator=draw))
     moves = torch.randint(-500, 500, shape, generator=draw) * torch.randint(0, 2, shape, generator=draw)
     inv_freq = torch.rand(int(case.head_dim * part) // 2, generator=draw)
-    by = rotation(moves, inv_freq, interleaved=interleaved)
-    ready = case.slices.clone()
-    every = moves.expand(table.chunks, table.chunk_tokens)
-    for number in range(table.chunks):  # a packed chunk after the other, as told
-        tokens = table.tokens_of(number)
-        size = case.heads * tokens * case.head_dim
-        keys = ready[number].view(-1)[:size].view(case.heads, tokens, case.head_dim)
-        keys.copy_(rotate(keys.clone(), rotation(every[number, :tokens], inv_freq, interleaved=interleaved)))
-    keys, values = naive_scatter(case.keys, case.values, table, ready)
-    scatter(case.keys, case.values, table, case.slices, by=by)
-    assert same(case.values, values)
-    numbers = case.keys.isnan()
-    assert torch.equal(numbers, keys.isnan())  # a rotated NaN may be any
-    assert torch.equal(case.keys[~numbers], keys[~numbers])
-
-
-def test_scatter_and_naive_scatter_rotate_alike() -> None:
-    case = Paged(dtype=torch.float32, layout="tokens first")
-    case.slices = torch.randn(case.slices.shape, generator=torch.Generator().manual_seed(1))
-    table, deltas, inv_freq = case.table(), torch.tensor([[40], [0], [-3]]), torch.rand(4)
+    plain, values = naive_scatter(case.keys, case.values, table, case.slices)
     exact, _ = naive_scatter(
-        case.keys.double(),
-        case.values.double(),
-        table,
-        case.slices.double(),
-        deltas=deltas,
-        inv_freq=inv_freq,
+        *(case.keys.double(), case.values.double(), table, case.slices.double()),
+        **{"deltas": moves, "inv_freq": inv_freq, "interleaved": interleaved},
     )
-    scatter(case.keys, case.values, table, case.slices, by=rotation(deltas, inv_freq))
-    held = torch.tensor(case.numbers)[: case.tokens // case.block_tokens]
-    assert torch.allclose(case.keys[held].double(), exact[held], rtol=0, atol=1e-6)
+    scatter(case.keys, case.values, table, case.slices, by=rotation(moves, inv_freq, interleaved=interleaved))
+    assert same(case.values, values)
+    assert_close(case.keys, exact, len(inv_freq), interleaved=interleaved)
+    stays = exact == plain
+    assert torch.equal(case.keys[stays], plain[stays])
 
 
 def test_what_was_gathered_can_be_scattered_elsewhere() -> None:
