@@ -252,6 +252,19 @@ class Forest:
         self._run_of(row)
         self._append([row], {} if chunk is None else {row: chunk})
 
+    def extend(self, row: int, chunks: Sequence[int], tokens: int) -> None:
+        """More tokens, as before another piece of a prompt: the sequence now has `tokens` of them, the new ones behind the
+        old ones in its chunks and in `chunks`, which come after those."""
+        old, length = self.chunks_of(row), self.length(row)
+        if tokens < length:
+            raise ValueError(f"tokens is {tokens}: row {row} has {length} already")
+        self.leave(row)
+        try:
+            self.join(row, [*old, *chunks], tokens)
+        except ValueError:
+            self.join(row, old, length)
+            raise
+
     def step(self, chunks: Mapping[int, int] | None = None) -> None:
         """A token more for every sequence. `chunks` has a chunk for each row whose chunks are all full."""
         self._append(list(self._private), chunks or {})
@@ -276,11 +289,15 @@ class Forest:
         return self._plan
 
     def prefill(
-        self, new_tokens: Mapping[int, int], *, tile_queries: int = 128, split_tokens: int | None = None
+        self,
+        new_tokens: Mapping[int, int],
+        *,
+        tile_queries: int | None = None,
+        split_tokens: int | None = None,
     ) -> PrefillPlan:
         """The work of `prefill_attention` for the last `new_tokens` of these rows' tokens, in the order given.
 
-        * `tile_queries`: queries of an item at most.
+        * `tile_queries`: queries of an item at most; by default 512 on a CPU, 128 on a GPU.
         * `split_tokens`: tokens of an item, a multiple of `chunk_tokens`. By default there is no limit on a CPU, and on
           a GPU one that makes enough items for its processors.
 
@@ -316,7 +333,7 @@ class Forest:
             runs,
             chunks=self.chunks,
             chunk_tokens=self.chunk_tokens,
-            tile_queries=tile_queries,
+            tile_queries=tile_queries or (512 if self.device.type == "cpu" else 128),
             split_tokens=split_tokens,
             device=self.device,
         )

@@ -1,18 +1,28 @@
-"""Prefill attention on a CPU: torch's batched matrix products on the pool's own memory, threads within each.
+"""Prefill attention on a CPU: torch's batched matrix products, with threads of their own, over blocks of chunks.
 
-A product is one chunk of all KV heads with the queries of an item: nothing shared is copied, and half precision is
-converted once for all queries of the item. Logits of some hundred tokens at a time stay in the cache; their softmax
-goes on from what the queries have so far (online softmax), so that there are no partial results to merge.
+The keys and values of some chunks at a time are put side by side in a small block (in float32, whatever the pool's
+format): a product over them is twice as fast as one for each chunk, and the block serves all queries of the item, tile
+by tile. The logits of a tile and a block stay in the cache; the softmax goes on from block to block (online softmax),
+and then from item to item, so that nothing has to be kept for a merge.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
 
 from kvstore.kernels.prefill.plan import LIMIT, PrefillPlan
 
-BLOCK_TOKENS = 512
-"""Tokens of the logits at a time, or one chunk."""
+BLOCK_TOKENS = 256
+"""Tokens side by side, or one chunk."""
+TILE_ROWS = 256
+"""Rows of a tile, queries times heads of a group; more, if there are few KV heads."""
+LOGITS_MAX = 1 << 19
+"""Logits at a time: KV heads are taken together as long as there are not more."""
+LOG2_E = math.log2(math.e)
+"""Logits are to base 2: torch has no fast exp of what underflows."""
 
 
 def prefill(
@@ -27,25 +37,27 @@ def prefill(
 ) -> None:
     """See `prefill_attention`, which checked the arguments."""
     with torch.no_grad():
-        tokens, heads, head_dim = q.shape
-        kv_heads = keys.shape[1]
-        group = heads // kv_heads
-        dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-        # [tokens, heads, head_dim] -> [kv_heads, tokens x group, head_dim], in the order of the plan
-        queries = (q[plan.order].to(dtype) * scale).view(tokens, kv_heads, group, head_dim)
-        queries = queries.transpose(0, 1).reshape(kv_heads, tokens * group, head_dim)
-        limits = plan.queries[:, LIMIT].repeat_interleave(group)
-        work = _Work(queries, keys, values, limits, plan.chunk_tokens, soft_cap)
+        work = _Work(q, keys, values, plan, scale, soft_cap)
         tables = plan.tables.tolist()
-        for begin, count, first, length, _, table in plan.items.tolist():
-            rows = slice(begin * group, (begin + count) * group)
+        for begin, count, first, tokens, _, table in plan.items.tolist():
             at = first // plan.chunk_tokens
-            work.attend(rows, tables[table][at : at - (-length // plan.chunk_tokens)], first, length)
-        result = work.outputs / work.sums
-        result = (
-            result.view(kv_heads, tokens, group, head_dim).transpose(0, 1).reshape(tokens, heads, head_dim)
-        )
-        out[plan.order] = result.to(out.dtype)
+            chunks = tables[table][at : at - (-tokens // plan.chunk_tokens)]
+            for head in range(0, work.kv_heads, work.heads):
+                work.attend(slice(head, head + work.heads), begin, count, chunks, first, tokens)
+        out[plan.order] = work.result().to(out.dtype)
+
+
+@dataclass(slots=True)
+class _Tile:
+    """Some rows of some KV heads, [kv_heads, rows, head_dim], and what they have so far; contiguous, for products."""
+
+    where: tuple[slice, slice]
+    queries: torch.Tensor
+    limits: torch.Tensor
+    last: int
+    maxima: torch.Tensor
+    sums: torch.Tensor
+    outputs: torch.Tensor
 
 
 class _Work:
@@ -53,47 +65,90 @@ class _Work:
 
     def __init__(
         self,
-        queries: torch.Tensor,
+        q: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        limits: torch.Tensor,
-        chunk_tokens: int,
+        plan: PrefillPlan,
+        scale: float,
         soft_cap: float | None,
     ) -> None:
-        self.queries, self.keys, self.values, self.limits = queries, keys, values, limits
-        self.chunk_tokens, self.soft_cap = chunk_tokens, soft_cap
-        self.block_chunks = max(1, BLOCK_TOKENS // chunk_tokens)
-        self.maxima = queries.new_full((*queries.shape[:2], 1), -torch.inf)
+        self.kv_heads, self.chunk_tokens, self.head_dim = keys.shape[1:]
+        self.group = q.shape[1] // self.kv_heads
+        self.keys, self.values, self.soft_cap = keys, values, soft_cap
+        self.block_tokens = max(1, BLOCK_TOKENS // self.chunk_tokens) * self.chunk_tokens
+        dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+        # [tokens, heads, head_dim] -> [kv_heads, tokens x group, head_dim], in the order of the plan
+        shape = (len(q), self.kv_heads, self.group, self.head_dim)
+        self.queries = torch.empty((self.kv_heads, len(q) * self.group, self.head_dim), dtype=dtype)
+        self.queries.view(self.kv_heads, len(q), self.group, self.head_dim).copy_(
+            q[plan.order].view(shape).transpose(0, 1)
+        )
+        self.queries *= scale * (LOG2_E if soft_cap is None else 2 * LOG2_E / soft_cap)
+        self.limits = plan.queries[:, LIMIT].repeat_interleave(self.group)
+        self.maxima = self.queries.new_full((*self.queries.shape[:2], 1), -torch.inf)
         self.sums = torch.zeros_like(self.maxima)
-        self.outputs = torch.zeros_like(queries)
+        self.outputs = torch.zeros_like(self.queries)
+        self.heads = min(self.kv_heads, max(1, LOGITS_MAX // (TILE_ROWS * self.block_tokens)))
+        self.tile_rows = min(4 * TILE_ROWS, max(TILE_ROWS, LOGITS_MAX // (self.heads * self.block_tokens)))
+        self.room = self.queries.new_empty(self.heads * self.tile_rows * self.block_tokens)
+        self.block = self.queries.new_empty((2, self.heads, self.block_tokens, self.head_dim))
 
-    def attend(self, rows: slice, chunks: list[int], first: int, tokens: int) -> None:
-        """Queries of an item over its chunks, whose first token has the number `first`."""
-        block_tokens = self.block_chunks * self.chunk_tokens
-        for start in range(0, tokens, block_tokens):
-            here = chunks[start // self.chunk_tokens :][: self.block_chunks]
-            self._block(rows, here, first + start, min(block_tokens, tokens - start))
+    def attend(
+        self, heads: slice, begin: int, count: int, chunks: list[int], first: int, tokens: int
+    ) -> None:
+        """Queries of an item over its chunks, whose first token has the number `first`; some of the KV heads."""
+        end = (begin + count) * self.group
+        tiles = [
+            self._tile(heads, slice(start, min(start + self.tile_rows, end)))
+            for start in range(begin * self.group, end, self.tile_rows)
+        ]
+        for start in range(0, tokens, self.block_tokens):
+            size = min(self.block_tokens, tokens - start)
+            at = start // self.chunk_tokens
+            keys, values = self._side_by_side(chunks[at : at - (-size // self.chunk_tokens)], heads, size)
+            for tile in tiles:
+                if first + start < tile.last:
+                    self._step(tile, keys.transpose(1, 2), values, first + start)
+        for tile in tiles:
+            self.maxima[tile.where], self.sums[tile.where] = tile.maxima, tile.sums
+            self.outputs[tile.where] = tile.outputs
 
-    def _block(self, rows: slice, chunks: list[int], first: int, tokens: int) -> None:
-        queries, limits = self.queries[:, rows], self.limits[rows]
-        spans = [(at, min(at + self.chunk_tokens, tokens)) for at in range(0, tokens, self.chunk_tokens)]
-        logits = queries.new_empty((*queries.shape[:2], tokens))
-        for chunk, (at, end) in zip(chunks, spans, strict=True):
-            keys = self.keys[chunk, :, : end - at].to(queries.dtype)
-            torch.bmm(queries, keys.transpose(1, 2), out=logits[:, :, at:end])
+    def _tile(self, heads: slice, rows: slice) -> _Tile:
+        where, limits = (heads, rows), self.limits[rows]
+        maxima, sums = self.maxima[where].clone(), self.sums[where].clone()
+        outputs = self.outputs[where].clone(memory_format=torch.contiguous_format)
+        return _Tile(where, self.queries[where], limits, int(limits[-1]), maxima, sums, outputs)
+
+    def _step(self, tile: _Tile, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        """A tile over a block, [kv_heads, head_dim, tokens] and [kv_heads, tokens, head_dim]."""
+        heads, rows, tokens = *tile.queries.shape[:2], keys.shape[2]
+        logits = self.room[: heads * rows * tokens].view(heads, rows, tokens)
+        torch.bmm(tile.queries, keys, out=logits)
         if self.soft_cap is not None:
-            logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
-        if first + tokens > limits[0]:  # queries are in the order of their tokens
-            unseen = torch.arange(first, first + tokens) >= limits[:, None]
-            logits.masked_fill_(unseen, -torch.inf)
-        before = self.maxima[:, rows].clone()
-        maxima = torch.maximum(
-            before, logits.amax(-1, keepdim=True)
-        )  # finite: they see the item's first token
-        fade = before.sub_(maxima).exp_()
-        self.maxima[:, rows] = maxima
-        weights = logits.sub_(maxima).exp_()
-        self.sums[:, rows] = self.sums[:, rows] * fade + weights.sum(-1, keepdim=True)
-        outputs = self.outputs[:, rows].mul_(fade)
-        for chunk, (at, end) in zip(chunks, spans, strict=True):
-            outputs.baddbmm_(weights[:, :, at:end], self.values[chunk, :, : end - at].to(queries.dtype))
+            # cap * tanh(x / cap), to base 2, of 2 x / cap to base 2; e^y overflows to the right values
+            half = self.soft_cap * LOG2_E
+            logits.exp2_().add_(1).reciprocal_().mul_(-2 * half).add_(half)
+        if first + tokens > tile.limits[0]:  # rows are in the order of their tokens
+            unseen = torch.arange(first, first + tokens) >= tile.limits[:, None]
+            logits += torch.zeros_like(logits[0]).masked_fill_(unseen, -torch.inf)
+        before = tile.maxima
+        tile.maxima = torch.maximum(before, logits.amax(-1, keepdim=True))  # finite: all see the first token
+        fade = before.sub_(tile.maxima).exp2_()
+        weights = logits.sub_(tile.maxima).exp2_()
+        tile.sums.mul_(fade).add_(weights.sum(-1, keepdim=True))
+        tile.outputs.mul_(fade).baddbmm_(weights, values)
+
+    def _side_by_side(self, chunks: list[int], heads: slice, tokens: int) -> torch.Tensor:
+        """[2, kv_heads, tokens, head_dim]: the keys and values of these chunks."""
+        block = self.block[:, : len(range(*heads.indices(self.kv_heads))), :tokens]
+        for number, chunk in enumerate(chunks):
+            here = block[:, :, number * self.chunk_tokens : (number + 1) * self.chunk_tokens]
+            size = here.shape[2]
+            here[0] = self.keys[chunk, heads, :size]
+            here[1] = self.values[chunk, heads, :size]
+        return block
+
+    def result(self) -> torch.Tensor:
+        """[tokens, heads, head_dim]"""
+        shape = (self.kv_heads, -1, self.group, self.head_dim)
+        return self.outputs.div_(self.sums).view(shape).transpose(0, 1).flatten(1, 2)

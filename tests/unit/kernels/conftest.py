@@ -11,6 +11,7 @@ import torch
 
 from kvstore.kernels.decode.naive import naive_decode_attention
 from kvstore.kernels.forest import Forest
+from kvstore.kernels.prefill.naive import naive_prefill_attention
 
 NAN = float("nan")
 Attend = Callable[..., torch.Tensor]
@@ -93,6 +94,41 @@ class Case:
         exact = naive_decode_attention(q, keys, values, self.sequences, **options)
         same_maths = naive_decode_attention(q, keys, values, self.sequences, dtype=dtype, **options)
         assert_close(out, exact, same_maths)
+        return out
+
+    def new_tokens(self) -> dict[int, int]:
+        """Of some rows, in any order, how many of their last tokens are new: all, one, or any number."""
+        rows = [row for row, (_, tokens) in self.sequences.items() if tokens]
+        rows = self.random.sample(rows, self.random.randint(min(1, len(rows)), len(rows)))
+        lengths = {row: self.sequences[row][1] for row in rows}
+        return {row: self.random.choice((1, self.random.randint(1, n), n)) for row, n in lengths.items()}
+
+    def queries(self, new: dict[int, int], dtype: torch.dtype, size: float = 1.0) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(self.seed + 1)
+        shape = (sum(new.values()), self.kv_heads * self.group, self.head_dim)
+        return (torch.randn(shape, generator=draw) * size).to(dtype)
+
+    def check_prefill(
+        self,
+        attend: Attend,
+        dtype: torch.dtype,
+        new: dict[int, int],
+        *,
+        size: float = 1.0,
+        tile_queries: int | None = None,
+        split_tokens: int | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """As `check`, of the last tokens of some rows."""
+        q = self.queries(new, dtype, size)
+        _, keys, values = self.tensors(dtype)
+        out = torch.full_like(q, NAN)
+        plan = self.forest().prefill(new, tile_queries=tile_queries, split_tokens=split_tokens)
+        attend(q, keys, values, plan, out=out, **options)
+        exact = naive_prefill_attention(q, keys, values, self.sequences, new, **options)
+        same_maths = naive_prefill_attention(q, keys, values, self.sequences, new, dtype=dtype, **options)
+        if new:
+            assert_close(out, exact, same_maths)
         return out
 
 
