@@ -7,13 +7,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from kvstore.client.destination import Bits, destination, fill
@@ -25,6 +23,7 @@ from kvstore.v1 import store_pb2
 if TYPE_CHECKING:
     from kvstore.client.attachment import Attachment
     from kvstore.client.geometry import Geometry
+    from kvstore.client.places import Place, Places
 
 log = logging.getLogger(__name__)
 
@@ -67,23 +66,9 @@ class Waiter:
             return wanted & self._ready
 
 
-class Place(NamedTuple):
-    """One shard of a hit, in shared memory."""
-
-    data: npt.NDArray[np.uint8]
-    generations: memoryview
-    cell: int
-    generation: int
-    checksum: int
-
-    def intact(self) -> bool:
-        """Whether the slot still holds what the daemon granted."""
-        return bool(self.generations[self.cell] == self.generation)
-
-
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What the daemon pinned: per key number of a hit its places, in the order of the wanted shards."""
+    """What the daemon pinned."""
 
     attachment: Attachment
     namespace_id: int
@@ -91,7 +76,10 @@ class Grant:
     ttl_ms: int
     sent_at: float
     """Monotonic seconds at which the request was sent: the daemon granted the lease later, so we give up earlier."""
-    places: dict[int, tuple[Place, ...]]
+    places: Places
+    """Per hit, in key order, one for each wanted shard."""
+    ranks: Mapping[int, int] | range
+    """Which hit a key is, by its number; a range where the hits are the first keys."""
     waiter: Waiter | None = None
     settled_by: float = 0.0
 
@@ -119,8 +107,7 @@ class ReadLease:
         self.keys = tuple(keys)
         self.outcomes = tuple(outcomes)
         self.reasons = tuple(reasons)
-        misses = (number for number, outcome in enumerate(outcomes) if outcome is not Outcome.HIT)
-        self.hits = next(misses, len(outcomes))
+        self.hits = len(grant.ranks) if grant and isinstance(grant.ranks, range) else _leading_hits(outcomes)
         self.shards = shards
         self.lease_id = grant.lease_id if grant else 0
         self.ttl_ms = grant.ttl_ms if grant else 0
@@ -128,7 +115,7 @@ class ReadLease:
         self.expires_at = self.granted_at + self.ttl_ms / 1000
         self._geometry = geometry
         self._verify_every = verify_every
-        self._places = grant.places if grant else {}
+        self._ranks = grant.ranks if grant else range(0)
 
     def __repr__(self) -> str:
         state = "open" if self.alive else "released" if self._released else "void"
@@ -263,8 +250,10 @@ class ReadLease:
             shard = self.shards[0]
         elif shard not in self.shards:
             raise BadRequest(f"the lease was asked for shards {self.shards}", field="shard", value=shard)
-        places = self._places.get(index)
-        return (places[self.shards.index(shard)] if places else None), shard
+        grant = self._grant
+        if grant is None or index not in self._ranks:
+            return None, shard
+        return grant.places[self._ranks[index] * len(self.shards) + self.shards.index(shard)], shard
 
     # ---------------------------------------------------------------------------------------------------- end
 
@@ -285,7 +274,7 @@ class ReadLease:
         if self._released:
             return
         self._released = True
-        self._places = {}
+        self._ranks = range(0)
         grant, self._grant = self._grant, None
         if grant is not None and os.getpid() == grant.attachment.pid:
             _give_back(grant.attachment, self.lease_id, grant.waiter)
@@ -298,6 +287,11 @@ def _give_back(attachment: Attachment, lease_id: int, waiter: Waiter | None) -> 
         attachment.renewals.remove(lease_id)
         attachment.notice("release", [lease_id])
         attachment.collect()
+
+
+def _leading_hits(outcomes: Sequence[Outcome]) -> int:
+    misses = (number for number, outcome in enumerate(outcomes) if outcome is not Outcome.HIT)
+    return next(misses, len(outcomes))
 
 
 def _check_range(offset: int, nbytes: int, length: int) -> None:

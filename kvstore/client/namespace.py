@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,19 @@ from kvstore.client.attachment import Attachment
 from kvstore.client.batch import StagedPieces, WriteBatch
 from kvstore.client.call import Operation, Reply, drive, gone
 from kvstore.client.geometry import Geometry
-from kvstore.client.lease import Grant, Place, ReadLease, Waiter
+from kvstore.client.lease import Grant, ReadLease, Waiter
+from kvstore.client.places import Places
 from kvstore.client.staging import footprint
-from kvstore.core.events import Hint, Matched, Opened, QueueAccepted, SessionEntry, SessionInfo
+from kvstore.core.events import (
+    Acquired,
+    Hint,
+    Matched,
+    Opened,
+    QueueAccepted,
+    Reserved,
+    SessionEntry,
+    SessionInfo,
+)
 from kvstore.errors import BadRequest, DeadlineExceeded, NotFound, StoreError, Unavailable
 from kvstore.keys import ROOT, Tokens, exact_chain, exact_key
 from kvstore.layout import NamespaceSpec
@@ -37,11 +47,12 @@ from kvstore.types import (
     Protection,
     Reason,
 )
-from kvstore.v1 import hints_pb2, store_pb2, types_pb2
+from kvstore.v1 import hints_pb2, store_pb2
 
 if TYPE_CHECKING:
     from kvstore.client import Client
     from kvstore.client.connection import Connection
+    from kvstore.client.mappings import Mappings
 
 log = logging.getLogger(__name__)
 
@@ -298,6 +309,7 @@ class Namespace:
             ttl_ms=ttl_ms,
             wait_ms=wait_ms,
             any_order=any_order,
+            packed_extents=True,
         )
         lease = None
         try:
@@ -308,21 +320,27 @@ class Namespace:
                 self._connection.count("reads_failed")
                 return self._no_lease(keys, wanted)
             try:
-                segments = answer.acquire.extents.segment
-                if attachment.mappings.missing(segments):
-                    yield partial(attachment.map_segments, list(segments), deadline)
-                grant = Grant(
-                    attachment,
-                    namespace_id=number,
-                    lease_id=answer.acquire.lease_id,
-                    ttl_ms=answer.acquire.ttl_ms,
-                    sent_at=call.sent_at,
-                    places={},
-                    waiter=waiter,
-                    settled_by=call.sent_at + wait_ms / 1000,
-                )
+                acquired = wire.acquired_from_proto(answer.acquire)
+                missing = attachment.mappings.missing(set(acquired.extents.segment))
+                if missing:
+                    yield partial(attachment.map_segments, missing, deadline)
                 lease = self._lease(
-                    answer.acquire, keys, wanted, any_order, self._verify_every(verify), grant
+                    acquired,
+                    keys,
+                    wanted,
+                    any_order,
+                    verify_every=self._verify_every(verify),
+                    grant=partial(
+                        Grant,
+                        attachment,
+                        namespace_id=number,
+                        lease_id=acquired.lease,
+                        ttl_ms=acquired.ttl_ms,
+                        sent_at=call.sent_at,
+                        waiter=waiter,
+                        settled_by=call.sent_at + wait_ms / 1000,
+                    ),
+                    mappings=attachment.mappings,
                 )
             finally:
                 if lease is None:  # interrupted, or a bug
@@ -336,68 +354,57 @@ class Namespace:
 
     def _lease(
         self,
-        message: store_pb2.AcquireReply,
+        acquired: Acquired,
         keys: Sequence[ChunkKey],
         shards: tuple[int, ...],
         any_order: bool,
+        *,
         verify_every: int,
-        grant: Grant,
+        grant: Callable[..., Grant],
+        mappings: Mappings,
     ) -> ReadLease:
         """The lease of an answer whose segments are mapped; a hit in one that could not be mapped becomes a miss."""
-        outcomes = list(wire.outcomes_from_bytes(message.outcomes))
-        reasons = list(wire.reasons_from_bytes(message.reasons))
-        places = self._places(message.extents, shards, grant.attachment)
-        hits = [index for index, outcome in enumerate(outcomes) if outcome is Outcome.HIT]
-        if not len(outcomes) == len(reasons) == len(keys) or len(places) != len(hits) * len(shards):
-            log.error(
-                "an answer to Acquire does not fit the request: %d extents, %d hits", len(places), len(hits)
+        outcomes, reasons = acquired.outcomes, acquired.reasons
+        hits = outcomes.count(Outcome.HIT)
+        places = Places(acquired.extents, [self._geometry.shard_bytes[shard] for shard in shards], mappings)
+        ranks: dict[int, int] | range = range(hits)
+        if not len(outcomes) == len(reasons) == len(keys) or len(places) != hits * len(shards):
+            log.error("an answer to Acquire does not fit the request: %d extents, %d hits", len(places), hits)
+            outcomes, reasons = (Outcome.MISS,) * len(keys), (Reason.UNAVAILABLE,) * len(keys)
+            ranks = range(0)
+        elif places.wrong or Outcome.HIT in outcomes[hits:]:
+            numbers = (index for index, outcome in enumerate(outcomes) if outcome is Outcome.HIT)
+            ranks = {index: rank for rank, index in enumerate(numbers)}
+            outcomes, reasons = self._without(
+                {row // len(shards) for row in places.wrong}, ranks, outcomes, reasons, any_order
             )
-            outcomes, reasons = [Outcome.MISS] * len(keys), [Reason.UNAVAILABLE] * len(keys)
-            hits = []
-        for rank, index in enumerate(hits):
-            mine = places[rank * len(shards) : (rank + 1) * len(shards)]
-            whole = tuple(place for place in mine if place is not None)
-            if len(whole) == len(mine):
-                grant.places[index] = whole
+        return ReadLease(
+            keys, outcomes, reasons, self._geometry, shards, grant(places=places, ranks=ranks), verify_every
+        )
+
+    def _without(
+        self,
+        wrong: set[int],
+        ranks: dict[int, int],
+        outcomes: Sequence[Outcome],
+        reasons: Sequence[Reason],
+        any_order: bool,
+    ) -> tuple[tuple[Outcome, ...], tuple[Reason, ...]]:
+        """Outcomes and reasons once the hits of these ranks are misses, and with them what comes behind the first of
+        them unless `any_order`. Takes them out of `ranks`."""
+        outcomes, reasons = list(outcomes), list(reasons)
+        for index, rank in list(ranks.items()):
+            if rank not in wrong:
                 continue
             self._connection.count("hits_not_mapped")
+            del ranks[index]
             outcomes[index], reasons[index] = Outcome.MISS, Reason.UNAVAILABLE
             if not any_order:
-                behind = len(keys) - index - 1
-                outcomes[index + 1 :] = [Outcome.MISS] * behind
-                reasons[index + 1 :] = [Reason.BEYOND_MISS] * behind
+                for behind in range(index + 1, len(outcomes)):
+                    outcomes[behind], reasons[behind] = Outcome.MISS, Reason.BEYOND_MISS
+                    ranks.pop(behind, None)
                 break
-        return ReadLease(keys, outcomes, reasons, self._geometry, shards, grant, verify_every)
-
-    def _places(
-        self, extents: types_pb2.Extents, shards: tuple[int, ...], attachment: Attachment
-    ) -> list[Place | None]:
-        """One per extent; None where it is not inside a segment that we have mapped."""
-        lengths = [self._geometry.shard_bytes[shard] for shard in shards]
-        columns = zip(
-            extents.segment,
-            extents.offset,
-            extents.length,
-            extents.cell,
-            extents.generation,
-            extents.checksum,
-            strict=False,
-        )
-        places: list[Place | None] = []
-        for row, (number, offset, length, cell, generation, checksum) in enumerate(columns):
-            segment = attachment.mappings.get(number)
-            wanted = lengths[row % len(lengths)]
-            if (
-                segment is None
-                or length != wanted
-                or offset + length > segment.data.size
-                or cell >= len(segment.generations)
-            ):
-                places.append(None)
-                continue
-            data = segment.data[offset : offset + length]
-            places.append(Place(data, segment.generations, cell, generation, checksum))
-        return places
+        return tuple(outcomes), tuple(reasons)
 
     def _verify_every(self, verify: float | None) -> int:
         if verify is None:
@@ -445,7 +452,6 @@ class Namespace:
 
         pieces: StagedPieces | None = None
         asked = len(keys)
-        starts: list[int] = []
         if staged and attachment.protection is Protection.SEALED:
             self._check_staging(lengths)
             if attachment.staging is None:
@@ -453,13 +459,8 @@ class Namespace:
             staging = attachment.staging
             if staging is None:
                 return self._no_batch(keys, None)
-            pieces = StagedPieces(staging)
-            for _ in keys:
-                start = pieces.take(footprint(lengths))
-                if start is None:
-                    break
-                starts.append(start)
-            asked = len(starts)
+            pieces = StagedPieces(staging, footprint(lengths), len(keys))
+            asked = pieces.count
         if not asked:
             return self._no_batch(keys, None)
 
@@ -478,6 +479,7 @@ class Namespace:
             derived=derived,
             maker=maker,
             transient=transient,
+            packed_extents=True,
         )
         batch = None
         try:
@@ -487,16 +489,18 @@ class Namespace:
             if not isinstance(answer, store_pb2.AttachReply):
                 return self._no_batch(keys, answer)
             try:
-                in_place = staged and pieces is None
-                if in_place and attachment.mappings.missing(answer.reserve.extents.segment):
-                    yield partial(attachment.map_segments, list(answer.reserve.extents.segment), deadline)
-                batch = self._batch(answer.reserve, keys, wanted, lengths, staged, pieces, starts, attachment)
+                reserved = wire.reserved_from_proto(answer.reserve)
+                if staged and pieces is None:
+                    missing = attachment.mappings.missing(set(reserved.extents.segment))
+                    if missing:
+                        yield partial(attachment.map_segments, missing, deadline)
+                batch = self._batch(reserved, keys, wanted, lengths, staged, pieces, attachment)
             finally:
                 if batch is None:
                     give_back(answer)
         finally:
             if batch is None and pieces is not None:
-                pieces.give_back()  # nothing was committed, so the daemon reads none of it
+                pieces.end()  # nothing was committed, so the daemon reads none of it
         if batch is None:
             return self._no_batch(keys, gone("the reserved slots could not be mapped"))
         attachment.batches.add(batch)
@@ -504,50 +508,39 @@ class Namespace:
 
     def _batch(
         self,
-        message: store_pb2.ReserveReply,
+        reserved: Reserved,
         keys: Sequence[ChunkKey],
         shards: tuple[int, ...],
         lengths: Sequence[int],
         staged: bool,
         pieces: StagedPieces | None,
-        starts: Sequence[int],
         attachment: Attachment,
     ) -> WriteBatch | None:
         """The batch of an answer; None when it does not fit the request, or its slots are not mapped."""
-        results = list(wire.reserved_from_proto(message).results)
+        results = list(reserved.results)
         results += [GrantResult.FULL] * (len(keys) - len(results))
         granted = [index for index, result in enumerate(results) if result is GrantResult.GRANTED]
-        if list(message.extents.length) != list(lengths) * len(granted):
+        if list(reserved.extents.length) != list(lengths) * len(granted):
             log.error("an answer to Reserve does not fit the request: %d keys granted", len(granted))
             return None
-        buffers: list[npt.NDArray[np.uint8]] = []
-        offsets: list[int] = []
-        if not staged:
-            pass
-        elif pieces is None:
-            places = self._places(message.extents, shards, attachment)
-            buffers = [place.data for place in places if place is not None]
-            if len(buffers) != len(places):
+        slots: list[npt.NDArray[np.uint8]] = []
+        if pieces is not None:
+            pieces.limit(len(granted))
+        elif staged:
+            places = Places(reserved.extents, lengths, attachment.mappings)
+            if places.wrong:
                 return None
-        else:
-            pieces.give_back(keep=granted)
-            for index in granted:
-                offset = starts[index]
-                for length in lengths:
-                    offsets.append(offset)
-                    buffers.append(pieces.staging.array[offset : offset + length])
-                    offset += footprint((length,))
+            slots = [places[row].data for row in range(len(places))]
         self._count_dropped(results)
         return WriteBatch(
             results,
             shards=shards,
             attachment=attachment,
             timeout_s=self._connection.timeout_s,
-            reservation_id=message.reservation_id,
-            buffers=buffers,
-            offsets=offsets,
+            reservation_id=reserved.reservation,
+            lengths=lengths,
+            slots=slots,
             pieces=pieces,
-            lengths=() if staged else lengths,
         )
 
     def _no_batch(self, keys: Sequence[ChunkKey], error: StoreError | None) -> WriteBatch:
