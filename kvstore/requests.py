@@ -184,11 +184,13 @@ def _reserve(message: store_pb2.ReserveRequest, ticket: Ticket) -> events.Reserv
 
 def _fill(message: store_pb2.FillRequest, ticket: Ticket) -> events.Fill:
     count("offsets", message.offsets, KEYS_PER_REQUEST_MAX * SHARDS_MAX)
+    count("numbers", message.numbers, KEYS_PER_REQUEST_MAX * SHARDS_MAX)
     return events.Fill(
         ticket,
         ReservationId(message.reservation_id),
         RegionId(message.region),
         tuple(number("offsets", offset, NUMBER_MAX) for offset in message.offsets),
+        tuple(message.numbers),
     )
 
 

@@ -151,20 +151,24 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Copy rows of a region that the worker lent us into the reserved slots. Nothing becomes visible by it: the worker
-    commits once it knows that the rows were its own until the copy had ended, and a later Fill replaces this one."""
+    """Put bytes into the reserved slots, ahead of the Commit that makes them visible: rows of a region that the worker
+    lent us, or (region 0) what Commit would take. The worker commits once it knows that rows of a region were its own
+    until the copy had ended; a later Fill of the same slots replaces an earlier one."""
 
     ticket: Ticket
     reservation: ReservationId
     region: RegionId
     offsets: tuple[int, ...]
-    """One per granted (key, shard), in grant order; each row has the length of its shard."""
+    """One per (key, shard) that is filled, in grant order; each row has the length of its shard. Empty for bytes that
+    were written in place."""
+    numbers: tuple[int, ...] = ()
+    """Which of the granted (key, shard), counted in grant order, ascending; none: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """All or nothing. `staged` has one piece per granted (key, shard), in grant order; empty when bytes were written in
-    place (protection `group`), or filled from a region."""
+    """All or nothing. `staged` has one piece per granted (key, shard) that no Fill has named (or per each, which
+    replaces what was filled), in grant order; empty when bytes were written in place (protection `group`)."""
 
     ticket: Ticket
     reservation: ReservationId

@@ -527,7 +527,7 @@ class Watch:
             for segment, slot in read.quarantined or ():
                 assert segment.state[slot] == SlotState.QUARANTINED, (segment, slot)
         copies = {op: reservation for op, (reservation, _) in self._saves.copies.items()}
-        assert copies == {r.op: r for r in self.state.reservations.values() if r.busy}, copies
+        assert copies == {op: r for r in self.state.reservations.values() for op in r.copies}, copies
         for late in self._saves.late.values():
             for segment, slot in late.slots:
                 assert segment.state[slot] == SlotState.QUARANTINED, (segment, slot)
@@ -631,8 +631,11 @@ class Watch:
         reserved: Counter[int] = Counter()
         owned: dict[int, set[int]] = {}
         for reservation in state.reservations.values():
-            shards = len(reservation.rows) * len(reservation.shards)
-            assert reservation.filled is None or len(reservation.filled) == shards, reservation
+            shards = set(range(len(reservation.rows) * len(reservation.shards)))
+            written = [number for copy in reservation.copies.values() for number in copy.numbers]
+            assert len(set(written)) == len(written) and shards.issuperset(written), reservation
+            assert shards.difference(written).issuperset(reservation.filled), reservation
+            assert reservation.busy or not reservation.committing, reservation
             reserved[reservation.worker] += reservation.reserved_bytes
             owned.setdefault(reservation.worker, set()).add(reservation.id)
         for worker in state.workers.values():

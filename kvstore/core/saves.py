@@ -3,6 +3,8 @@
 A worker's bytes come from its staging memory, copied by Commit; or from a region of its own, copied by Fill and made
 visible by a Commit after it. The two phases are for a daemon that is stopped and goes on later: it reads rows that the
 worker may have used for something else, so a worker that gave up waiting for the Fill must be able to not commit.
+Parts of what Commit would copy can be filled ahead of it, while the worker still writes the rest; Commit need not wait
+for those, because it waits itself.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, NONE, STORED, TAIL, 
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
 from kvstore.core.reads import clip_ttl, wanted_shards
-from kvstore.core.reservation import Reservation
+from kvstore.core.reservation import Copying, Reservation
 from kvstore.core.segments import Segments
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
@@ -340,52 +342,77 @@ class Saves:
         state = self.state
         reservation = state.reservations.get(event.reservation)
         if reservation is not None and reservation.worker == worker.id:
-            self._check_not_busy(reservation)
-            if reservation.expires_at <= state.now:
+            self._check_may_fill(reservation, event)
+            if reservation.expires_at <= state.now and not reservation.busy:
                 self._end(reservation, "expired", may_write=True)
                 reservation = None
         if reservation is None or reservation.worker != worker.id:
             raise self._has_ended(worker, event.reservation)
         targets = self._targets(reservation)
-        if len(event.offsets) != len(targets):
+        numbers: Sequence[int] = range(len(targets))
+        if event.numbers:
+            numbers = event.numbers
+            if numbers[-1] >= len(targets):
+                raise BadRequest(
+                    f"the reservation has {len(targets)} granted shards", field="numbers", value=numbers[-1]
+                )
+            targets = Extents.of(targets[number] for number in numbers)
+        in_place = not event.region and state.limits.protection is Protection.GROUP
+        if len(event.offsets) != (0 if in_place else len(targets)):
+            each = f"of the {len(targets)} granted shards"
             raise BadRequest(
-                f"must name one row of the region for each of the {len(targets)} granted shards",
+                "must be empty: under protection group bytes are written in place"
+                if in_place
+                else f"must name one row of the region for each {each}"
+                if event.region
+                else f"must name one piece of staging memory for each {each}",
                 field="offsets",
                 value=len(event.offsets),
             )
         pieces = tuple(map(StagedPiece, event.offsets, targets.length))
         op = state.new_op()
-        state.effects.append(ev.FillSlots(op, worker.id, event.region, pieces, targets))
-        reservation.filled = None
-        reservation.filling = True
-        self._copy(reservation, event.ticket, op)
-
-    def _has_filled(self, reservation: Reservation, checksums: Sequence[int] | None, why: str) -> None:
-        state = self.state
-        ticket = reservation.ticket
-        assert ticket is not None, reservation
-        reservation.ticket = None
-        reservation.filling = False
-        if checksums is not None:
-            namespace = state.namespaces[reservation.namespace]
-            reservation.filled = tuple(checksums)
-            state.counters["fills"] += 1
-            each = sum(namespace.spec.shard_bytes[shard] for shard in reservation.shards)
-            state.counters["bytes_filled"] += each * len(reservation.rows)
+        if event.region:
+            state.effects.append(ev.FillSlots(op, worker.id, event.region, pieces, targets))
+        elif in_place:
+            state.effects.append(ev.Checksum(op, targets))
         else:
-            state.counters["fills_failed"] += 1
-        if reservation.expires_at <= state.now:
+            state.effects.append(ev.CopyIn(op, worker.id, pieces, targets))
+        for number in numbers if reservation.filled else ():
+            reservation.filled.pop(number, None)
+        self._copy(reservation, op, Copying(numbers, event.ticket, region=bool(event.region)))
+
+    def _check_may_fill(self, reservation: Reservation, event: ev.Fill) -> None:
+        """Several parts may be filled at one time, each by one copy. Raises Conflict, BadRequest."""
+        numbers = event.numbers
+        if any(number <= before for before, number in zip((-1, *numbers), numbers, strict=False)):
+            raise BadRequest("must ascend", field="numbers", value=numbers)
+        self._check_not_committing(reservation)
+        for copy in reservation.copies.values():
+            if not numbers or not set(copy.numbers).isdisjoint(numbers):
+                raise _is_being_filled(reservation)
+
+    def _has_filled(self, reservation: Reservation, copy: Copying, filled: bool, why: str) -> None:
+        """Answers the fill. Under a commit that waits, that is told what went wrong, too."""
+        state = self.state
+        assert copy.ticket is not None, reservation
+        if copy.region:
+            namespace = state.namespaces[reservation.namespace]
+            state.counters["fills" if filled else "fills_failed"] += 1
+            each = sum(namespace.spec.shard_bytes[shard] for shard in reservation.shards)
+            state.counters["bytes_filled"] += each * len(reservation.rows) if filled else 0
+        if not reservation.committing and not reservation.busy and reservation.expires_at <= state.now:
             self._end(reservation, "expired", may_write=True)
-            state.reply(ticket, _lost("expired", reservation.id))
-        elif checksums is None:
+            state.reply(copy.ticket, _lost("expired", reservation.id))
+        elif filled:
+            state.reply(copy.ticket, ev.Filled())
+        else:
+            what = "rows" if copy.region else "bytes"
             state.reply(
-                ticket,
+                copy.ticket,
                 Precondition(
-                    f"the rows could not be copied: {why}", field="reservation_id", value=reservation.id
+                    f"the {what} could not be copied: {why}", field="reservation_id", value=reservation.id
                 ),
             )
-        else:
-            state.reply(ticket, ev.Filled())
 
     # ------------------------------------------------------------------------------------------------------ commit
 
@@ -397,8 +424,12 @@ class Saves:
         reservation = state.reservations.get(event.reservation)
         if reservation is None or reservation.worker != worker.id:
             return self._commit_of_ended(worker, event)
-        self._check_not_busy(reservation)
-        if reservation.expires_at <= state.now:
+        self._check_not_committing(reservation)
+        if any(copy.region for copy in reservation.copies.values()):
+            raise _is_being_filled(
+                reservation
+            )  # nobody knows whether its rows still were what they should be
+        if reservation.expires_at <= state.now and not reservation.busy:
             self._end(reservation, "expired")
             return self._commit_of_ended(worker, event)
         if event.wait is Wait.DURABLE and state.disk_state is DiskState.ABSENT:
@@ -408,37 +439,49 @@ class Saves:
                 value="DURABLE",
                 remedy="set ssd_dir, or wait for VISIBLE",
             )
-        if reservation.filled is not None and not event.staged:
-            return self._is_committed(reservation, event.ticket, event.wait, reservation.filled)
-        targets = self._targets(reservation)
-        op = state.new_op()
+        rest, targets = self._rest(reservation, event)
         if state.limits.protection is Protection.SEALED:
             pieces = _pieces(event.staged, targets)
-            state.effects.append(ev.CopyIn(op, worker.id, pieces, targets))
-        else:
-            if event.staged:
-                raise BadRequest(
-                    "must be empty: under protection group bytes are written in place",
-                    field="staging_offsets",
-                    value=len(event.staged),
-                )
-            state.effects.append(ev.Checksum(op, targets))
+        elif event.staged:
+            raise BadRequest(
+                "must be empty: under protection group bytes are written in place",
+                field="staging_offsets",
+                value=len(event.staged),
+            )
+        if not targets and not reservation.busy:
+            return self._is_committed(reservation, event.ticket, event.wait)
+        reservation.ticket = event.ticket
         reservation.wait = event.wait
-        self._copy(reservation, event.ticket, op)
+        if targets:
+            op = state.new_op()
+            if state.limits.protection is Protection.SEALED:
+                state.effects.append(ev.CopyIn(op, worker.id, pieces, targets))
+            else:
+                state.effects.append(ev.Checksum(op, targets))
+            self._copy(reservation, op, Copying(rest, ticket=None))
         return None
 
-    def _check_not_busy(self, reservation: Reservation) -> None:
-        if reservation.busy:
-            doing = "filled" if reservation.filling else "committed"
-            raise Conflict(f"is being {doing} already", field="reservation_id", value=reservation.id)
+    def _rest(self, reservation: Reservation, event: ev.Commit) -> tuple[Sequence[int], Extents]:
+        """What the commit itself has to copy: all that no fill has put in its slot, or is putting there. But if it
+        brings everything, it replaces what was filled."""
+        targets = self._targets(reservation)
+        if not reservation.busy and (not reservation.filled or len(event.staged) == len(targets)):
+            reservation.filled.clear()
+            return range(len(targets)), targets
+        filling = {number for copy in reservation.copies.values() for number in copy.numbers}
+        rest = [n for n in range(len(targets)) if n not in reservation.filled and n not in filling]
+        return rest, Extents.of(targets[number] for number in rest)
+
+    def _check_not_committing(self, reservation: Reservation) -> None:
+        if reservation.committing:
+            raise Conflict("is being committed already", field="reservation_id", value=reservation.id)
 
     def _targets(self, reservation: Reservation) -> Extents:
         namespace = self.state.namespaces[reservation.namespace]
         return self.state.extents(namespace, reservation.rows, reservation.shards)
 
-    def _copy(self, reservation: Reservation, ticket: ev.Ticket, op: OpId) -> None:
-        reservation.ticket = ticket
-        reservation.op = op
+    def _copy(self, reservation: Reservation, op: OpId, copy: Copying) -> None:
+        reservation.copies[op] = copy
         self.copies[op] = (reservation, self.state.now + COPY_DEADLINE_MS)
 
     def _commit_of_ended(self, worker: Worker, event: ev.Commit) -> ev.Committed | None:
@@ -473,32 +516,39 @@ class Saves:
         """The copy of a commit or fill has returned."""
         state = self.state
         reservation, _ = self.copies.pop(op)
-        if reservation.filling:
-            self._has_filled(reservation, checksums, why)
+        copy = reservation.copies.pop(op)
+        if checksums is not None:
+            reservation.filled.update(zip(copy.numbers, checksums, strict=True))
+        elif reservation.committing:
+            reservation.failed = why
+        if copy.ticket is not None:
+            self._has_filled(reservation, copy, checksums is not None, why)
+        if reservation.ticket is None or reservation.busy:
             return
-        ticket = reservation.ticket
-        assert ticket is not None, reservation
-        if checksums is None:
+        if reservation.failed:
+            ticket, reservation.ticket = reservation.ticket, None
             self._end(reservation, "aborted")
             state.counters["commits_failed"] += 1
             state.reply(
                 ticket,
                 Precondition(
-                    f"the bytes could not be copied: {why}", field="reservation_id", value=reservation.id
+                    f"the bytes could not be copied: {reservation.failed}",
+                    field="reservation_id",
+                    value=reservation.id,
                 ),
             )
             return
-        answer = self._is_committed(reservation, ticket, reservation.wait, checksums)
+        answer = self._is_committed(reservation, reservation.ticket, reservation.wait)
         if answer is not None:
-            state.reply(ticket, answer)
+            state.reply(reservation.ticket, answer)
 
-    def _is_committed(
-        self, reservation: Reservation, ticket: ev.Ticket, wait: Wait, checksums: Sequence[int]
-    ) -> ev.Committed | None:
+    def _is_committed(self, reservation: Reservation, ticket: ev.Ticket, wait: Wait) -> ev.Committed | None:
         """Every byte is in: the chunks become visible. None: it is answered when they are durable."""
         state = self.state
         namespace = state.namespaces[reservation.namespace]
         keys = self._keys(reservation)
+        filled = reservation.filled
+        checksums = [filled[number] for number in range(len(filled))]
         if len(reservation.rows) >= state.batch_min and batch.may_fill(state.chunks, reservation.rows):
             results = self._fill_all(namespace, reservation, checksums)
         else:
@@ -559,8 +609,10 @@ class Saves:
         return ev.Done(count)
 
     def _abort(self, reservation: Reservation, *, may_write: bool) -> None:
-        if reservation.filling:
-            self._give_up_copy(reservation, "aborted", _lost("aborted", reservation.id), may_write=may_write)
+        if reservation.busy:
+            self._give_up_copies(
+                reservation, "aborted", _lost("aborted", reservation.id), may_write=may_write
+            )
             self.state.counters["reservations_aborted"] += 1
         else:
             self._end(reservation, "aborted", may_write=may_write)
@@ -574,24 +626,39 @@ class Saves:
                 self._abort(reservation, may_write=not gone)
 
     def _end(self, reservation: Reservation, why: str, *, may_write: bool = False) -> None:
-        """Take the slots back. While the owner may still write into them (in place, and neither gone nor done), they
-        are quarantined until it is."""
+        assert not reservation.busy, reservation
+        keys = self._keys(reservation)
+        self._take_slots(reservation, may_write=may_write)
+        self.state.counters[f"reservations_{why}"] += 1
+        self._forget(reservation, why, keys)
+
+    def _take_slots(self, reservation: Reservation, *, may_write: bool) -> None:
+        """Take the slots back. Those that a copy writes are quarantined until it returns; and while the owner may still
+        write into them (in place, and neither gone nor done), all are until it is."""
         state = self.state
         namespace = state.namespaces[reservation.namespace]
         worker = state.workers.get(reservation.worker)
         suspect = may_write and state.limits.protection is Protection.GROUP
-        keys = self._keys(reservation)
+        copied: dict[int, LateCopy] = {}
+        for op, copy in reservation.copies.items():
+            del self.copies[op]
+            self.late[op] = LateCopy([], reservation.worker if suspect else None)
+            copied.update(dict.fromkeys(copy.numbers, self.late[op]))
+        number = 0
         for row in reservation.rows:
             for shard in reservation.shards:
                 segment, slot = state.unplace_shard(row, shard)
-                if suspect and worker is not None:
+                late = copied.get(number)
+                number += 1
+                if late is not None:
+                    state.quarantine_slot(segment, slot)
+                    late.slots.append((segment, slot))
+                elif suspect and worker is not None:
                     state.quarantine_slot(segment, slot)
                     worker.suspect.append((segment.id, slot))
                 else:
                     state.free_slot(segment, slot)
             self._drop_if_empty(namespace, row)
-        state.counters[f"reservations_{why}"] += 1
-        self._forget(reservation, why, keys)
 
     def _keys(self, reservation: Reservation) -> tuple[ChunkKey, ...]:
         """To be asked for while its rows are still its own."""
@@ -640,42 +707,32 @@ class Saves:
             r for r in state.reservations.values() if not r.busy and r.expires_at <= state.now
         ]:
             self._end(reservation, "expired", may_write=True)
-        for reservation in [r for r, deadline in self.copies.values() if deadline <= state.now]:
-            self._give_up_copy(
+        for reservation in {r: None for r, deadline in self.copies.values() if deadline <= state.now}:
+            self._give_up_copies(
                 reservation,
                 "aborted: its copy missed the deadline",
                 DeadlineExceeded(
                     "the copy missed its deadline", field="reservation_id", value=reservation.id
                 ),
-                may_write=reservation.filling,
+                may_write=not reservation.committing,
             )
             state.counters["copies_late"] += 1
         self._drop_incomplete()
 
-    def _give_up_copy(
+    def _give_up_copies(
         self, reservation: Reservation, why: str, answer: StoreError, *, may_write: bool
     ) -> None:
-        """Take the slots away from a copy that runs, and end the reservation; with `may_write` its owner has not let go
-        of them either."""
+        """Take the slots away from the copies that run, and end the reservation; with `may_write` its owner has not let
+        go of them either. Everybody who waits gets `answer`."""
         state = self.state
-        ticket, op = reservation.ticket, reservation.op
-        assert ticket is not None, reservation
-        del self.copies[op]
-        namespace = state.namespaces[reservation.namespace]
         keys = self._keys(reservation)
-        suspect = may_write and state.limits.protection is Protection.GROUP
-        late = LateCopy([], reservation.worker if suspect else None)
-        if reservation.filling:
-            state.counters["fills_failed"] += 1
-        for row in reservation.rows:
-            for shard in reservation.shards:
-                segment, slot = state.unplace_shard(row, shard)
-                state.quarantine_slot(segment, slot)
-                late.slots.append((segment, slot))
-            self._drop_if_empty(namespace, row)
-        self.late[op] = late
+        tickets = [copy.ticket for copy in reservation.copies.values()]
+        state.counters["fills_failed"] += sum(copy.region for copy in reservation.copies.values())
+        self._take_slots(reservation, may_write=may_write)
         self._forget(reservation, why, keys)
-        state.reply(ticket, answer)
+        for ticket in (*tickets, reservation.ticket):
+            if ticket is not None:
+                state.reply(ticket, answer)
 
     def late_copy_returned(self, op: OpId) -> None:
         late = self.late.pop(op)
@@ -708,6 +765,10 @@ def _lost(why: str, reservation_id: ReservationId) -> Precondition:
         value=reservation_id,
         remedy="" if why == "committed" else "reserve again; the save is lost",
     )
+
+
+def _is_being_filled(reservation: Reservation) -> Conflict:
+    return Conflict("is being filled already", field="reservation_id", value=reservation.id)
 
 
 def _pieces(staged: tuple[StagedPiece, ...], targets: Extents) -> tuple[StagedPiece, ...]:

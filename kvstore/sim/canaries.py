@@ -104,11 +104,12 @@ def _late_copy(original: Original) -> Any:
     """As above, for the copy of a commit."""
 
     def give_up(saves: Saves, reservation: Any, *args: Any, **named: Any) -> None:
-        op = reservation.op
+        ops = list(reservation.copies)
         original(saves, reservation, *args, **named)
-        for segment, slot in saves.late[op].slots:
-            saves.state.free_slot(segment, slot)
-        saves.late[op].slots.clear()
+        for op in ops:
+            for segment, slot in saves.late[op].slots:
+                saves.state.free_slot(segment, slot)
+            saves.late[op].slots.clear()
 
     return give_up
 
@@ -226,7 +227,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "serve-partial": (reads, "lookup", _partial),
     "leak-slot": (Saves, "_end", _leak),
     "reuse-late-read": (Disk, "_late_read", _late_read),
-    "reuse-late-copy": (Saves, "_give_up_copy", _late_copy),
+    "reuse-late-copy": (Saves, "_give_up_copies", _late_copy),
     "durable-too-early": (Durability, "await_durable", _early),
     "index-without-sync": (Durability, "_batch", _unsynced),
     "lose-answer": (State, "reply", _lost_answer),

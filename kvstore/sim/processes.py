@@ -23,7 +23,9 @@ from kvstore.types import (
     NamespaceId,
     Outcome,
     Protection,
+    RegionId,
     SegmentId,
+    StagedPiece,
     Wait,
     WorkerId,
 )
@@ -332,6 +334,8 @@ class Process:
             if cluster.limits.protection is Protection.GROUP:
                 cluster.write(reserved, self.host.variant)  # for as long as it thinks that it may
             cluster._let_go(reserved.reservation)
+            if chance.random() < 0.4:
+                staged = yield from self._fill_ahead(reserved, staged)
             wait = Wait.DURABLE if chance.random() < 0.2 else Wait.VISIBLE
             ms = 6_000 if wait is Wait.DURABLE else ANSWER_MS
             yield from self.ask(ev.Commit, reserved.reservation, staged, wait, ms=ms)
@@ -351,6 +355,20 @@ class Process:
         ]
         sums = tuple(committed.get((namespace, key, 0), 1) ^ (self.random.random() < 0.1) for key in keys)
         yield from self.ask(ev.ReportDuplicates, namespace, tuple(keys), sums, (0,), self.maker)
+
+    def _fill_ahead(self, reserved: ev.Reserved, staged: tuple[StagedPiece, ...]) -> Program:
+        """Tell of some that they are written, and wait for no answer; returns the pieces that the commit has to name.
+        A request that was lost makes the commit fail, as a lost connection would."""
+        left = list(range(len(self.host.cluster.savings[reserved.reservation].shards)))
+        for _ in range(self.random.randrange(1, 4)):
+            part = sorted(self.random.sample(left, self.random.randrange(len(left) + 1)))
+            if not part:
+                continue
+            offsets = tuple(staged[number].offset for number in part) if staged else ()
+            self.tell(ev.Fill, reserved.reservation, RegionId(0), offsets, tuple(part))
+            left = [number for number in left if number not in part]
+            yield Sleep(self.random.choice((0, 0, 2, 5)))
+        return tuple(staged[number] for number in left) if staged else ()
 
     def _fill(self, reserved: ev.Reserved) -> Program:
         """Out of a region of its own: two phases, and no commit once the row is another's."""

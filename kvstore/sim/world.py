@@ -121,7 +121,10 @@ class World:
         self._meant: dict[ReservationId, tuple[int, ...]] = {}
         """What they held then."""
         self._staging: dict[tuple[WorkerId, int], int] = {}
-        self._committing: dict[OpId, ReservationId] = {}
+        self._copying: dict[OpId, tuple[ReservationId, tuple[Extent, ...]]] = {}
+        """Of commits, and of fills ahead of them: what they write."""
+        self._copied: dict[ReservationId, dict[tuple[SegmentId, int], int]] = {}
+        """By (segment, offset) what such copies have put there."""
         self._asked: dict[tuple[WorkerId, int], Any] = {}
         self._owner: dict[SegmentId, NamespaceId] = {}
         self._inbox: deque[ev.Event] = deque()
@@ -148,14 +151,13 @@ class World:
             if isinstance(event, ev.OpDone):
                 self._note_copied(event)
             effects = self.store.apply(event, self.now)
-            if isinstance(event, ev.Commit):
-                if self.store.state.counters["chunks_saved"] != saved:  # filled before: nothing is copied
-                    shards = self.savings[event.reservation].shards
-                    for shard, meant in zip(shards, self._meant[event.reservation], strict=True):
-                        self._note_committed(shard, meant)
+            if self.store.state.counters["chunks_saved"] != saved:
+                self._note_all_committed(event)
+            if isinstance(event, (ev.Commit, ev.Fill)):
                 for effect in effects:
                     if isinstance(effect, (ev.CopyIn, ev.Checksum)):
-                        self._committing[effect.op] = event.reservation
+                        targets = effect.targets if isinstance(effect, ev.CopyIn) else effect.extents
+                        self._copying[effect.op] = (event.reservation, tuple(targets))
             self._perform_all(effects)
             self.watch.check()
             self.store.rewrites.check_integrity()
@@ -285,6 +287,25 @@ class World:
         filled: ev.Filled | None = self.ask(ev.Fill, worker, reserved.reservation, REGION, tuple(offsets))
         self.filled_from[reserved.reservation] = tuple(offsets)
         self._meant[reserved.reservation] = tuple(meant)
+        return filled
+
+    def fill_part(
+        self,
+        worker: WorkerId,
+        reserved: ev.Reserved,
+        numbers: Sequence[int],
+        staged: Sequence[StagedPiece],
+        **named: Any,
+    ) -> ev.Filled | None:
+        """Ahead of the commit, some of what `write` has written; None while that runs."""
+        offsets = tuple(staged[number].offset for number in numbers) if staged else ()
+        for number in numbers:
+            extent = self.savings[reserved.reservation].extents[number]
+            for page in _pages(extent):
+                self.may_write.pop((extent.segment, page), None)
+        filled: ev.Filled | None = self.ask(
+            ev.Fill, worker, reserved.reservation, RegionId(0), offsets, tuple(numbers), **named
+        )
         return filled
 
     def reuse_rows(self, worker: WorkerId, reserved: ev.Reserved) -> None:
@@ -502,11 +523,28 @@ class World:
         self._inbox.append(ev.OpDone(effect.op, tuple(checksums)))
 
     def _note_copied(self, event: ev.OpDone) -> None:
-        """The copy of a commit counts when the core hears of it; one that came too late counts for nothing."""
-        reservation = self._committing.pop(event.op, None)
-        if reservation is not None and reservation in self.store.state.reservations:
-            for shard, checksum in zip(self.savings[reservation].shards, event.checksums, strict=True):
-                self._note_committed(shard, checksum)
+        """What a commit or a fill ahead of it has put into the slots."""
+        reservation, targets = self._copying.get(event.op, (ReservationId(0), ()))
+        if reservation in self.store.state.reservations:  # else it came too late, and counts for nothing
+            copied = self._copied.setdefault(reservation, {})
+            for target, checksum in zip(targets, event.checksums, strict=True):
+                copied[target.segment, target.offset] = checksum
+
+    def _note_all_committed(self, event: ev.Event) -> None:
+        """The core made a reservation visible: by a commit, or by the end of the last copy for one."""
+        if isinstance(event, ev.Commit):
+            reservation = event.reservation
+        else:
+            assert isinstance(event, ev.OpDone), event
+            reservation, _ = self._copying[event.op]
+        saving = self.savings[reservation]
+        copied = self._copied.pop(reservation, None)
+        if copied is None:  # all of it came out of a region
+            held = self._meant[reservation]
+        else:
+            held = tuple(copied[extent.segment, extent.offset] for extent in saving.extents)
+        for shard, what in zip(saving.shards, held, strict=True):
+            self._note_committed(shard, what)
 
     def _forget_leases(self, worker: WorkerId) -> None:
         """The leases of an engine group end with its last member; another group may have its name later."""

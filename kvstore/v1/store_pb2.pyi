@@ -261,16 +261,18 @@ class ReserveReply(_message.Message):
     def __init__(self, reservation_id: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., results: _Optional[bytes] = ..., extents: _Optional[_Union[_types_pb2.Extents, _Mapping]] = ...) -> None: ...
 
 class FillRequest(_message.Message):
-    __slots__ = ("request_id", "reservation_id", "region", "offsets")
+    __slots__ = ("request_id", "reservation_id", "region", "offsets", "numbers")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     reservation_id: int
     region: int
     offsets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[int] = ..., reservation_id: _Optional[int] = ..., region: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ...) -> None: ...
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[int] = ..., reservation_id: _Optional[int] = ..., region: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., numbers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FillReply(_message.Message):
     __slots__ = ()

@@ -324,7 +324,7 @@ def test_the_daemon_checks_rows_and_regions_itself(
     for offsets in ([], [0, 0], [1 << 63]):
         with pytest.raises(BadRequest, match="offsets"):
             fill(offsets=offsets)
-    for number in (0, region + 1):
+    for number in (region + 7, region + 1):
         with pytest.raises(Precondition, match="no such region of this worker"):
             fill(region=number)
     # another worker's, by number and by reservation

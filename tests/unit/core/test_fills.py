@@ -3,6 +3,7 @@ the copy, and what a worker and the SSD have does not stay in DRAM."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,17 @@ from kvstore.core import saves
 from kvstore.errors import BadRequest, Conflict, DeadlineExceeded, NotFound, Precondition
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, REGION, World, chain, spec, tag
-from kvstore.types import DiskResult, DiskState, NamespaceId, Outcome, Protection, Wait, WorkerId
+from kvstore.types import (
+    DiskResult,
+    DiskState,
+    NamespaceId,
+    Outcome,
+    Protection,
+    RegionId,
+    StagedPiece,
+    Wait,
+    WorkerId,
+)
 
 BOTH = pytest.mark.parametrize("protection", list(Protection))
 KEYS = chain("k", 3)
@@ -310,6 +321,201 @@ def test_what_was_filled_expires_with_its_reservation(protection: Protection) ->
     with pytest.raises(Precondition, match="was expired"):
         world.commit_filled(worker, reserved)
     assert world.outcomes(worker, namespace, KEYS) == ["NEVER_SEEN"] * 3
+
+
+# ------------------------------------------------------------------------------------------------ ahead of the commit
+
+COPIES = {ev.CopyIn, ev.Checksum}
+
+
+def rest_of(staged: tuple[StagedPiece, ...], filled: Sequence[int]) -> tuple[StagedPiece, ...]:
+    return tuple(piece for number, piece in enumerate(staged) if number not in filled)
+
+
+def finish_all(world: World) -> None:
+    while world.held:
+        world.finish()
+
+
+def copied(world: World) -> list[int]:
+    """How many slots each copy that is held writes or checksums."""
+    return [len(op.targets if isinstance(op, ev.CopyIn) else op.extents) for op in world.held]
+
+
+@BOTH
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_a_commit_copies_the_rest_and_waits_for_all(protection: Protection, order: tuple[int, ...]) -> None:
+    world, worker, namespace = start(protection)
+    world.hold = COPIES
+    keys = chain("k", 5)
+    reserved = world.reserve(worker, namespace, keys)
+    staged = world.write(reserved, 1)
+    assert world.fill_part(worker, reserved, (0, 3), staged) is None
+    assert world.fill_part(worker, reserved, (1,), staged) is None
+    assert world.ask(ev.Commit, worker, reserved.reservation, rest_of(staged, (0, 1, 3))) is None
+    assert copied(world) == [2, 1, 2]
+    held = [world.held[number] for number in order]
+    for count, op in enumerate(held):
+        assert world.outcomes(worker, namespace, keys) == ["BEING_SAVED"] * 5, count
+        world.finish(op)
+    assert isinstance(answer_of(world, ev.Commit), ev.Committed)
+    assert world.acquire(worker, namespace, keys).outcomes == (Outcome.HIT,) * 5  # compares the bytes
+    assert world.store.state.counters["bytes_saved"] == 5 * PAGE
+    assert sum(isinstance(reply.answer, ev.Filled) for reply in world.replies) == 2
+
+
+@BOTH
+def test_a_commit_of_what_is_all_filled_copies_nothing(protection: Protection) -> None:
+    world, worker, namespace = start(protection)
+    reserved = world.reserve(worker, namespace, KEYS)
+    staged = world.write(reserved, 1)
+    for numbers in ((1,), (0, 2)):
+        assert isinstance(world.fill_part(worker, reserved, numbers, staged), ev.Filled)
+    assert world.outcomes(worker, namespace, KEYS) == ["BEING_SAVED"] * 3
+    world.hold = COPIES
+    assert isinstance(world.ask(ev.Commit, worker, reserved.reservation, ()), ev.Committed)
+    assert not world.held
+    world.acquire(worker, namespace, KEYS)
+
+
+def test_staged_bytes_of_all_replace_parts_that_were_filled() -> None:
+    world, worker, namespace = start(Protection.SEALED)
+    reserved = world.reserve(worker, namespace, KEYS)
+    world.fill_part(worker, reserved, (1,), world.write(reserved, 1))
+    world.commit(worker, reserved, variant=2)
+    for shard in world.savings[reserved.reservation].shards:
+        assert world.committed[shard] == tag(shard, 2)
+
+
+@BOTH
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_copy_that_fails_fails_the_commit_that_waits_for_it(protection: Protection, fails: int) -> None:
+    """And its slots are free only when the other copy has returned too."""
+    world, worker, namespace = start(protection)
+    world.hold = COPIES
+    reserved = world.reserve(worker, namespace, KEYS)
+    staged = world.write(reserved, 1)
+    world.fill_part(worker, reserved, (0,), staged)
+    world.ask(ev.Commit, worker, reserved.reservation, rest_of(staged, (0,)))
+    first, second = world.held[fails], world.held[1 - fails]
+    world.finish(first, fails="EIO")
+    assert answer_of(world, ev.Commit) is None
+    assert world.slots()["reserved"] == 3
+    world.finish(second)
+    error = answer_of(world, ev.Commit)
+    assert isinstance(error, Precondition) and "could not be copied: EIO" in error.message
+    filled = answer_of(world, ev.Fill)
+    assert isinstance(filled, ev.Filled if fails else Precondition)
+    assert world.outcomes(worker, namespace, KEYS) == ["NEVER_SEEN"] * 3
+    assert world.slots()["free"] == world.slots()["capacity"]
+
+
+def test_a_part_that_failed_before_has_to_come_again() -> None:
+    world, worker, namespace = start(Protection.SEALED)
+    world.hold = COPIES
+    reserved = world.reserve(worker, namespace, KEYS)
+    staged = world.write(reserved, 1)
+    world.fill_part(worker, reserved, (0, 1), staged)
+    world.finish(fails="EIO")
+    with pytest.raises(BadRequest, match="each of the 3 granted shards that are not filled"):
+        world.ask(ev.Commit, worker, reserved.reservation, rest_of(staged, (0, 1)))
+    world.fill_part(worker, reserved, (0,), staged)
+    finish_all(world)
+    world.ask(ev.Commit, worker, reserved.reservation, rest_of(staged, (0,)))
+    finish_all(world)
+    world.acquire(worker, namespace, KEYS)
+
+
+@BOTH
+def test_a_part_that_is_filled_again_waits_and_counts_once(protection: Protection) -> None:
+    world, worker, namespace = start(protection)
+    reserved = world.reserve(worker, namespace, KEYS)
+    staged = world.write(reserved, 1)
+    world.fill_part(worker, reserved, (0, 1), staged)
+    world.hold = COPIES
+    world.fill_part(worker, reserved, (1,), staged)
+    for numbers in ((1,), (0, 1, 2), ()):
+        with pytest.raises(Conflict, match="is being filled already"):
+            world.fill_part(worker, reserved, numbers or (0, 1, 2), staged)
+    world.fill_part(worker, reserved, (2,), staged)  # another is welcome
+    assert world.ask(ev.Commit, worker, reserved.reservation, ()) is None
+    finish_all(world)
+    world.acquire(worker, namespace, KEYS)
+
+
+@BOTH
+def test_numbers_that_make_no_sense(protection: Protection) -> None:
+    world, worker, namespace = start(protection)
+    reserved = world.reserve(worker, namespace, KEYS)
+    staged = world.write(reserved)
+    for numbers, why in (((3,), "has 3 granted shards"), ((1, 1), "must ascend"), ((1, 0), "must ascend")):
+        with pytest.raises(BadRequest, match=why):
+            world.ask(ev.Fill, worker, reserved.reservation, REGION, (0,) * len(numbers), numbers)
+    offsets = (0,) if protection is Protection.GROUP else ()
+    with pytest.raises(BadRequest, match="must be empty" if offsets else "one piece of staging memory"):
+        world.ask(ev.Fill, worker, reserved.reservation, RegionId(0), offsets, (0,))
+    assert isinstance(world.ask(ev.Commit, worker, reserved.reservation, staged), ev.Committed)
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["abort", "kill", "late"])
+def test_slots_wait_each_for_its_own_copy(protection: Protection, how: str) -> None:
+    world, worker, namespace = start(protection)
+    other = world.join()
+    world.open(spec(), other)
+    world.hold = COPIES
+    reserved = world.reserve(worker, namespace, KEYS)
+    staged = world.write(reserved, 1)
+    world.fill_part(worker, reserved, (0,), staged)
+    world.fill_part(worker, reserved, (1,), staged)
+    if how == "abort":
+        world.abort(worker, reserved)
+    elif how == "kill":
+        world.kill(worker)
+    else:
+        world.tick(saves.COPY_DEADLINE_MS)
+        assert isinstance(answer_of(world, ev.Fill), DeadlineExceeded)
+        assert world.store.state.counters["copies_late"] == 1
+    assert world.outcomes(other, namespace, KEYS) == ["NEVER_SEEN"] * 3
+    waits_for_owner = how == "late" and protection is Protection.GROUP
+    assert world.slots()["quarantined"] == (3 if waits_for_owner else 2)
+    world.finish(world.held[1])
+    assert world.slots()["quarantined"] == (3 if waits_for_owner else 1)
+    finish_all(world)
+    world.kill(worker) if waits_for_owner else None
+    assert world.slots()["free"] == world.slots()["capacity"]
+
+
+@BOTH
+def test_a_commit_that_waits_for_a_late_part_is_answered(protection: Protection) -> None:
+    world, worker, namespace = start(protection)
+    world.hold = COPIES
+    reserved = world.reserve(worker, namespace, KEYS)
+    staged = world.write(reserved, 1)
+    world.fill_part(worker, reserved, (0,), staged)
+    world.ask(ev.Commit, worker, reserved.reservation, rest_of(staged, (0,)))
+    world.finish(world.held[1])
+    world.tick(saves.COPY_DEADLINE_MS)
+    assert isinstance(answer_of(world, ev.Commit), DeadlineExceeded)
+    assert isinstance(answer_of(world, ev.Fill), DeadlineExceeded)
+    assert world.slots()["quarantined"] == 1, "who commits has let go of the others"
+    finish_all(world)
+    assert world.slots()["free"] == world.slots()["capacity"]
+    assert world.outcomes(worker, namespace, KEYS) == ["NEVER_SEEN"] * 3
+
+
+@BOTH
+def test_a_reservation_does_not_expire_while_a_part_is_filled(protection: Protection) -> None:
+    world, worker, namespace = start(protection, reservation_ttl_ms=5_000)
+    world.hold = COPIES
+    reserved = world.reserve(worker, namespace, KEYS)
+    staged = world.write(reserved, 1)
+    world.fill_part(worker, reserved, (0,), staged)
+    world.tick(5_000)
+    assert world.slots()["reserved"] == 3
+    world.ask(ev.Commit, worker, reserved.reservation, rest_of(staged, (0,)))
+    finish_all(world)
+    world.acquire(worker, namespace, KEYS)
 
 
 # --------------------------------------------------------------------------------------------------- kept elsewhere
