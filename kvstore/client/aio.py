@@ -324,6 +324,15 @@ class AsyncWriteBatch:
     def buffer(self, index: int, shard: int | None = None) -> npt.NDArray[np.uint8]:
         return self._batch.buffer(index, shard)
 
+    async def copy_from(self, index: int, source: Any, *, shard: int | None = None) -> None:
+        if _size(source) < COPY_INLINE_MAX:
+            self._batch.copy_from(index, source, shard=shard)
+        else:
+            await asyncio.to_thread(self._batch.copy_from, index, source, shard=shard)
+
+    def written(self, index: int, shard: int | None = None) -> None:
+        self._batch.written(index, shard)
+
     async def fill(self, region: Region, offsets: Sequence[int], *, timeout_s: float | None = None) -> None:
         await drive_async(self._batch.filling(region, offsets, timeout_s))
 

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
 from kvstore.client.call import FORKED, Call, Operation, Reply, drive, gone
-from kvstore.client.staging import Staging
+from kvstore.client.destination import gather, origin
+from kvstore.client.staging import Staging, footprint
 from kvstore.errors import BadRequest, StoreError, Unavailable
 from kvstore.types import CommitResult, GrantResult, Wait
 from kvstore.v1 import store_pb2
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from kvstore.client.region import Region
 
 Bytes = npt.NDArray[np.uint8]
+
+FILL_AHEAD_BYTES = 4 << 20
+"""What was written is handed over in parts of this much while the rest is being written: enough that a message costs
+little beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +45,72 @@ class CommitOutcome:
 
 
 class StagedPieces:
-    """Staging memory of one batch, given back exactly once, when nobody reads it any more."""
+    """Staging memory of one batch, in pieces of one size, one for each chunk at most. A piece that the daemon has read
+    serves the batch again at once, while it is in the cache still; when the batch ends each is given back, as soon as
+    nobody reads it any more. Thread-safe."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: Staging, length: int, wanted: int) -> None:
+        """As many pieces as there is room for, `wanted` at most."""
         self.staging = staging
-        self._taken: list[tuple[int, int]] = []
+        self._length = length
         self._lock = threading.Lock()
+        self._ended = False
+        self._held: set[int] = set()
+        """By a chunk, and not handed over yet."""
+        self._idle: list[int] = []
+        """The last is next."""
+        while self.count < wanted and (start := staging.space.take(length)) is not None:
+            self._idle.append(start)
+        self._idle.reverse()
 
-    def take(self, length: int) -> int | None:
-        start = self.staging.space.take(length)
-        if start is not None:
-            self._taken.append((start, length))
+    def __repr__(self) -> str:
+        return f"StagedPieces({len(self._held)} held, {len(self._idle)} idle, of {self._length} bytes)"
+
+    @property
+    def count(self) -> int:
+        return len(self._idle) + len(self._held)
+
+    def limit(self, count: int) -> None:
+        """Keep `count` of the idle ones."""
+        with self._lock:
+            spare, self._idle = self._idle[: len(self._idle) - count], self._idle[len(self._idle) - count :]
+        for start in spare:
+            self.staging.space.give_back(start, self._length)
+
+    def next(self) -> int:
+        """A piece for one more chunk; there is one for each."""
+        with self._lock:
+            start = self._idle.pop()
+            self._held.add(start)
         return start
 
-    def give_back(self, keep: Sequence[int] | None = None) -> None:
-        """All; or all but the pieces with these numbers, in the order of `take`."""
+    def handed_over(self, starts: Sequence[int]) -> None:
+        """The daemon is told to read these."""
         with self._lock:
-            taken, self._taken = self._taken, []
-        kept = set(keep or ())
-        for number, (start, length) in enumerate(taken):
-            if number in kept:
-                self._taken.append((start, length))
-            else:
-                self.staging.space.give_back(start, length)
+            self._held.difference_update(starts)
+
+    def take_back(self, starts: Sequence[int]) -> None:
+        """It was not told."""
+        with self._lock:
+            self._held.update(starts)
+
+    def read(self, starts: Sequence[int]) -> None:
+        """The daemon has read these, or never will."""
+        with self._lock:
+            if not self._ended:
+                self._idle += starts
+                return
+        for start in starts:
+            self.staging.space.give_back(start, self._length)
+
+    def end(self) -> None:
+        """No chunk will be written any more. Idempotent."""
+        with self._lock:
+            self._ended = True
+            unread = [*self._idle, *self._held]
+            self._idle, self._held = [], set()
+        for start in unread:
+            self.staging.space.give_back(start, self._length)
 
 
 class _State(enum.Enum):
@@ -88,14 +136,13 @@ class WriteBatch:
         attachment: Attachment | None = None,
         timeout_s: float = 0.0,
         reservation_id: int = 0,
-        buffers: Sequence[Bytes] = (),
-        offsets: Sequence[int] = (),
-        pieces: StagedPieces | None = None,
         lengths: Sequence[int] = (),
+        slots: Sequence[Bytes] = (),
+        pieces: StagedPieces | None = None,
         error: StoreError | None = None,
     ) -> None:
-        """`buffers` (and `offsets` in staging memory, if it is staged in `pieces`) per granted key, then per shard.
-        With `lengths` (of the shards) there are none of these: the bytes come by `fill`."""
+        """`lengths` are those of the shards. Chunks are written into `slots`, per granted key, then per shard; or into
+        `pieces`, one for each granted key at least. Without either the bytes come by `fill`."""
         self.results = tuple(results)
         self.granted = tuple(n for n, result in enumerate(results) if result is GrantResult.GRANTED)
         self.shards = shards
@@ -103,10 +150,18 @@ class WriteBatch:
         self.reservation_id = reservation_id
         self._attachment = attachment
         self._timeout_s = timeout_s
-        self._buffers = tuple(buffers)
-        self._offsets = tuple(offsets)
-        self._pieces = pieces
         self._lengths = tuple(lengths)
+        self._slots = tuple(slots)
+        self._pieces = pieces
+        self._staged = bool(slots) or pieces is not None
+        # By place: the number of a key among the granted ones.
+        self._places = {index: place for place, index in enumerate(self.granted)}
+        self._starts: dict[int, int] = {}
+        """Piece of each that has one."""
+        self._unwritten: dict[int, set[int]] = {}
+        """Shards (by their number in `shards`) that are still to be written, of those that were begun."""
+        self._written: list[int] = []
+        self._handed_over: set[int] = set()
         self._filled = False
         self._state = _State.OPEN
         self._lock = threading.Lock()
@@ -132,24 +187,114 @@ class WriteBatch:
 
     def buffer(self, index: int, shard: int | None = None) -> Bytes:
         """Where to put the bytes of key number `index`, shard `shard` (default: the first wanted): a writable row of
-        uint8, not zeroed, valid until commit or abort; writing later corrupts other saves of this process.
+        uint8, not zeroed, valid until `written`, commit or abort; writing later corrupts other saves of this process.
 
         Raises BadRequest for a key that was not granted or a batch that has ended, Unavailable in a forked child.
         """
+        return self._buffer(*self._place(index, shard))
+
+    def copy_from(self, index: int, source: Any, *, shard: int | None = None) -> None:
+        """Copy `source` into the buffer: a numpy array (any strides), CPU tensor or other buffer of the shard's bytes;
+        and hand it over, as `written` does. Raises as `buffer`, and BadRequest for a wrong size."""
+        place, column = self._place(index, shard)
+        bits = origin(source)
+        if bits.nbytes != self._lengths[column]:
+            raise BadRequest(
+                f"must have the shard's {self._lengths[column]} bytes",
+                field="source",
+                value=f"{bits.nbytes} bytes",
+            )
+        gather(self._buffer(place, column), bits)
+        self._note_written(place, column)
+
+    def written(self, index: int, shard: int | None = None) -> None:
+        """The buffer has its bytes, and is not touched any more: the daemon may copy and checksum them while the next
+        ones are being written. Optional: `commit` hands over the rest. Raises as `buffer`."""
+        place, column = self._place(index, shard)
+        self._buffer(place, column)
+        self._note_written(place, column)
+
+    def _place(self, index: int, shard: int | None) -> tuple[int, int]:
+        """The key's number among the granted ones, and the shard's among the wanted ones."""
         self._check_open()
-        if index not in self.granted:
+        place = self._places.get(index)
+        if place is None:
             raise BadRequest("this key was not granted", field="index", value=index)
-        if self._lengths:
+        if not self._staged:
             raise BadRequest(
                 "the batch has no buffers", field="staged", value=False, remedy="use fill, or write staged"
             )
-        if shard is None:
-            shard = self.shards[0]
-        elif shard not in self.shards:
+        if shard is not None and shard not in self.shards:
             raise BadRequest(f"the batch was asked for shards {self.shards}", field="shard", value=shard)
         if self._attachment is not None and os.getpid() != self._attachment.pid:
             raise gone(FORKED)  # the memory is not mapped here: touching it would be SIGSEGV
-        return self._buffers[self.granted.index(index) * len(self.shards) + self.shards.index(shard)]
+        return place, 0 if shard is None else self.shards.index(shard)
+
+    def _buffer(self, place: int, column: int) -> Bytes:
+        with self._lock:
+            self._check_open()
+            if column not in self._unwritten.setdefault(place, set(range(len(self.shards)))):
+                index = self.granted[place]
+                raise BadRequest("was said to be written", field="index", value=index, remedy="commit")
+            if self._pieces is None:
+                return self._slots[place * len(self.shards) + column]
+            start = self._starts.get(place)
+            if start is None:
+                start = self._starts[place] = self._pieces.next()
+        start += footprint(self._lengths[:column])
+        return self._pieces.staging.array[start : start + self._lengths[column]]
+
+    def _note_written(self, place: int, column: int) -> None:
+        """Hand over what is written, when it is much, and not the last: that goes with the commit."""
+        attachment = self._attachment
+        with self._lock:
+            self._unwritten[place].discard(column)
+            if self._unwritten[place]:
+                return
+            self._written.append(place)
+            much = len(self._written) * sum(self._lengths) >= FILL_AHEAD_BYTES
+            last = len(self._written) + len(self._handed_over) == len(self.granted)
+            if attachment is None or not much or last:
+                return
+            places = sorted(self._written)
+            self._written.clear()
+            self._handed_over.update(places)
+            starts = self._hand_over(places)
+            pieces = self._pieces
+        columns = range(len(self.shards))
+        body = store_pb2.FillRequest(
+            reservation_id=self.reservation_id,
+            offsets=self._offsets(starts),
+            numbers=[place * len(columns) + column for place in places for column in columns],
+        )
+        limit = time.monotonic() + self._timeout_s
+        answered = partial(_were_read, pieces, starts)
+        call = attachment.call("fill", body, limit, must_end=True, on_reply=answered)
+        if call.request is None:  # it was never sent: the commit, if it is, brings them all the same
+            with self._lock:
+                if self._state is _State.OPEN:
+                    self._handed_over.difference_update(places)
+                    if pieces is not None:
+                        pieces.take_back(starts)
+                        self._starts.update(zip(places, starts, strict=True))
+                    return
+            answered()
+
+    def _hand_over(self, places: Sequence[int]) -> list[int]:
+        """Their pieces, which are the daemon's from now on. Under the lock, or when nobody else writes any more."""
+        if self._pieces is None:
+            return []
+        starts = []
+        for place in places:
+            start = self._starts.pop(place, None)
+            starts.append(self._pieces.next() if start is None else start)  # nobody may have written it
+        self._pieces.handed_over(starts)
+        return starts
+
+    def _offsets(self, starts: Sequence[int]) -> list[int]:
+        """In staging memory, per piece, then per shard."""
+        columns = [footprint(self._lengths[:column]) for column in range(len(self._lengths))]
+        return [start + column for start in starts for column in columns]
 
     def fill(self, region: Region, offsets: Sequence[int], *, timeout_s: float | None = None) -> None:
         """Have the daemon copy rows of `region` into the granted slots of a batch that was made with `staged=False`.
@@ -166,7 +311,7 @@ class WriteBatch:
 
     def filling(self, region: Region, offsets: Sequence[int], timeout_s: float | None) -> Operation[None]:
         self._check_open()
-        if not self._lengths:
+        if self._staged:
             raise BadRequest("the batch has buffers", field="staged", value=True, remedy="write staged=False")
         self._check_rows(region, offsets)
         self._filled = False
@@ -234,7 +379,7 @@ class WriteBatch:
             if self._state is not _State.OPEN:
                 return
             self._state = _State.ENDED
-        self._buffers = ()
+        self._slots = ()
         pieces, self._pieces = self._pieces, None
         if self._attachment is not None and os.getpid() == self._attachment.pid:
             _give_back(self._attachment, self.reservation_id, pieces)
@@ -246,28 +391,27 @@ class WriteBatch:
     def _send_commit(self, wait: Wait, timeout_s: float | None) -> Call | CommitOutcome:
         with self._lock:
             self._check_open()
-            if self._lengths and self.granted and not self._filled:
+            if self.granted and not self._staged and not self._filled and self._attachment is not None:
                 raise BadRequest(
                     "no fill has ended well", field="batch", value="not filled", remedy="abort it"
                 )
             self._state = _State.COMMITTED
-        self._buffers = ()
-        attachment = self._attachment
-        pieces, self._pieces = self._pieces, None
+            starts = self._hand_over([n for n in range(len(self.granted)) if n not in self._handed_over])
+            self._slots = ()
+            attachment, pieces, self._pieces = self._attachment, self._pieces, None
+        if pieces is not None:
+            pieces.end()
         if self.error is not None or attachment is None or not self.granted:
             return CommitOutcome(ok=self.error is None, error=self.error)
-
-        def answered(_: Reply) -> None:
-            if pieces is not None:
-                pieces.give_back()
-
         body = store_pb2.CommitRequest(
-            reservation_id=self.reservation_id, staging_offsets=self._offsets, wait=wait
+            reservation_id=self.reservation_id, staging_offsets=self._offsets(starts), wait=wait
         )
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        call = attachment.call("commit", body, time.monotonic() + limit, must_end=True, on_reply=answered)
-        if call.request is None and os.getpid() == attachment.pid:
-            _give_back(attachment, self.reservation_id, pieces)  # it was never sent: nobody reads them
+        limit = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        answered = partial(_were_read, pieces, starts)
+        call = attachment.call("commit", body, limit, must_end=True, on_reply=answered)
+        if call.request is None and os.getpid() == attachment.pid:  # it was never sent
+            answered()
+            _give_back(attachment, self.reservation_id, pieces)
         return call
 
     def _outcome(self, answer: Reply) -> CommitOutcome:
@@ -281,9 +425,15 @@ class WriteBatch:
         return CommitOutcome(ok=False, error=answer)
 
 
-def _give_back(attachment: Attachment, reservation_id: int, pieces: StagedPieces | None) -> None:
-    """Of a batch whose commit was never sent, so that the daemon reads none of its staging memory."""
+def _were_read(pieces: StagedPieces | None, starts: Sequence[int], _: Reply | None = None) -> None:
+    """The daemon has answered: it does not read these any more."""
     if pieces is not None:
-        pieces.give_back()
+        pieces.read(starts)
+
+
+def _give_back(attachment: Attachment, reservation_id: int, pieces: StagedPieces | None) -> None:
+    """Of a batch whose commit was never sent. What was handed over comes back when the daemon has answered."""
+    if pieces is not None:
+        pieces.end()
     if reservation_id:
         attachment.notice("abort", [reservation_id])

@@ -1,4 +1,5 @@
-"""Where loaded bytes go: any writable buffer, numpy array or CPU torch tensor, as a numpy array of plain bits.
+"""Where loaded bytes go, and where saved ones come from: any buffer, numpy array or CPU torch tensor, as a numpy array
+of plain bits.
 
 torch is looked up, never imported: whoever hands us a tensor has it loaded.
 """
@@ -30,28 +31,40 @@ def destination(out: object, field: str = "out") -> Bits:
 
     Raises BadRequest for what cannot be written in place.
     """
-    if isinstance(out, np.ndarray):
-        array = out
-    elif (torch := sys.modules.get("torch")) is not None and isinstance(out, torch.Tensor):
-        array = _of_tensor(torch, out, field)
-    else:
-        try:
-            array = np.asarray(memoryview(out))  # type: ignore[arg-type]
-        except TypeError as problem:
-            raise BadRequest(
-                f"is neither a buffer, a numpy array nor a CPU tensor: {problem}",
-                field=field,
-                value=type(out).__name__,
-            ) from None
-    flags = array.flags
-    if not flags.writeable:
+    array = _array(out, field)
+    if not array.flags.writeable:
         raise BadRequest("is read-only", field=field, value=_describe(array))
+    bits = _bits(array, field)
+    if any(step == 0 and length > 1 for step, length in zip(bits.strides, bits.shape, strict=True)):
+        raise BadRequest("has elements that share memory", field=field, value=_describe(array))
+    return bits
+
+
+def origin(source: object, field: str = "source") -> Bits:
+    """The same of what is to be read. Raises BadRequest for what has no plain bytes."""
+    return _bits(_array(source, field), field)
+
+
+def _array(thing: object, field: str) -> Bits:
+    if isinstance(thing, np.ndarray):
+        return thing
+    if (torch := sys.modules.get("torch")) is not None and isinstance(thing, torch.Tensor):
+        return _of_tensor(torch, thing, field)
+    try:
+        return np.asarray(memoryview(thing))  # type: ignore[arg-type]
+    except TypeError as problem:
+        raise BadRequest(
+            f"is neither a buffer, a numpy array nor a CPU tensor: {problem}",
+            field=field,
+            value=type(thing).__name__,
+        ) from None
+
+
+def _bits(array: Bits, field: str) -> Bits:
     if array.dtype.hasobject:
         raise BadRequest("holds objects, not bytes", field=field, value=_describe(array))
-    if flags.c_contiguous:
+    if array.flags.c_contiguous:
         return array if array.dtype is _BYTE and array.ndim == 1 else array.reshape(-1).view(_BYTE)
-    if any(step == 0 and length > 1 for step, length in zip(array.strides, array.shape, strict=True)):
-        raise BadRequest("has elements that share memory", field=field, value=_describe(array))
     bits: Bits = array.view(_UNSIGNED.get(array.itemsize, np.dtype(f"V{array.itemsize}")))
     return bits
 
@@ -62,6 +75,14 @@ def fill(bits: Bits, source: npt.NDArray[np.uint8]) -> None:
         memory.copy(bits, source)
     else:
         np.copyto(bits, source.view(bits.dtype).reshape(bits.shape), casting="no")
+
+
+def gather(target: npt.NDArray[np.uint8], bits: Bits) -> None:
+    """Copy an `origin`, in C order, into as many flat bytes."""
+    if bits.dtype is _BYTE and bits.ndim == 1:
+        memory.copy(target, bits)
+    else:
+        np.copyto(target.view(bits.dtype).reshape(bits.shape), bits, casting="no")
 
 
 def _of_tensor(torch: Any, tensor: Any, field: str) -> Bits:
