@@ -121,7 +121,32 @@ $(LMCACHE)/ready: $(VLLM)/ready
 bench-lmcache: vllm-installed $(LMCACHE)/ready  ## our connector against LMCache's in vLLM (ARGS=...)
 	$(LMCACHE)/bin/python -P benchmarks/vllm_lmcache.py $(ARGS)
 
-bench-%: venv  ## run benchmarks/%.py (ARGS=...)
+# Stores that data_plane compares with ours. The servers are packages of the distribution, which only root can install;
+# the clients have an environment of their own.
+PEERS := .cache/peers-venv
+
+.PHONY: bench-peers bench-check bench-docs
+$(PEERS)/ready:
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --progress-bar off mooncake-transfer-engine-non-cuda==0.3.13.post1 redis==8.1.0 \
+	  hiredis==3.5.0 pymemcache==4.0.0 numpy==2.4.6
+	touch $@
+
+bench-peers: $(PEERS)/ready $(LMCACHE)/ready  ## install what data_plane compares with: Redis, memcached, Mooncake, LMCache
+	@{ command -v redis-server && command -v memcached; } > /dev/null \
+	  || apt-get install --yes --no-install-recommends redis-server memcached \
+	  || echo "as root: apt-get install redis-server memcached; without them the benchmark leaves them out"
+
+BASE ?= HEAD~1
+HEAD ?= .
+BENCH ?= data_plane
+bench-check: venv  ## did anything get slower from BASE to HEAD? (BENCH=name ARGS='--rounds 3 -- ARGUMENTS OF THE BENCH')
+	$(PY) benchmarks/compare.py $(BASE) $(HEAD) --bench $(BENCH) $(ARGS)
+
+bench-docs: venv  ## write docs/performance.md from benchmarks/results/
+	$(PY) benchmarks/performance.py
+
+bench-%: venv  ## run benchmarks/%.py (ARGS='--quick --json --out')
 	$(PY) benchmarks/$*.py $(ARGS)
 
 # Without a seed, STEPS is what many of them do together

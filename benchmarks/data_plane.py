@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import statistics
 import subprocess
@@ -38,16 +39,27 @@ STORES: dict[str, tuple[str, dict[str, str]]] = {
     "memcpy": ("memcpy", {}),
     "sealed": ("attnstore", {"protection": "sealed"}),
     "group": ("attnstore", {"protection": "group"}),
+    "tcp": ("attnstore_tcp", {"protection": "sealed"}),
+    "redis": ("redis", {}),
+    "redis bare": ("redis_bare", {"name": "redis-bare"}),
+    "memcached": ("memcached", {}),
+    "memcached bare": ("memcached_bare", {"name": "memcached-bare"}),
+    "mooncake": ("mooncake", {}),
+    "lmcache": ("lmcache", {}),
+    "tmpfs": ("tmpfs", {}),
+    "safetensors": ("safetensors", {}),
 }
 """Name in tables: module of `peers`, and how it is started."""
-OURS = ("sealed", "group")
+OURS = ("sealed", "group", "tcp")
+COMPARED = ("sealed", "group")
 SIZES = {"64K": 64 << 10, "256K": 256 << 10, "2M": 2 << 20, "32M": 32 << 20}
 BATCHES = (1, 16, 64)
+KEY = ("size", "batch", "clients", "store", "action")
 CLIENTS = (1, 4)
-ROOM_BYTES = 640 << 20
+ROOM_BYTES = 576 << 20
 """Of each store: the values that are read, and room for some that are new."""
 HOT_BYTES = 128 << 20
-SOURCE_BYTES = 96 << 20
+SOURCE_BYTES = 64 << 20
 TURN_BYTES = 32 << 20
 TURN_CALLS_MAX = 32
 WARM_ROUNDS = 2
@@ -56,7 +68,6 @@ WINDOW_PUT_BYTES = 64 << 20
 """How long several clients work at the same time in one round, and how much each of them puts at most: no more than
 what leaves the values that gets read in every store."""
 ANSWER_S = 120.0
-
 GOALS = {
     ("2M", "sealed", "get"): 0.75,
     ("2M", "group", "put"): 0.65,
@@ -66,6 +77,13 @@ GOALS = {
     ("256K", "sealed", "put"): 0.22,
 }
 """Share of memcpy, batches of 16, one client."""
+OVER_PEER_GOALS = {
+    "get": {"redis": 3.0, "memcached": 3.5, "mooncake": 4.0, "lmcache": 5.0},
+    "put": {"redis": 5.0, "memcached": 3.0, "mooncake": 2.5, "lmcache": 4.0},
+}
+"""Of "sealed" over each, 2 MiB in batches of 16, one client."""
+REMOTE_GOAL = 1.5
+"""GB/s over TCP, in frames of 2 MiB."""
 GET_P50_MS_GOAL = 0.25
 """One value of 2 MiB."""
 TOGETHER_GOAL, FAIR_GOAL = 0.9, 1.5
@@ -99,6 +117,16 @@ class Part:
             f"{self.batch_bytes * self.clients >> 20} MiB in flight: with so much for each store, and for each "
             "client, all of them together would not fit in 6 GB"
         )
+
+
+QUICK: dict[Part, Sequence[str]] = {
+    Part("2M", 16, 1): [name for name in STORES if name != "tcp"],
+    Part("2M", 1, 1): ("memcpy", "sealed"),
+    Part("2M", 16, 4): ("memcpy", "sealed"),
+    Part("256K", 16, 1): ("memcpy", "sealed", "group"),
+    Part("32M", 1, 1): ("memcpy", "tcp"),
+}
+"""Parts that have goals, and the stores that do."""
 
 
 class Client:
@@ -167,47 +195,73 @@ class Figures:
 def main() -> int:
     options = arguments(__doc__)
     options.add_argument("--stores", nargs="+", choices=STORES, default=list(STORES), metavar="STORE")
-    options.add_argument("--sizes", nargs="+", choices=SIZES, metavar="SIZE", help=" ".join(SIZES))
+    options.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), metavar="SIZE")
     options.add_argument("--clients", nargs="+", type=int, choices=CLIENTS, default=CLIENTS)
-    options.add_argument("--batches", nargs="+", type=int, choices=BATCHES)
-    options.add_argument("--rounds", type=int, help="default 40, or 12 with --quick")
+    options.add_argument("--batches", nargs="+", type=int, choices=BATCHES, default=BATCHES)
+    options.add_argument("--rounds", type=int, help="default 30, or 12 with --quick")
     chosen = options.parse_args()
-    rounds = chosen.rounds or (12 if chosen.quick else 40)
+    rounds = chosen.rounds or (12 if chosen.quick else 30)
+    plan = dict(QUICK) if chosen.quick else {part: list(STORES) for part in every_part()}
+    plan = {
+        part: [name for name in stores if name in chosen.stores]
+        for part, stores in plan.items()
+        if part.size in chosen.sizes and part.clients in chosen.clients and part.batch in chosen.batches
+    }
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="kvs-") as folder:
-        for size in chosen.sizes or (("2M", "256K") if chosen.quick else SIZES):
-            parts = [
-                Part(size, batch, clients)
-                for clients in chosen.clients
-                for batch in chosen.batches or (quick_batches(size, clients) if chosen.quick else BATCHES)
-            ]
-            with running(chosen.stores, Path(folder) / size) as stores:
-                for row in measure(parts, stores, rounds):
-                    print(told(row), flush=True)
-                    rows.append(row)
-    return finish(__file__, chosen, rows, goals_of(rows), key=("size", "batch", "clients", "store", "action"))
+    for size, clients in dict.fromkeys((part.size, part.clients) for part in plan):
+        parts = {p: stores for p, stores in plan.items() if (p.size, p.clients) == (size, clients) and stores}
+        for group in groups(list(dict.fromkeys(itertools.chain(*parts.values()))), clients):
+            with running(group) as started, with_clients(started, list(parts)):
+                for part, stores in parts.items():
+                    for row in measure(part, [store for store in started if store.name in stores], rounds):
+                        if not any(all(row[name] == other[name] for name in KEY) for other in rows):
+                            rows.append(row)
+                            print(told(row), flush=True)
+    return finish(__file__, chosen, rows, goals_of(rows), key=KEY)
 
 
-def quick_batches(size: str, clients: int) -> Sequence[int]:
-    """Those that have goals."""
-    return {("2M", 1): (16, 1), ("256K", 1): (16,), ("2M", 4): (16,)}.get((size, clients), ())
+def every_part() -> Iterator[Part]:
+    for size, clients, batch in itertools.product(SIZES, CLIENTS, BATCHES):
+        part = Part(size, batch, clients)
+        if why := part.too_big():
+            print(f"{spelled(size)} x {batch}, {clients} clients: left out, {why}")
+        else:
+            yield part
+
+
+def groups(stores: Sequence[str], clients: int) -> Iterator[list[str]]:
+    """Which stores take turns with each other: all, but where each of them has several clients, which take memory, ours
+    and then one other at a time. "tcp" has a daemon for itself: what two kinds of clients put would push out what is to
+    be read."""
+    memcpy = [name for name in stores if name == "memcpy"]
+    ours = [name for name in stores if name in ("sealed", "group")]
+    others = [name for name in stores if name not in ("memcpy", *OURS)]
+    if ours or (others and clients == 1):
+        yield memcpy + ours + (others if clients == 1 else [])
+    if clients > 1:
+        yield from (memcpy + ours[:1] + [other] for other in others)
+    if "tcp" in stores:
+        yield [*memcpy, "tcp"]
 
 
 @contextlib.contextmanager
-def running(names: Sequence[str], folder: Path) -> Iterator[list[Store]]:
+def running(names: Sequence[str]) -> Iterator[list[Store]]:
     """Those that can run; they start at the same time."""
-    folder.mkdir()
     with contextlib.ExitStack() as stack:
-        stores = []
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvs-")))
+        stores: list[Store] = []
+        servers: dict[Any, Server] = {}
         for name in names:
             module_name, how = STORES[name]
             module = importlib.import_module(f"peers.{module_name}")
             if why := module.missing():
                 print(f"{name}: left out, {why}")
                 continue
-            server = module.start(folder, ROOM_BYTES, **how)
-            stack.callback(server.stop)
-            stores.append(Store(name, module, server))
+            shared_by = (module.start, *how.items())
+            if shared_by not in servers:
+                servers[shared_by] = module.start(folder, ROOM_BYTES, **how)
+                stack.callback(servers[shared_by].stop)
+            stores.append(Store(name, module, servers[shared_by]))
         yield stores
 
 
@@ -223,7 +277,7 @@ def with_clients(stores: Sequence[Store], parts: Sequence[Part]) -> Iterator[Non
                     room_bytes=ROOM_BYTES,
                     source_bytes=max(SOURCE_BYTES // clients, 2 * parts[0].value_bytes),
                     batch_max=max(part.batch for part in parts),
-                    client=100 * clients + number,
+                    client=f"{store.name} {clients} {number}".replace(" ", "-"),
                 )
                 store.clients.append(Client(store, shape))
                 stack.callback(store.clients[-1].close)
@@ -231,30 +285,17 @@ def with_clients(stores: Sequence[Store], parts: Sequence[Part]) -> Iterator[Non
         for store in stores:
             for client in store.clients:
                 client.answer()
-        for do in ("touch", "fill"):
-            for store in stores:
-                for client in store.clients:
-                    client.ask(do)
+        for store in stores:
+            for client in store.clients:
+                client.ask("touch")
         yield
 
 
-def measure(parts: Sequence[Part], stores: Sequence[Store], rounds: int) -> Iterator[dict[str, Any]]:
-    for clients in sorted({part.clients for part in parts}):
-        fitting = []
-        for part in parts:
-            if part.clients == clients:
-                if why := part.too_big():
-                    print(f"{part.size} x {part.batch}, {clients} clients: left out, {why}")
-                else:
-                    fitting.append(part)
-        if fitting:
-            with with_clients(stores, fitting):
-                for part in fitting:
-                    yield from measure_part(part, stores, rounds)
-
-
-def measure_part(part: Part, stores: Sequence[Store], rounds: int) -> Iterator[dict[str, Any]]:
+def measure(part: Part, stores: Sequence[Store], rounds: int) -> Iterator[dict[str, Any]]:
     figures: dict[tuple[str, str], Figures] = defaultdict(Figures)
+    for store in stores:
+        for client in store.clients:
+            client.ask("fill", batch=part.batch)
     if part.clients == 1:
         take_turn: Callable[..., None] = turn_of_one
     else:
@@ -265,6 +306,8 @@ def measure_part(part: Part, stores: Sequence[Store], rounds: int) -> Iterator[d
                 if action != "fill" or (store.name == "sealed" and part.clients == 1):
                     into = figures[store.name, action] if number >= WARM_ROUNDS else Figures()
                     take_turn(part, store, action, into)
+                    for client in store.clients if action != "get" else ():
+                        client.ask("tidy")
     for store in stores:
         for client in store.clients:
             client.ask("check", batch=part.batch)
@@ -327,7 +370,7 @@ def rows_of(part: Part, figures: dict[tuple[str, str], Figures]) -> Iterator[dic
         }
         if memcpy:
             row["of_memcpy"] = speed[store, action] / memcpy
-        for mine in OURS:
+        for mine in COMPARED:
             if store not in (*OURS, "memcpy") and (mine, action) in speed:
                 row[f"{mine}_over_it"] = speed[mine, action] / speed[store, action]
         if of.alone:
@@ -365,6 +408,16 @@ def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
         if "of_memcpy" in row:
             name = f"{spelled(size)} x 16, one client: {action}, {store}"
             goals.append(Goal(name, row["of_memcpy"], "x memcpy", goal, ">="))
+    for action, peers in OVER_PEER_GOALS.items():
+        for peer, goal in peers.items():
+            row = found.get(("2M", 16, 1, peer, action), {})
+            if "sealed_over_it" in row:
+                name = f"2 MiB x 16, one client: {action}, sealed over {peer}"
+                goals.append(Goal(name, row["sealed_over_it"], "x", goal, ">="))
+    for action in ("get", "put"):
+        if row := found.get(("32M", 1, 1, "tcp", action)):
+            name = f"over TCP, a chunk of 32 MiB in frames of 2 MiB: {action}"
+            goals.append(Goal(name, row["gb_per_s"], "GB/s", REMOTE_GOAL, ">="))
     if row := found.get(("2M", 1, 1, "sealed", "get")):
         name = "one chunk of 2 MiB, unbatched: get, p50"
         goals.append(Goal(name, row["p50_ms"], "ms", GET_P50_MS_GOAL, "<="))

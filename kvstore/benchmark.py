@@ -2,6 +2,8 @@
 which goals were met; as a last line of JSON.
 
 {"machine": {...}, "commit": "...", "results": [...], "goals": [{name, value, unit, goal, direction, met}]}
+
+and "key": the fields of a row that say what was measured, where the benchmark says so. The rest of a row are figures.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def finish(
     it. `key` names the fields of a row that say what was measured: with `--out` a file can be filled in several runs.
     Returns the exit status, 0: a missed goal is a figure, not a failure."""
     print(*goals, sep="\n", flush=True)
-    line = report(of, results, goals)
+    line = report(of, results, goals, key=key)
     if chosen.out is not None:
         here = Path(of).resolve()
         file = Path(chosen.out or here.parent / "results" / f"{here.stem}-{slug()}.json")
@@ -145,8 +147,10 @@ def merged(earlier: str, later: str, key: Sequence[str]) -> str:
     )
 
 
-def report(of: str | Path, results: Sequence[Mapping[str, Any]], goals: Sequence[Goal]) -> str:
-    """The line of JSON that ends a benchmark's output."""
+def report(
+    of: str | Path, results: Sequence[Mapping[str, Any]], goals: Sequence[Goal], *, key: Sequence[str] = ()
+) -> str:
+    """The line of JSON that ends a benchmark's output; `key` as in `finish`."""
     return json.dumps(
         {
             "machine": machine(),
@@ -156,4 +160,5 @@ def report(of: str | Path, results: Sequence[Mapping[str, Any]], goals: Sequence
                 asdict(goal) | {"value": round(goal.value, 4), "met": bool(goal.met)} for goal in goals
             ],
         }
+        | ({"key": list(key)} if key else {})
     )

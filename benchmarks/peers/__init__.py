@@ -8,7 +8,8 @@
         plan(numbers)                      what can be made ready before the clock runs: keys, and where bytes are
         put(plan), get(plan)               all values of a plan, in one batch if the store has batches
         check(plan)                        after a get: the bytes are those that were put
-        forget(plan)                       after a put that will not be read: stores without eviction make room
+        forget(plan)                       some time after a put that will not be read: make room, where nothing is
+                                           evicted, or not in an order that spares what is read
         close()
 
 A module imports what is foreign inside its Client only, so that the benchmark itself needs no foreign package.
@@ -16,15 +17,20 @@ A module imports what is foreign inside its Client only, so that the benchmark i
 
 from __future__ import annotations
 
+import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+PEERS_PYTHON = str(Path(__file__).resolve().parents[2] / ".cache/peers-venv/bin/python")
+"""Of the environment that `make bench-peers` makes."""
 PAGE = 4096
 START_S = 90.0
 """How long a server may take until it answers."""
@@ -42,8 +48,8 @@ class Shape:
     source_bytes: int
     """The memory that puts read from."""
     batch_max: int
-    client: int
-    """Clients of one store have numbers of their own, and with them keys of their own."""
+    client: str
+    """Clients of one server have names of their own, and with them keys of their own."""
 
     @property
     def hot(self) -> int:
@@ -119,3 +125,48 @@ def attempts(what: str) -> Iterator[None]:
         yield
         time.sleep(0.05)
     raise TimeoutError(f"{what} does not answer within {START_S:.0f} s")
+
+
+def not_installed(*programs: str | Path) -> str:
+    """Why something that needs these programs cannot take part; "" when all are there."""
+    absent = [str(program) for program in programs if shutil.which(program) is None]
+    return f"{', '.join(absent)} not installed (make bench-peers)" if absent else ""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def connected(path: str) -> socket.socket:
+    """To the server that listens on this unix socket, sooner or later."""
+    for _ in attempts(path):
+        stream = socket.socket(socket.AF_UNIX)
+        try:
+            stream.connect(path)
+        except OSError:
+            stream.close()
+        else:
+            return stream
+    raise AssertionError("attempts() ends by raising")
+
+
+def line(stream: socket.socket) -> bytes:
+    """The next line that the server sends, without its end, and not a byte more: what follows may be a value."""
+    while (end := stream.recv(256, socket.MSG_PEEK).find(b"\n")) < 0:
+        if not stream.recv(1, socket.MSG_PEEK):
+            raise ConnectionError("the server has closed the connection")
+    return receive(stream, bytearray(end + 1)).rstrip()
+
+
+def receive(stream: socket.socket, into: Any) -> Any:
+    """Fill `into` with the next bytes."""
+    view = memoryview(into).cast("B")
+    while view:
+        count = stream.recv_into(view, 0, socket.MSG_WAITALL)
+        if not count:
+            raise ConnectionError("the server has closed the connection")
+        view = view[count:]
+    return into

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from peers import START_S, ByKey, Item, Server, Shape, attempts
+from peers import START_S, ByKey, Item, Server, Shape, attempts, free_port
 
 GIVES = "leases, eviction, generation checks; each put is checksummed where it is stored"
 SEGMENT_BYTES = 64 << 20
@@ -22,57 +22,62 @@ def missing() -> str:
     return ""
 
 
-def start(folder: Path, room_bytes: int, protection: str = "sealed", tcp: str = "") -> Server:
-    run_dir = folder / (protection + tcp.partition(":")[2])
+def start(folder: Path, room_bytes: int, protection: str = "sealed") -> Server:
+    run_dir, tcp = folder / protection, f"127.0.0.1:{free_port()}"
     command = [
         *(sys.executable, "-P", "-m", "kvstore", f"--run-dir={run_dir}", "--log-level=warning"),
         *(f"--dram-bytes={room_bytes // SEGMENT_BYTES * SEGMENT_BYTES}", f"--segment-bytes={SEGMENT_BYTES}"),
-        *(f"--protection={protection}", *([f"--tcp-address={tcp}"] if tcp else [])),
+        *(f"--protection={protection}", f"--tcp-address={tcp}"),
     ]
     address = {"run_dir": str(run_dir), "tcp": tcp}
     return Server(address, (subprocess.Popen(command, stdout=subprocess.DEVNULL),))
+
+
+def spec_of(shape: Shape) -> Any:
+    from kvstore.layout import GroupSpec, NamespaceSpec
+
+    return NamespaceSpec(
+        model=f"bench-{shape.value_bytes}",
+        weights_digest=b"bench",
+        layout_fingerprint="bytes",
+        chunk_tokens=16,
+        groups=(GroupSpec("full", shard_bytes=shape.value_bytes),),
+    )
+
+
+def chunk_key(name: str) -> Any:
+    from kvstore.types import ChunkKey
+
+    return ChunkKey(hashlib.blake2b(name.encode(), digest_size=32).digest())
 
 
 class Client(ByKey):
     """A put is write + copy into the granted buffers + commit until visible; a get is read + copy + release; a fill is
     write + fill out of a region that was adopted + commit: the daemon copies."""
 
+    FILLS_UP = True
+
     def __init__(self, address: dict[str, Any], shape: Shape) -> None:
         from kvstore import client
-        from kvstore.layout import GroupSpec, NamespaceSpec
 
         super().__init__(shape)
         batch_bytes = shape.batch_max * shape.value_bytes
-        for _ in attempts("the daemon"):
-            if Path(address["run_dir"], "kvstored.sock").exists():
-                break
         self._client = client.connect(
-            address["run_dir"], timeout_s=30, staging_bytes=max(batch_bytes, 64 << 20)
+            address["run_dir"], timeout_s=START_S, staging_bytes=max(batch_bytes, 64 << 20)
         )
-        self._space = self._client.open(
-            NamespaceSpec(
-                model=f"bench-{shape.value_bytes}",
-                weights_digest=b"bench",
-                layout_fingerprint="bytes",
-                chunk_tokens=16,
-                groups=(GroupSpec("full", shard_bytes=shape.value_bytes),),
-            ),
-            timeout_s=START_S,
-        )
+        self._space = self._client.open(spec_of(shape))
         for _ in attempts("the whole arena"):
             if (arena := self._client.stats().arena).ready_bytes == arena.bytes:
                 break
 
     def key(self, number: int) -> Any:
-        from kvstore.types import ChunkKey
-
-        return ChunkKey(hashlib.blake2b(super().key(number).encode(), digest_size=32).digest())
+        return chunk_key(super().key(number))
 
     def put(self, plan: list[Item]) -> None:
         with self._space.write([item.key for item in plan]) as batch:
             assert len(batch.granted) == len(plan), (batch, batch.results[:1])
             for index, item in enumerate(plan):
-                np.copyto(batch.buffer(index), item.value)
+                batch.copy_from(index, item.value)
             assert batch.commit().ok
 
     def get(self, plan: list[Item]) -> None:

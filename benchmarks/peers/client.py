@@ -29,27 +29,33 @@ class Driver:
     def __init__(self, client: Any, shape: Shape) -> None:
         self.client = client
         self.shape = shape
-        self.step = min(BATCH_OF_FILL, shape.batch_max)
+        self.step = min(BATCH_OF_FILL, shape.batch_max, shape.hot)
         self._fresh = itertools.count(1 << 20)
         self._next = 0
+        self._put: list[Any] = []
+        self._filled: set[int] = set()
 
     def touch(self) -> dict[str, Any]:
-        """Put as much as the store has room for: then server and client have touched all of their memory, as those
-        that run for a while have."""
-        for _ in range(self.shape.room_bytes // (self.step * self.shape.value_bytes)):
-            plan = self._plan("put", self.step)
-            self.client.put(plan)
-            self.client.forget(plan)
+        """Put as much as there is room for in a store that keeps what it has until that is full (FILLS_UP): then it and
+        the client have touched all of their memory, as those that run for a while have."""
+        if getattr(self.client, "FILLS_UP", False):
+            for _ in range(self.shape.room_bytes // (self.step * self.shape.value_bytes)):
+                self.client.put(self._plan("put", self.step))
         return {}
 
-    def fill(self) -> dict[str, Any]:
-        """Put what gets will read, and read it once."""
-        for action in ("put", "get"):
-            for start in range(0, self.shape.hot, self.step):
-                plan = self.client.plan(range(start, min(start + self.step, self.shape.hot)))
-                getattr(self.client, action)(plan)
-                if action == "get":
-                    self.client.check(plan)
+    def fill(self, batch: int) -> dict[str, Any]:
+        """Put what gets will read, and read it once; once for all, or for each size of a batch if the store knows a
+        value by its batch (BY_BATCH)."""
+        step = batch if getattr(self.client, "BY_BATCH", False) else self.step
+        if step not in self._filled:
+            self._filled.add(step)
+            for action in ("put", "get"):
+                for start in range(0, self.shape.hot - step + 1, step):
+                    plan = self.client.plan(range(start, start + step))
+                    getattr(self.client, action)(plan)
+                    if action == "get":
+                        self.client.check(plan)
+        self._next = 0
         return {}
 
     def turn(
@@ -69,9 +75,14 @@ class Driver:
             cpu += time.process_time() - used
         elapsed = time.monotonic() - started
         if action != "get":
-            for plan in ready:
-                self.client.forget(plan)
+            self._put += ready
         return {"took": took, "cpu_s": cpu, "elapsed_s": elapsed}
+
+    def tidy(self) -> dict[str, Any]:
+        """Forget what was put in turns."""
+        while self._put:
+            self.client.forget(self._put.pop())
+        return {}
 
     def check(self, batch: int) -> dict[str, Any]:
         plan = self._plan("get", batch)

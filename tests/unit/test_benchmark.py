@@ -1,11 +1,12 @@
 """The line of JSON with which every benchmark ends."""
 
 import json
+import re
 import subprocess
 
 import pytest
 
-from kvstore.benchmark import Goal, commit, heading, machine, report
+from kvstore.benchmark import Goal, arguments, commit, finish, heading, machine, merged, report, slug
 from kvstore.errors import BadRequest
 
 
@@ -36,6 +37,10 @@ def test_the_report_is_one_line_of_json(tmp_path):
     assert set(found["machine"]) == set(machine()) == {"cpu", "cores", "kernel", "python", "load"}
 
 
+def test_a_machine_has_a_name_for_files():
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*-cores", slug())
+
+
 def test_the_commit_is_that_of_the_benchmark_and_says_when_it_was_changed(tmp_path):
     bench = tmp_path / "bench.py"
     assert commit(bench) == "unknown"
@@ -48,3 +53,42 @@ def test_the_commit_is_that_of_the_benchmark_and_says_when_it_was_changed(tmp_pa
     bench.write_text("2\n")
     assert commit(bench) == f"{clean}-dirty"
     assert f"commit {clean}-dirty" in heading(bench)
+
+
+def test_a_file_is_filled_in_several_runs_of_one_commit(tmp_path):
+    bench = tmp_path / "bench.py"
+    options = arguments("What it measures.")
+
+    def run(rows, goals, *, key=("what",)):
+        chosen = options.parse_args(["--out", str(tmp_path / "results/bench.json")])
+        assert finish(bench, chosen, rows, goals, key=key) == 0
+        return json.loads((tmp_path / "results/bench.json").read_text())
+
+    run([{"what": "get", "ms": 1.0}, {"what": "put", "ms": 2.0}], [Goal("a", 1.0, "ms", 2.0, "<=")])
+    found = run(
+        [{"what": "put", "ms": 3.0}], [Goal("a", 3.0, "ms", 2.0, "<="), Goal("b", 1.0, "ms", 2.0, "<=")]
+    )
+    assert found["results"] == [{"what": "get", "ms": 1.0}, {"what": "put", "ms": 3.0}]
+    assert [(goal["name"], goal["met"]) for goal in found["goals"]] == [("a", False), ("b", True)]
+    assert found["key"] == ["what"]
+    found = run([{"what": "put", "ms": 4.0}], [], key=())
+    assert found["results"] == [{"what": "put", "ms": 4.0}], "nothing says which rows are the same"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"commit": "other"}, {"machine": {**machine(), "cores": 999, "load": 0}}],
+    ids=["commit", "machine"],
+)
+def test_figures_of_another_commit_or_machine_are_not_mixed_in(other):
+    later = report("bench.py", [{"what": "get"}], [], key=("what",))
+    earlier = json.dumps(json.loads(report("bench.py", [{"what": "put"}], [], key=("what",))) | other)
+    assert json.loads(merged(earlier, later, ("what",)))["results"] == [{"what": "get"}]
+
+
+def test_the_load_of_the_moment_makes_no_other_machine():
+    later = json.loads(report("bench.py", [{"what": "get"}], [], key=("what",)))
+    earlier = later | {"machine": later["machine"] | {"load": 99.0}, "results": [{"what": "put"}]}
+    found = json.loads(merged(json.dumps(earlier), json.dumps(later), ("what",)))
+    assert found["results"] == [{"what": "put"}, {"what": "get"}]
+    assert found["machine"] == later["machine"]

@@ -1,0 +1,53 @@
+"""Redis's protocol spoken by a client of our own, which sends from and receives into the caller's arrays: what the
+server can do when no library makes an object of each value. All commands of a batch are sent before the first answer is
+read, as a pipeline."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from peers import ByKey, Item, Shape, connected, line, receive
+from peers.redis import missing, start
+
+__all__ = ["GIVES", "Client", "missing", "start"]
+GIVES = "a server of the same kind"
+
+
+class Client(ByKey):
+    def __init__(self, address: dict[str, Any], shape: Shape) -> None:
+        super().__init__(shape)
+        self._stream = connected(address["path"])
+
+    def key(self, number: int) -> bytes:
+        return super().key(number).encode()
+
+    def put(self, plan: list[Item]) -> None:
+        for key, value, _ in plan:
+            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(key), key, value.nbytes)
+            self._stream.sendall(head, socket.MSG_MORE)
+            self._stream.sendall(value, socket.MSG_MORE)
+            self._stream.sendall(b"\r\n")
+        for _ in plan:
+            answer = line(self._stream)
+            assert answer == b"+OK", answer
+
+    def get(self, plan: list[Item]) -> None:
+        self._stream.sendall(
+            b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(i.key), i.key) for i in plan)
+        )
+        for key, _, out in plan:
+            answer = line(self._stream)
+            assert answer == b"$%d" % out.nbytes, (key, answer)
+            receive(self._stream, out)
+            receive(self._stream, bytearray(2))
+
+    def forget(self, plan: list[Item]) -> None:
+        self._stream.sendall(
+            b"".join(b"*2\r\n$3\r\nDEL\r\n$%d\r\n%s\r\n" % (len(i.key), i.key) for i in plan)
+        )
+        for _ in plan:
+            line(self._stream)
+
+    def close(self) -> None:
+        self._stream.close()

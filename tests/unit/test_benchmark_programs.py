@@ -1,0 +1,255 @@
+"""The parts of the programs in benchmarks/ that decide something: what counts as slower, what is in a table, what is
+put and read."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch):
+    """Programs put their folder on the path; other tests must not find it there."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "") or "").startswith(str(BENCHMARKS)):
+            del sys.modules[name]
+
+
+# --------------------------------------------------------------------------------------------------------- compare
+
+
+def report_of(ms: float, speed: float, **more) -> dict:
+    goal = {"name": "get", "value": speed, "direction": ">=", "goal": 1, "unit": "x", "met": True}
+    row = {"size": "2M", "calls": 12, "p50_ms": ms, "gb_per_s": speed, "strange": 7.0}
+    return {"results": [row], "goals": [goal], **more}
+
+
+def test_a_row_is_named_by_its_key_and_its_figures_know_their_direction():
+    compare = load("compare")
+    assert compare.figures(report_of(2.0, 8.0, key=["size"])) == {
+        "goal: get": compare.Figure(8.0, True),
+        "size=2M: p50_ms": compare.Figure(2.0, False),
+        "size=2M: gb_per_s": compare.Figure(8.0, True),
+    }
+    assert "size=2M calls=12: p50_ms" in compare.figures(report_of(2.0, 8.0)), (
+        "without a key: words and numbers"
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "more_is_better"),
+    [
+        *(("of_memcpy", True), ("requests_per_s", True), ("cpu_speedup", True), ("sealed_over_it", True)),
+        *(("ms", False), ("p99_ms", False), ("seconds_s", False), ("server_cpu_s_per_gb", False)),
+        *(("bytes_per_chunk", False), ("fastest_over_slowest", False), ("mode", None), ("items", None)),
+    ],
+)
+def test_what_is_better(field, more_is_better):
+    compare = load("compare")
+    found = compare.figures({"results": [{field: 1.0}], "goals": []})
+    assert [figure.more_is_better for figure in found.values()] == (
+        [] if more_is_better is None else [more_is_better]
+    )
+
+
+def test_slower_is_what_all_rounds_say_and_by_more_than_the_threshold():
+    compare = load("compare")
+
+    def better(base: list[float], head: list[float], more_is_better: bool):
+        sides = [[{"f": compare.Figure(value, more_is_better)} for value in side] for side in (base, head)]
+        (row,) = compare.compared(*sides)
+        return row
+
+    row = better([10, 10, 10], [12, 13, 11], more_is_better=False)
+    assert (row.base, row.head) == (10, 12)
+    assert row.better == pytest.approx(10 / 12)
+    assert (row.worst, row.best) == pytest.approx((10 / 13, 10 / 11))
+    assert row.slower(1.1)
+    assert not row.slower(1.25)
+    assert not better([10, 10, 10], [12, 13, 9], more_is_better=False).slower(1.1), "one round says otherwise"
+    assert better([10, 10, 10], [8, 7, 8], more_is_better=True).slower(1.1)
+    assert not better([10, 10, 10], [12, 13, 14], more_is_better=True).slower(1.1)
+
+
+def test_only_what_every_round_of_both_has_is_compared():
+    compare = load("compare")
+    one = compare.Figure(1.0, True)
+    base = [{"a": one, "b": one, "zero": compare.Figure(0.0, True)}, {"a": one, "b": one, "zero": one}]
+    head = [{"a": one, "zero": one}, {"a": one, "b": one, "zero": one}]
+    assert [row.name for row in compare.compared(base, head)] == ["a"]
+
+
+# ------------------------------------------------------------------------------------------------------ data_plane
+
+
+def rows_of_goals(data_plane) -> list[dict]:
+    """Rows that a run with every store would have, all figures 1."""
+    figures = dict.fromkeys(("of_memcpy", "sealed_over_it", "gb_per_s", "p50_ms"), 1.0)
+    figures |= {"of_one_client": 1.0, "fastest_over_slowest": 1.0}
+    return [
+        {
+            **dict(zip(data_plane.KEY, (part.size, part.batch, part.clients, store, action), strict=True)),
+            **figures,
+        }
+        for part, stores in data_plane.QUICK.items()
+        for store in stores
+        for action in ("get", "put")
+    ]
+
+
+def test_a_quick_run_has_every_goal():
+    data_plane = load("data_plane")
+    goals = data_plane.goals_of(rows_of_goals(data_plane))
+    peers = sum(len(goals) for goals in data_plane.OVER_PEER_GOALS.values())
+    assert len(goals) == len({goal.name for goal in goals}) == len(data_plane.GOALS) + peers + 2 + 1 + 4
+    assert data_plane.goals_of([]) == []
+
+
+def test_every_store_takes_turns_with_memcpy():
+    data_plane = load("data_plane")
+    for clients in data_plane.CLIENTS:
+        groups = list(data_plane.groups(list(data_plane.STORES), clients))
+        assert all(group[0] == "memcpy" for group in groups)
+        assert {name for group in groups for name in group} == set(data_plane.STORES)
+    assert list(data_plane.groups(["memcpy", "tcp"], 1)) == [["memcpy", "tcp"]]
+
+
+def test_what_would_not_fit_in_memory_is_left_out_with_a_reason():
+    data_plane = load("data_plane")
+    assert "2048 MiB in flight" in data_plane.Part("32M", 64, 1).too_big()
+    assert not data_plane.Part("2M", 64, 1).too_big()
+
+
+# ----------------------------------------------------------------------------------------------------------- peers
+
+
+class Shelf:
+    """A store that is a dict, and a client that remembers what it was asked."""
+
+    def __init__(self, shape, *, wrong: bool = False) -> None:
+        from peers import ByKey
+
+        self.arrays = ByKey(shape)
+        self.kept: dict[str, bytes] = {}
+        self.wrong = wrong
+        self.check, self.plan = self.arrays.check, self.arrays.plan
+
+    def put(self, plan) -> None:
+        for key, value, _ in plan:
+            assert key not in self.kept, "keys are fresh"
+            self.kept[key] = value.tobytes()
+
+    def get(self, plan) -> None:
+        for key, _, out in plan:
+            out[:] = bytearray(self.kept[key])
+            out[0] ^= self.wrong
+
+    def forget(self, plan) -> None:
+        for item in plan:
+            del self.kept[item.key]
+
+
+@pytest.fixture
+def shape():
+    sys.path.insert(0, str(BENCHMARKS))
+    from peers import Shape
+
+    return Shape(
+        value_bytes=4096, hot_bytes=5 * 4096, room_bytes=0, source_bytes=64 * 4096, batch_max=2, client="a"
+    )
+
+
+def test_a_driver_reads_all_that_is_hot_and_puts_what_is_new(shape):
+    driver = load("peers/client").Driver(Shelf(shape), shape)
+    driver.fill(batch=2)
+    hot = set(driver.client.kept)
+    assert hot == {f"a:{number}" for number in range(4)}, "whole batches"
+    read = []
+    driver.client.arrays.key = lambda number: read.append(number) or f"a:{number}"
+    assert len(driver.turn("get", batch=2, calls=3)["took"]) == 3
+    assert read == [0, 1, 2, 3, 0, 1]
+    driver.turn("put", batch=2, calls=3)
+    assert len(driver.client.kept) == len(hot) + 6
+    driver.tidy()
+    assert set(driver.client.kept) == hot
+    driver.fill(batch=1)
+    assert set(driver.client.kept) == hot, "filled once"
+
+
+def test_wrong_bytes_are_found(shape):
+    driver = load("peers/client").Driver(Shelf(shape, wrong=True), shape)
+    with pytest.raises(AssertionError, match="wrong bytes for a:0"):
+        driver.fill(batch=2)
+
+
+def test_no_two_values_are_equal(shape):
+    from peers import ByKey
+
+    values = ByKey(shape)
+    assert len({values.value(number).tobytes() for number in range(60)}) == 60
+
+
+def test_every_peer_has_what_a_peer_must_have():
+    data_plane = load("data_plane")
+    for module_name, how in data_plane.STORES.values():
+        module = importlib.import_module(f"peers.{module_name}")
+        assert isinstance(module.missing(), str)
+        assert module.GIVES
+        assert set(how) <= set(module.start.__code__.co_varnames)
+        assert {"plan", "put", "get", "check", "forget", "close"} <= set(dir(module.Client))
+
+
+# ----------------------------------------------------------------------------------------------------------- pages
+
+
+def test_the_page_is_made_of_the_reports_that_are_there():
+    performance = load("performance")
+    assert (BENCHMARKS.parent / "docs/performance.md").read_text() == performance.page(
+        performance.reports(BENCHMARKS / "results")
+    ), "run `make bench-docs`"
+
+
+def test_a_report_without_words_of_its_own_gets_a_table():
+    performance = load("performance")
+    goal = {"name": "a", "value": 0.12345, "unit": "ms", "goal": 1, "direction": "<=", "met": True}
+    told = {
+        "machine": {"cpu": "c", "cores": 2, "kernel": "k", "python": "3", "load": 1.5},
+        "commit": "abc",
+        "results": [{"what": "get", "ms": 1.23456}, {"what": "put", "count": 12_345, "fine": True}],
+        "goals": [goal, goal | {"name": "b", "met": False}],
+    }
+    page = performance.page([("new_bench", told)])
+    assert "## `new_bench`" in page
+    assert "commit abc" in page
+    assert "| a | 0.123 ms | ≤ 1 | met |\n| b | 0.123 ms | ≤ 1 | **missed** |" in page
+    assert (
+        "| what | ms | count | fine |\n| --- | --: | --: | --: |\n| get | 1.23 |  |  |\n| put |  | 12,345 | yes |"
+        in page
+    )
+
+
+def test_a_flame_graph_puts_callees_below_their_callers():
+    flame = load("flame")
+    boxes, depth = flame.laid_out({("main", "get", "copy"): 3, ("main", "get"): 1, ("main", "put"): 4})
+    assert depth == 3
+    assert boxes == [
+        ("main", 0.0, 1.0, 0),
+        ("get", 0.0, 0.5, 1),
+        ("copy", 0.0, 0.375, 2),
+        ("put", 0.5, 0.5, 1),
+    ]
