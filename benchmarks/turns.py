@@ -9,7 +9,6 @@ them; figures are medians. "kept" is the floor: the same forward call on KV that
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvstore.benchmark import Goal, report
+from kvstore.benchmark import Goal, arguments, finish
 from kvstore.client import Client, connect
 from kvstore.errors import StoreError
 from kvstore.gpu_worker.engine import Engine
@@ -124,9 +123,7 @@ def connected(run_dir: str, process: subprocess.Popen[bytes]) -> Client:
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--quick", action="store_true", help="shorter histories, fewer repeats")
-    options.add_argument("--json", action="store_true", help="one JSON object in the last line")
+    options = arguments(__doc__)
     options.add_argument("--threads", type=int, default=2, help="threads that compute")
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
@@ -167,9 +164,7 @@ def main() -> int:
         for row in rows
         if row["history_tokens"] >= 1024
     ]
-    if chosen.json:
-        print(report(__file__, rows, goals))
-    return 0
+    return finish(__file__, chosen, rows, goals, key=("history_tokens",))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kvstore.benchmark import Goal, heading, report
+from kvstore.benchmark import Goal, arguments, finish, heading
 
 ROOT = Path(__file__).parent.parent
 ARMS = ("no store", "kvstored", "lmcache")
@@ -285,15 +285,13 @@ def summed_up(rows: list[dict[str, Any]], lengths: Sequence[int]) -> list[dict[s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument(
         "--model", type=Path, help="Hugging Face folder (default: the one that `make demo` made)"
     )
     parser.add_argument("--rounds", type=int, help="default: 6, a multiple of the arms")
     parser.add_argument("--lmcache-chunk", type=int, default=256, help="tokens; 256 is LMCache's default")
     parser.add_argument("--store-bytes", type=int, default=1 << 30, help="memory of each store")
-    parser.add_argument("--quick", action="store_true", help="3 rounds of the two shorter prompts")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine is not None:
@@ -339,8 +337,7 @@ def main() -> int:
         columns = " ".join(f"{line[arm]:>10.2f}" for arm in ARMS)
         print(f"{line['what'] + ', ' + line['unit']:44} {columns} {ratio:>12.2f}")
         goals.append(Goal(f"{line['what']}, ours/theirs", ratio, "ratio", 1.0, line["better"]))
-    if options.json:
-        print(report(__file__, table, goals))
+    finish(__file__, options, table, goals, key=("what", "unit"))
     return 0 if same else 1
 
 

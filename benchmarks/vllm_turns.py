@@ -5,7 +5,7 @@ Each turn's prompt is the whole history and some new tokens. Both arms serve the
 the orders of arms alternate over the rounds. The answers must be the same tokens. CPU seconds are those of the engine's
 process and of the daemon, per arm, for the turns alone.
 
-    .cache/vllm-venv/bin/python -P benchmarks/vllm_turns.py --model DIR [--rounds 3] [--turns 6] [--json]
+    .cache/vllm-venv/bin/python -P benchmarks/vllm_turns.py --model DIR [--quick] [--json] [--out]
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import vllm
+
+from kvstore.benchmark import arguments, finish, heading
 
 FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 640, 160, 32
 BLOCK = 32
@@ -134,16 +135,18 @@ def conversation(arm: Arm, seed: int, vocabulary: int, count: int) -> list[dict[
     return turns
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def main() -> int:
+    parser = arguments(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face folder")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--json", action="store_true", help="one JSON object in the last line")
+    parser.add_argument("--rounds", type=int, help="default 3, or 1 with --quick")
+    parser.add_argument("--turns", type=int, help="default 6, or 3 with --quick")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine is not None:
-        return serve(str(options.model), options.engine)
+        serve(str(options.model), options.engine)
+        return 0
+    options.rounds = options.rounds or (1 if options.quick else 3)
+    options.turns = options.turns or (3 if options.quick else 6)
     vocabulary = json.loads((options.model / "config.json").read_text())["vocab_size"]
     with tempfile.TemporaryDirectory(prefix="kvs-") as folder:
         run_dir = Path(folder) / "run"
@@ -173,7 +176,7 @@ def main() -> None:
             arm.process.wait(60)
     answers = [[[turn["tokens"] for turn in turns] for turns in results[arm.name]] for arm in arms]
     same = answers[0] == answers[1]
-    print(f"{platform.machine()}, {os.cpu_count()} CPUs, vLLM {vllm.__version__}, {options.model.name}, fp32")
+    print(f"{heading(__file__)}, vLLM {vllm.__version__}, {options.model.name}, fp32")
     print(f"{options.rounds} conversations, medians; answers {'are the same' if same else 'DIFFER'}\n")
     print("turn  prompt   TTFT no store   TTFT kvstored   hit rate")
     rows = []
@@ -184,17 +187,16 @@ def main() -> None:
         }
         mine = [turns[turn] for turns in results["kvstored"]]
         rate = sum(each["cached"] for each in mine) / sum(each["prompt"] for each in mine)
-        rows.append({"turn": turn + 1, "prompt": mine[0]["prompt"], **ttft, "hit_rate": rate})
+        told = {f"{name.replace(' ', '_')}_ttft_ms": ms for name, ms in ttft.items()}
+        rows.append({"turn": turn + 1, "prompt_tokens": mine[0]["prompt"], **told, "hit_rate": rate})
         print(
             f"{turn + 1:>4} {mine[0]['prompt']:>7} {ttft['no store']:>12.0f} ms {ttft['kvstored']:>12.0f} ms"
             f" {rate:>10.1%}"
         )
     print("\nCPU seconds: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in spent.items()))
-    if options.json:
-        print(json.dumps({"rows": rows, "cpu_s": spent, "same": same}))
-    if not same:
-        sys.exit(1)
+    finish(__file__, options, rows, [], key=("turn",))
+    return 0 if same else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

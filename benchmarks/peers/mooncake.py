@@ -9,6 +9,7 @@ so keys are new each time.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -43,6 +44,7 @@ def start(folder: Path, room_bytes: int) -> Server:
 
 def join(address: dict[str, Any], segment_bytes: int) -> Any:
     """A member of the cluster that lends `segment_bytes`."""
+    os.environ["GLOG_minloglevel"] = "3"  # it is read when the library is loaded
     from mooncake.store import MooncakeDistributedStore
 
     for _ in attempts("Mooncake's master"):
