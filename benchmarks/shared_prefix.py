@@ -1,10 +1,10 @@
 """A batch whose prompts begin alike: KV memory, time to first token and decoding, with and without sharing.
 
-ChunkAttention's experiment (arXiv 2402.15220, section 4.2 and table 4) scaled down: 16 requests with 1,024 prompt tokens
-in common, 64 of their own and 64 to decode, in an engine that shares what is equal and in one of the same kind that does
-not. The model is SmolLM2-135M in float32 where the demo has made it ready, else a random Llama of its shape, which is as
-fast. Steps of both engines take turns, so that a machine whose speed drifts favours nobody; a speed-up is the median of
-the rounds' own.
+ChunkAttention's experiment (arXiv 2402.15220, section 4.2 and table 4) scaled down: 16 requests with 1,024 prompt
+tokens in common, 64 of their own and 64 to decode, in an engine that shares what is equal and in one of the same kind
+that does not. The model is SmolLM2-135M in float32 where the demo has made it ready, else a random Llama of its shape,
+which is as fast. Steps of both engines take turns, so that a machine whose speed drifts favours nobody; a speed-up is
+the median of the rounds' own.
 
 To keep it short, the decoding engine that shares nothing gets its KV of the common tokens by copying what was computed
 once; "first token" is measured with engines that compute all there is to compute.
@@ -28,7 +28,7 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvstore.benchmark import Goal, arguments, finish, heading
-from kvstore.gpu_worker.batching import BatchEngine, Running
+from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.layout import CHUNK_TOKENS
 
 BATCH, SHARED, OWN, NEW = 16, 1024, 64, 64
@@ -47,7 +47,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     if chosen.only != "first":
-        row = decode(model, steps=24 if chosen.quick else NEW)
+        row = decode(model, steps=24 if chosen.quick else 48)
         rows.append(row)
         print(
             f"decoding, {BATCH} sequences, {SHARED} of {SHARED + OWN} prompt tokens shared: "
@@ -89,12 +89,16 @@ def load() -> tuple[str, PreTrainedModel]:
 
 def decode(model: PreTrainedModel, *, steps: int) -> dict[str, Any]:
     """`steps` tokens of each sequence; the peaks are those of a whole run of `NEW`."""
-    shared = BatchEngine(model, pool_chunks=chunks(together=True), sequences_max=BATCH)
-    unshared = Copying(model, shared, pool_chunks=chunks(together=False), sequences_max=BATCH)
+    shared, unshared = (
+        BatchEngine(model, pool_chunks=chunks(together=share), sequences_max=BATCH, share=share)
+        for share in (True, False)
+    )
     engines = {"shared": shared, "unshared": unshared}
     for engine in engines.values():
         for number in range(BATCH):
             engine.add(prompt(number), NEW)
+        if engine is unshared:
+            copy_prefix(shared, unshared)
         while len(engine.step()) < BATCH:
             pass
     seconds: dict[str, list[float]] = {"shared": [], "unshared": []}
@@ -124,22 +128,15 @@ def decode(model: PreTrainedModel, *, steps: int) -> dict[str, Any]:
     return row
 
 
-class Copying(BatchEngine):
-    """Shares nothing. What another engine has computed of a prompt is copied, not computed again."""
-
-    def __init__(self, model: PreTrainedModel, source: BatchEngine, **options: Any) -> None:
-        super().__init__(model, share=False, **options)
-        self._source = source
-
-    def _adopt(self, sequence: Running) -> None:
-        if not sequence.chunks:
-            self._complete_keys(sequence)
-            found = self._source.pool.find(sequence.keys[: SHARED // CHUNK_TOKENS])
-            taken = self.pool.take(len(found))
-            assert taken is not None
-            for mine, theirs in zip(self.pool.layers, self._source.pool.layers, strict=True):
-                mine[taken] = theirs[found]
-            sequence.chunks, sequence.computed = taken, len(found) * CHUNK_TOKENS
+def copy_prefix(source: BatchEngine, target: BatchEngine) -> None:
+    """What all prompts begin with has been computed in `source`: each request of `target` gets chunks of its own."""
+    found = source._scheduler.running[0].chunks[: SHARED // CHUNK_TOKENS]
+    for sequence in target._scheduler.waiting:
+        taken = target.pool.take(len(found))
+        assert taken is not None
+        for mine, theirs in zip(target.pool.layers, source.pool.layers, strict=True):
+            mine[taken] = theirs[found]
+        sequence.chunks, sequence.computed = taken, SHARED
 
 
 def first_tokens(model: PreTrainedModel, *, requests: int) -> dict[str, Any]:

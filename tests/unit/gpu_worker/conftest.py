@@ -41,6 +41,7 @@ class FakeStore:
     busy: set[ChunkKey] = field(default_factory=set)
     on_copy: Callable[[int], bool] = lambda number: True
     """Called with the number of the lease's copy_many call; False voids the lease, as would a changed generation."""
+    on_read: Callable[[], None] = lambda: None
     on_write: Callable[[], None] = lambda: None
     leases: int = 0
     """Open ones."""
@@ -112,6 +113,7 @@ class FakeNamespace:
         timeout_s: float | None = None,
     ) -> FakeLease:
         self.store.reads.append(list(wanted))
+        self.store.on_read()
         hits = [self.has(key) and not self.store.away and key not in self.store.on_ssd for key in wanted]
         shards = [
             self.store.chunks[self.salt, key] if hit else None for key, hit in zip(wanted, hits, strict=True)
@@ -122,7 +124,8 @@ class FakeNamespace:
             Outcome.PENDING if self.has(key) and key in self.store.on_ssd else outcome
             for key, outcome in zip(wanted, outcomes(hits), strict=True)
         )
-        return FakeLease(self.store, shards, found, list(wanted) if wait_ms else [])
+        reasons = (Reason.UNAVAILABLE if self.store.away else Reason.NONE,) * len(found)
+        return FakeLease(self.store, shards, found, reasons, list(wanted) if wait_ms else [])
 
     def write(
         self,
@@ -185,6 +188,7 @@ class FakeLease:
     store: FakeStore
     shards: list[np.ndarray | None]
     outcomes: tuple[Outcome, ...]
+    reasons: tuple[Reason, ...] = ()
     awaited: list[ChunkKey] = field(default_factory=list)
     copies: int = 0
     released: bool = False

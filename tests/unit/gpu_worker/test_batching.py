@@ -29,15 +29,12 @@ from transformers import (
 )
 
 from kvstore.errors import Unsupported
-from kvstore.gpu_worker.batching import BatchEngine, Output, Running
-from kvstore.gpu_worker.sampling import GREEDY, Sampler, Sampling, probabilities
+from kvstore.gpu_worker.batching import BatchEngine
+from kvstore.gpu_worker.sampling import GREEDY, Sampler, Sampling
 
 from .conftest import text, tiny_llama
+from .recording import Recording, T
 
-T = 16
-"""Tokens of a chunk."""
-TOLERANCE = 1e-4
-"""Of logits of the size of ten or so, in float32."""
 SMOLLM2 = sorted((Path(__file__).parents[3] / ".cache" / "models").glob("smollm2-135m-*[0-9a-f]"))
 SMALL: dict[str, Any] = {
     "vocab_size": 256,
@@ -67,86 +64,6 @@ FAMILIES = {
     "qwen2": Qwen2Config(**SMALL),
     "qwen3": Qwen3Config(**SMALL),
 }
-
-
-class Recording(BatchEngine):
-    """Keeps the logits behind each token, and fills with NaN whatever nobody holds."""
-
-    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
-        super().__init__(model, **{"pool_chunks": 64, "chunk_tokens": T} | options)
-        self.seen: dict[int, list[torch.Tensor]] = {}
-        self.asked: dict[int, tuple[list[int], Sampling]] = {}
-        self.got: dict[int, list[int]] = {}
-        self.finished: dict[int, str] = {}
-        self.poison()
-
-    def add(self, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> int:
-        number = super().add(prompt, max_new_tokens, **options)
-        self.asked[number] = list(prompt), options.get("sampling", GREEDY)
-        self.seen[number], self.got[number] = [], []
-        return number
-
-    def step(self) -> list[Output]:
-        outputs = super().step()
-        for output in outputs:
-            self.got[output.request].append(output.token)
-            self.finished[output.request] = output.finish
-        self.check_integrity()
-        self.poison()
-        return outputs
-
-    def poison(self) -> None:
-        held = {chunk for sequence in self._running for chunk in sequence.chunks}
-        free = [chunk for chunk in range(self.pool.chunks) if chunk not in held]
-        for layer in self.pool.layers:
-            layer[free] = float("nan")
-
-    def _forward(self, pieces: dict[Running, int]) -> dict[int, torch.Tensor]:
-        logits = super()._forward(pieces)
-        for number, found in logits.items():
-            self.seen[number].append(found.clone())
-        return logits
-
-    def finish(self) -> Recording:
-        for _ in self.run():
-            pass
-        assert self.pool.used == 0 and self.live == 0
-        return self
-
-    def check(self, *, tolerance: float = TOLERANCE) -> None:
-        """Everything it ever computed, against the plain model."""
-        assert any(self.got.values())
-        for number, tokens in self.got.items():
-            if tokens:
-                prompt, sampling = self.asked[number]
-                assert len(self.seen[number]) == len(tokens)
-                check_tokens(self.model, prompt, tokens, self.seen[number], sampling, tolerance)
-
-
-def check_tokens(
-    model: PreTrainedModel,
-    prompt: Sequence[int],
-    tokens: Sequence[int],
-    seen: Sequence[torch.Tensor],
-    sampling: Sampling,
-    tolerance: float,
-) -> None:
-    with torch.inference_mode():
-        ids = torch.tensor([[*prompt, *tokens[:-1]]])
-        plain = model(ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
-    generator = torch.Generator().manual_seed(sampling.seed)
-    for token, found, expected in zip(tokens, seen, plain, strict=True):
-        assert (found - expected).abs().max() <= tolerance
-        if sampling.temperature == 0:
-            assert expected.max() - expected[token] <= 2 * tolerance
-            clear = torch.topk(expected, 2).values.diff().abs() > 2 * tolerance
-            assert not clear or token == int(expected.argmax())
-        else:
-            ends = probabilities(expected, sampling).cumsum(0)
-            drawn = torch.rand((), dtype=torch.float64, generator=generator) * ends[-1]
-            begin = ends[token - 1] if token else 0.0
-            slack = 4 * tolerance / sampling.temperature
-            assert begin - slack <= drawn <= ends[token] + slack
 
 
 def generated(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
@@ -245,14 +162,14 @@ def play(engine: Recording, seed: int, steps: int) -> None:
                 engine.add(prompt, choose.randrange(1, 24), sampling=sampling, stop_tokens=stop)
             case "abort" if engine.asked:
                 number = choose.choice(list(engine.asked))
-                live = {one.number for one in (*engine._running, *engine._waiting)}
+                live = {one.number for one in (*engine._scheduler.running, *engine._scheduler.waiting)}
                 assert engine.abort(number) is (number in live)
                 assert not engine.abort(number)
             case _:
                 engine.step()
         engine.check_integrity()
     before = engine.counters["steps"]
-    left = sum(one.tokens_max for one in (*engine._running, *engine._waiting))
+    left = sum(one.tokens_max for one in (*engine._scheduler.running, *engine._scheduler.waiting))
     engine.finish()
     assert engine.counters["steps"] - before <= left, "in some step not even the oldest came any further"
 

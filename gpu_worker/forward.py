@@ -1,0 +1,121 @@
+"""One forward call of a Hugging Face model for tokens of many sequences, whose KV lies in the paged pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from kvstore.gpu_worker.attention import Step, paged
+from kvstore.gpu_worker.hbm_pool import HbmPool
+from kvstore.gpu_worker.scheduling import Running
+from kvstore.kernels.forest import Forest, Plan
+from kvstore.kernels.prefill import PrefillPlan
+
+SPLIT_TOKENS = 512
+"""Tokens that one work item of attention covers at most."""
+TILE_ROWS = 64
+"""On a GPU: queries times heads of a group in one work item."""
+
+
+class Forward:
+    """The model, the pool, and who shares what: one forest of those that decode, kept from step to step (a token more
+    for each is a number more), and one of those whose prompts are read, made anew each time."""
+
+    def __init__(
+        self, model: PreTrainedModel, pool: HbmPool, *, sequences_max: int, tokens_max: int, share: bool
+    ) -> None:
+        self.model = model.eval()
+        self._pool = pool
+        self._step = pool.geometry.chunk_tokens
+        split = max(1, SPLIT_TOKENS // self._step) * self._step
+        # A sequence has a piece for every `split` tokens, and one more for each run, of which there are no more than
+        # sequences on its path; all together have no more items than that.
+        most = sequences_max * (tokens_max // split + 1 + sequences_max)
+        group = model.config.num_attention_heads // pool.geometry.heads
+        on_gpu = model.device.type != "cpu"
+        self._decoding, self._prefilling = (
+            Forest(
+                chunk_tokens=self._step,
+                chunks=pool.chunks,
+                sequences_max=sequences_max,
+                split_tokens=split,
+                tile_sequences=max(1, TILE_ROWS // group) if on_gpu else sequences_max,
+                items_max=most,
+                partials_max=most,
+                share=share,
+                device=model.device,
+            )
+            for _ in range(2)
+        )
+
+    def __call__(self, pieces: Mapping[Running, int]) -> dict[Running, torch.Tensor]:
+        """Computes the next so many tokens of each sequence; of those that have none left then, the logits
+        [vocabulary] after the last, in float32."""
+        decoding = [sequence for sequence, count in pieces.items() if count == 1]
+        prefilling = {sequence: count for sequence, count in pieces.items() if count > 1}
+        ids: list[int] = []
+        positions: list[int] = []
+        chunks: list[int] = []
+        last: dict[Running, int] = {}
+        for sequence in (*decoding, *prefilling):
+            start, end = sequence.computed, sequence.computed + pieces[sequence]
+            ids += sequence.tokens[start:end]
+            positions += range(start, end)
+            chunks += [sequence.chunks[at // self._step] for at in range(start, end)]
+            if end == len(sequence.tokens):
+                last[sequence] = len(ids) - 1
+
+        places = self._tensor(positions)
+        step = Step(
+            layers=self._pool.layers,
+            chunks=self._tensor(chunks),
+            places=places % self._step,
+            rows=self._tensor([sequence.row for sequence in decoding]),
+            decode=self._decode_plan(decoding),
+            prefill=self._prefill_plan(prefilling),
+        )
+        with torch.inference_mode(), paged(self.model):
+            out = self.model(
+                input_ids=self._tensor(ids).unsqueeze(0),
+                position_ids=places.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=self._tensor(list(last.values())),
+                step=step,
+            )
+        return dict(zip(last, out.logits[0].float(), strict=True))
+
+    def _decode_plan(self, sequences: Sequence[Running]) -> Plan | None:
+        forest = self._decoding
+        rows = {sequence.row for sequence in sequences}
+        for row in range(forest.sequences_max):
+            if row in forest and row not in rows:
+                forest.leave(row)
+        for sequence in sequences:
+            row, tokens = sequence.row, sequence.computed
+            before = sequence.chunks[: -(-tokens // self._step)]
+            if row in forest and forest.length(row) == tokens and forest.chunks_of(row) == before:
+                forest.append(row, None if tokens % self._step else sequence.chunks[len(before)])
+            else:  # it did not decode before; or another one did in this row, or it did in other chunks
+                if row in forest:
+                    forest.leave(row)
+                self._join(forest, sequence, tokens + 1)
+        return forest.plan() if sequences else None
+
+    def _prefill_plan(self, pieces: Mapping[Running, int]) -> PrefillPlan | None:
+        if not pieces:
+            return None
+        for sequence, count in pieces.items():
+            self._join(self._prefilling, sequence, sequence.computed + count)
+        try:
+            return self._prefilling.prefill({sequence.row: count for sequence, count in pieces.items()})
+        finally:
+            for sequence in pieces:
+                self._prefilling.leave(sequence.row)
+
+    def _join(self, forest: Forest, sequence: Running, tokens: int) -> None:
+        forest.join(sequence.row, sequence.chunks[: -(-tokens // self._step)], tokens)
+
+    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.model.device)

@@ -1,0 +1,80 @@
+"""Batching engines and a real daemon: what one saved, another loads; tokens never change, whatever becomes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvstore.client import connect
+from kvstore.gpu_worker.batching import BatchEngine
+
+from .conftest import BOUND_S, Daemon
+
+T = 64
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def prompts() -> list[list[int]]:
+    draw = torch.Generator().manual_seed(1)
+    system = torch.randint(0, 256, (5 * T + 9,), generator=draw).tolist()
+    return [[*system, *torch.randint(0, 256, (20 + 30 * n,), generator=draw).tolist()] for n in range(4)]
+
+
+def answers(model: LlamaForCausalLM, run_dir: Path | None) -> tuple[dict[int, list[int]], BatchEngine]:
+    client = (lambda: connect(str(run_dir), timeout_s=BOUND_S)) if run_dir else None
+    engine = BatchEngine(model, client, pool_chunks=40)
+    got: dict[int, list[int]] = {engine.add(prompt, 12): [] for prompt in prompts()}
+    for output in engine.run():
+        got[output.request].append(output.token)
+    assert engine.flush(BOUND_S)
+    engine.close()
+    return got, engine
+
+
+def test_an_engine_goes_on_from_what_another_saved(model: LlamaForCausalLM, daemon: Daemon) -> None:
+    plain, _ = answers(model, None)
+    first, saving = answers(model, daemon.run_dir)
+    second, loading = answers(model, daemon.run_dir)
+    assert plain == first == second
+    assert saving.counters["restored_tokens"] == 0
+    assert loading.counters["restored_tokens"] == (5 + 1 + 1) * T  # five that all share, and of two the next
+    assert loading.counters["load_failures"] == 0
+
+
+def test_a_daemon_that_stops_or_dies_changes_no_token(model: LlamaForCausalLM, daemon: Daemon) -> None:
+    plain, _ = answers(model, None)
+    assert answers(model, daemon.run_dir)[0] == plain
+    engine = BatchEngine(model, lambda: connect(str(daemon.run_dir), timeout_s=BOUND_S), pool_chunks=40)
+    try:
+        for what in (signal.SIGSTOP, signal.SIGKILL):
+            got: dict[int, list[int]] = {engine.add(prompt, 12): [] for prompt in prompts()}
+            os.kill(daemon.process.pid, what)
+            for output in engine.run():
+                got[output.request].append(output.token)
+            assert list(got.values()) == list(plain.values())
+    finally:
+        os.kill(daemon.process.pid, signal.SIGCONT)
+        engine.close()

@@ -1,0 +1,103 @@
+"""A batching engine that remembers all it computed, so that it can be held against the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvstore.gpu_worker.batching import BatchEngine, Output
+from kvstore.gpu_worker.sampling import GREEDY, Sampling, probabilities
+from kvstore.gpu_worker.scheduling import Running
+
+T = 16
+"""Tokens of a chunk."""
+TOLERANCE = 1e-4
+"""Of logits of the size of ten or so, in float32."""
+
+
+class Recording(BatchEngine):
+    """Keeps the logits behind each token, and fills with NaN whatever nobody holds."""
+
+    def __init__(
+        self, model: PreTrainedModel, connect: Callable[[], Any] | None = None, **options: Any
+    ) -> None:
+        super().__init__(model, connect, **{"pool_chunks": 64, "chunk_tokens": T} | options)
+        self.model = model
+        forward = self._forward
+
+        def record(pieces: dict[Running, int]) -> dict[Running, torch.Tensor]:
+            logits = forward(pieces)
+            for sequence, found in logits.items():
+                self.seen[sequence.number].append(found.clone())
+            return logits
+
+        self._forward = record
+        self.seen: dict[int, list[torch.Tensor]] = {}
+        self.asked: dict[int, tuple[list[int], Sampling]] = {}
+        self.got: dict[int, list[int]] = {}
+        self.finished: dict[int, str] = {}
+        self.poison()
+
+    def add(self, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> int:
+        number = super().add(prompt, max_new_tokens, **options)
+        self.asked[number] = list(prompt), options.get("sampling", GREEDY)
+        self.seen[number], self.got[number] = [], []
+        return number
+
+    def step(self) -> list[Output]:
+        outputs = super().step()
+        for output in outputs:
+            self.got[output.request].append(output.token)
+            self.finished[output.request] = output.finish
+        self.check_integrity()
+        self.poison()
+        return outputs
+
+    def poison(self) -> None:
+        free = [chunk for chunk in range(self.pool.chunks) if not self.pool._holders[chunk]]
+        for layer in self.pool.layers:
+            layer[free] = float("nan")
+
+    def finish(self) -> Recording:
+        for _ in self.run():
+            pass
+        assert self.pool.used == 0 and self.live == 0
+        return self
+
+    def check(self, *, tolerance: float = TOLERANCE) -> None:
+        """Everything it ever computed, against the plain model."""
+        assert any(self.got.values())
+        for number, tokens in self.got.items():
+            if tokens:
+                prompt, sampling = self.asked[number]
+                assert len(self.seen[number]) == len(tokens)
+                check_tokens(self.model, prompt, tokens, self.seen[number], sampling, tolerance)
+
+
+def check_tokens(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    seen: Sequence[torch.Tensor],
+    sampling: Sampling,
+    tolerance: float,
+) -> None:
+    with torch.inference_mode():
+        ids = torch.tensor([[*prompt, *tokens[:-1]]])
+        plain = model(ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
+    generator = torch.Generator().manual_seed(sampling.seed)
+    for token, found, expected in zip(tokens, seen, plain, strict=True):
+        assert (found - expected).abs().max() <= tolerance
+        if sampling.temperature == 0:
+            assert expected.max() - expected[token] <= 2 * tolerance
+            clear = torch.topk(expected, 2).values.diff().abs() > 2 * tolerance
+            assert not clear or token == int(expected.argmax())
+        else:
+            ends = probabilities(expected, sampling).cumsum(0)
+            drawn = torch.rand((), dtype=torch.float64, generator=generator) * ends[-1]
+            begin = ends[token - 1] if token else 0.0
+            slack = 4 * tolerance / sampling.temperature
+            assert begin - slack <= drawn <= ends[token] + slack

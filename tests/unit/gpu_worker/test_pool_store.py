@@ -1,0 +1,297 @@
+"""Requests that run together load what the store has and save what becomes full; tokens are the same with it, without
+it, and when it fails in between."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvstore.errors import Unsupported
+from kvstore.gpu_worker.batching import BatchEngine
+from kvstore.gpu_worker.layout import bits
+from kvstore.gpu_worker.pool_store import PoolStore
+
+from .conftest import FakeStore, text, tiny_llama
+from .recording import Recording, T
+from .test_batching import play
+
+MakeEngine = Callable[..., Recording]
+BOUND_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_llama(layers=3)
+
+
+@pytest.fixture
+def engine(model: PreTrainedModel, store: FakeStore) -> Iterator[MakeEngine]:
+    """Engines on one store, one after another or at once; in the end no lease is open."""
+    made: list[Recording] = []
+
+    def make(**options: Any) -> Recording:
+        made.append(Recording(model, store.connect, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    assert store.leases == 0
+
+
+def finish(one: Recording) -> Recording:
+    one.finish().check()
+    assert one.flush(BOUND_S)
+    return one
+
+
+def warm(make: MakeEngine, *prompts: list[int]) -> Recording:
+    """The store has all full chunks of these."""
+    one = make()
+    for prompt in prompts:
+        one.add(prompt, 5)
+    return finish(one)
+
+
+def test_another_engine_goes_on_from_what_was_saved(engine: MakeEngine, store: FakeStore) -> None:
+    prompts = [[*text(3 * T), *text(n, seed=n)] for n in (1, 5, 20)]
+    first = warm(engine, *prompts)
+    assert first.counters["restored_tokens"] == 0
+    assert len(store.chunks) == 4  # three that all have, and one of the longest
+    second = warm(engine, *prompts)
+    assert second.got == first.got
+    assert second.counters["restored_tokens"] == 4 * T
+    assert second.counters["adopted_tokens"] == 2 * 3 * T, "what one loads, the others wait for"
+    assert second.counters["computed_tokens"] == first.counters["computed_tokens"] - 4 * T
+
+
+def test_what_is_saved_are_the_bytes_of_the_pool(model: PreTrainedModel, store: FakeStore) -> None:
+    engine = BatchEngine(model, store.connect, pool_chunks=8, chunk_tokens=T)
+    engine.add(text(2 * T), 3)
+    for _ in engine.run():
+        pass
+    assert engine.flush(BOUND_S)
+    shards = list(store.chunks.values())
+    assert len(shards) == 2
+    geometry = engine.pool.geometry
+    for chunk, shard in enumerate(shards):
+        for number, layer in enumerate(engine.pool.layers):
+            assert (geometry.window(shard, number, T) == bits(layer[chunk])).all()
+    again = BatchEngine(model, store.connect, pool_chunks=8, chunk_tokens=T)
+    for layer in again.pool.layers:
+        layer.fill_(float("nan"))
+    again.add([*text(2 * T), 1], 1)
+    for _ in again.run():
+        pass
+    assert again.counters["restored_tokens"] == 2 * T
+    for mine, theirs in zip(engine.pool.layers, again.pool.layers, strict=True):
+        assert torch.equal(mine[:2].view(torch.int32), theirs[:2].view(torch.int32))
+    engine.close()
+    again.close()
+    assert store.closed == 2
+
+
+def test_what_is_decoded_is_saved_too(engine: MakeEngine, store: FakeStore) -> None:
+    one = engine()
+    number = one.add(text(T - 3), 3 * T)
+    finish(one)
+    assert len(store.chunks) == 3
+    two = engine()
+    two.add([*text(T - 3), *one.got[number]], 4)
+    assert finish(two).counters["restored_tokens"] == 3 * T
+
+
+def test_the_others_go_on_while_one_is_loaded(engine: MakeEngine, store: FakeStore) -> None:
+    """Neither a lookup nor a load holds up a step."""
+    prompt = [*text(3 * T), 7]
+    warm(engine, prompt)
+    asked, copied = threading.Event(), threading.Event()
+    store.on_read = lambda: asked.wait(BOUND_S) and None
+    store.on_copy = lambda number: copied.wait(BOUND_S)
+    one = engine()
+    short = one.add(text(4, seed=9), 40)
+    loading = one.add(prompt, 5)
+    for event in (asked, copied):
+        before = len(one.got[short])
+        for _ in range(10):
+            one.step()
+        assert len(one.got[short]) == before + 10 and not one.got[loading]
+        event.set()
+    finish(one)
+    assert one.counters["restored_tokens"] == 3 * T
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("how", ["void", "broken"])
+def test_a_load_that_fails_is_computed(at: int, how: str, engine: MakeEngine, store: FakeStore) -> None:
+    prompt = [*text(3 * T), 7]
+    first = warm(engine, prompt)
+
+    def copy(number: int) -> bool:
+        if number == at and how == "broken":
+            raise ZeroDivisionError("a bug")
+        return number != at
+
+    store.on_copy = copy
+    second = warm(engine, prompt, prompt)
+    assert second.got[1] == second.got[2] == first.got[1]
+    assert second.counters["load_failures"] == 1, "the second one waits for what the first computes"
+    assert second.counters["restored_tokens"] == 0
+
+
+@pytest.mark.parametrize("how", ["abort", "room"])
+def test_chunks_that_may_still_be_written_are_nobody_elses(
+    how: str, engine: MakeEngine, store: FakeStore
+) -> None:
+    """A load is given up in the middle of a copy, which goes on and writes. Whoever gets its chunks before that ended
+    would have wrong KV."""
+    prompt = [*text(3 * T), 7]
+    warm(engine, prompt)
+    copying, go = threading.Event(), threading.Event()
+
+    def copy(number: int) -> bool:
+        copying.set()
+        return go.wait(BOUND_S)
+
+    store.on_copy = copy
+    one = engine(pool_chunks=8)
+    old = one.add(text(T, seed=5), 5 * T)
+    one.step()
+    loading = one.add(prompt, 5)
+    while not copying.is_set():
+        one.step()
+        assert len(one.got[old]) < 40
+    if how == "abort":
+        assert one.abort(loading)
+        one.step()
+        assert one.pool.used > len(one._scheduler.running[0].chunks), (
+            "they are free before the copy has ended"
+        )
+    else:
+        while one.counters["preemptions"] == 0 and one.live == 2:
+            one.step()
+    for _ in range(5):
+        one.step()
+    go.set()
+    finish(one)
+    assert len(one.got[old]) == 5 * T
+    assert len(one.got[loading]) == (0 if how == "abort" else 5)
+
+
+def test_a_lookup_that_nobody_waits_for_gives_its_lease_back(engine: MakeEngine, store: FakeStore) -> None:
+    prompt = [*text(3 * T), 7]
+    warm(engine, prompt)
+    go = threading.Event()
+    store.on_read = lambda: go.wait(BOUND_S) and None
+    one = engine()
+    number = one.add(prompt, 5)
+    one.step()
+    assert one.abort(number)
+    go.set()
+    one.add(text(3), 2)
+    finish(one)  # and the fixture counts leases
+
+
+def test_a_lookup_that_breaks_is_a_miss(
+    engine: MakeEngine, store: FakeStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = warm(engine, text(40))
+    store.on_read = lambda: 1 / 0
+    assert warm(engine, text(40)).got == first.got
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_what_is_on_ssd_rises(engine: MakeEngine, store: FakeStore) -> None:
+    prompt = [*text(3 * T), 7]
+    warm(engine, prompt)
+    store.on_ssd = {key for _, key in list(store.chunks)[:2]}
+    one = warm(engine, prompt)
+    assert one.counters["restored_tokens"] == 3 * T
+    assert one.counters["rises_awaited"] == 1
+    store.on_ssd, store.rises = {key for _, key in list(store.chunks)[1:]}, False
+    assert warm(engine, prompt).counters["restored_tokens"] == T
+
+
+def test_who_made_room_is_loaded_again(engine: MakeEngine, store: FakeStore) -> None:
+    """Its own chunks, saved before it had to go."""
+    one = engine(pool_chunks=10)
+    numbers = [one.add(text(2 * T, seed=n), 3 * T) for n in range(3)]
+    while one.counters["preemptions"] == 0:
+        one.step()
+    assert one.flush(BOUND_S)
+    finish(one)
+    assert one.counters["restored_tokens"] > 0
+    assert all(len(one.got[number]) == 3 * T for number in numbers)
+
+
+def test_a_store_that_comes_and_goes_changes_no_token(engine: MakeEngine, store: FakeStore) -> None:
+    prompt = [*text(3 * T), 7]
+    first = warm(engine, prompt)
+    store.away = True
+    away = warm(engine, prompt)
+    assert away.got == first.got and away.counters["restored_tokens"] == 0
+    store.away = False
+    one = engine()
+    one.add(prompt, 3 * T)
+    for _ in range(4):
+        one.step()
+    store.away = True
+    assert finish(one).got[1][:5] == first.got[1]
+    assert one._store.saver.counters["chunks_refused"] > 0
+
+
+def test_a_daemon_that_hangs_holds_up_one_request_not_all(
+    engine: MakeEngine, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not asked again for a while."""
+    one = engine()
+    monkeypatch.setattr(one._store, "_lookup_timeout_s", 0.0)  # any answer is late
+    store.away = True
+    for n in range(4):
+        one.add(text(2 * T, seed=n), 2)
+        finish(one)
+    assert len(store.reads) == 1
+
+
+def test_without_sharing_each_loads_its_own(engine: MakeEngine, store: FakeStore) -> None:
+    prompt = [*text(3 * T), 7]
+    warm(engine, prompt)
+    one = engine(share=False)
+    for _ in range(3):
+        one.add(prompt, 5)
+    finish(one)
+    assert one.counters["restored_tokens"] == 3 * 3 * T and one.pool.peak_chunks == 3 * 4
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_schedules_with_a_store_that_fails_at_times(
+    seed: int, engine: MakeEngine, store: FakeStore
+) -> None:
+    choose = random.Random(seed)
+    store.on_copy = lambda number: choose.random() < 0.9
+    store.room = 30 if seed % 2 else None
+    one = engine(pool_chunks=(9, 12, 40)[seed % 3], sequences_max=4, prefill_tokens=33)
+    play(one, seed, 50)
+    assert one.flush(BOUND_S)
+    if keys := [key for _, key in store.chunks]:
+        store.forget(*choose.sample(keys, len(keys) // 3))
+    two = engine(pool_chunks=(9, 12, 40)[seed % 3], sequences_max=4, prefill_tokens=33)
+    play(two, seed, 50)
+    one.check()
+    two.check()
+    assert two.counters["restored_tokens"] > 0 or seed == 0
+
+
+def test_a_model_that_is_not_in_cpu_memory_is_refused(
+    model: PreTrainedModel, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = BatchEngine(model, pool_chunks=4)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    with pytest.raises(Unsupported, match=r"model\.device"):
+        PoolStore(model, engine.pool, store.connect, weights=(), counters=engine.counters)
