@@ -44,7 +44,7 @@ def start(folder: Path, room_bytes: int) -> Server:
 
 def join(address: dict[str, Any], segment_bytes: int) -> Any:
     """A member of the cluster that lends `segment_bytes`."""
-    os.environ["GLOG_minloglevel"] = "3"  # it is read when the library is loaded
+    os.environ["GLOG_minloglevel"] = "3"  # noqa: SIM112 - its name, read when the library is loaded
     from mooncake.store import MooncakeDistributedStore
 
     for _ in attempts("Mooncake's master"):
