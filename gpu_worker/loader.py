@@ -1,4 +1,5 @@
-"""The Loader: copies a session's KV from the store into tensors, layer by layer, ahead of the layer that computes."""
+"""The Loader: copies a session's KV from the store into tensors, layer by layer, ahead of the layer that computes. Keys
+that are to lie at other positions than they were computed at are rotated on the way, from the stored bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
+from kvstore.errors import Unsupported
 from kvstore.gpu_worker.layout import Bits, Geometry
+from kvstore.gpu_worker.positions import Positions
 from kvstore.gpu_worker.restored_cache import LoadFailed
+from kvstore.kernels.rotate import Rotation, rotate
 
 if TYPE_CHECKING:
     from kvstore.client import ReadLease
@@ -22,11 +29,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One chunk to load: its number in the lease, and the tokens [first_token, first_token + token_count) it fills."""
+    """One chunk to load: its number in the lease, and the tokens [first_token, first_token + token_count) it fills.
+    `delta`: how far its keys have moved from the positions that they were computed at."""
 
     index: int
     first_token: int
     token_count: int
+    delta: int = 0
 
 
 Target = Callable[[int, Wanted], Bits]
@@ -43,6 +52,7 @@ class Load:
         target: Target,
         geometry: Geometry,
         deadline_s: float,
+        positions: Positions | None = None,
     ) -> None:
         tokens = sum(piece.token_count for piece in wanted)
         self.bytes = tokens * geometry.token_bytes * geometry.layers
@@ -52,6 +62,8 @@ class Load:
         self._wanted = wanted
         self._target = target
         self._geometry = geometry
+        self._positions = positions
+        self._moves: dict[int, tuple[Rotation, ...]] = {}
         self._deadline = time.monotonic() + deadline_s
         self._changed = threading.Condition()
         self._loaded = 0
@@ -80,19 +92,7 @@ class Load:
             for layer in range(self._geometry.layers):
                 if self._failure:
                     return
-                # In every call the lease compares the slots' generations before the first byte and after the last:
-                # what is reported as loaded here was the committed bytes, whatever becomes of the slots later.
-                whole = self._lease.copy_many(
-                    [
-                        (
-                            piece.index,
-                            SHARD,
-                            self._geometry.offset(layer),
-                            self._target(layer, piece),
-                        )
-                        for piece in self._wanted
-                    ]
-                )
+                whole = self._copy(layer)
                 with self._changed:
                     if whole:
                         self._loaded = layer + 1
@@ -106,17 +106,55 @@ class Load:
         finally:
             self._lease.release()
 
+    def _copy(self, layer: int) -> bool:
+        """In every call the lease compares the slots' generations before the first byte and after the last: what is
+        reported as loaded here was the committed bytes, whatever becomes of the slots later."""
+        offset = self._geometry.offset(layer)
+        plain = [
+            (piece.index, SHARD, offset, self._target(layer, piece))
+            for piece in self._wanted
+            if not piece.delta
+        ]
+        return (not plain or self._lease.copy_many(plain)) and all(
+            self._move(layer, piece) for piece in self._wanted if piece.delta
+        )
+
+    def _move(self, layer: int, piece: Wanted) -> bool:
+        keys, values = self._target(layer, piece)
+        stored = np.empty(keys.shape, keys.dtype)
+        offset = self._geometry.offset(layer)
+        whole = self._lease.copy_many(
+            [(piece.index, SHARD, offset, stored), (piece.index, SHARD, offset + stored.nbytes, values)]
+        )
+        if whole:
+            assert self._positions is not None
+            if piece.delta not in self._moves:
+                self._moves[piece.delta] = self._positions.rotations(piece.delta)
+            source, target = (torch.from_numpy(each).view(self._geometry.dtype) for each in (stored, keys))
+            rotate(source, self._moves[piece.delta][layer], out=target)
+        return whole
+
 
 class Loader:
     """One thread that runs loads in the order in which they were started."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, positions: Positions | None = None) -> None:
+        """`positions`: of a model whose keys can be moved."""
         self._geometry = geometry
+        self._positions = positions
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-loader")
 
     def start(self, lease: ReadLease, wanted: Sequence[Wanted], target: Target, *, deadline_s: float) -> Load:
-        """Takes over `lease`. What `target` names is not to be read before `Load.wait` says so."""
-        load = Load(lease, wanted, target, self._geometry, deadline_s)
+        """Takes over `lease`. What `target` names is not to be read before `Load.wait` says so. Raises Unsupported, and
+        takes over nothing, if keys are to be moved and there are no `positions`."""
+        if self._positions is None and (moved := [piece.delta for piece in wanted if piece.delta]):
+            raise Unsupported(
+                "this loader moves no keys",
+                field="wanted.delta",
+                value=moved[0],
+                remedy="make it with positions",
+            )
+        load = Load(lease, wanted, target, self._geometry, deadline_s, self._positions)
         load.ended = self._thread.submit(load.run)
         return load
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvstore.errors import Unsupported
+from kvstore.gpu_worker.layout import Geometry, bits
+from kvstore.gpu_worker.loader import Loader, Wanted
 from kvstore.gpu_worker.positions import INTERLEAVED, WITHOUT_POSITIONS, Positions, check_movable
+from kvstore.gpu_worker.restored_cache import LoadFailed
 from kvstore.kernels.rotate import rotate
+from kvstore.types import Outcome
+
+from .conftest import FakeLease, FakeStore
 
 TOKENS = 12
 MOVE = 300
@@ -236,3 +243,70 @@ def test_refused_families_would_be_wrong() -> None:
     positions = Positions((model.model.rotary_emb.inv_freq,), interleaved=False)
     moved = rotate(here[0][0], positions.rotations(MOVE)[0])
     assert not torch.allclose(moved, there[0][0], rtol=0, atol=0.05 * float(moved.abs().max()))
+
+
+def test_a_load_moves_keys_from_the_stored_bytes() -> None:
+    """A chunk and a tail that were computed from position 0 on, loaded as if they stood 300 and 900 further on."""
+    model = model_of("llama", rope_parameters=ROPE | SCALED["llama3"])
+    here = kv_at(model, 0)
+    there = {move: kv_at(model, move) for move in (0, MOVE, 900)}
+    geometry = Geometry.of(model, chunk_tokens=8)
+    shards = [np.zeros(geometry.shard_bytes, np.uint8) for _ in range(2)]
+    for layer, pair in enumerate(here):
+        for number, (keys_or_values, (shard, tokens)) in enumerate(
+            (each, part) for each in pair for part in zip(shards, (slice(0, 8), slice(8, 12)), strict=True)
+        ):
+            window = geometry.window(shard, layer, tokens.stop - tokens.start)
+            window[number // 2] = bits(keys_or_values[0, :, tokens])
+    store = FakeStore(leases=1)
+    into = [np.full((2, 2, 24, 16), -1, np.int32) for _ in range(3)]
+    wanted = [
+        Wanted(0, 0, 8),
+        Wanted(0, 8, 8, delta=MOVE),
+        Wanted(1, 16, 4, delta=900),
+        Wanted(1, 20, 4, delta=MOVE),
+    ]
+    loader = Loader(geometry, Positions.of(model))
+    load = loader.start(
+        FakeLease(store, shards, (Outcome.HIT,) * 2),
+        wanted,
+        lambda layer, piece: into[layer][:, :, piece.first_token : piece.first_token + piece.token_count],
+        deadline_s=30,
+    )
+    load.wait(2)
+    loader.close()
+    assert store.leases == 0
+    for piece, tokens in zip(wanted, (slice(0, 8), slice(0, 8), slice(8, 12), slice(8, 12)), strict=True):
+        for layer, (found, (keys, values)) in enumerate(zip(into, there[piece.delta], strict=True)):
+            at = torch.from_numpy(found[:, :, piece.first_token : piece.first_token + piece.token_count])
+            moved, kept = at.view(torch.float32)
+            atol = 0.0 if piece.delta == 0 else 6e-4 * float(keys.abs().max())
+            assert torch.allclose(moved, keys[0, :, tokens], rtol=0, atol=atol)
+            assert torch.equal(kept, here[layer][1][0, :, tokens]) and values.shape == keys.shape
+
+
+def test_a_void_lease_voids_a_load_that_moves_keys() -> None:
+    model = model_of("llama")
+    geometry = Geometry.of(model, chunk_tokens=8)
+    store = FakeStore(leases=1, on_copy=lambda number: number != 1)
+    into = np.full((2, 2, 8, 16), -7, np.int32)
+    loader = Loader(geometry, Positions.of(model))
+    lease = FakeLease(store, [np.zeros(geometry.shard_bytes, np.uint8)], (Outcome.HIT,))
+    load = loader.start(lease, [Wanted(0, 0, 8, delta=5)], lambda layer, piece: into, deadline_s=30)
+    with pytest.raises(LoadFailed, match="void at layer 1"):
+        load.wait(1)
+    loader.close()
+    assert store.leases == 0
+
+
+def test_a_loader_without_positions_moves_nothing() -> None:
+    geometry = Geometry.of(model_of("llama"), chunk_tokens=8)
+    loader = Loader(geometry)
+    store = FakeStore(leases=1)
+    lease = FakeLease(store, [np.zeros(geometry.shard_bytes, np.uint8)], (Outcome.HIT,))
+    with pytest.raises(Unsupported, match=r"wanted\.delta=5: this loader moves no keys"):
+        loader.start(
+            lease, [Wanted(0, 0, 8, delta=5)], lambda layer, piece: np.empty(0, np.int32), deadline_s=30
+        )
+    loader.close()
+    assert store.leases == 1 and lease.copies == 0
