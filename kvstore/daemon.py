@@ -43,6 +43,7 @@ from kvstore.core.events import Ticket
 from kvstore.core.store import Store
 from kvstore.descriptors import DEFAULT_TENANT, DescriptorServer
 from kvstore.errors import ConfigError
+from kvstore.garbage import ShortSearches, no_searches
 from kvstore.health import NOT_SERVING, SERVING, SSD, Health
 from kvstore.health import SERVICE as HEALTH_SERVICE
 from kvstore.index import ChunkBatch
@@ -294,8 +295,10 @@ class Daemon:
         self._staging = Staging(bytes_max=config.staging_bytes_max)
         self._regions = Regions()
         self._copier = Copier(self._arena, self._staging, self._regions, threads=config.copy_threads)
-        store = Store(config.limits)
-        tier = self._open_ssd(store) if config.ssd_dir else None
+        self._searches = ShortSearches()
+        with no_searches():
+            store = Store(config.limits)
+            tier = self._open_ssd(store) if config.ssd_dir else None
         self.loop = Loop(
             store,
             self._arena,
@@ -515,6 +518,7 @@ class Daemon:
         self._regions.close(CLOSE_TIMEOUT_S)
         self._staging.close()
         self._arena.close()
+        self._searches.close()
         self._directory.close()
         log.info("stopped", extra=fields(uptime_s=round(time.monotonic() - self._started_at, 3)))
 

@@ -80,9 +80,17 @@ def look_up(
     return rows, bytearray(reasons), rest
 
 
-def usable(chunks: ChunkTable, rows: Rows, token_count: int) -> int:
-    """How many of these, from the first, leave at least one of `token_count` tokens to compute."""
-    return int(np.searchsorted(np.cumsum(chunks.views.tokens[rows]), token_count))
+def usable_leading(state: State, namespace: Namespace, rows: Sequence[int]) -> int:
+    """How many of these, from the first, `State.is_usable`; NONE is not."""
+    view = state.chunks.views
+    which = as_rows(rows)
+    flags = view.flags[which]
+    resident = (view.shard0[which] != NONE) & (view.ready[which] == namespace.shards)
+    usable = resident & (flags & DOOMED == 0)
+    if state.disk_state is not DiskState.OFF:
+        usable |= flags & (STORED | DOOMED) == STORED
+    usable &= which != NONE
+    return len(rows) if usable.all() else int(usable.argmin())
 
 
 def extents(state: State, rows: Sequence[int], shards: Sequence[int], lengths: Sequence[int]) -> Extents:

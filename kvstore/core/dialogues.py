@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
+from kvstore.core import batch
 from kvstore.core import events as ev
 from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, DURABLE, NONE, RISING, STORED, STORING
 from kvstore.core.manifests import Manifest, Session
@@ -47,10 +49,14 @@ class Dialogues:
         """Leading entries that are whole in some tier (invariant 6); none of an old epoch."""
         if self.state.namespaces[session.namespace].retired:
             return 0
-        for index, row in enumerate(session.manifest.rows):
-            if not self.state.is_usable(row):
+        state = self.state
+        rows = session.manifest.rows
+        if len(rows) >= state.batch_min:
+            return batch.usable_leading(state, state.namespaces[session.namespace], rows)
+        for index, row in enumerate(rows):
+            if not state.is_usable(row):
                 return index
-        return len(session.manifest)
+        return len(rows)
 
     # ------------------------------------------------------------------------------------------------------ writing
 
@@ -272,38 +278,48 @@ class Dialogues:
     def list(self, worker: Worker, event: ev.ListSessions) -> ev.SessionList:
         """Most recently used first, of the caller's tenant (an admin sees all)."""
         state = self.state
-        rows: list[ev.SessionRow] = []
-        total = 0
-        for session in reversed(state.sessions.by_name.values()):
-            namespace = state.namespaces[session.namespace]
-            if event.namespace is not None and session.namespace != event.namespace:
-                continue
-            if namespace.tenant != worker.tenant and not worker.admin:
-                continue
-            total += 1
-            if len(rows) < event.limit:
-                manifest = session.manifest
-                resident = sum(map(state.is_hit, manifest.rows))
-                stored = sum(state.chunks.flags[row] & (STORED | DOOMED) == STORED for row in manifest.rows)
-                keys = (state.chunks.key[row] for row in manifest.rows)
-                reasons = (lookup(state, namespace, key)[2] for key in keys)
-                rows.append(
-                    ev.SessionRow(
-                        session.name,
-                        namespace.tenant,
-                        namespace.id,
-                        session.version,
-                        len(manifest),
-                        manifest.token_count,
-                        self._usable(session),
-                        resident * namespace.spec.chunk_bytes,
-                        state.now - session.used_at,
-                        len(manifest) * namespace.spec.chunk_bytes,
-                        stored * namespace.spec.chunk_bytes,
-                        next((reason for reason in reasons if reason is not Reason.NONE), Reason.NONE),
-                    )
-                )
+        seen = {
+            namespace.id: namespace
+            for namespace in state.namespaces.values()
+            if (worker.admin or namespace.tenant == worker.tenant) and event.namespace in (None, namespace.id)
+        }
+        total = sum(namespace.sessions for namespace in seen.values())
+        newest_first = (
+            session for (number, _), session in reversed(state.sessions.by_name.items()) if number in seen
+        )
+        rows = [
+            self._session_row(seen[session.namespace], session)
+            for session in islice(newest_first, min(event.limit, total))
+        ]
         return ev.SessionList(tuple(rows), total)
+
+    def _session_row(self, namespace: Namespace, session: Session) -> ev.SessionRow:
+        state = self.state
+        chunks = state.chunks
+        manifest = session.manifest
+        resident = stored = 0
+        reason = Reason.OLD_EPOCH if namespace.retired else Reason.NONE
+        for row in manifest.rows:
+            flags = chunks.flags[row]
+            stored += flags & (STORED | DOOMED) == STORED
+            if chunks.ready[row] == namespace.shards and not flags & DOOMED and chunks.shard0[row] != NONE:
+                resident += 1
+            elif reason is Reason.NONE:
+                reason = lookup(state, namespace, chunks.key[row])[2]
+        return ev.SessionRow(
+            session.name,
+            namespace.tenant,
+            namespace.id,
+            session.version,
+            len(manifest),
+            manifest.token_count,
+            self._usable(session),
+            resident * namespace.spec.chunk_bytes,
+            state.now - session.used_at,
+            len(manifest) * namespace.spec.chunk_bytes,
+            stored * namespace.spec.chunk_bytes,
+            reason,
+        )
 
     def explain(self, worker: Worker, event: ev.Explain) -> ev.Explained:
         """What is known of each chunk of a session, or of each key: where it is, or why it is gone."""

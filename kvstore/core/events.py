@@ -18,6 +18,7 @@ from kvstore.types import (
     DiskPlace,
     DiskResult,
     Extent,
+    Extents,
     GrantResult,
     HintResult,
     LeaseId,
@@ -503,7 +504,7 @@ class Acquired:
     ttl_ms: int
     outcomes: tuple[Outcome, ...]
     reasons: tuple[Reason, ...]
-    extents: Sequence[Extent]
+    extents: Extents
     """Of the hits, in key order, then in the order of the wanted shards."""
 
 
@@ -520,7 +521,7 @@ class Reserved:
     """0 when nothing was granted."""
     ttl_ms: int
     results: tuple[GrantResult, ...]
-    extents: Sequence[Extent]
+    extents: Extents
     """Per granted key, in key order, then in shard order. Under protection `sealed` only `length` may be used."""
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from kvstore.core.pool import Phase, Segment, SlabClass
+from kvstore.core.pool import Phase, Pool, Segment, SlabClass
 from kvstore.types import Millis, NamespaceId, SlotState
 
 
@@ -45,6 +45,8 @@ def donor(
 def sparse(slab: SlabClass) -> Segment | None:
     """A segment whose READY slots fit into the free slots of its class's other segments that are in use: emptying it
     gives memory back to other classes and namespaces. None if there is nothing to gain."""
+    if slab.free < next(iter(slab.segments.values())).capacity // 2:
+        return None  # too little elsewhere, wherever it is
     in_use = [segment for segment in slab.segments.values() if not segment.empty]
     if len(in_use) < 2:
         return None
@@ -57,12 +59,10 @@ def sparse(slab: SlabClass) -> Segment | None:
     return None
 
 
-def empty_of(segments: Iterable[Segment], namespace: NamespaceId) -> Segment | None:
+def empty_of(pool: Pool, namespace: NamespaceId) -> Segment | None:
     """An empty segment of the namespace's own, of whatever slab class: it can change class at once."""
-    for segment in segments:
-        if segment.phase is Phase.ASSIGNED and segment.namespace == namespace and segment.empty:
-            return segment
-    return None
+    own = [segment for segment in pool.empties.values() if segment.namespace == namespace]
+    return min(own, key=lambda segment: segment.index, default=None)
 
 
 def _movable(segment: Segment) -> bool:

@@ -101,29 +101,38 @@ class Policy:
         if self.kind != "hints":
             return
         chunks = self._chunks
+        flags = chunks.flags
         before, self.rank = self.rank, rank
         for row in before:
-            if row not in rank and chunks.flags[row] & WANTED:
+            if row not in rank and flags[row] & WANTED:
                 namespace = namespaces[NamespaceId(chunks.namespace[row])]
                 self.remove(namespace, row)
                 self.put_back(namespace, (row,))
         for namespace in namespaces.values():
             namespace.order.clear()
-        for row in rank:
-            namespace = namespaces[NamespaceId(chunks.namespace[row])]
-            if chunks.flags[row] & WANTED:
-                heapq.heappush(namespace.order, (-rank[row], row))
-            elif chunks.flags[row] & LISTED and chunks.ready[row] == namespace.shards:
-                self.remove(namespace, row)
-                self._want(namespace, row)
+        orders = {namespace.id: namespace.order for namespace in namespaces.values()}
+        for row, place in rank.items():
+            if flags[row] & WANTED:
+                orders[NamespaceId(chunks.namespace[row])].append((-place, row))
+            elif flags[row] & LISTED:
+                namespace = namespaces[NamespaceId(chunks.namespace[row])]
+                if chunks.ready[row] == namespace.shards:
+                    self.remove(namespace, row)
+                    self._link_wanted(namespace, row)
+                    namespace.order.append((-place, row))
+        for order in orders.values():
+            heapq.heapify(order)
 
     def forget(self, row: int) -> None:
         """The row's bytes are gone, or its number is about to be reused."""
         self.rank.pop(row, None)
 
-    def _want(self, namespace: Namespace, row: int) -> None:
+    def _link_wanted(self, namespace: Namespace, row: int) -> None:
         self._chunks.link_newest(namespace.wanted, row)
         self._chunks.flags[row] |= WANTED
+
+    def _want(self, namespace: Namespace, row: int) -> None:
+        self._link_wanted(namespace, row)
         heapq.heappush(namespace.order, (-self.rank[row], row))
 
     def _by_order(self, namespace: Namespace, limit: int, sooner_than: int) -> Iterator[int]:

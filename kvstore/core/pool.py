@@ -115,6 +115,8 @@ class Pool:
         self.segments: list[Segment] = []
         self.by_id: dict[SegmentId, Segment] = {}
         self.idle: dict[int, Segment] = {}
+        self.empties: dict[int, Segment] = {}
+        """Of those that are assigned, the ones without a slot in use."""
         self.classes: dict[tuple[NamespaceId, int], SlabClass] = {}
         self._next_id = 1
         for index in range(count):
@@ -169,9 +171,11 @@ class Pool:
         slab.segments[segment.index] = segment
         slab.with_free[segment.index] = segment
         slab.free += slots
+        self.empties[segment.index] = segment
 
     def _leave_class(self, segment: Segment) -> None:
         slab = self.classes[segment.namespace, segment.slot_bytes]
+        self.empties.pop(segment.index, None)
         del slab.segments[segment.index]
         slab.with_free.pop(segment.index, None)
         slab.free -= segment.counts[SlotState.FREE]
@@ -236,6 +240,7 @@ class Pool:
         assert segment.owner[slot] == NO_OWNER, (segment, slot, segment.owner[slot])
         segment.owner[slot] = owner
         self._change(segment, slot, SlotState.FREE, SlotState.RESERVED)
+        self.empties.pop(segment.index, None)
         slab.free -= 1
         if not segment.free:
             segment.free = array("i")  # a list that was popped from keeps its memory
@@ -252,6 +257,7 @@ class Pool:
         assert (owner[slots] == NO_OWNER).all(), (segment, slots)
         owner[slots] = owners[:count]
         self._change_many(segment, slots, SlotState.FREE, SlotState.RESERVED)
+        self.empties.pop(segment.index, None)
         slab.free -= count
         if not segment.free:
             segment.free = array("i")
@@ -286,6 +292,7 @@ class Pool:
         slab.free += 1
         if segment.empty:  # the last to be used again: it may serve another class or namespace
             slab.with_free.pop(segment.index, None)
+            self.empties[segment.index] = segment
         slab.with_free[segment.index] = segment
 
     def _change(self, segment: Segment, slot: int, before: SlotState, after: SlotState) -> None:
@@ -317,6 +324,8 @@ class Pool:
     def check_segment(self, segment: Segment) -> None:
         assert self.by_id[segment.id] is segment, segment
         assert (segment.index in self.idle) == (segment.phase is Phase.IDLE), segment
+        empty = segment.phase is Phase.ASSIGNED and segment.empty
+        assert self.empties.get(segment.index) is (segment if empty else None), segment
         if segment.phase is not Phase.ASSIGNED:
             return
         slab = self.classes[segment.namespace, segment.slot_bytes]

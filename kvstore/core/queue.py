@@ -11,9 +11,10 @@ than the window is clipped from its tail, and the answer says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvstore.core import batch
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, RISING, STORED
 from kvstore.core.namespaces import Namespace
@@ -194,7 +195,7 @@ class Queue:
                 self._planned_rows += 1
                 continue
             namespace = state.namespaces.get(job.namespace)
-            rows = list(self._rows(namespace, job)) if namespace is not None else []
+            rows = self._rows(namespace, job) if namespace is not None else []
             self._planned_rows += max(1, len(rows))
             new = [row for row in dict.fromkeys(rows) if row not in rank]
             size = len(new) * namespace.chunk_bytes if namespace is not None else 0
@@ -204,14 +205,12 @@ class Queue:
                 windows.results[key] = HintResult.CLIPPED
                 continue
             used[tenant] += size
-            for row in new:
-                rank[row] = place
+            rank.update(dict.fromkeys(new, place))
             windows.eviction[tenant] += 1
             if used[tenant] <= in_dram:
                 windows.prefetch[tenant] += 1
-                rising += [
-                    row for row in new if state.chunks.flags[row] & (STORED | RISING | DOOMED) == STORED
-                ]
+                flags = state.chunks.flags
+                rising += [row for row in new if flags[row] & (STORED | RISING | DOOMED) == STORED]
                 windows.results[key] = HintResult.ACCEPTED
             else:
                 windows.results[key] = HintResult.DEFERRED
@@ -222,15 +221,17 @@ class Queue:
                 if not state.is_resident(row):
                     self._rise(row)
 
-    def _rows(self, namespace: Namespace, job: Job) -> Iterator[int]:
+    def _rows(self, namespace: Namespace, job: Job) -> list[int]:
         """The chunks that the job will ask for and that can be had, up to the first that cannot."""
         state = self.state
         if job.keys:
             rows = [namespace.index.get(key, NONE) for key in job.keys]
         else:
             session = state.sessions.by_name.get((namespace.id, job.session))
-            rows = [] if session is None else list(session.manifest.rows)
-        for row in rows:
+            rows = [] if session is None else session.manifest.rows.tolist()
+        if len(rows) >= state.batch_min:
+            return rows[: batch.usable_leading(state, namespace, rows)]
+        for count, row in enumerate(rows):
             if row == NONE or not state.is_usable(row):
-                return
-            yield row
+                return rows[:count]
+        return rows

@@ -11,7 +11,7 @@ from kvstore.core.namespaces import Namespace
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest, Exhausted
-from kvstore.types import ChunkKey, DiskState, LeaseId, Millis, OpId, Outcome, Reason, Tier
+from kvstore.types import NO_EXTENTS, ChunkKey, DiskState, LeaseId, Millis, OpId, Outcome, Reason, Tier
 
 Found = tuple[int, Outcome, Reason]
 _PENDING = (Reason.BEING_SAVED, Reason.ON_SSD)
@@ -133,7 +133,7 @@ class Reads:
                 break
         outcomes = tuple(map(_OUTCOMES.__getitem__, reasons))
         if not hits:
-            return ev.Acquired(LeaseId(0), 0, outcomes, tuple(reasons), ())
+            return ev.Acquired(LeaseId(0), 0, outcomes, tuple(reasons), NO_EXTENTS)
         state.pin_all(namespace, hits)
         self._used(namespace, hits)
         lease = state.leases.open(worker.group, worker.id, namespace.id, state.now + ttl_ms)

@@ -279,6 +279,8 @@ def _count_slots(state: State, slab: Segment) -> None:
     slab.counts = [len(slab.free), 0, len(owner) - len(slab.free), 0]
     of_class = state.disk.classes[DISK, slab.slot_bytes]
     of_class.free -= slab.counts[SlotState.READY]
+    if not slab.empty:
+        state.disk.empties.pop(slab.index, None)
     if not slab.free:
         of_class.with_free.pop(slab.index, None)
 

@@ -33,6 +33,7 @@ from kvstore.errors import (
     StoreError,
 )
 from kvstore.types import (
+    NO_EXTENTS,
     ChunkKey,
     CommitResult,
     DiskState,
@@ -140,7 +141,7 @@ class Saves:
             if count := results.count(result):
                 state.counters[f"grants_{result.name.lower()}"] += count
         if not reservation.rows:
-            return ev.Reserved(ReservationId(0), 0, tuple(results), ())
+            return ev.Reserved(ReservationId(0), 0, tuple(results), NO_EXTENTS)
         self._next_id += 1
         reservation.maker = event.maker
         state.reservations[reservation.id] = reservation

@@ -124,7 +124,7 @@ class Segments:
         if taken is not None:
             self.ask_if_short(namespace, pool.classes[namespace.id, slot_bytes])
             return taken
-        idle = next(iter(pool.idle.values()), None) or planner.empty_of(pool.segments, namespace.id)
+        idle = next(iter(pool.idle.values()), None) or planner.empty_of(pool, namespace.id)
         if idle is not None:
             self._assign(idle, namespace, slot_bytes)
             return self._take(namespace, slot_bytes, row)
@@ -139,7 +139,7 @@ class Segments:
             if taken is not None:
                 return taken
             # What was evicted may have been the last chunk of another slab class's segment.
-            empty = planner.empty_of(pool.segments, namespace.id)
+            empty = planner.empty_of(pool, namespace.id)
             if empty is not None:
                 self._assign(empty, namespace, slot_bytes)
         return None
@@ -149,7 +149,7 @@ class Segments:
         pool = self.state.pool
         slab = pool.classes.get((namespace.id, slot_bytes))
         if slab is None or slab.free < count:
-            idle = next(iter(pool.idle.values()), None) or planner.empty_of(pool.segments, namespace.id)
+            idle = next(iter(pool.idle.values()), None) or planner.empty_of(pool, namespace.id)
             if idle is None:
                 return None
             self._assign(idle, namespace, slot_bytes)

@@ -410,7 +410,7 @@ class Store:
                 continue
             if namespace.sessions:
                 mine = (s for s in state.sessions.by_name.values() if s.namespace == namespace.id)
-                for session in list(islice(mine, left)):
+                for session in list(islice(mine, min(left, namespace.sessions))):
                     self.dialogues.drop(session)
                     left -= 1
             alive = ((k, row) for k, row in namespace.index.items() if not chunks.flags[row] & DOOMED)
