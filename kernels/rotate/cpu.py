@@ -6,6 +6,7 @@ is computed in float32 and rounded once.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,11 +28,7 @@ def rotate(keys: torch.Tensor, by: Rotation, out: torch.Tensor) -> None:
         step = max(1, piece * length // keys.numel())
         for here in range(0, length, step):
             there = slice(here, here + step) if length > 1 else 0
-            # A table of length 1 along this dimension is the same for every piece
-            part = by.map(
-                lambda table, there=there: table[there if table.shape[0] == length else slice(None)]
-            )  # type: ignore[misc]
-            rotate(keys[there], part, out[there])
+            rotate(keys[there], by.map(partial(_part, there=there, length=length)), out[there])
         return
     rotary = by.rotary_dim
     if rotary < keys.shape[-1]:
@@ -42,7 +39,7 @@ def rotate(keys: torch.Tensor, by: Rotation, out: torch.Tensor) -> None:
         return
     numbers = source.to(torch.float32)
     in_place = target.dtype is torch.float32
-    if by.interleaved:  # however the keys lie, so that they become the same bits
+    if by.interleaved:
         numbers = numbers if _are_complex(numbers) else numbers.clone(memory_format=torch.contiguous_format)
         in_place = in_place and _are_complex(target)
     turned = target if in_place else torch.empty(target.shape)
@@ -59,6 +56,11 @@ def rotate(keys: torch.Tensor, by: Rotation, out: torch.Tensor) -> None:
     if by.still is not None:
         for was, now in zip(_pairs(source, by), _pairs(target, by), strict=True):
             now.copy_(torch.where(by.still, was, now))
+
+
+def _part(table: torch.Tensor, there: slice | int, length: int) -> torch.Tensor:
+    """Where a table has length 1, it is the same for every piece."""
+    return table[there] if table.shape[0] == length else table
 
 
 def _are_complex(keys: torch.Tensor) -> bool:
