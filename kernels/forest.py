@@ -253,8 +253,8 @@ class Forest:
         self._append([row], {} if chunk is None else {row: chunk})
 
     def extend(self, row: int, chunks: Sequence[int], tokens: int) -> None:
-        """More tokens, as before another piece of a prompt: the sequence now has `tokens` of them, the new ones behind the
-        old ones in its chunks and in `chunks`, which come after those."""
+        """More tokens, as before another piece of a prompt: the sequence now has `tokens` of them, the new ones behind
+        the old ones in its chunks and in `chunks`, which come after those."""
         old, length = self.chunks_of(row), self.length(row)
         if tokens < length:
             raise ValueError(f"tokens is {tokens}: row {row} has {length} already")

@@ -84,7 +84,7 @@ class _Work:
             q[plan.order].view(shape).transpose(0, 1)
         )
         self.queries *= scale * (LOG2_E if soft_cap is None else 2 * LOG2_E / soft_cap)
-        self.limits = plan.queries[:, LIMIT].repeat_interleave(self.group)
+        self.limits = plan.queries[plan.order, LIMIT].repeat_interleave(self.group)
         self.maxima = self.queries.new_full((*self.queries.shape[:2], 1), -torch.inf)
         self.sums = torch.zeros_like(self.maxima)
         self.outputs = torch.zeros_like(self.queries)

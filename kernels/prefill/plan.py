@@ -40,9 +40,10 @@ class PrefillPlan:
     """What a kernel reads: int32 arrays on the forest's device, and the numbers that they were made for.
 
     `items` [n, 6], longest first. `order` [tokens] has the line of `q` at each place, `queries` [tokens, 3] says what
-    the query at each place sees. `tables` [rows, most chunks of a row] has the chunk numbers of each row, from its
-    first token on. All queries of an item see its first token. `partials` is the number of slots for partial results,
-    0 if no query has several. The plan does not change with its forest, and is valid while its chunks are.
+    the query of each line of `q` sees. `tables` [rows, most chunks of a row] has the chunk numbers of each row, from
+    its first token on. All queries of an item see its first token. `tile_queries` is the most queries of an item,
+    `partials` the number of slots for partial results, 0 if no query has several. The plan does not change with its
+    forest, and is valid while its chunks are.
     """
 
     items: torch.Tensor
@@ -139,7 +140,7 @@ def plan_prefill(
         *_moved(arrays, device),
         chunks=chunks,
         chunk_tokens=chunk_tokens,
-        tile_queries=tile_queries,
+        tile_queries=max((item[COUNT] for item in items), default=0),
         partials=int(partials.sum()) if (partials > 1).any() else 0,
     )
 
@@ -179,14 +180,14 @@ def _arrays(
     longest_first = np.argsort(-work[:, TOKENS].astype(np.int64) * work[:, COUNT], kind="stable")
     tables = np.zeros((len(rows), max((len(row.chunks) for row in rows), default=0)), np.int32)
     order = np.zeros(len(partials), np.int32)
-    queries = np.zeros((len(partials), 3), np.int32)
+    limits = np.zeros(len(partials), np.int32)
     for number, row in enumerate(rows):
         here = slice(int(starts[number]), int(starts[number + 1]))
         tables[number, : len(row.chunks)] = row.chunks
         order[here] = np.arange(row.line, row.line + row.new)
-        queries[here, LIMIT] = np.arange(row.cached + 1, row.tokens + 1)
-    queries[:, PARTIALS] = partials
-    queries[1:, SLOT] = np.cumsum(partials[:-1])
+        limits[here] = np.arange(row.cached + 1, row.tokens + 1)
+    queries = np.empty((len(partials), 3), np.int32)
+    queries[order] = np.stack((limits, partials, np.cumsum(partials) - partials), 1)
     return [work[longest_first], tables, order, queries]
 
 

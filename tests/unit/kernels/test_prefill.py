@@ -98,11 +98,12 @@ def test_a_plan_covers_what_each_query_sees_once(
     split_tokens = split_chunks and split_chunks * chunk_tokens
     plan = case.forest().prefill(new, tile_queries=tile_queries, split_tokens=split_tokens)
     items, tables, order, queries = (array.tolist() for array in plan.arrays())
+    queries = [queries[line] for line in order]  # by place
     owners = [(row, case.sequences[row][1] - count + n) for row, count in new.items() for n in range(count)]
     assert sorted(order) == list(range(len(owners)))
     seen: dict[int, dict[int, tuple[int, int]]] = {place: {} for place in range(len(order))}
     for begin, count, first, length, partial, table in items:
-        assert 1 <= count <= tile_queries and first % chunk_tokens == 0
+        assert 1 <= count <= plan.tile_queries <= tile_queries and first % chunk_tokens == 0
         for place in range(begin, begin + count):
             assert first < queries[place][LIMIT], "a query sees nothing of its item"
             for token in range(first, min(first + length, queries[place][LIMIT])):

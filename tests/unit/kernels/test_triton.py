@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import pytest
 import torch
 
 from .conftest import NAN, Case
+from .hopper import SHARED_MEMORY_BYTES, compile_aligned, interpreted_passes, pipelined_waits, stack_bytes
 
 triton = pytest.importorskip(
     "triton", reason="Triton is not installed: its kernels can be neither run nor compiled"
@@ -28,23 +26,12 @@ from kvstore.kernels.decode import kernel  # noqa: E402
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own, see below")
 compiled = pytest.mark.skipif(INTERPRETED, reason="Triton interprets in this process")
-SHARED_MEMORY_BYTES = 227 << 10
-"""That one program can have on sm_90."""
 
 
 @compiled
 @pytest.mark.timeout(300)
 def test_interpreted() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = (
-        *(sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreter"),
-        # Triton 3.6 with a numpy before 2.4; from 2.4 on it is an error, so that a later Triton is needed
-        *("-W", "ignore:Conversion of an array with ndim:DeprecationWarning"),
-        __file__,
-    )
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\b1[0-9] passed", done.stdout), done.stdout
+    assert interpreted_passes(__file__) == 13
 
 
 def attend(
@@ -171,23 +158,21 @@ def test_compiled_for_hopper(
     )
     binary = compile_for_hopper(dtype, sizes, capped=capped)
     code = binary.asm["ptx"]
-    waits = [int(count) for count in re.findall(r"cp\.async\.wait_group\s+(\d+)", code)]
-    assert waits and waits[0] == 2, "each tile is waited for before the next one is asked for"
+    assert pipelined_waits(binary)[0] == 2, "each tile is waited for before the next one is asked for"
     assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", code), "loads are not 16 bytes wide"
     assert ("wgmma.mma_async" in code) == (sizes["BLOCK_M"] >= 64)
     assert ("mma.sync" in code) == (sizes["BLOCK_M"] < 64)
     assert binary.metadata.shared <= SHARED_MEMORY_BYTES
-    assert stack_bytes(binary.asm["cubin"]) == 0, "registers spill"
+    assert stack_bytes(binary) == 0, "registers spill"
 
 
 @compiled
 def test_merge_compiled_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"heads": 32, "HEAD_DIM": 80, "BLOCK_D": 128}
-    binary = compile_aligned(
-        kernel._merge, "bf16", constants, options={"num_warps": 1, "enable_fp_fusion": True}
-    )
-    assert stack_bytes(binary.asm["cubin"]) == 0, "registers spill"
+    types = {"out_ptr": "*bf16", "partial_ptr": "*fp32", "stats_ptr": "*fp32"}
+    binary = compile_aligned(kernel._merge, types, constants, {"num_warps": 1, "enable_fp_fusion": True})
+    assert stack_bytes(binary) == 0, "registers spill"
 
 
 def compile_for_hopper(dtype: str, sizes: dict[str, int], *, capped: bool) -> Any:
@@ -197,45 +182,9 @@ def compile_for_hopper(dtype: str, sizes: dict[str, int], *, capped: bool) -> An
         "UPCAST": False,
         "STAGES": kernel.STAGES,
     }
-    return compile_aligned(kernel._attend, dtype, constants, options=kernel.options(sizes))
-
-
-def compile_aligned(function: Any, dtype: str, constants: dict[str, int], options: dict[str, Any]) -> Any:
-    """As at a launch with whole tensors, whose addresses and strides are multiples of 16."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = {}
-    for name in function.arg_names:
-        match name:
-            case "q_ptr" | "keys_ptr" | "values_ptr" | "out_ptr":
-                types[name] = f"*{dtype}"
-            case "partial_ptr" | "stats_ptr":
-                types[name] = "*fp32"
-            case "scale" | "soft_cap":
-                types[name] = "fp32"
-            case _ if name in constants:
-                types[name] = "constexpr"
-            case _:
-                types[name] = "*i32" if name.endswith("_ptr") else "i32"
-    aligned = {
-        (number,): [["tt.divisibility", 16]] for number, kind in enumerate(types.values()) if kind[0] in "*i"
-    }
-    places = {(list(types).index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=function, signature=types, constexprs=places, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
-def stack_bytes(binary: bytes) -> int:
-    from triton.knobs import nvidia
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        command = (nvidia.cuobjdump.path, "--dump-resource-usage", file.name)
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    (found,) = re.findall(r"STACK:(\d+)", told)
-    return int(found)
+    types = dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "out_ptr"), f"*{dtype}")
+    types |= {"partial_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32", "soft_cap": "fp32"}
+    return compile_aligned(kernel._attend, types, constants, kernel.options(sizes))
 
 
 @pytest.mark.parametrize(
