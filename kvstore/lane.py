@@ -172,8 +172,13 @@ class Lane(Attached):
         unsent = self._unsent
         try:
             while unsent:
-                frames = [frame for frame, _ in itertools.islice(unsent, FRAMES_PER_WRITE)]
-                self._sent(self._sock.sendmsg(frames))
+                if len(unsent) == 1:
+                    sent = self._sock.send(unsent[0][0])
+                else:
+                    sent = self._sock.sendmsg(
+                        [frame for frame, _ in itertools.islice(unsent, FRAMES_PER_WRITE)]
+                    )
+                self._sent(sent)
         except (BlockingIOError, InterruptedError):
             if self._writing_since is None:
                 self._writing_since = self._asyncio.time()

@@ -161,13 +161,12 @@ class Lane:
 
     def _lead(self, call: Call | None = None) -> bool:
         """Whether we lead now; if not, who leaves nudges `call`, or another that sleeps."""
-        if call is not None:
-            call.prepare()
         with self._lock:
             if self._problem is not None:
                 return False
             if self._led:
                 if call is not None:
+                    call.prepare()
                     self._asleep.append(call)
                 return False
             self._led = True

@@ -219,24 +219,35 @@ async def test_a_peer_that_reads_nothing_costs_bounded_memory_and_loses_nothing(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answers are kept up to a bound, while nothing more is read of it; then it reads, and gets them all."""
-    monkeypatch.setattr(lane_module, "UNSENT_PAUSE_BYTES", 4096)
-    sent = 0
-    most = 0
-    while sent < 30_000:
-        try:
-            rig.send(heartbeat=beat(sent + 1))
-            sent += 1
-        except BlockingIOError:
-            await settle()
+    monkeypatch.setattr(lane_module, "UNSENT_PAUSE_BYTES", 1 << 16)
+    asked = answered = most = 0
+
+    def answer() -> None:
+        nonlocal answered, most
+        while rig.core.channels:
+            rig.core.answer(ev.Matched(0, (0,) * 4000, (0,) * 4000))  # type: ignore[arg-type]
+            answered += 1
             most = max(most, rig.lane._unsent_bytes)
-            if not rig.lane._watched_for_reading:
-                break
-    assert sent > OUTSTANDING_MAX
-    assert not rig.lane._watched_for_reading, "it is held back"
-    assert 0 < most <= 4096 + READ_BYTES
+
+    while rig.lane._watched_for_reading:
+        rig.send(match=match(asked + 1))
+        asked += 1
+        assert asked < OUTSTANDING_MAX, "it is not held back"
+        await settle()
+        answer()
+    rig.send(match=match(asked + 1))
+    await settle()
+    assert answered == asked == len(rig.core.posted)
+    assert most < 2 << 16
     found: list[store_pb2.AttachReply] = []
-    await until(lambda: found.extend(rig.read()) or len(found) >= sent)
-    assert [reply.request_id for reply in found] == [*range(1, sent + 1)]
+
+    def look() -> bool:
+        found.extend(rig.read())
+        answer()
+        return len(found) > asked
+
+    await until(look)
+    assert [reply.request_id for reply in found] == [*range(1, asked + 2)]
 
 
 async def test_draining_refuses_what_starts_something(rig: Rig) -> None:
