@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +81,14 @@ def test_a_daemon_that_stops_or_dies_changes_no_token(model: LlamaForCausalLM, d
     finally:
         os.kill(daemon.process.pid, signal.SIGCONT)
         engine.close()
+
+
+def test_the_example_runs(daemon: Daemon) -> None:
+    example = Path(__file__).parents[2] / "examples" / "batching.py"
+    command = [sys.executable, "-P", str(example), "--random", "--run-dir", str(daemon.run_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    last = done.stdout.splitlines()[-1]
+    assert re.match(
+        r"\d+ tokens computed, \d{4} shared, 0 loaded from the store; at most \d+ MiB of KV", last
+    )
+    assert done.stdout.count("?\n    ") == 3
