@@ -140,7 +140,7 @@ bench-peers: $(PEERS)/ready $(LMCACHE)/ready  ## install what data_plane compare
 BASE ?= HEAD~1
 HEAD ?= .
 BENCH ?= data_plane
-bench-check: venv  ## did anything get slower from BASE to HEAD? (BENCH=name ARGS='--rounds 3 -- ARGUMENTS OF THE BENCH')
+bench-check: venv  ## did anything get slower from BASE to HEAD? (BENCH=name ARGS='--rounds 5 -- ARGUMENTS OF THE BENCH')
 	$(PY) benchmarks/compare.py $(BASE) $(HEAD) --bench $(BENCH) $(ARGS)
 
 bench-docs: venv  ## write docs/performance.md from benchmarks/results/

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import html
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -35,15 +36,13 @@ SWITCH_S = 0.0001
 IDLE = {
     "wait",
     "select",
-    "poll",
     "get",
-    "_worker",
-    "accept",
     "run",
-    "run_forever",
-    "epoll",
-    "_wait_once",
-    "recv",
+    "_run",
+    "_worker",
+    "_run_segment_work",
+    "_close_descriptors",
+    "listen",
 }
 """A daemon's thread whose innermost function is one of these waits for work."""
 DEPTH_MAX = 40
@@ -177,7 +176,8 @@ def say(process: subprocess.Popen[str], phase: str) -> str:
 def daemon(arguments: list[str]) -> int:
     """Runs kvstored; a line on the standard input names the phase, "end" gives all stacks back."""
     sampler = Sampler()
-    answers = sys.stdout
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the daemon says there is no answer
 
     def listen() -> None:
         for line in sys.stdin:
@@ -196,7 +196,7 @@ def daemon(arguments: list[str]) -> int:
 
 
 def idle(stack: list[str]) -> bool:
-    return stack[-1].rpartition(".")[2] in IDLE or stack[-1] == "flame.listen"
+    return stack[-1].rpartition(".")[2] in IDLE
 
 
 def svg(panels: list[tuple[str, Stacks]]) -> str:

@@ -55,7 +55,7 @@ class Client(ByKey):
     """A put is write + copy into the granted buffers + commit until visible; a get is read + copy + release; a fill is
     write + fill out of a region that was adopted + commit: the daemon copies."""
 
-    FILLS_UP = True
+    FILLS_UP = 1.0
 
     def __init__(self, address: dict[str, Any], shape: Shape) -> None:
         from kvstore import client

@@ -36,11 +36,11 @@ class Driver:
         self._filled: set[int] = set()
 
     def touch(self) -> dict[str, Any]:
-        """Put as much as there is room for in a store that keeps what it has until that is full (FILLS_UP): then it and
-        the client have touched all of their memory, as those that run for a while have."""
-        if getattr(self.client, "FILLS_UP", False):
-            for _ in range(self.shape.room_bytes // (self.step * self.shape.value_bytes)):
-                self.client.put(self._plan("put", self.step))
+        """Fill a store that keeps what it has until it is full up to the share FILLS_UP of its room: then it and the
+        client have touched their memory, as those that run for a while have."""
+        batch_bytes = self.step * self.shape.value_bytes
+        for _ in range(int(self.shape.room_bytes * getattr(self.client, "FILLS_UP", 0)) // batch_bytes):
+            self.client.put(self._plan("put", self.step))
         return {}
 
     def fill(self, batch: int) -> dict[str, Any]:
@@ -52,6 +52,8 @@ class Driver:
             for action in ("put", "get"):
                 for start in range(0, self.shape.hot - step + 1, step):
                     plan = self.client.plan(range(start, start + step))
+                    if action == "get" and hasattr(self.client, "wait"):
+                        self.client.wait(plan)
                     getattr(self.client, action)(plan)
                     if action == "get":
                         self.client.check(plan)

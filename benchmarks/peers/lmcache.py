@@ -54,7 +54,8 @@ class Sequenced(NamedTuple):
 
 
 class Client:
-    FILLS_UP = True
+    FILLS_UP = 0.7
+    """It begins to evict at 0.8, and says that it has stored what it had no room for."""
     BY_BATCH = True
     """A chunk is found by all tokens before it: only in batches like the one it was put in."""
 
@@ -126,12 +127,23 @@ class Client:
         assert retrieved is not None and retrieved.succeeded, retrieved
         self._client.end_session(plan.out)
 
+    def wait(self, plan: Sequenced) -> None:
+        """Until what was put can be found: a put is answered a little earlier."""
+        for _ in attempts(plan.out.request_id):
+            found = self._client.lookup(plan.out)
+            self._client.end_session(plan.out)
+            if found.is_full_hit:
+                break
+
     def check(self, plan: Sequenced) -> None:
         were, are = (self._client.compute_checksums(of, 0, of.num_full_tokens) for of in plan)
         assert were == are, f"wrong bytes for {plan.out.request_id}"
 
     def forget(self, plan: Sequenced) -> None:
-        """The store evicts by itself."""
+        """The store evicts by itself; but was it really stored?"""
+        found = self._client.lookup(plan.out)
+        self._client.end_session(plan.out)
+        assert found.is_full_hit, ("it was not stored", found)
 
     def close(self) -> None:
         self._client.close()
