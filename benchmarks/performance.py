@@ -7,7 +7,9 @@ A report is called BENCH-MACHINE.json, or BENCH.json. Those of benchmarks that h
 
 from __future__ import annotations
 
+import ast
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,14 +36,15 @@ favours nobody. Figures are medians. "×" is "times as fast as".
 
 @dataclass(frozen=True)
 class Section:
+    """What a benchmark has on the page beside its goals and tables; its question is the beginning of its docstring."""
+
     title: str
-    before: str
-    """What is measured, and how to read it."""
-    tables: Callable[[Report], Iterator[str]] | None = None
-    """None: one table of all rows."""
     after: str = ""
-    """What limits it."""
-    order: int = 100
+    """What limits it, or how to read it."""
+    tables: Callable[[Report], Iterator[str]] | None = None
+    """None: all rows, in one table for each kind of row."""
+    columns: Sequence[str] = ()
+    """Of them; none named: all."""
 
 
 def main() -> int:
@@ -50,27 +53,32 @@ def main() -> int:
 
 
 def reports(folder: Path) -> list[tuple[str, Report]]:
-    """(benchmark, report), in the order of the page."""
+    """(benchmark, report), in the order of SECTIONS."""
     found = [
         (file.stem.partition("-")[0], json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))
     ]
-    return sorted(found, key=lambda item: SECTIONS[item[0]].order if item[0] in SECTIONS else 1000)
+    order = list(SECTIONS)
+    return sorted(found, key=lambda item: order.index(item[0]) if item[0] in order else len(order))
 
 
 def page(found: Sequence[tuple[str, Report]]) -> str:
     parts = [START]
     for bench, report in found:
-        section = SECTIONS.get(bench, Section(f"`{bench}`", ""))
-        parts.append(f"## {section.title}\n")
-        if section.before:
-            parts.append(section.before.strip() + "\n")
-        parts.append(f"{told(bench, report)}\n")
+        section = SECTIONS.get(bench, Section(f"`{bench}`"))
+        parts += [f"## {section.title}\n", question(bench), f"{told(bench, report)}\n"]
         if report["goals"]:
             parts.append(table(["goal", "measured", "wanted", ""], list(map(goal_cells, report["goals"]))))
-        parts += section.tables(report) if section.tables else [plain(report)]
+        parts += section.tables(report) if section.tables else plain(report, section.columns)
         if section.after:
             parts.append(section.after.strip() + "\n")
-    return "\n".join(parts)
+    return "\n".join(part for part in parts if part)
+
+
+def question(bench: str) -> str:
+    """The first paragraph of the benchmark's docstring."""
+    file = ROOT / "benchmarks" / f"{bench}.py"
+    words = ast.get_docstring(ast.parse(file.read_text())) if file.exists() else None
+    return (words or "").partition("\n\n")[0] + "\n" if words else ""
 
 
 def told(bench: str, report: Report) -> str:
@@ -91,11 +99,13 @@ def goal_cells(goal: Row) -> list[str]:
     ]
 
 
-def plain(report: Report) -> str:
-    """All rows, one column for each of their fields."""
-    names = list(dict.fromkeys(name for row in report["results"] for name in row))
-    rows = [[cell(row.get(name)) for name in names] for row in report["results"]]
-    return table([name.replace("_", " ") for name in names], rows)
+def plain(report: Report, columns: Sequence[str] = ()) -> Iterator[str]:
+    """A table for each run of rows that have the same fields."""
+    for fields, rows in itertools.groupby(report["results"], key=lambda row: tuple(row)):
+        names = [name for name in fields if not columns or name in columns]
+        yield table(
+            [name.replace("_", " ") for name in names], [[cell(row[name]) for name in names] for row in rows]
+        )
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -127,47 +137,39 @@ def number(value: float) -> str:
 
 
 def data_plane(report: Report) -> Iterator[str]:
-    rows = {(r["size"], r["batch"], r["clients"], r["store"], r["action"]): r for r in report["results"]}
+    rows = {tuple(row[name] for name in report["key"]): row for row in report["results"]}
     stores = list(dict.fromkeys(row["store"] for row in report["results"]))
-    yield "### 2 MiB in batches of 16, one client\n"
-    heads = ["", "get GB/s", "× memcpy", "ms p50", "p99", "CPU s/GB client + server"]
-    heads += ["put GB/s", "× memcpy", "ms p50", "p99", "CPU s/GB client + server"]
-    yield table(heads, [detail(rows, "2M", 16, store) for store in stores])
     for action in ("get", "put"):
-        for clients in (1, 4):
-            shapes = list(dict.fromkeys((k[0], k[1]) for k in rows if k[2] == clients))
-            yield f"### {action}, {clients} client{'s at a time' if clients > 1 else ''}: GB/s\n"
+        yield f"### {action}: 2 MiB in batches of 16, one client\n"
+        heads = ["", "GB/s", "× memcpy", "`sealed` is", "ms p50", "p99", "CPU s/GB, client", "server"]
+        names = (
+            "gb_per_s",
+            "of_memcpy",
+            "sealed_over_it",
+            "p50_ms",
+            "p99_ms",
+            "client_cpu_s_per_gb",
+            "server_cpu_s_per_gb",
+        )
+        yield table(
+            heads, [[store, *cells(rows.get(("2M", 16, 1, store, action)), names)] for store in stores]
+        )
+    for clients, action in itertools.product((1, 4), ("get", "put")):
+        shapes = list(dict.fromkeys(key[:2] for key in rows if key[2] == clients))
+        if shapes:
+            yield f"### {action}, {'one client' if clients == 1 else f'{clients} clients at a time'}: GB/s\n"
+            heads = ["", *(f"{size[:-1]} {size[-1]}iB × {batch}" for size, batch in shapes)]
+            of = {store: [rows.get((*shape, clients, store, action)) for shape in shapes] for store in stores}
             yield table(
-                [
-                    "",
-                    *(
-                        f"{size}iB × {batch}".replace("KiB", " KiB").replace("MiB", " MiB")
-                        for size, batch in shapes
-                    ),
-                ],
-                [
-                    [
-                        store,
-                        *(
-                            cell(rows.get((*shape, clients, store, action), {}).get("gb_per_s"))
-                            for shape in shapes
-                        ),
-                    ]
-                    for store in stores
-                ],
+                heads,
+                [[s, *(cells(row, ["gb_per_s"])[0] for row in each)] for s, each in of.items() if any(each)],
             )
     yield "### What each of them is\n"
     yield table(["", "gives"], [[store, gives(store)] for store in stores])
 
 
-def detail(rows: Mapping[tuple[Any, ...], Row], size: str, batch: int, store: str) -> list[str]:
-    cells = [store]
-    for action in ("get", "put"):
-        row = rows.get((size, batch, 1, store, action), {})
-        cells += [cell(row.get(name)) for name in ("gb_per_s", "of_memcpy", "p50_ms", "p99_ms")]
-        both = [row.get(f"{side}_cpu_s_per_gb") for side in ("client", "server")]
-        cells.append(" + ".join(map(cell, both)) if row else "")
-    return cells
+def cells(row: Row | None, names: Sequence[str]) -> list[str]:
+    return [cell((row or {}).get(name)) for name in names]
 
 
 def gives(store: str) -> str:
@@ -177,7 +179,82 @@ def gives(store: str) -> str:
     return said
 
 
-SECTIONS: dict[str, Section] = {}
+DATA_PLANE = """\
+`sealed` and `group` are our daemon under its two protections, `tcp` is the same over loopback TCP, for callers on other
+machines. "`sealed` is" tells how many times as fast as the others it is. What the rows have in common: bytes begin and
+end in arrays of the caller; keys are known before the clock starts; every put has a key of its own.
+
+* **What a get costs.** One message pair and one copy, out of the slot into the caller's array. So at 2 MiB it runs at
+  most of memcpy's speed, and at 256 KiB and below the message pair and its two changes of process are most of it: what
+  saves a message pair, larger batches, helps there, and nothing else. The copy itself reads memory in pages of 4 KiB
+  (shared memory has no larger ones where the kernel's `shmem_enabled` says never), which memcpy between arrays with
+  large pages does not; memcpy is also flattered where a batch fits in the cache: at 256 KiB × 16, 4 MiB.
+* **What a put costs.** Under `group` one copy into the slot by the caller, then the daemon reads the slot once more for
+  its checksum. Under `sealed` a copy into staging memory, and the daemon's copy and checksum of the slot: three passes
+  over the bytes at the least, two of them behind the first where there is a second core. On two cores, memory that one
+  core can fill by itself is the limit of both.
+* **`fill`** saves out of memory of the engine's own that the daemon has adopted: the engine copies nothing, the daemon
+  reads by pread, which is slower than memcpy at pages of 4 KiB.
+* **Sockets** (Redis, memcached, Mooncake, `tcp`) take every byte through the kernel, in by one copy and out by another,
+  and put both processes to sleep in between: see the CPU seconds. A client library of Python then makes an object of
+  each value, and its user copies that once more; "bare" rows leave that out: the protocol, spoken by hand straight from
+  and into the arrays. They are what is left to gain there, not what users of these libraries have.
+* **Files in memory** are read by one copy, and written into fresh pages, which the kernel clears first. There is no
+  eviction and no promise about readers, and the first reader of a mapped file (safetensors) pays for its page faults.
+* **LMCache** gathers the pages of an engine's KV into its memory and scatters them back, page by page and layer by
+  layer, as it does for engines; its puts are fast only while evicting keeps up.
+
+### Where the time goes
+
+![flame graphs of a get and of a put, of the client and of the daemon](profile.svg)
+
+`make bench-flame`: 16 values of 2 MiB; the daemon's panels leave out what waits for work. Wide `memory.copy` is bytes
+being copied; `_read` in the client is waiting for the daemon's answer, and `_write` and `_flush` are mostly the kernel
+waking the other process up.
+"""
+
+SECTIONS: dict[str, Section] = {
+    "data_plane": Section("Bytes: put and get, beside other stores", DATA_PLANE, data_plane),
+    "control": Section(
+        "Messages",
+        "An empty pair is what two processes cost that wake each other through a socket; the rest is the daemon's "
+        "work. The daemon has one loop, so requests a second end where that has a core for itself.",
+    ),
+    "scale": Section(
+        "From 10,000 to 4,000,000 chunks",
+        "What grows is the time of a cache miss, not the number of steps: columns and dictionaries no longer fit in "
+        "the caches.",
+    ),
+    "ssd": Section(
+        "The SSD tier, beside fio",
+        "The disk is a virtual one: what it says about syncs says nothing about power cuts. Buffered figures depend on "
+        "how much the host has in its own cache.",
+    ),
+    "hung_disk": Section("A disk that hangs"),
+    "restart": Section("Restart"),
+    "index_load": Section("The index alone"),
+    "turns": Section(
+        "The next turn of a conversation",
+        "What is left beside `kept`, the same turn with its KV never let go, is the load, of which the copy is a part.",
+    ),
+    "shared_prefix": Section("Sequences that begin alike"),
+    "attention_cpu": Section(
+        "Attention over shared chunks, on a CPU",
+        columns=(
+            "shared",
+            "kv_heads",
+            "shuffled",
+            "ours_ms",
+            "sdpa_ms",
+            "gather_ms",
+            "ours_speedup",
+            "ours_cpu_speedup",
+        ),
+    ),
+    "copy_kernels": Section("Copies between pages and chunks, and rotation"),
+    "vllm_turns": Section("vLLM, with and without the store"),
+    "vllm_lmcache": Section("vLLM, our connector and LMCache's"),
+}
 
 
 if __name__ == "__main__":
