@@ -45,6 +45,8 @@ IDLE = {
     "listen",
 }
 """A daemon's thread whose innermost function is one of these waits for work."""
+BELOW = ("flame.main", "runners.run", "threading.run")
+"""What calls one of these is the same for all."""
 DEPTH_MAX = 40
 WIDTH, ROW, LEFT = 1200, 17, 8
 
@@ -79,7 +81,8 @@ def stack_of(frame: Any) -> tuple[str, ...]:
         code = frame.f_code
         names.append(f"{Path(code.co_filename).stem}.{code.co_name}")
         frame = frame.f_back
-    return tuple(reversed(names))
+    cut = min((names.index(name) for name in BELOW if name in names), default=len(names))
+    return tuple(reversed(names[:cut] or names[:1]))
 
 
 def main() -> int:
@@ -121,12 +124,12 @@ def main() -> int:
         samples = sum(sampler.stacks[action].values())
         panels.append(
             (
-                f"{action} of {per_call}: the client, {calls[action]} calls, {samples} ms",
+                f"{action} of {per_call}: the client, {calls[action]} calls, {samples} samples",
                 sampler.stacks[action],
             )
         )
         working = Counter({tuple(stack): count for stack, count in theirs.get(action, []) if not idle(stack)})
-        panels.append((f"{action}: the daemon's threads at work, {sum(working.values())} ms", working))
+        panels.append((f"{action}: the daemon's threads at work, {sum(working.values())} samples", working))
     Path(chosen.svg).write_text(svg(panels))
     print(f"written: {chosen.svg}")
     return 0

@@ -109,9 +109,13 @@ def plain(report: Report, columns: Sequence[str] = ()) -> Iterator[str]:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of numbers are set to the right."""
     if not rows:
         return ""
-    ruler = ["---", *("--:" for _ in heads[1:])]
+    columns = list(zip(*rows, strict=True))
+    ruler = [
+        "--:" if all(not text or text[0] in "-0123456789" for text in column) else "---" for column in columns
+    ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ruler, *rows)) + "\n"
 
 
@@ -137,8 +141,10 @@ def number(value: float) -> str:
 
 
 def data_plane(report: Report) -> Iterator[str]:
+    from data_plane import SIZES, STORES
+
     rows = {tuple(row[name] for name in report["key"]): row for row in report["results"]}
-    stores = list(dict.fromkeys(row["store"] for row in report["results"]))
+    stores = sorted({row["store"] for row in report["results"]}, key=list(STORES).index)
     for action in ("get", "put"):
         yield f"### {action}: 2 MiB in batches of 16, one client\n"
         heads = ["", "GB/s", "× memcpy", "`sealed` is", "ms p50", "p99", "CPU s/GB, client", "server"]
@@ -155,7 +161,9 @@ def data_plane(report: Report) -> Iterator[str]:
             heads, [[store, *cells(rows.get(("2M", 16, 1, store, action)), names)] for store in stores]
         )
     for clients, action in itertools.product((1, 4), ("get", "put")):
-        shapes = list(dict.fromkeys(key[:2] for key in rows if key[2] == clients))
+        shapes = sorted(
+            {key[:2] for key in rows if key[2] == clients}, key=lambda shape: (SIZES[shape[0]], shape[1])
+        )
         if shapes:
             yield f"### {action}, {'one client' if clients == 1 else f'{clients} clients at a time'}: GB/s\n"
             heads = ["", *(f"{size[:-1]} {size[-1]}iB × {batch}" for size, batch in shapes)]
