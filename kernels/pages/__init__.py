@@ -19,7 +19,8 @@ tokens, fewer than chunk_tokens, is packed as in a shard, and zeros follow (gpu_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -270,23 +271,34 @@ def _check_elsewhere(name: str, slices: torch.Tensor, keys: torch.Tensor, values
 
 
 def _check_apart(name: str, tensor: torch.Tensor) -> None:
-    if not _apart(tensor.shape, tensor.stride()):
+    if not _apart(zip(tensor.stride(), tensor.shape, strict=True)):
         raise ValueError(f"{name} has strides {tensor.stride()}: its elements share memory")
 
 
 def _check_pair(keys: torch.Tensor, values: torch.Tensor) -> None:
-    """One begins behind the other, or they alternate in the same strides."""
-    (begin, end), (first, behind) = span(keys), span(values)
-    if begin < behind and first < end:
-        between = abs(begin - first) // keys.element_size()
-        if keys.stride() != values.stride() or not _apart((2, *keys.shape), (between, *keys.stride())):
-            raise ValueError("keys and values share memory: what is scattered there is not defined")
+    """K and V take turns in memory, or one begins behind the other.
+
+    However many of the outer dimensions they have in common, for each index of those K lies in one stretch and V in
+    another, and such pairs of stretches do not touch. What is not as plain as that is refused.
+    """
+    between = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
+    dimensions = list(zip(keys.shape, keys.stride(), values.stride(), strict=True))
+    for least in (math.inf, *keys.stride()):
+        outer = [(step, length) for length, step, other in dimensions if step == other and step >= least]
+        inner = [each for each in dimensions if each[1] != each[2] or each[1] < least]
+        last_key = sum((length - 1) * step for length, step, _ in inner)
+        last_value = between + sum((length - 1) * step for length, _, step in inner)
+        if (between > last_key or last_value < 0) and _apart(
+            outer, max(last_key, last_value) - min(0, between)
+        ):
+            return
+    raise ValueError("keys and values share memory: what is scattered there is not defined")
 
 
-def _apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether each element has an address of its own; False also where that is not plain from sorted strides."""
-    reach = 0
-    for step, length in sorted(zip(strides, shape, strict=True)):
+def _apart(dimensions: Iterable[tuple[int, int]], reach: int = 0) -> bool:
+    """Whether stretches of reach + 1 elements, repeated along dimensions (stride, length), do not touch; False also
+    where that is not plain from sorted strides."""
+    for step, length in sorted(dimensions):
         if length > 1:
             if step <= reach:
                 return False

@@ -19,6 +19,21 @@ def _rows(shared: torch.Tensor) -> Pair:
     return torch.cat((keys, values), -1).chunk(2, -1)
 
 
+def _apart(shared: torch.Tensor) -> Pair:
+    """In memory of their own, V not at its beginning."""
+    keys, values = (half.contiguous() for half in shared.unbind(1))
+    return keys, torch.cat((values[:1], values))[1:]
+
+
+def _packed(shared: torch.Tensor) -> Pair:
+    """For each block and head K transposed, then V, as vLLM has it on CPUs."""
+    blocks, _, heads, tokens, head_dim = shared.shape
+    memory = shared.new_empty(blocks, heads, 2, tokens * head_dim)
+    keys = memory[:, :, 0].unflatten(-1, (head_dim, tokens)).transpose(2, 3)
+    values = memory[:, :, 1].unflatten(-1, (tokens, head_dim))
+    return keys.copy_(shared[:, 0]), values.copy_(shared[:, 1])
+
+
 LAYOUTS: dict[str, Callable[[torch.Tensor], Pair]] = {
     "ours": lambda pool: pool.unbind(1),
     "heads first": lambda pool: pool.transpose(0, 1).contiguous().unbind(0),
@@ -27,10 +42,8 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], Pair]] = {
         pool.permute(0, 3, 2, 1, 4).contiguous().permute(3, 0, 2, 1, 4).unbind(0)
     ),
     "K and V in one row": _rows,
-    "K transposed": lambda pool: (
-        pool[:, 0].transpose(2, 3).contiguous().transpose(2, 3),
-        pool[:, 1].contiguous(),
-    ),
+    "K and V apart": _apart,
+    "K transposed": _packed,
     "blocks last": lambda pool: pool.permute(1, 2, 3, 4, 0).contiguous().permute(0, 4, 1, 2, 3).unbind(0),
     "a part of something larger": lambda pool: (
         pool.new_empty([2 * length for length in pool.shape])[(slice(1, None, 2),) * 5].copy_(pool).unbind(1)

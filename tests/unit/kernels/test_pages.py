@@ -224,6 +224,42 @@ def test_keys_and_values_that_alternate_in_other_strides_are_not_scattered_into(
         scatter(keys, memory[8:].as_strided((8, 2, 4, 16), (256, 128, 32, 1)), case.table(), case.slices)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    st.tuples(*(st.integers(1, 3),) * 3),
+    *(st.tuples(*(st.sampled_from((1, 2, 3, 4, 6, 8, 12, 24, 48)),) * 4),) * 2,
+    st.integers(0, 60),
+    st.sets(st.integers(0, 3)),
+)
+def test_no_pool_is_scattered_into_that_has_two_elements_at_one_address(
+    shape: tuple[int, ...],
+    key_strides: tuple[int, ...],
+    value_strides: tuple[int, ...],
+    between: int,
+    alike: set[int],
+) -> None:
+    heads, tokens, head_dim = shape
+    value_strides = tuple(key_strides[n] if n in alike else step for n, step in enumerate(value_strides))
+    memory, address = torch.zeros(400, dtype=torch.int64), torch.arange(400)
+    views = [
+        tuple(
+            of[start:].as_strided((2, heads, tokens, head_dim), strides)
+            for start, strides in ((0, key_strides), (between, value_strides))
+        )
+        for of in (memory, address)
+    ]
+    table = BlockTable.of([1, 0], blocks=2, block_tokens=tokens, chunk_tokens=2 * tokens)
+    slices = torch.ones(1, 2, heads, 2 * tokens, head_dim, dtype=torch.int64)
+    used = torch.cat([view.flatten() for view in views[1]])
+    try:
+        scatter(*views[0], table, slices)
+    except ValueError:
+        assert not memory.any()
+    else:
+        assert used.unique().numel() == used.numel()
+        assert memory[used].all() and memory.sum() == used.numel()
+
+
 def test_a_block_named_twice_can_be_gathered_from_only() -> None:
     case = Paged()
     table = case.table(numbers=[0, 1, 2, 1, 4])
