@@ -578,10 +578,10 @@ class Attachment:
                 self.expire(call)
                 return
             carrier = self._carrier
-            if carrier is None:
-                call.pause(min(left_s, RECONNECT_LOOK_S))
-            else:
+            if carrier is not None:
                 carrier.wait(call)
+            if not call.done:  # there is none now, or it has ended
+                call.pause(min(max(0.0, call.deadline - time.monotonic()), RECONNECT_LOOK_S))
 
     def _send(self, field: str, body: Any, call: Call) -> None:
         """Under the lock."""

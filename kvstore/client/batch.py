@@ -363,7 +363,8 @@ class WriteBatch:
 
     def commit_async(self, *, wait: Wait = Wait.VISIBLE) -> Future[CommitOutcome]:
         """The same without waiting: the future gets its result within the connection's timeout. Callbacks of it run on
-        the client's own thread and must be short."""
+        the thread that received the answer, which may be one that waits for an answer of its own: they must be short
+        and not wait for the daemon."""
         outcome: Future[CommitOutcome] = Future()
         outcome.set_running_or_notify_cancel()
         call = self._send_commit(wait, None)

@@ -25,6 +25,8 @@ import pytest
 from kvstore import errors, memory, wire
 from kvstore.client import Client, Namespace, attachment, connect, connect_async, connection, namespace
 from kvstore.client import lease as lease_module
+from kvstore.client.lane import Lane
+from kvstore.client.stream import GrpcStream
 from kvstore.core import events
 from kvstore.keys import exact_chain
 from kvstore.layout import GroupSpec, NamespaceSpec
@@ -432,6 +434,21 @@ def test_another_protocol_is_refused(daemon: FakeDaemon, fields: dict[str, Any])
     daemon.hello = fields
     with pytest.raises(errors.Unsupported, match="install the same version"):
         connect(str(daemon.run_dir), timeout_s=BOUND_S)
+
+
+@pytest.mark.parametrize("daemon", [True], indirect=True)
+def test_a_lane_that_is_refused_is_not_asked_for_again_until_the_next_hello(daemon: FakeDaemon) -> None:
+    daemon.lane_error = errors.Exhausted("no socket can be made")
+    with connect(str(daemon.run_dir), timeout_s=BOUND_S) as client:
+        assert isinstance(attached(client)._carrier, GrpcStream)
+        daemon.lane_error = None
+        daemon.break_stream()
+        eventually(lambda: daemon.streams == 2 and client.connected)
+        assert isinstance(attached(client)._carrier, GrpcStream)
+        daemon.die()
+        daemon.start()
+        eventually(lambda: daemon.hellos == 2 and client.connected)
+        assert isinstance(attached(client)._carrier, Lane)
 
 
 def test_no_welcome_is_no_connection(daemon: FakeDaemon) -> None:

@@ -242,6 +242,33 @@ def test_sending_never_waits_and_loses_nothing(rig: Rig) -> None:
     eventually(lambda: not rig.lane.unsent)
 
 
+def test_a_request_never_overtakes_what_is_still_to_be_written(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though there is room for it by now: it would land in the middle of another."""
+    monkeypatch.setattr(rig.lane, "_write_on", lambda: time.sleep(0.001))
+    keys = [bytes(64)] * 4096
+    sent = 0
+    while not rig.lane.unsent:
+        sent += 1
+        body = store_pb2.MatchRequest(request_id=sent, keys=keys)
+        rig.lane.send(store_pb2.AttachRequest(match=body))
+    data = rig.ours.recv(1 << 20)
+    rig.lane.send(request(sent + 1))
+    assert rig.lane.unsent == 2
+    monkeypatch.undo()
+    numbers = []
+    while len(numbers) <= sent:
+        length = int.from_bytes(data[:4], "little")
+        while len(data) < 4 + length or len(data) < 4:
+            data += rig.ours.recv(1 << 20)
+            length = int.from_bytes(data[:4], "little")
+        message = store_pb2.AttachRequest.FromString(data[4 : 4 + length])
+        numbers.append(message.match.request_id or message.heartbeat.request_id)
+        data = data[4 + length :]
+    assert numbers == [*range(1, sent + 2)]
+
+
 def test_what_is_sent_after_the_end_is_lost_without_a_word(rig: Rig) -> None:
     rig.ours.close()
     eventually(lambda: rig.problem)
