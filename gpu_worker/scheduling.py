@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.loader import Load
@@ -274,7 +274,7 @@ class Scheduler:
         """Nothing can be computed before something arrives."""
         loads = [load for load, _ in self._ending]
         loads += [sequence.load for sequence in self.running if sequence.load is not None]
-        pending: list[Future[ReadLease | None] | Future[None]] = [load.ended for load in loads]
+        pending: list[Future[Any]] = [load.ended for load in loads]
         pending += [sequence.lookup for sequence in self.running if sequence.lookup is not None]
         if pending:
             wait(pending, timeout=IDLE_S, return_when=FIRST_COMPLETED)

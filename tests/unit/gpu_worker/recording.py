@@ -29,6 +29,8 @@ class Recording(BatchEngine):
         forward = self._forward
 
         def record(pieces: dict[Running, int]) -> dict[Running, torch.Tensor]:
+            reading = sum(count for count in pieces.values() if count > 1)
+            assert reading <= self._scheduler._prefill_tokens, pieces.values()
             logits = forward(pieces)
             for sequence, found in logits.items():
                 self.seen[sequence.number].append(found.clone())

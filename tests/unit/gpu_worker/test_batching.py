@@ -206,10 +206,11 @@ def test_any_schedule(
 # ---------------------------------------------------------------------------------------- sharing, waiting, making room
 
 
-def test_what_all_begin_with_is_computed_once(engine: Callable[..., Recording]) -> None:
+@pytest.mark.parametrize("prefill_tokens", [2 * T, 512])
+def test_what_all_begin_with_is_computed_once(prefill_tokens: int, engine: Callable[..., Recording]) -> None:
     """Four at once: three wait for the first one's chunks rather than compute the same ones."""
     system, own, new = 4 * T, 3, 6
-    one = engine(prefill_tokens=2 * T)
+    one = engine(prefill_tokens=prefill_tokens)
     for n in range(4):
         one.add([*text(system), *text(own, seed=n + 2)], new)
     one.finish().check()

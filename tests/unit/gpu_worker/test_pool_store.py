@@ -3,6 +3,7 @@ it, and when it fails in between."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.errors import Unsupported
+from kvstore.gpu_worker import scheduling
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.layout import bits
 from kvstore.gpu_worker.pool_store import PoolStore
@@ -196,6 +198,22 @@ def test_a_lookup_that_nobody_waits_for_gives_its_lease_back(engine: MakeEngine,
     go.set()
     one.add(text(3), 2)
     finish(one)  # and the fixture counts leases
+
+
+def test_nobody_spins_while_there_is_nothing_to_compute(
+    engine: MakeEngine, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = [*text(3 * T), 7]
+    warm(engine, prompt)
+    waited = threading.Event()
+
+    def wait(*args: Any, **options: Any) -> Any:
+        waited.set()
+        return concurrent.futures.wait(*args, **options)
+
+    monkeypatch.setattr(scheduling, "wait", wait)
+    store.on_copy = lambda number: waited.wait(BOUND_S / 6)
+    assert warm(engine, prompt).counters["restored_tokens"] == 3 * T, "it was not waited for"
 
 
 def test_a_lookup_that_breaks_is_a_miss(
