@@ -39,7 +39,8 @@ class Output:
 
 
 class BatchEngine:
-    """Requests in, tokens out; from one thread. Saving and loading run on threads of their own.
+    """Requests in, tokens out; from one thread. Saving and loading run on threads of their own. In a step nobody else
+    may call the model; between steps its attention is what it was.
 
     `counters` by name: steps; of tokens, computed_tokens, adopted_tokens (found in the pool), restored_tokens (from the
     store); preemptions, load_failures, rises_awaited.
@@ -122,7 +123,8 @@ class BatchEngine:
         return self._count
 
     def abort(self, request: int) -> bool:
-        """It gets no more tokens, and what only it held is free; False if it is not live."""
+        """It gets no more tokens, those of a step that was taken excepted, and what only it held is free; False if it
+        is not live."""
         return self._scheduler.abort(request)
 
     def run(self) -> Iterator[Output]:
@@ -137,13 +139,14 @@ class BatchEngine:
         if not pieces:
             return []
         logits = self._forward(pieces)
+        # All of them before anything changes: a step that breaks off is taken again
+        chosen = {sequence: sequence.sampler.choose(found) for sequence, found in logits.items()}
         outputs = []
         for sequence, count in pieces.items():
             self._scheduler.computed(sequence, count)
-            if sequence in logits:
-                token = sequence.sampler.choose(logits[sequence])
-                sequence.tokens.append(token)
-                outputs.append(Output(sequence.number, token, _finish(sequence)))
+            if sequence in chosen:
+                sequence.tokens.append(chosen[sequence])
+                outputs.append(Output(sequence.number, chosen[sequence], _finish(sequence)))
                 if outputs[-1].finish:
                     self._scheduler.stop(sequence)
         self.counters["steps"] += 1

@@ -321,6 +321,23 @@ def test_a_step_that_breaks_off_is_taken_again(
     one.finish().check()
 
 
+def test_a_token_that_cannot_be_chosen_is_computed_again(
+    engine: Callable[..., Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, plain = engine(), engine()
+    for each in (one, plain):
+        each.add(text(30), 8)
+        each.add(text(20, seed=4), 8)
+        each.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(one._scheduler.running[1].sampler, "choose", lambda logits: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            one.step()
+    one.finish()
+    plain.finish()
+    assert one.got == plain.got
+
+
 def test_requests_may_come_while_others_run(engine: Callable[..., Recording]) -> None:
     one = engine(sequences_max=2)
     one.add(text(4), 3)
