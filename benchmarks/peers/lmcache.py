@@ -37,7 +37,15 @@ def start(folder: Path, room_bytes: int) -> Server:
     name = f"kvs-{port}"
     command = [
         *(BIN / "lmcache", "server", "--host", "localhost", "--port", str(port), "--http-host", "127.0.0.1"),
-        *("--http-port", str(http), "--l1-size-gb", str(room_bytes / (1 << 30)), "--eviction-policy", "LRU"),
+        *(
+            "--http-port",
+            str(http),
+            "--l1-size-gb",
+            str(2 * room_bytes / (1 << 30)),
+            "--eviction-policy",
+            "LRU",
+        ),
+        *("--eviction-trigger-watermark", "0.5"),  # twice the room, half full: see FILLS_UP
         *("--supported-transfer-mode", "auto", "--shm-name", name, "--chunk-size", str(CHUNK_TOKENS)),
         *("--max-workers", "2", "--disable-observability"),
     ]
@@ -54,8 +62,9 @@ class Sequenced(NamedTuple):
 
 
 class Client:
-    FILLS_UP = 0.7
-    """It begins to evict at 0.8, and says that it has stored what it had no room for."""
+    FILLS_UP = 0.9
+    """Evicting begins when this is exceeded, some time later; until then there must be more room, because LMCache says
+    that it has stored what it had no room for."""
     BY_BATCH = True
     """A chunk is found by all tokens before it: only in batches like the one it was put in."""
 

@@ -73,6 +73,7 @@ def test_a_file_is_filled_in_several_runs_of_one_commit(tmp_path):
     assert found["key"] == ["what"]
     found = run([{"what": "put", "ms": 4.0}], [], key=())
     assert found["results"] == [{"what": "put", "ms": 4.0}], "nothing says which rows are the same"
+    assert found["goals"] == []
 
 
 @pytest.mark.parametrize(

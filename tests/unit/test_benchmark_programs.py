@@ -176,7 +176,7 @@ def shape():
     from peers import Shape
 
     return Shape(
-        value_bytes=4096, hot_bytes=5 * 4096, room_bytes=0, source_bytes=64 * 4096, batch_max=2, client="a"
+        value_bytes=8192, hot_bytes=5 * 8192, room_bytes=0, source_bytes=64 * 4096, batch_max=2, client="a"
     )
 
 
@@ -195,6 +195,8 @@ def test_a_driver_reads_all_that_is_hot_and_puts_what_is_new(shape):
     assert set(driver.client.kept) == hot
     driver.fill(batch=1)
     assert set(driver.client.kept) == hot, "filled once"
+    driver.turn("get", batch=2, calls=1)
+    assert read[-2:] == [0, 1], "from the first again: what is found by its batch only was put like that"
 
 
 def test_wrong_bytes_are_found(shape):
