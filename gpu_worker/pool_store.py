@@ -23,6 +23,7 @@ from kvstore.gpu_worker.layout import Bits, bits, namespace_of
 from kvstore.gpu_worker.loader import Load, Loader, Wanted
 from kvstore.gpu_worker.saver import Layers, Saver, TurnSave
 from kvstore.gpu_worker.store import CONNECT_AGAIN_S, Store
+from kvstore.kernels.pages import BlockTable, gather
 from kvstore.types import KEYS_PER_REQUEST_MAX, Outcome, Reason
 
 if TYPE_CHECKING:
@@ -146,10 +147,18 @@ class _Chunks:
 
     def snapshot(self, first_token: int, /) -> Layers:
         """Copies: the chunks may be freed, and filled with other KV, before they are saved."""
+        geometry = self._pool.geometry
+        chunks = self._chunks[first_token // geometry.chunk_tokens :]
+        tokens = len(chunks) * geometry.chunk_tokens
+        table = BlockTable.of(
+            chunks,
+            blocks=len(self._pool.layers[0]),
+            block_tokens=geometry.chunk_tokens,
+            chunk_tokens=tokens,  # all of them side by side
+        )
         layers = []
         for layer in self._pool.layers:
-            # [chunks, 2, kv_heads, chunk_tokens, head_dim] -> [2, 1, kv_heads, tokens, head_dim]
-            found = layer[self._chunks[first_token // self._pool.geometry.chunk_tokens :]]
-            together = found.permute(1, 2, 0, 3, 4).flatten(2, 3).unsqueeze(1)
-            layers.append((together[0], together[1]))
+            together = layer.new_empty(1, 2, geometry.heads, tokens, geometry.head_dim)
+            gather(*layer.unbind(1), table, together)
+            layers.append((together[:, 0], together[:, 1]))
         return layers
