@@ -4,7 +4,7 @@ Every store has a client in a process of its own, and all do the same: put and g
 and arrays of the caller. They take turns in short rounds, so that a machine whose speed drifts favours nobody, and all
 ratios are of one run. Working sets exceed the caches; bytes are compared at the end of every part. CPU time is that of
 the client's process and of the server's, per GB. With several clients all of them work for a while at the same time.
-What is not installed is left out, with a reason.
+What is not installed, or fails, is left out, with a reason.
 
     make bench-data_plane ARGS='--quick --json'
     make bench-data_plane ARGS='--sizes 2M --clients 1 --stores memcpy sealed redis --out'
@@ -129,6 +129,10 @@ QUICK: dict[Part, Sequence[str]] = {
 """Parts that have goals, and the stores that do."""
 
 
+class ClientFailed(Exception):
+    """It says why."""
+
+
 class Client:
     """Drives `peers/client.py`."""
 
@@ -152,7 +156,7 @@ class Client:
         line = self._process.stdout.readline()
         answer: dict[str, Any] = json.loads(line or '{"error": "its client has ended"}')
         if "error" in answer:
-            raise RuntimeError(answer["error"])
+            raise ClientFailed(answer["error"])
         return answer
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
@@ -176,6 +180,7 @@ class Store:
     module: ModuleType
     server: Server
     clients: list[Client] = field(default_factory=list)
+    failed: bool = False
 
 
 @dataclass
@@ -201,12 +206,15 @@ def main() -> int:
     options.add_argument("--rounds", type=int, help="default 30, or 12 with --quick")
     chosen = options.parse_args()
     rounds = chosen.rounds or (12 if chosen.quick else 30)
-    plan = dict(QUICK) if chosen.quick else {part: list(STORES) for part in every_part()}
-    plan = {
-        part: [name for name in stores if name in chosen.stores]
-        for part, stores in plan.items()
-        if part.size in chosen.sizes and part.clients in chosen.clients and part.batch in chosen.batches
-    }
+    plan: dict[Part, list[str]] = {}
+    for part in QUICK if chosen.quick else every_part():
+        if part.size in chosen.sizes and part.clients in chosen.clients and part.batch in chosen.batches:
+            if why := part.too_big():
+                print(f"{spelled(part.size)} x {part.batch}, clients: {part.clients}: left out, {why}")
+            else:
+                plan[part] = [
+                    name for name in (QUICK[part] if chosen.quick else STORES) if name in chosen.stores
+                ]
     rows: list[dict[str, Any]] = []
     for size, clients in dict.fromkeys((part.size, part.clients) for part in plan):
         parts = {p: stores for p, stores in plan.items() if (p.size, p.clients) == (size, clients) and stores}
@@ -221,12 +229,7 @@ def main() -> int:
 
 
 def every_part() -> Iterator[Part]:
-    for size, clients, batch in itertools.product(SIZES, CLIENTS, BATCHES):
-        part = Part(size, batch, clients)
-        if why := part.too_big():
-            print(f"{spelled(size)} x {batch}, {clients} clients: left out, {why}")
-        else:
-            yield part
+    return (Part(size, batch, clients) for size, clients, batch in itertools.product(SIZES, CLIENTS, BATCHES))
 
 
 def groups(stores: Sequence[str], clients: int) -> Iterator[list[str]]:
@@ -283,19 +286,38 @@ def with_clients(stores: Sequence[Store], parts: Sequence[Part]) -> Iterator[Non
                 stack.callback(store.clients[-1].close)
             stack.callback(store.clients.clear)
         for store in stores:
-            for client in store.clients:
-                client.answer()
+            with leaving_out(store):
+                for client in store.clients:
+                    client.answer()
         for store in stores:
-            for client in store.clients:
-                client.ask("touch")
+            ask_all(store, "touch")
         yield
+
+
+@contextlib.contextmanager
+def leaving_out(store: Store) -> Iterator[None]:
+    """Another store that fails is left out from here on; memory and ours may not fail."""
+    try:
+        yield
+    except ClientFailed as error:
+        if store.name in ("memcpy", *OURS):
+            raise
+        store.failed = True
+        print(f"{store.name}: left out, {error}")
+
+
+def ask_all(store: Store, do: str, **arguments: Any) -> None:
+    """Ask each of its clients, one after the other."""
+    if not store.failed:
+        with leaving_out(store):
+            for client in store.clients:
+                client.ask(do, **arguments)
 
 
 def measure(part: Part, stores: Sequence[Store], rounds: int) -> Iterator[dict[str, Any]]:
     figures: dict[tuple[str, str], Figures] = defaultdict(Figures)
     for store in stores:
-        for client in store.clients:
-            client.ask("fill", batch=part.batch)
+        ask_all(store, "fill", batch=part.batch)
     if part.clients == 1:
         take_turn: Callable[..., None] = turn_of_one
     else:
@@ -305,13 +327,15 @@ def measure(part: Part, stores: Sequence[Store], rounds: int) -> Iterator[dict[s
             for action in ("get", "put", "fill"):
                 if action != "fill" or (store.name == "sealed" and part.clients == 1):
                     into = figures[store.name, action] if number >= WARM_ROUNDS else Figures()
-                    take_turn(part, store, action, into)
-                    for client in store.clients if action != "get" else ():
-                        client.ask("tidy")
+                    if not store.failed:
+                        with leaving_out(store):
+                            take_turn(part, store, action, into)
+                    if action != "get":
+                        ask_all(store, "tidy")
     for store in stores:
-        for client in store.clients:
-            client.ask("check", batch=part.batch)
-    yield from rows_of(part, figures)
+        ask_all(store, "check", batch=part.batch)
+    failed = {store.name for store in stores if store.failed}
+    yield from rows_of(part, {which: of for which, of in figures.items() if which[0] not in failed})
 
 
 def turn_of_one(part: Part, store: Store, action: str, into: Figures) -> None:

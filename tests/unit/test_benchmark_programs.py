@@ -141,6 +141,28 @@ def test_what_would_not_fit_in_memory_is_left_out_with_a_reason():
     assert not data_plane.Part("2M", 64, 1).too_big()
 
 
+def test_another_store_that_fails_is_left_out_and_ours_may_not(capsys):
+    data_plane = load("data_plane")
+
+    class Broken:
+        def ask(self, do: str, **_) -> None:
+            asked.append(do)
+            raise data_plane.ClientFailed("it broke")
+
+    for name in ("lmcache", "sealed"):
+        asked: list[str] = []
+        store = data_plane.Store(name, None, None, [Broken(), Broken()])
+        if name == "sealed":
+            with pytest.raises(data_plane.ClientFailed):
+                data_plane.ask_all(store, "fill")
+        else:
+            data_plane.ask_all(store, "fill")
+            data_plane.ask_all(store, "check")
+            assert store.failed
+        assert asked == ["fill"]
+    assert capsys.readouterr().out == "lmcache: left out, it broke\n"
+
+
 # ----------------------------------------------------------------------------------------------------------- peers
 
 
