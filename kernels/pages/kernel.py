@@ -59,9 +59,8 @@ def _copy(
     if number >= 0:
         chunk = (place * BLOCK_TOKENS // CHUNK_TOKENS).to(tl.int64)
         first = place * BLOCK_TOKENS % CHUNK_TOKENS
-        held = tl.minimum(
-            tokens - chunk * CHUNK_TOKENS, CHUNK_TOKENS
-        )  # by the chunk: its heads lie that far apart
+        # Tokens that the chunk holds: its heads lie that far apart
+        held = tl.minimum(tokens - chunk * CHUNK_TOKENS, CHUNK_TOKENS)
         row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         head = (row // BLOCK_TOKENS).to(tl.int64)
         token = (row % BLOCK_TOKENS).to(tl.int64)
