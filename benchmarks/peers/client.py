@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from peers import Shape
 
 BATCH_OF_FILL = 16
+HOT_BATCHES_MAX = 1024
+"""More would take long to put one by one."""
 
 
 class Driver:
@@ -49,16 +51,20 @@ class Driver:
         step = batch if getattr(self.client, "BY_BATCH", False) else self.step
         if step not in self._filled:
             self._filled.add(step)
-            for action in ("put", "get"):
-                for start in range(0, self.shape.hot - step + 1, step):
-                    plan = self.client.plan(range(start, start + step))
-                    if action == "get" and hasattr(self.client, "wait"):
-                        self.client.wait(plan)
-                    getattr(self.client, action)(plan)
-                    if action == "get":
-                        self.client.check(plan)
+            plans = [self.client.plan(range(first, first + step)) for first in range(0, self.hot(step), step)]
+            for plan in plans:
+                self.client.put(plan)
+            if hasattr(self.client, "wait"):
+                self.client.wait(plans[-1])
+            for plan in plans:
+                self.client.get(plan)
+                self.client.check(plan)
         self._next = 0
         return {}
+
+    def hot(self, batch: int) -> int:
+        """How many values gets cycle through, in whole batches."""
+        return min(self.shape.hot // batch, HOT_BATCHES_MAX) * batch
 
     def turn(
         self, action: str, batch: int, calls: int = 0, begin: float = 0.0, seconds: float = 0.0
@@ -95,7 +101,7 @@ class Driver:
     def _plan(self, action: str, batch: int) -> Any:
         if action != "get":
             return self.client.plan([next(self._fresh) for _ in range(batch)])
-        if self._next + batch > self.shape.hot:
+        if self._next + batch > self.hot(batch):
             self._next = 0
         first, self._next = self._next, self._next + batch
         return self.client.plan(range(first, first + batch))
