@@ -187,8 +187,10 @@ class Copier:
         )  # its update() lets go of the lock; the one-shot function of xxhash 3.4 does not
         for start in range(0, target.size, STEP_BYTES):
             self._check_time()
-            step = target[start : start + STEP_BYTES]
-            memory.copy(step, source[start : start + STEP_BYTES])
+            step, of = target[start : start + STEP_BYTES], source[start : start + STEP_BYTES]
+            memory.touch(step)
+            memory.touch(of)
+            memory.copy(step, of)
             state.update(step.data)
         return state.intdigest()
 
@@ -196,7 +198,9 @@ class Copier:
         state = xxhash.xxh3_64()
         for start in range(0, slot.size, STEP_BYTES):
             self._check_time()
-            state.update(slot[start : start + STEP_BYTES].data)
+            step = slot[start : start + STEP_BYTES]
+            memory.touch(step)
+            state.update(step.data)
         return state.intdigest()
 
     def _keeps(self, slot: npt.NDArray[np.uint8]) -> bool:
@@ -226,35 +230,56 @@ _Entry = tuple[Job, Region | None, Done]
 
 class _FairQueue:
     """What waits for a thread: of each worker in the order in which it came, of the workers in turns, so that one who
-    saves much does not keep the others waiting. The daemon's own work (None) has its turn like a worker's."""
+    saves much does not keep the others waiting. The daemon's own work (None) has its turn like a worker's.
+
+    Threads are woken one by one, each by the one before, which runs by then. If who submits woke them all, it would
+    itself still occupy a processor, and on a small machine the scheduler would put two of them on one and leave them
+    there: two processors then copy no more than one.
+    """
 
     def __init__(self) -> None:
         self._lines: dict[WorkerId | None, deque[_Entry]] = {}
         """Never an empty one; the first is next, and then goes to the end."""
         self._lock = threading.Lock()
-        self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """True per entry, False per thread that is to end, after all that was put in before."""
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """True wakes a thread, False ends one."""
+        self._waking = False
+        """A True is under way; whoever gets it looks at the lines after that."""
 
     def put(self, worker: WorkerId | None, entry: _Entry) -> None:
         with self._lock:
             self._lines.setdefault(worker, deque()).append(entry)
-        self._tokens.put(True)
+            wakes, self._waking = not self._waking, True
+        if wakes:
+            self._wake.put(True)
 
     def put_end(self) -> None:
-        self._tokens.put(False)
+        """One thread ends, once nothing waits."""
+        self._wake.put(False)
 
     def get(self) -> _Entry | None:
         """Waits. None: the thread is to end."""
-        while self._tokens.get():
+        while True:
             with self._lock:
-                if self._lines:  # else take_all() was faster
-                    worker, line = next(iter(self._lines.items()))
-                    entry = line.popleft()
-                    del self._lines[worker]
-                    if line:
-                        self._lines[worker] = line
-                    return entry
-        return None
+                entry = self._next() if self._lines else None
+                wakes = bool(self._lines) and not self._waking
+                self._waking |= wakes
+            if wakes:
+                self._wake.put(True)
+            if entry is not None:
+                return entry
+            if not self._wake.get():
+                return None
+            with self._lock:
+                self._waking = False
+
+    def _next(self) -> _Entry:
+        worker, line = next(iter(self._lines.items()))
+        entry = line.popleft()
+        del self._lines[worker]
+        if line:
+            self._lines[worker] = line
+        return entry
 
     def take_all(self) -> list[_Entry]:
         with self._lock:

@@ -70,17 +70,17 @@ def _bits(array: Bits, field: str) -> Bits:
 
 
 def fill(bits: Bits, source: npt.NDArray[np.uint8]) -> None:
-    """Copy `source` (flat, as many bytes as `bits`) into a `destination`."""
+    """Copy `source` (flat, in shared memory, as many bytes as `bits`) into a `destination`."""
     if bits.dtype is _BYTE and bits.ndim == 1:
-        memory.copy(bits, source)
+        memory.copy_out(bits, source)
     else:
         np.copyto(bits, source.view(bits.dtype).reshape(bits.shape), casting="no")
 
 
 def gather(target: npt.NDArray[np.uint8], bits: Bits) -> None:
-    """Copy an `origin`, in C order, into as many flat bytes."""
+    """Copy an `origin`, in C order, into as many flat bytes of shared memory."""
     if bits.dtype is _BYTE and bits.ndim == 1:
-        memory.copy(target, bits)
+        memory.copy_in(target, bits)
     else:
         np.copyto(target.view(bits.dtype).reshape(bits.shape), bits, casting="no")
 

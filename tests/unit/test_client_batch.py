@@ -1,0 +1,288 @@
+"""What a batch hands over and when, and that each piece of staging memory comes back exactly once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore import memory
+from kvstore.client import batch as batch_module
+from kvstore.client.batch import StagedPieces, WriteBatch
+from kvstore.client.staging import Staging, footprint
+from kvstore.errors import BadRequest
+from kvstore.types import GrantResult
+from kvstore.v1 import store_pb2
+
+LENGTHS = (4096, 4000)
+PIECE = footprint(LENGTHS)
+ROOM = 8 * PIECE
+GRANTED, BUSY = GrantResult.GRANTED, GrantResult.BUSY
+
+
+class Wire:
+    """Stands for an attachment: notes requests, and answers them when it is told to."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.alive = True
+        self.sends = True
+        self.asked: list[tuple[str, Any, Callable[[Any], None]]] = []
+        self.notices: list[tuple[str, list[int]]] = []
+
+    def call(self, field: str, body: Any, deadline: float, *, must_end: bool, on_reply: Any) -> Any:
+        assert must_end, "the daemon reads our memory until it says that it does not"
+        if self.sends:
+            self.asked.append((field, body, on_reply))
+        return type("Call", (), {"request": body if self.sends else None, "when_done": lambda *_: None})()
+
+    def notice(self, kind: str, ids: list[int]) -> None:
+        self.notices.append((kind, ids))
+
+    def later(self, work: Callable[[], None]) -> None:
+        work()
+
+    def answer(self, number: int = 0) -> None:
+        """Whatever it says: the daemon has read what the request named."""
+        _, _, on_reply = self.asked.pop(number)
+        on_reply(store_pb2.AttachReply())
+
+
+@pytest.fixture(autouse=True)
+def two_chunks_are_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "FILL_AHEAD_BYTES", 2 * sum(LENGTHS))
+
+
+@pytest.fixture
+def staging() -> Staging:
+    fd = memory.create_memfd("kvs-test", ROOM)
+    staging = Staging(fd, ROOM)
+    os.close(fd)
+    return staging
+
+
+def staged(
+    wire: Wire, staging: Staging, results: tuple[GrantResult, ...] = (GRANTED,) * 5
+) -> tuple[WriteBatch, StagedPieces]:
+    pieces = StagedPieces(staging, PIECE, len(results))
+    pieces.limit(results.count(GRANTED))
+    batch = WriteBatch(
+        results,
+        shards=(0, 1),
+        attachment=wire,  # type: ignore[arg-type]
+        timeout_s=5,
+        reservation_id=7,
+        lengths=LENGTHS,
+        pieces=pieces,
+    )
+    return batch, pieces
+
+
+def chunk(index: int, shard: int) -> Any:
+    return np.full(LENGTHS[shard], 16 * index + shard + 1, np.uint8)
+
+
+def write(batch: WriteBatch, *indexes: int) -> None:
+    for index in indexes:
+        for shard in (0, 1):
+            batch.copy_from(index, chunk(index, shard), shard=shard)
+
+
+def held(staging: Staging, offset: int, shard: int) -> int:
+    """The byte of which all are that are there."""
+    row = staging.array[offset : offset + LENGTHS[shard]]
+    assert (row == row[0]).all()
+    return int(row[0])
+
+
+def test_what_is_written_is_handed_over_and_the_rest_goes_with_the_commit(staging: Staging) -> None:
+    wire = Wire()
+    batch, _ = staged(wire, staging)
+    write(batch, 3)
+    assert not wire.asked, "too little yet"
+    write(batch, 0)
+    write(batch, 1, 4)
+    write(batch, 2)
+    batch.commit_async()
+    assert [(field, list(body.numbers)) for field, body, _ in wire.asked[:2]] == [
+        ("fill", [0, 1, 6, 7]),
+        ("fill", [2, 3, 8, 9]),
+    ]
+    field, commit, _ = wire.asked[2]
+    assert field == "commit" and commit.reservation_id == 7
+    named = [(n, o) for _, body, _ in wire.asked[:2] for n, o in zip(body.numbers, body.offsets, strict=True)]
+    named += zip((4, 5), commit.staging_offsets, strict=True)
+    for number, offset in named:
+        index, shard = divmod(number, 2)
+        assert held(staging, offset, shard) == 16 * index + shard + 1
+
+
+def test_the_last_chunks_are_not_worth_a_message_of_their_own(staging: Staging) -> None:
+    wire = Wire()
+    batch, _ = staged(wire, staging, (GRANTED, GRANTED))
+    write(batch, 0, 1)
+    assert not wire.asked
+    batch.commit_async()
+    assert [field for field, _, _ in wire.asked] == ["commit"]
+    assert len(wire.asked[0][1].staging_offsets) == 4
+
+
+def test_a_chunk_is_handed_over_when_its_last_shard_is_written(staging: Staging) -> None:
+    wire = Wire()
+    batch, _ = staged(wire, staging)
+    for index in range(4):
+        batch.buffer(index, 1)[:] = 1
+        batch.written(index, 1)
+    assert not wire.asked
+    for index in range(2):
+        batch.buffer(index)[:] = 2
+        batch.written(index)
+    assert [list(body.numbers) for _, body, _ in wire.asked] == [[0, 1, 2, 3]]
+
+
+def test_a_piece_that_was_read_is_written_again_and_never_before(staging: Staging) -> None:
+    wire = Wire()
+    batch, _ = staged(wire, staging)
+    write(batch, 0, 1)
+    first = set(wire.asked[0][1].offsets)
+    assert {batch.buffer(2).ctypes.data - staging.array.ctypes.data}.isdisjoint(first)
+    wire.answer()
+    write(batch, 3, 2)
+    second = set(wire.asked[0][1].offsets)
+    assert len(second & first) == 2, "one chunk had its piece before, the other has one that was read"
+
+
+def test_in_place_there_are_no_offsets() -> None:
+    wire = Wire()
+    slots = [np.zeros(LENGTHS[n % 2], np.uint8) for n in range(10)]
+    batch = WriteBatch(
+        (GRANTED,) * 5,
+        shards=(0, 1),
+        attachment=wire,  # type: ignore[arg-type]
+        reservation_id=7,
+        lengths=LENGTHS,
+        slots=slots,
+    )
+    write(batch, 0, 1, 2)
+    batch.commit_async()
+    fill, commit = (body for _, body, _ in wire.asked)
+    assert (list(fill.numbers), list(fill.offsets), fill.region) == ([0, 1, 2, 3], [], 0)
+    assert list(commit.staging_offsets) == []
+    assert [int(slot[0]) for slot in slots[:6]] == [1, 2, 17, 18, 33, 34]
+
+
+@pytest.mark.parametrize("end", ["commit", "abort", "drop"])
+@pytest.mark.parametrize("answered_first", [True, False])
+def test_every_piece_comes_back_once(staging: Staging, end: str, answered_first: bool) -> None:
+    wire = Wire()
+    batch, _ = staged(wire, staging, (GRANTED, BUSY, GRANTED, GRANTED, GRANTED))
+    assert staging.space.free_bytes == 4 * PIECE
+    write(batch, 0, 2)
+    batch.buffer(3)
+    if answered_first:
+        wire.answer()
+    if end == "commit":
+        batch.commit_async()
+        assert staging.space.free_bytes == (6 if answered_first else 4) * PIECE, "what is idle, at once"
+    elif end == "abort":
+        batch.abort()
+        assert wire.notices == [("abort", [7])]
+    del batch
+    if end != "commit":
+        assert staging.space.free_bytes == (8 if answered_first else 6) * PIECE, "what is not being read"
+    while wire.asked:
+        wire.answer(-1)
+    assert staging.space.free_bytes == ROOM
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_what_could_not_be_handed_over_goes_with_the_commit(staging: Staging, end: str) -> None:
+    wire = Wire()
+    batch, _ = staged(wire, staging)
+    wire.sends = False
+    write(batch, 0, 1)
+    wire.sends = True
+    write(batch, 2)
+    assert not wire.asked
+    if end == "abort":
+        batch.abort()
+    else:
+        write(batch, 3, 4)
+        batch.commit_async()
+        fills = [body for field, body, _ in wire.asked if field == "fill"]
+        assert [list(body.numbers) for body in fills] == [[4, 5, 6, 7]]
+        offsets = list(wire.asked[-1][1].staging_offsets)
+        assert [held(staging, offset, n % 2) for n, offset in enumerate(offsets)] == [1, 2, 17, 18, 65, 66]
+        while wire.asked:
+            wire.answer()
+    assert staging.space.free_bytes == ROOM
+
+
+def test_a_commit_that_was_never_sent_gives_all_back(staging: Staging) -> None:
+    wire = Wire()
+    batch, _ = staged(wire, staging)
+    write(batch, 0)
+    wire.sends = False
+    batch.commit_async()
+    assert staging.space.free_bytes == ROOM
+    assert wire.notices == [("abort", [7])]
+
+
+def test_what_is_handed_over_is_out_of_reach(staging: Staging) -> None:
+    wire = Wire()
+    batch, _ = staged(wire, staging, (GRANTED, BUSY, GRANTED, GRANTED))
+    write(batch, 0, 2)
+    for again in (batch.buffer, batch.written, lambda index: batch.copy_from(index, chunk(0, 0))):
+        with pytest.raises(BadRequest, match="was said to be written"):
+            again(2)
+    with pytest.raises(BadRequest, match="was not granted"):
+        batch.copy_from(1, chunk(0, 0))
+    for wrong in (chunk(0, 1), np.zeros(4095, np.uint8), b""):
+        with pytest.raises(BadRequest, match="must have the shard's 4096 bytes"):
+            batch.copy_from(3, wrong)
+    with pytest.raises(BadRequest, match="neither a buffer"):
+        batch.copy_from(3, [1, 2])
+    batch.abort()
+    with pytest.raises(BadRequest, match="has ended"):
+        batch.written(3)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        np.arange(2048, dtype=np.uint16).reshape(32, 64).T,
+        np.arange(1024, dtype=np.float32),
+        bytes(range(256)) * 16,
+        np.broadcast_to(np.arange(64, dtype=np.uint8), (64, 64)),
+    ],
+    ids=["strided", "floats", "bytes", "repeated rows"],
+)
+def test_any_source_is_copied_in_c_order(staging: Staging, source: Any) -> None:
+    batch, _ = staged(Wire(), staging)
+    batch.copy_from(1, source)
+    start = next(iter(batch._starts.values()))
+    expected = source if isinstance(source, bytes) else np.ascontiguousarray(source).tobytes()
+    assert bytes(staging.array[start : start + 4096]) == expected
+
+
+def test_a_tensor_is_copied_bit_by_bit(staging: Staging) -> None:
+    torch = pytest.importorskip("torch")
+    batch, _ = staged(Wire(), staging)
+    tensor = torch.arange(2048, dtype=torch.int16).view(torch.bfloat16)
+    batch.copy_from(0, tensor)
+    start = next(iter(batch._starts.values()))
+    assert bytes(staging.array[start : start + 4096]) == tensor.view(torch.uint8).numpy().tobytes()
+
+
+def test_fewer_pieces_than_wanted(staging: Staging) -> None:
+    first = StagedPieces(staging, PIECE, 6)
+    second = StagedPieces(staging, PIECE, 6)
+    assert first.count == 6 and 0 < second.count < 6
+    starts = {first.next() for _ in range(6)}
+    assert len(starts) == 6
+    first.end()
+    second.end()
+    assert staging.space.free_bytes == ROOM
