@@ -20,12 +20,13 @@ import numpy as np
 import xxhash
 
 from kvstore import memory, requests, rpc, wire
+from kvstore.attach import REQUEST_TIMEOUT_S
 from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.errors import BadRequest, DeadlineExceeded, Exhausted, Precondition
 from kvstore.layout import CHUNK_TOKENS_MAX
 from kvstore.rpc import Context, Handlers
-from kvstore.service import REQUEST_TIMEOUT_S, Service
+from kvstore.service import Service
 from kvstore.types import (
     GrantResult,
     NamespaceId,

@@ -202,9 +202,8 @@ class Lane:
                     return
                 data = self._sock.recv(READ_BYTES, socket.MSG_DONTWAIT)
             else:
-                data = self._spun() if spin and self._spins else None
-                if data is None:
-                    data = self._sock.recv(READ_BYTES)
+                seen = self._spun() if spin and self._spins else None
+                data = self._sock.recv(READ_BYTES) if seen is None else seen
             if data:
                 self._received += data
                 self._dispatch()
