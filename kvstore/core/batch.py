@@ -40,11 +40,6 @@ if TYPE_CHECKING:
 
 Rows = npt.NDArray[np.intp]
 
-BATCH_MIN = 24
-"""From so many chunks on, a batch is worth its fixed cost of some tens of microseconds."""
-SEGMENTS_FEW = 8
-"""Segments are gone through one by one while there are so many shards in each."""
-
 
 def as_rows(rows: Sequence[int] | Rows) -> Rows:
     return np.array(rows, np.intp)
@@ -82,6 +77,8 @@ def look_up(
 
 def usable_leading(state: State, namespace: Namespace, rows: Sequence[int]) -> int:
     """How many of these, from the first, `State.is_usable`; NONE is not."""
+    if not state.chunks.rows_ever:
+        return 0
     view = state.chunks.views
     which = as_rows(rows)
     flags = view.flags[which]

@@ -315,9 +315,8 @@ class ChunkTable:
         assert self.ready[row] == 0 and self.reserved[row] == 0, self.describe(row)
         for place in range(start, start + shards):
             assert self.shard_segment[place] == NONE and self.disk_slab[place] == NONE, self.describe(row)
-            self.shard_checksum[place] = (
-                0  # it tells of the bytes, and who gets the place next may be a stranger
-            )
+            # It tells of the bytes, and who gets the place next may be a stranger.
+            self.shard_checksum[place] = 0
         self._free_shards.setdefault(shards, array("i")).append(start)
         self.shard0[row] = NONE
 

@@ -20,10 +20,10 @@ from kvstore.types import NamespaceId
 
 
 class Policy:
-    def __init__(self, chunks: ChunkTable, kind: str) -> None:
+    def __init__(self, chunks: ChunkTable, kind: str, batch_min: int) -> None:
         assert kind in ("hints", "lru", "fifo"), kind
         self._chunks = chunks
-        self.batch_min = batch.BATCH_MIN
+        self._batch_min = batch_min
         self.kind = kind
         self.rank: dict[int, int] = {}
         """Position in the queue of the soonest job that needs a chunk row."""
@@ -34,7 +34,7 @@ class Policy:
     def add(self, namespace: Namespace, rows: Sequence[int]) -> None:
         """`rows` became evictable; they were used together and stand in chain order. Of chunks used together,
         descendants go before their ancestors, and tails that no manifest names before everything."""
-        if len(rows) >= self.batch_min and self.kind != "fifo":
+        if len(rows) >= self._batch_min and self.kind != "fifo":
             batch.evictable(self, self._chunks, namespace, rows)
         else:
             self.add_each(namespace, rows)

@@ -125,7 +125,7 @@ class State:
     """Makers whose chunks are misses from now on, and are about to be doomed; since when they must have made them."""
     makers: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
     """Who is meant where several ranks each committed shards of one chunk: its maker is then a digest of theirs."""
-    batch_min: int = field(default_factory=lambda: batch.BATCH_MIN)
+    batch_min: int = field(init=False)
     """From how many chunks on they are handled as a batch."""
     restored_at: Millis = -1
     """Chunks that a restart brought were born then, as far as anybody knows."""
@@ -135,7 +135,8 @@ class State:
         self.pool = Pool(
             segment_bytes=limits.segment_bytes, count=limits.segment_count, alignment=limits.slot_alignment
         )
-        self.policy = Policy(self.chunks, limits.eviction)
+        self.batch_min = limits.batch_min
+        self.policy = Policy(self.chunks, limits.eviction, limits.batch_min)
         self.disk = Pool(
             segment_bytes=limits.disk_slab_bytes,
             count=limits.disk_slabs_max,

@@ -115,6 +115,7 @@ class Simulation:
             probe_interval_ms=100,
             scrub_bytes_per_s=chance.choice((0, 4 * PAGE, 100 * PAGE)),
             scrub_pause_ms=500,
+            batch_min=2 if self.seed % 2 else 24,
             eviction=chance.choice(("hints", "hints", "lru", "fifo")),
         )
         self.cluster.watch._full_every = FULL_EVERY

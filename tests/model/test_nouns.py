@@ -311,7 +311,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.table = ChunkTable()
         spec = NamespaceSpec("m", b"w", "l", 4, (GroupSpec("kv", 4096),))
         self.space = Namespace(NamespaceId(1), "alice", spec, b"f", 1, (4096,), 4096)
-        self.policy = Policy(self.table, kind)
+        self.policy = Policy(self.table, kind, batch_min=2)
         self.order: list[int] = []
         """Evictable rows, least recently used first; after ranks were taken back only what is in it counts."""
         self.exact = True

@@ -32,10 +32,8 @@ class Twins(Store):
     """A store that handles nearly everything in batches, beside one that never does: what one says, the other says."""
 
     def __init__(self, limits: Limits) -> None:
-        super().__init__(limits)
-        self.single = Store(limits)
-        choose(self, 2)
-        choose(self.single, NEVER)
+        super().__init__(replace(limits, batch_min=2))
+        self.single = Store(replace(limits, batch_min=NEVER))
 
     def start(self) -> list[ev.Effect]:
         return self._same(super().start(), self.single.start())
@@ -61,10 +59,6 @@ class Twins(Store):
 
     def _tables(self) -> tuple[ChunkTable, ChunkTable]:
         return self.state.chunks, self.single.state.chunks
-
-
-def choose(store: Store, batch_min: int) -> None:
-    store.state.batch_min = store.state.policy.batch_min = batch_min
 
 
 def plain(value: Any) -> Any:
@@ -135,6 +129,7 @@ def test_hundreds_of_keys_at_once(eviction: str, shards: int, monkeypatch: pytes
             elif action < 0.7:
                 acquired = world.acquire(worker, namespace, keys, prefix_only=dice.random() < 0.6, wait_ms=50)
                 found += len(acquired.extents)
+                assert len(acquired.extents) <= world.limits.extents_per_answer_max
                 if acquired.lease:
                     leases.append((worker, acquired))
             elif action < 0.8:
@@ -150,6 +145,50 @@ def test_hundreds_of_keys_at_once(eviction: str, shards: int, monkeypatch: pytes
             holder, lease = leases.pop(dice.randrange(len(leases)))
             world.release(holder, lease.lease)
     assert found > 100, found
+
+
+def test_hundreds_of_keys_that_a_new_store_has_never_seen() -> None:
+    world = World()
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    keys = CHAINS[0]
+    assert set(world.outcomes(worker, namespace, keys)) == {"NEVER_SEEN"}
+    assert not world.acquire(worker, namespace, keys, prefix_only=False).lease
+    world.ask(ev.PublishQueue, worker, namespace, (ev.Hint(b"job", 0, keys=keys),))
+    world.tick(1_000)
+    assert len(world.reserve(worker, namespace, keys).extents) > 20
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_worker_gets_no_more_than_it_may_reserve(shards: int) -> None:
+    world = World(segments=8, segment_bytes=32 * PAGE, reserve_share_max=60 / 256)
+    worker = world.join()
+    namespace = world.open(spec(shards=shards), worker)
+    reserved = world.reserve(worker, namespace, CHAINS[0])
+    granted = 60 // shards
+    assert [result.name for result in reserved.results] == ["GRANTED"] * granted + ["QUOTA"] * (90 - granted)
+    assert world.commit(worker, reserved) is not None
+    assert world.match(worker, namespace, CHAINS[0]).usable == granted
+
+
+def test_a_job_is_known_up_to_its_first_unknown_key() -> None:
+    """Which has no row: not even the last one."""
+    world = World(segments=8, segment_bytes=32 * PAGE)
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    keys = CHAINS[0][:60]
+    assert len(world.reserve(worker, namespace, keys[:40]).extents) == 40
+    world.save(worker, namespace, keys[40:])
+    chunks = world.store.state.chunks
+    while chunks.rows_ever < len(chunks.key):  # the last place of the columns is a hit
+        missing = len(chunks.key) - chunks.rows_ever
+        many = [ChunkKey(b"more %d %d" % (missing, number)) for number in range(min(60, missing))]
+        world.save(worker, namespace, many)
+        if missing > 60:
+            world.ask(ev.Forget, worker, namespace, keys=tuple(many))
+    order = (*keys[40:50], ChunkKey(b"unknown"), *keys[50:], *CHAINS[1])
+    world.ask(ev.PublishQueue, worker, namespace, (ev.Hint(b"job", 0, keys=order),))
+    assert len(world.store.state.policy.rank) == 10
 
 
 def test_rows_are_unlinked_from_anywhere_in_any_order() -> None:
