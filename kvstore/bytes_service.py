@@ -153,19 +153,16 @@ class BytesService:
         offsets = [0, *itertools.accumulate(sizes)]
         staged: tuple[StagedPiece, ...] = ()
         if self._loop.store.state.limits.protection is Protection.SEALED:
-            fd, granted = self._loop.staging.create(guest, offsets[-1])
-            if granted < offsets[-1]:
-                raise Exhausted("staging memory is full", field="payload", value=f"{offsets[-1]} bytes")
-            mapping = memory.map_shared(fd, granted, writable=True)
-            targets = [
-                memory.cut(mapping.array, offset, size) for offset, size in zip(offsets, sizes, strict=False)
-            ]
+            array = self._loop.staging.create_own(guest, offsets[-1])
+            targets = [memory.cut(array, offset, size) for offset, size in zip(offsets, sizes, strict=False)]
+            del array
             staged = tuple(StagedPiece(offset, size) for offset, size in zip(offsets, sizes, strict=False))
         else:
             # In place: should the reservation expire meanwhile, its slots are quarantined until the guest has left.
             targets = [self._loop.arena.view(e.segment, e.offset, e.length) for e in reserved.extents]
         async for index, offset, piece in self._pieces(sizes, payload, context):
-            targets[index][offset : offset + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
+            memory.copy(targets[index][offset : offset + len(piece)], np.frombuffer(piece, np.uint8))
+        targets.clear()  # what nobody refers to is kept for the next Put
         committed: events.Committed = await self._ask(
             events.Commit(Ticket(guest), reserved.reservation, staged, Wait.VISIBLE)
         )

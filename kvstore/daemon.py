@@ -50,7 +50,7 @@ from kvstore.health import SERVICE as HEALTH_SERVICE
 from kvstore.index import ChunkBatch
 from kvstore.logs import fields, leave
 from kvstore.loop import Loop, monotonic_ms
-from kvstore.memory import fix_mmap_threshold, memory_limit_bytes
+from kvstore.memory import fix_mmap_threshold, keep_freed_memory, memory_limit_bytes
 from kvstore.metrics import MetricsServer, families
 from kvstore.ports import disk_from_environment
 from kvstore.reflection import Reflection
@@ -288,7 +288,10 @@ class Daemon:
 
     def _build(self) -> None:
         config = self.config
-        fix_mmap_threshold()
+        if config.tcp_address:
+            keep_freed_memory()
+        else:
+            fix_mmap_threshold()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         raise_descriptor_limit(DESCRIPTORS_PER_WORKER * config.limits.workers_max + DESCRIPTORS_OF_OUR_OWN)
         protection = Protection(config.protection)

@@ -86,20 +86,33 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
+M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 MMAP_THRESHOLD_BYTES = 256 << 10
+MESSAGE_BYTES_MAX = 8 << 20
+KEPT_BYTES = 64 << 20
 
 
 def fix_mmap_threshold() -> None:
     """Let every large block of this process be a mapping of its own, which grows in place.
 
     glibc raises the size from which that holds by itself, up to 32 MiB. The core's columns are smaller than that: they
-    would live in the heap and leave a hole behind whenever they grow (50 bytes a chunk, see benchmarks/core_memory.py).
+    would live in the heap and leave a hole behind whenever they grow (50 bytes a chunk, see benchmarks/scale.py).
     Other C libraries have no such threshold and are left alone.
     """
     mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+
+
+def keep_freed_memory() -> None:
+    """For who takes and gives messages of a few MiB: their memory stays with this process, up to 64 MiB. Else each
+    comes from the kernel anew, which zeroes it page by page, for twice the time that the bytes take to be copied.
+    Undoes `fix_mmap_threshold`, so that some of the heap may stay unused where the core's columns grow."""
+    mallopt = getattr(_libc, "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, MESSAGE_BYTES_MAX)
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 # ---------------------------------------------------------------------------------------------------- memfds, mappings
