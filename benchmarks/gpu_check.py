@@ -1,15 +1,21 @@
-"""All of the attention kernels that needs a GPU, in one call: is it right on the device, and how fast.
+"""All of the kernels that needs a GPU, in one call: is it right on the device, and how fast.
 
-1. Correct: fp16 and bf16 against fp64 from the sequences as told, with NaN wherever no sequence has a token; repeated
-   runs and moved chunks give the same bits; a captured CUDA graph stays right while sequences grow.
-2. Fast: the points of ChunkAttention's Table 3 (arXiv 2402.15220; 32 sequences, 32 heads of 128, chunks of 64) and the
-   same with 8 KV heads. Each figure is the median over graph replays with a cold L2, as time and as share of the read
-   bandwidth measured in this run, counting each shared chunk once. Beside it: torch's attention on unshared copies, and
-   FlashInfer where it can be imported.
+1. Correct, in float16 and bfloat16, with NaN wherever nothing was written: decode and prefill attention against fp64
+   from the sequences as told, rotate against fp64, gather and scatter bit by bit; repeated runs and moved chunks give
+   the same bits; a captured CUDA graph stays right while sequences grow.
+2. What a plan costs: a token more, a join and a leave, the plan of a prefill.
+3. Tile shapes: a few of each kernel; `--tiles FILE` writes the best ones, as kernels/tiles.py has them.
+4. Fast: decoding at the points of ChunkAttention's Table 3 (arXiv 2402.15220; 32 sequences, 32 heads of 128, chunks of
+   64) and the same with 8 KV heads, as share of the read bandwidth measured in this run, counting each shared chunk
+   once; prefill as share of a large matrix product's rate; rotate, gather and scatter beside a copy of the same bytes.
+   Medians over graph replays with a cold L2. Beside them: torch's attention on unshared copies, and FlashInfer where it
+   can be imported.
 
-What does not fit in the time given is left out and named. Without a GPU it says so, writes an empty result, ends well.
+Each section has its share of the time; what does not fit in is left out and named, and what fails is told and stops
+nothing else. The JSON object is written to `--into` after every step. Without a GPU it says so and ends well.
+`--dry-run` does all of it on the CPU with small shapes, to see that it runs; its figures mean nothing.
 
-    make bench-gpu_check ARGS='--into result.json --seconds 420'
+    make bench-gpu_check ARGS='--into result.json --seconds 420 --tiles kernels/tiles.py'
 """
 
 from __future__ import annotations
@@ -20,7 +26,8 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +35,69 @@ import torch
 import torch.nn.functional as F
 
 from kvstore.benchmark import report
+from kvstore.kernels import tiles
 from kvstore.kernels.decode import decode_attention
 from kvstore.kernels.decode.naive import naive_decode_attention
-from kvstore.kernels.forest import Forest, Plan
+from kvstore.kernels.forest import Forest
+from kvstore.kernels.pages import BlockTable, gather, scatter
+from kvstore.kernels.pages.naive import naive_gather, naive_scatter
+from kvstore.kernels.prefill import PrefillPlan, prefill_attention
+from kvstore.kernels.prefill.naive import naive_prefill_attention
+from kvstore.kernels.rotate import rotate, rotation
+from kvstore.kernels.rotate.naive import naive_rotate
 
 Sequences = dict[int, tuple[list[int], int]]
-BATCH, HEADS, HEAD_DIM, CHUNK = 32, 32, 128, 64
-FLUSH_BYTES = 256 << 20
-"""More than any L2."""
-POINTS = [(4096, shared) for shared in (4096, 3072, 2048, 1024, 0)] + [
-    (tokens, shared) for tokens in (2048, 1024) for shared in (tokens, tokens // 2, 0)
-]
-VARIANTS = [(16, 512), (32, 256), (32, 512), (32, 1024), (64, 512)]
-"""(rows of a tile, tokens of an item), all timed at each point."""
+Row = dict[str, Any]
+Steps = Iterator[tuple[str, Callable[[], Row]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where, and of which size."""
+
+    device: str = "cuda"
+    batch: int = 32
+    heads: int = 32
+    head_dim: int = 128
+    chunk: int = 64
+    points: tuple[tuple[int, int], ...] = (
+        *((4096, shared) for shared in (4096, 3072, 2048, 1024, 0)),
+        *((tokens, shared) for tokens in (2048, 1024) for shared in (tokens, tokens // 2, 0)),
+    )
+    """(tokens of a sequence, how many of them are shared)."""
+    variants: tuple[tuple[int, int], ...] = ((16, 512), (32, 256), (32, 512), (32, 1024), (64, 512))
+    """(rows of a tile, tokens of an item), all timed at each point."""
+    prefill_points: tuple[tuple[int, int, int], ...] = (
+        *((8, 4096, new) for new in (16, 64, 128, 512)),
+        *((1, 0, 4096), (1, 8192, 512), (32, 4096, 1)),
+    )
+    """(sequences, cached tokens that they share, new tokens of each)."""
+    copied_tokens: int = 65536
+    flush_bytes: int = 256 << 20
+    """More than any L2."""
+    repeats: int = 20
+
+    @property
+    def real(self) -> bool:
+        return self.device == "cuda"
+
+
+DRY = Setting(
+    device="cpu",
+    batch=3,
+    heads=4,
+    head_dim=16,
+    chunk=16,
+    points=((64, 64), (64, 32), (64, 0)),
+    variants=((16, 32),),
+    prefill_points=((2, 32, 5), (1, 0, 20)),
+    copied_tokens=64,
+    flush_bytes=1 << 10,
+    repeats=2,
+)
+DECODE_TILES = [(32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 3)]
+PREFILL_TILES = [(32, 8, 4), (64, 8, 2), (64, 8, 3), (64, 4, 2), (128, 8, 2), (32, 4, 4)]
+PEERS_TOLERANCE = 2e-2
 
 
 def main() -> int:
@@ -50,138 +107,819 @@ def main() -> int:
     )
     options.add_argument("--seconds", type=float, default=420, help="begin nothing new after this time")
     options.add_argument("--only-correct", action="store_true", help="no timing")
+    options.add_argument(
+        "--tiles", type=Path, help="write the best tile shapes there, as kernels/tiles.py has them"
+    )
+    options.add_argument("--dry-run", action="store_true", help="on the CPU, with small shapes")
     chosen = options.parse_args()
-    deadline = time.monotonic() + chosen.seconds
-    results: list[dict[str, Any]] = []
-    if torch.cuda.is_available():
-        on = torch.cuda.get_device_properties(0)
-        results.append(
-            {"what": "device", "name": on.name, "torch": torch.__version__, "l2_bytes": on.L2_cache_size}
-        )
-        steps = [*correctness_steps("cuda"), *([] if chosen.only_correct else timing_steps())]
-        for name, step in steps:
-            row: dict[str, Any] = {"what": name}
-            if time.monotonic() > deadline:
-                row["left_out"] = "no time left"
-            else:
-                try:
-                    row |= step()
-                except Exception as error:  # the other steps are worth their time all the same
-                    row["error"] = f"{type(error).__name__}: {error}"[:500]
-            results.append(row)
-            print(json.dumps(row), flush=True)
-    else:
+    on = DRY if chosen.dry_run else Setting()
+    results: list[Row] = []
+    if on.real and not torch.cuda.is_available():
         print("no GPU here: nothing to check")
-    wrong = [row["what"] for row in results if "error" in row and row["what"].startswith("correct")]
+    else:
+        check = Check(on)
+        sections = check.sections()
+        if chosen.only_correct:
+            sections = sections[:2]
+        begun = time.monotonic()
+        share = 0.0
+        for name, part, steps in sections:
+            share += part
+            deadline = begun + share * chosen.seconds  # what a section leaves, the next ones have
+            for row in performed(name, steps, deadline):
+                results.append(row)
+                print(json.dumps(row), flush=True)
+                written(chosen.into, results)
+        if chosen.tiles:
+            chosen.tiles.write_text(check.tiles_module())
+    wrong = [row["what"] for row in results if "error" in row and row["section"] == "correct"]
     told = report(__file__, results, [])
-    if chosen.into:
-        chosen.into.write_text(told + "\n")
+    written(chosen.into, results)
     print(told)
     return 1 if wrong else 0
 
 
-# -- is it right
+def performed(section: str, steps: Callable[[], Steps], deadline: float) -> Iterator[Row]:
+    """The rows of a section; one that fails has its error."""
+    for name, step in steps():
+        row: Row = {"section": section, "what": name}
+        if time.monotonic() > deadline:
+            yield row | {"left_out": "no time left"}
+            continue
+        began = time.monotonic()
+        try:
+            row |= step()
+        except Exception as error:  # the other steps are worth their time all the same
+            row["error"] = f"{type(error).__name__}: {error}"[:500]
+        yield row | {"seconds": round(time.monotonic() - began, 2)}
 
 
-def correctness_steps(device: str) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
-    shapes = [
-        {"head_dim": 128, "group": 1, "chunk_tokens": 64, "tile": 16},
-        {"head_dim": 128, "group": 4, "chunk_tokens": 64, "tile": 8},
-        {"head_dim": 128, "group": 4, "chunk_tokens": 16, "tile": 16, "soft_cap": 20.0},
-        {"head_dim": 128, "group": 8, "chunk_tokens": 256, "tile": 16},
-        {"head_dim": 64, "group": 1, "chunk_tokens": 32, "tile": 64, "scale": 0.3},
-        {"head_dim": 80, "group": 2, "chunk_tokens": 64, "tile": 16},
-        {"head_dim": 96, "group": 7, "chunk_tokens": 128, "tile": 4},
-        {"head_dim": 256, "group": 1, "chunk_tokens": 64, "tile": 64},
-        {"head_dim": 256, "group": 2, "chunk_tokens": 16, "tile": 8, "soft_cap": 50.0},
-    ]
-    steps: list[tuple[str, Callable[[], dict[str, Any]]]] = []
-    for dtype in (torch.float16, torch.bfloat16):
-        for seed, shape in enumerate(shapes):
-            name = f"correct: {dtype} {shape}".replace("torch.", "")
-            steps.append(
-                (name, lambda shape=shape, dtype=dtype, seed=seed: correct(device, dtype, seed, **shape))
-            )
-    steps.append(
-        ("correct: a graph that is replayed while sequences grow", lambda: graph_while_growing(device))
-    )
-    return steps
+def written(into: Path | None, results: list[Row]) -> None:
+    """Whole at any time, whenever the run is ended."""
+    if into is not None:
+        beside = into.with_suffix(".part")
+        beside.write_text(report(__file__, results, []) + "\n")
+        beside.replace(into)
 
 
-def correct(
-    device: str,
-    dtype: torch.dtype,
-    seed: int,
-    *,
-    head_dim: int,
-    group: int,
-    chunk_tokens: int,
-    tile: int,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    batch: int = 24,
-    kv_heads: int = 4,
-) -> dict[str, Any]:
-    sequences, chunks = random_sequences(seed, batch, chunk_tokens)
-    q, pool = tensors(
-        device, dtype, seed, sequences, chunks, chunk_tokens, group * kv_heads, kv_heads, head_dim
-    )
-    keys, values = pool.unbind(1)
-    options = {"scale": scale, "soft_cap": soft_cap}
+class Check:
+    """All sections of one run."""
 
-    def attend(keys: torch.Tensor, values: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-        plan = planned(device, sequences, batch, chunks, chunk_tokens, tile, split_tokens=256)
-        return decode_attention(q, keys, values, plan, out=torch.full_like(q, math.nan), **options)
+    def __init__(self, on: Setting) -> None:
+        self.on = on
+        self.speeds: dict[str, float] = {}
+        self.best: dict[str, dict[tiles.Key, tiles.Tile]] = {"DECODE": {}, "PREFILL": {}}
 
-    out = attend(keys, values, sequences)
-    exact = naive_decode_attention(q, keys, values, sequences, **options)
-    plain = naive_decode_attention(q, keys, values, sequences, dtype=dtype, **options)
-    rounding = ((exact.to(dtype) + 0.3 - 0.3).double() - exact).abs().max().item()
-    error, allowed = ((found.double() - exact).abs().max().item() for found in (out, plain))
-    allowed = 2 * allowed + 2 * rounding
-    if not error <= allowed:  # also if it is NaN
-        raise AssertionError(f"differs by {error:.3g} from fp64, allowed are {allowed:.3g}")
-    if not all(torch.equal(attend(keys, values, sequences), out) for _ in range(5)):
-        raise AssertionError("repeated runs differ")
-    moved = {row: ([chunks - 1 - chunk for chunk in own], tokens) for row, (own, tokens) in sequences.items()}
-    if not torch.equal(attend(*pool.flip(0).unbind(1), moved), out):
-        raise AssertionError("moved chunks give other bits")
-    return {"max_error": error, "allowed": allowed}
+    def sections(self) -> list[tuple[str, float, Callable[[], Steps]]]:
+        """(name, share of the time, steps)"""
+        return [
+            ("device", 0.05, self.device),
+            ("correct", 0.30, self.correct),
+            ("plans", 0.03, self.plans),
+            ("tiles", 0.22, self.tile_shapes),
+            ("decode", 0.22, self.decode),
+            ("prefill", 0.12, self.prefill),
+            ("copies", 0.06, self.copies),
+        ]
 
+    def dtypes(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
 
-def graph_while_growing(device: str, tokens: int = 200) -> dict[str, Any]:
-    batch, chunk_tokens, dtype = 8, 16, torch.float16
-    sequences, chunks = random_sequences(1, batch, chunk_tokens, more=batch * (tokens // chunk_tokens + 1))
-    unused = iter(sorted(set(range(chunks)) - {chunk for own, _ in sequences.values() for chunk in own}))
-    forest = Forest(
-        chunk_tokens=chunk_tokens,
-        chunks=chunks,
-        sequences_max=batch,
-        split_tokens=64,
-        device=device,
-        items_max=512,
-    )
-    for row, sequence in sequences.items():
-        forest.join(row, *sequence)
-    q, pool = tensors(device, dtype, 1, sequences, chunks, chunk_tokens, 8, 8, 128)
-    keys, values = pool.nan_to_num_(0.5).unbind(1)
-    plan, out = forest.plan(), torch.empty_like(q)
-    replay = captured(lambda: decode_attention(q, keys, values, plan, out=out))
-    worst = 0.0
-    for number in range(tokens):
-        new = {row: next(unused) for row, (_, length) in sequences.items() if length % chunk_tokens == 0}
-        forest.step(new)
+    # -- the device
+
+    def device(self) -> Steps:
+        yield "device", self.described
+        yield "bandwidth", self.bandwidth
+        yield "matrix product", self.matrix_product
+
+    def described(self) -> Row:
+        row: Row = {"torch": torch.__version__, "dry_run": not self.on.real}
+        if self.on.real:
+            card = torch.cuda.get_device_properties(0)
+            row |= {
+                "name": card.name,
+                "l2_bytes": card.L2_cache_size,
+                "processors": card.multi_processor_count,
+            }
+            row |= {"triton": __import__("triton").__version__, "cuda": torch.version.cuda}
+        return row
+
+    def bandwidth(self) -> Row:
+        """Bytes a second: of a copy (read and written bytes together) and of reading alone."""
+        source = torch.ones(1 << 30 if self.on.real else 1 << 10, dtype=torch.float16, device=self.on.device)
+        target = torch.empty_like(source)
+        self.speeds["copy"] = 2 * source.nbytes / self.seconds(lambda: target.copy_(source))
+        self.speeds["read"] = source.nbytes / self.seconds(lambda: torch.amax(source))
+        return {f"{name}_tb_per_s": round(speed / 1e12, 3) for name, speed in self.speeds.items()}
+
+    def matrix_product(self) -> Row:
+        """The rate that prefill is held against."""
+        size = 8192 if self.on.real else 32
+        a, b = (torch.randn(size, size, device=self.on.device, dtype=torch.bfloat16) for _ in range(2))
+        self.speeds["flops"] = 2 * size**3 / self.seconds(self.captured(lambda: a @ b))
+        return {"tflop_per_s": round(self.speeds["flops"] / 1e12, 1)}
+
+    # -- is it right
+
+    def correct(self) -> Steps:
+        shapes: list[Row] = [
+            {"head_dim": 128, "group": 1, "chunk_tokens": 64, "tile": 16},
+            {"head_dim": 128, "group": 4, "chunk_tokens": 64, "tile": 8},
+            {"head_dim": 128, "group": 4, "chunk_tokens": 16, "tile": 16, "soft_cap": 20.0},
+            {"head_dim": 128, "group": 8, "chunk_tokens": 256, "tile": 16},
+            {"head_dim": 64, "group": 1, "chunk_tokens": 32, "tile": 64, "scale": 0.3},
+            {"head_dim": 80, "group": 2, "chunk_tokens": 64, "tile": 16},
+            {"head_dim": 96, "group": 7, "chunk_tokens": 128, "tile": 4},
+            {"head_dim": 256, "group": 1, "chunk_tokens": 64, "tile": 64},
+            {"head_dim": 256, "group": 2, "chunk_tokens": 16, "tile": 8, "soft_cap": 50.0},
+        ]
+        if not self.on.real:
+            shapes = [
+                {"head_dim": 16, "group": 2, "chunk_tokens": 16, "tile": 2, "soft_cap": 20.0, "batch": 4}
+            ]
+        for dtype in self.dtypes():
+            for seed, shape in enumerate(shapes):
+                for kind, attend in (("decode", self.correct_decode), ("prefill", self.correct_prefill)):
+                    name = f"{kind}: {dtype} {shape}".replace("torch.", "")
+                    yield (
+                        name,
+                        lambda attend=attend, shape=shape, dtype=dtype, seed=seed: attend(
+                            dtype, seed, **shape
+                        ),
+                    )
+            for interleaved in (False, True):
+                name = f"rotate: {dtype}, {'interleaved' if interleaved else 'half-split'} pairs".replace(
+                    "torch.", ""
+                )
+                yield (
+                    name,
+                    lambda dtype=dtype, interleaved=interleaved: self.correct_rotate(dtype, interleaved),
+                )
+            for layout in ("ours", "tokens first"):
+                name = f"gather and scatter: {dtype}, {layout}".replace("torch.", "")
+                yield name, lambda dtype=dtype, layout=layout: self.correct_pages(dtype, layout)
+        yield "decode: a graph that is replayed while sequences grow", self.graph_while_growing
+
+    def correct_decode(
+        self,
+        dtype: torch.dtype,
+        seed: int,
+        *,
+        head_dim: int,
+        group: int,
+        chunk_tokens: int,
+        tile: int,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        batch: int = 24,
+        kv_heads: int = 4,
+    ) -> Row:
+        sequences, chunks = random_sequences(seed, batch, chunk_tokens)
+        heads = group * kv_heads
+        q = self.randn(seed, batch, heads, head_dim).to(dtype)
+        pool = self.pool(dtype, seed, sequences, chunks, chunk_tokens, kv_heads, head_dim)
+        options = {"scale": scale, "soft_cap": soft_cap}
+
+        def attend(pool: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+            plan = self.forest(sequences, batch, chunks, chunk_tokens, tile, split_tokens=256).plan()
+            return decode_attention(q, *pool.unbind(1), plan, out=torch.full_like(q, math.nan), **options)
+
+        out = attend(pool, sequences)
+        keys, values = pool.unbind(1)
+        exact = naive_decode_attention(q, keys, values, sequences, **options)
+        plain = naive_decode_attention(q, keys, values, sequences, dtype=dtype, **options)
+        return self.compared(out, exact, plain) | self.same_bits(out, attend, pool, sequences)
+
+    def correct_prefill(
+        self,
+        dtype: torch.dtype,
+        seed: int,
+        *,
+        head_dim: int,
+        group: int,
+        chunk_tokens: int,
+        tile: int,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        batch: int = 12,
+        kv_heads: int = 4,
+    ) -> Row:
+        sequences, chunks = random_sequences(seed, batch, chunk_tokens)
+        draw = random.Random(seed)
+        new = {row: draw.choice((1, draw.randint(1, n), n)) for row, (_, n) in sequences.items() if n}
+        q = self.randn(seed, sum(new.values()), group * kv_heads, head_dim).to(dtype)
+        pool = self.pool(dtype, seed, sequences, chunks, chunk_tokens, kv_heads, head_dim)
+        options = {"scale": scale, "soft_cap": soft_cap}
+
+        def attend(pool: torch.Tensor, sequences: Sequences, **work: int) -> torch.Tensor:
+            forest = self.forest(sequences, batch, chunks, chunk_tokens, tile, split_tokens=256)
+            plan = forest.prefill(new, **work)
+            return prefill_attention(q, *pool.unbind(1), plan, out=torch.full_like(q, math.nan), **options)
+
+        out = attend(pool, sequences)
+        keys, values = pool.unbind(1)
+        exact = naive_prefill_attention(q, keys, values, sequences, new, **options)
+        plain = naive_prefill_attention(q, keys, values, sequences, new, dtype=dtype, **options)
+        row = self.compared(out, exact, plain) | self.same_bits(out, attend, pool, sequences)
+        cut = attend(pool, sequences, tile_queries=tile, split_tokens=2 * chunk_tokens)
+        return row | {"max_error_when_cut": self.compared(cut, exact, plain)["max_error"]}
+
+    def compared(self, out: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> Row:
+        """By the rule of the tests (tests/unit/kernels/conftest.py)."""
+        rounding = ((exact.to(out.dtype) + 0.3 - 0.3).double() - exact).abs().max().item()
+        last_place = torch.finfo(out.dtype).eps * exact.abs().max().item() / 2
+        error, allowed = ((found.double() - exact).abs().max().item() for found in (out, plain))
+        allowed = 2 * allowed + 2 * rounding + last_place
+        if not error <= allowed:  # also if it is NaN
+            raise AssertionError(f"differs by {error:.3g} from fp64, allowed are {allowed:.3g}")
+        return {"max_error": error, "allowed": allowed}
+
+    def same_bits(
+        self,
+        out: torch.Tensor,
+        attend: Callable[[torch.Tensor, Sequences], torch.Tensor],
+        pool: torch.Tensor,
+        sequences: Sequences,
+    ) -> Row:
+        if not all(torch.equal(attend(pool, sequences), out) for _ in range(5)):
+            raise AssertionError("repeated runs differ")
+        last = len(pool) - 1
+        moved = {row: ([last - chunk for chunk in own], tokens) for row, (own, tokens) in sequences.items()}
+        if not torch.equal(attend(pool.flip(0), moved), out):
+            raise AssertionError("moved chunks give other bits")
+        return {}
+
+    def correct_rotate(self, dtype: torch.dtype, interleaved: bool) -> Row:
+        keys = self.randn(1, 5, 4, 33, 80).to(dtype)
+        inv_freq = 1 / 10000 ** (torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+        deltas = torch.randint(-100_000, 100_000, (33,), generator=torch.Generator().manual_seed(1))
+        deltas[3] = 0
+        by = rotation(deltas, inv_freq, interleaved=interleaved, device=self.on.device)
+        out = rotate(keys, by, out=torch.full_like(keys, math.nan))
+        exact = naive_rotate(keys.cpu(), deltas, inv_freq, interleaved=interleaved)
+        rounding = (exact.to(dtype).double() - exact).abs().max().item()
+        error = (out.cpu().double() - exact).abs().max().item()
+        if not error <= 2 * rounding:
+            raise AssertionError(f"differs by {error:.3g} from fp64, allowed are {2 * rounding:.3g}")
+        if not (torch.equal(out[..., 64:], keys[..., 64:]) and torch.equal(out[..., 3, :], keys[..., 3, :])):
+            raise AssertionError("what is not rotated differs")
+        return {"max_error": error, "allowed": 2 * rounding}
+
+    def correct_pages(self, dtype: torch.dtype, layout: str) -> Row:
+        blocks, block_tokens, chunk_tokens, tokens, kv_heads, head_dim = 40, 16, 64, 300, 4, 80
+        pool = self.randn(2, blocks, 2, kv_heads, block_tokens, head_dim).to(dtype)
+        if layout == "tokens first":
+            pool = pool.transpose(2, 3).contiguous().transpose(2, 3)
+        keys, values = pool.unbind(1)
+        numbers = random.Random(3).sample(range(blocks), -(-tokens // block_tokens))
+        numbers[2] = -1
+        sizes = {
+            "blocks": blocks,
+            "block_tokens": block_tokens,
+            "chunk_tokens": chunk_tokens,
+            "tokens": tokens,
+        }
+        table = BlockTable.of(numbers, **sizes, device=self.on.device)
+        slices = torch.full((table.chunks, 2, kv_heads, chunk_tokens, head_dim), math.nan, dtype=dtype)
+        slices = slices.to(self.on.device)
+        expected = naive_gather(keys.cpu(), values.cpu(), self.on_cpu(table, numbers, sizes), slices.cpu())
+        gather(keys, values, table, slices)
+        if not same(slices.cpu(), expected):
+            raise AssertionError("gather: other bits than one by one")
+        back = [torch.full_like(half, math.nan) for half in (keys, values)]
+        slices.nan_to_num_(0.5)
+        expected_back = naive_scatter(
+            back[0].cpu(), back[1].cpu(), self.on_cpu(table, numbers, sizes), slices.cpu()
+        )
+        scatter(back[0], back[1], table, slices)
+        if not all(same(found.cpu(), wanted) for found, wanted in zip(back, expected_back, strict=True)):
+            raise AssertionError("scatter: other bits than one by one")
+        inv_freq = 1 / 10000 ** (torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+        by = rotation(torch.full((table.chunks, 1), 1234), inv_freq, device=self.on.device)
+        scatter(back[0], back[1], table, slices, by=by)
+        apart = rotate(slices[0, 0], rotation(1234, inv_freq, device=self.on.device))
+        if not torch.equal(back[0][numbers[0]], apart[:, :block_tokens]):
+            raise AssertionError("scatter with a rotation: other bits than rotate")
+        return {}
+
+    def on_cpu(self, table: BlockTable, numbers: list[int], sizes: dict[str, int]) -> BlockTable:
+        return table if not self.on.real else BlockTable.of(numbers, **sizes)
+
+    def graph_while_growing(self, tokens: int = 200) -> Row:
+        batch, chunk_tokens, dtype = 8, 16, torch.float16
+        tokens = tokens if self.on.real else 20
+        sequences, chunks = random_sequences(
+            1, batch, chunk_tokens, more=batch * (tokens // chunk_tokens + 1)
+        )
+        unused = iter(sorted(set(range(chunks)) - {chunk for own, _ in sequences.values() for chunk in own}))
+        forest = self.forest(sequences, batch, chunks, chunk_tokens, 16, split_tokens=64)
+        q = self.randn(1, batch, 8, 128).to(dtype)
+        keys, values = self.pool(dtype, 1, sequences, chunks, chunk_tokens, 8, 128).nan_to_num_(0.5).unbind(1)
+        plan, out = forest.plan(), torch.empty_like(q)
+        replay = self.captured(lambda: decode_attention(q, keys, values, plan, out=out))
+        worst = 0.0
+        for number in range(tokens):
+            new = {row: next(unused) for row, (_, length) in sequences.items() if length % chunk_tokens == 0}
+            forest.step(new)
+            forest.plan()
+            for row, (own, length) in sequences.items():
+                sequences[row] = ([*own, *([new[row]] if row in new else ())], length + 1)
+            if number % 10 == 0:
+                out.fill_(math.nan)
+                replay()
+                exact = naive_decode_attention(q, keys, values, sequences)
+                worst = max(worst, (out.double() - exact).abs().max().item())
+                if not (out.double() - exact).abs().max().item() < 5e-3:
+                    raise AssertionError(f"after {number + 1} tokens it differs by {worst:.3g}")
+        return {"max_error": worst}
+
+    # -- what plans cost
+
+    def plans(self) -> Steps:
+        yield "plans", self.planning
+
+    def planning(self) -> Row:
+        """Microseconds on the host, copies to the device included."""
+        on = self.on
+        tokens, shared = on.points[len(on.points) // 2][0], on.points[len(on.points) // 2][0] // 2
+        sequences, chunks = self.sharing(on.batch, tokens, shared)
+        forest = self.forest(
+            sequences, on.batch, chunks + 2 * on.batch, on.chunk, 16, split_tokens=8 * on.chunk
+        )
         forest.plan()
-        for row, (own, length) in sequences.items():
-            sequences[row] = ([*own, *([new[row]] if row in new else ())], length + 1)
-        if number % 10 == 0:
-            out.fill_(math.nan)
-            replay()
-            exact = naive_decode_attention(q, keys, values, sequences)
-            worst = max(worst, (out.double() - exact).abs().max().item())
-            if not (out.double() - exact).abs().max().item() < 5e-3:
-                raise AssertionError(f"after {number + 1} tokens it differs by {worst:.3g}")
-    return {"max_error": worst}
+        fresh = iter(range(chunks, chunks + 2 * on.batch))
+        forest.step({row: next(fresh) for row in sequences if forest.length(row) % on.chunk == 0})
+
+        def step() -> None:
+            if forest.length(0) % on.chunk:
+                forest.step()
+            forest.plan()
+
+        def join_and_leave() -> None:
+            own, length = forest.chunks_of(0), forest.length(0)
+            forest.leave(0)
+            forest.join(0, own, length)
+            forest.plan()
+
+        new = dict.fromkeys(sequences, min(on.chunk, shared or 1))
+        calls = {"step": step, "join_and_leave": join_and_leave, "prefill": lambda: forest.prefill(new)}
+        row: Row = {"sequences": on.batch, "tokens": tokens}
+        for name, call in calls.items():
+            took = []
+            for _ in range(10):
+                began = time.perf_counter()
+                call()
+                self.synchronize()
+                took.append(time.perf_counter() - began)
+            row[f"{name}_us"] = round(1e6 * statistics.median(took), 1)
+        return row
+
+    # -- tile shapes
+
+    def tile_shapes(self) -> Steps:
+        on = self.on
+        for kv_heads in (on.heads, on.heads // 4):
+            for rows in (16, 32, 64):
+                yield (
+                    f"decode: {rows} rows, {on.heads}/{kv_heads} heads",
+                    lambda rows=rows, kv=kv_heads: self.sweep(
+                        "DECODE", self.decode_call(kv, rows), DECODE_TILES
+                    ),
+                )
+        for kv_heads in (on.heads, on.heads // 4):
+            yield (
+                f"prefill: {on.heads}/{kv_heads} heads",
+                lambda kv=kv_heads: self.sweep("PREFILL", self.prefill_call(kv), PREFILL_TILES),
+            )
+
+    def decode_call(self, kv_heads: int, rows: int) -> tuple[tiles.Key, Callable[[], object]]:
+        """Halfway shared: both phases count."""
+        on = self.on
+        tokens, shared = on.points[0][0], on.points[0][0] // 2
+        sequences, chunks = self.sharing(on.batch, tokens, shared)
+        pool = self.randn(0, chunks, 2, kv_heads, on.chunk, on.head_dim).to(torch.float16)
+        q = self.randn(1, on.batch, on.heads, on.head_dim).to(torch.float16)
+        tile = max(1, rows * kv_heads // on.heads)
+        plan = self.forest(sequences, on.batch, chunks, on.chunk, tile, split_tokens=8 * on.chunk).plan()
+        keys, values = pool.unbind(1)
+        out = torch.empty_like(q)
+        return self.key(rows), lambda: decode_attention(q, keys, values, plan, out=out)
+
+    def prefill_call(self, kv_heads: int) -> tuple[tiles.Key, Callable[[], object]]:
+        on = self.on
+        cached, new = on.points[0][0] // 2, 8 * on.chunk
+        q, keys, values, plan, _ = self.prefilling(2, cached, new, kv_heads, torch.float16)
+        out = torch.empty_like(q)
+        return self.key(128), lambda: prefill_attention(q, keys, values, plan, out=out)
+
+    def key(self, rows: int) -> tiles.Key:
+        return tiles.Key(rows, 1 << (self.on.head_dim - 1).bit_length(), self.on.chunk)
+
+    def sweep(
+        self, kind: str, made: tuple[tiles.Key, Callable[[], object]], candidates: list[tuple[int, int, int]]
+    ) -> Row:
+        """Each candidate in turn in the table that kernels read; the best one stays there."""
+        key, call = made
+        table: dict[tiles.Key, tiles.Tile] = getattr(tiles, kind)
+        before = table.pop(key, None)
+        row: Row = {"key": list(key)}
+        row["us_by_rule"] = round(1e6 * self.seconds(self.captured(call)), 1)
+        best, least = None, row["us_by_rule"]
+        for candidate in candidates:
+            name = "us_{}_tokens_{}_warps_{}_stages".format(*candidate)
+            table[key] = tiles.Tile(*candidate)
+            try:
+                row[name] = round(1e6 * self.seconds(self.captured(call)), 1)
+            except Exception as error:  # what does not fit on this device is no candidate
+                row[name.replace("us_", "error_")] = f"{type(error).__name__}: {error}"[:100]
+                continue
+            if row[name] < 0.98 * least:
+                best, least = table[key], row[name]
+        table.pop(key)
+        if best is None:
+            if before is not None:
+                table[key] = before
+        else:
+            # Two shapes of heads may have the same key: the first one decides
+            known = self.best[kind].get(key)
+            table[key] = self.best[kind][key] = known or best
+        return row | {"best": list(best) if best else "by rule"}
+
+    def tiles_module(self) -> str:
+        """kernels/tiles.py with what was found."""
+        name = torch.cuda.get_device_name() if self.on.real else "no GPU (a dry run)"
+        text = Path(tiles.__file__).read_text()
+        head, _, _ = text.partition("DECODE: dict")
+        first, last = head.index("Written by"), head.index('"""\n\nfrom')
+        told = f"Written by `make bench-gpu_check ARGS='--tiles kernels/tiles.py'` on: {name}.\n"
+        lines = [head[:first] + told + head[last:]]
+        for kind in ("DECODE", "PREFILL"):
+            found = {**getattr(tiles, kind), **self.best[kind]}
+            entries = "".join(f"    {key!r}: {tile!r},\n" for key, tile in sorted(found.items()))
+            lines.append(f"{kind}: dict[Key, Tile] = {{{chr(10) + entries if entries else ''}}}\n")
+        return "".join(lines)
+
+    # -- how fast: decode
+
+    def decode(self) -> Steps:
+        for tokens, shared in self.on.points:
+            for kv_heads in (self.on.heads, self.on.heads // 4):
+                yield (
+                    f"{tokens} tokens, {shared} shared, {self.on.heads}/{kv_heads} heads",
+                    (lambda tokens=tokens, shared=shared, kv=kv_heads: self.point(tokens, shared, kv)),
+                )
+
+    def point(self, tokens: int, shared: int, kv_heads: int) -> Row:
+        on = self.on
+        sequences, chunks = self.sharing(on.batch, tokens, shared)
+        pool = self.randn(0, chunks, 2, kv_heads, on.chunk, on.head_dim).to(torch.float16)
+        keys, values = pool.unbind(1)
+        q = self.randn(1, on.batch, on.heads, on.head_dim).to(torch.float16)
+        moved = pool.nbytes + 2 * q.nbytes
+        row: Row = {"bytes": moved}
+        out = torch.empty_like(q)
+        for rows, split in on.variants:
+            tile = max(1, rows * kv_heads // on.heads)
+            plan = self.forest(sequences, on.batch, chunks, on.chunk, tile, split_tokens=split).plan()
+            call = self.captured(lambda plan=plan: decode_attention(q, keys, values, plan, out=out))
+            row[f"us_rows_{rows}_split_{split}"] = round(1e6 * self.seconds(call, 2 * on.repeats), 1)
+        best = min(value for name, value in row.items() if name.startswith("us_rows"))
+        row |= {"us": best, "tb_per_s": round(moved / best / 1e6, 3)}
+        for name in ("read", "copy"):
+            if name in self.speeds:
+                row[f"of_{name}"] = round(moved / best * 1e6 / self.speeds[name], 3)
+
+        index = torch.tensor([own for own, _ in sequences.values()], device=on.device)
+        k, v = (of[index].transpose(1, 2).flatten(2, 3) for of in (keys, values))
+
+        def by_torch() -> torch.Tensor:
+            return F.scaled_dot_product_attention(
+                q.unsqueeze(2), k, v, enable_gqa=kv_heads < on.heads
+            ).squeeze(2)
+
+        row["differs_from_torch"] = self.close(out, by_torch())
+        row["torch_us"] = round(1e6 * self.seconds(self.captured(by_torch)), 1)
+        first = shared // on.chunk
+        row |= self.flashinfer_decode(q, pool, first, tokens // on.chunk - first, out)
+        return row | {"speedup_over_best_other": self.over_others(row, best)}
+
+    def close(self, ours: torch.Tensor, theirs: torch.Tensor) -> float:
+        differ = (ours - theirs).abs().max().item()
+        if not differ < PEERS_TOLERANCE:
+            raise AssertionError(f"differs by {differ:.3g} from another implementation")
+        return differ
+
+    def over_others(self, row: Row, best: float) -> float:
+        others = [value for name, value in row.items() if name.endswith("_us") and isinstance(value, float)]
+        return round(min(others) / best, 3)
+
+    def flashinfer_decode(
+        self, q: torch.Tensor, pool: torch.Tensor, shared: int, own: int, ours: torch.Tensor
+    ) -> Row:
+        """Its decode kernel, and its cascade with the backend that it picks and with fa2; what fails is told."""
+        try:
+            import flashinfer
+        except ImportError:
+            return {}
+        on, batch = self.on, len(q)
+        heads = {
+            "num_qo_heads": q.shape[1],
+            "num_kv_heads": pool.shape[2],
+            "head_dim": on.head_dim,
+            "page_size": on.chunk,
+        }
+
+        def ints(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=on.device)
+
+        def pages(counts: int) -> torch.Tensor:
+            return ints([row * counts for row in range(batch + 1)])
+
+        def private(row: int) -> list[int]:
+            return list(range(shared + row * own, shared + (row + 1) * own))
+
+        def workspace() -> torch.Tensor:
+            return torch.zeros(256 << 20, dtype=torch.uint8, device=on.device)
+
+        def decode() -> Any:
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), "HND", use_tensor_cores=True)
+            every = [chunk for row in range(batch) for chunk in (*range(shared), *private(row))]
+            last = ints([on.chunk] * batch)
+            wrapper.plan(pages(shared + own), ints(every), last, *heads.values(), q_data_type=q.dtype)
+            return wrapper
+
+        def cascade(backend: str | None) -> Any:
+            if not shared or not own:
+                raise ValueError("two levels need shared and private chunks")
+            wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace(), "HND")
+            for level in wrapper._batch_prefill_wrappers if backend else ():
+                level._backend = backend
+            wrapper.plan(
+                [ints([0, batch]), pages(1)],
+                [ints([0, shared]), pages(own)],
+                [ints(list(range(shared))), ints([chunk for row in range(batch) for chunk in private(row)])],
+                [ints([on.chunk]), ints([on.chunk] * batch)],
+                *heads.values(),
+                q_data_type=q.dtype,
+            )
+            return wrapper
+
+        makers = {
+            "flashinfer_decode": decode,
+            "flashinfer_cascade": lambda: cascade(None),
+            "flashinfer_cascade_fa2": lambda: cascade("fa2"),
+        }
+        return self.peers(makers, q, pool, ours)
+
+    def peers(
+        self, makers: dict[str, Callable[[], Any]], q: torch.Tensor, pool: torch.Tensor, ours: torch.Tensor
+    ) -> Row:
+        found: Row = {}
+        for name, make in makers.items():
+            try:
+                wrapper = make()
+                found[f"{name}_differs"] = (wrapper.run(q, pool) - ours).abs().max().item()
+                call = self.captured(lambda wrapper=wrapper: wrapper.run(q, pool))
+                found[f"{name}_us"] = round(1e6 * self.seconds(call), 1)
+            except Exception as error:  # a peer's trouble is not ours
+                found[f"{name}_error"] = f"{type(error).__name__}: {error}"[:200]
+        return found
+
+    # -- how fast: prefill
+
+    def prefill(self) -> Steps:
+        for batch, cached, new in self.on.prefill_points:
+            for kv_heads in (self.on.heads, self.on.heads // 4):
+                yield (
+                    f"{batch} x {new} new, {cached} cached and shared, {self.on.heads}/{kv_heads} heads",
+                    (
+                        lambda batch=batch, cached=cached, new=new, kv=kv_heads: self.prefill_point(
+                            batch, cached, new, kv
+                        )
+                    ),
+                )
+
+    def prefill_point(self, batch: int, cached: int, new: int, kv_heads: int) -> Row:
+        on = self.on
+        q, keys, values, plan, sequences = self.prefilling(batch, cached, new, kv_heads, torch.bfloat16)
+        out = torch.empty_like(q)
+        call = self.captured(lambda: prefill_attention(q, keys, values, plan, out=out))
+        took = self.seconds(call)
+        pairs = batch * (new * cached + new * (new + 1) // 2)  # of a query and a token that it sees
+        flops = 4 * pairs * on.heads * on.head_dim
+        row: Row = {"us": round(1e6 * took, 1), "tflop_per_s": round(flops / took / 1e12, 1)}
+        row |= {"items": len(plan.items), "partials": plan.partials}
+        if "flops" in self.speeds:
+            row["of_matrix_product"] = round(flops / took / self.speeds["flops"], 3)
+        index = torch.tensor([own for own, _ in sequences.values()], device=on.device)
+        tokens = cached + new
+        k, v = (of[index].transpose(1, 2).flatten(2, 3)[:, :, :tokens].contiguous() for of in (keys, values))
+        by_head = q.view(batch, new, on.heads, on.head_dim).transpose(1, 2).contiguous()
+        mask: Any = torch.ones(new, tokens, dtype=torch.bool, device=on.device).tril(cached)
+        if on.real:
+            from torch.nn.attention.bias import causal_lower_right
+
+            mask = causal_lower_right(new, tokens)  # goes to flash-attention
+            if kv_heads < on.heads:
+                k, v = (of.repeat_interleave(on.heads // kv_heads, 1) for of in (k, v))
+        grouped = k.shape[1] < on.heads
+
+        def by_torch() -> torch.Tensor:
+            return F.scaled_dot_product_attention(by_head, k, v, attn_mask=mask, enable_gqa=grouped)
+
+        row["differs_from_torch"] = self.close(out, by_torch().transpose(1, 2).flatten(0, 1))
+        row["torch_us"] = round(1e6 * self.seconds(by_torch), 1)
+        row |= self.flashinfer_prefill(q, keys, values, sequences, new, out)
+        return row | {"speedup_over_best_other": self.over_others(row, row["us"])}
+
+    def flashinfer_prefill(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sequences: Sequences,
+        new: int,
+        ours: torch.Tensor,
+    ) -> Row:
+        try:
+            import flashinfer
+        except ImportError:
+            return {}
+        on, batch = self.on, len(sequences)
+
+        def ints(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=on.device)
+
+        def make(backend: str) -> Any:
+            space = torch.zeros(256 << 20, dtype=torch.uint8, device=on.device)
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "HND", backend=backend)
+            counts = [len(own) for own, _ in sequences.values()]
+            wrapper.plan(
+                ints([row * new for row in range(batch + 1)]),
+                ints([sum(counts[:row]) for row in range(batch + 1)]),
+                ints([chunk for own, _ in sequences.values() for chunk in own]),
+                ints([(tokens - 1) % on.chunk + 1 for _, tokens in sequences.values()]),
+                *(q.shape[1], keys.shape[1], on.head_dim, on.chunk),
+                causal=True,
+                q_data_type=q.dtype,
+            )
+            return wrapper
+
+        makers = {
+            f"flashinfer_{backend}": (lambda backend=backend: make(backend)) for backend in ("auto", "fa2")
+        }
+        return self.peers(makers, q, torch.stack((keys, values), 1), ours)
+
+    # -- how fast: copies
+
+    def copies(self) -> Steps:
+        for dtype in self.dtypes():
+            yield (
+                f"rotate, gather, scatter: {dtype}".replace("torch.", ""),
+                lambda dtype=dtype: self.copying(dtype),
+            )
+
+    def copying(self, dtype: torch.dtype) -> Row:
+        """GB/s, read and written bytes together, and as share of a copy of the same bytes by torch."""
+        on, kv_heads, block_tokens = self.on, max(1, self.on.heads // 4), 16
+        chunks, blocks = on.copied_tokens // on.chunk, on.copied_tokens // block_tokens
+        slices = self.randn(1, chunks, 2, kv_heads, on.chunk, on.head_dim).to(dtype)
+        pool = torch.empty(blocks, 2, kv_heads, block_tokens, on.head_dim, dtype=dtype, device=on.device)
+        keys, values = pool.unbind(1)
+        numbers = random.Random(1).sample(range(blocks), blocks)
+        table = BlockTable.of(
+            numbers, blocks=blocks, block_tokens=block_tokens, chunk_tokens=on.chunk, device=on.device
+        )
+        inv_freq = 1 / 10000 ** (torch.arange(0, on.head_dim, 2, dtype=torch.float64) / on.head_dim)
+        by = rotation(1000, inv_freq, device=on.device)
+        other = torch.empty_like(slices)
+        calls: dict[str, tuple[int, Callable[[], object]]] = {
+            "copy": (slices.nbytes, lambda: other.copy_(slices)),
+            "scatter": (slices.nbytes, lambda: scatter(keys, values, table, slices)),
+            "scatter_rotated": (slices.nbytes, lambda: scatter(keys, values, table, slices, by=by)),
+            "gather": (slices.nbytes, lambda: gather(keys, values, table, other)),
+            "rotate": (slices.nbytes // 2, lambda: rotate(slices[:, 0], by, out=other[:, 0])),
+        }
+        row: Row = {"bytes": slices.nbytes}
+        for name, (size, call) in calls.items():
+            speed = 2 * size / self.seconds(self.captured(call))
+            row[f"{name}_gb_per_s"] = round(speed / 1e9, 1)
+            row[f"{name}_of_copy"] = round(speed / 1e9 / row["copy_gb_per_s"], 3)
+        return row
+
+    # -- what all of them use
+
+    def randn(self, seed: int, *shape: int) -> torch.Tensor:
+        draw = torch.Generator(self.on.device).manual_seed(seed)
+        return torch.randn(shape, generator=draw, device=self.on.device)
+
+    def pool(
+        self,
+        dtype: torch.dtype,
+        seed: int,
+        sequences: Sequences,
+        chunks: int,
+        chunk_tokens: int,
+        kv_heads: int,
+        head_dim: int,
+    ) -> torch.Tensor:
+        """With NaN wherever no sequence has a token."""
+        pool = self.randn(seed + 1, chunks, 2, kv_heads, chunk_tokens, head_dim).to(dtype)
+        unwritten = torch.ones(chunks, chunk_tokens, dtype=torch.bool)
+        for own, tokens in sequences.values():
+            for number, chunk in enumerate(own):
+                unwritten[chunk, : tokens - number * chunk_tokens] = False
+        return pool.masked_fill_(unwritten.to(self.on.device)[:, None, None, :, None], math.nan)
+
+    def forest(
+        self,
+        sequences: Sequences,
+        batch: int,
+        chunks: int,
+        chunk_tokens: int,
+        tile: int,
+        *,
+        split_tokens: int,
+    ) -> Forest:
+        forest = Forest(
+            chunk_tokens=chunk_tokens,
+            chunks=chunks,
+            sequences_max=batch,
+            split_tokens=split_tokens,
+            tile_sequences=tile,
+            items_max=2048,
+            partials_max=2048,
+            device=self.on.device,
+        )
+        for row, (own, tokens) in sequences.items():
+            forest.join(row, own, tokens)
+        return forest
+
+    def sharing(self, batch: int, tokens: int, shared: int) -> tuple[Sequences, int]:
+        """Sequences of so many tokens that begin with the same `shared` ones; how many chunks they have in all."""
+        first, own = shared // self.on.chunk, -(-(tokens - shared) // self.on.chunk)
+        sequences = {
+            row: ([*range(first), *range(first + row * own, first + (row + 1) * own)], tokens)
+            for row in range(batch)
+        }
+        return sequences, first + batch * own
+
+    def prefilling(
+        self, batch: int, cached: int, new: int, kv_heads: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PrefillPlan, Sequences]:
+        """(queries, keys, values, plan, sequences)"""
+        on = self.on
+        sequences, chunks = self.sharing(batch, cached + new, cached)
+        pool = self.randn(0, chunks, 2, kv_heads, on.chunk, on.head_dim).to(dtype)
+        q = self.randn(1, batch * new, on.heads, on.head_dim).to(dtype)
+        forest = self.forest(sequences, batch, chunks, on.chunk, 16, split_tokens=8 * on.chunk)
+        return q, *pool.unbind(1), forest.prefill(dict.fromkeys(sequences, new)), sequences
+
+    def synchronize(self) -> None:
+        if self.on.real:
+            torch.cuda.synchronize()
+
+    def captured(self, call: Callable[[], object]) -> Callable[[], object]:
+        """The call as a CUDA graph; compiled before, as a graph may not."""
+        if not self.on.real:
+            return call
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
+
+    def seconds(self, call: Callable[[], object], repeats: int | None = None) -> float:
+        """Median time of a call with a cold L2. Writing the flushed bytes also hides the time to launch."""
+        repeats = repeats or self.on.repeats
+        for _ in range(3):
+            call()
+        flush = torch.empty(self.on.flush_bytes, dtype=torch.int8, device=self.on.device)
+        if not self.on.real:
+            took = []
+            for _ in range(repeats):
+                flush.zero_()
+                began = time.perf_counter()
+                call()
+                took.append(time.perf_counter() - began)
+            return statistics.median(took)
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        for begin, end in events:
+            flush.zero_()
+            begin.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit by bit: NaN is like itself."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def random_sequences(seed: int, batch: int, chunk_tokens: int, more: int = 0) -> tuple[Sequences, int]:
@@ -198,216 +936,12 @@ def random_sequences(seed: int, batch: int, chunk_tokens: int, more: int = 0) ->
         count = -(-own // chunk_tokens)
         sequences[row] = ([*chunks, *range(used, used + count)], len(chunks) * chunk_tokens + own)
         used += count
-    chunks = used + 5 + more
-    places = list(range(chunks))
+    chunks_in_all = used + 5 + more
+    places = list(range(chunks_in_all))
     draw.shuffle(places)
     return {
         row: ([places[chunk] for chunk in own], tokens) for row, (own, tokens) in sequences.items()
-    }, chunks
-
-
-def tensors(
-    device: str,
-    dtype: torch.dtype,
-    seed: int,
-    sequences: Sequences,
-    chunks: int,
-    chunk_tokens: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries, and a pool with NaN wherever no sequence has a token."""
-    torch.manual_seed(seed)
-    q = torch.randn(max(sequences) + 1, heads, head_dim, device=device).to(dtype)
-    pool = torch.randn(chunks, 2, kv_heads, chunk_tokens, head_dim, device=device).to(dtype)
-    written = torch.zeros(chunks, chunk_tokens, dtype=torch.bool)
-    for own, tokens in sequences.values():
-        for number, chunk in enumerate(own):
-            written[chunk, : tokens - number * chunk_tokens] = True
-    return q, pool.masked_fill_(~written.to(device)[:, None, None, :, None], math.nan)
-
-
-def planned(
-    device: str,
-    sequences: Sequences,
-    batch: int,
-    chunks: int,
-    chunk_tokens: int,
-    tile: int,
-    *,
-    split_tokens: int,
-) -> Plan:
-    forest = Forest(
-        chunk_tokens=chunk_tokens,
-        chunks=chunks,
-        sequences_max=batch,
-        split_tokens=split_tokens,
-        tile_sequences=tile,
-        items_max=1024,
-        partials_max=1024,
-        device=device,
-    )
-    for row, (own, tokens) in sequences.items():
-        forest.join(row, own, tokens)
-    return forest.plan()
-
-
-# -- how fast
-
-
-def timing_steps() -> list[tuple[str, Callable[[], dict[str, Any]]]]:
-    speeds: dict[str, float] = {}
-    steps: list[tuple[str, Callable[[], dict[str, Any]]]] = [("bandwidth", lambda: bandwidth(speeds))]
-    for tokens, shared in POINTS:
-        for kv_heads in (HEADS, HEADS // 4):
-            name = f"time: {tokens} tokens, {shared} shared, {HEADS}/{kv_heads} heads"
-            steps.append(
-                (
-                    name,
-                    lambda tokens=tokens, shared=shared, heads=kv_heads: point(tokens, shared, heads, speeds),
-                )
-            )
-    return steps
-
-
-def bandwidth(speeds: dict[str, float]) -> dict[str, Any]:
-    """Bytes a second: of a copy (read and written bytes together) and of reading alone."""
-    source = torch.ones(1 << 30, dtype=torch.float16, device="cuda")
-    target = torch.empty_like(source)
-    speeds["copy"] = 2 * source.nbytes / seconds(lambda: target.copy_(source))
-    speeds["read"] = source.nbytes / seconds(lambda: torch.amax(source))
-    return {f"{name}_tb_per_s": round(speed / 1e12, 3) for name, speed in speeds.items()}
-
-
-def point(tokens: int, shared: int, kv_heads: int, speeds: dict[str, float]) -> dict[str, Any]:
-    own = (tokens - shared) // CHUNK
-    chunks = shared // CHUNK + BATCH * own
-    pool = torch.randn(chunks, 2, kv_heads, CHUNK, HEAD_DIM, device="cuda", dtype=torch.float16)
-    keys, values = pool.unbind(1)
-    q = torch.randn(BATCH, HEADS, HEAD_DIM, device="cuda", dtype=torch.float16)
-    first = list(range(shared // CHUNK))
-    sequences: Sequences = {
-        row: (first + list(range(len(first) + row * own, len(first) + (row + 1) * own)), tokens)
-        for row in range(BATCH)
-    }
-    moved = pool.nbytes + 2 * q.nbytes
-    row: dict[str, Any] = {"bytes": moved}
-    out = torch.empty_like(q)
-    for rows, split in VARIANTS:
-        tile = max(1, rows * kv_heads // HEADS)
-        plan = planned("cuda", sequences, BATCH, chunks, CHUNK, tile, split_tokens=split)
-        took = seconds(
-            captured(lambda plan=plan: decode_attention(q, keys, values, plan, out=out)), repeats=40
-        )
-        row[f"us_rows_{rows}_split_{split}"] = round(1e6 * took, 1)
-    best = min(value for name, value in row.items() if name.startswith("us_rows"))
-    row |= {"us": best, "tb_per_s": round(moved / best / 1e6, 3)}
-    if speeds:
-        row["of_read"] = round(moved / best * 1e6 / speeds["read"], 3)
-        row["of_copy"] = round(moved / best * 1e6 / speeds["copy"], 3)
-
-    index = torch.tensor([chunks for chunks, _ in sequences.values()], device="cuda")
-    k, v = (of[index].transpose(1, 2).flatten(2, 3) for of in (keys, values))
-    grouped = {"enable_gqa": True} if kv_heads < HEADS else {}
-    torch_out = F.scaled_dot_product_attention(q.unsqueeze(2), k, v, **grouped).squeeze(2)
-    row["differs_from_torch"] = (out - torch_out).abs().max().item()
-    call = captured(lambda: F.scaled_dot_product_attention(q.unsqueeze(2), k, v, **grouped))
-    row["torch_us"] = round(1e6 * seconds(call, repeats=20), 1)
-    row |= flashinfer_times(q, pool, len(first), own, out)
-    others = [value for name, value in row.items() if name.endswith("_us") and isinstance(value, float)]
-    row["speedup_over_best_other"] = round(min(others) / best, 3)
-    return row
-
-
-def flashinfer_times(
-    q: torch.Tensor, pool: torch.Tensor, shared: int, own: int, ours: torch.Tensor
-) -> dict[str, Any]:
-    """Its decode kernel, and its cascade with the backend that it picks and with fa2; what fails is told."""
-    try:
-        import flashinfer
-    except ImportError:
-        return {}
-    found: dict[str, Any] = {}
-    heads = {"num_qo_heads": HEADS, "num_kv_heads": pool.shape[2], "head_dim": HEAD_DIM, "page_size": CHUNK}
-
-    def ints(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-    def pages(counts: int) -> torch.Tensor:
-        return ints([row * counts for row in range(BATCH + 1)])
-
-    def private(row: int) -> list[int]:
-        return list(range(shared + row * own, shared + (row + 1) * own))
-
-    def workspace() -> torch.Tensor:
-        return torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
-
-    def decode() -> Any:
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(), "HND", use_tensor_cores=True)
-        every = [chunk for row in range(BATCH) for chunk in (*range(shared), *private(row))]
-        last = ints([CHUNK] * BATCH)
-        wrapper.plan(pages(shared + own), ints(every), last, *heads.values(), q_data_type=q.dtype)
-        return wrapper
-
-    def cascade(backend: str | None) -> Any:
-        if not shared or not own:
-            raise ValueError("two levels need shared and private chunks")
-        wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace(), "HND")
-        for level in wrapper._batch_prefill_wrappers if backend else ():
-            level._backend = backend
-        wrapper.plan(
-            [ints([0, BATCH]), pages(1)],
-            [ints([0, shared]), pages(own)],
-            [ints(list(range(shared))), ints([chunk for row in range(BATCH) for chunk in private(row)])],
-            [ints([CHUNK]), ints([CHUNK] * BATCH)],
-            *heads.values(),
-            q_data_type=q.dtype,
-        )
-        return wrapper
-
-    for name, make in (
-        ("flashinfer_decode", decode),
-        ("flashinfer_cascade", lambda: cascade(None)),
-        ("flashinfer_cascade_fa2", lambda: cascade("fa2")),
-    ):
-        try:
-            wrapper = make()
-            found[f"{name}_differs"] = (wrapper.run(q, pool) - ours).abs().max().item()
-            found[f"{name}_us"] = round(
-                1e6 * seconds(lambda wrapper=wrapper: wrapper.run(q, pool), repeats=20), 1
-            )
-        except Exception as error:  # a peer's trouble is not ours
-            found[f"{name}_error"] = f"{type(error).__name__}: {error}"[:200]
-    return found
-
-
-def captured(call: Callable[[], object]) -> Callable[[], None]:
-    """The call as a CUDA graph; compiled before, as a graph may not."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def seconds(call: Callable[[], object], repeats: int = 20) -> float:
-    """Median time of a call on the device with a cold L2. Writing the flushed bytes also hides the time to launch."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for _ in range(3):
-        call()
-    for begin, end in events:
-        flush.zero_()
-        begin.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
+    }, chunks_in_all
 
 
 if __name__ == "__main__":

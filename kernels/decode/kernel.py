@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvstore.kernels import tiles
 from kvstore.kernels.forest import Plan
 
 ROWS = (16, 32, 64, 128)
@@ -181,7 +182,7 @@ def _merge(
 
 
 def block_sizes(*, head_dim: int, group: int, plan: Plan, element_bytes: int) -> dict[str, int]:
-    """The constants of `_attend` that follow from shapes. Raises ValueError for what the kernel cannot do."""
+    """The constants of `_attend` that follow from shapes, and how many warps. ValueError for what it cannot do."""
     if plan.chunk_tokens not in CHUNK_TOKENS:
         raise ValueError(f"chunk_tokens is {plan.chunk_tokens}: the kernel knows {CHUNK_TOKENS}")
     if head_dim > HEAD_DIM_MAX:
@@ -195,6 +196,9 @@ def block_sizes(*, head_dim: int, group: int, plan: Plan, element_bytes: int) ->
             f"make the forest with tile_sequences of at most {allowed[-1] // group}"
         )
     item_chunks = plan.split_tokens // plan.chunk_tokens
+    tile = tiles.DECODE.get(tiles.Key(rows, block_d, plan.chunk_tokens)) or tiles.Tile(
+        max(16, min(64, TILE_BYTES // (2 * block_d * element_bytes))), warps_for(rows, block_d), STAGES
+    )
     return {
         "GROUP": group,
         "HEAD_DIM": head_dim,
@@ -203,14 +207,15 @@ def block_sizes(*, head_dim: int, group: int, plan: Plan, element_bytes: int) ->
         "ITEM_CHUNKS": item_chunks,
         "BLOCK_C": triton.next_power_of_2(item_chunks),
         "BLOCK_M": rows,
-        "BLOCK_N": max(16, min(64, TILE_BYTES // (2 * block_d * element_bytes))),
+        "BLOCK_N": tile.tokens,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
     }
 
 
-def options(sizes: dict[str, int]) -> dict[str, int]:
-    """Of the compiler: enough threads to keep the accumulator in registers; fused multiply-add in every release."""
-    many = sizes["BLOCK_M"] * sizes["BLOCK_D"] >= ACCUMULATOR_MAX // 2
-    return {"num_warps": 8 if many else 4, "enable_fp_fusion": True}
+def warps_for(rows: int, block_d: int) -> int:
+    """Enough threads to keep the accumulator in registers."""
+    return 8 if rows * block_d >= ACCUMULATOR_MAX // 2 else 4
 
 
 def decode(
@@ -244,8 +249,7 @@ def decode(
             CAPPED=soft_cap is not None,
             UPCAST=q.dtype is torch.bfloat16
             and triton.knobs.runtime.interpret,  # which knows no bf16 products
-            STAGES=STAGES,
-            **options(sizes),
+            enable_fp_fusion=True,  # in every release
         )
         _merge[q.shape[0], heads](
             *(out, partials, stats, plan.rows, out.stride(0), out.stride(1)),

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvstore.kernels import tiles
 from kvstore.kernels.decode.kernel import (
     ACCUMULATOR_MAX,
     CHUNK_TOKENS,
@@ -24,7 +25,7 @@ from kvstore.kernels.decode.kernel import (
     STAGES,
     TILE_BYTES,
     _merge,
-    options,
+    warps_for,
 )
 from kvstore.kernels.prefill.plan import PrefillPlan
 
@@ -206,7 +207,7 @@ def _attend(
 
 
 def block_sizes(*, head_dim: int, group: int, plan: PrefillPlan, element_bytes: int) -> dict[str, int]:
-    """The constants of `_attend` that follow from shapes. Raises ValueError for what the kernel cannot do."""
+    """The constants of `_attend` that follow from shapes, and how many warps. ValueError for what it cannot do."""
     if plan.chunk_tokens not in CHUNK_TOKENS:
         raise ValueError(f"chunk_tokens is {plan.chunk_tokens}: the kernel knows {CHUNK_TOKENS}")
     if head_dim > HEAD_DIM_MAX:
@@ -214,6 +215,11 @@ def block_sizes(*, head_dim: int, group: int, plan: PrefillPlan, element_bytes: 
     block_d = max(16, triton.next_power_of_2(head_dim))
     most = ACCUMULATOR_MAX // block_d
     rows = next((rows for rows in ROWS if rows >= min(most, plan.tile_queries * group)), ROWS[-1])
+    tile = tiles.PREFILL.get(tiles.Key(rows, block_d, plan.chunk_tokens)) or tiles.Tile(
+        max(16, min(64, 2 * plan.chunk_tokens, TILE_BYTES // (2 * block_d * element_bytes))),
+        warps_for(rows, block_d),
+        STAGES,
+    )
     return {
         "GROUP": group,
         "HEAD_DIM": head_dim,
@@ -221,7 +227,9 @@ def block_sizes(*, head_dim: int, group: int, plan: PrefillPlan, element_bytes: 
         "CHUNK": plan.chunk_tokens,
         "BLOCK_C": TABLE_CHUNKS,
         "BLOCK_M": rows,
-        "BLOCK_N": max(16, min(64, 2 * plan.chunk_tokens, TILE_BYTES // (2 * block_d * element_bytes))),
+        "BLOCK_N": tile.tokens,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
     }
 
 
@@ -258,8 +266,7 @@ def prefill(
             CAPPED=soft_cap is not None,
             UPCAST=q.dtype is torch.bfloat16
             and triton.knobs.runtime.interpret,  # which knows no bf16 products
-            STAGES=STAGES,
-            **options(sizes),
+            enable_fp_fusion=True,
         )
         if plan.partials:
             _merge[tokens, heads](

@@ -144,15 +144,11 @@ def test_compiled_for_hopper(
     case.add(0, more=400)
     plan = case.forest().prefill({0: tile_queries}, tile_queries=tile_queries)
     sizes = kernel.block_sizes(head_dim=case.head_dim, group=case.group, plan=plan, element_bytes=2)
-    constants = sizes | {
-        "heads": 8 * case.group,
-        "CAPPED": capped,
-        "UPCAST": False,
-        "STAGES": kernel.STAGES,
-    }
+    constants = sizes | {"heads": 8 * case.group, "CAPPED": capped, "UPCAST": False}
+    options = {"num_warps": constants.pop("num_warps"), "enable_fp_fusion": True}
     types = dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "out_ptr"), f"*{dtype}")
     types |= {"partial_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32", "soft_cap": "fp32"}
-    binary = compile_aligned(kernel._attend, types, constants, kernel.options(sizes))
+    binary = compile_aligned(kernel._attend, types, constants, options)
     code = binary.asm["ptx"]
     assert max(pipelined_waits(binary)) >= 2, "each tile is waited for before the next one is asked for"
     assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", code), "loads are not 16 bytes wide"
@@ -175,3 +171,14 @@ def test_what_the_kernel_cannot_do_is_refused(shape: dict[str, int], message: st
         kernel.block_sizes(
             head_dim=case.head_dim, group=1, plan=case.forest().prefill({0: 3}), element_bytes=2
         )
+
+
+def test_measured_tile_shapes_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(chunk_tokens=64, head_dim=128)
+    case.add(0, more=400)
+    monkeypatch.setattr(kernel.tiles, "PREFILL", {(128, 128, 64): kernel.tiles.Tile(128, 4, 2)})
+    plan = case.forest().prefill({0: 400}, tile_queries=128)
+    sizes = kernel.block_sizes(head_dim=128, group=1, plan=plan, element_bytes=2)
+    assert (sizes["BLOCK_N"], sizes["num_warps"], sizes["STAGES"]) == (128, 4, 2)
+    sizes = kernel.block_sizes(head_dim=64, group=1, plan=plan, element_bytes=2)
+    assert (sizes["BLOCK_N"], sizes["num_warps"], sizes["STAGES"]) == (64, 8, 3)

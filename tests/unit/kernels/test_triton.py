@@ -176,15 +176,11 @@ def test_merge_compiled_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def compile_for_hopper(dtype: str, sizes: dict[str, int], *, capped: bool) -> Any:
-    constants = sizes | {
-        "heads": 8 * sizes["GROUP"],
-        "CAPPED": capped,
-        "UPCAST": False,
-        "STAGES": kernel.STAGES,
-    }
+    constants = sizes | {"heads": 8 * sizes["GROUP"], "CAPPED": capped, "UPCAST": False}
+    options = {"num_warps": constants.pop("num_warps"), "enable_fp_fusion": True}
     types = dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "out_ptr"), f"*{dtype}")
     types |= {"partial_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32", "soft_cap": "fp32"}
-    return compile_aligned(kernel._attend, types, constants, kernel.options(sizes))
+    return compile_aligned(kernel._attend, types, constants, options)
 
 
 @pytest.mark.parametrize(
@@ -202,3 +198,12 @@ def test_what_the_kernel_cannot_do_is_refused(shape: dict[str, int], message: st
         kernel.block_sizes(
             head_dim=case.head_dim, group=case.group, plan=case.forest().plan(), element_bytes=2
         )
+
+
+def test_measured_tile_shapes_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(chunk_tokens=64, tile_sequences=16, head_dim=128)
+    monkeypatch.setattr(kernel.tiles, "DECODE", {(16, 128, 64): kernel.tiles.Tile(32, 2, 5)})
+    sizes = kernel.block_sizes(head_dim=128, group=1, plan=case.forest().plan(), element_bytes=2)
+    assert (sizes["BLOCK_N"], sizes["num_warps"], sizes["STAGES"]) == (32, 2, 5)
+    sizes = kernel.block_sizes(head_dim=128, group=2, plan=case.forest().plan(), element_bytes=2)
+    assert (sizes["BLOCK_N"], sizes["num_warps"], sizes["STAGES"]) == (64, 4, 3)
