@@ -8,6 +8,7 @@
         plan(numbers)                      what can be made ready before the clock runs: keys, and where bytes are
         put(plan), get(plan)               all values of a plan, in one batch if the store has batches
         check(plan)                        after a get: the bytes are those that were put
+        clear()                            optional: drop all there is, before the first put that counts
         wait(plan)                         optional: until what was put can be found
         forget(plan)                       some time after a put that will not be read: make room, where nothing is
                                            evicted, or not in an order that spares what is read

@@ -43,6 +43,8 @@ class Driver:
         batch_bytes = self.step * self.shape.value_bytes
         for _ in range(int(self.shape.room_bytes * getattr(self.client, "FILLS_UP", 0)) // batch_bytes):
             self.client.put(self._plan("put", self.step))
+        if hasattr(self.client, "clear"):
+            self.client.clear()
         return {}
 
     def fill(self, batch: int) -> dict[str, Any]:

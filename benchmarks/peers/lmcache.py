@@ -13,6 +13,7 @@ import itertools
 import os
 import socket
 import subprocess
+import urllib.request
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ def start(folder: Path, room_bytes: int) -> Server:
             "--eviction-policy",
             "LRU",
         ),
-        *("--eviction-trigger-watermark", "0.5"),  # twice the room, half full: see FILLS_UP
+        *("--eviction-trigger-watermark", "0.7"),  # of twice the room: see forget()
         *("--supported-transfer-mode", "auto", "--shm-name", name, "--chunk-size", str(CHUNK_TOKENS)),
         *("--max-workers", "2", "--disable-observability"),
     ]
@@ -63,8 +64,6 @@ class Sequenced(NamedTuple):
 
 class Client:
     FILLS_UP = 0.9
-    """Evicting begins when this is exceeded, some time later; until then there must be more room, because LMCache says
-    that it has stored what it had no room for."""
     BY_BATCH = True
     """A chunk is found by all tokens before it: only in batches like the one it was put in."""
 
@@ -78,6 +77,7 @@ class Client:
         self._pages = shape.hot
         pages = 1 + self._pages + shape.batch_max  # page 0 stands for no KV
         self._name = shape.client
+        self._http = f"http://127.0.0.1:{address['http']}"
         self._number = zlib.crc32(shape.client.encode())
         self._requests = itertools.count()
         self._request_type = client.RequestContext
@@ -85,7 +85,7 @@ class Client:
         self._client = client.ServerBenchClient(
             config.BenchConfig(
                 rpc_url=f"tcp://localhost:{address['port']}",
-                http_url=f"http://127.0.0.1:{address['http']}",
+                http_url=self._http,
                 mode="cpu",
                 transfer_mode="engine_driven",
                 tp_size=1,
@@ -136,6 +136,12 @@ class Client:
         assert retrieved is not None and retrieved.succeeded, retrieved
         self._client.end_session(plan.out)
 
+    def clear(self) -> None:
+        """Drop all there is."""
+        clear = urllib.request.Request(self._http + "/cache/clear", data=b"", method="POST")
+        with urllib.request.urlopen(clear, timeout=30) as answer:
+            assert answer.status == 200, answer.status
+
     def wait(self, plan: Sequenced) -> None:
         """Until what was put can be found: a put is answered a little earlier."""
         for _ in attempts(plan.out.request_id):
@@ -149,7 +155,8 @@ class Client:
         assert were == are, f"wrong bytes for {plan.out.request_id}"
 
     def forget(self, plan: Sequenced) -> None:
-        """The store evicts by itself; but was it really stored?"""
+        """It evicts by itself, some time after it is due. Until then there has to be room: what there is none for, it
+        says to have stored. So look whether it was."""
         found = self._client.lookup(plan.out)
         self._client.end_session(plan.out)
         assert found.is_full_hit, ("it was not stored", found)
