@@ -13,7 +13,6 @@ Prefill: 8 sequences that share 1,024 cached tokens, each with so many new ones.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvstore.benchmark import Goal, heading, report
+from kvstore.benchmark import Goal, arguments, finish, heading
 from kvstore.kernels.decode import decode_attention
 from kvstore.kernels.forest import Forest
 from kvstore.kernels.prefill import prefill_attention
@@ -37,10 +36,7 @@ PREFILL_SPEEDUP_GOAL = 0.9
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--quick", action="store_true", help="fewer rounds, no extra cases")
-    options.add_argument("--json", action="store_true", help="one JSON object in the last line")
-    chosen = options.parse_args()
+    chosen = arguments(__doc__).parse_args()
     torch.set_num_threads(THREADS)
     print(heading(__file__), f"torch {torch.__version__}, {THREADS} threads", sep=", ")
     print(
@@ -64,10 +60,7 @@ def main() -> int:
         for kv_heads in (HEADS, HEADS // 4)[: 1 if chosen.quick else 2]:
             results.append(told(measure_prefill(new=new, kv_heads=kv_heads, rounds=max(3, rounds // 4))))
             goals += speedup_goals(results[-1], PREFILL_SPEEDUP_GOAL if kv_heads == HEADS else None)
-    print(*goals, sep="\n")
-    if chosen.json:
-        print(report(__file__, results, goals))
-    return 0
+    return finish(__file__, chosen, results, goals, key=("kind", "shared", "new", "shuffled", "kv_heads"))
 
 
 def told(row: dict[str, Any]) -> dict[str, Any]:

@@ -249,7 +249,9 @@ SECTIONS: dict[str, Section] = {
     "attention_cpu": Section(
         "Attention over shared chunks, on a CPU",
         columns=(
+            "kind",
             "shared",
+            "new",
             "kv_heads",
             "shuffled",
             "ours_ms",
