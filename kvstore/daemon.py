@@ -306,8 +306,7 @@ class Daemon:
         self._copier = Copier(self._arena, self._staging, self._regions, threads=config.copy_threads)
         self._searches = ShortSearches()
         with no_searches():
-            store = Store(config.limits)
-            tier = self._open_ssd(store) if config.ssd_dir else None
+            store, tier = self._open_ssd() if config.ssd_dir else (Store(config.limits), None)
         self.loop = Loop(
             store,
             self._arena,
@@ -343,8 +342,8 @@ class Daemon:
         self._metrics = MetricsServer(self._families)
         self._health = Health(peer_timeout_s=peer_timeout_s)
 
-    def _open_ssd(self, store: Store) -> SsdTier:
-        """Take the directory, read its index, and put what it names into the core. Raises ConfigError or StoreError."""
+    def _open_ssd(self) -> tuple[Store, SsdTier]:
+        """Take the directory, read its index, and put what it names into a core. Raises ConfigError or StoreError."""
         tier = SsdTier(
             self.config,
             self._arena,
@@ -353,6 +352,8 @@ class Daemon:
         )
         began = time.monotonic()
         snapshot = tier.open()
+        limits = self.config.limits
+        store = Store(replace(limits, disk_slabs_max=min(limits.disk_slabs_max, snapshot.slabs_max)))
         restored = store.restore(_core_snapshot(snapshot), monotonic_ms())
         log.info(
             "SSD tier is open",
@@ -364,7 +365,7 @@ class Daemon:
                 seconds=round(time.monotonic() - began, 3),
             ),
         )
-        return tier
+        return store, tier
 
     async def _start(self) -> None:
         self._catch_signals()

@@ -88,6 +88,9 @@ class Snapshot:
     """What a restart knows. `chunks` reads the index as it is consumed: read it to its end before the first submit."""
 
     slabs: list[SlabRow]
+    slabs_max: int
+    """How many slab files the cap leaves room for: fewer than the settings say if the index is larger than they do,
+    because what it once had it keeps."""
     next_slab: SlabId
     boot_count: int
     """One higher at each open; generations of this boot start at boot_count << 32."""
@@ -162,8 +165,16 @@ class SsdTier:
                 first_generation=self._first_generation,
                 pause=self._pause,
             )
+            slabs_bytes_max = self._config.ssd_bytes - SSD_OVERHEAD_BYTES - index.bytes_max
+            if slabs_bytes_max < self._config.ssd_slab_bytes:
+                raise ConfigError(
+                    f"leaves no room for one slab file beside the index, which has {index.bytes_max} bytes already",
+                    field="ssd_bytes",
+                    value=self._config.ssd_bytes,
+                    remedy="raise it, or name another ssd_dir",
+                )
             named = index.slabs()
-            slabs = self._slabs.open(named, self._config.ssd_bytes - SSD_OVERHEAD_BYTES - index.bytes_max)
+            slabs = self._slabs.open(named, slabs_bytes_max)
             if len(slabs) < len(named):
                 index.remove_slabs({row.slab for row in named} - {row.slab for row in slabs})
             self._slabs.remove_others()
@@ -172,6 +183,7 @@ class SsdTier:
             specs = {namespace.number: namespace.spec for namespace in namespaces}
             snapshot = Snapshot(
                 slabs=slabs,
+                slabs_max=slabs_bytes_max // self._config.ssd_slab_bytes,
                 next_slab=SlabId(index.next_slab),
                 boot_count=index.boot_count,
                 namespaces=namespaces,

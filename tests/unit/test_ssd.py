@@ -834,7 +834,23 @@ def test_slabs_beyond_a_cap_that_was_lowered_are_dropped(plain: Fixture) -> None
     snapshot = plain.again()
     assert [row.slab for row in snapshot.slabs] == [0, 1, 2]
     assert keys(snapshot) == [key(0), key(SLOTS), key(2 * SLOTS)]
+    assert snapshot.slabs_max == 2, "of full size"
     assert not plain.slab_file(3).exists()
+
+
+def test_an_index_that_was_larger_counts_as_large_as_it_is(plain: Fixture) -> None:
+    plain.write(0)
+    plain.commit(0)
+    before = plain.config
+    smaller = replace(before, ssd_index_bytes=MIB)
+    plain.config = replace(smaller, ssd_bytes=SSD_OVERHEAD_BYTES + 2 * MIB + 8 * MIB - 1)
+    assert plain.again().slabs_max == 1, "not two"
+    plain.config = replace(smaller, ssd_bytes=SSD_OVERHEAD_BYTES + MIB + 4 * MIB)
+    with pytest.raises(ConfigError, match=r"ssd_bytes=.*no room for one slab file beside the index"):
+        plain.again()
+    assert plain.slab_file().exists(), "and nothing is lost by the attempt"
+    plain.config = before
+    assert keys(plain.open()) == [key(0)]
 
 
 # ---------------------------------------------------------------------------------------------------- settings, locks
