@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.core import events
 from kvstore.errors import DeadlineExceeded, Exhausted, StoreError, Unavailable
 from kvstore.logs import fields
-from kvstore.types import DiskState, Millis, SegmentId, WorkerId
+from kvstore.types import DiskState, Millis, SegmentId, Tier, WorkerId
 
 if TYPE_CHECKING:
     from kvstore.copier import Copier
@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 CHANNELS_MAX = 65_536
 """Requests that may wait for their answer at one time, all callers together."""
+CORRUPT_TOLD_MAX = 8
+"""Corrupt chunks of one slab file or segment that the log names: a file that was lost has thousands of them."""
+CORRUPT_FILES_MAX = 4_096
 TURN_EVENTS_MAX = 1_024
 """Events applied before the sockets are looked at again."""
 
@@ -108,6 +111,8 @@ class Loop:
         self._ticker: asyncio.TimerHandle | None = None
         self._stopped: StoreError | None = None
         self._disk_state = DiskState.OK
+        self._corrupt: Counter[tuple[Tier, int]] = Counter()
+        """Corrupt chunks by tier and number of the slab file or segment."""
         self._perform: dict[type[Any], Callable[[Any], None]] = {
             events.Reply: self._reply,
             events.ChunksSettled: self._push,
@@ -325,6 +330,12 @@ class Loop:
         self._ssd.submit(effect)
 
     def _quarantined(self, effect: events.Quarantined) -> None:
+        if len(self._corrupt) >= CORRUPT_FILES_MAX:
+            self._corrupt.clear()
+        where = (effect.tier, effect.places[0][0] if effect.places else -1)
+        self._corrupt[where] += 1
+        if self._corrupt[where] > CORRUPT_TOLD_MAX:
+            return
         log.error(
             "corrupt bytes: their slots are quarantined",
             extra=fields(
@@ -336,6 +347,12 @@ class Loop:
                 miss=effect.miss,
             ),
         )
+        if self._corrupt[where] == CORRUPT_TOLD_MAX:
+            log.error(
+                "there is more of it than a chunk or two: what else is corrupt there is counted and quarantined,"
+                " and not logged",
+                extra=fields(tier=where[0].name.lower(), file=where[1]),
+            )
 
     def _duplicate_differs(self, effect: events.DuplicateDiffers) -> None:
         log.warning(

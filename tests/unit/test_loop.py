@@ -9,8 +9,8 @@ import pytest
 from kvstore.core import events as ev
 from kvstore.core.events import Ticket
 from kvstore.errors import BadRequest, DeadlineExceeded, Exhausted, Unavailable
-from kvstore.loop import CHANNELS_MAX, TURN_EVENTS_MAX, Loop
-from kvstore.types import NamespaceId, OpId, SegmentId, WorkerId
+from kvstore.loop import CHANNELS_MAX, CORRUPT_TOLD_MAX, TURN_EVENTS_MAX, Loop
+from kvstore.types import ChunkKey, NamespaceId, OpId, SegmentId, Tier, WorkerId
 
 WORKER = WorkerId(1)
 BOUND_S = 20.0
@@ -301,3 +301,22 @@ async def test_a_stream_is_told_that_its_worker_is_gone(rig, event):
     rig.loop.post(event)
     await rig.until(lambda: told)
     assert told == [event]
+
+
+def test_a_file_of_corrupt_chunks_is_told_of_a_few_times_each_other_on_its_own(caplog):
+    loop = Rig().loop
+
+    def corrupt(tier, number, slot):
+        effect = ev.Quarantined(tier, ((number, slot),), NamespaceId(1), ChunkKey(b"%d" % slot), "torn", True)
+        loop._perform[ev.Quarantined](effect)
+
+    for slot in range(100 * CORRUPT_TOLD_MAX):
+        corrupt(Tier.SSD, 3, slot)
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == CORRUPT_TOLD_MAX + 1
+    assert all(message.startswith("corrupt bytes") for message in messages[:-1])
+    assert "is counted and quarantined, and not logged" in messages[-1]
+    corrupt(Tier.SSD, 4, 0)
+    corrupt(Tier.DRAM, 3, 0)
+    assert len(caplog.records) == CORRUPT_TOLD_MAX + 3
+    assert [record.fields["tier"] for record in caplog.records[-2:]] == ["ssd", "dram"]
