@@ -132,7 +132,11 @@ def main() -> int:
                 written(chosen.into, results)
         if chosen.tiles:
             chosen.tiles.write_text(check.tiles_module())
-    wrong = [row["what"] for row in results if "error" in row and row["section"] == "correct"]
+    wrong = [
+        row
+        for row in results
+        if "error" in row and (row["section"] == "correct" or "differs" in row["error"])
+    ]
     told = report(__file__, results, [])
     written(chosen.into, results)
     print(told)
@@ -444,7 +448,7 @@ class Check:
         tokens, shared = on.points[len(on.points) // 2][0], on.points[len(on.points) // 2][0] // 2
         sequences, chunks = self.sharing(on.batch, tokens, shared)
         forest = self.forest(
-            sequences, on.batch, chunks + 2 * on.batch, on.chunk, 16, split_tokens=8 * on.chunk
+            sequences, on.batch, chunks + 2 * on.batch, on.chunk, 16, split_tokens=8 * on.chunk, timed=True
         )
         forest.plan()
         fresh = iter(range(chunks, chunks + 2 * on.batch))
@@ -500,7 +504,9 @@ class Check:
         pool = self.randn(0, chunks, 2, kv_heads, on.chunk, on.head_dim).to(torch.float16)
         q = self.randn(1, on.batch, on.heads, on.head_dim).to(torch.float16)
         tile = max(1, rows * kv_heads // on.heads)
-        plan = self.forest(sequences, on.batch, chunks, on.chunk, tile, split_tokens=8 * on.chunk).plan()
+        plan = self.forest(
+            sequences, on.batch, chunks, on.chunk, tile, split_tokens=8 * on.chunk, timed=True
+        ).plan()
         keys, values = pool.unbind(1)
         out = torch.empty_like(q)
         return self.key(rows), lambda: decode_attention(q, keys, values, plan, out=out)
@@ -580,7 +586,9 @@ class Check:
         out = torch.empty_like(q)
         for rows, split in on.variants:
             tile = max(1, rows * kv_heads // on.heads)
-            plan = self.forest(sequences, on.batch, chunks, on.chunk, tile, split_tokens=split).plan()
+            plan = self.forest(
+                sequences, on.batch, chunks, on.chunk, tile, split_tokens=split, timed=True
+            ).plan()
             call = self.captured(lambda plan=plan: decode_attention(q, keys, values, plan, out=out))
             row[f"us_rows_{rows}_split_{split}"] = round(1e6 * self.seconds(call, 2 * on.repeats), 1)
         best = min(value for name, value in row.items() if name.startswith("us_rows"))
@@ -597,17 +605,18 @@ class Check:
                 q.unsqueeze(2), k, v, enable_gqa=kv_heads < on.heads
             ).squeeze(2)
 
-        row["differs_from_torch"] = self.close(out, by_torch())
+        self.compare(row, out, by_torch())
         row["torch_us"] = round(1e6 * self.seconds(self.captured(by_torch)), 1)
         first = shared // on.chunk
         row |= self.flashinfer_decode(q, pool, first, tokens // on.chunk - first, out)
         return row | {"speedup_over_best_other": self.over_others(row, best)}
 
-    def close(self, ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    def compare(self, row: Row, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        """With torch's result, which is as exact. The figures of the row are kept even if it is wrong."""
         differ = (ours - theirs).abs().max().item()
-        if not differ < PEERS_TOLERANCE:
-            raise AssertionError(f"differs by {differ:.3g} from another implementation")
-        return differ
+        row["differs_from_torch"] = differ
+        if not differ <= PEERS_TOLERANCE * (1 + theirs.abs().max().item()):
+            row["error"] = f"differs by {differ:.3g} from torch"
 
     def over_others(self, row: Row, best: float) -> float:
         others = [value for name, value in row.items() if name.endswith("_us") and isinstance(value, float)]
@@ -679,7 +688,11 @@ class Check:
             try:
                 wrapper = make()
                 found[f"{name}_differs"] = (wrapper.run(q, pool) - ours).abs().max().item()
-                call = self.captured(lambda wrapper=wrapper: wrapper.run(q, pool))
+                call = lambda wrapper=wrapper: wrapper.run(q, pool)  # noqa: E731
+                try:
+                    call = self.captured(call)
+                except Exception:  # a launch more is counted then
+                    found[f"{name}_without_graph"] = True
                 found[f"{name}_us"] = round(1e6 * self.seconds(call), 1)
             except Exception as error:  # a peer's trouble is not ours
                 found[f"{name}_error"] = f"{type(error).__name__}: {error}"[:200]
@@ -727,7 +740,7 @@ class Check:
         def by_torch() -> torch.Tensor:
             return F.scaled_dot_product_attention(by_head, k, v, attn_mask=mask, enable_gqa=grouped)
 
-        row["differs_from_torch"] = self.close(out, by_torch().transpose(1, 2).flatten(0, 1))
+        self.compare(row, out, by_torch().transpose(1, 2).flatten(0, 1))
         row["torch_us"] = round(1e6 * self.seconds(by_torch), 1)
         row |= self.flashinfer_prefill(q, keys, values, sequences, new, out)
         return row | {"speedup_over_best_other": self.over_others(row, row["us"])}
@@ -840,14 +853,17 @@ class Check:
         tile: int,
         *,
         split_tokens: int,
+        timed: bool = False,
     ) -> Forest:
+        """`timed`: with no more room than two levels need, since programs for unused items take time as well."""
+        pieces = sum(2 - (-tokens // split_tokens) for _, tokens in sequences.values())
         forest = Forest(
             chunk_tokens=chunk_tokens,
             chunks=chunks,
             sequences_max=batch,
             split_tokens=split_tokens,
             tile_sequences=tile,
-            items_max=2048,
+            items_max=pieces if timed else 2048,
             partials_max=2048,
             device=self.on.device,
         )
@@ -872,7 +888,7 @@ class Check:
         sequences, chunks = self.sharing(batch, cached + new, cached)
         pool = self.randn(0, chunks, 2, kv_heads, on.chunk, on.head_dim).to(dtype)
         q = self.randn(1, batch * new, on.heads, on.head_dim).to(dtype)
-        forest = self.forest(sequences, batch, chunks, on.chunk, 16, split_tokens=8 * on.chunk)
+        forest = self.forest(sequences, batch, chunks, on.chunk, 16, split_tokens=8 * on.chunk, timed=True)
         return q, *pool.unbind(1), forest.prefill(dict.fromkeys(sequences, new)), sequences
 
     def synchronize(self) -> None:
