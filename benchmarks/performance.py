@@ -239,8 +239,6 @@ SECTIONS: dict[str, Section] = {
         "how much the host has in its own cache.",
     ),
     "hung_disk": Section("A disk that hangs"),
-    "restart": Section("Restart"),
-    "index_load": Section("The index alone"),
     "turns": Section(
         "The next turn of a conversation",
         "What is left beside `kept`, the same turn with its KV never let go, is the load, of which the copy is a part.",

@@ -265,20 +265,13 @@ def used(state: State, namespace: Namespace, rows: Sequence[int]) -> None:
 
 def begin(
     state: State, namespace: Namespace, keys: Sequence[ChunkKey], slab: SlabClass, shards: Sequence[int]
-) -> Sequence[int]:
+) -> list[int]:
     """A row for each of these new keys, with a RESERVED slot of `slab` for each of `shards`: `ChunkTable.new_row`,
     `State.begin_chunk`, `Pool.take`, `State.place_shard`. There are enough free slots."""
     chunks = state.chunks
     rows = chunks.new_rows_for(keys)
-    namespace.index.update(zip(keys, rows, strict=True))
-    starts = chunks.new_shards_for(len(keys), namespace.shards)
-    which = as_rows(rows)
+    which = _begin(state, namespace, keys, rows, chunks.new_shards_for(len(keys), namespace.shards))
     view = chunks.views
-    view.namespace[which] = namespace.id
-    view.used_at[which] = view.born_at[which] = state.now
-    view.shard0[which] = starts
-    namespace.partial += len(keys)
-    link_newest(chunks, state.partials, which)
     places = _places(view.shard0[which], shards)
     owners = np.repeat(which, len(shards))
     at = 0
@@ -290,6 +283,81 @@ def begin(
         at += len(slots)
     view.reserved[which] += np.uint16(len(shards))
     return rows
+
+
+def _begin(
+    state: State,
+    namespace: Namespace,
+    keys: Sequence[ChunkKey],
+    rows: Sequence[int],
+    starts: Sequence[int],
+) -> Rows:
+    """New rows with room for their shards become partial chunks."""
+    namespace.index.update(zip(keys, rows, strict=True))
+    which = as_rows(rows)
+    view = state.chunks.views
+    view.namespace[which] = namespace.id
+    view.used_at[which] = view.born_at[which] = state.now
+    view.shard0[which] = starts
+    namespace.partial += len(rows)
+    link_newest(state.chunks, state.partials, which)
+    return which
+
+
+def take_over(
+    state: State, namespace: Namespace, keys: Sequence[ChunkKey], victims: Sequence[int], *, stored: bool
+) -> list[int]:
+    """A row for each of these new keys, which takes the slot of one of the oldest chunks of the namespace's recency
+    list: `begin` with `State.demote`, of those that are STORED, or `State.to_ghost` in between. All have one shard."""
+    chunks = state.chunks
+    view = chunks.views
+    gone = as_rows(victims)
+    freed = view.shard0[gone].astype(np.intp)
+    index, slots = view.shard_segment[freed], view.shard_slot[freed]
+    state.demanded.difference_update(victims)
+    if wasted := state.prefetched.intersection(victims):
+        state.prefetched -= wasted
+        state.counters["prefetch_wasted"] += len(wasted)
+    unlink(chunks, namespace.recency, gone[::-1])
+    view.shard_segment[freed] = view.shard_slot[freed] = NONE
+    view.shard_ready[freed] = 0
+    view.ready[gone] = 0
+    namespace.visible -= len(victims)
+    if stored:
+        namespace.cold += len(victims)
+        link_newest(chunks, state.cold, gone)
+        state.counters["chunks_demoted"] += len(victims)
+        rows = chunks.new_rows_for(keys)
+        starts = chunks.new_shards_for(len(keys), 1)
+    else:
+        view.shard_checksum[freed] = 0
+        view.shard0[gone] = NONE
+        view.reason[gone] = Reason.EVICTED
+        view.used_at[gone] = state.now
+        state.counters["chunks_evicted"] += len(victims)
+        del view  # the table may grow now
+        rows, starts = [], []
+        for key, victim, start in zip(keys, victims, freed.tolist(), strict=True):
+            rows.append(chunks.new_row(namespace.id, key, state.now))
+            starts += chunks.new_shards_for(1, 1)
+            chunks.give_back_shards(start, 1)
+            if not chunks.refs[victim]:
+                state.remember_ghost(victim)
+    which = _begin(state, namespace, keys, rows, starts)
+    view = chunks.views
+    groups = sorted(_by_segment(state.pool, index), key=lambda group: _first(group[1]))
+    for segment, mine in groups:
+        state.pool.pass_on(segment, slots[mine], which[mine])
+        state.bump(segment, slots[mine].tolist())
+    places = view.shard0[which]
+    view.shard_segment[places] = index
+    view.shard_slot[places] = slots
+    view.reserved[which] += np.uint16(1)
+    return rows
+
+
+def _first(mine: Any) -> int:
+    return 0 if isinstance(mine, slice) else int(mine[0])
 
 
 def describe(

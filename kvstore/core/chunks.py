@@ -317,8 +317,12 @@ class ChunkTable:
             assert self.shard_segment[place] == NONE and self.disk_slab[place] == NONE, self.describe(row)
             # It tells of the bytes, and who gets the place next may be a stranger.
             self.shard_checksum[place] = 0
-        self._free_shards.setdefault(shards, array("i")).append(start)
+        self.give_back_shards(start, shards)
         self.shard0[row] = NONE
+
+    def give_back_shards(self, start: int, shards: int) -> None:
+        """For another row."""
+        self._free_shards.setdefault(shards, array("i")).append(start)
 
     # -------------------------------------------------------------------------------------------------- makers
 

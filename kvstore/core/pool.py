@@ -271,6 +271,14 @@ class Pool:
     def fill_many(self, segment: Segment, slots: Slots) -> None:
         self._change_many(segment, slots, SlotState.RESERVED, SlotState.READY)
 
+    def pass_on(self, segment: Segment, slots: Slots, owners: Slots) -> None:
+        """`give_back` and `take`: these READY slots are RESERVED for other rows, and their generations move on."""
+        self._change_many(segment, slots, SlotState.READY, SlotState.RESERVED)
+        np.frombuffer(segment.owner, np.int32)[slots] = owners
+        generation = np.frombuffer(segment.generation, np.uint64)
+        generation[slots] += np.uint64(1)
+        segment.generation_floor = max(segment.generation_floor, int(generation[slots].max()))
+
     def quarantine(self, segment: Segment, slot: int) -> None:
         """Out of service, still owned: somebody may yet write it, or its bytes are wrong. The generation moves on."""
         before = SlotState(segment.state[slot])

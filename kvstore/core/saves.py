@@ -275,7 +275,15 @@ class Saves:
         while len(rows) < room:
             slab = self._segments.with_free(namespace, slot_bytes, len(shards))
             if slab is None:
-                break
+                granted = self._segments.take_over(
+                    namespace, event.keys[run.start + len(rows) : run.start + room]
+                )
+                if not granted:
+                    break
+                part = slice(run.start + len(rows), run.start + len(rows) + len(granted))
+                self._describe_new(namespace, granted, part, parents, counts, event)
+                rows += granted
+                continue
             fit = min(room - len(rows), slab.free // len(shards))
             if not asked:
                 fit = min(fit, -(-self._segments.until_short(slab) // len(shards)))

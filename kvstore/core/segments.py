@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvstore.core import batch, planner
 from kvstore.core import events as ev
-from kvstore.core import planner
-from kvstore.core.chunks import QUEUED, STORED
+from kvstore.core.chunks import NONE, QUEUED, STORED
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment, SlabClass
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
-from kvstore.types import Extent, Millis, NamespaceId, OpId, Reason, SegmentId, SlotState, Tier
+from kvstore.types import ChunkKey, Extent, Millis, NamespaceId, OpId, Reason, SegmentId, SlotState, Tier
 
 DONOR_SEARCH_MS = 100
 """After a fruitless look through all segments, how long a namespace waits before the next."""
@@ -129,10 +129,7 @@ class Segments:
             self._assign(idle, namespace, slot_bytes)
             return self._take(namespace, slot_bytes, row)
         self._ask_for_more(namespace)
-        if (
-            namespace.in_flight
-            and self.state.now - namespace.in_flight_since < self.state.limits.retire_grace_ms
-        ):
+        if self._waits_for_segment(namespace):
             return None
         while self._evict_one(namespace, sooner_than):
             taken = self._take(namespace, slot_bytes, row)
@@ -155,6 +152,32 @@ class Segments:
             self._assign(idle, namespace, slot_bytes)
             slab = pool.classes[namespace.id, slot_bytes]
         return slab if slab.free >= count else None
+
+    def take_over(self, namespace: Namespace, keys: Sequence[ChunkKey]) -> list[int]:
+        """Where nothing is free: rows for the first of these new keys, in the slots of the oldest chunks. None where
+        `allocate` has to look at them one by one, or where it would wait for a segment."""
+        state = self.state
+        if namespace.shards > 1 or state.policy.kind == "fifo":
+            return []
+        self._ask_for_more(namespace)
+        if self._waits_for_segment(namespace):
+            return []
+        flags = state.chunks.flags
+        row = namespace.recency.oldest
+        stored = row != NONE and bool(flags[row] & STORED)
+        victims: list[int] = []
+        while row != NONE and len(victims) < len(keys):
+            if bool(flags[row] & STORED) != stored or (state.storing and not stored and flags[row] & QUEUED):
+                break
+            victims.append(row)
+            row = state.chunks.newer[row]
+        if len(victims) < min(len(keys), state.batch_min):
+            return []
+        return batch.take_over(state, namespace, keys[: len(victims)], victims, stored=stored)
+
+    def _waits_for_segment(self, namespace: Namespace) -> bool:
+        passed = self.state.now - namespace.in_flight_since
+        return bool(namespace.in_flight) and passed < self.state.limits.retire_grace_ms
 
     def until_short(self, slab: SlabClass) -> int:
         """How many slots may be taken before more should be asked for; at least one."""

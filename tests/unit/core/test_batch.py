@@ -19,6 +19,7 @@ from kvstore.core.restart import Restored, Snapshot
 from kvstore.core.store import Store
 from kvstore.core.workers import EngineGroup
 from kvstore.errors import StoreError
+from kvstore.sim.disk import DiskWorld
 from kvstore.sim.simulation import Simulation
 from kvstore.sim.world import PAGE, World, spec
 from kvstore.types import ChunkKey, Extent, Extents, Millis, SegmentId, WorkerId
@@ -265,3 +266,30 @@ def test_a_new_chunk_has_no_checksum_of_a_stranger() -> None:
     reserved = world.reserve(bob, his, keys)
     assert len(reserved.extents) == 4
     assert [extent.checksum for extent in reserved.extents] == [0] * 4
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_the_oldest_chunks_give_way_to_hundreds_of_new_ones_unless_they_are_about_to_be_stored(
+    stored: bool,
+) -> None:
+    world = DiskWorld(
+        segments=2,
+        segment_bytes=64 * PAGE,
+        slabs=40,
+        reserve_share_max=1.0,
+        disk_bytes_in_flight_max=PAGE,  # one chunk is being written, and the others wait
+    )
+    if not stored:
+        world.hold = {ev.WriteRecords}
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    for keys in (CHAINS[0][:64], CHAINS[1][:64]):
+        world.save(worker, namespace, keys)
+    results = world.reserve(worker, namespace, CHAINS[2]).results
+    if stored:
+        assert {result.name for result in results} == {"GRANTED"}
+        assert world.where(namespace, CHAINS[0][:64]) == ["ssd"] * 64
+    else:
+        assert {result.name for result in results} == {"FULL"}
+        assert world.match(worker, namespace, CHAINS[0][:64]).usable == 64
+    world.watch.check()
