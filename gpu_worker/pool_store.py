@@ -159,6 +159,6 @@ class _Chunks:
         layers = []
         for layer in self._pool.layers:
             together = layer.new_empty(1, 2, geometry.heads, tokens, geometry.head_dim)
-            gather(*layer.unbind(1), table, together)
+            gather(layer[:, 0], layer[:, 1], table, together)
             layers.append((together[:, 0], together[:, 1]))
         return layers

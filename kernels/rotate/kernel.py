@@ -136,7 +136,7 @@ def block_sizes(*, head_dim: int, pairs: int) -> dict[str, int]:
 
 
 def rows_of(head_dim: int) -> int:
-    return max(1, TILE // triton.next_power_of_2(head_dim))
+    return max(1, TILE // int(triton.next_power_of_2(head_dim)))
 
 
 def rotate(keys: torch.Tensor, by: Rotation, out: torch.Tensor) -> None:
