@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import select
 import statistics
 import subprocess
 import sys
@@ -153,6 +154,8 @@ class Client:
 
     def answer(self) -> dict[str, Any]:
         assert self._process.stdout
+        if not select.select([self._process.stdout], [], [], ANSWER_S)[0]:
+            raise ClientFailed(f"its client does not answer within {ANSWER_S:.0f} s")
         line = self._process.stdout.readline()
         answer: dict[str, Any] = json.loads(line or '{"error": "its client has ended"}')
         if "error" in answer:

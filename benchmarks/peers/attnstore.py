@@ -14,7 +14,7 @@ import numpy as np
 
 from peers import START_S, ByKey, Item, Server, Shape, attempts, free_port
 
-GIVES = "leases, eviction, generation checks; each put is checksummed where it is stored"
+GIVES = "leases, eviction by use and hints, tenants, generation checks; each put is checksummed where it is stored"
 SEGMENT_BYTES = 64 << 20
 
 

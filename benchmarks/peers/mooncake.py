@@ -22,7 +22,7 @@ from peers import PEERS_PYTHON, ByKey, Item, Server, Shape, attempts, free_port,
 
 PYTHON = PEERS_PYTHON
 MASTER = str(Path(PYTHON).with_name("mooncake_master"))
-GIVES = "made for RDMA between machines; eviction with leases; no checksum"
+GIVES = "made for RDMA between machines, here over TCP; eviction, leases; no checksum"
 
 
 def missing() -> str:

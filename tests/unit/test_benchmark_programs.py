@@ -2,6 +2,7 @@
 put and read."""
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -161,6 +162,20 @@ def test_another_store_that_fails_is_left_out_and_ours_may_not(capsys):
             assert store.failed
         assert asked == ["fill"]
     assert capsys.readouterr().out == "lmcache: left out, it broke\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "why"), [(["true"], "its client has ended"), (["sleep", "60"], "does not answer within 0 s")]
+)
+def test_a_client_that_ends_or_stands_still_has_failed(monkeypatch, command, why):
+    data_plane = load("data_plane")
+    monkeypatch.setattr(data_plane, "ANSWER_S", 0.2 if command == ["sleep", "60"] else 60.0)
+    client = object.__new__(data_plane.Client)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        client._process = process
+        with pytest.raises(data_plane.ClientFailed, match=why):
+            client.answer()
+        process.kill()
 
 
 # ----------------------------------------------------------------------------------------------------------- peers
