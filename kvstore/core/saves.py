@@ -367,17 +367,7 @@ class Saves:
                 )
             targets = Extents.of(targets[number] for number in numbers)
         in_place = not event.region and state.limits.protection is Protection.GROUP
-        if len(event.offsets) != (0 if in_place else len(targets)):
-            each = f"of the {len(targets)} granted shards"
-            raise BadRequest(
-                "must be empty: under protection group bytes are written in place"
-                if in_place
-                else f"must name one row of the region for each {each}"
-                if event.region
-                else f"must name one piece of staging memory for each {each}",
-                field="offsets",
-                value=len(event.offsets),
-            )
+        self._check_offsets(event, len(targets), in_place)
         pieces = tuple(map(StagedPiece, event.offsets, targets.length))
         op = state.new_op()
         if event.region:
@@ -389,6 +379,16 @@ class Saves:
         for number in numbers if reservation.filled else ():
             reservation.filled.pop(number, None)
         self._copy(reservation, op, Copying(numbers, event.ticket, region=bool(event.region)))
+
+    def _check_offsets(self, event: ev.Fill, count: int, in_place: bool) -> None:
+        if in_place and event.offsets:
+            why = "must be empty: under protection group bytes are written in place"
+        elif not in_place and len(event.offsets) != count:
+            what = "row of the region" if event.region else "piece of staging memory"
+            why = f"must name one {what} for each of the {count} granted shards"
+        else:
+            return
+        raise BadRequest(why, field="offsets", value=len(event.offsets))
 
     def _check_may_fill(self, reservation: Reservation, event: ev.Fill) -> None:
         """Several parts may be filled at one time, each by one copy. Raises Conflict, BadRequest."""
