@@ -44,6 +44,8 @@ SPIN_S = 150e-6
 """How long who waits looks again and again before he sleeps: waking takes 20 to 40 µs, half of what a small request
 takes in all. If it was in vain, he sleeps at once the next time, then three times, up to SPINS_SKIPPED_MAX times."""
 SPINS_SKIPPED_MAX = 256
+SLOW = frozenset({"commit", "fill"})
+"""Answers that wait for copies, for which one sleeps at once."""
 SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _NAP = struct.pack("ll", 0, int(NAP_S * 1e6))
 
@@ -132,7 +134,7 @@ class Lane:
             if self._lead(call):
                 try:
                     while not call.done and left_s > 0 and self._problem is None:
-                        self._read(left_s, spin=not self._asleep)
+                        self._read(left_s, spin=not self._asleep and call.expects not in SLOW)
                         left_s = call.deadline - time.monotonic()
                 finally:
                     self._leave()
