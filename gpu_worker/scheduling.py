@@ -88,6 +88,8 @@ class Scheduler:
     def schedule(self) -> dict[Running, int]:
         """How many tokens of which sequence are computed now; those that decode first, then the oldest."""
         self._reap()
+        for sequence in self.running:
+            self._adopt(sequence)
         self._admit()
         pieces: dict[Running, int] = {}
         promised: set[ChunkKey] = set()  # of chunks that a sequence looked at before is to compute or loads
@@ -163,16 +165,19 @@ class Scheduler:
             assert not sequence.chunks and not sequence.computed and sequence.row < 0
 
     def _admit(self) -> None:
-        """Who waits runs, in order, if there are a row and chunks for all its tokens, and one more for each other."""
+        """Who waits runs, in order, if there are a row and chunks for all its tokens, beside those that the others need
+        for theirs and one more for each."""
+        needed = sum(self._chunks(len(one.tokens)) - len(one.chunks) + 1 for one in self.running)
         while self.waiting and self._rows:
             sequence = self.waiting[0]
             adoptable = self._adoptable(sequence)
             found = len(self._pool.find(adoptable))
-            needed = self._chunks(len(sequence.tokens)) - found + len(self.running)
+            needed += self._chunks(len(sequence.tokens)) - found
             if self.running and needed > self._pool.free:
                 return
             sequence.row = self._rows.pop()
             self.running.append(self.waiting.popleft())
+            needed += 1
             if self._store is not None and not (adoptable and found == len(adoptable)):
                 sequence.lookup = self._store.look_up(sequence.tokens)
 

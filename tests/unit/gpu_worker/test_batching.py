@@ -275,6 +275,16 @@ def test_the_newest_makes_room_and_comes_back(engine: Callable[..., Recording]) 
     assert roomy.got == one.got and roomy.counters["preemptions"] == 0
 
 
+def test_who_would_have_to_make_room_at_once_is_not_begun(engine: Callable[..., Recording]) -> None:
+    one = engine(pool_chunks=10)
+    for n in range(3):
+        one.add(text(3 * T + 2, seed=n), 5)
+    one.step()
+    assert len(one._scheduler.running) == 2
+    one.finish().check()
+    assert one.counters["preemptions"] == 0
+
+
 def test_who_leaves_takes_nothing_along(engine: Callable[..., Recording]) -> None:
     """The one that computes what others wait for is aborted in the middle of it; then one that others share with."""
     one = engine(prefill_tokens=T)

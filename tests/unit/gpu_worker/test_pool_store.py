@@ -99,6 +99,16 @@ def test_what_is_saved_are_the_bytes_of_the_pool(model: PreTrainedModel, store: 
     assert store.closed == 2
 
 
+def test_of_a_prompt_that_is_all_there_the_last_token_is_computed(
+    engine: MakeEngine, store: FakeStore
+) -> None:
+    first = warm(engine, text(2 * T))
+    assert len(store.chunks) == 2
+    second = warm(engine, text(2 * T))
+    assert second.got == first.got
+    assert second.counters["restored_tokens"] == T
+
+
 def test_what_is_decoded_is_saved_too(engine: MakeEngine, store: FakeStore) -> None:
     one = engine()
     number = one.add(text(T - 3), 3 * T)
@@ -127,6 +137,28 @@ def test_the_others_go_on_while_one_is_loaded(engine: MakeEngine, store: FakeSto
         event.set()
     finish(one)
     assert one.counters["restored_tokens"] == 3 * T
+
+
+def test_nobody_adopts_the_next_chunk_in_the_middle_of_one(engine: MakeEngine, store: FakeStore) -> None:
+    """One is slowly read while an older one, whose lookup took its time, is loaded whole."""
+    prompt = [*text(3 * T), 7]
+    warm(engine, prompt)
+    go = threading.Event()
+    store.on_read = lambda: go.wait(BOUND_S) and None
+    one = engine(prefill_tokens=T // 4)
+    one.add(prompt, 5)
+    one.step()
+    one._store._no_lookup_before = float("inf")
+    one.add(prompt, 5)
+    one.step()
+    go.set()
+    older = one._scheduler.running[0]
+    older.lookup.result(BOUND_S)
+    one.step()
+    older.load.ended.result(BOUND_S)
+    finish(one)
+    assert one.counters["restored_tokens"] == 3 * T
+    assert one.counters["adopted_tokens"] == 2 * T
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
