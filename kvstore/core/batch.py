@@ -323,6 +323,12 @@ def take_over(
     view.shard_ready[freed] = 0
     view.ready[gone] = 0
     namespace.visible -= len(victims)
+    if not stored:
+        view.shard_checksum[freed] = 0
+        view.shard0[gone] = NONE
+        view.reason[gone] = Reason.EVICTED
+        view.used_at[gone] = state.now
+    del view  # the columns may grow now
     if stored:
         namespace.cold += len(victims)
         link_newest(chunks, state.cold, gone)
@@ -330,12 +336,7 @@ def take_over(
         rows = chunks.new_rows_for(keys)
         starts = chunks.new_shards_for(len(keys), 1)
     else:
-        view.shard_checksum[freed] = 0
-        view.shard0[gone] = NONE
-        view.reason[gone] = Reason.EVICTED
-        view.used_at[gone] = state.now
         state.counters["chunks_evicted"] += len(victims)
-        del view  # the table may grow now
         rows, starts = [], []
         for key, victim, start in zip(keys, victims, freed.tolist(), strict=True):
             rows.append(chunks.new_row(namespace.id, key, state.now))

@@ -124,6 +124,7 @@ class Saves:
         parents = event.parents or (event.parent, *event.keys[:-1])
         results: list[GrantResult] = []
         new = self._new_keys(namespace, event.keys, shards)
+        again = False
         for index, key in enumerate(event.keys):
             if index < len(results):
                 continue  # granted with those before
@@ -131,6 +132,9 @@ class Saves:
                 run = slice(index, new[index])
                 granted = self._grant_new(worker, namespace, reservation, event, run, parents, counts)
                 results += [GrantResult.GRANTED] * granted
+                if not again and run.stop - len(results) > state.batch_min:
+                    again = True  # after one by itself, which may ask for a segment
+                    new[len(results) + 1] = run.stop
                 if granted:
                     continue
             result = self._grant(worker, namespace, reservation, key, shards)

@@ -159,8 +159,7 @@ class Segments:
         state = self.state
         if namespace.shards > 1 or state.policy.kind == "fifo":
             return []
-        self._ask_for_more(namespace)
-        if self._waits_for_segment(namespace):
+        if self._may_ask(namespace) or self._waits_for_segment(namespace):
             return []
         flags = state.chunks.flags
         row = namespace.recency.oldest
@@ -224,7 +223,7 @@ class Segments:
     def _ask_for_more(self, namespace: Namespace) -> None:
         """Start taking another namespace's segment, if there is one that should go; one at a time."""
         state = self.state
-        if state.now < namespace.donor_search_at or (namespace.in_flight and not self._held_up(namespace)):
+        if not self._may_ask(namespace):
             return
         own_oldest = state.policy.oldest_use(namespace)
         with_segments = {s.namespace for s in state.pool.segments if s.phase is Phase.ASSIGNED} | {
@@ -237,6 +236,11 @@ class Segments:
             namespace.donor_search_at = state.now + DONOR_SEARCH_MS
             return
         self._retire(donor, namespace)
+
+    def _may_ask(self, namespace: Namespace) -> bool:
+        if self.state.now < namespace.donor_search_at:
+            return False
+        return not namespace.in_flight or self._held_up(namespace)
 
     def _held_up(self, namespace: Namespace) -> bool:
         """All segments on their way to it wait for workers that do not unmap them (stopped, or hostile)."""
