@@ -86,9 +86,8 @@ class Mappings:
                 if self._closed or number in self._retired_early:
                     return False
                 mapped = self._mapped[number] = self._map(number, size_bytes, cells, data_fd, header_fd)
-                if (
-                    os.fstat(data_fd).st_blocks * 512 >= size_bytes
-                ):  # else it would be us who allocates the rest
+                # Where pages are missing, it would be us who allocates them.
+                if os.fstat(data_fd).st_blocks * 512 >= size_bytes:
                     self._page_in(mapped.data)
                 return True
         except (OSError, ValueError) as problem:
