@@ -55,6 +55,7 @@ COPY_DEADLINE_MS = 10_000
 ENDED_REMEMBERED_MAX = 4096
 ENDED_KEYS_MAX = 65_536
 """Of how many reservations, and of how many keys in them, it is remembered how they ended."""
+_COUNTED = tuple((result, f"grants_{result.name.lower()}") for result in GrantResult)
 
 
 @dataclass(slots=True)
@@ -141,9 +142,9 @@ class Saves:
             if result is GrantResult.GRANTED:
                 self._describe(namespace, namespace.index[key], parents[index], counts[index], event)
             results.append(result)
-        for result in GrantResult:
+        for result, name in _COUNTED:
             if count := results.count(result):
-                state.counters[f"grants_{result.name.lower()}"] += count
+                state.counters[name] += count
         if not reservation.rows:
             return ev.Reserved(ReservationId(0), 0, tuple(results), NO_EXTENTS)
         self._next_id += 1
