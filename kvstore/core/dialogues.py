@@ -314,10 +314,10 @@ class Dialogues:
             len(manifest),
             manifest.token_count,
             self._usable(session),
-            resident * namespace.spec.chunk_bytes,
+            resident * namespace.payload_bytes,
             state.now - session.used_at,
-            len(manifest) * namespace.spec.chunk_bytes,
-            stored * namespace.spec.chunk_bytes,
+            len(manifest) * namespace.payload_bytes,
+            stored * namespace.payload_bytes,
             reason,
         )
 
@@ -361,7 +361,7 @@ class Dialogues:
             manifests=chunks.refs[row],
             derived=bool(flags & DERIVED),
             maker=b"".join(state.makers_of(row)),
-            bytes=namespace.spec.chunk_bytes if tiers else 0,
+            bytes=namespace.payload_bytes if tiers else 0,
             tiers=frozenset(tiers),
             moving=bool(flags & (RISING | STORING)),
             durable=bool(flags & DURABLE),

@@ -25,7 +25,7 @@ from kvstore.core.chunks import (
     STORING,
 )
 from kvstore.core.durability import Durability
-from kvstore.core.namespaces import Namespace, chunk_salt
+from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Segment
 from kvstore.core.segments import Segments
 from kvstore.core.slabs import Slabs
@@ -185,7 +185,7 @@ class Disk:
                     state.chunks.flags[row] &= ~QUEUED
                 if storable:
                     rows.append(row)
-                    size += state.namespace_of(row).spec.chunk_bytes
+                    size += state.namespace_of(row).payload_bytes
             if not rows:
                 return
             self._write(rows, size)
@@ -224,7 +224,7 @@ class Disk:
             namespace = state.namespace_of(row)
             for shard in range(namespace.shards):
                 records.append(self.record(namespace, row, shard))
-                sources.append(state.extent(row, shard, namespace.spec.shard_bytes[shard]))
+                sources.append(state.extent(row, shard, namespace.shard_bytes[shard]))
                 targets.append(state.disk_place(row, shard))
         self.writes[op] = Write(rows, size, state.now + state.limits.disk_deadline_ms)
         state.effects.append(ev.WriteRecords(op, tuple(records), tuple(sources), tuple(targets)))
@@ -233,10 +233,10 @@ class Disk:
         """What the record of a shard says of it, or is to say."""
         chunks = self.state.chunks
         return Record(
-            namespace=chunk_salt(namespace.family, namespace.spec.weights_epoch),
+            namespace=namespace.salt,
             key=chunks.key[row],
             shard=shard,
-            length=namespace.spec.shard_bytes[shard],
+            length=namespace.shard_bytes[shard],
             checksum=chunks.shard_checksum[chunks.shard0[row] + shard],
             maker=chunks.maker(row),
         )
@@ -324,7 +324,7 @@ class Disk:
                         self._not_risen(row, key)
                     continue
                 rows.append(row)
-                size += state.namespace_of(row).spec.chunk_bytes
+                size += state.namespace_of(row).payload_bytes
             if rows:
                 self._read(rows, size)
                 in_flight += size
@@ -365,7 +365,7 @@ class Disk:
         for row in rows:
             namespace = state.namespace_of(row)
             for shard in range(namespace.shards):
-                length = namespace.spec.shard_bytes[shard]
+                length = namespace.shard_bytes[shard]
                 # The checksum at commit is kept with the shard while it is on SSD: it is what the read must match.
                 records.append(self.record(namespace, row, shard))
                 sources.append(state.disk_place(row, shard))

@@ -23,6 +23,12 @@ class Namespace:
     """Per shard number."""
     chunk_bytes: int
     """Slots of one chunk in bytes: what pins and reservations are charged."""
+    shard_bytes: tuple[int, ...] = field(init=False)
+    """Per shard number: what its bytes are, without padding."""
+    payload_bytes: int = field(init=False)
+    """Of one chunk."""
+    salt: bytes = field(init=False)
+    """What its chunk hashes are keyed with, and its records on SSD begin with."""
     index: dict[ChunkKey, int] = field(default_factory=dict)
     recency: LinkedRows = field(default_factory=LinkedRows)
     """Resident unpinned chunks that no queued job needs: the first candidates for eviction."""
@@ -46,6 +52,11 @@ class Namespace:
     in_flight: int = 0
     """Segments that are being retired or created for this namespace."""
     in_flight_since: Millis = 0
+
+    def __post_init__(self) -> None:
+        self.shard_bytes = self.spec.shard_bytes
+        self.payload_bytes = self.spec.chunk_bytes
+        self.salt = chunk_salt(self.family, self.spec.weights_epoch)
 
     def __repr__(self) -> str:
         what = f"{self.tenant}/{self.spec.model} epoch {self.spec.weights_epoch}"

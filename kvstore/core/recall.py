@@ -152,7 +152,7 @@ class Recalls:
         doomed = bool(chunks.flags[row] & DOOMED)
         if not doomed and (state.is_resident(row) or chunks.flags[row] & STORED):
             job.chunks += 1
-            job.bytes += state.namespace_of(row).spec.chunk_bytes
+            job.bytes += state.namespace_of(row).payload_bytes
             job.pinned += bool(chunks.pins[row])
         if not job.event.dry_run and not doomed:
             state.doom(row, Reason.RECALLED)

@@ -412,7 +412,7 @@ class Saves:
         if copy.region:
             namespace = state.namespaces[reservation.namespace]
             state.counters["fills" if filled else "fills_failed"] += 1
-            each = sum(namespace.spec.shard_bytes[shard] for shard in reservation.shards)
+            each = sum(namespace.shard_bytes[shard] for shard in reservation.shards)
             state.counters["bytes_filled"] += each * len(reservation.rows) if filled else 0
         if not reservation.committing and not reservation.busy and reservation.expires_at <= state.now:
             self._end(reservation, "expired", may_write=True)
@@ -567,7 +567,7 @@ class Saves:
             results = self._fill_all(namespace, reservation, checksums)
         else:
             results = self._fill_each(namespace, reservation, checksums)
-        each = sum(namespace.spec.shard_bytes[shard] for shard in reservation.shards)
+        each = sum(namespace.shard_bytes[shard] for shard in reservation.shards)
         state.counters["bytes_saved"] += each * len(reservation.rows)
         state.counters["chunks_saved"] += len(reservation.rows)
         self._forget(reservation, "committed", keys)

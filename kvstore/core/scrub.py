@@ -232,7 +232,7 @@ class Scrub:
             found += 1
         assert self._round is not None
         self._round.chunks += found > 0
-        return found * namespace.spec.chunk_bytes
+        return found * namespace.payload_bytes
 
     def _read(self) -> None:
         self.op = self.state.new_op()
@@ -310,7 +310,7 @@ class Scrub:
 
     def _checksum(self, row: int) -> None:
         state = self.state
-        sizes = state.namespace_of(row).spec.shard_bytes
+        sizes = state.namespace_of(row).shard_bytes
         extents = tuple(state.extent(row, shard, size) for shard, size in enumerate(sizes))
         op = state.new_op()
         self.audits[op] = Slots(row, extents)

@@ -293,7 +293,7 @@ class Segments:
         chunks = state.chunks
         slab = state.pool.classes[segment.namespace, segment.slot_bytes]
         namespace = state.namespaces[segment.namespace]
-        lengths = namespace.spec.shard_bytes
+        lengths = namespace.shard_bytes
         move = Move([], [], [])
         sources: list[Extent] = []
         targets: list[Extent] = []

@@ -67,7 +67,7 @@ class Slabs:
     def slot_bytes(self, namespace: Namespace, shard: int) -> int:
         """In a slab file: header, bytes, and padding to whole pages (`format.slot_bytes`)."""
         header = self.state.limits.disk_header_bytes
-        return self.state.disk.slot_bytes(header + namespace.spec.shard_bytes[shard])
+        return self.state.disk.slot_bytes(header + namespace.shard_bytes[shard])
 
     def fits(self, namespace: Namespace) -> bool:
         """Whether a slab file has room for a slot of each size; if not, the chunks stay in DRAM alone."""
@@ -136,6 +136,8 @@ class Slabs:
     @property
     def closed(self) -> frozenset[int]:
         """Indices of slabs that take no new records for a while: writes or syncs failed there, again and again."""
+        if not self._failing:
+            return frozenset()
         now = self.state.now
         return frozenset(index for index, failing in self._failing.items() if failing.closed_until > now)
 

@@ -223,7 +223,7 @@ class State:
 
     def extents(self, namespace: Namespace, rows: Sequence[int], shards: Sequence[int]) -> Extents:
         """Where `shards` of each row are, row by row; their slots must be there."""
-        lengths = namespace.spec.shard_bytes
+        lengths = namespace.shard_bytes
         if len(rows) >= self.batch_min:
             return batch.extents(self, rows, shards, lengths)
         chunks = self.chunks
