@@ -188,24 +188,27 @@ def gives(store: str) -> str:
 
 
 DATA_PLANE = """\
-`sealed` and `group` are our daemon under its two protections, `tcp` is the same over loopback TCP, for callers on other
-machines. "`sealed` is" tells how many times as fast as the others it is. What the rows have in common: bytes begin and
-end in arrays of the caller; keys are known before the clock starts; every put has a key of its own.
+`sealed` and `group` are our daemon under its two protections, `tcp` is the same over loopback TCP, for callers on
+other machines. "`sealed` is" tells how many times as fast as the others it is. What the rows have in common: bytes
+begin and end in arrays of the caller; keys are known before the clock starts; every put has a key of its own.
 
 * **What a get costs.** One message pair and one copy, out of the slot into the caller's array. The copy runs at about
-  memcpy's speed, though shared memory lies in pages of 4 KiB here (`kvstore/memory.py` says how). So at 2 MiB a get is
-  mostly that copy; at 256 KiB and below most of it is the message pair and the two changes of process in it, which only
-  larger batches spread over more bytes. memcpy is also flattered where a batch fits in the cache: at 256 KiB × 16, 4 MiB.
-* **What a put costs.** Two message pairs, one to reserve and one to commit. Under `group` one copy into the slot by the
-  caller, then the daemon reads the slot once more for its checksum. Under `sealed` a copy into staging memory, then the
-  daemon's copy into the slot, hashed while it is in the cache. One core nearly fills this machine's memory by itself, so
-  what counts is how often bytes cross it, not how many threads move them: twice means half of memcpy at the very best.
-* **`fill`** saves out of memory of the engine's own that the daemon has adopted: the engine copies nothing, and pays the
-  least of its CPU; the daemon reads by pread, which is slower than memcpy at pages of 4 KiB.
-* **Sockets** (Redis, memcached, Mooncake, `tcp`) take every byte through the kernel, in by one copy and out by another,
-  and put both processes to sleep in between: see the CPU seconds. Most of `tcp`'s are gRPC's own threads. A client library of Python then makes an object of
-  each value, and its user copies that once more; "bare" rows leave that out: the protocol, spoken by hand straight from
-  and into the arrays. They are what is left to gain there, not what users of these libraries have.
+  memcpy's speed, though shared memory lies in pages of 4 KiB here (`kvstore/memory.py` says how). So at 2 MiB a get
+  is mostly that copy; at 256 KiB and below most of it is the message pair and the two changes of process in it, which
+  only larger batches spread over more bytes. memcpy is also flattered where a batch fits in the cache: at 256 KiB ×
+  16, 4 MiB.
+* **What a put costs.** Two message pairs, one to reserve and one to commit. Under `group` one copy into the slot by
+  the caller, then the daemon reads the slot once more for its checksum. Under `sealed` a copy into staging memory,
+  then the daemon's copy into the slot, hashed while it is in the cache. One core nearly fills this machine's memory
+  by itself, so what counts is how often bytes cross it, not how many threads move them: twice means half of memcpy at
+  the very best.
+* **`fill`** saves out of memory of the engine's own that the daemon has adopted: the engine copies nothing, and pays
+  the least of its CPU; the daemon reads by pread, which is slower than memcpy at pages of 4 KiB.
+* **Sockets** (Redis, memcached, Mooncake, `tcp`) take every byte through the kernel, in by one copy and out by
+  another, and put both processes to sleep in between: see the CPU seconds. Most of `tcp`'s are gRPC's own threads. A
+  client library of Python then makes an object of each value, and its user copies that once more; "bare" rows leave
+  that out: the protocol, spoken by hand straight from and into the arrays. They are what is left to gain there, not
+  what users of these libraries have.
 * **Files in memory** are read by one copy, and written into fresh pages, which the kernel clears first. There is no
   eviction and no promise about readers, and the first reader of a mapped file (safetensors) pays for its page faults.
 * **LMCache** gathers the pages of an engine's KV into its memory and scatters them back, page by page and layer by
