@@ -298,3 +298,49 @@ def test_a_flame_graph_puts_callees_below_their_callers():
         ("copy", 0.0, 0.375, 2),
         ("put", 0.5, 0.5, 1),
     ]
+
+
+# ----------------------------------------------------------------------------------------------------------- scale
+
+
+def test_scale_has_a_goal_for_whatever_was_measured():
+    scale = load("scale")
+
+    def row(part: str, chunks: int, what: str, p50: float, unit: str = "µs per key") -> dict:
+        return {"part": part, "chunks": chunks, "what": what, "p50": p50, "unit": unit}
+
+    assert scale.goals([]) == []
+    core = [
+        row("core", chunks, "match", us) for chunks, us in ((10_000, 0.4), (100_000, 0.5), (4_000_000, 2.0))
+    ]
+    core += [row("core", 4_000_000, "acquire + release", 2.4), row("core", 4_000_000, "tick", 100.0, "µs")]
+    (lease, growth) = scale.goals(core)
+    assert (lease.name, lease.value, lease.goal) == (
+        "core, acquire + release with 4,000,000 chunks",
+        2.4,
+        2.5,
+    )
+    assert (growth.name, growth.met) == ("core, match: 4,000,000 chunks over 10,000", False)
+    assert round(growth.value, 6) == 5
+    daemon = [
+        row("daemon", 4_000_000, "match of 512", 0.6, "ms"),
+        row("daemon", 10_000, "match of 512", 0.5, "ms"),
+    ]
+    daemon.append(row("daemon", 1_000_000, "start to first hit", 5.5, "s"))
+    (match, restart) = scale.goals(daemon)
+    assert match.name == "match of 512 keys: round trip with 4,000,000 chunks, p50" and match.met
+    assert not restart.met
+    (memory,) = scale.goals([row("core", 1_000_000, "memory", 301.0, "bytes per chunk")])
+    assert not memory.met
+
+
+def test_scale_saves_chains_and_finds_them_again():
+    scale = load("scale")
+    driver = scale.Driver(2_048)
+    assert len(scale.fill(driver, 1_024)) == 2
+    keys = tuple(scale.chain(3))
+    assert driver.ask(scale.ev.Match, driver.namespace, keys).usable == len(keys) == 64
+    chunks = driver.store.state.chunks
+    index = driver.store.state.namespaces[driver.namespace].index
+    assert [chunks.parent[index[key]] for key in keys] == [-1, *(index[key] for key in keys[:-1])]
+    assert driver.longest[0] > 0
