@@ -143,6 +143,8 @@ def number(value: float) -> str:
 def data_plane(report: Report) -> Iterator[str]:
     from data_plane import SIZES, STORES
 
+    yield from other_commits(report, lambda row: f"{row['size']} × {row['batch']}, clients: {row['clients']}")
+
     rows = {tuple(row[name] for name in report["key"]): row for row in report["results"]}
     stores = sorted({row["store"] for row in report["results"]}, key=list(STORES).index)
     for action in ("get", "put"):
@@ -174,6 +176,16 @@ def data_plane(report: Report) -> Iterator[str]:
             )
     yield "### What each of them is\n"
     yield table(["", "gives"], [[store, gives(store)] for store in stores])
+
+
+def other_commits(report: Report, part: Callable[[Row], str]) -> Iterator[str]:
+    """Which parts were measured at another commit than the report's."""
+    found: dict[str, list[str]] = {}
+    for row in report["results"]:
+        if "commit" in row and part(row) not in found.setdefault(row["commit"], []):
+            found[row["commit"]].append(part(row))
+    for commit, parts in found.items():
+        yield f"At commit {commit}: {'; '.join(parts)}.\n"
 
 
 def cells(row: Row | None, names: Sequence[str]) -> list[str]:

@@ -93,8 +93,8 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="FILE",
-        help="keep the JSON there (no FILE: in benchmarks/results/, named after benchmark and machine); rows that\n"
-        "a file of the same commit and machine has already, and that this run did not measure, stay",
+        help="keep the JSON there (no FILE: in benchmarks/results/, named after benchmark and machine); what a\n"
+        "file of the same machine has already, and this run did not measure, stays",
     )
     return options
 
@@ -127,24 +127,21 @@ def finish(
 
 def merged(earlier: str, later: str, key: Sequence[str]) -> str:
     """The report `later`, with those rows and goals of `earlier` that it does not have; rows are the same when the
-    fields named in `key` are. Only `later` if they are of different commits or machines, or there is no key."""
+    fields named in `key` are. What was measured at another commit says so, in a field `commit`. Only `later` if the
+    machines are different ones, or there is no key."""
     old, new = json.loads(earlier), json.loads(later)
-    for report_ in (old, new):
-        report_["machine"].pop("load")
-    if not key or (old["machine"], old["commit"]) != (new["machine"], new["commit"]):
+    machines = [{**report["machine"], "load": None} for report in (old, new)]
+    if not key or machines[0] != machines[1]:
         return later
 
-    def joined(rows: list[Any], more: list[Any], fields: Sequence[str]) -> list[Any]:
-        by_key = {tuple(row.get(field) for field in fields): row for row in (*rows, *more)}
+    def joined(part: str, fields: Sequence[str]) -> list[Any]:
+        kept = old[part]
+        if old["commit"] != new["commit"]:
+            kept = [{"commit": old["commit"], **row} for row in kept]
+        by_key = {tuple(row.get(field) for field in fields): row for row in (*kept, *new[part])}
         return list(by_key.values())
 
-    return json.dumps(
-        json.loads(later)
-        | {
-            "results": joined(old["results"], new["results"], key),
-            "goals": joined(old["goals"], new["goals"], ("name",)),
-        }
-    )
+    return json.dumps(new | {"results": joined("results", key), "goals": joined("goals", ("name",))})
 
 
 def report(

@@ -130,11 +130,16 @@ class Client:
         self._client.end_session(plan.source)
 
     def get(self, plan: Sequenced) -> None:
+        assert self._fetched(plan), (plan.out.request_id, "is not there")
+
+    def _fetched(self, plan: Sequenced) -> bool:
+        """What is found has to be retrieved: a look-up alone leaves it locked, so that other things are evicted."""
         found = self._client.lookup(plan.out)
-        assert found.is_full_hit, found
-        retrieved = self._client.retrieve(plan.out, 0, plan.out.num_full_tokens)
-        assert retrieved is not None and retrieved.succeeded, retrieved
+        if found.is_full_hit:
+            retrieved = self._client.retrieve(plan.out, 0, plan.out.num_full_tokens)
+            assert retrieved is not None and retrieved.succeeded, retrieved
         self._client.end_session(plan.out)
+        return found.is_full_hit
 
     def clear(self) -> None:
         """Drop all there is."""
@@ -145,9 +150,7 @@ class Client:
     def wait(self, plan: Sequenced) -> None:
         """Until what was put can be found: a put is answered a little earlier."""
         for _ in attempts(plan.out.request_id):
-            found = self._client.lookup(plan.out)
-            self._client.end_session(plan.out)
-            if found.is_full_hit:
+            if self._fetched(plan):
                 break
 
     def check(self, plan: Sequenced) -> None:
@@ -157,9 +160,7 @@ class Client:
     def forget(self, plan: Sequenced) -> None:
         """It evicts by itself, some time after it is due. Until then there has to be room: what there is none for, it
         says to have stored. So look whether it was."""
-        found = self._client.lookup(plan.out)
-        self._client.end_session(plan.out)
-        assert found.is_full_hit, ("it was not stored", found)
+        assert self._fetched(plan), (plan.out.request_id, "was not stored")
 
     def close(self) -> None:
         self._client.close()

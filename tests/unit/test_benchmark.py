@@ -76,15 +76,27 @@ def test_a_file_is_filled_in_several_runs_of_one_commit(tmp_path):
     assert found["goals"] == []
 
 
-@pytest.mark.parametrize(
-    "other",
-    [{"commit": "other"}, {"machine": {**machine(), "cores": 999, "load": 0}}],
-    ids=["commit", "machine"],
-)
-def test_figures_of_another_commit_or_machine_are_not_mixed_in(other):
-    later = report("bench.py", [{"what": "get"}], [], key=("what",))
-    earlier = json.dumps(json.loads(report("bench.py", [{"what": "put"}], [], key=("what",))) | other)
-    assert json.loads(merged(earlier, later, ("what",)))["results"] == [{"what": "get"}]
+def one_report(*rows, **other) -> dict:
+    return json.loads(report("bench.py", rows, [], key=("what",))) | other
+
+
+def test_what_was_measured_at_another_commit_says_so():
+    earlier = one_report({"what": "get", "ms": 1.0}, {"what": "put", "ms": 1.0}, commit="old")
+    earlier["goals"] = [{"name": "a", "met": True}]
+    later = one_report({"what": "put", "ms": 2.0}, commit="new")
+    found = json.loads(merged(json.dumps(earlier), json.dumps(later), ("what",)))
+    assert found["commit"] == "new"
+    assert found["results"] == [{"commit": "old", "what": "get", "ms": 1.0}, {"what": "put", "ms": 2.0}]
+    assert found["goals"] == [{"commit": "old", "name": "a", "met": True}]
+    last = one_report({"what": "fill", "ms": 3.0}, commit="newer")
+    found = json.loads(merged(json.dumps(found), json.dumps(last), ("what",)))
+    assert [row.get("commit") for row in found["results"]] == ["old", "new", None]
+
+
+def test_figures_of_another_machine_are_not_mixed_in():
+    earlier = one_report({"what": "put"}, machine=machine() | {"cores": 999})
+    found = merged(json.dumps(earlier), json.dumps(one_report({"what": "get"})), ("what",))
+    assert json.loads(found)["results"] == [{"what": "get"}]
 
 
 def test_the_load_of_the_moment_makes_no_other_machine():
