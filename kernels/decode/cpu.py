@@ -9,10 +9,8 @@ matrix products are better. Nothing of fp32 is copied; half precision is convert
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,14 +18,12 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore.kernels.forest import BEGIN, COUNT, FIRST, LENGTH, PARTIAL, TOKENS, Plan
+from kvstore.kernels.threads import PRODUCT_MAX, in_threads
 
 Floats = NDArray[Any]
 """float32; float64 if the inputs are."""
 Ints = NDArray[np.int64]
 Piece = tuple[slice, Floats, Floats]
-PRODUCT_MAX = 1 << 18
-"""Multiplications in one matrix product at most. Beyond it OpenBLAS starts threads of its own for each product, which
-wait for each other in turns with ours: 20 times slower where cores are scarce."""
 NEIGHBOURS_MAX = 1 << 19
 """Elements of the keys of chunks that are done together: enough for a long call, few enough to share among threads."""
 CONVERTED_MAX = 1 << 17
@@ -46,18 +42,8 @@ def decode(
 ) -> None:
     """See `decode_attention`, which checked the arguments."""
     work = _Work(q.detach(), keys.detach(), values.detach(), plan, scale, soft_cap)
-    threads = min(torch.get_num_threads(), len(work.pending))
-    helpers = [_threads(os.getpid()).submit(work.run) for _ in range(threads - 1)]
-    work.run()
-    for helper in helpers:
-        helper.result()
+    in_threads(work.pending)
     out.detach().copy_(torch.from_numpy(work.merged()))
-
-
-@cache
-def _threads(process: int) -> ThreadPoolExecutor:
-    """A forked process has none of its parent's threads."""
-    return ThreadPoolExecutor(thread_name_prefix=f"decode-attention-{process}")
 
 
 class _Work:
@@ -150,16 +136,6 @@ class _Work:
                 self.pending.append(
                     partial(self._alone, int(ordered[at]), rows[some], slots[some], sizes[some])
                 )
-
-    def run(self) -> None:
-        """Do what is pending until nothing is left."""
-        with np.errstate(invalid="ignore", over="ignore"):  # of what nobody wrote
-            while True:
-                try:
-                    work = self.pending.pop()  # one thread gets it
-                except IndexError:
-                    return
-                work()
 
     def _alone(self, chunk: int, rows: Ints, slots: Ints, sizes: Ints) -> None:
         """Chunks from this number on, each with the query of a row, which sees `sizes` tokens of it."""

@@ -1,28 +1,34 @@
-"""Prefill attention on a CPU: torch's batched matrix products, with threads of their own, over blocks of chunks.
+"""Prefill attention on a CPU: numpy on the pool's own memory, in threads.
 
-The keys and values of some chunks at a time are put side by side in a small block (in float32, whatever the pool's
-format): a product over them is twice as fast as one for each chunk, and the block serves all queries of the item, tile
-by tile. The logits of a tile and a block stay in the cache; the softmax goes on from block to block (online softmax),
-and then from item to item, so that nothing has to be kept for a merge.
+A product is one chunk and KV head with some tens of queries: small enough that BLAS does not start threads of its own,
+large enough to be as fast as it can be. Nothing of fp32 is copied; half precision is converted once for all tiles of a
+thread's work. The logits of a tile and a block of chunks stay in the cache; the softmax goes on from block to block
+(online softmax), and then from item to item, so that nothing has to be kept for a merge.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from kvstore.kernels.prefill.plan import LIMIT, PrefillPlan
+from kvstore.kernels.prefill.plan import LIMIT, PARTIAL, PrefillPlan
+from kvstore.kernels.threads import PRODUCT_MAX, in_threads
 
-BLOCK_TOKENS = 256
-"""Tokens side by side, or one chunk."""
-TILE_ROWS = 256
-"""Rows of a tile, queries times heads of a group; more, if there are few KV heads."""
-LOGITS_MAX = 1 << 19
-"""Logits at a time: KV heads are taken together as long as there are not more."""
-LOG2_E = math.log2(math.e)
-"""Logits are to base 2: torch has no fast exp of what underflows."""
+Floats = NDArray[Any]
+"""float32; float64 if the inputs are."""
+Ints = NDArray[np.int32]
+BLOCK_TOKENS = 512
+"""Logits at a time, or those of one chunk."""
+TILE_ROWS = 128
+"""Rows of a tile at most, queries times heads of a group; fewer, where chunks are large."""
+TILES = 4
+"""For which a thread loads a block once."""
 
 
 def prefill(
@@ -36,28 +42,22 @@ def prefill(
     out: torch.Tensor,
 ) -> None:
     """See `prefill_attention`, which checked the arguments."""
-    with torch.no_grad():
-        work = _Work(q, keys, values, plan, scale, soft_cap)
-        tables = plan.tables.tolist()
-        for begin, count, first, tokens, _, table in plan.items.tolist():
-            at = first // plan.chunk_tokens
-            chunks = tables[table][at : at - (-tokens // plan.chunk_tokens)]
-            for head in range(0, work.kv_heads, work.heads):
-                work.attend(slice(head, head + work.heads), begin, count, chunks, first, tokens)
-        out[plan.order] = work.result().to(out.dtype)
+    work = _Work(q.detach(), keys.detach(), values.detach(), plan, scale, soft_cap)
+    for pending in work.stages():
+        in_threads(pending)
+    out.detach()[plan.order] = torch.from_numpy(work.result()).to(out.dtype)
 
 
 @dataclass(slots=True)
 class _Tile:
-    """Some rows of some KV heads, [kv_heads, rows, head_dim], and what they have so far; contiguous, for products."""
+    """Some rows: their queries [kv_heads, head_dim, rows] and what they have so far, [kv_heads, rows, ...]."""
 
-    where: tuple[slice, slice]
-    queries: torch.Tensor
-    limits: torch.Tensor
-    last: int
-    maxima: torch.Tensor
-    sums: torch.Tensor
-    outputs: torch.Tensor
+    rows: slice
+    queries: Floats
+    limits: Ints
+    maxima: Floats
+    sums: Floats
+    outputs: Floats
 
 
 class _Work:
@@ -72,83 +72,114 @@ class _Work:
         scale: float,
         soft_cap: float | None,
     ) -> None:
+        self.plan, self.keys, self.values, self.soft_cap = plan, keys, values, soft_cap
         self.kv_heads, self.chunk_tokens, self.head_dim = keys.shape[1:]
         self.group = q.shape[1] // self.kv_heads
-        self.keys, self.values, self.soft_cap = keys, values, soft_cap
-        self.block_tokens = max(1, BLOCK_TOKENS // self.chunk_tokens) * self.chunk_tokens
-        dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+        self.dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+        # Where numpy knows the format, the pool itself
+        self.native = (keys.numpy(), values.numpy()) if q.dtype is self.dtype else None
         # [tokens, heads, head_dim] -> [kv_heads, tokens x group, head_dim], in the order of the plan
         shape = (len(q), self.kv_heads, self.group, self.head_dim)
-        self.queries = torch.empty((self.kv_heads, len(q) * self.group, self.head_dim), dtype=dtype)
-        self.queries.view(self.kv_heads, len(q), self.group, self.head_dim).copy_(
-            q[plan.order].view(shape).transpose(0, 1)
-        )
-        self.queries *= scale * (LOG2_E if soft_cap is None else 2 * LOG2_E / soft_cap)
-        self.limits = plan.queries[plan.order, LIMIT].repeat_interleave(self.group)
-        self.maxima = self.queries.new_full((*self.queries.shape[:2], 1), -torch.inf)
-        self.sums = torch.zeros_like(self.maxima)
-        self.outputs = torch.zeros_like(self.queries)
-        self.heads = min(self.kv_heads, max(1, LOGITS_MAX // (TILE_ROWS * self.block_tokens)))
-        self.tile_rows = min(4 * TILE_ROWS, max(TILE_ROWS, LOGITS_MAX // (self.heads * self.block_tokens)))
-        self.room = self.queries.new_empty(self.heads * self.tile_rows * self.block_tokens)
-        self.block = self.queries.new_empty((2, self.heads, self.block_tokens, self.head_dim))
+        scaled = (q[plan.order].to(self.dtype) * scale).view(shape).transpose(0, 1).flatten(1, 2)
+        self.queries: Floats = scaled.numpy()
+        self.limits: Ints = np.repeat(plan.queries.numpy()[plan.order.numpy(), LIMIT], self.group)
+        self.maxima: Floats = np.full(self.queries.shape[:2], -np.inf, self.queries.dtype)
+        self.sums: Floats = np.zeros_like(self.maxima)
+        self.outputs: Floats = np.zeros_like(self.queries)
+        self.block_chunks = max(1, BLOCK_TOKENS // self.chunk_tokens)
+        self.tile_rows = max(1, min(TILE_ROWS, PRODUCT_MAX // (self.chunk_tokens * self.head_dim)))
 
-    def attend(
-        self, heads: slice, begin: int, count: int, chunks: list[int], first: int, tokens: int
-    ) -> None:
-        """Queries of an item over its chunks, whose first token has the number `first`; some of the KV heads."""
-        end = (begin + count) * self.group
+    def stages(self) -> Iterator[list[Callable[[], None]]]:
+        """What can be done at the same time: in a stage, a query is in one item. Longest last."""
+        tables, items = self.plan.tables.tolist(), self.plan.items.tolist()
+        for stage in range(max((item[PARTIAL] for item in items), default=-1) + 1):
+            pending: list[Callable[[], None]] = []
+            for begin, count, first, tokens, _, table in (item for item in items if item[PARTIAL] == stage):
+                at = first // self.chunk_tokens
+                chunks = tables[table][at : at - (-tokens // self.chunk_tokens)]
+                end, most = (begin + count) * self.group, TILES * self.tile_rows
+                for start in range(begin * self.group, end, most):
+                    rows = slice(start, min(start + most, end))
+                    pending.append(partial(self._attend, rows, chunks, first, tokens))
+            yield pending[::-1]
+
+    def _attend(self, rows: slice, chunks: list[int], first: int, tokens: int) -> None:
+        """Queries of an item over its chunks, whose first token has the number `first`."""
         tiles = [
-            self._tile(heads, slice(start, min(start + self.tile_rows, end)))
-            for start in range(begin * self.group, end, self.tile_rows)
+            self._tile(slice(start, min(start + self.tile_rows, rows.stop)))
+            for start in range(rows.start, rows.stop, self.tile_rows)
         ]
-        for start in range(0, tokens, self.block_tokens):
-            size = min(self.block_tokens, tokens - start)
-            at = start // self.chunk_tokens
-            keys, values = self._side_by_side(chunks[at : at - (-size // self.chunk_tokens)], heads, size)
+        tokens = min(tokens, int(self.limits[rows.stop - 1]) - first)
+        for start in range(0, -(-tokens // self.chunk_tokens), self.block_chunks):
+            begin = start * self.chunk_tokens
+            size = min(self.block_chunks * self.chunk_tokens, tokens - begin)
+            block = list(self._pieces(chunks[start : start - (-size // self.chunk_tokens)], size))
             for tile in tiles:
-                if first + start < tile.last:
-                    self._step(tile, keys.transpose(1, 2), values, first + start)
+                if first + begin < tile.limits[-1]:
+                    self._step(tile, block, first + begin, size)
         for tile in tiles:
-            self.maxima[tile.where], self.sums[tile.where] = tile.maxima, tile.sums
-            self.outputs[tile.where] = tile.outputs
+            self.maxima[:, tile.rows], self.sums[:, tile.rows] = tile.maxima, tile.sums
+            self.outputs[:, tile.rows] = tile.outputs
 
-    def _tile(self, heads: slice, rows: slice) -> _Tile:
-        where, limits = (heads, rows), self.limits[rows]
-        maxima, sums = self.maxima[where].clone(), self.sums[where].clone()
-        outputs = self.outputs[where].clone(memory_format=torch.contiguous_format)
-        return _Tile(where, self.queries[where], limits, int(limits[-1]), maxima, sums, outputs)
+    def _tile(self, rows: slice) -> _Tile:
+        queries = np.ascontiguousarray(self.queries[:, rows].swapaxes(1, 2))
+        maxima, sums, outputs = (of[:, rows].copy() for of in (self.maxima, self.sums, self.outputs))
+        return _Tile(rows, queries, self.limits[rows], maxima, sums, outputs)
 
-    def _step(self, tile: _Tile, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
-        """A tile over a block, [kv_heads, head_dim, tokens] and [kv_heads, tokens, head_dim]."""
-        heads, rows, tokens = *tile.queries.shape[:2], keys.shape[2]
-        logits = self.room[: heads * rows * tokens].view(heads, rows, tokens)
-        torch.bmm(tile.queries, keys, out=logits)
-        if self.soft_cap is not None:
-            # cap * tanh(x / cap), to base 2, of 2 x / cap to base 2; e^y overflows to the right values
-            half = self.soft_cap * LOG2_E
-            logits.exp2_().add_(1).reciprocal_().mul_(-2 * half).add_(half)
+    def _pieces(self, chunks: list[int], tokens: int) -> Iterator[tuple[int, Floats, Floats]]:
+        """(place in the block, keys, values) of stretches that are one array in memory, [n, kv_heads, tokens,
+        head_dim]; the last chunk, if it is not full, with fewer tokens."""
+        full = tokens // self.chunk_tokens
+        begin = 0
+        while begin < full:
+            end = begin + 1
+            while self.native and end < full and chunks[end] == chunks[end - 1] + 1:
+                end += 1
+            yield begin, *self._load(chunks[begin], end - begin, self.chunk_tokens)
+            begin = end
+        if full < len(chunks):
+            yield full, *self._load(chunks[full], 1, tokens % self.chunk_tokens)
+
+    def _load(self, chunk: int, count: int, tokens: int) -> tuple[Floats, Floats]:
+        here = np.s_[chunk : chunk + count, :, :tokens]
+        if self.native:
+            return self.native[0][here], self.native[1][here]
+        return self.keys[here].to(self.dtype).numpy(), self.values[here].to(self.dtype).numpy()
+
+    def _step(self, tile: _Tile, block: list[tuple[int, Floats, Floats]], first: int, tokens: int) -> None:
+        """A tile over a block, whose first token has the number `first`."""
+        count, rows = -(-tokens // self.chunk_tokens), tile.queries.shape[2]
+        # [chunks, kv_heads, tokens, rows]
+        logits: Floats = np.empty((count, self.kv_heads, self.chunk_tokens, rows), tile.queries.dtype)
+        if tokens % self.chunk_tokens:
+            logits[-1, :, tokens % self.chunk_tokens :] = -np.inf
+        for at, keys, _ in block:
+            here = logits[at : at + len(keys), :, : keys.shape[2]]
+            np.matmul(keys, tile.queries, out=here)
+            if self.soft_cap is not None:
+                np.divide(here, self.soft_cap, out=here)
+                np.tanh(here, out=here)
+                np.multiply(here, self.soft_cap, out=here)
         if first + tokens > tile.limits[0]:  # rows are in the order of their tokens
-            unseen = torch.arange(first, first + tokens) >= tile.limits[:, None]
-            logits += torch.zeros_like(logits[0]).masked_fill_(unseen, -torch.inf)
+            number = np.arange(first, first + count * self.chunk_tokens).reshape(count, 1, -1, 1)
+            np.copyto(logits, -np.inf, where=number >= tile.limits)
         before = tile.maxima
-        tile.maxima = torch.maximum(before, logits.amax(-1, keepdim=True))  # finite: all see the first token
-        fade = before.sub_(tile.maxima).exp2_()
-        weights = logits.sub_(tile.maxima).exp2_()
-        tile.sums.mul_(fade).add_(weights.sum(-1, keepdim=True))
-        tile.outputs.mul_(fade).baddbmm_(weights, values)
+        tile.maxima = np.maximum(before, logits.max(0).max(1))  # finite: all see the item's first token
+        fade = np.exp(before - tile.maxima)
+        np.subtract(logits, tile.maxima[:, None], out=logits)
+        np.exp(logits, out=logits)
+        tile.sums *= fade
+        tile.sums += logits.sum(0).sum(1)
+        tile.outputs *= fade[..., None]
+        for at, _, values in block:
+            for weights, chunk in zip(
+                logits[at : at + len(values), :, : values.shape[2]], values, strict=True
+            ):
+                tile.outputs += np.matmul(weights.swapaxes(1, 2), chunk)
 
-    def _side_by_side(self, chunks: list[int], heads: slice, tokens: int) -> torch.Tensor:
-        """[2, kv_heads, tokens, head_dim]: the keys and values of these chunks."""
-        block = self.block[:, : len(range(*heads.indices(self.kv_heads))), :tokens]
-        for number, chunk in enumerate(chunks):
-            here = block[:, :, number * self.chunk_tokens : (number + 1) * self.chunk_tokens]
-            size = here.shape[2]
-            here[0] = self.keys[chunk, heads, :size]
-            here[1] = self.values[chunk, heads, :size]
-        return block
-
-    def result(self) -> torch.Tensor:
-        """[tokens, heads, head_dim]"""
+    def result(self) -> Floats:
+        """[tokens, heads, head_dim], in the order of the plan"""
+        self.outputs /= self.sums[..., None]
         shape = (self.kv_heads, -1, self.group, self.head_dim)
-        return self.outputs.div_(self.sums).view(shape).transpose(0, 1).flatten(1, 2)
+        result = self.outputs.reshape(shape).swapaxes(0, 1)
+        return result.reshape(len(result), -1, self.head_dim)

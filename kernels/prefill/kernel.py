@@ -157,7 +157,6 @@ def _attend(
         last = tl.minimum(tile + BLOCK_M, count * GROUP) - 1
         last_row = tl.load(order_ptr + begin + last // GROUP).to(tl.int64)
         tokens = tl.minimum(tl.load(queries_ptr + last_row * 3) - first, most)
-        limits = tl.minimum(limits, tokens)  # of rows that are not used
 
         d = tl.arange(0, BLOCK_D)
         in_head = d < HEAD_DIM

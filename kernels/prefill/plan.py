@@ -129,9 +129,8 @@ def plan_prefill(
         for begin in range(0, row.new, tile_queries):
             end = min(begin + tile_queries, row.new)
             at = int(starts[number])
-            last = (
-                row.cached + begin
-            ) // chunk_tokens  # a piece that begins later is not seen by the first query
+            # A piece that begins later is not seen by the first query
+            last = (row.cached + begin) // chunk_tokens
             pieces = attend(at + begin, at + end, number, reached[number], last, row.cached + end)
             partials[at + begin : at + end] = pieces_before[number] + pieces
 

@@ -34,10 +34,10 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that short sequences have several blocks and tiles, and KV heads are not all taken together."""
+    """So that short sequences have several blocks, tiles and pieces of work."""
     monkeypatch.setattr(cpu, "BLOCK_TOKENS", 32)
     monkeypatch.setattr(cpu, "TILE_ROWS", 8)
-    monkeypatch.setattr(cpu, "LOGITS_MAX", 8 * 32)
+    monkeypatch.setattr(cpu, "TILES", 2)
 
 
 def attend(
@@ -102,10 +102,13 @@ def test_a_plan_covers_what_each_query_sees_once(
     owners = [(row, case.sequences[row][1] - count + n) for row, count in new.items() for n in range(count)]
     assert sorted(order) == list(range(len(owners)))
     seen: dict[int, dict[int, tuple[int, int]]] = {place: {} for place in range(len(order))}
+    made: set[tuple[int, int]] = set()
     for begin, count, first, length, partial, table in items:
         assert 1 <= count <= plan.tile_queries <= tile_queries and first % chunk_tokens == 0
         for place in range(begin, begin + count):
             assert first < queries[place][LIMIT], "a query sees nothing of its item"
+            assert (place, partial) not in made, "two items make the same partial result"
+            made.add((place, partial))
             for token in range(first, min(first + length, queries[place][LIMIT])):
                 assert token not in seen[place]
                 seen[place][token] = (tables[table][token // chunk_tokens], partial)
@@ -289,7 +292,7 @@ def test_queries_and_results_may_be_views() -> None:
 
 def test_at_its_real_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert cpu.BLOCK_TOKENS == 256
+    assert cpu.BLOCK_TOKENS == 512
     case = Case(seed=1, chunk_tokens=64, rows=4, kv_heads=3, group=2, head_dim=64)
     case.add(0, more=700)
     for row in range(1, 4):
