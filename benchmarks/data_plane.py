@@ -17,6 +17,7 @@ import importlib
 import itertools
 import json
 import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from peers import Server, Shape
 
-from kvstore.benchmark import Goal, arguments, finish
+from kvstore.benchmark import Goal, arguments, finish, keep
 
 PEERS = Path(__file__).resolve().parent / "peers"
 STORES: dict[str, tuple[str, dict[str, str]]] = {
@@ -121,7 +122,7 @@ class Part:
 
 
 QUICK: dict[Part, Sequence[str]] = {
-    Part("2M", 16, 1): [name for name in STORES if name != "tcp"],
+    Part("2M", 16, 1): ("memcpy", "sealed", "group", "redis", "memcached", "mooncake", "lmcache"),
     Part("2M", 1, 1): ("memcpy", "sealed"),
     Part("2M", 16, 4): ("sealed",),
     Part("256K", 16, 1): ("memcpy", "sealed", "group"),
@@ -206,9 +207,10 @@ def main() -> int:
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), metavar="SIZE")
     options.add_argument("--clients", nargs="+", type=int, choices=CLIENTS, default=CLIENTS)
     options.add_argument("--batches", nargs="+", type=int, choices=BATCHES, default=BATCHES)
-    options.add_argument("--rounds", type=int, help="default 30, or 12 with --quick")
+    options.add_argument("--rounds", type=int, help="default 30, or 8 with --quick")
     chosen = options.parse_args()
-    rounds = chosen.rounds or (12 if chosen.quick else 30)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended then, too
+    rounds = chosen.rounds or (8 if chosen.quick else 30)
     plan: dict[Part, list[str]] = {}
     for part in QUICK if chosen.quick else every_part():
         if part.size in chosen.sizes and part.clients in chosen.clients and part.batch in chosen.batches:
@@ -228,6 +230,7 @@ def main() -> int:
                         if not any(all(row[name] == other[name] for name in KEY) for other in rows):
                             rows.append(row)
                             print(told(row), flush=True)
+                    keep(__file__, chosen, rows, goals_of(rows), key=KEY)
     return finish(__file__, chosen, rows, goals_of(rows), key=KEY)
 
 

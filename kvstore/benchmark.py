@@ -107,22 +107,40 @@ def finish(
     *,
     key: Sequence[str] = (),
 ) -> int:
-    """End the benchmark `of` (its file) as the options that `arguments` made say: tell the goals, print the line, keep
-    it. `key` names the fields of a row that say what was measured: with `--out` a file can be filled in several runs.
-    Returns the exit status, 0: a missed goal is a figure, not a failure."""
+    """End the benchmark `of` (its file) as the options that `arguments` made say: tell the goals, print the report,
+    `keep` it. Returns the exit status, 0: a missed goal is a figure, not a failure."""
     print(*goals, sep="\n", flush=True)
+    line = keep(of, chosen, results, goals, key=key)
+    if chosen.out is not None:
+        print(f"kept in {kept_in(of, chosen)}")
+    if chosen.json:
+        print(line)
+    return 0
+
+
+def keep(
+    of: str | Path,
+    chosen: argparse.Namespace,
+    results: Sequence[Mapping[str, Any]],
+    goals: Sequence[Goal],
+    *,
+    key: Sequence[str] = (),
+) -> str:
+    """The report so far, kept where `--out` says, if it does. `key` names the fields of a row that say what was
+    measured: so a file can be filled in several runs."""
     line = report(of, results, goals, key=key)
     if chosen.out is not None:
-        here = Path(of).resolve()
-        file = Path(chosen.out or here.parent / "results" / f"{here.stem}-{slug()}.json")
+        file = kept_in(of, chosen)
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
             line = merged(file.read_text(), line, key)
         file.write_text(line + "\n")
-        print(f"kept in {file}")
-    if chosen.json:
-        print(line)
-    return 0
+    return line
+
+
+def kept_in(of: str | Path, chosen: argparse.Namespace) -> Path:
+    here = Path(of).resolve()
+    return Path(chosen.out or here.parent / "results" / f"{here.stem}-{slug()}.json")
 
 
 def merged(earlier: str, later: str, key: Sequence[str]) -> str:
