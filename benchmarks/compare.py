@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SIDES = ("gpu_worker", "kernels", "scheduler")
 """Folders that lie inside the package once it is installed."""
 RUN_S = 1_200
-MORE_IS_BETTER = re.compile(r"per_s$|of_memcpy$|speedup$|_over_it$|of_one_client$|^x_|share$|hit_rate$")
+MORE_IS_BETTER = re.compile(r"per_s$|(^|_)of_[a-z_]+$|speedup$|_over_it$|^x_|hit_rate$")
 LESS_IS_BETTER = re.compile(r"(?<!p99)(^|_)(ms|s|us|ns)$|_s_per_gb$|bytes_per_|amplification$|over_slowest$")
 """Names of figures in rows. Not the 99th percentile: of so few calls it says what else the machine did."""
 
