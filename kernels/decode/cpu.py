@@ -241,7 +241,7 @@ class _Work:
 
     def merged(self) -> Floats:
         """The partial results of each row made one, [sequences_max, heads, head_dim]."""
-        result = np.zeros(self.queries.shape, self.outputs.dtype)
+        result: Floats = np.zeros(self.queries.shape, self.outputs.dtype)
         if self.owners.size:
             first = np.flatnonzero(np.r_[True, np.diff(self.owners) != 0])
             rows, counts = self.owners[first], np.diff(np.r_[first, len(self.owners)])

@@ -134,9 +134,9 @@ def plan_prefill(
             pieces = attend(at + begin, at + end, number, reached[number], last, row.cached + end)
             partials[at + begin : at + end] = pieces_before[number] + pieces
 
-    arrays = _arrays(rows, starts, items, partials)
+    work, tables, order, queries = _moved(_arrays(rows, starts, items, partials), device)
     return PrefillPlan(
-        *_moved(arrays, device),
+        *(work, tables, order, queries),
         chunks=chunks,
         chunk_tokens=chunk_tokens,
         tile_queries=max((item[COUNT] for item in items), default=0),
