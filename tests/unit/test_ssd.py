@@ -575,6 +575,28 @@ def test_what_a_failed_sync_lost_never_becomes_durable_by_trying_again(plain: Fi
     assert keys(plain.again()) == [key(0)]
 
 
+@pytest.mark.parametrize("fails_meanwhile", [True, False])
+def test_a_sync_beside_a_write_of_neighbours_proves_nothing_of_any(
+    plain: Fixture, *, fails_meanwhile: bool
+) -> None:
+    """One that fails while they are written has lost them all; one that succeeds may have missed them all."""
+    hangs = {"calls": ["write"], "do": "hang"}
+    fails_once = {"calls": ["sync"], "do": "EIO", "count": 1}
+    plain.weather(hangs, *([fails_once] if fails_meanwhile else []))
+    writing = plain.writing(0, 1, 2)
+    plain.tier.submit(writing)
+    plain.until_waiting(1)
+    assert plain.commit().results == ((IO_ERROR,) if fails_meanwhile else (OK,))
+    plain.weather(*([] if fails_meanwhile else [fails_once]))
+    assert plain.answers.get(timeout=WAIT_S) == DiskDone(writing.op, (OK,) * 3)
+    if not fails_meanwhile:
+        assert plain.commit().results == (IO_ERROR,)
+    for number in range(3):
+        answer = plain.commit(number)
+        assert answer.results == (CORRUPT,), f"record {number}"
+        assert "a failed sync lost it" in answer.why
+
+
 def test_a_sync_that_fails_names_its_slab_and_the_others_are_synced(plain: Fixture) -> None:
     plain.create(1)
     plain.write(0, SLOTS)
