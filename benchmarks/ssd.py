@@ -292,7 +292,7 @@ def streams(
             "gb_per_s_max": max(speeds),
             "rounds": len(speeds),
         }
-        if by == "attnstore" and scratch:
+        if scratch:
             row["of_fio"] = statistics.median(
                 mine / theirs for mine, theirs in zip(speeds, took[what, order, "fio"], strict=True)
             )
@@ -404,7 +404,9 @@ def goals(rows: list[dict[str, Any]]) -> list[Goal]:
         shares = [
             row["of_fio"]
             for row in rows
-            if (row["what"], row.get("io"), row["chunk_bytes"]) == (what, io, GOAL_CHUNK) and "of_fio" in row
+            if (row["what"], row["io"], row["chunk_bytes"], row.get("by"))
+            == (what, io, GOAL_CHUNK, "attnstore")
+            and "of_fio" in row
         ]
         if shares:
             found.append(Goal(f"{what}, 2 MiB, {io}", statistics.fmean(shares), "x fio", GOALS[what], ">="))

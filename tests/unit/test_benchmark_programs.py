@@ -351,3 +351,26 @@ def test_scale_saves_chains_and_finds_them_again():
     index = driver.store.state.namespaces[driver.namespace].index
     assert [chunks.parent[index[key]] for key in keys] == [-1, *(index[key] for key in keys[:-1])]
     assert driver.longest[0] > 0
+
+
+# ------------------------------------------------------------------------------------------------------------- ssd
+
+
+def test_shares_of_fio_are_goals_for_large_chunks_alone_and_space_must_not_grow():
+    ssd = load("ssd")
+
+    def row(what: str, order: str, by: str, of_fio: float, chunk_bytes: int = 2 << 20) -> dict:
+        kind = {"what": what, "io": "direct", "order": order, "chunk_bytes": chunk_bytes, "by": by}
+        return {**kind, "of_fio": of_fio}
+
+    rows = [
+        row("demote", "sequential", "attnstore", 0.7),
+        row("demote", "random", "attnstore", 1.1),
+        row("demote", "random", "fio", 1.0),
+        row("demote", "random", "attnstore", 0.1, chunk_bytes=4096),
+        {"what": "space", "io": "buffered", "chunk_bytes": 4096, "growth": 1.01},
+    ]
+    demote, space = ssd.goals(rows)
+    assert (demote.name, round(demote.value, 3), demote.met) == ("demote, 2 MiB, direct", 0.9, True)
+    assert (space.value, space.met) == (1.01, False)
+    assert ssd.goals([{**row("promote", "random", "attnstore", 0), "of_fio": 0.84}])[0].met is False
