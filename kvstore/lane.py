@@ -56,6 +56,10 @@ class Lane(Attached):
         self._asyncio = asyncio.get_running_loop()
         self._received = bytearray()
         """The beginning of a message, or messages that wait until others are answered."""
+        self._held_up = False
+        """Such messages wait."""
+        self._resuming = False
+        """Their turn is about to come."""
         self._unsent: deque[tuple[bytes | memoryview, bool]] = deque()
         """Frames, and whether each answers a request."""
         self._unsent_bytes = 0
@@ -94,7 +98,7 @@ class Lane(Attached):
             return
         self._peer_done = True
         self._watch()
-        if self._outstanding:
+        if self._outstanding or self._held_up:
             self._asyncio.call_later(FINISH_TIMEOUT_S, self._close, "the worker closed its side")
         else:
             self._close("the worker closed it")
@@ -134,7 +138,8 @@ class Lane(Attached):
             log.exception("a bug while serving %r", self)
             self.end(StoreError(INTERNAL))
         del received[:start]
-        if not received or not self._may_ask:
+        self._held_up = bool(received) and not self._may_ask
+        if not received or self._held_up:
             self._reading_since = None
         elif start or self._reading_since is None:
             self._reading_since = self._asyncio.time()
@@ -186,7 +191,8 @@ class Lane(Attached):
         except OSError as problem:
             self._close(str(problem))
             return
-        if not unsent and (self._ending or (self._peer_done and not self._outstanding)):
+        done = self._peer_done and not self._outstanding and not self._held_up
+        if not unsent and (self._ending or done):
             self._close("its end was told")
             return
         self._watch()
@@ -214,10 +220,11 @@ class Lane(Attached):
             self._watched_for_reading = reading
             if reading:
                 self._asyncio.add_reader(self._sock, self._readable)
-                if self._received:  # they waited for their turn, and no word will come of them
-                    self._asyncio.call_soon(self._resume)
             else:
                 self._asyncio.remove_reader(self._sock)
+        if self._held_up and self._may_ask and not self._resuming:
+            self._resuming = True  # no word will come of what is here already
+            self._asyncio.call_soon(self._resume)
         writing = bool(self._unsent)
         if writing != self._watched_for_writing:
             self._watched_for_writing = writing
@@ -227,6 +234,7 @@ class Lane(Attached):
                 self._asyncio.remove_writer(self._sock)
 
     def _resume(self) -> None:
+        self._resuming = False
         if not self._closed:
             self._turn()
 

@@ -215,6 +215,20 @@ async def test_a_lane_that_is_not_answered_is_not_read_on(rig: Rig) -> None:
     )
 
 
+@pytest.mark.parametrize("half_close", [False, True])
+async def test_more_than_may_be_unanswered_in_one_go(rig: Rig, half_close: bool) -> None:
+    """All of it is answered at once, so that nothing that comes later reminds the lane of the rest."""
+    count = 3 * OUTSTANDING_MAX
+    rig.peer.sendall(
+        b"".join(framed(store_pb2.AttachRequest(heartbeat=beat(number))) for number in range(1, count + 1))
+    )
+    if half_close:
+        rig.peer.shutdown(socket.SHUT_WR)
+    found = await rig.replies(count)
+    assert [reply.request_id for reply in found] == list(range(1, count + 1))
+    await until(lambda: rig.read() or rig.closed == half_close)
+
+
 async def test_a_peer_that_reads_nothing_costs_bounded_memory_and_loses_nothing(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
