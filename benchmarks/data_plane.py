@@ -349,7 +349,9 @@ def turn_of_one(part: Part, store: Store, action: str, into: Figures) -> None:
     before = store.server.cpu_s()
     answer = store.clients[0].ask("turn", action=action, batch=part.batch, calls=calls)
     time.sleep(0.001)  # what the server does after its last answer belongs to this turn
-    into.server_s += store.server.cpu_s() - before
+    into.server_s += (
+        (store.server.cpu_s() - before) * calls / (calls + 1)
+    )  # one call went before those that count
     into.client_s += answer["cpu_s"]
     into.took += answer["took"]
     into.bytes += part.batch_bytes * calls
@@ -362,7 +364,7 @@ def turn_of_many(part: Part, store: Store, action: str, into: Figures) -> None:
         before = store.server.cpu_s()
         begin = time.monotonic() + 0.01
         for client in working:
-            client.send("turn", action=action, batch=part.batch, calls=most, begin=begin, seconds=WINDOW_S)
+            client.send("turn", action=action, batch=part.batch, most=most, begin=begin, seconds=WINDOW_S)
         answers = [client.answer() for client in working]
         moved = [len(answer["took"]) * part.batch_bytes for answer in answers]
         elapsed = [answer["elapsed_s"] for answer in answers]

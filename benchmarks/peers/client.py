@@ -69,16 +69,20 @@ class Driver:
         return min(self.shape.hot // batch, HOT_BATCHES_MAX) * batch
 
     def turn(
-        self, action: str, batch: int, calls: int = 0, begin: float = 0.0, seconds: float = 0.0
+        self, action: str, batch: int, calls: int = 0, most: int = 0, begin: float = 0.0, seconds: float = 0.0
     ) -> dict[str, Any]:
-        """`calls` calls one after the other from the instant `begin`; 0: as many as begin within `seconds`."""
+        """`calls` calls one after the other, after one more that wakes up what has slept meanwhile; or without a number
+        as many as begin within `seconds` after the instant `begin`, or the first `most` of them."""
         plans = (self._plan(action, batch) for _ in itertools.count())
-        ready = [next(plans) for _ in range(calls)]
+        ready = [next(plans) for _ in range(calls + 1 if calls else most)]
+        call = getattr(self.client, action)
         took, cpu = [], 0.0
+        if calls:
+            call(ready[0])
         time.sleep(max(0.0, begin - time.monotonic()))
         started = time.monotonic()
-        for plan in ready or itertools.takewhile(lambda _: time.monotonic() < begin + seconds, plans):
-            call = getattr(self.client, action)
+        in_time = itertools.takewhile(lambda _: time.monotonic() < started + seconds, plans)
+        for plan in ready[1 if calls else 0 :] or in_time:
             began, used = time.perf_counter(), time.process_time()
             call(plan)
             took.append(time.perf_counter() - began)

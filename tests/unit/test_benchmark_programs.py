@@ -231,15 +231,16 @@ def test_a_driver_reads_all_that_is_hot_and_puts_what_is_new(shape):
     assert hot == {f"a:{number}" for number in range(4)}, "whole batches"
     read = []
     driver.client.arrays.key = lambda number: read.append(number) or f"a:{number}"
-    assert len(driver.turn("get", batch=2, calls=3)["took"]) == 3
-    assert read == [0, 1, 2, 3, 0, 1]
-    driver.turn("put", batch=2, calls=3)
+    assert len(driver.turn("get", batch=2, calls=2)["took"]) == 2
+    assert read == [0, 1, 2, 3, 0, 1], "one more goes before those that count"
+    assert len(driver.turn("put", batch=2, most=3, seconds=9.0)["took"]) == 3
     assert len(driver.client.kept) == len(hot) + 6
+    assert driver.turn("get", batch=2, seconds=0.01)["took"]
     driver.tidy()
     assert set(driver.client.kept) == hot
     driver.fill(batch=1)
     assert set(driver.client.kept) == hot, "filled once"
-    driver.turn("get", batch=2, calls=1)
+    driver.turn("get", batch=2, most=1)
     assert read[-2:] == [0, 1], "from the first again: what is found by its batch only was put like that"
 
 
