@@ -247,10 +247,11 @@ class _Work:
             rows, counts = self.owners[first], np.diff(np.r_[first, len(self.owners)])
             weights = self.maxima - np.repeat(np.maximum.reduceat(self.maxima, first), counts, 0)
             np.exp(weights, out=weights)
-            weights /= np.repeat(np.add.reduceat(self.sums * weights, first), counts, 0)
+            totals = np.add.reduceat(self.sums * weights, first)[..., None]
             for row, begin, count in zip(rows.tolist(), first.tolist(), counts.tolist(), strict=True):
                 some = slice(begin, begin + count)
                 np.einsum("phg,phgd->hgd", weights[some], self.outputs[some], out=result[row])
+            result[rows] /= totals
         return result.reshape(result.shape[0], -1, result.shape[-1])
 
 
