@@ -444,7 +444,8 @@ def round_trips(space: Namespace, chunks: int) -> Iterator[Row]:
         assert space.match(keys).usable == BATCH
 
     yield {"what": "match of 512"} | spread(times(match, anywhere, ROUNDS), 1, "ms")
-    resident = [chains(1 << 40 | first) for first in range(0, 16 * BATCH, BATCH)]
+    unknown = random.Random().randrange(1 << 40, 1 << 60)  # also to an index that an earlier run has used
+    resident = [chains(unknown + first) for first in range(0, 16 * BATCH, BATCH)]
     for keys in resident:
         with space.write(keys) as batch:
             assert len(batch.granted) == BATCH, batch
