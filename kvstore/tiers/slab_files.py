@@ -195,7 +195,8 @@ class SlabFiles:
     # report success. So each slab knows which records were written since its last sync; those of a failed one are
     # *lost*, and an index batch that names one of them is refused as CORRUPT, until it is written anew. A record counts
     # from before its first byte, because the sync that fails may run meanwhile, and again after its last, because one
-    # that succeeds may have missed it.
+    # that succeeds may have missed it. A failed one has also lost what was written while it ran: the kernel may have
+    # begun to write that back and failed, and it tells of each failure once.
 
     def begin_write(self, slab: SlabFile, places: Sequence[DiskPlace]) -> None:
         with self._lock:
@@ -215,6 +216,7 @@ class SlabFiles:
         except OSError:
             with self._lock:
                 slab.lost.update(written)
+                slab.lost.update(slab.unsynced)
             raise
 
     def to_sync(self, numbers: Sequence[SlabId], chunks: Sequence[ChunkRecord]) -> dict[SlabId, SlabFile]:

@@ -1,5 +1,6 @@
 """The SSD tier: right bytes or a reason, one answer for every op, an end in bounded time, whatever the disk does."""
 
+import errno
 import json
 import mmap
 import os
@@ -369,6 +370,30 @@ def test_neighbours_in_slots_with_pages_to_spare(it: Fixture) -> None:
     assert it.slab_file(1).read_bytes().count(b"not of a record") == 4
 
 
+def test_as_many_neighbours_as_one_call_moves_and_a_few_more(
+    it: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = io_pool.RUN_RECORDS_MAX + 6
+    assert isinstance(it.create(1, slots=count), SlabReady)
+    places = tuple(DiskPlace(SlabId(1), number, 7 + number) for number in range(count))
+    writes, reads = (count_calls(it, monkeypatch, name) for name in ("write", "read"))
+    effect = it.writing(*range(count))
+    assert it.submit(replace(effect, targets=places)) == DiskDone(effect.op, (OK,) * count)
+    assert it.read(*range(count), at=places).results == (OK,) * count
+    assert len(writes) == len(reads) == 2
+
+
+def test_neighbours_that_reach_beyond_the_slab(it: Fixture) -> None:
+    size = it.slab_file().stat().st_size
+    effect = it.writing(0, 1)
+    places = (DiskPlace(SlabId(0), SLOTS - 1, 7), DiskPlace(SlabId(0), SLOTS, 7))
+    answer = it.submit(replace(effect, targets=places))
+    assert isinstance(answer, DiskDone)
+    assert answer.results == (OK, IO_ERROR)
+    assert it.slab_file().stat().st_size == size
+    assert it.read(0, 1, at=places).results == (OK, IO_ERROR)
+
+
 def test_neighbours_from_anywhere_in_memory(it: Fixture) -> None:
     places = (place(0), place(1))
     extents = tuple(Extent(SegmentId(0), 8192 * n + 100, SHARD, cell=0, generation=1) for n in (5, 9))
@@ -623,6 +648,31 @@ def test_a_record_that_is_being_written_while_a_sync_fails_counts_as_lost(plain:
     plain.weather()
     assert plain.answers.get(timeout=WAIT_S) == DiskDone(writing.op, (OK,))
     assert plain.commit(0).results == (CORRUPT,)
+
+
+def test_a_record_that_is_written_while_a_sync_fails_counts_as_lost(
+    plain: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its first byte to its last while the call runs: the kernel began to write it back, and failed with it; the
+    call that reports so may be this one, and then no other will."""
+    began, goes_on = threading.Event(), threading.Event()
+
+    def sync(fd: int) -> None:
+        began.set()
+        assert goes_on.wait(WAIT_S)
+        raise OSError(errno.EIO, "injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(plain.disk, "sync", sync)
+        plain.tier.submit(committing := plain.committing())
+        assert began.wait(WAIT_S)
+        assert plain.write(0).results == (OK,)
+        goes_on.set()
+        answer = plain.answers.get(timeout=WAIT_S)
+    assert (answer.op, answer.results) == (committing.op, (IO_ERROR,))
+    assert plain.commit(0).results == (CORRUPT,)
+    plain.write(0)
+    assert plain.commit(0).results == (OK,)
 
 
 def test_slabs_that_the_batch_forgot_to_name_are_synced(plain: Fixture) -> None:
