@@ -67,15 +67,18 @@ class Sequenced(NamedTuple):
 
 class Client:
     FILLS_UP = 0.1
-    """Enough that the pool is mapped: `clear` touches all of it. Its pages are slow when they are touched for the first
-    time, five times as slow."""
+    """Enough that the pool is mapped: `clear` touches all of it, which would be slow in a put."""
     BY_BATCH = True
     """A chunk is found by all tokens before it: only in batches like the one it was put in."""
 
     def __init__(self, address: dict[str, Any], shape: Shape) -> None:
         os.environ.update(ENVIRONMENT)
+        import torch
         from lmcache.cli.commands.bench.server_bench import client, config, helpers
 
+        # Its default is a thread a core: those of this process then wait for each other, spinning, as soon as there is
+        # anything else to run, and a put takes five times as long.
+        torch.set_num_threads(1)
         per_head = 2 * CHUNK_TOKENS * HEAD_DIM * BYTES  # K and V of one layer
         layers = min(LAYERS, shape.value_bytes // per_head)
         heads = shape.value_bytes // per_head // layers
