@@ -102,10 +102,8 @@ class RealDisk:
     def start_writeback(self, fd: int, offset: int, size: int) -> None:
         if _sync_file_range(fd, offset, size, SYNC_FILE_RANGE_WRITE):
             number = ctypes.get_errno()
-            if number not in (
-                errno.ENOSYS,
-                errno.EINVAL,
-            ):  # a file system that cannot be told so: the sync does it all
+            # Interrupted, or a file system that cannot be told so: the sync does the rest, or all of it.
+            if number not in (errno.EINTR, errno.ENOSYS, errno.EINVAL):
                 raise OSError(number, os.strerror(number))
 
     def sync(self, fd: int) -> None:

@@ -412,7 +412,7 @@ class SsdTier:
                 slab = self._slabs.at(place)
                 offset = format.slot_offset(slab.slot_bytes, place.slot)
                 path = self._slabs.path(place.slab)
-                results.append(self._verifier.rewrite(path, slab.fd, offset, slab.slot_bytes))
+                results.append(self._verifier.rewrite(path, offset, slab.slot_bytes))
             except Exception as problem:
                 results.append(failed(problem))
         return DiskDone(effect.op, tuple(result.result for result in results))

@@ -75,19 +75,22 @@ class Verifier:
             return Defect.SHORT
         return format.decode_record_header(page)
 
-    def rewrite(self, path: str, fd: int, offset: int, size: int) -> Result:
+    def rewrite(self, path: str, offset: int, size: int) -> Result:
         """Write patterns over [offset, offset + size), whole pages, and read them back: from the medium where the file
-        system can bypass its cache, else from `fd`. Raises OSError."""
+        system can bypass its cache. Raises OSError.
+
+        By a descriptor of its own: the kernel tells each once of writes that were lost, and what the sync of this one
+        is told must not be kept from those who sync the file for its records."""
         try:
-            own = self._disk.open(path, direct=True)
+            fd = self._disk.open(path, direct=True)
         except OSError as problem:
             if problem.errno != errno.EINVAL:
                 raise
-            return self._rewrite(fd, offset, size)
+            fd = self._disk.open(path)
         try:
-            return self._rewrite(own, offset, size)
+            return self._rewrite(fd, offset, size)
         finally:
-            self._disk.close(own)
+            self._disk.close(fd)
 
     def _rewrite(self, fd: int, offset: int, size: int) -> Result:
         for pattern in PATTERNS:

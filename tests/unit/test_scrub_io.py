@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -139,6 +140,25 @@ def test_a_hanging_scrub_takes_no_thread_of_anybody_else(it: Fixture) -> None:
     it.weather()
     answer = it.answers.get(timeout=WAIT_S)
     assert answer.op == effect.op
+
+
+@pytest.mark.parametrize("bypass", [True, False])
+def test_what_a_rewriting_sync_is_told_is_not_kept_from_others(
+    it: Fixture, monkeypatch: pytest.MonkeyPatch, *, bypass: bool
+) -> None:
+    """The kernel tells each descriptor once. Not every file system can bypass its cache."""
+    real, synced = it.disk.open, []
+
+    def refusing(path: str, *, create: bool = False, direct: bool = False) -> int:
+        if direct and not bypass:
+            raise OSError(errno.EINVAL, "cannot bypass the cache")
+        return real(path, create=create, direct=direct)
+
+    monkeypatch.setattr(it.disk, "open", refusing)
+    monkeypatch.setattr(it.disk, "sync", synced.append)
+    answer = it.submit(RewriteRecords(it.next_op(), (place(2),)))
+    assert isinstance(answer, DiskDone) and answer.results == (OK,)
+    assert synced and it.tier._slabs.at(place(2)).fd not in synced
 
 
 def test_a_slot_is_rewritten_and_its_neighbours_are_not(it: Fixture) -> None:
