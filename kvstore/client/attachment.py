@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -149,8 +150,9 @@ class Attachment:
         self._dropped_regions: deque[int] = deque()
         """Regions that the daemon is to be told of again."""
 
-        self._socket_lock = threading.Lock()
-        self._making_staging = threading.Lock()
+        # These are taken with a time limit, not by `with`; of an RLock, who was interrupted can tell if it is his.
+        self._socket_lock = threading.RLock()
+        self._making_staging = threading.RLock()
         self._awaited: deque[Handler] = deque()
         self._socket = _connect(descriptor_socket, deadline)
         self.hello = descriptor_pb2.HelloReply()
@@ -228,26 +230,41 @@ class Attachment:
         gave up waiting for is handled on the way. Raises DeadlineExceeded, Unavailable, and what handlers raise."""
         if os.getpid() != self.pid:
             raise _NotSent(FORKED)
-        if not self._socket_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise _NotSent("the descriptor socket is busy: the daemon does not answer")
         try:
+            if not self._socket_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise _NotSent("the descriptor socket is busy: the daemon does not answer")
             if len(self._awaited) >= AWAITED_MAX:
                 raise _NotSent(f"{AWAITED_MAX} requests on the descriptor socket are unanswered already")
             try:
                 memory.send_packet(self._socket, request.SerializeToString(), fds)
+                self._awaited.append(handler)
             except OSError as problem:
                 raise self._last_word() or _NotSent(
                     f"nothing can be sent on the descriptor socket: {problem}"
                 ) from problem
-            self._awaited.append(handler)
+            except BaseException:
+                self._spoil("interrupted in the middle of a request")  # who knows whether a reply will come
+                raise
             while handler in self._awaited:
                 self._handle_one(deadline)
         finally:
-            self._socket_lock.release()
+            try:  # noqa: SIM105 - nothing may come before it: an interruption there would leave the lock taken
+                self._socket_lock.release()
+            except RuntimeError:  # not ours
+                pass
 
     def _handle_one(self, deadline: float) -> None:
         """Raises DeadlineExceeded, Unavailable, and what the handler raises."""
         _wait_readable(self._socket, deadline)
+        try:
+            self._handle_readable()
+        except StoreError:
+            raise
+        except BaseException:
+            self._spoil("interrupted in the middle of a reply")  # it and its descriptors may be lost
+            raise
+
+    def _handle_readable(self) -> None:
         reply = descriptor_pb2.DescriptorReply()
         fds: list[int] = []
         try:
@@ -347,9 +364,9 @@ class Attachment:
                 _close_all(fds)
 
         # One thread asks: the daemon gives a worker staging memory once.
-        if not self._making_staging.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            return
         try:
+            if not self._making_staging.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                return
             if self.staging is None:
                 request = descriptor_pb2.DescriptorRequest(
                     staging=descriptor_pb2.StagingRequest(bytes=wanted_bytes)
@@ -358,7 +375,10 @@ class Attachment:
         except StoreError as problem:
             log.info("no staging memory: %s", problem)
         finally:
-            self._making_staging.release()
+            try:  # noqa: SIM105 - nothing may come before it: an interruption there would leave the lock taken
+                self._making_staging.release()
+            except RuntimeError:  # not ours
+                pass
 
     def adopt(
         self,
@@ -481,10 +501,16 @@ class Attachment:
         self.silent = False
         body = reply.WhichOneof("body")
         if reply.request_id:
-            with self._lock:
-                call = self._calls.pop(reply.request_id, None)
+            call = self._calls.get(reply.request_id)
             if call is not None:
-                self._answered(call, reply, body or "")
+                try:
+                    self._answered(call, reply, body or "")
+                except (
+                    BaseException
+                ):  # Ctrl-C in the middle: the housekeeping, which nobody interrupts, does it again
+                    self.later(partial(self._answered, call, reply, body or ""))
+                    self._owner.wake()
+                    raise
             return
         match body:
             case "welcome":
@@ -504,6 +530,7 @@ class Attachment:
                 log.debug("an unknown push: %s", body)  # a newer daemon
 
     def _answered(self, call: Call, reply: store_pb2.AttachReply, body: str) -> None:
+        """Also once more, wherever it was interrupted."""
         answer: Reply = reply
         if body == "error":
             answer = wire.error_from_proto(reply.error)
@@ -511,6 +538,7 @@ class Attachment:
             answer = StoreError(f"the daemon answered with {body!r}", field="body", value=call.expects)
         now = time.monotonic()
         with self._lock:
+            self._calls.pop(reply.request_id, None)
             late, call.settled = call.abandoned, True
             # The daemon stopped waiting, not copying: asked again, it may tell how it ended. What is committed but not
             # durable in time (field "wait") has been copied.

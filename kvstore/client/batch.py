@@ -47,7 +47,11 @@ class CommitOutcome:
 class StagedPieces:
     """Staging memory of one batch, in pieces of one size, one for each chunk at most. A piece that the daemon has read
     serves the batch again at once, while it is in the cache still; when the batch ends each is given back, as soon as
-    nobody reads it any more. Thread-safe."""
+    nobody reads it any more. Thread-safe.
+
+    What an interruption (Ctrl-C) kept from being given back is given back in the end all the same: a request that names
+    a piece holds this object until it is answered, so when nobody holds it any more, nobody reads any of it.
+    """
 
     def __init__(self, staging: Staging, length: int, wanted: int) -> None:
         """As many pieces as there is room for, `wanted` at most."""
@@ -59,9 +63,16 @@ class StagedPieces:
         """By a chunk, and not handed over yet."""
         self._idle: list[int] = []
         """The last is next."""
+        self._taken: set[int] = set()
+        """All that are not given back."""
         while self.count < wanted and (start := staging.space.take(length)) is not None:
+            self._taken.add(start)
             self._idle.append(start)
         self._idle.reverse()
+
+    def __del__(self) -> None:
+        for start in getattr(self, "_taken", ()):
+            self.staging.space.drop(start, self._length)
 
     def __repr__(self) -> str:
         return f"StagedPieces({len(self._held)} held, {len(self._idle)} idle, of {self._length} bytes)"
@@ -74,8 +85,7 @@ class StagedPieces:
         """Keep `count` of the idle ones."""
         with self._lock:
             spare, self._idle = self._idle[: len(self._idle) - count], self._idle[len(self._idle) - count :]
-        for start in spare:
-            self.staging.space.give_back(start, self._length)
+        self._give_back(spare)
 
     def next(self) -> int:
         """A piece for one more chunk; there is one for each."""
@@ -100,8 +110,7 @@ class StagedPieces:
             if not self._ended:
                 self._idle += starts
                 return
-        for start in starts:
-            self.staging.space.give_back(start, self._length)
+        self._give_back(starts)
 
     def end(self) -> None:
         """No chunk will be written any more. Idempotent."""
@@ -109,7 +118,11 @@ class StagedPieces:
             self._ended = True
             unread = [*self._idle, *self._held]
             self._idle, self._held = [], set()
-        for start in unread:
+        self._give_back(unread)
+
+    def _give_back(self, starts: Sequence[int]) -> None:
+        for start in starts:
+            self._taken.discard(start)
             self.staging.space.give_back(start, self._length)
 
 

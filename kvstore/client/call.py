@@ -103,14 +103,13 @@ class Call:
         return self._answer
 
     def settle(self, answer: Reply) -> None:
-        """Once: by whoever set `settled`."""
+        """By whoever set `settled`; again where that was interrupted, with the first answer."""
         with self._lock:
-            assert self._answer is None, self
-            self._answer = answer
-            then, self._then = self._then, []
+            if self._answer is None:
+                self._answer = answer
         self.nudge()
-        for work in then:
-            self._run(work)
+        while self._then:
+            self._run(self._then.pop(0))
 
     def when_done(self, work: Callable[[Call], None]) -> None:
         """Run `work` with this call once it is done: on the thread that receives, or here and now if it is."""

@@ -136,8 +136,10 @@ class Lane:
                     while not call.done and left_s > 0 and self._problem is None:
                         self._read(left_s, spin=not self._asleep and call.expects not in SLOW)
                         left_s = call.deadline - time.monotonic()
-                finally:
                     self._leave()
+                except BaseException:
+                    self._interrupted()
+                    raise
             elif self._problem is None:
                 try:
                     call.pause(left_s)
@@ -163,17 +165,23 @@ class Lane:
 
     def _lead(self, call: Call | None = None) -> bool:
         """Whether we lead now; if not, who leaves nudges `call`, or another that sleeps."""
-        with self._lock:
-            if self._problem is not None:
-                return False
-            if self._led:
-                if call is not None:
-                    call.prepare()
-                    self._asleep.append(call)
-                return False
-            self._led = True
-            self._watch()
-            return True
+        leads = False
+        try:
+            with self._lock:
+                if self._problem is not None:
+                    return False
+                if self._led:
+                    if call is not None:
+                        call.prepare()
+                        self._asleep.append(call)
+                    return False
+                leads = self._led = True
+                self._watch()
+                return True
+        except BaseException:
+            if leads:
+                self._interrupted()
+            raise
 
     def _leave(self) -> None:
         with self._lock:
@@ -186,6 +194,14 @@ class Lane:
             follower = self._asleep.popleft() if self._asleep else None
         if follower is not None:
             follower.nudge()
+
+    def _interrupted(self) -> None:
+        """Who leads cannot go on (Ctrl-C), and who is to read on may not know it. All ask again on another lane."""
+        with self._lock:
+            self._led = False
+            self._end(gone("interrupted while it was read"))
+            if self._disposing:
+                self._close()
 
     def _watch(self) -> None:
         """Under the lock: what the carrier's own thread looks for. The end it always sees."""

@@ -6,8 +6,10 @@ short, and a bound on batches in flight bounds it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,6 +39,8 @@ class FreeList:
         self.size = size
         self.free_bytes = size
         self._lock = threading.Lock()
+        self._dropped: deque[tuple[int, int]] = deque()
+        """Given back by destructors, and not in the list yet."""
         self._free: list[tuple[int, int]] = [(0, size)] if size else []
         """(start, length), by start, never adjacent."""
 
@@ -48,6 +52,9 @@ class FreeList:
         room."""
         assert length > 0 and length % ALIGNMENT == 0, length
         step = PAGE if length >= PAGE else ALIGNMENT
+        while self._dropped:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                self.give_back(*self._dropped.popleft())
         with self._lock:
             for index, (start, free) in enumerate(self._free):
                 aligned = -(-start // step) * step
@@ -58,6 +65,10 @@ class FreeList:
                     self.free_bytes -= length
                     return aligned
         return None
+
+    def drop(self, start: int, length: int) -> None:
+        """Give back, for destructors, which may run anywhere and must take no lock."""
+        self._dropped.append((start, length))
 
     def give_back(self, start: int, length: int) -> None:
         with self._lock:

@@ -286,3 +286,15 @@ def test_fewer_pieces_than_wanted(staging: Staging) -> None:
     first.end()
     second.end()
     assert staging.space.free_bytes == ROOM
+
+
+def test_what_an_interruption_kept_comes_back_when_nobody_reads_it_any_more(staging: Staging) -> None:
+    """Of a batch that was interrupted anywhere: its destructor, too, may be."""
+    wire = Wire()
+    batch, pieces = staged(wire, staging)
+    write(batch, 0, 1, 2)  # of which two were handed over
+    batch._attachment = None  # nothing is done for it when it goes
+    del batch, pieces
+    assert staging.space.take(ROOM) is None, "the daemon still reads"
+    wire.asked.clear()
+    assert staging.space.take(ROOM) == 0

@@ -25,6 +25,7 @@ import pytest
 from kvstore import errors, memory, wire
 from kvstore.client import Client, Namespace, attachment, connect, connect_async, connection, namespace
 from kvstore.client import lease as lease_module
+from kvstore.client.call import Call
 from kvstore.client.lane import Lane
 from kvstore.client.stream import GrpcStream
 from kvstore.core import events
@@ -388,6 +389,93 @@ def loads(lease: Any, index: int) -> int | None:
         return None
     assert (out == out[0]).all()
     return int(out[0])
+
+
+# -------------------------------------------------------------------------------------------------- interruptions
+
+
+@pytest.mark.parametrize("where", ["settle", "on_reply", "then"])
+def test_an_answer_in_whose_middle_somebody_interrupts_is_not_lost(
+    client: Client, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Ctrl-C reaches the thread that happens to read for all."""
+    done: list[str] = []
+    interruptions = [KeyboardInterrupt()]
+
+    def at(place: str) -> None:
+        if place == where and interruptions:
+            raise interruptions.pop()
+        done.append(place)
+
+    settle = Call.settle
+
+    def settled(call: Call, answer: Any) -> None:
+        at("settle")
+        settle(call, answer)
+
+    monkeypatch.setattr(Call, "settle", settled)
+    connection = attached(client)
+    call = Call(
+        connection, "done", time.monotonic() + BOUND_S, must_end=True, on_reply=lambda _: at("on_reply")
+    )
+    call.when_done(lambda _: at("then"))
+    connection._calls[1 << 40] = call
+    with pytest.raises(KeyboardInterrupt):
+        connection.receive(store_pb2.AttachReply(request_id=1 << 40, done=store_pb2.DoneReply()))
+    eventually(lambda: "on_reply" in done)
+    call.wait()
+    assert isinstance(call.answer, store_pb2.AttachReply)
+    assert not client._connection.counters["bugs"]
+
+
+class InterruptedLock:
+    """Is taken, and then Ctrl-C comes."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+        self.interruptions = [KeyboardInterrupt()]
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        found: bool = self.lock.acquire(blocking, timeout)
+        if self.interruptions:
+            raise self.interruptions.pop()
+        return found
+
+    def release(self) -> None:
+        self.lock.release()
+
+
+@pytest.mark.parametrize("which", ["_socket_lock", "_making_staging"])
+def test_an_interrupt_leaves_no_lock_taken(client: Client, which: str) -> None:
+    connection = attached(client)
+    lock = getattr(connection, which)
+    setattr(connection, which, InterruptedLock(lock))
+    with pytest.raises(KeyboardInterrupt):
+        connection.make_staging(SHARD, time.monotonic() + BOUND_S)
+    setattr(connection, which, lock)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lock.acquire, False).result(BOUND_S), "nobody has it"
+        other.submit(lock.release).result(BOUND_S)
+
+
+@pytest.mark.parametrize("where", ["send_packet", "receive_packet"])
+def test_an_interrupt_amid_packets_begins_anew(
+    daemon: FakeDaemon, client: Client, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A packet may be lost, and with it which reply belongs to which request."""
+    connection = attached(client)
+    function, interruptions = getattr(memory, where), [KeyboardInterrupt()]
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        if interruptions and threading.current_thread() is threading.main_thread():
+            raise interruptions.pop()
+        return found
+
+    monkeypatch.setattr(memory, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        connection.make_staging(SHARD, time.monotonic() + BOUND_S)
+    eventually(lambda: daemon.hellos == 2 and client.connected)
 
 
 # ----------------------------------------------------------------------------------------------------- connecting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -357,6 +358,26 @@ def test_an_interrupt_in_the_middle_of_an_answer_ends_the_lane(rig: Rig) -> None
         rig.lane.wait(mine)
     joined(sleeping, rig.thread)
     assert rig.lane._epoll.closed
+
+
+@pytest.mark.parametrize("after", [1, 2], ids=["taking the lead", "handing it on"])
+def test_an_interrupt_between_two_readers_leaves_nobody_waiting(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """The lane ends, so that all ask again; else nobody would read it while everybody believed that another did."""
+    watch, calls = rig.lane._watch, itertools.count(1)
+
+    def interrupted() -> None:
+        if threading.current_thread() is threading.main_thread() and next(calls) == after:
+            raise KeyboardInterrupt
+        watch()
+
+    monkeypatch.setattr(rig.lane, "_watch", interrupted)
+    call = Call(None, "done", time.monotonic() + 0.1)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        rig.lane.wait(call)
+    joined(rig.thread)
+    assert isinstance(rig.problem, Unavailable)
 
 
 def test_descriptors_are_closed_in_the_end() -> None:
