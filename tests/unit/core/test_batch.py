@@ -20,10 +20,11 @@ from kvstore.core.restart import Restored, Snapshot
 from kvstore.core.store import Store
 from kvstore.core.workers import EngineGroup
 from kvstore.errors import StoreError
+from kvstore.layout import GroupSpec
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.simulation import Simulation
 from kvstore.sim.world import PAGE, World, spec
-from kvstore.types import ChunkKey, Extent, Extents, Millis, SegmentId, WorkerId
+from kvstore.types import ChunkKey, DiskResult, Extent, Extents, Millis, SegmentId, WorkerId
 
 NEVER = 1 << 30
 STEPS = 800
@@ -58,6 +59,8 @@ class Twins(Store):
             end = used[0][column in SHARD_COLUMNS]
             of_mine, of_other = (getattr(chunks, column)[:end] for chunks in self._tables())
             assert of_mine == of_other, (column, event)
+        for name in ("demanded", "prefetched", "counters"):
+            assert getattr(self.state, name) == getattr(self.single.state, name), (name, event)
         makers = [[chunks.maker(row) for row in range(chunks.rows_ever)] for chunks in self._tables()]
         assert makers[0] == makers[1], event
         return mine
@@ -156,6 +159,111 @@ def test_hundreds_of_keys_at_once(eviction: str, shards: int, monkeypatch: pytes
             holder, lease = leases.pop(dice.randrange(len(leases)))
             world.release(holder, lease.lease)
     assert found > 100, found
+
+
+@pytest.mark.parametrize("eviction", ["hints", "lru", "fifo"])
+def test_hundreds_of_keys_of_two_models_above_an_ssd(eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stored, rises, is dropped once it is stored, or doomed while it is being saved; a disk that is slow, full
+    or hung; segments that change hands; a table of chunks that is full."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    monkeypatch.setattr(kvstore.sim.world, "Store", Twins)
+    world = DiskWorld(
+        **{"segments": 10, "segment_bytes": 32 * PAGE, "slabs": 40, "slab_slots": 16, "eviction": eviction},
+        **{"chunks_max": dice.choice((200, 1 << 20)), "disk_deadline_ms": 400, "reservation_ttl_ms": 2_000},
+        **{"reserve_share_max": 1.0, "retire_grace_ms": dice.choice((0, 500)), "probe_interval_ms": 500},
+    )
+    world.chance = dice  # of what fails, some records do not
+    worker, admin = world.join(), world.join(admin=True)
+    makers = (b"one maker of 16 ", b"the other maker ")
+    groups = (GroupSpec("one", PAGE), GroupSpec("two", 2 * PAGE))
+    spaces = [world.open(each, worker) for each in (spec(), spec("others", groups=groups))]
+    open_ones: list[ev.Reserved] = []
+    leases: list[ev.Acquired] = []
+    for _ in range(100):
+        world.now += dice.randrange(120)
+        world.tick()
+        if dice.random() < 0.1:
+            world.hold = {dice.choice((ev.WriteRecords, ev.ReadRecords, ev.CopyIn, ev.WriteIndex))}
+        elif dice.random() < 0.2:
+            world.hold = set()
+        failing = dice.random()
+        world.faults = {ev.WriteRecords: DiskResult.IO_ERROR} if failing < 0.05 else {}
+        world.faults |= {ev.ReadRecords: DiskResult.CORRUPT} if failing > 0.95 else {}
+        while world.held and (not world.hold or dice.random() < 0.3):
+            world.finish()
+        namespace = dice.choice((spaces[0], spaces[0], spaces[1]))
+        first = dice.choice((0, 0, dice.randrange(60)))
+        keys = list(dice.choice(CHAINS)[first : dice.randrange(first, 91)])
+        action = dice.random()
+        try:
+            if action < 0.4:
+                maker, transient = dice.choice(makers), dice.random() < 0.3
+                reserved = world.reserve(worker, namespace, keys, maker=maker, transient=transient)
+                if reserved.reservation and dice.random() < 0.3:
+                    open_ones.append(reserved)
+                elif reserved.reservation:
+                    world.commit(worker, reserved)
+            elif action < 0.65:
+                acquired = world.acquire(worker, namespace, keys, prefix_only=False, wait_ms=50)
+                if acquired.lease:
+                    leases.append(acquired)
+            elif action < 0.75:
+                world.match(worker, namespace, keys)
+            elif action < 0.85:
+                world.ask(ev.PublishQueue, worker, namespace, (ev.Hint(b"job", 0, keys=tuple(keys)),))
+            elif action < 0.9:
+                world.ask(ev.Forget, worker, namespace, keys=tuple(keys[:9]))
+            elif action < 0.91:
+                world.ask(ev.Recall, admin, dice.choice(makers))
+            elif open_ones:
+                world.commit(worker, open_ones.pop(dice.randrange(len(open_ones))))
+        except StoreError:
+            pass
+        while len(leases) > 4 or (leases and dice.random() < 0.3):
+            world.release(worker, leases.pop(dice.randrange(len(leases))).lease)
+
+
+def test_what_was_fetched_in_vain_is_counted_when_hundreds_of_new_chunks_take_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kvstore.sim.world, "Store", Twins)
+    world = DiskWorld(segments=2, segment_bytes=64 * PAGE, slabs=40, reserve_share_max=1.0)
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    for keys in (CHAINS[0][:64], CHAINS[1][:64], CHAINS[2][:64]):
+        world.save(worker, namespace, keys)
+    world.ask(ev.PublishQueue, worker, namespace, (ev.Hint(b"job", 0, keys=CHAINS[0][:40]),))
+    world.settle(200)
+    assert len(world.store.state.prefetched) == 40
+    world.ask(ev.PublishQueue, worker, namespace, ())
+    world.acquire(worker, namespace, CHAINS[1][:24], prefix_only=False, wait_ms=50)
+    world.settle(200)
+    assert len(world.store.state.demanded) == 24
+    for keys in (CHAINS[3], CHAINS[4]):
+        world.save(worker, namespace, keys)
+    assert not world.store.state.prefetched and not world.store.state.demanded
+    assert world.counters["prefetch_wasted"] == 40
+
+
+def test_hundreds_of_chunks_that_were_recalled_while_they_were_saved_never_become_visible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kvstore.sim.world, "Store", Twins)
+    world = World(segments=8, segment_bytes=32 * PAGE, reserve_share_max=1.0)
+    worker, admin = world.join(), world.join(admin=True)
+    namespace = world.open(spec(), worker)
+    keys, maker = CHAINS[0], b"one maker of 16 "
+    reserved = world.reserve(worker, namespace, keys, maker=maker)
+    world.hold = {ev.CopyIn}
+    assert world.commit(worker, reserved) is None
+    world.ask(ev.Recall, admin, maker)
+    for _ in range(10):
+        world.tick(100)
+    world.finish()
+    assert world.match(worker, namespace, keys).usable == 0
+    assert set(world.outcomes(worker, namespace, keys)) == {"RECALLED"}
 
 
 def test_hundreds_of_keys_that_a_new_store_has_never_seen() -> None:
