@@ -24,7 +24,7 @@ from kvstore.layout import GroupSpec
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.simulation import Simulation
 from kvstore.sim.world import PAGE, World, spec
-from kvstore.types import ChunkKey, DiskResult, Extent, Extents, Millis, SegmentId, WorkerId
+from kvstore.types import ChunkKey, DiskResult, DiskState, Extent, Extents, Millis, SegmentId, WorkerId
 
 NEVER = 1 << 30
 STEPS = 800
@@ -264,6 +264,44 @@ def test_hundreds_of_chunks_that_were_recalled_while_they_were_saved_never_becom
     world.finish()
     assert world.match(worker, namespace, keys).usable == 0
     assert set(world.outcomes(worker, namespace, keys)) == {"RECALLED"}
+
+
+def test_who_waits_for_hundreds_of_chunks_is_told_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvstore.sim.world, "Store", Twins)
+    world = World(segments=8, segment_bytes=32 * PAGE, reserve_share_max=1.0)
+    saver, reader = world.join(), world.join()
+    namespace = world.open(spec(), saver, reader)
+    keys = CHAINS[0]
+    reserved = world.reserve(saver, namespace, keys)
+    found = world.acquire(reader, namespace, keys, prefix_only=False, wait_ms=1_000)
+    assert {reason.name for reason in found.reasons} == {"BEING_SAVED"}
+    world.commit(saver, reserved)
+    settled = [push for push in world.pushes if isinstance(push, ev.ChunksSettled)]
+    assert sorted(key for push in settled for key in push.ready) == sorted(keys)
+
+
+def test_hundreds_of_chunks_on_an_ssd_that_hangs_are_no_hits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvstore.sim.world, "Store", Twins)
+    world = DiskWorld(
+        segments=2, segment_bytes=64 * PAGE, slabs=40, reserve_share_max=1.0, disk_deadline_ms=400
+    )
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    for chain in CHAINS[:3]:
+        world.save(worker, namespace, chain)
+    world.settle(200)
+    keys = CHAINS[0][:64]
+    assert world.where(namespace, keys) == ["ssd"] * 64
+    assert world.match(worker, namespace, keys).usable == 64
+    world.hold = {ev.ReadRecords, ev.ProbeDisk}
+    world.acquire(worker, namespace, CHAINS[0][64:65], wait_ms=50)
+    for _ in range(10):
+        world.tick(100)
+    assert world.health() is DiskState.OFF
+    found = world.match(worker, namespace, keys)
+    assert found.usable == 0 and {reason.name for reason in found.reasons} == {"SLOW"}
+    world.ask(ev.PublishQueue, worker, namespace, (ev.Hint(b"job", 0, keys=keys),))
+    assert not world.store.state.policy.rank
 
 
 def test_hundreds_of_keys_that_a_new_store_has_never_seen() -> None:
