@@ -136,6 +136,7 @@ class Loop:
             events.RewriteSlots: self._copy,
             events.Quarantined: self._quarantined,
             events.DuplicateDiffers: self._duplicate_differs,
+            events.DropStaging: self._drop_staging,
             events.ForgetWorker: self._forget_worker,
         }
 
@@ -390,9 +391,12 @@ class Loop:
         # Freeing a gigabyte of pages takes long, so the thread that makes segments unmakes them too.
         self._segment_work.put(lambda: self.arena.destroy(effect.segment))
 
+    def _drop_staging(self, effect: events.DropStaging | events.ForgetWorker) -> None:
+        self._segment_work.put(lambda: self.staging.drop(effect.worker))
+
     def _forget_worker(self, effect: events.ForgetWorker) -> None:
         self._retired.pop(effect.worker, None)
-        self._segment_work.put(lambda: self.staging.drop(effect.worker))
+        self._drop_staging(effect)
         self._on_forget(effect.worker)
 
     def _run_segment_work(self) -> None:

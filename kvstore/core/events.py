@@ -984,6 +984,14 @@ class ProbeDisk:
 
 
 @dataclass(frozen=True, slots=True)
+class DropStaging:
+    """This worker's connection has ended and nothing of its staging memory will be copied any more. Its process may
+    live on and hold mappings for long; others need that memory."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetWorker:
     """Nothing of this worker is left in the core: the edge may close its pidfd and staging memory."""
 
@@ -1013,5 +1021,6 @@ Effect = (
     | RewriteSlots
     | Quarantined
     | DuplicateDiffers
+    | DropStaging
     | ForgetWorker
 )

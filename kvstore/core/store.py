@@ -317,8 +317,13 @@ class Store:
     def _remove_if_over(self, worker: Worker) -> None:
         """A closed connection's process may live on; the worker goes once it can touch nothing of ours any more: it
         has no mapping left and will get none, so no old copy of it reads, and it writes no slot that it was granted."""
-        if not worker.holds and not worker.reservations:
+        if worker.reservations:
+            return
+        if not worker.holds:
             self._remove(worker)
+        elif not worker.staging_dropped:
+            worker.staging_dropped = True
+            self.state.effects.append(ev.DropStaging(worker.id))
 
     def _remove(self, worker: Worker) -> None:
         """Everything the worker had ends; its engine group's leases with the last member."""

@@ -116,6 +116,7 @@ class Worker:
     memory: Memory
     closed: bool = False
     """Its connection is closed but its process lives."""
+    staging_dropped: bool = False
     opened: set[NamespaceId] = field(default_factory=set)
     reservations: set[ReservationId] = field(default_factory=set)
     reserved_bytes: int = 0

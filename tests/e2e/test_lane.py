@@ -18,9 +18,13 @@ from kvstore.client import connect as client_of
 from kvstore.client.lane import Lane
 from kvstore.client.stream import GrpcStream
 from kvstore.errors import BadRequest, DeadlineExceeded, Precondition, Unavailable
+from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.v1 import descriptor_pb2, store_pb2
 
 BOUND_S = 20.0
+
+SPEC = NamespaceSpec("lane", b"w", "test:bytes", 64, (GroupSpec("full", 4096),))
+STAGING = descriptor_pb2.DescriptorRequest(staging=descriptor_pb2.StagingRequest(bytes=8 << 20))
 
 
 def eventually(what):
@@ -138,6 +142,23 @@ def test_the_end_of_the_descriptor_connection_is_the_end_of_the_lane(daemon, wor
     worker.socket.close()
     assert "descriptor connection of this worker ended" in replies(lane)[-1].ended.message
     lane.close()
+
+
+def test_staging_memory_ends_with_the_connection_whatever_is_mapped(start_daemon, connect):
+    """A process that connects anew may keep mappings of before for long; its staging memory is everybody's again."""
+    daemon = start_daemon(staging_bytes_max=8 << 20)
+    first = connect(daemon)
+    first.staging(8 << 20).close()
+    namespace = first.call("Open", store_pb2.OpenRequest(namespace=wire.spec_to_proto(SPEC))).namespace_id
+    granted = first.call("Reserve", store_pb2.ReserveRequest(namespace_id=namespace, keys=[b"k"]))
+    request = descriptor_pb2.SegmentsRequest(segments=granted.extents.segment)
+    reply, fds = first.ask(descriptor_pb2.DescriptorRequest(segments=request))
+    assert len(fds) == 2, reply
+    first.socket.close()
+    second = connect(daemon)
+    eventually(lambda: second.ask(STAGING)[0].WhichOneof("body") == "staging")
+    for fd in fds:
+        os.close(fd)
 
 
 def test_a_daemon_that_ends_says_so(daemon, worker):

@@ -332,7 +332,7 @@ class Rig:
                 ):
                     self._outstanding += 1
                     self.tier.submit(effect)
-                case ev.Checksum() | ev.FillSlots() | ev.ForgetWorker():
+                case ev.Checksum() | ev.FillSlots() | ev.DropStaging() | ev.ForgetWorker():
                     raise AssertionError(effect)
 
     def tick(self) -> None:

@@ -130,6 +130,23 @@ def test_a_closed_connection_goes_when_its_commit_has_returned() -> None:
     assert world.outcomes(other, namespace, chain("k", 1)) == ["HIT"]
 
 
+def test_a_closed_connection_with_mappings_gives_its_staging_memory_back_once_nothing_reads_it() -> None:
+    world = World()
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    world.save(worker, namespace, chain("k", 2))
+    world.acquire(worker, namespace, chain("k", 2))  # from now on it has mappings
+    world.hold = {ev.CopyIn}
+    world.commit(worker, world.reserve(worker, namespace, chain("n", 1)))
+    world.close(worker)
+    world.tick()
+    left = world.store.state.workers[worker]
+    assert not left.staging_dropped, "the commit still reads"
+    world.finish()
+    world.tick()
+    assert left.staging_dropped and worker in world.store.state.workers
+
+
 def test_what_a_closed_worker_may_write_in_place_is_quarantined_while_it_has_mappings() -> None:
     world = World(protection=Protection.GROUP)
     worker, rank = world.join(), world.join()
