@@ -176,6 +176,8 @@ class WriteBatch:
         self._written: list[int] = []
         self._handed_over: set[int] = set()
         self._filled = False
+        self._copying = 0
+        """Threads that are inside of `copy_from`."""
         self._state = _State.OPEN
         self._lock = threading.Lock()
 
@@ -217,7 +219,11 @@ class WriteBatch:
                 field="source",
                 value=f"{bits.nbytes} bytes",
             )
-        gather(self._buffer(place, column), bits)
+        target = self._buffer(place, column, copying=1)
+        try:
+            gather(target, bits)
+        finally:
+            self._copied()
         self._note_written(place, column)
 
     def written(self, index: int, shard: int | None = None) -> None:
@@ -243,17 +249,23 @@ class WriteBatch:
             raise gone(FORKED)  # the memory is not mapped here: touching it would be SIGSEGV
         return place, 0 if shard is None else self.shards.index(shard)
 
-    def _buffer(self, place: int, column: int) -> Bytes:
+    def _buffer(self, place: int, column: int, *, copying: int = 0) -> Bytes:
         with self._lock:
-            self._check_open()
-            if column not in self._unwritten.setdefault(place, set(range(len(self.shards)))):
-                index = self.granted[place]
-                raise BadRequest("was said to be written", field="index", value=index, remedy="commit")
-            if self._pieces is None:
-                return self._slots[place * len(self.shards) + column]
-            start = self._starts.get(place)
-            if start is None:
-                start = self._starts[place] = self._pieces.next()
+            target = self._target(place, column)
+            self._copying += copying
+        return target
+
+    def _target(self, place: int, column: int) -> Bytes:
+        """Under the lock."""
+        self._check_open()
+        if column not in self._unwritten.setdefault(place, set(range(len(self.shards)))):
+            index = self.granted[place]
+            raise BadRequest("was said to be written", field="index", value=index, remedy="commit")
+        if self._pieces is None:
+            return self._slots[place * len(self.shards) + column]
+        start = self._starts.get(place)
+        if start is None:
+            start = self._starts[place] = self._pieces.next()
         start += footprint(self._lengths[:column])
         return self._pieces.staging.array[start : start + self._lengths[column]]
 
@@ -261,6 +273,7 @@ class WriteBatch:
         """Hand over what is written, when it is much, and not the last: that goes with the commit."""
         attachment = self._attachment
         with self._lock:
+            self._check_open()
             self._unwritten[place].discard(column)
             if self._unwritten[place]:
                 return
@@ -393,6 +406,18 @@ class WriteBatch:
             if self._state is not _State.OPEN:
                 return
             self._state = _State.ENDED
+            if self._copying:
+                return  # whoever copies last does the rest: nobody else may have that memory before
+        self._let_go()
+
+    def _copied(self) -> None:
+        with self._lock:
+            self._copying -= 1
+            aborted = self._state is _State.ENDED and not self._copying
+        if aborted:
+            self._let_go()
+
+    def _let_go(self) -> None:
         self._slots = ()
         pieces, self._pieces = self._pieces, None
         if self._attachment is not None and os.getpid() == self._attachment.pid:

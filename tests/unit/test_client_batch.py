@@ -298,3 +298,23 @@ def test_what_an_interruption_kept_comes_back_when_nobody_reads_it_any_more(stag
     assert staging.space.take(ROOM) is None, "the daemon still reads"
     wire.asked.clear()
     assert staging.space.take(ROOM) == 0
+
+
+def test_what_is_being_copied_into_is_nobody_elses_when_another_thread_aborts(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `Client.close` does with the batches of all threads. Another save would be committed with these bytes."""
+    wire = Wire()
+    batch, _ = staged(wire, staging)
+
+    def gather(target: Any, bits: Any) -> None:
+        batch.abort()
+        assert staging.space.take(ROOM) is None and not wire.notices, "it is still being written"
+
+    monkeypatch.setattr(batch_module, "gather", gather)
+    with pytest.raises(BadRequest, match="has ended"):
+        batch.copy_from(0, chunk(0, 0), shard=0)
+    assert staging.space.take(ROOM) == 0
+    assert wire.notices == [("abort", [7])]
+    batch.abort()
+    assert len(wire.notices) == 1
