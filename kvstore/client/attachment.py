@@ -29,7 +29,7 @@ from kvstore import memory, wire
 from kvstore.client.call import FORKED, Call, Reply, gone
 from kvstore.client.lane import Lane, readable
 from kvstore.client.mappings import Mappings
-from kvstore.client.renewals import Renewals
+from kvstore.client.renewals import Renewals, alive
 from kvstore.client.staging import Staging
 from kvstore.client.stream import Carrier, GrpcStream
 from kvstore.errors import DeadlineExceeded, StoreError, Unavailable, Unsupported
@@ -127,7 +127,8 @@ class Attachment:
         self.staging: Staging | None = None
         self._waiters: list[Waiter] = []
         self.renewals = Renewals()
-        self.batches: weakref.WeakSet[WriteBatch] = weakref.WeakSet()
+        self.batches: weakref.WeakValueDictionary[int, WriteBatch] = weakref.WeakValueDictionary()
+        """By the number of their reservation."""
         self._owner = owner
         self._next_tick = 0.0
         self._stream_opened_at = 0.0
@@ -817,7 +818,7 @@ class Attachment:
 
     def give_everything_back(self, deadline: float) -> None:
         """Release, abort, unmap, and wait until the daemon knows."""
-        for batch in list(self.batches):
+        for batch in alive(self.batches):
             batch.abort()
         for lease in self.renewals.open_leases():
             lease.release()

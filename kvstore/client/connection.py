@@ -26,6 +26,7 @@ import grpc
 from kvstore import wire
 from kvstore.client.attachment import Attachment
 from kvstore.client.call import FORKED, gone
+from kvstore.client.renewals import alive
 from kvstore.client.stream import status_error
 from kvstore.config import DESCRIPTOR_SOCKET
 from kvstore.errors import (
@@ -74,7 +75,7 @@ class Connection:
         self.timeout_s = timeout_s
         self.staging_bytes = staging_bytes
         self.counters: dict[str, int] = defaultdict(int)
-        self.namespaces: weakref.WeakSet[Namespace] = weakref.WeakSet()
+        self.namespaces: weakref.WeakValueDictionary[int, Namespace] = weakref.WeakValueDictionary()
         self._pid = os.getpid()
         self._engine_group = engine_group
         self._rank = rank
@@ -241,7 +242,7 @@ class Connection:
             try:
                 until = min(until, attachment.tick(now))
                 if attachment.attached:
-                    for namespace in list(self.namespaces):
+                    for namespace in alive(self.namespaces):
                         namespace.reopen(attachment, now)
             except Exception:
                 log.exception("a bug in the client's housekeeping")

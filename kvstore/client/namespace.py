@@ -256,7 +256,7 @@ class Namespace:
         call = attachment.call("open", body, deadline, patient=True)
         yield call
         self._bind(attachment, wire.opened_from_proto(_raised(call.answer).open))
-        self._connection.namespaces.add(self)
+        self._connection.namespaces[id(self)] = self
 
     def matching(
         self, keys: Sequence[ChunkKey], token_count: int, timeout_s: float | None
@@ -503,7 +503,7 @@ class Namespace:
                 pieces.end()  # nothing was committed, so the daemon reads none of it
         if batch is None:
             return self._no_batch(keys, gone("the reserved slots could not be mapped"))
-        attachment.batches.add(batch)
+        attachment.batches[batch.reservation_id] = batch
         return batch
 
     def _batch(

@@ -5,13 +5,21 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from kvstore.client.lease import ReadLease
 
 RENEW_FRACTION = 1 / 3
 """Of its time to live that passes before a lease is renewed: two renewals may get lost."""
+
+
+T = TypeVar("T")
+
+
+def alive(things: weakref.WeakValueDictionary[int, T]) -> list[T]:
+    """Its values. Other threads may change it meanwhile, as they may not while one goes through it, or a WeakSet."""
+    return [thing for reference in things.valuerefs() if (thing := reference()) is not None]
 
 
 class Renewals:
@@ -72,4 +80,4 @@ class Renewals:
                 lease.expires_at = 0.0
 
     def open_leases(self) -> list[ReadLease]:
-        return list(self._leases.values())
+        return alive(self._leases)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import sys
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,3 +97,28 @@ def test_void_for_good(renewals: Any) -> None:
         renewals.renewed(number, sent_at=101.0, granted_ms=3_000)
     assert refused.expires_at == revoked.expires_at == 0.0, "a late answer revives nothing"
     assert due(renewals, 101.5) == {}
+
+
+def test_open_leases_can_be_asked_for_while_others_come_and_go() -> None:
+    """Close asks, and an error would leave everything else open."""
+    renewals, stop = Renewals(), threading.Event()
+    interval = sys.getswitchinterval()
+
+    def come_and_go() -> None:
+        kept: list[Any] = []
+        for number in itertools.count():
+            kept = [*kept[-100:], Lease(number, 1000)]
+            renewals._leases[number] = kept[-1]
+            if stop.is_set():
+                return
+
+    thread = threading.Thread(target=come_and_go)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(8000):
+            renewals.open_leases()
+    finally:
+        stop.set()
+        thread.join(20)
+        sys.setswitchinterval(interval)
