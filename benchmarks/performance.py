@@ -30,7 +30,8 @@ Written by `make bench-docs` out of the reports in `benchmarks/results/`: change
 again, rather than edit this page. `benchmarks/README.md` says which benchmark answers which question.
 
 Ratios of one run mean more than times: what is compared took turns in that run, so that a machine whose speed drifts
-favours nobody. Figures are medians. "×" is "times as fast as".
+favours nobody. Figures are medians, and so are ratios: of the rounds of a run, so they are not always the quotient of
+the speeds beside them. "×" is "times as fast as". A goal that is **missed** stays here until it is met.
 """
 
 
@@ -103,9 +104,8 @@ def plain(report: Report, columns: Sequence[str] = ()) -> Iterator[str]:
     """A table for each run of rows that have the same fields."""
     for fields, rows in itertools.groupby(report["results"], key=lambda row: tuple(row)):
         names = [name for name in fields if not columns or name in columns]
-        yield table(
-            [name.replace("_", " ") for name in names], [[cell(row[name]) for name in names] for row in rows]
-        )
+        heads = [name.replace("_", " ").replace("gb per s", "GB/s") for name in names]
+        yield table(heads, [[cell(row[name]) for name in names] for row in rows])
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -140,16 +140,39 @@ def number(value: float) -> str:
 # ------------------------------------------------------------------------------------------------------ data_plane
 
 
+SEVERAL_RUNS = """\
+The rows are of several runs. `× memcpy` and "`sealed` is" compare within the row's own run, whose commit the row names:
+go by these ratios. Speeds in GB/s, also in the tables further down, are not comparable from one run to another.
+"""
+
+
 def data_plane(report: Report) -> Iterator[str]:
     from data_plane import SIZES, STORES
 
-    yield from other_commits(report, lambda row: f"{row['size']} × {row['batch']}, clients: {row['clients']}")
-
-    rows = {tuple(row[name] for name in report["key"]): row for row in report["results"]}
-    stores = sorted({row["store"] for row in report["results"]}, key=list(STORES).index)
+    if any("commit" in row for row in report["results"]):
+        yield SEVERAL_RUNS
+    rows: dict[tuple[Any, ...], Row] = {
+        tuple(row[name] for name in report["key"]): {"commit": report["commit"], **row}
+        for row in report["results"]
+    }
+    # What is saved by fill is a way to put: a row beside the others
+    rows |= {(*key[:3], "fill", "put"): row for key, row in rows.items() if key[3:] == ("sealed", "fill")}
+    order = [*STORES]
+    order.insert(order.index("group") + 1, "fill")
+    stores = sorted({key[3] for key in rows}, key=order.index)
     for action in ("get", "put"):
         yield f"### {action}: 2 MiB in batches of 16, one client\n"
-        heads = ["", "GB/s", "× memcpy", "`sealed` is", "ms p50", "p99", "CPU s/GB, client", "server"]
+        heads = [
+            "",
+            "GB/s",
+            "× memcpy",
+            "`sealed` is",
+            "ms p50",
+            "p99",
+            "CPU s/GB, client",
+            "server",
+            "commit",
+        ]
         names = (
             "gb_per_s",
             "of_memcpy",
@@ -158,10 +181,10 @@ def data_plane(report: Report) -> Iterator[str]:
             "p99_ms",
             "client_cpu_s_per_gb",
             "server_cpu_s_per_gb",
+            "commit",
         )
-        yield table(
-            heads, [[store, *cells(rows.get(("2M", 16, 1, store, action)), names)] for store in stores]
-        )
+        found = {store: rows.get(("2M", 16, 1, store, action)) for store in stores}
+        yield table(heads, [[store, *cells(row, names)] for store, row in found.items() if row])
     for clients, action in itertools.product((1, 4), ("get", "put")):
         shapes = sorted(
             {key[:2] for key in rows if key[2] == clients}, key=lambda shape: (SIZES[shape[0]], shape[1])
@@ -175,17 +198,7 @@ def data_plane(report: Report) -> Iterator[str]:
                 [[s, *(cells(row, ["gb_per_s"])[0] for row in each)] for s, each in of.items() if any(each)],
             )
     yield "### What each of them is\n"
-    yield table(["", "gives"], [[store, gives(store)] for store in stores])
-
-
-def other_commits(report: Report, part: Callable[[Row], str]) -> Iterator[str]:
-    """Which parts were measured at another commit than the report's."""
-    found: dict[str, list[str]] = {}
-    for row in report["results"]:
-        if "commit" in row and part(row) not in found.setdefault(row["commit"], []):
-            found[row["commit"]].append(part(row))
-    for commit, parts in found.items():
-        yield f"At commit {commit}: {'; '.join(parts)}.\n"
+    yield table(["", "gives"], [[store, gives(store)] for store in stores if store in STORES])
 
 
 def cells(row: Row | None, names: Sequence[str]) -> list[str]:
@@ -197,6 +210,39 @@ def gives(store: str) -> str:
 
     said: str = importlib.import_module(f"peers.{STORES[store][0]}").GIVES
     return said
+
+
+# ----------------------------------------------------------------------------------------------------------- scale
+
+
+def scale(report: Report) -> Iterator[str]:
+    """One table for each part, with a column for each number of chunks or sessions."""
+    for part, title, across in (
+        ("core", "The core, by chunks", "chunks"),
+        ("sessions", "Sessions, by their number", "sessions"),
+        ("daemon", "A daemon after a restart, by chunks", "chunks"),
+    ):
+        rows = [row for row in report["results"] if row["part"] == part]
+        if not rows:
+            continue
+        counts = sorted({row[across] for row in rows})
+        # "longest step (Reserve)": which it was differs from size to size
+        found = {(row["what"].partition(" (")[0], row["unit"], row[across]): row for row in rows}
+        lines = [
+            [f"{what}, {unit}", *(timed(found.get((what, unit, count))) for count in counts)]
+            for what, unit in dict.fromkeys(key[:2] for key in found)
+        ]
+        yield f"### {title}\n"
+        yield "p50, and p99 in brackets where there are many of a kind.\n"
+        yield table(["", *(f"{count:,}" for count in counts)], lines)
+
+
+def timed(row: Row | None) -> str:
+    if row is None:
+        return ""
+    which = row["what"].partition(" (")[2].rstrip(")")
+    beside = number(row["p99"]) if row.get("p99") is not None else which
+    return number(row["p50"]) + (f" ({beside})" if beside else "")
 
 
 DATA_PLANE = """\
@@ -248,13 +294,15 @@ SECTIONS: dict[str, Section] = {
     ),
     "scale": Section(
         "From 10,000 to 4,000,000 chunks",
-        "What grows is the time of a cache miss, not the number of steps: columns and dictionaries no longer fit in "
-        "the caches.",
+        "What grows is the time of a cache miss, not the number of steps: columns and dictionaries no longer fit in\n"
+        "the caches. The request that took the longest step is named in brackets.",
+        scale,
     ),
     "ssd": Section(
         "The SSD tier, beside fio",
-        "The disk is a virtual one: what it says about syncs says nothing about power cuts. Buffered figures depend on "
-        "how much the host has in its own cache.",
+        "The disk is a virtual one: what it says about syncs says nothing about power cuts. Buffered figures depend\n"
+        "on how much the host has in its own cache. `of fio` is the median of the rounds' ratios, a goal the mean of\n"
+        "sequential and random; with two rounds both move by 0.2 from one run to the next.",
     ),
     "hung_disk": Section("A disk that hangs"),
     "turns": Section(

@@ -2,6 +2,7 @@
 put and read."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -294,6 +295,54 @@ def test_a_report_without_words_of_its_own_gets_a_table():
     assert "| what | count | fine |\n| --- | --: | --- |\n| put | 12,345 | yes |\n" in page, (
         "another kind of row"
     )
+
+
+def told_of(rows: list[dict], **more) -> dict:
+    machine = {"cpu": "c", "cores": 2, "kernel": "k", "python": "3", "load": 1.5}
+    return {"machine": machine, "commit": "abc", "results": rows, "goals": [], **more}
+
+
+def test_scale_has_a_column_for_each_size_on_the_page():
+    def row(chunks: int, what: str, p50: float, **more) -> dict:
+        return {"part": "core", "chunks": chunks, "what": what, "p50": p50, "unit": "µs", **more}
+
+    rows = [row(10_000, "match", 0.5, p99=0.75), row(10_000, "longest step (Open)", 3)]
+    rows += [
+        row(400_000, "match", 0.625, p99=2),
+        row(400_000, "longest step (Reserve)", 4),
+        row(400_000, "new", 9),
+    ]
+    page = load("performance").page([("scale", told_of(rows))])
+    lines = (
+        "|  | 10,000 | 400,000 |",
+        "| --- | --: | --: |",
+        "| match, µs | 0.5 (0.75) | 0.625 (2) |",
+        "| longest step, µs | 3 (Open) | 4 (Reserve) |",
+        "| new, µs |  | 9 |",
+    )
+    assert "\n".join(lines) in page
+
+
+def test_rows_of_the_data_plane_name_their_run_and_fill_stands_beside_the_puts():
+    def row(store: str, action: str, **more) -> dict:
+        return {"size": "2M", "batch": 16, "clients": 1, "store": store, "action": action, **more}
+
+    rows = [
+        row("sealed", "put", gb_per_s=3.0),
+        row("sealed", "fill", gb_per_s=4.0),
+        row("sealed", "get", gb_per_s=9.0),
+    ]
+    key = ["size", "batch", "clients", "store", "action"]
+    performance = load("performance")
+    page = performance.page([("data_plane", told_of(rows, key=key))])
+    assert performance.SEVERAL_RUNS not in page
+    assert page.count("| fill | 4 |") == 2, "among the puts in detail, and in the overview"
+    page = performance.page(
+        [("data_plane", told_of([*rows, row("redis", "put", gb_per_s=1.0, commit="old")], key=key))]
+    )
+    assert performance.SEVERAL_RUNS in page
+    assert re.search(r"^\| redis \| 1 \|.* old \|$", page, re.M)
+    assert re.search(r"^\| sealed \| 3 \|.* abc \|$", page, re.M)
 
 
 def test_a_flame_graph_puts_callees_below_their_callers():
