@@ -21,12 +21,12 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}: must be 0 (greedy) or positive")
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k}: must be 0 (all) or positive")
+        if type(self.top_k) is not int or self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k}: must be a whole number, 0 (all) or positive")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: must be above 0 and at most 1")
-        if not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"seed is {self.seed}: must be from 0 to 2**63 - 1")
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed is {self.seed}: must be a whole number from 0 to 2**63 - 1")
 
 
 GREEDY = Sampling()
@@ -46,6 +46,8 @@ class Sampler:
             return int(logits.argmax())
         shares = probabilities(logits, self.sampling).cumsum(0)
         drawn = torch.rand((), dtype=torch.float64, generator=self._generator) * shares[-1]
+        if not drawn.isfinite():  # NaN or infinity: none is drawn, but one of the vocabulary is taken
+            return int(logits.argmax())
         # The first token whose share ends above the number drawn: one of no probability has no share. Rounding may
         # bring the number up to the end of the last share, which is that token's still.
         return min(

@@ -61,8 +61,23 @@ def test_a_token_of_no_probability_is_never_drawn(random: float, monkeypatch: py
     [
         *(("temperature", -1.0), ("temperature", float("nan")), ("temperature", float("inf"))),
         *(("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("seed", -1), ("seed", 1 << 63)),
+        *(("top_k", 1.5), ("top_k", True), ("seed", 1.5)),
     ],
 )
 def test_what_is_out_of_range_is_refused(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field} is {value}"):
         Sampling(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(1.0), Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.5)]
+)
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("count", [1, 20])
+def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary(
+    sampling: Sampling, broken: float, count: int
+) -> None:
+    """One beyond it would end the next forward call, and those of all other requests with it."""
+    few = logits(20)
+    few[:count] = broken
+    assert 0 <= Sampler(sampling).choose(few) < 20
