@@ -280,7 +280,9 @@ class Scheduler:
         loads = [load for load, _ in self._ending]
         loads += [sequence.load for sequence in self.running if sequence.load is not None]
         pending: list[Future[Any]] = [load.ended for load in loads]
-        pending += [sequence.lookup for sequence in self.running if sequence.lookup is not None]
+        # Who has its answer already waits for what another one loads
+        lookups = (sequence.lookup for sequence in self.running if sequence.lookup is not None)
+        pending += [lookup for lookup in lookups if not lookup.done()]
         if pending:
             wait(pending, timeout=IDLE_S, return_when=FIRST_COMPLETED)
 

@@ -248,6 +248,35 @@ def test_nobody_spins_while_there_is_nothing_to_compute(
     assert warm(engine, prompt).counters["restored_tokens"] == 3 * T, "it was not waited for"
 
 
+def test_nobody_spins_who_waits_for_what_another_one_loads(
+    engine: MakeEngine, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one's look-up has ended: waiting for that would be no wait."""
+    prompt = [*text(3 * T), 7]
+    warm(engine, prompt)
+    one, answered = engine(), 0
+    waited = threading.Event()
+
+    def wait(pending: Any, **options: Any) -> Any:
+        nonlocal answered
+        lookups = [each.lookup for each in one._scheduler.running if each.lookup is not None]
+        if answered:  # when it was called before
+            assert not set(lookups) & set(pending), "it waits for what has come already"
+        if lookups and len(one._scheduler.running) == 2 and all(lookup.done() for lookup in lookups):
+            answered += 1
+            if answered == 3:
+                waited.set()
+        return concurrent.futures.wait(pending, **options)
+
+    monkeypatch.setattr(scheduling, "wait", wait)
+    store.on_copy = lambda number: waited.wait(BOUND_S / 6)
+    one.add(prompt, 3)
+    one.add([*prompt, 9], 3)
+    finish(one)
+    assert answered >= 3
+    assert one.counters["restored_tokens"] == one.counters["adopted_tokens"] == 3 * T
+
+
 def test_a_lookup_that_breaks_is_a_miss(
     engine: MakeEngine, store: FakeStore, caplog: pytest.LogCaptureFixture
 ) -> None:
