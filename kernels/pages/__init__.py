@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -146,6 +147,11 @@ def gather(keys: torch.Tensor, values: torch.Tensor, table: BlockTable, slices: 
     _check(keys, values, table, slices)
     if isinstance(slices, torch.Tensor):
         _check_apart("slices", slices)
+    else:
+        spans = sorted((*span(chunk), number) for number, chunk in enumerate(slices))
+        for (_, end, one), (begin, _, other) in pairwise(spans):
+            if begin < end:
+                raise ValueError(f"slices[{one}] overlaps slices[{other}]: give each chunk memory of its own")
     if table.tokens == 0:
         return
     if keys.device.type == "cpu":

@@ -301,3 +301,17 @@ def test_no_token_is_no_copy() -> None:
     assert case.table().chunks == 0
     gather(case.keys, case.values, case.table(), [])
     scatter(case.keys, case.values, case.table(), case.slices, by=rotation(3, torch.rand(2)))
+
+
+def test_chunks_that_share_memory_are_not_gathered_into() -> None:
+    """A slot named twice would hold the second chunk where the first is asked for."""
+    pool = torch.randn(4, 2, 2, 16, 8)
+    table = BlockTable.of([0, 1], blocks=4, block_tokens=16, chunk_tokens=16)
+    memory = torch.zeros(3, 2, 2, 16, 8)
+    half = memory.view(-1)[256:768].view(2, 2, 16, 8)
+    for slices in ([memory[0], memory[0]], [memory[1], half], [half, memory[0]]):
+        with pytest.raises(ValueError, match=r"slices\[\d\] overlaps slices\[\d\]"):
+            gather(*pool.unbind(1), table, slices)
+    assert not memory.any()
+    gather(*pool.unbind(1), table, [memory[2], memory[0]])
+    assert torch.equal(memory[2], pool[0]) and torch.equal(memory[0], pool[1])
