@@ -24,6 +24,7 @@ from kvstore.client.aio import (
 from kvstore.client.batch import CommitOutcome, WriteBatch
 from kvstore.client.lease import ReadLease
 from kvstore.client.namespace import Namespace
+from kvstore.client.reads import Reads
 from kvstore.client.region import Region
 from kvstore.client.sync import Client, connect
 from kvstore.core.events import Hint, Matched, QueueAccepted, SessionEntry, SessionInfo
@@ -40,6 +41,7 @@ __all__ = [
     "Namespace",
     "QueueAccepted",
     "ReadLease",
+    "Reads",
     "Region",
     "SessionEntry",
     "SessionInfo",

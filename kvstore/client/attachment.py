@@ -724,6 +724,8 @@ class Attachment:
         return waiter
 
     def forget_waiter(self, waiter: Waiter) -> None:
+        if os.getpid() != self.pid:
+            return  # as in `call`: the lock may be held for ever
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)

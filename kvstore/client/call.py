@@ -158,10 +158,12 @@ Step = Call | Callable[[], None]
 Operation = Generator[Step, None, T]
 
 
-def drive(operation: Operation[T]) -> T:
-    """Run on this thread. Whatever interrupts it (Ctrl-C) is raised inside the operation too, which then cleans up."""
+def drive(operation: Operation[T], step: Step | None = None) -> T:
+    """Run on this thread, from the beginning or from where it waits for `step`. Whatever interrupts it (Ctrl-C) is
+    raised inside the operation too, which then cleans up."""
     try:
-        step = next(operation)
+        if step is None:
+            step = next(operation)
         while True:
             try:
                 if isinstance(step, Call):

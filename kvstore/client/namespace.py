@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from kvstore.client.call import Operation, Reply, drive, gone
 from kvstore.client.geometry import Geometry
 from kvstore.client.lease import Grant, ReadLease, Waiter
 from kvstore.client.places import Places
+from kvstore.client.reads import Reads
 from kvstore.client.staging import footprint
 from kvstore.core.events import (
     Acquired,
@@ -60,6 +61,7 @@ REOPEN_AGAIN_S = 1.0
 """After the daemon refused to open a namespace again."""
 GROUP_VERIFY_EVERY = 64
 """Under protection `group` other workers can write what we read: one load in so many is compared with its checksum."""
+READS_AHEAD_MAX = 16
 NUMBER_MAX = (1 << 63) - 1
 JOB_NAME_BYTES_MAX = 64
 QUEUE_POSITION_MAX = 1 << 31
@@ -131,6 +133,31 @@ class Namespace:
         of loads compared with their checksum (None: 0, or 1/64 under protection `group`).
         """
         return drive(self.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s))
+
+    def reads(
+        self,
+        batches: Iterable[Sequence[ChunkKey]],
+        *,
+        ahead: int = 1,
+        shards: Sequence[int] = (),
+        wait_ms: int = 0,
+        any_order: bool = False,
+        ttl_ms: int = 0,
+        verify: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Reads:
+        """`read` of one batch of keys after the other: an iterator of leases, to be used with `with` each.
+
+        The next `ahead` batches (0 to 16) are asked for before one is handed out, so their answers come while it is
+        being copied. Whoever ends before the last closes the iterator, or uses it with `with`: what was pinned ahead is
+        given back. What `read` raises is raised in the batch's turn.
+        """
+        _check_number("ahead", ahead, high=READS_AHEAD_MAX)
+
+        def read(keys: Sequence[ChunkKey]) -> Operation[ReadLease]:
+            return self.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s)
+
+        return Reads(batches, read, ahead)
 
     def write(
         self,
