@@ -35,7 +35,9 @@ def destination(out: object, field: str = "out") -> Bits:
     if not array.flags.writeable:
         raise BadRequest("is read-only", field=field, value=_describe(array))
     bits = _bits(array, field)
-    if any(step == 0 and length > 1 for step, length in zip(bits.strides, bits.shape, strict=True)):
+    if not array.flags.c_contiguous and any(
+        step == 0 and length > 1 for step, length in zip(bits.strides, bits.shape, strict=True)
+    ):
         raise BadRequest("has elements that share memory", field=field, value=_describe(array))
     return bits
 
