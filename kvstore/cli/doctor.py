@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore import __version__
-from kvstore.client import Client, Namespace, ReadLease, SessionEntry, WriteBatch, connect
+from kvstore.cli.objects import NO_ROOM, granted
+from kvstore.client import Client, Namespace, ReadLease, SessionEntry, connect
 from kvstore.config import DESCRIPTOR_SOCKET, LOCK_FILE
 from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec, NamespaceSpec
@@ -30,8 +31,6 @@ CHUNKS = 3
 SHARD_BYTES = 256 << 10
 CHUNK_TOKENS = 16
 ROUND_TRIPS = 50
-GRANT_PATIENCE_S = 5.0
-GRANT_POLL_S = 0.05
 VLLM_DOCTOR = "kvstore.gpu_worker.connectors.vllm.doctor"
 ENGINE_S = 300.0
 """An engine's libraries take long to load on a busy machine."""
@@ -190,23 +189,13 @@ class Patient:
                 raise Failed("a hit for keys that nobody saved", "stop the daemon and report this")
         return f"median of {ROUND_TRIPS} lookups {1e6 * sorted(times)[ROUND_TRIPS // 2]:.0f} us"
 
-    def _granted(self) -> WriteBatch:
-        """FULL may mean that a segment is on its way to this namespace: it is asked for again, for a while."""
-        deadline = time.monotonic() + GRANT_PATIENCE_S
-        while True:
-            batch = self.open_namespace.write(self.keys)
-            if GrantResult.FULL not in batch.results or time.monotonic() > deadline:
-                return batch
-            batch.abort()
-            time.sleep(GRANT_POLL_S)
-
     def check_write(self) -> str:
-        with self._granted() as batch:
+        with granted(self.open_namespace, self.keys) as batch:
             refused = [result.name for result in batch.results if result is not GrantResult.GRANTED]
             if refused:
                 raise Failed(
                     f"the daemon granted no room: {', '.join(refused)}",
-                    "see kvctl stats: is the arena pinned or reserved by others? Raise dram_bytes",
+                    NO_ROOM,
                 )
             for index in range(CHUNKS):
                 batch.buffer(index)[:] = self.data[index]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 
-from kvstore.client import Client, Namespace
+from kvstore.client import Client, Namespace, WriteBatch
 from kvstore.errors import BadRequest, Exhausted, NotFound, StoreError
 from kvstore.keys import ROOT, exact_key
 from kvstore.layout import GroupSpec, NamespaceSpec
@@ -22,6 +23,12 @@ BATCH = 16
 """Pieces that are saved or loaded together."""
 LENGTH = struct.Struct("<Q")
 NAME_BYTES = 16
+GRANT_PATIENCE_S = 5.0
+GRANT_POLL_S = 0.05
+NO_ROOM = (
+    "see kvctl stats: is the arena pinned or reserved by others, or are there fewer segments than models? "
+    "Raise dram_bytes, or lower segment_bytes"
+)
 
 SPEC = NamespaceSpec(
     model="kvctl",
@@ -43,7 +50,7 @@ def put(client: Client, data: bytes) -> bytes:
     keys = keys_of(namespace, name, count)
     for start in range(0, count, BATCH):
         batch_keys = keys[start : start + BATCH]
-        with namespace.write(batch_keys, parent=keys[start - 1] if start else ROOT) as batch:
+        with granted(namespace, batch_keys, keys[start - 1] if start else ROOT) as batch:
             for index, result in enumerate(batch.results):
                 if result is GrantResult.GRANTED:
                     piece = body[(start + index) * PIECE_BYTES :][:PIECE_BYTES]
@@ -53,12 +60,24 @@ def put(client: Client, data: bytes) -> bytes:
                 elif result is not GrantResult.ALREADY:
                     raise Exhausted(
                         f"the daemon answered {result.name} for piece {start + index} of {count}",
-                        remedy="see kvctl stats, and try again",
+                        remedy=NO_ROOM,
                     )
             outcome = batch.commit()
             if outcome.error is not None:
                 raise outcome.error
     return name
+
+
+def granted(namespace: Namespace, keys: Sequence[ChunkKey], parent: ChunkKey = ROOT) -> WriteBatch:
+    """As `Namespace.write`. FULL may mean that a segment is on its way to this namespace: it is asked for again, for
+    GRANT_PATIENCE_S."""
+    deadline = time.monotonic() + GRANT_PATIENCE_S
+    while True:
+        batch = namespace.write(keys, parent=parent)
+        if GrantResult.FULL not in batch.results or time.monotonic() > deadline:
+            return batch
+        batch.abort()
+        time.sleep(GRANT_POLL_S)
 
 
 def get(client: Client, name: bytes) -> bytes:

@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from kvstore import wire
+from kvstore.cli.objects import granted
+from kvstore.client import connect as client_of
 from kvstore.v1 import store_pb2
 
 SHARD = 256 << 10
@@ -174,7 +176,22 @@ def test_a_file_that_does_not_fit(start_daemon, connect, kvctl, spec):
     daemon = start_daemon(dram_bytes=16 << 20, reserve_share_max=1.0)
     fill(connect(daemon), spec)
     kvctl("put", "-", stdin=b"x", status=1)
-    assert "the daemon answered FULL for piece 0 of 1 (see kvctl stats, and try again)" in kvctl.stderr
+    assert "the daemon answered FULL for piece 0 of 1 (see kvctl stats: " in kvctl.stderr
+    assert "Raise dram_bytes, or lower segment_bytes)" in kvctl.stderr
+
+
+def test_put_waits_for_a_segment_that_another_model_gives_up(start_daemon, run_dir, kvctl, spec):
+    """As in a small first try: one segment, and a model's chunks in it."""
+    start_daemon(dram_bytes=16 << 20)
+    with client_of(run_dir) as client:
+        store = client.open(spec)
+        keys = store.keys(range(128))
+        with granted(store, keys) as batch:
+            for index in batch.granted:
+                batch.copy_from(index, bytes(256 << 10))
+            batch.commit()
+        key = kvctl("put", "-", stdin=b"x").decode().strip()
+        assert kvctl("get", key) == b"x"
 
 
 # ------------------------------------------------------------------------------------------------------------ doctor
