@@ -856,7 +856,9 @@ filled = space.write([b"filled"], staged=False)
 # As if other threads were just counting, sending, mapping: what they hold at a fork is never let go of in the child.
 attachment = client._connection.attachment
 held = (client._connection._counters_lock, client._connection._changed, attachment._lock, attachment._socket_lock,
-        attachment.mappings._lock, attachment.staging.space._lock, attachment._carrier._lock)
+        attachment.mappings._lock, attachment.staging.space._lock)
+if hasattr(attachment._carrier, "_lock"):  # a lane's; a gRPC stream has none
+    held += (attachment._carrier._lock,)
 with contextlib.ExitStack() as locks:
     for lock in held:
         locks.enter_context(lock)
