@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from peers import Shape
 
+AHEAD = ("get, 2 batches in flight",)
+"""Gets of a client that asks for the next batch while it copies this one (`get_ahead`, which yields after each)."""
 BATCH_OF_FILL = 16
 HOT_BATCHES_MAX = 1024
 """More would take long to put one by one."""
@@ -75,20 +77,23 @@ class Driver:
         as many as begin within `seconds` after the instant `begin`, or the first `most` of them."""
         plans = (self._plan(action, batch) for _ in itertools.count())
         ready = [next(plans) for _ in range(calls + 1 if calls else most)]
-        call = getattr(self.client, action)
+        call = getattr(self.client, "get" if action in AHEAD else action)
         took, cpu = [], 0.0
         if calls:
             call(ready[0])
         time.sleep(max(0.0, begin - time.monotonic()))
         started = time.monotonic()
         in_time = itertools.takewhile(lambda _: time.monotonic() < started + seconds, plans)
-        for plan in ready[1 if calls else 0 :] or in_time:
+        chosen = ready[1 if calls else 0 :] or in_time
+        done = self.client.get_ahead(chosen) if action in AHEAD else map(call, chosen)
+        while True:
             began, used = time.perf_counter(), time.process_time()
-            call(plan)
+            if next(done, self) is self:
+                break
             took.append(time.perf_counter() - began)
             cpu += time.process_time() - used
         elapsed = time.monotonic() - started
-        if action != "get":
+        if action not in ("get", *AHEAD):
             self._put += ready
         return {"took": took, "cpu_s": cpu, "elapsed_s": elapsed}
 
@@ -105,7 +110,7 @@ class Driver:
         return {}
 
     def _plan(self, action: str, batch: int) -> Any:
-        if action != "get":
+        if action not in ("get", *AHEAD):
             return self.client.plan([next(self._fresh) for _ in range(batch)])
         if self._next + batch > self.hot(batch):
             self._next = 0
