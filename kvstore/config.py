@@ -256,12 +256,20 @@ class StoreConfig:
 
 
 SIZE_SUFFIXES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+WANTED: Mapping[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    dict: 'tenants by user id: 1000=alice,1001=bob, or in a file [tenants] with 1000 = "alice"',
+}
 
 
 def parse_setting(name: str, text: str) -> Any:
     """A setting given as text (flag or environment): sizes take K, M, G, T (powers of 1024), switches true or false,
     `tenants` "1000=alice,1001=bob"."""
     kind = _kinds().get(name)
+    is_size = name.endswith(("_bytes", "_bytes_max", "_bytes_per_s"))
     if kind is None:
         raise ConfigError("no such setting", field=name, value=text, remedy="known: " + ", ".join(_kinds()))
     try:
@@ -270,7 +278,6 @@ def parse_setting(name: str, text: str) -> Any:
                 text.lower()
             ]
         if kind is int:
-            is_size = name.endswith(("_bytes", "_bytes_max", "_bytes_per_s"))
             digits = text.lower().removesuffix("ib").removesuffix("b") if is_size else text
             factor = SIZE_SUFFIXES.get(digits[-1:], 1) if is_size else 1
             return int(digits[:-1]) * factor if factor > 1 else int(digits)
@@ -279,7 +286,9 @@ def parse_setting(name: str, text: str) -> Any:
         if kind is dict:
             return dict(pair.split("=", 1) for pair in text.split(",") if pair)
     except (KeyError, ValueError):
-        raise ConfigError(f"is not a {kind.__name__}", field=name, value=text) from None
+        wanted = "a size" if is_size else WANTED[kind]
+        remedy = "bytes, or a whole number with K, M, G or T: 8G" if is_size else ""
+        raise ConfigError(f"is not {wanted}", field=name, value=text, remedy=remedy) from None
     return text
 
 
@@ -314,7 +323,7 @@ def _check_types(config: StoreConfig) -> None:
         value = getattr(config, name)
         wanted = (int, float) if kind is float else (Mapping,) if kind is dict else (kind,)
         if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-            raise ConfigError(f"must be a {kind.__name__}", field=name, value=repr(value))
+            raise ConfigError(f"must be {WANTED[kind]}", field=name, value=repr(value))
 
 
 def _positive(config: StoreConfig, name: str) -> None:

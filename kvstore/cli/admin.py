@@ -25,7 +25,10 @@ REQUEST_S = 40.0
 
 
 def maker(text: str) -> bytes:
-    data = bytes.fromhex(text)
+    try:
+        data = bytes.fromhex(text)
+    except ValueError:
+        data = b""
     if len(data) != MAKER_BYTES:
         raise argparse.ArgumentTypeError(
             f"a maker has {MAKER_BYTES} bytes, {2 * MAKER_BYTES} hexadecimal digits"

@@ -72,7 +72,9 @@ def parser() -> argparse.ArgumentParser:
         explain, "the history of a session's chunks, or of single keys: where they are, or why not"
     )
     explain_.add_argument("session", nargs="?", type=session_name, help="its name, or hex:...")
-    explain_.add_argument("--key", action="append", type=key, default=[], metavar="HEX")
+    explain_.add_argument(
+        "--key", action="append", type=key, default=[], metavar="HEX", help="of a chunk; may be given again"
+    )
     explain_.add_argument("--namespace", type=int, default=0, metavar="ID")
     put_ = command(put, "store a file; prints its key")
     put_.add_argument("file", help="- for standard input")
@@ -81,7 +83,9 @@ def parser() -> argparse.ArgumentParser:
     get_.add_argument("-o", "--output", metavar="FILE")
     forget_ = command(forget, "drop a session and the chunks that nothing else names, single keys, or a file")
     forget_.add_argument("session", nargs="?", type=session_name, help="its name, or hex:...")
-    forget_.add_argument("--key", action="append", type=key, default=[], metavar="HEX")
+    forget_.add_argument(
+        "--key", action="append", type=key, default=[], metavar="HEX", help="of a chunk; may be given again"
+    )
     forget_.add_argument("--file", type=key, metavar="KEY", help="as put printed it")
     forget_.add_argument("--namespace", type=int, default=0, metavar="ID")
     quarantine_ = command(

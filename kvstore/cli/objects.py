@@ -103,7 +103,12 @@ def forget(client: Client, name: bytes) -> int:
 
 def keys_of(namespace: Namespace, name: bytes, count: int) -> list[ChunkKey]:
     if len(name) != NAME_BYTES:
-        raise BadRequest(f"a key of put has {NAME_BYTES} bytes", field="KEY", value=name)
+        raise BadRequest(
+            f"a key of put has {NAME_BYTES} bytes",
+            field="KEY",
+            value=name,
+            remedy="give the key as kvctl put printed it",
+        )
     keys: list[ChunkKey] = []
     for number in range(count):
         keys.append(exact_key(namespace.salt, keys[-1] if keys else ROOT, [number], (name,)))

@@ -134,7 +134,10 @@ def refused(daemon, start: str) -> None:
         ({"dram_bytes": 4096}, "dram_bytes=4096: is smaller than one segment"),
         ({"dram_bytes": 40 << 20}, "dram_bytes=41943040: must be a whole number of segments"),
         ({"segment_bytes": 1000}, "segment_bytes=1000: must be a multiple of the page size"),
-        ({"dram_bytes": "many"}, "dram_bytes=many: is not a int"),
+        (
+            {"dram_bytes": "many"},
+            "dram_bytes=many: is not a size (bytes, or a whole number with K, M, G or T: 8G)",
+        ),
         ({"protection": "none"}, 'protection=none: must be "sealed" or "group"'),
         ({"copy_threads": 0}, "copy_threads=0: must be above 0"),
         ({"pin_share_max": 1.5}, "pin_share_max=1.5: must be above 0 and at most 1"),

@@ -247,6 +247,7 @@ def test_doctor_of_a_full_arena(start_daemon, connect, kvctl, spec):
         (["nonsense"], 2, "invalid choice: 'nonsense'"),
         ([], 2, "the following arguments are required: COMMAND"),
         (["get", "xyz"], 2, "argument KEY: invalid key value: 'xyz'"),
+        (["recall", "--maker", "zz"], 2, "a maker has 16 bytes, 32 hexadecimal digits"),
         (["stats", "--watch", "0"], 2, "0 is not between 0.1 and 3600 seconds"),
         (["explain", "hex:" + "00" * 300], 2, "a session's name has 1 to 256 bytes"),
     ],
@@ -263,7 +264,7 @@ MISSING = [
     (["explain", "nobody"], "SESSION=nobody: no such session (see kvctl sessions)"),
     (["explain", "--key", "61", "--namespace", "99"], "no such namespace of this tenant"),
     (["forget", "talk", "--file", "00" * 16], "name one of SESSION, --key and --file"),
-    (["get", "00"], "a key of put has 16 bytes"),
+    (["get", "00"], "KEY=00: a key of put has 16 bytes (give the key as kvctl put printed it)"),
     (["put", "/nowhere"], "FILE=/nowhere: cannot be read: No such file or directory"),
 ]
 

@@ -92,7 +92,7 @@ def test_sizes(text, value):
     ],
 )
 def test_what_is_no_value(name, text):
-    with pytest.raises(ConfigError, match=f"{name}={text}: is not a"):
+    with pytest.raises(ConfigError, match=f"{name}={text}: is not "):
         parse_setting(name, text)
 
 
@@ -109,7 +109,14 @@ def test_a_switch_may_stand_alone():
         (["stray"], {}, "unrecognized arguments: stray"),
         (["--dram-bytes"], {}, "argument --dram-bytes: expected one argument"),
         ([], {"KVSTORED_NONSENSE": "1"}, "nonsense=1: no such setting"),
-        ([], {"KVSTORED_DRAIN_MS": "soon"}, "drain_ms=soon: is not a int"),
+        ([], {"KVSTORED_DRAIN_MS": "soon"}, "drain_ms=soon: is not a whole number"),
+        ([], {"KVSTORED_FAST_LANE": "maybe"}, "fast_lane=maybe: is not true or false"),
+        (["--tenants", "alice"], {}, "tenants=alice: is not tenants by user id: 1000=alice"),
+        (
+            ["--ssd-bytes", "much"],
+            {},
+            r"ssd_bytes=much: is not a size \(bytes, or a whole number with K, M, G or T",
+        ),
         ([], {"KVSTORED_CONFIG": "/nowhere"}, "config=/nowhere: cannot be read: No such file"),
     ],
 )
@@ -119,9 +126,9 @@ def test_what_is_refused(arguments, environment, why):
 
 
 def test_toml_values_have_types():
-    with pytest.raises(ConfigError, match=r"drain_ms=1.5: must be a int"):
+    with pytest.raises(ConfigError, match=r"drain_ms=1.5: must be a whole number"):
         load({"drain_ms": 1.5}, {}, {})
-    with pytest.raises(ConfigError, match="drain_ms=True: must be a int"):
+    with pytest.raises(ConfigError, match="drain_ms=True: must be a whole number"):
         load({"drain_ms": True}, {}, {})
 
 
