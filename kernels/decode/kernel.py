@@ -67,7 +67,7 @@ def _attend(
     UPCAST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)
+    kv_head = tl.program_id(0).to(tl.int64)  # times a stride may pass 2^31
     item = tl.load(schedule_ptr + tl.program_id(1))
     begin = tl.load(items_ptr + item * 5)
     count = tl.load(items_ptr + item * 5 + 1)
@@ -94,8 +94,8 @@ def _attend(
         c = tl.arange(0, BLOCK_C)
         chunks = tl.load(item_chunks_ptr + item * ITEM_CHUNKS + c, mask=c < ITEM_CHUNKS, other=0)
         n = tl.arange(0, BLOCK_N)
-        k_base = keys_ptr + kv_head.to(tl.int64) * k_head
-        v_base = values_ptr + kv_head.to(tl.int64) * v_head
+        k_base = keys_ptr + kv_head * k_head
+        v_base = values_ptr + kv_head * v_head
         in_tile = (n % CHUNK)[:, None] * HEAD_DIM + d[None, :]
 
         maximum = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -157,7 +157,7 @@ def _merge(
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     results = tl.load(rows_ptr + row * 3 + 1)
     if results != 1:
         slot = tl.load(rows_ptr + row * 3 + 2).to(tl.int64)

@@ -232,6 +232,12 @@ def block_sizes(*, head_dim: int, group: int, plan: PrefillPlan, element_bytes: 
     }
 
 
+def _heads_within_int32(tensor: torch.Tensor) -> bool:
+    """Whether the kernel, where the offset of a head is 32 bits (64 would spill registers), can address them all. What
+    lies head by head, as queries from Hugging Face models do, passes that at some 130,000 tokens of 128 x 128."""
+    return tensor.shape[1] * tensor.stride(1) < 1 << 31
+
+
 def prefill(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -245,6 +251,15 @@ def prefill(
     stats: torch.Tensor | None = None,
 ) -> None:
     """See `prefill_attention`, which checked the arguments. `partials`, `stats`: memory for intermediate results."""
+    if not _heads_within_int32(out):
+        result = torch.empty_like(out, memory_format=torch.contiguous_format)
+        prefill(
+            q, keys, values, plan, scale=scale, soft_cap=soft_cap, out=result, partials=partials, stats=stats
+        )
+        out.copy_(result)
+        return
+    if not _heads_within_int32(q):
+        q = q.contiguous()
     (tokens, heads, head_dim), kv_heads = q.shape, keys.shape[1]
     group = heads // kv_heads
     sizes = block_sizes(head_dim=head_dim, group=group, plan=plan, element_bytes=q.element_size())

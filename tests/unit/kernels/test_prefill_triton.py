@@ -30,7 +30,7 @@ compiled = pytest.mark.skipif(INTERPRETED, reason="Triton interprets in this pro
 @compiled
 @pytest.mark.timeout(300)
 def test_interpreted() -> None:
-    assert interpreted_passes(__file__) == 12
+    assert interpreted_passes(__file__) == 13
 
 
 def attend(
@@ -93,6 +93,29 @@ def test_interpreter_on_random_forests(seed: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kernel, "TABLE_CHUNKS", 4)  # so that several parts are needed
     case = Case(seed=seed, head_dim=64, group=2, chunks=32).fill(6)
     case.check_prefill(attend, torch.float16, case.new_tokens(), tile_queries=24)
+
+
+@interpreted
+def test_interpreter_where_heads_lie_too_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, new = forked(head_dim=64, group=2)
+    asked: list[torch.Size] = []
+
+    def too_far_at_first(tensor: torch.Tensor) -> bool:
+        asked.append(tensor.shape)
+        return len(asked) % 3 == 2  # the result at first; then, with one of its own, the queries
+
+    monkeypatch.setattr(kernel, "_heads_within_int32", too_far_at_first)
+    case.check_prefill(attend, torch.float16, new)
+    assert len(asked) % 3 == 0
+
+
+@compiled
+def test_which_heads_lie_too_far_apart() -> None:
+    q = torch.empty((32, 140_000, 128), dtype=torch.float16, device="meta").transpose(0, 1)
+    assert kernel._heads_within_int32(q[:, :16])
+    assert kernel._heads_within_int32(q.contiguous()), "token by token they are near each other"
+    far = torch.empty((128, 140_000, 128), dtype=torch.float16, device="meta").transpose(0, 1)
+    assert not kernel._heads_within_int32(far)
 
 
 @interpreted
