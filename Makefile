@@ -13,7 +13,7 @@ MAKEFLAGS += --no-print-directory
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo check lint types types-installed tidy test test-vllm vllm-installed bench-lmcache sim proto wheel clean
+.PHONY: help venv demo check lint types types-installed tidy test test-vllm vllm-installed bench-lmcache bench-vllm_lmcache sim proto wheel clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z%-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
@@ -118,7 +118,9 @@ $(LMCACHE)/ready: $(VLLM)/ready
 	  sortedcontainers
 	touch $@
 
-bench-lmcache: vllm-installed $(LMCACHE)/ready  ## our connector against LMCache's in vLLM (ARGS=...)
+bench-lmcache: bench-vllm_lmcache  ## our connector against LMCache's in vLLM (ARGS=...)
+
+bench-vllm_lmcache: vllm-installed $(LMCACHE)/ready
 	$(LMCACHE)/bin/python -P benchmarks/vllm_lmcache.py $(ARGS)
 
 # Stores that data_plane compares with ours. The servers are packages of the distribution, which only root can install;
