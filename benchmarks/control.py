@@ -28,11 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.benchmark import Goal, arguments, finish, heading
-from kvstore.client import AsyncNamespace, Client, Namespace, connect, connect_async
+from kvstore.benchmark import Goal, arena_ready, arguments, connected, finish, heading
+from kvstore.client import AsyncNamespace, Client, Namespace, connect_async
 from kvstore.config import DESCRIPTOR_SOCKET
 from kvstore.core.events import Hint
-from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.memory import receive_packet
 from kvstore.types import ChunkKey
@@ -128,10 +127,7 @@ def daemon(lane: str) -> Iterator[Side]:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             with connected(f"{folder}/run", process) as client:
-                deadline = time.monotonic() + BOUND_S
-                while (arena := client.stats().arena).ready_bytes < arena.bytes:
-                    assert time.monotonic() < deadline, "the arena is not ready"
-                    time.sleep(0.05)
+                arena_ready(client)
                 side = Side(
                     lane, f"{folder}/run", process.pid, client, client.open(SMALL), client.open(LARGE)
                 )
@@ -141,16 +137,6 @@ def daemon(lane: str) -> Iterator[Side]:
         finally:
             process.terminate()
             process.wait(30)
-
-
-def connected(run_dir: str, process: subprocess.Popen[bytes]) -> Client:
-    deadline = time.monotonic() + BOUND_S
-    while True:
-        try:
-            return connect(run_dir, timeout_s=30.0)
-        except StoreError:
-            assert process.poll() is None and time.monotonic() < deadline, "the daemon does not start"
-            time.sleep(0.02)
 
 
 def save(space: Namespace, keys: list[ChunkKey]) -> None:

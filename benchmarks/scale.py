@@ -37,13 +37,12 @@ import numpy as np
 import xxhash
 
 from kvstore import format
-from kvstore.benchmark import Goal, arguments, finish, heading
-from kvstore.client import Client, Namespace, connect
+from kvstore.benchmark import Goal, arguments, connected, finish, heading
+from kvstore.client import Namespace
 from kvstore.core import events as ev
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import chunk_salt
 from kvstore.core.store import Store
-from kvstore.errors import StoreError
 from kvstore.garbage import ShortSearches, no_searches
 from kvstore.index import Index
 from kvstore.layout import GroupSpec, NamespaceSpec
@@ -407,7 +406,7 @@ def daemon(chunks: int, folder: Path) -> list[Row]:
     )
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        with connected(folder, process) as client:
+        with connected(folder / "run", process) as client:
             space = client.open(SPEC)
             first_hit(space, random.Random().randrange(-(-chunks // ASKED_EVERY)) * ASKED_EVERY)
             hit = {"what": "start to first hit", "p50": time.perf_counter() - began, "unit": "s"}
@@ -459,16 +458,6 @@ def round_trips(space: Namespace, chunks: int) -> Iterator[Row]:
 
     reads = times(read, lambda: dice.choice(resident), ROUNDS)
     yield {"what": "acquire + release of 512"} | spread(reads, 1, "ms")
-
-
-def connected(folder: Path, process: subprocess.Popen[bytes]) -> Client:
-    deadline = time.monotonic() + BOUND_S
-    while True:
-        try:
-            return connect(f"{folder}/run", timeout_s=30.0)
-        except StoreError:
-            assert process.poll() is None and time.monotonic() < deadline, "the daemon does not start"
-            time.sleep(0.005)
 
 
 def cpu_seconds(pid: int) -> float:

@@ -44,9 +44,8 @@ from typing import Any
 import numpy as np
 
 from kvstore import format
-from kvstore.benchmark import Goal, arguments, finish
-from kvstore.client import Client, Namespace, ReadLease, WriteBatch, connect
-from kvstore.errors import StoreError
+from kvstore.benchmark import Goal, arena_ready, arguments, connected, finish
+from kvstore.client import Client, Namespace, ReadLease, WriteBatch
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.types import ChunkKey, Outcome, Wait
 
@@ -80,24 +79,11 @@ def daemon(folder: Path, **settings: Any) -> Iterator[tuple[Client, int]]:
     process = subprocess.Popen([*command, "--log-level=warning"], stdout=subprocess.DEVNULL)
     try:
         with connected(f"{folder}/run", process) as client:
-            deadline = time.monotonic() + BOUND_S
-            while (arena := client.stats().arena).ready_bytes < arena.bytes:
-                assert time.monotonic() < deadline, "the arena is not ready"
-                time.sleep(0.05)
+            arena_ready(client)
             yield client, process.pid
     finally:
         process.terminate()
         process.wait(30)
-
-
-def connected(run_dir: str, process: subprocess.Popen[bytes]) -> Client:
-    deadline = time.monotonic() + BOUND_S
-    while True:
-        try:
-            return connect(run_dir, timeout_s=30.0)
-        except StoreError:
-            assert process.poll() is None and time.monotonic() < deadline, "the daemon does not start"
-            time.sleep(0.005)
 
 
 def granted(space: Namespace, keys: list[ChunkKey]) -> WriteBatch:

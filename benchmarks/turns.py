@@ -27,9 +27,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvstore.benchmark import Goal, arguments, finish
-from kvstore.client import Client, connect
-from kvstore.errors import StoreError
+from kvstore.benchmark import Goal, arguments, connected, finish
+from kvstore.client import connect
 from kvstore.gpu_worker.engine import Engine
 
 ROOT = Path(__file__).parent.parent
@@ -110,16 +109,6 @@ def daemon() -> Iterator[str]:
         finally:
             process.terminate()
             process.wait(30)
-
-
-def connected(run_dir: str, process: subprocess.Popen[bytes]) -> Client:
-    deadline = time.perf_counter() + BOUND_S
-    while True:
-        try:
-            return connect(run_dir, timeout_s=1.0)
-        except StoreError:
-            if process.poll() is not None or time.perf_counter() > deadline:
-                raise
 
 
 def main() -> int:

@@ -14,12 +14,17 @@ import os
 import platform
 import re
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kvstore.errors import BadRequest
+from kvstore.client import Client, connect
+from kvstore.errors import BadRequest, StoreError
+
+START_S = 120.0
+"""How long a daemon may take to serve: a busy machine, a large index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +182,22 @@ def report(
         }
         | ({"key": list(key)} if key else {})
     )
+
+
+def connected(run_dir: str | Path, process: subprocess.Popen[bytes]) -> Client:
+    """A client of the daemon that was just started as `process`, as soon as that serves."""
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            return connect(str(run_dir), timeout_s=30.0)
+        except StoreError:
+            assert process.poll() is None and time.monotonic() < deadline, "the daemon does not start"
+            time.sleep(0.005)
+
+
+def arena_ready(client: Client) -> None:
+    """Returns when all segments are made: figures are of a daemon that has run for a while."""
+    deadline = time.monotonic() + START_S
+    while (arena := client.stats().arena).ready_bytes < arena.bytes:
+        assert time.monotonic() < deadline, "the arena is not ready"
+        time.sleep(0.05)
