@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from transformers import PreTrainedModel
 
 from kvstore.gpu_worker.attention import check_pageable
+from kvstore.gpu_worker.engine import check_request
 from kvstore.gpu_worker.forward import Forward
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry
@@ -107,10 +108,7 @@ class BatchEngine:
         """A request, which runs from the next step on if there is room; returns its number. It gets 1 to
         `max_new_tokens` tokens, the last perhaps one of `stop_tokens`. The same seed gives the same tokens whatever
         runs beside it. Raises ValueError for what the model cannot take or the pool cannot hold."""
-        if not prompt or max_new_tokens < 1:
-            raise ValueError(f"a request reads and writes tokens: not {len(prompt)} and {max_new_tokens}")
-        if not 0 <= min(prompt) <= max(prompt) < self._vocabulary:
-            raise ValueError(f"the prompt has token ids outside of the model's {self._vocabulary}")
+        check_request(prompt, max_new_tokens, vocabulary=self._vocabulary)
         limit = len(prompt) + max_new_tokens
         if limit > self._tokens_max:
             raise ValueError(

@@ -12,9 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -124,9 +126,8 @@ class Engine:
         """Answers `prompt`, the whole conversation so far, with 1 to `max_new_tokens` tokens, the last perhaps a stop
         token. Raises ValueError for what the model cannot take."""
         begun = time.perf_counter()
+        check_request(prompt, max_new_tokens, vocabulary=self.model.config.vocab_size)
         capacity = len(prompt) + max_new_tokens
-        if not prompt or max_new_tokens < 1:
-            raise ValueError(f"a turn reads and writes tokens: not {len(prompt)} and {max_new_tokens}")
         if capacity > self.model.config.max_position_embeddings:
             raise ValueError(
                 f"{capacity} tokens exceed the model's {self.model.config.max_position_embeddings}"
@@ -265,6 +266,20 @@ class Engine:
         load = self._loader.start(lease, wanted, place, deadline_s=self._load_deadline_s)
         cache.expect(load.wait)
         return _Found(base, keys[:chunks], cache, load)
+
+
+def check_request(prompt: Sequence[int], max_new_tokens: int, *, vocabulary: int) -> None:
+    """Raises ValueError for what is no prompt, or no number of tokens: found later, it would end or hold up the calls
+    of all others."""
+    ids = np.asarray(prompt)
+    if not isinstance(max_new_tokens, Integral):
+        raise ValueError(f"max_new_tokens is {max_new_tokens!r}: must be a whole number")
+    if ids.size == 0 or max_new_tokens < 1:
+        raise ValueError(f"a request reads and writes tokens: not {ids.size} and {max_new_tokens}")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(f"the prompt is {ids.dtype} {list(ids.shape)}: must be one row of token ids")
+    if not 0 <= ids.min() <= ids.max() < vocabulary:
+        raise ValueError(f"the prompt has token ids outside of the model's {vocabulary}")
 
 
 def _tail_of(

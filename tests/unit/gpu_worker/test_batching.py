@@ -405,11 +405,16 @@ def test_other_caches_and_dtypes_are_refused() -> None:
         ([1], 0, "not 1 and 0"),
         ([1, 256], 1, "outside of the model's 256"),
         ([-1], 1, "outside of the model's 256"),
+        ([1.0] * 20, 1, r"float64 \[20\]: must be one row of token ids"),
+        ([True], 1, "one row"),
+        ([[1]], 1, "one row"),
+        ([1], 2.5, "max_new_tokens is 2.5: must be a whole number"),
+        ([1], float("nan"), "max_new_tokens is nan"),
         ([1] * 60, 5, "a pool of 4 chunks takes? 64|take 64"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused(
-    prompt: list[int], new: int, message: str, engine: Callable[..., Recording]
+    prompt: Any, new: Any, message: str, engine: Callable[..., Recording]
 ) -> None:
     one = engine(pool_chunks=4)
     with pytest.raises(ValueError, match=message):

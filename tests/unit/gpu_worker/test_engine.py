@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -324,12 +325,16 @@ def test_gaps_tell_how_clear_each_choice_was(engines: MakeEngine) -> None:
         assert gap == pytest.approx((best - second).item())
 
 
-@pytest.mark.parametrize(("prompt", "new"), [([], 1), ([1], 0), (list(range(200)) * 5, 100)])
+@pytest.mark.parametrize(
+    ("prompt", "new"),
+    [([], 1), ([1], 0), (list(range(200)) * 5, 100), ([1, 256], 1), ([-1], 1), ([1.5] * 80, 1), ([1], 1.5)],
+)
 def test_a_turn_that_the_model_cannot_take_is_refused(
-    prompt: list[int], new: int, engines: MakeEngine
+    prompt: Any, new: Any, store: FakeStore, engines: MakeEngine
 ) -> None:
-    with pytest.raises(ValueError, match="tokens"):
-        engines(tiny_llama(), None).turn("s", prompt, new)
+    """By what a worker process answers, and does not end with."""
+    with pytest.raises(ValueError, match="token"):
+        engines(tiny_llama(), store).turn("s", prompt, new)
 
 
 def test_a_model_that_is_not_on_the_cpu_is_refused(store: FakeStore, engines: MakeEngine) -> None:
