@@ -82,9 +82,10 @@ class Durability:
 
     @property
     def behind(self) -> bool:
-        """Whether a restart now would forget something."""
+        """Whether a restart now would forget something. A namespace that was only opened is nothing to remember: its
+        row goes along with the first chunk or session in it."""
         state = self.state
-        return bool(self.index or state.dirty_chunks or state.dirty_sessions or self.dirty_namespaces)
+        return bool(self.index or state.dirty_chunks or state.dirty_sessions)
 
     @property
     def in_flight(self) -> frozenset[tuple[NamespaceId, ChunkKey]]:

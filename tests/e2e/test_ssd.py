@@ -262,6 +262,14 @@ def test_sigterm_loses_nothing(start: Callable[..., Any], open_space: Callable[.
     assert hits(open_space(start()), keys) == set(keys)
 
 
+def test_sigterm_after_an_open_waits_for_nothing(
+    start: Callable[..., Any], open_space: Callable[..., Namespace]
+) -> None:
+    daemon = start(drain_ms=600_000)
+    open_space(daemon)
+    assert daemon.stop() == 0
+
+
 # ------------------------------------------------------------------------------------------------------------- full
 
 
