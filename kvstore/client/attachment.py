@@ -443,7 +443,7 @@ class Attachment:
         if self.hello.fast_lane and not self._lane_refused:
             sock = self._ask_for_lane(time.monotonic() + WELCOME_S)
             if sock is not None:
-                return Lane(sock, self.receive)
+                return Lane(sock, self.receive, self._awaits)
             self._lane_refused = True
         channel = self.channel
         if channel is None:
@@ -611,6 +611,16 @@ class Attachment:
                 carrier.wait(call)
             if not call.done:  # there is none now, or it has ended
                 call.pause(min(max(0.0, call.deadline - time.monotonic()), RECONNECT_LOOK_S))
+
+    def listen(self) -> None:
+        """An answer is wanted at once for which no thread waits."""
+        carrier = self._carrier
+        if carrier is not None:
+            carrier.listen()
+
+    def _awaits(self) -> bool:
+        """Whether there is such an answer to come, or such a push."""
+        return bool(self._waiters) or any(call.watched for call in list(self._calls.values()))
 
     def _send(self, field: str, body: Any, call: Call) -> None:
         """Under the lock."""

@@ -296,7 +296,9 @@ class WriteBatch:
         limit = time.monotonic() + self._timeout_s
         answered = partial(_were_read, pieces, starts)
         call = attachment.call("fill", body, limit, must_end=True, on_reply=answered)
-        if call.request is None:  # it was never sent: the commit, if it is, brings them all the same
+        if call.request is not None:
+            call.watch()  # the pieces are to serve again while they are in the cache
+        else:  # it was never sent: the commit, if it is, brings them all the same
             with self._lock:
                 if self._state is _State.OPEN:
                     self._handed_over.difference_update(places)

@@ -57,6 +57,7 @@ class Call:
         "request",
         "sent_at",
         "settled",
+        "watched",
     )
 
     def __init__(
@@ -81,6 +82,8 @@ class Call:
         """It has its answer, or gets it at this moment. Changed under the attachment's lock."""
         self.abandoned = False
         """We answered it ourselves, and the daemon's answer is still to come."""
+        self.watched = False
+        """The answer is wanted at once though no thread waits for it."""
         self._lock = threading.Lock()
         self._answer: Reply | None = None
         self._then: list[Callable[[Call], None]] = []
@@ -114,10 +117,18 @@ class Call:
     def when_done(self, work: Callable[[Call], None]) -> None:
         """Run `work` with this call once it is done: on the thread that receives, or here and now if it is."""
         with self._lock:
-            if self._answer is None:
+            done = self._answer is not None
+            if not done:
                 self._then.append(work)
-                return
-        self._run(work)
+        if done:
+            self._run(work)
+        else:
+            self.watch()
+
+    def watch(self) -> None:
+        """What follows the answer is not to wait until somebody else asks something."""
+        self.watched = True
+        self.attachment.listen()
 
     def _run(self, work: Callable[[Call], None]) -> None:
         try:

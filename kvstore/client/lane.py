@@ -4,7 +4,11 @@ No thread hands anything to another where it can be helped. A request is written
 for the answer reads the socket itself, for everybody: of several that wait, one *leads*, and hands the lead to another
 when its own answer has come. While nobody leads, the carrier's own thread (`run`) watches the socket: for pushes, for
 answers that no thread waits for, and for room to write what the daemon did not take at once. It watches by epoll, whose
-mask a leader empties while it leads, so that one message never wakes two threads.
+mask is empty while somebody leads, so that one message never wakes two threads.
+
+Requests mostly follow one another closely, and a thread that is woken by the answer to one takes the interpreter's lock
+from who waits for it. So the carrier's thread *rests* between them: it looks for messages again once nobody has led for
+REST_S, or as soon as there is something to come that no thread will wait for (`listen`).
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
@@ -44,8 +49,11 @@ SPIN_S = 150e-6
 """How long who waits looks again and again before he sleeps: waking takes 20 to 40 µs, half of what a small request
 takes in all. If it was in vain, he sleeps at once the next time, then three times, up to SPINS_SKIPPED_MAX times."""
 SPINS_SKIPPED_MAX = 256
+REST_S = 0.005
+"""See above."""
 SLOW = frozenset({"commit", "fill"})
 """Answers that wait for copies, for which one sleeps at once."""
+END = select.EPOLLHUP | select.EPOLLERR
 SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _NAP = struct.pack("ll", 0, int(NAP_S * 1e6))
 
@@ -53,9 +61,11 @@ _NAP = struct.pack("ll", 0, int(NAP_S * 1e6))
 class Lane:
     """Takes over `sock`. See `stream.Carrier`."""
 
-    def __init__(self, sock: socket.socket, receive: Receive) -> None:
+    def __init__(self, sock: socket.socket, receive: Receive, awaited: Callable[[], bool]) -> None:
+        """`awaited` says whether a message may come that no thread waits for by `wait`, and soon matters."""
         self._sock = sock
         self._receive = receive
+        self._awaited = awaited
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _NAP)
         with contextlib.suppress(OSError):
@@ -66,6 +76,11 @@ class Lane:
         """Why it ended."""
         self._disposing = False
         self._led = False
+        self._led_lately = False
+        """By who waited for an answer, since the carrier's thread last looked."""
+        self._resting = False
+        self._naps = False
+        """The carrier's thread looks again after REST_S."""
         self._asleep: deque[Call] = deque()
         """Calls whose threads wait because somebody else leads."""
         self._unsent: deque[memoryview] = deque()
@@ -147,10 +162,24 @@ class Lane:
                     with self._lock, contextlib.suppress(ValueError):  # who left took it out
                         self._asleep.remove(call)
 
+    def listen(self) -> None:
+        with self._lock:
+            self._resting = False
+            self._watch()
+
     def run(self) -> StoreError:
+        events: list[tuple[int, int]] = []
         while self._problem is None:
-            events = self._epoll.poll()
-            if any(event & ~select.EPOLLOUT for _, event in events):
+            with self._lock:
+                self._resting &= self._led_lately or bool(events)
+                self._led_lately = False
+                self._naps = self._resting
+                self._watch()
+            events = self._epoll.poll(REST_S if self._naps else None)
+            wanted = (
+                END if self._resting else END | select.EPOLLIN
+            )  # what came has mostly been read by who led
+            if any(event & wanted for _, event in events):
                 if not self._lead():
                     time.sleep(NAP_S / 10)  # it is the end, which who leads sees too
                     continue
@@ -158,7 +187,7 @@ class Lane:
                     self._read(0.0)
                 finally:
                     self._leave()
-            if any(event & select.EPOLLOUT for _, event in events):
+            if self._unsent:
                 self._write_on()
         self._dispose()
         return self._problem
@@ -176,6 +205,7 @@ class Lane:
                         self._asleep.append(call)
                     return False
                 leads = self._led = True
+                self._led_lately |= call is not None
                 self._watch()
                 return True
         except BaseException:
@@ -186,6 +216,7 @@ class Lane:
     def _leave(self) -> None:
         with self._lock:
             self._led = False
+            self._resting = self._led_lately and not self._awaited()
             if self._disposing:
                 self._close()
             self._watch()
@@ -205,7 +236,9 @@ class Lane:
 
     def _watch(self) -> None:
         """Under the lock: what the carrier's own thread looks for. The end it always sees."""
-        mask = (0 if self._led else select.EPOLLIN) | (select.EPOLLOUT if self._unsent else 0)
+        mask = 0 if self._led or self._resting else select.EPOLLIN
+        if self._unsent or (self._resting and not self._naps):  # then it wakes at once, and naps
+            mask |= select.EPOLLOUT
         if mask != self._mask and not self._epoll.closed:
             self._epoll.modify(self._sock, mask)
             self._mask = mask

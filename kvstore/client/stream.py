@@ -37,6 +37,9 @@ class Carrier(Protocol):
     def wait(self, call: Call) -> None:
         """Until the call is done, its deadline, or (perhaps) the end of the carrier."""
 
+    def listen(self) -> None:
+        """An answer is wanted at once for which no thread waits."""
+
     def cancel(self) -> None:
         """End it, from any thread. Idempotent."""
 
@@ -71,6 +74,9 @@ class GrpcStream:
 
     def wait(self, call: Call) -> None:
         call.pause(call.deadline - time.monotonic())
+
+    def listen(self) -> None:
+        """gRPC always does."""
 
     def cancel(self) -> None:
         self._outgoing.put(None)  # ends gRPC's thread that waits for requests

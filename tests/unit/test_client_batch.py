@@ -37,7 +37,8 @@ class Wire:
         assert must_end, "the daemon reads our memory until it says that it does not"
         if self.sends:
             self.asked.append((field, body, on_reply))
-        return type("Call", (), {"request": body if self.sends else None, "when_done": lambda *_: None})()
+        unused = {"when_done": lambda *_: None, "watch": lambda *_: None}
+        return type("Call", (), {"request": body if self.sends else None, **unused})()
 
     def notice(self, kind: str, ids: list[int]) -> None:
         self.notices.append((kind, ids))

@@ -31,6 +31,9 @@ class Attachment:
     def abandon(self, call: Call) -> None:
         self.abandoned.append(call)
 
+    def listen(self) -> None:
+        pass
+
 
 @pytest.fixture
 def attachment() -> Any:

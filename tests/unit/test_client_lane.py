@@ -35,7 +35,9 @@ class Rig:
         """The thread that received the reply with that number."""
         self.bug: BaseException | None = None
         self.problem: StoreError | None = None
-        self.lane = Lane(theirs, self.receive)
+        self.awaited = True
+        """The carrier's thread never rests."""
+        self.lane = Lane(theirs, self.receive, lambda: self.awaited)
         self.thread = threading.Thread(target=self.run, name="carrier", daemon=True)
         self.thread.start()
 
@@ -52,10 +54,13 @@ class Rig:
             self.pushes.append(reply)
 
     def ask(self, number: int, deadline: float = FOREVER) -> Call:
-        call = Call(None, "done", deadline)  # type: ignore[arg-type]
+        call = Call(self, "done", deadline)  # type: ignore[arg-type]
         self.calls[number] = call
         self.lane.send(request(number))
         return call
+
+    def listen(self) -> None:
+        self.lane.listen()
 
     def asked(self) -> int:
         """The number of the next request that reached the daemon."""
@@ -151,6 +156,64 @@ def test_what_nobody_waits_for_is_read_by_the_carriers_thread(rig: Rig) -> None:
     rig.answer(2)
     eventually(lambda: other.done)
     assert rig.readers[2] == "carrier"
+
+
+def test_the_carriers_thread_rests_between_requests_that_follow_closely(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that is there before anybody leads is left to who waits for it."""
+    monkeypatch.setattr(lane_module, "REST_S", 1000.0)
+    rig.awaited = False
+    for number in range(1, 20):
+        call = rig.ask(number)
+        if number > 1:
+            rig.answer(number)
+            time.sleep(0.002)  # time for the other thread to take what it is to leave alone
+        thread = waiting(rig, call, "caller")
+        if number == 1:
+            eventually(lambda: rig.lane._led)
+            rig.answer(number)
+        joined(thread)
+        assert call.done
+        eventually(lambda: rig.lane._naps)
+    assert set(rig.readers.values()) == {"caller"}
+
+
+def test_after_its_rest_the_carriers_thread_reads_again(rig: Rig) -> None:
+    rig.awaited = False
+    for number in range(1, 4):
+        thread = waiting(rig, rig.ask(number), "caller")
+        rig.answer(number)
+        joined(thread)
+        rig.answer(0)  # a push
+        eventually(lambda: len(rig.pushes) == number)  # noqa: B023
+    eventually(lambda: not rig.lane._resting)
+
+
+def test_it_rests_no_longer_when_something_is_to_come_that_nobody_waits_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_module, "REST_S", 1000.0)
+    rig.awaited = False
+    first = rig.ask(1)
+    thread = waiting(rig, first, "caller")
+    eventually(lambda: rig.lane._led)
+    rig.answer(1)
+    joined(thread)
+    eventually(lambda: rig.lane._naps)
+    call = rig.ask(2)
+    seen: list[Call] = []
+    call.when_done(seen.append)
+    rig.answer(2)
+    eventually(lambda: seen)
+    # nor does it begin to
+    rig.awaited = True
+    other = rig.ask(3)
+    thread = waiting(rig, other, "caller")
+    rig.answer(3)
+    joined(thread)
+    rig.answer(0)
+    eventually(lambda: rig.pushes)
 
 
 def test_a_wait_ends_with_the_deadline_of_who_leads_and_of_who_sleeps(rig: Rig) -> None:
