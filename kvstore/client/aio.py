@@ -1,14 +1,16 @@
 """The awaitable client: the blocking one's operations, driven by an event loop.
 
 What may wait is awaited; what never does (release, abort, buffer) is called as it is. Copies of COPY_INLINE_MAX bytes
-or more are made in a thread.
+or more are made in a thread; who is cancelled meanwhile goes on once it has ended, and the memory is the caller's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from concurrent.futures import Future
+from typing import Any, Self, TypeVar
 
 import grpc
 import numpy as np
@@ -28,6 +30,8 @@ from kvstore.v1 import stats_pb2
 
 COPY_INLINE_MAX = 1 << 20
 """Bytes; a copy of so many takes about as long as handing it to a thread."""
+
+T = TypeVar("T")
 
 
 class AsyncClient:
@@ -281,12 +285,12 @@ class AsyncReadLease:
 
         if _size(out) < COPY_INLINE_MAX:
             return copy()
-        return await asyncio.to_thread(copy)
+        return await _in_thread(copy)
 
     async def copy_many(self, pieces: Sequence[tuple[int, int, int, Any]]) -> bool:
         if sum(_size(out) for *_, out in pieces) < COPY_INLINE_MAX:
             return self._lease.copy_many(pieces)
-        return await asyncio.to_thread(self._lease.copy_many, pieces)
+        return await _in_thread(lambda: self._lease.copy_many(pieces))
 
     def unsafe_view(self, index: int, shard: int | None = None) -> memoryview | None:
         return self._lease.unsafe_view(index, shard)
@@ -328,7 +332,7 @@ class AsyncWriteBatch:
         if _size(source) < COPY_INLINE_MAX:
             self._batch.copy_from(index, source, shard=shard)
         else:
-            await asyncio.to_thread(self._batch.copy_from, index, source, shard=shard)
+            await _in_thread(lambda: self._batch.copy_from(index, source, shard=shard))
 
     def written(self, index: int, shard: int | None = None) -> None:
         self._batch.written(index, shard)
@@ -341,6 +345,28 @@ class AsyncWriteBatch:
 
     def abort(self) -> None:
         self._batch.abort()
+
+
+async def _in_thread(copy: Callable[[], T]) -> T:
+    """Cancelled, it never begins, or has ended: nothing touches the caller's memory any more."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        if result.set_running_or_notify_cancel():
+            try:
+                result.set_result(copy())
+            except BaseException as problem:
+                result.set_exception(problem)
+
+    asyncio.get_running_loop().run_in_executor(None, run)
+    ended = asyncio.wrap_future(result)
+    try:
+        return await asyncio.shield(ended)
+    except asyncio.CancelledError:
+        while not result.cancel() and not ended.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([ended])
+        raise
 
 
 def _size(out: Any) -> int:
