@@ -37,7 +37,7 @@ from prometheus_client.core import Metric
 
 from kvstore import __version__
 from kvstore.bytes_service import BYTES_SERVICE, BytesService
-from kvstore.config import StoreConfig
+from kvstore.config import MORE_SEGMENTS, ONE_SEGMENT, StoreConfig
 from kvstore.copier import Copier
 from kvstore.core import events, restart
 from kvstore.core.events import Ticket
@@ -441,6 +441,14 @@ class Daemon:
             ),
         )
         segments = config.limits.segment_count
+        if segments < 2:
+            log.warning(
+                "the arena is %s",
+                ONE_SEGMENT,
+                extra=fields(
+                    dram_bytes=config.dram_bytes, segment_bytes=config.segment_bytes, remedy=MORE_SEGMENTS
+                ),
+            )
         tcp = f"{self._tcp} (not authenticated)" if self._tcp else "off"
         metrics = f"http://127.0.0.1:{config.metrics_port}/metrics" if config.metrics_port else "off"
         text = (

@@ -22,7 +22,7 @@ import numpy as np
 from kvstore import __version__
 from kvstore.cli.objects import NO_ROOM, granted
 from kvstore.client import Client, Namespace, ReadLease, SessionEntry, connect
-from kvstore.config import DESCRIPTOR_SOCKET, LOCK_FILE
+from kvstore.config import DESCRIPTOR_SOCKET, LOCK_FILE, MORE_SEGMENTS, ONE_SEGMENT
 from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.types import ChunkKey, GrantResult, Outcome
@@ -77,7 +77,8 @@ def examine(run_dir: str, timeout_s: float) -> Iterator[Finding]:
             for check in patient.checks():
                 name = check.__name__.removeprefix("check_").replace("_", " ")
                 try:
-                    yield Finding(name, True, check())
+                    found = check()
+                    yield Finding(name, True, *((found,) if isinstance(found, str) else found))
                 except Failed as failed:
                     yield Finding(name, False, str(failed), failed.remedy)
                     return
@@ -140,7 +141,8 @@ class Patient:
         self.namespace: Namespace | None = None
         self.keys: list[ChunkKey] = []
 
-    def checks(self) -> list[Callable[[], str]]:
+    def checks(self) -> list[Callable[[], str | tuple[str, str]]]:
+        """Each tells what it found, or that and a remedy for what is no failure."""
         return [
             self.check_connect,
             self.check_arena,
@@ -167,11 +169,14 @@ class Patient:
             )
         return f"version {version}, tenant {self.client.tenant}, protection {self.client.protection.value}"
 
-    def check_arena(self) -> str:
+    def check_arena(self) -> str | tuple[str, str]:
         arena = self.client.stats().arena
         if not arena.ready_bytes:
             raise Failed("no segment of the arena is ready", "wait for the prefault, or see the daemon's log")
-        return f"{arena.ready_bytes >> 20} of {arena.bytes >> 20} MiB are ready"
+        ready = f"{arena.ready_bytes >> 20} of {arena.bytes >> 20} MiB are ready"
+        if arena.bytes < 2 * arena.segment_bytes:
+            return f"{ready}, {ONE_SEGMENT}", MORE_SEGMENTS
+        return ready
 
     def check_open(self) -> str:
         self.namespace = self.client.open(SPEC)

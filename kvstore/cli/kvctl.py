@@ -483,10 +483,19 @@ def _ask(client: Client, method: str, request: Message) -> Any:
 
 
 def _sessions(client: Client, namespace: int, limit: int) -> stats_pb2.ListSessionsReply:
-    reply: stats_pb2.ListSessionsReply = _ask(
-        client, "ListSessions", stats_pb2.ListSessionsRequest(namespace_id=namespace, limit=limit)
-    )
-    return reply
+    """In as many requests as it takes: the daemon lists little at a time."""
+    found = stats_pb2.ListSessionsReply()
+    seen: set[tuple[int, bytes]] = set()
+    skip = 0
+    while True:
+        ask = stats_pb2.ListSessionsRequest(namespace_id=namespace, limit=limit - len(found.rows), skip=skip)
+        reply: stats_pb2.ListSessionsReply = _ask(client, "ListSessions", ask)
+        found.total = reply.total
+        skip += len(reply.rows)
+        found.rows.extend(row for row in reply.rows if (row.namespace_id, row.session) not in seen)
+        seen.update((row.namespace_id, row.session) for row in reply.rows)
+        if not reply.rows or skip >= reply.total or len(found.rows) >= limit:
+            return found
 
 
 def _where(client: Client, options: argparse.Namespace) -> list[int]:

@@ -16,6 +16,10 @@ from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition
 from kvstore.types import ChunkKey, DiskState, Outcome, Reason, Tier
 
+LISTED_MAX = 500
+LISTED_ENTRIES_MAX = 10_000
+"""What one answer lists: some milliseconds of work. Whoever wants more asks for the rest."""
+
 
 class Dialogues:
     def __init__(self, state: State) -> None:
@@ -276,7 +280,8 @@ class Dialogues:
     # -------------------------------------------------------------------------------------------------- for operators
 
     def list(self, worker: Worker, event: ev.ListSessions) -> ev.SessionList:
-        """Most recently used first, of the caller's tenant (an admin sees all)."""
+        """Most recently used first, of the caller's tenant (an admin sees all). Fewer than asked for where that would
+        take long."""
         state = self.state
         seen = {
             namespace.id: namespace
@@ -287,10 +292,14 @@ class Dialogues:
         newest_first = (
             session for (number, _), session in reversed(state.sessions.by_name.items()) if number in seen
         )
-        rows = [
-            self._session_row(seen[session.namespace], session)
-            for session in islice(newest_first, min(event.limit, total))
-        ]
+        rows: list[ev.SessionRow] = []
+        entries = 0
+        end = min(event.skip + min(event.limit, LISTED_MAX), total)
+        for session in islice(newest_first, min(event.skip, end), end):
+            rows.append(self._session_row(seen[session.namespace], session))
+            entries += len(session.manifest)
+            if entries > LISTED_ENTRIES_MAX:
+                break
         return ev.SessionList(tuple(rows), total)
 
     def _session_row(self, namespace: Namespace, session: Session) -> ev.SessionRow:

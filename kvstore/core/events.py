@@ -281,6 +281,8 @@ class ListSessions:
     ticket: Ticket
     namespace: NamespaceId | None = None
     limit: int = 1000
+    skip: int = 0
+    """So many of those that would come first."""
 
 
 @dataclass(frozen=True, slots=True)

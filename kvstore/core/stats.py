@@ -67,6 +67,7 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
             "assigned_bytes": bytes_each * phases.count(Phase.ASSIGNED),
             "retiring_bytes": bytes_each * phases.count(Phase.RETIRING),
             "protection": state.limits.protection.value,
+            "segment_bytes": bytes_each,
         },
         "ssd": _ssd(state),
         "pools": pools,

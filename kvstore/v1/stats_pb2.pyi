@@ -93,18 +93,20 @@ class Ssd(_message.Message):
     def __init__(self, state: _Optional[str] = ..., full: bool = ..., bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., capacity: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., ready: _Optional[int] = ..., quarantined: _Optional[int] = ..., to_store: _Optional[int] = ..., oldest_not_durable_ms: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., why: _Optional[str] = ..., index_used_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., io_errors: _Optional[int] = ..., no_space: _Optional[int] = ..., corrupt: _Optional[int] = ...) -> None: ...
 
 class Arena(_message.Message):
-    __slots__ = ("bytes", "ready_bytes", "assigned_bytes", "retiring_bytes", "protection")
+    __slots__ = ("bytes", "ready_bytes", "assigned_bytes", "retiring_bytes", "protection", "segment_bytes")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     READY_BYTES_FIELD_NUMBER: _ClassVar[int]
     ASSIGNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     RETIRING_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROTECTION_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     ready_bytes: int
     assigned_bytes: int
     retiring_bytes: int
     protection: str
-    def __init__(self, bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., assigned_bytes: _Optional[int] = ..., retiring_bytes: _Optional[int] = ..., protection: _Optional[str] = ...) -> None: ...
+    segment_bytes: int
+    def __init__(self, bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., assigned_bytes: _Optional[int] = ..., retiring_bytes: _Optional[int] = ..., protection: _Optional[str] = ..., segment_bytes: _Optional[int] = ...) -> None: ...
 
 class PoolStats(_message.Message):
     __slots__ = ("namespace_id", "slot_bytes", "segments", "capacity", "free", "reserved", "ready", "quarantined")
@@ -161,12 +163,14 @@ class NamespaceStats(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., weights_epoch: _Optional[int] = ..., chunks: _Optional[int] = ..., incomplete: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., lookups: _Optional[int] = ..., hits: _Optional[int] = ..., segments: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., cold_bytes: _Optional[int] = ..., ssd_hits: _Optional[int] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
-    __slots__ = ("namespace_id", "limit")
+    __slots__ = ("namespace_id", "limit", "skip")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
     namespace_id: int
     limit: int
-    def __init__(self, namespace_id: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+    skip: int
+    def __init__(self, namespace_id: _Optional[int] = ..., limit: _Optional[int] = ..., skip: _Optional[int] = ...) -> None: ...
 
 class SessionRow(_message.Message):
     __slots__ = ("session", "tenant", "namespace_id", "version", "entry_count", "token_count", "usable", "resident_bytes", "idle_ms", "bytes", "ssd_bytes", "reason")

@@ -11,6 +11,9 @@ import pytest
 from kvstore import wire
 from kvstore.cli.objects import granted
 from kvstore.client import connect as client_of
+from kvstore.config import ONE_SEGMENT
+from kvstore.core.dialogues import LISTED_MAX
+from kvstore.core.events import SessionEntry
 from kvstore.v1 import store_pb2
 
 SHARD = 256 << 10
@@ -128,6 +131,26 @@ def test_sessions(daemon, kvctl, session):
     assert "1 of 1 sessions" in text
 
 
+def test_a_long_list_of_sessions_comes_in_parts(daemon, kvctl, run_dir, spec):
+    """No request keeps the daemon busy for long, however many are wanted."""
+    count = 2 * LISTED_MAX + 100
+    with client_of(run_dir) as client:
+        store = client.open(spec)
+        keys = store.keys(range(64))
+        with store.write(keys) as batch:
+            batch.copy_from(0, bytes(SHARD))
+            assert batch.commit().ok
+        for number in range(count):
+            store.update_session(
+                b"%d" % number, expected_version=0, keep=0, append=[SessionEntry(keys[0], 0, 64)]
+            )
+    newest_first = [(b"%d" % number).hex() for number in reversed(range(count))]
+    for limit in (count + 1, count - 200, 3):
+        reply = json.loads(kvctl("sessions", "--json", "--limit", str(limit)))
+        assert [row["session"] for row in reply["rows"]] == newest_first[:limit]
+        assert int(reply["total"]) == count
+
+
 def test_explain_a_session(daemon, kvctl, session):
     (answer,) = json.loads(kvctl("explain", "talk", "--json"))
     assert [chunk["key"] for chunk in answer["chunks"]] == [b"a".hex(), b"b".hex()]
@@ -201,11 +224,28 @@ def test_doctor_finds_nothing_and_leaves_nothing(daemon, kvctl):
     before = json.loads(kvctl("stats", "--json"))
     text = kvctl("doctor").decode()
     assert "FAIL" not in text
+    assert "->" not in text
+    assert f"the arena is {ONE_SEGMENT}" not in [line["message"] for line in daemon.lines]
     assert [line.split()[1] for line in text.splitlines()][:3] == ["directory", "connect", "arena"]
     after = json.loads(kvctl("stats", "--json"))
     assert sum(pool["ready"] + pool["reserved"] + pool["quarantined"] for pool in after["pools"]) == 0
     assert sum(row["sessions"] for row in after["namespaces"]) == 0
     assert after["gauges"]["leases"] == before["gauges"]["leases"] == 0
+
+
+def test_doctor_of_an_arena_with_one_segment(start_daemon, kvctl):
+    daemon = start_daemon(dram_bytes=16 << 20)
+    warning = daemon.wait_for(f"the arena is {ONE_SEGMENT}")
+    assert (warning["level"], warning["dram_bytes"], warning["segment_bytes"]) == (
+        "warning",
+        16 << 20,
+        16 << 20,
+    )
+    assert warning["remedy"] == "raise dram_bytes, or lower segment_bytes: more segments than models"
+    found = {finding["check"]: finding for finding in map(json.loads, kvctl("doctor", "--json").splitlines())}
+    assert (found["arena"]["ok"], found["arena"]["remedy"]) == (True, warning["remedy"])
+    assert found["arena"]["detail"] == f"16 of 16 MiB are ready, {ONE_SEGMENT}"
+    assert [finding["remedy"] for finding in found.values() if finding["remedy"]] == [warning["remedy"]]
 
 
 @pytest.mark.parametrize("protection", ["sealed", "group"])

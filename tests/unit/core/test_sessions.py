@@ -497,6 +497,27 @@ def test_a_list_of_sessions_is_most_recent_first_and_says_what_is_there() -> Non
     )
 
 
+def test_a_long_list_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialogues, "LISTED_MAX", 3)
+    monkeypatch.setattr(dialogues, "LISTED_ENTRIES_MAX", 4)
+    world, worker, namespace = started()
+    keys = chain("k", 5)
+    world.save(worker, namespace, keys)
+    for name, length in ((b"a", 1), (b"b", 5), (b"c", 1), (b"d", 1), (b"e", 1), (b"f", 1)):
+        world.append(worker, namespace, name, keys[:length])
+
+    def listed(limit: int, skip: int) -> list[bytes]:
+        answer = world.ask(ev.ListSessions, worker, namespace, limit, skip)
+        assert answer.total == 6
+        return [row.session for row in answer.rows]
+
+    assert listed(1000, 0) == [b"f", b"e", b"d"], "no more rows than one answer has"
+    assert listed(1000, 3) == [b"c", b"b"], "no more after so many entries"
+    assert listed(1000, 5) == [b"a"]
+    assert listed(1, 1) == [b"e"]
+    assert listed(1000, 6) == listed(1000, 90_000) == []
+
+
 def test_explain_tells_the_history_of_a_session() -> None:
     world, worker, namespace = started()
     world.save(worker, namespace, chain("k", 2), maker=b"maker of all this")
