@@ -30,6 +30,10 @@ REPLAN_ROWS_PER_MS = 20
 """and a long queue is planned again less often: a plan takes about a microsecond per chunk of the loop's time."""
 PUBLISH_ROWS_PER_MS = 200
 """With new hints, so often: planning never takes more than about a fifth of the loop's time, however many come."""
+PLAN_ROWS_MAX = 1 << 20
+"""Chunks that one plan looks at, of all tenants: each takes the loop's time, and many jobs may name one session."""
+KEYS_PER_WORKER_MAX = 1 << 20
+"""In hints that name keys: these are kept."""
 POSITION_MAX = 1 << 31
 
 
@@ -100,12 +104,14 @@ class Queue:
             jobs.pop((namespace.id, job_name), None)
         until = state.now + clip_ttl(event.ttl_ms, limits.hint_ttl_ms, limits.hint_ttl_max_ms)
         rejected = set()
+        kept = sum(len(job.keys) for job in jobs.values())
         for hint in event.hints:
-            known = (namespace.id, hint.job) in jobs
+            known = jobs.pop((namespace.id, hint.job), None)
+            kept += len(hint.keys) - (len(known.keys) if known is not None else 0)
             named = hint.keys or (namespace.id, hint.session) in state.sessions.by_name
-            if not named or (not known and len(jobs) >= limits.hints_per_worker_max):
+            if not named or len(jobs) >= limits.hints_per_worker_max or kept > KEYS_PER_WORKER_MAX:
                 rejected.add(hint.job)
-                jobs.pop((namespace.id, hint.job), None)
+                kept -= len(hint.keys)
                 continue
             jobs[namespace.id, hint.job] = Job(namespace.id, hint.session, hint.keys, hint.position, until)
         if not jobs:
@@ -164,7 +170,8 @@ class Queue:
     def plan(self) -> None:
         """Rank what the queue needs, soonest job first, as far as all tiers reach; raise what DRAM can hold of it.
 
-        Tenants with jobs have equal parts of the memory: a long queue of one does not shorten another's windows.
+        Tenants with jobs have equal parts of the memory, and of what a plan looks at: a long queue of one does not
+        shorten another's windows.
         """
         state = self.state
         limits = state.limits
@@ -178,6 +185,7 @@ class Queue:
         rank: dict[int, int] = {}
         rising: list[int] = []
         used: Counter[str] = Counter()
+        looked_at: Counter[str] = Counter()
         clipped: set[str] = set()
         ordered = sorted(
             (
@@ -197,9 +205,10 @@ class Queue:
             namespace = state.namespaces.get(job.namespace)
             rows = self._rows(namespace, job) if namespace is not None else []
             self._planned_rows += max(1, len(rows))
+            looked_at[tenant] += len(rows)
             new = [row for row in dict.fromkeys(rows) if row not in rank]
             size = len(new) * namespace.chunk_bytes if namespace is not None else 0
-            if used[tenant] + size > in_all:
+            if used[tenant] + size > in_all or looked_at[tenant] > PLAN_ROWS_MAX // tenants:
                 # What does not fit ends the window: a job behind it must not push out one that is nearer.
                 clipped.add(tenant)
                 windows.results[key] = HintResult.CLIPPED

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
+from kvstore.core import queue
 from kvstore.errors import BadRequest, NotFound
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, World, chain, spec
@@ -305,6 +306,39 @@ def test_hints_of_a_worker_are_bounded() -> None:
     assert swapped.results == (ACCEPTED,)
     assert jobs(world, worker) == {b"0": 0, b"new": 0}
     assert world.counters["hints_rejected"] == 3
+
+
+def test_keys_in_hints_of_a_worker_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "KEYS_PER_WORKER_MAX", 4)
+    world, worker, namespace = start()
+    save(world, worker, namespace, "a", "b", count=2)
+    a, b = chain("a", 2), chain("b", 2)
+    accepted = publish(world, worker, namespace, hint("0", 0, a), hint("1", 1, b), hint("2", 2, a[:1]))
+    assert accepted.results == (ACCEPTED, ACCEPTED, REJECTED)
+    again = publish(
+        world, worker, namespace, hint("1", 1, b[:1]), hint("2", 2, a), hint("3", 3, a[:1]), snapshot=False
+    )
+    assert again.results == (ACCEPTED, REJECTED, ACCEPTED)
+    assert jobs(world, worker) == {b"0": 0, b"1": 1, b"3": 3}
+    anew = publish(world, worker, namespace, hint("4", 4, [*a, *b]))
+    assert anew.results == (ACCEPTED,)
+
+
+def test_a_plan_looks_at_no_more_chunks_than_it_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of jobs may name one long session; and of that one tenant's do not shorten another's window."""
+    monkeypatch.setattr(queue, "PLAN_ROWS_MAX", 8)
+    world, worker, namespace = start(segments=2)
+    save(world, worker, namespace, "a", count=2)
+    other = world.join("bob")
+    others = world.open(spec(shard_bytes=100), other)
+    save(world, other, others, "b", count=2)
+    same = [hint(f"{n}", 0, chain("a", 2)) for n in range(6)]
+    alone = publish(world, worker, namespace, *same)
+    assert alone.results == (ACCEPTED,) * 4 + (CLIPPED,) * 2
+    world.tick(20)
+    assert publish(world, other, others, hint("b", 9, chain("b", 2))).results == (ACCEPTED,)
+    world.tick(20)
+    assert publish(world, worker, namespace, *same).results == (ACCEPTED,) * 2 + (CLIPPED,) * 4
 
 
 def test_a_job_that_names_nothing_is_rejected_and_forgotten() -> None:
