@@ -22,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvstore.client import connect
+from kvstore.errors import BadRequest
 from kvstore.gpu_worker.engine import Engine
 
 CONNECT_TIMEOUT_S = 5.0
@@ -63,7 +64,7 @@ def answer(engine: Engine, line: str) -> dict[str, Any]:
             request["max_new_tokens"],
             stop_tokens=request.get("stop_tokens", ()),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, BadRequest) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return asdict(result)
 

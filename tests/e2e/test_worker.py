@@ -236,6 +236,17 @@ def test_a_restarted_worker_has_lost_nothing(
         prompt = [*prompt, *result["tokens"], *text(30, seed=number)]
 
 
+def test_what_cannot_be_served_is_said_and_ends_no_worker(
+    daemon: Any, start_worker: Callable[..., WorkerProcess], recomputed: Callable[..., list[int]]
+) -> None:
+    worker = start_worker()
+    for session, prompt in (("", [1]), ("s" * 257, [1]), ("s", [256]), ("s", [-1]), ("s", [1.5])):
+        worker.send(prompt, session)
+        with pytest.raises(AssertionError, match=r"'error': .(BadRequest|ValueError)"):
+            worker.answer()
+    assert worker.turn(text(70))["tokens"] == recomputed(text(70))
+
+
 @pytest.mark.parametrize("forked", [False, True], ids=["alone", "with a forked child"])
 @pytest.mark.parametrize("place", ["load:2", "copy:3"])
 def test_a_worker_killed_in_mid_load_pins_nothing(
