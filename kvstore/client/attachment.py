@@ -26,7 +26,7 @@ from google.protobuf.message import DecodeError
 
 import kvstore
 from kvstore import memory, wire
-from kvstore.client.call import FORKED, Call, Reply, gone
+from kvstore.client.call import FORKED, Call, Reply, closed, gone
 from kvstore.client.lane import Lane, readable
 from kvstore.client.mappings import Mappings
 from kvstore.client.renewals import Renewals, alive
@@ -89,6 +89,7 @@ WELCOME_S = 5.0
 ASK_AGAIN_S = 1.0
 RECONNECT_LOOK_S = 0.05
 """How often who waits for an answer looks whether the daemon can be heard again."""
+SETTLING_S = 0.001
 NEVER = float("inf")
 
 CHANNEL_OPTIONS = (
@@ -123,6 +124,8 @@ class Attachment:
         self.attached = False
         self.silent = False
         self.draining = False
+        self._closing = False
+        """Everything is being given back, and nothing new is asked for."""
         self.lease_ttl_ms = 0
         self.staging: Staging | None = None
         self._waiters: list[Waiter] = []
@@ -136,6 +139,8 @@ class Attachment:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._calls: dict[int, Call] = {}
+        self._unkept: set[Call] = set()
+        """Those that acquired something which nobody has taken yet."""
         self._last_id = 0
         self._carrier: Carrier | None = None
         self._channel: grpc.Channel | None = None
@@ -541,6 +546,8 @@ class Attachment:
         with self._lock:
             self._calls.pop(reply.request_id, None)
             late, call.settled = call.abandoned, True
+            if call.on_late is not None and answer is reply and not late:
+                self._unkept.add(call)
             # The daemon stopped waiting, not copying: asked again, it may tell how it ended. What is committed but not
             # durable in time (field "wait") has been copied.
             unknown = call.must_end and isinstance(answer, DeadlineExceeded) and answer.field != "wait"
@@ -562,6 +569,8 @@ class Attachment:
             self.count("late_answers", 1)
             if call.on_late is not None and isinstance(answer, store_pb2.AttachReply):
                 call.on_late(answer)
+            with self._lock:
+                self._idle.notify_all()
 
     # ---------------------------------------------------------------------------------------------- requests
 
@@ -585,7 +594,9 @@ class Attachment:
             call.settle(gone(FORKED))
             return call
         with self._lock:
-            if not self.attached:
+            if self._closing:
+                problem = closed()
+            elif not self.attached:
                 problem = gone("not connected to the daemon")
             elif self.silent and not patient:
                 problem = gone("the daemon has not answered for a while")
@@ -649,19 +660,30 @@ class Attachment:
         while not call.done:  # being settled by another thread at this moment
             call.pause(RECONNECT_LOOK_S)
 
-    def abandon(self, call: Call) -> None:
-        """Nobody will look at the answer, be it there already or not: give back what it acquired."""
+    def abandon(self, call: Call, problem: StoreError | None = None) -> None:
+        """Nobody will look at the answer, be it there already or not: give back what it acquired. Who waits all the
+        same gets `problem`."""
         with self._lock:
             settled, call.settled = call.settled, True
             call.abandoned = True
+            self._unkept.discard(call)
         if not settled:
-            call.settle(gone("nobody waits for this answer"))
+            call.settle(problem or gone("nobody waits for this answer"))
             return
-        while not call.done:  # being settled by another thread at this moment
-            call.pause(RECONNECT_LOOK_S)
+        while (
+            not call.done
+        ):  # being settled by another thread at this moment; a nudge is for who waits for the answer
+            time.sleep(SETTLING_S)
         answer = call.answer
         if call.on_late is not None and isinstance(answer, store_pb2.AttachReply):
             call.on_late(answer)
+
+    def keep(self, call: Call) -> bool:
+        """What `call` acquired is the caller's now, to be given back by him. False: the client was closed meanwhile,
+        and it has been given back."""
+        with self._lock:
+            self._unkept.discard(call)
+            return not call.abandoned
 
     def notice(self, kind: str, ids: Iterable[int]) -> None:
         """Tell the daemon without waiting: `kind` is release, abort or segments_unmapped. One request of a kind is
@@ -674,7 +696,7 @@ class Attachment:
                 if kind == "release" and not self._notices[kind]:
                     self._release_by = due
                 self._notices[kind] += ids
-            if kind != "release":
+            if kind != "release" or self._closing:
                 self._send_notices()
                 return
             self._released_since_tick = True
@@ -703,14 +725,19 @@ class Attachment:
         return Call(self, "done", NEVER, on_reply=answered)
 
     def wait_for_notices(self, deadline: float) -> bool:
-        """Until the daemon has confirmed all notices; False when it did not in time, or is gone."""
+        """Until the daemon has confirmed all notices, those also that are to follow answers which nobody waits for any
+        more; False when it did not in time, or is gone."""
         self._send_notices()
         with self._lock:
             self._idle.wait_for(
-                lambda: not self.attached or not (self._noticing or any(self._notices.values())),
-                max(0.0, deadline - time.monotonic()),
+                lambda: not self.attached or not self._owes_notices(), max(0.0, deadline - time.monotonic())
             )
             return self.attached and not self._noticing
+
+    def _owes_notices(self) -> bool:
+        """Under the lock."""
+        late = any(call.abandoned and call.on_late is not None for call in self._calls.values())
+        return late or bool(self._noticing) or any(self._notices.values())
 
     # ------------------------------------------------------------------------------------------ housekeeping
 
@@ -829,7 +856,15 @@ class Attachment:
             channel.close()
 
     def give_everything_back(self, deadline: float) -> None:
-        """Release, abort, unmap, and wait until the daemon knows."""
+        """Release, abort, unmap, and wait until the daemon knows. From now on nothing is asked for."""
+        with self._lock:
+            self._closing = True
+            acquiring = [
+                call for call in self._calls.values() if call.on_late is not None and not call.settled
+            ]
+            acquiring += self._unkept
+        for call in acquiring:
+            self.abandon(call, closed())
         for batch in alive(self.batches):
             batch.abort()
         for lease in self.renewals.open_leases():

@@ -19,7 +19,7 @@ from kvstore import wire
 from kvstore.client.call import FORKED, Call, Operation, Reply, drive, gone
 from kvstore.client.destination import gather, origin
 from kvstore.client.staging import Staging, footprint
-from kvstore.errors import BadRequest, StoreError, Unavailable
+from kvstore.errors import BadRequest, DeadlineExceeded, StoreError, Unavailable
 from kvstore.types import CommitResult, GrantResult, Wait
 from kvstore.v1 import store_pb2
 
@@ -448,12 +448,20 @@ class WriteBatch:
             reservation_id=self.reservation_id, staging_offsets=self._offsets(starts), wait=wait
         )
         limit = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        answered = partial(_were_read, pieces, starts)
+        answered = partial(self._has_answered, attachment, pieces, starts)
         call = attachment.call("commit", body, limit, must_end=True, on_reply=answered)
         if call.request is None and os.getpid() == attachment.pid:  # it was never sent
-            answered()
+            _were_read(pieces, starts)
             _give_back(attachment, self.reservation_id, pieces)
         return call
+
+    def _has_answered(
+        self, attachment: Attachment, pieces: StagedPieces | None, starts: Sequence[int], answer: Reply
+    ) -> None:
+        _were_read(pieces, starts)
+        # What the daemon has refused it still keeps for us; what is visible and not durable in time it has taken.
+        if isinstance(answer, StoreError) and not isinstance(answer, DeadlineExceeded):
+            attachment.notice("abort", [self.reservation_id])
 
     def _outcome(self, answer: Reply) -> CommitOutcome:
         if isinstance(answer, store_pb2.AttachReply):

@@ -34,6 +34,10 @@ def gone(why: str) -> Unavailable:
     return Unavailable(why, remedy="recompute; the client reconnects by itself")
 
 
+def closed() -> Unavailable:
+    return Unavailable("the client is closed", remedy="connect again")
+
+
 class Call:
     """A request under way. It always gets an answer: the daemon's, or ours once the deadline has passed.
 

@@ -25,7 +25,7 @@ import grpc
 
 from kvstore import wire
 from kvstore.client.attachment import Attachment
-from kvstore.client.call import FORKED, gone
+from kvstore.client.call import FORKED, closed, gone
 from kvstore.client.renewals import alive
 from kvstore.client.stream import status_error
 from kvstore.config import DESCRIPTOR_SOCKET
@@ -146,13 +146,18 @@ class Connection:
         with self._changed:
             while not ready():
                 if self._closing.is_set():
-                    raise Unavailable("the client is closed", remedy="connect again")
+                    raise closed()
                 problem, left = self._problem, deadline - time.monotonic()
                 if setting_up and not isinstance(problem, (Unavailable, DeadlineExceeded)):
                     raise problem
                 if left <= 0:
                     raise problem if setting_up else gone(f"not connected in time: {problem}")
                 self._changed.wait(left)
+
+    @property
+    def absence(self) -> StoreError:
+        """Why nothing can be asked now."""
+        return closed() if self._closing.is_set() else gone("not connected to the daemon")
 
     def changed(self) -> None:
         with self._changed:

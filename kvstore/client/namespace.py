@@ -369,15 +369,19 @@ class Namespace:
                     ),
                     mappings=attachment.mappings,
                 )
+                if lease.lease_id:
+                    attachment.hold(lease)
             finally:
-                if lease is None:  # interrupted, or a bug
+                kept = attachment.keep(call)
+                if lease is None and kept:  # interrupted, or a bug
                     give_back(answer)
         finally:
             if waiter is not None and (lease is None or Outcome.PENDING not in lease.outcomes):
                 attachment.forget_waiter(waiter)
-        if lease.lease_id:
-            attachment.hold(lease)
-        return lease
+        if kept:
+            return lease
+        lease.release()
+        return self._no_lease(keys, wanted)
 
     def _lease(
         self,
@@ -474,7 +478,7 @@ class Namespace:
         deadline = self._connection.deadline(timeout_s)
         binding = self._bound()
         if binding is None or not keys:
-            return self._no_batch(keys, None if not keys else gone("not connected to the daemon"))
+            return self._no_batch(keys, self._connection.absence if keys else None)
         attachment, number = binding
 
         pieces: StagedPieces | None = None
@@ -522,16 +526,21 @@ class Namespace:
                     if missing:
                         yield partial(attachment.map_segments, missing, deadline)
                 batch = self._batch(reserved, keys, wanted, lengths, staged, pieces, attachment)
+                if batch is not None:
+                    attachment.batches[batch.reservation_id] = batch
             finally:
-                if batch is None:
+                kept = attachment.keep(call)
+                if batch is None and kept:
                     give_back(answer)
         finally:
             if batch is None and pieces is not None:
                 pieces.end()  # nothing was committed, so the daemon reads none of it
         if batch is None:
             return self._no_batch(keys, gone("the reserved slots could not be mapped"))
-        attachment.batches[batch.reservation_id] = batch
-        return batch
+        if kept:
+            return batch
+        batch.abort()
+        return self._no_batch(keys, self._connection.absence)
 
     def _batch(
         self,
