@@ -73,6 +73,8 @@ class Disk:
         self.writes: dict[OpId, Write] = {}
         self.reads: dict[OpId, Read] = {}
         self.probe: OpId | None = None
+        self.scrub_deadline: Millis | None = None
+        """Of the scrubber's read, while one is under way."""
         self.slabs = Slabs(state, self._degrade)
         self.durability = Durability(state, self.slabs, self._degrade)
         self.demanded: deque[tuple[int, ChunkKey]] = deque()
@@ -138,6 +140,9 @@ class Disk:
         if any(write.deadline <= state.now for write in self.writes.values()):
             late = True
             self._degrade(DiskState.OFF, "a write missed its deadline")
+        if self.scrub_deadline is not None and self.scrub_deadline <= state.now:
+            late = True
+            self._degrade(DiskState.OFF, "a read of the scrubber missed its deadline")
         if self.durability.overdue:
             late = True
             self._degrade(DiskState.READ_ONLY, "an index transaction missed its deadline")

@@ -19,6 +19,7 @@ from kvstore.core.chunks import DOOMED, NONE, RISING, STORED, STORING
 from kvstore.core.disk import Disk
 from kvstore.core.pool import Phase
 from kvstore.core.rewrites import check_admin
+from kvstore.core.slabs import long_deadline_ms
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import NotFound
@@ -243,6 +244,9 @@ class Scrub:
         places = tuple(place for looking in self._looking for place in looking.places)
         assert self._round is not None
         rate = self._round.bytes_per_s
+        # The edge takes no longer than the rate allows, and may have slots to rewrite before.
+        size = sum(record.length for record in records)
+        self._disk.scrub_deadline = self.state.now + long_deadline_ms(self.state) + 1000 * size // rate
         self.state.effects.append(ev.ScrubRecords(self.op, tuple(records), places, rate))
 
     # ------------------------------------------------------------------------------------------------------- results
@@ -252,6 +256,7 @@ class Scrub:
         now = self._round
         assert now is not None
         looked, self._looking, self.op = self._looking, [], None
+        self._disk.scrub_deadline = None
         at = 0
         for looking in looked:
             mine = slice(at, at + len(looking.places))

@@ -192,16 +192,29 @@ def test_nothing_is_looked_at_while_the_disk_has_other_reads() -> None:
     assert world.of(ev.ReadRecords)
 
 
-def test_a_scrub_that_hangs_holds_up_nobody() -> None:
-    world, worker, namespace = small(disk_deadline_ms=400)
+def test_a_scrub_that_hangs_holds_up_nobody_and_tells_that_the_disk_hangs() -> None:
+    """It has the time that its rate allows, and more, because it is in no hurry."""
+    world, worker, namespace = small(disk_deadline_ms=400, probe_interval_ms=100)
     admin = world.join(admin=True)
     cold(world, worker, namespace)
     world.hold = {ev.ScrubRecords}
-    scrubbed(world, admin, start=True)
-    world.tick(60 * SECOND)
+    scrubbed(world, admin, start=True, bytes_per_s=PAGE)
+    world.tick(10 * SECOND + 500)
     assert len(world.of(ev.ScrubRecords)) == 1 and world.health() is DiskState.OK
     assert world.fetch(worker, namespace, chain("k", 4)) == ["HIT"] * 4
     assert scrubbed(world, admin).waits_for == "what is being read"
+    world.tick(SECOND)
+    assert world.health() is DiskState.OFF
+    assert world.store.state.disk_why == "a read of the scrubber missed its deadline"
+    world.tick(60 * SECOND)
+    assert not world.of(ev.ProbeDisk) and world.health() is DiskState.OFF, (
+        "nothing is probed before it has returned"
+    )
+    (hung,) = world.of(ev.ScrubRecords)
+    world.finish(hung)
+    world.tick(SECOND)
+    assert world.health() is DiskState.OK
+    assert world.counters["ssd_degraded_off"] == 1
 
 
 def test_a_round_that_was_asked_for_is_joined_and_takes_over_from_the_background() -> None:
