@@ -12,6 +12,8 @@ from kvstore.errors import BadRequest, Unsupported
 CHUNK_TOKENS_MAX = 65_536
 SHARD_BYTES_MAX = 1 << 30
 SHARDS_MAX = 256
+LAYER_SLICES_MAX = 16_384
+"""Of all groups together."""
 TEXT_BYTES_MAX = 1024
 EPOCH_MAX = (1 << 63) - 1
 
@@ -155,6 +157,8 @@ class NamespaceSpec:
             raise BadRequest(
                 "group names must differ", field="namespace.groups", value=[g.name for g in self.groups]
             )
+        slices = sum(len(group.layers) for group in self.groups)
+        _in_range("namespace.groups: layer slices in all", slices, 0, LAYER_SLICES_MAX)
         for index, group in enumerate(self.groups):
             _validate_group(group, f"namespace.groups[{index}]")
         _in_range("namespace.groups: shards in all", self.shard_count, 1, SHARDS_MAX)
@@ -176,8 +180,6 @@ def _validate_group(group: GroupSpec, where: str) -> None:
         )
     _in_range(f"{where}.shard_bytes", group.shard_bytes, 1, SHARD_BYTES_MAX)
     _in_range(f"{where}.shard_count", group.shard_count, 1, SHARDS_MAX)
-    if len(group.layers) > 4096:
-        raise BadRequest("at most 4096 layer slices", field=f"{where}.layers", value=len(group.layers))
     end = 0
     for number, piece in enumerate(group.layers):
         if piece.offset < end or piece.length <= 0 or piece.offset + piece.length > group.shard_bytes:

@@ -17,8 +17,9 @@ from kvstore import wire
 from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.errors import BadRequest
-from kvstore.layout import CHUNK_TOKENS_MAX, SHARDS_MAX
+from kvstore.layout import CHUNK_TOKENS_MAX, LAYER_SLICES_MAX, SHARDS_MAX
 from kvstore.types import (
+    EXTENTS_PER_ANSWER_MAX,
     KEY_BYTES_MAX,
     KEYS_PER_REQUEST_MAX,
     MAKER_BYTES,
@@ -124,6 +125,10 @@ def lease_ids(leases: Sequence[int]) -> tuple[LeaseId, ...]:
 
 
 def _open(message: store_pb2.OpenRequest, ticket: Ticket) -> events.Open:
+    # before objects are made of them
+    count("namespace.groups", message.namespace.groups, SHARDS_MAX)
+    slices = sum(len(group.layers) for group in message.namespace.groups)
+    number("namespace.groups: layer slices in all", slices, LAYER_SLICES_MAX)
     spec = wire.spec_from_proto(message.namespace)
     spec.validate()
     return events.Open(ticket, spec)
@@ -183,8 +188,8 @@ def _reserve(message: store_pb2.ReserveRequest, ticket: Ticket) -> events.Reserv
 
 
 def _fill(message: store_pb2.FillRequest, ticket: Ticket) -> events.Fill:
-    count("offsets", message.offsets, KEYS_PER_REQUEST_MAX * SHARDS_MAX)
-    count("numbers", message.numbers, KEYS_PER_REQUEST_MAX * SHARDS_MAX)
+    count("offsets", message.offsets, EXTENTS_PER_ANSWER_MAX)
+    count("numbers", message.numbers, EXTENTS_PER_ANSWER_MAX)
     return events.Fill(
         ticket,
         ReservationId(message.reservation_id),
@@ -195,7 +200,7 @@ def _fill(message: store_pb2.FillRequest, ticket: Ticket) -> events.Fill:
 
 
 def _commit(message: store_pb2.CommitRequest, ticket: Ticket) -> events.Commit:
-    count("staging_offsets", message.staging_offsets, KEYS_PER_REQUEST_MAX * SHARDS_MAX)
+    count("staging_offsets", message.staging_offsets, EXTENTS_PER_ANSWER_MAX)
     return events.Commit(
         ticket,
         ReservationId(message.reservation_id),

@@ -33,6 +33,8 @@ KEY_BYTES_MAX = 64
 MAKER_BYTES = 16
 SESSION_NAME_BYTES_MAX = 256
 KEYS_PER_REQUEST_MAX = 4096
+EXTENTS_PER_ANSWER_MAX = 16_384
+"""Of a lease or a reservation: (key, shard) pairs. More would keep everybody else waiting while they are handled."""
 
 
 class Outcome(enum.IntEnum):
@@ -120,7 +122,7 @@ class GrantResult(enum.IntEnum):
     FULL = 3
     """No slot can be freed now. The save is dropped by the caller and counted; it may try again."""
     QUOTA = 4
-    """The worker has too many bytes reserved already."""
+    """The worker has too many bytes reserved already, or this reservation as many shards as one may have."""
 
 
 class CommitResult(enum.IntEnum):

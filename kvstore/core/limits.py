@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.types import Protection
+from kvstore.types import EXTENTS_PER_ANSWER_MAX, Protection
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Limits:
     batch_min: int = 24
     """From so many chunks of a request on, they are handled as a batch: it costs some tens of microseconds, and then
     a fifth for each."""
-    extents_per_answer_max: int = 16_384
-    """An Acquire that would answer more stops there; the rest is asked for again."""
+    extents_per_answer_max: int = EXTENTS_PER_ANSWER_MAX
+    """An Acquire or Reserve that would answer more stops there; the rest is asked for again."""
     workers_max: int = 1024
     namespaces_max: int = 4096
     chunks_max: int = 64_000_000

@@ -218,6 +218,8 @@ class Saves:
         wanted = sum(namespace.slot_bytes[shard] for shard in shards)
         if worker.reserved_bytes + wanted > state.limits.reserve_bytes_max:
             return GrantResult.QUOTA
+        if (len(reservation.rows) + 1) * len(shards) > state.limits.extents_per_answer_max:
+            return GrantResult.QUOTA
         if row == NONE:
             if chunks.rows_used >= state.limits.chunks_max:
                 return GrantResult.FULL
@@ -273,6 +275,7 @@ class Saves:
         room = min(
             run.stop - run.start,
             (state.limits.reserve_bytes_max - worker.reserved_bytes) // wanted,
+            state.limits.extents_per_answer_max // len(shards) - len(reservation.rows),
             state.limits.chunks_max - state.chunks.rows_used,
         )
         rows: list[int] = []

@@ -11,7 +11,7 @@ import pytest
 from kvstore import wire
 from kvstore.errors import BadRequest, Exhausted, NotFound, Precondition, Unauthenticated
 from kvstore.layout import GroupSpec
-from kvstore.v1 import bytes_pb2, descriptor_pb2, stats_pb2, store_pb2
+from kvstore.v1 import bytes_pb2, descriptor_pb2, stats_pb2, store_pb2, types_pb2
 
 SHARD = 256 << 10
 
@@ -212,6 +212,27 @@ BOUNDS = [
         "Commit",
         store_pb2.CommitRequest(reservation_id=1, staging_offsets=[HUGE]),
         f"staging_offsets={HUGE}",
+    ),
+    (
+        "Commit",
+        store_pb2.CommitRequest(reservation_id=1, staging_offsets=[0] * 16_385),
+        "number of staging_offsets=16385",
+    ),
+    ("Fill", store_pb2.FillRequest(reservation_id=1, offsets=[0] * 16_385), "number of offsets=16385"),
+    ("Fill", store_pb2.FillRequest(reservation_id=1, numbers=range(16_385)), "number of numbers=16385"),
+    (
+        "Open",
+        store_pb2.OpenRequest(namespace=types_pb2.Namespace(groups=[types_pb2.Group()] * 257)),
+        "number of namespace.groups=257",
+    ),
+    (
+        "Open",
+        store_pb2.OpenRequest(
+            namespace=types_pb2.Namespace(
+                groups=[types_pb2.Group(layers=[types_pb2.LayerSlice()] * 5_500)] * 3
+            )
+        ),
+        "layer slices in all=16500: must be between 0 and 16384",
     ),
     ("GetSession", store_pb2.GetSessionRequest(namespace_id=1), "session=0 bytes: has 1 to 256 bytes"),
     (

@@ -167,7 +167,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (slices((0, 512), (512, 513)), "namespace.groups[0].layers[1]", "[512, 1025)"),
     (slices((0, 0)), "namespace.groups[0].layers[0]", "[0, 0)"),
     (slices((-1, 4)), "namespace.groups[0].layers[0]", "[-1, 3)"),
-    (group(shard_bytes=5000, layers=(LayerSlice(0, 0, 1),) * 4097), "namespace.groups[0].layers", "4097"),
+    (group(layers=(LayerSlice(0, 0, 1),) * 16_385), "namespace.groups: layer slices in all", "16385"),
 ]
 
 

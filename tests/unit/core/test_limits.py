@@ -171,11 +171,29 @@ def test_an_answer_has_a_bounded_number_of_extents_and_the_rest_is_asked_for_aga
     world = World(extents_per_answer_max=3)
     worker = world.join()
     namespace = world.open(spec(), worker)
+    world.save(worker, namespace, chain("k", 3))
     world.save(worker, namespace, chain("k", 5))
     first = world.acquire(worker, namespace, chain("k", 5))
     assert [reason.name for reason in first.reasons] == ["NONE"] * 3 + ["BEYOND_MISS"] * 2
     rest = world.acquire(worker, namespace, chain("k", 5)[3:])
     assert [reason.name for reason in rest.reasons] == ["NONE"] * 2
+
+
+@pytest.mark.parametrize("room", [4, 40])  # keys one by one, and as a batch
+def test_a_reservation_has_a_bounded_number_of_shards_and_the_rest_is_asked_for_again(room: int) -> None:
+    world = World(
+        segments=4, segment_bytes=64 * PAGE, reserve_share_max=1.0, extents_per_answer_max=2 * room + 1
+    )
+    worker = world.join()
+    namespace = world.open(spec(shards=2, shard_bytes=100), worker)
+    keys = chain("k", room + 2)
+    first = world.reserve(worker, namespace, keys)
+    assert [result.name for result in first.results] == ["GRANTED"] * room + ["QUOTA"] * 2
+    world.commit(worker, first)
+    rest = world.reserve(worker, namespace, keys)
+    assert [result.name for result in rest.results] == ["ALREADY"] * room + ["GRANTED"] * 2
+    mine = world.reserve(worker, namespace, chain("l", 2 * room + 3), shards=(1,))
+    assert [result.name for result in mine.results] == ["GRANTED"] * (2 * room + 1) + ["QUOTA"] * 2
 
 
 def test_a_shard_that_no_worker_may_reserve_is_refused_at_once() -> None:
