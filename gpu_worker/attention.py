@@ -39,6 +39,8 @@ class Step:
     """... and at which place in it."""
     rows: torch.Tensor
     """[decoding] int64: the row, in the decode plan, of each of the tokens that come first."""
+    lines: torch.Tensor
+    """[sequences_max] int64: which of those tokens each row of the decode plan has; any, where it has none."""
     decode: Plan | None
     prefill: PrefillPlan | None
     """Of the tokens after those."""
@@ -50,14 +52,18 @@ class Step:
         keys, values = self.layers[layer].unbind(1)
         keys[self.chunks, :, self.places] = k
         values[self.chunks, :, self.places] = v
-        decoding = len(self.rows)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        decoded = q[:0]
         if self.decode is not None:
-            by_row = q.new_zeros((self.decode.rows.shape[0], *q.shape[1:]))
-            by_row[self.rows] = q[:decoding]
-            out[:decoding] = decode_attention(by_row, keys, values, self.decode, scale=scale)[self.rows]
-        if self.prefill is not None:
-            prefill_attention(q[decoding:], keys, values, self.prefill, scale=scale, out=out[decoding:])
+            by_row = q.index_select(0, self.lines)
+            decoded = decode_attention(by_row, keys, values, self.decode, scale=scale).index_select(
+                0, self.rows
+            )
+        if self.prefill is None:
+            return decoded
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        decoding = len(decoded)
+        out[:decoding] = decoded
+        prefill_attention(q[decoding:], keys, values, self.prefill, scale=scale, out=out[decoding:])
         return out
 
 

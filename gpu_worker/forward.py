@@ -67,12 +67,16 @@ class Forward:
             if end == len(sequence.tokens):
                 last[sequence] = len(ids) - 1
 
+        lines = [0] * self._decoding.sequences_max
+        for line, sequence in enumerate(decoding):
+            lines[sequence.row] = line
         places = self._tensor(positions)
         step = Step(
             layers=self._pool.layers,
             chunks=self._tensor(chunks),
             places=places % self._step,
             rows=self._tensor([sequence.row for sequence in decoding]),
+            lines=self._tensor(lines),
             decode=self._decode_plan(decoding),
             prefill=self._prefill_plan(prefilling),
         )

@@ -57,6 +57,8 @@ class Plan:
     split_tokens: int
     tile_sequences: int
     partials_max: int
+    divisions: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
+    """What the CPU path worked out from the arrays, kept for the other layers; `Forest.plan` empties it."""
 
     def arrays(self) -> tuple[torch.Tensor, ...]:
         return self.items, self.item_chunks, self.schedule, self.order, self.rows
@@ -286,6 +288,7 @@ class Forest:
                 self._plan.item_chunks[low:high].copy_(torch.from_numpy(self._item_chunks[low:high]))
         self._reordered = False
         self._new_chunks.clear()
+        self._plan.divisions.clear()
         return self._plan
 
     def prefill(

@@ -10,7 +10,9 @@ matrix products are better. Nothing of fp32 is copied; half precision is convert
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,10 @@ NEIGHBOURS_MAX = 1 << 19
 """Elements of the keys of chunks that are done together: enough for a long call, few enough to share among threads."""
 CONVERTED_MAX = 1 << 17
 """The same of what is converted first, so that it stays in the cache."""
+PARTS_MIN = 4
+"""What sequences have for themselves is cut into so many parts at least, so that threads end at the same time."""
+NATIVE = (torch.float32, torch.float64)
+"""What numpy computes in; anything else is converted to float32."""
 
 
 def decode(
@@ -41,28 +47,156 @@ def decode(
     out: torch.Tensor,
 ) -> None:
     """See `decode_attention`, which checked the arguments."""
-    work = _Work(q.detach(), keys.detach(), values.detach(), plan, scale, soft_cap)
-    in_threads(work.pending)
+    native = q.dtype in NATIVE  # numpy knows the format
+    most = max(1, (NEIGHBOURS_MAX if native else CONVERTED_MAX) // keys[0].numel())
+    division = plan.divisions.get(most)
+    if division is None:
+        division = plan.divisions[most] = _divide(plan, most)
+    assert isinstance(division, _Division)
+    work = _Work(q.detach(), keys.detach(), values.detach(), division, plan.chunk_tokens, scale, soft_cap)
+    in_threads(work.pending())
     out.detach().copy_(torch.from_numpy(work.merged()))
 
 
-class _Work:
-    """One call: its inputs, its partial results, and what nobody has done yet, longest last.
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """Chunks from number `chunk` on, one for each of `rows`, which sees `sizes` tokens of it; those that are not full
+    are `short`. The results go to `slots`."""
+
+    chunk: int
+    rows: Ints
+    slots: Ints
+    sizes: Ints
+    short: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """Chunks that several rows see, so many tokens of them."""
+
+    chunks: list[int]
+    tokens: int
+    rows: Ints
+    slots: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """The work of a plan and where its results go, the same for every layer.
 
     Each sequence has a slot for the result of each item that it shares and of each chunk that it has for itself, in the
-    order of its tokens.
+    order of its tokens; `rows` are those with tokens, whose slots begin at `first` and are `counts` each. `alike` are
+    stretches of them with equal counts: (which of `rows`, which slots).
     """
+
+    alone: list[_Alone]
+    together: list[_Together]
+    """Longest last."""
+    slots: int
+    rows: Ints
+    first: Ints
+    counts: Ints
+    alike: list[tuple[slice, slice]]
+
+
+def _divide(plan: Plan, most: int) -> _Division:
+    """`most`: chunks that are done together where they lie side by side."""
+    every, every_chunks, schedule, order, rows = (array.numpy() for array in plan.arrays())
+    used = schedule[every[schedule, COUNT] > 0]  # longest first
+    items, item_chunks = every[used].astype(np.int64), every_chunks[used]
+    tokens = np.minimum(items[:, TOKENS], rows[order[items[:, BEGIN]], LENGTH] - items[:, FIRST])
+    chunks = -(-tokens // plan.chunk_tokens)
+
+    # A line for each sequence of each item, those of an item together
+    counts = items[:, COUNT]
+    lines = np.cumsum(counts) - counts  # of each item, the first
+    item = np.repeat(np.arange(len(items)), counts)
+    line_rows: Ints = order[items[item, BEGIN] + np.arange(len(item)) - lines[item]].astype(np.int64)
+    widths = np.where(counts == 1, chunks, 1)[item]
+    in_order = np.lexsort((items[item, PARTIAL], line_rows))
+    ends = np.cumsum(widths[in_order])
+    line_slots: Ints = np.empty_like(ends)
+    line_slots[in_order] = ends - widths[in_order]
+    owners = np.repeat(line_rows[in_order], widths[in_order])  # of each slot
+
+    alone = np.flatnonzero(counts == 1)
+    own = lines[alone]
+    together = []
+    for number in np.flatnonzero(counts > 1)[::-1].tolist():
+        which = slice(lines[number], lines[number] + counts[number])
+        seen = item_chunks[number, : chunks[number]].tolist()
+        together.append(_Together(seen, int(tokens[number]), line_rows[which], line_slots[which]))
+    first = np.flatnonzero(np.diff(owners, prepend=-1))
+    per_row = np.diff(first, append=len(owners))
+    edges = [*np.flatnonzero(np.diff(per_row, prepend=0)).tolist(), len(first)]
+    return _Division(
+        alone=list(
+            _neighbours(
+                *(item_chunks[alone], chunks[alone], tokens[alone], line_rows[own], line_slots[own]),
+                chunk_tokens=plan.chunk_tokens,
+                most=most,
+            )
+        ),
+        together=together,
+        slots=len(owners),
+        rows=owners[first],
+        first=first,
+        counts=per_row,
+        alike=[
+            (slice(begin, end), slice(int(first[begin]), int(first[end - 1] + per_row[end - 1])))
+            for begin, end in pairwise(edges)
+        ],
+    )
+
+
+def _neighbours(
+    item_chunks: NDArray[np.int32],
+    chunks: Ints,
+    tokens: Ints,
+    item_rows: Ints,
+    item_slots: Ints,
+    *,
+    chunk_tokens: int,
+    most: int,
+) -> Iterator[_Alone]:
+    """What sequences have for themselves: chunks with numbers in a row."""
+    item, column = np.nonzero(np.arange(item_chunks.shape[1]) < chunks[:, None])
+    numbers = item_chunks[item, column].astype(np.int64)
+    by_number = np.argsort(numbers, kind="stable")
+    ordered = numbers[by_number]
+    again = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if again.size:  # a chunk of several sequences that is not to be shared: each round takes it once
+        start = np.maximum.accumulate(
+            np.where(np.r_[True, np.diff(ordered) != 0], np.arange(len(ordered)), 0)
+        )
+        by_number = by_number[np.lexsort((ordered, np.arange(len(ordered)) - start))]
+        ordered = numbers[by_number]
+    item, column = item[by_number], column[by_number]
+    rows, slots = item_rows[item], item_slots[item] + column
+    sizes = np.minimum(tokens[item] - column * chunk_tokens, chunk_tokens)
+    most = max(1, min(most, len(ordered) // PARTS_MIN))
+    breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
+    for begin, end in pairwise([0, *breaks.tolist(), len(ordered)]):
+        for at in range(begin, end, most):
+            some = slice(at, min(at + most, end))
+            short = np.flatnonzero(sizes[some] < chunk_tokens).tolist()
+            yield _Alone(int(ordered[at]), rows[some], slots[some], sizes[some], short)
+
+
+class _Work:
+    """One call: its inputs, and its partial results by slot."""
 
     def __init__(
         self,
         q: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        plan: Plan,
+        division: _Division,
+        chunk_tokens: int,
         scale: float,
         soft_cap: float | None,
     ) -> None:
-        self.dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+        self.dtype = q.dtype if q.dtype in NATIVE else torch.float32
         self.keys, self.values, self.soft_cap = keys, values, soft_cap
         # Where numpy knows the format, the pool itself
         self.native = (keys.numpy(), values.numpy()) if q.dtype is self.dtype else None
@@ -70,108 +204,56 @@ class _Work:
         kv_heads = keys.shape[1]
         scaled = (q.to(self.dtype) * scale).numpy()
         self.queries: Floats = scaled.reshape(sequences, kv_heads, heads // kv_heads, head_dim)
-        self.chunk_tokens = plan.chunk_tokens
-        every, every_chunks, schedule, order, rows = (array.numpy() for array in plan.arrays())
-        used = schedule[every[schedule, COUNT] > 0]  # longest first
-        items, self.item_chunks = every[used].astype(np.int64), every_chunks[used]
-        tokens = np.minimum(items[:, TOKENS], rows[order[items[:, BEGIN]], LENGTH] - items[:, FIRST])
-        chunks = -(-tokens // self.chunk_tokens)
-
-        # A line for each sequence of each item, those of an item together
-        counts = items[:, COUNT]
-        lines = np.cumsum(counts) - counts  # of each item, the first
-        item = np.repeat(np.arange(len(items)), counts)
-        self.line_rows: Ints = order[items[item, BEGIN] + np.arange(len(item)) - lines[item]].astype(np.int64)
-        widths = np.where(counts == 1, chunks, 1)[item]
-        in_order = np.lexsort((items[item, PARTIAL], self.line_rows))
-        ends = np.cumsum(widths[in_order])
-        self.line_slots: Ints = np.empty_like(ends)
-        self.line_slots[in_order] = ends - widths[in_order]
-        self.owners: Ints = np.repeat(self.line_rows[in_order], widths[in_order])  # of each slot
-
-        slots = len(self.owners)
-        self.maxima: Floats = np.empty((slots, kv_heads, heads // kv_heads), scaled.dtype)
+        self.division, self.chunk_tokens = division, chunk_tokens
+        self.maxima: Floats = np.empty((division.slots, *self.queries.shape[1:3]), scaled.dtype)
         self.sums: Floats = np.empty_like(self.maxima)
         self.outputs: Floats = np.empty((*self.maxima.shape, head_dim), scaled.dtype)
 
-        self.pending: list[Callable[[], None]] = []
-        alone = np.flatnonzero(counts == 1)
-        if alone.size:
-            self._add_neighbours(self.item_chunks[alone], chunks[alone], tokens[alone], lines[alone])
-        for number in np.flatnonzero(counts > 1)[::-1].tolist():
-            which = slice(lines[number], lines[number] + counts[number])
-            self.pending.append(
-                partial(
-                    self._together,
-                    which,
-                    self.item_chunks[number, : chunks[number]].tolist(),
-                    int(tokens[number]),
-                )
-            )
+    def pending(self) -> list[Callable[[], None]]:
+        """What is to be done, longest last."""
+        return [
+            *(partial(self._alone, work) for work in self.division.alone),
+            *(partial(self._together, work) for work in self.division.together),
+        ]
 
-    def _add_neighbours(
-        self, item_chunks: NDArray[np.int32], chunks: Ints, tokens: Ints, lines: Ints
-    ) -> None:
-        """Work for what sequences have for themselves: chunks with numbers in a row."""
-        item, column = np.nonzero(np.arange(item_chunks.shape[1]) < chunks[:, None])
-        numbers = item_chunks[item, column].astype(np.int64)
-        by_number = np.argsort(numbers, kind="stable")
-        ordered = numbers[by_number]
-        again = np.flatnonzero(ordered[1:] == ordered[:-1])
-        if again.size:  # a chunk of several sequences that is not to be shared: each round takes it once
-            start = np.maximum.accumulate(
-                np.where(np.r_[True, np.diff(ordered) != 0], np.arange(len(ordered)), 0)
-            )
-            by_number = by_number[np.lexsort((ordered, np.arange(len(ordered)) - start))]
-            ordered = numbers[by_number]
-        item, column = item[by_number], column[by_number]
-        rows, slots = self.line_rows[lines[item]], self.line_slots[lines[item]] + column
-        sizes = np.minimum(tokens[item] - column * self.chunk_tokens, self.chunk_tokens)
-        most = NEIGHBOURS_MAX if self.native else CONVERTED_MAX
-        most = max(1, most // self.keys[0].numel())
-        breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
-        for begin, end in zip([0, *breaks.tolist()], [*breaks.tolist(), len(ordered)], strict=True):
-            for at in range(begin, end, most):
-                some = slice(at, min(at + most, end))
-                self.pending.append(
-                    partial(self._alone, int(ordered[at]), rows[some], slots[some], sizes[some])
-                )
-
-    def _alone(self, chunk: int, rows: Ints, slots: Ints, sizes: Ints) -> None:
-        """Chunks from this number on, each with the query of a row, which sees `sizes` tokens of it."""
-        keys, values = self._load(chunk, len(rows), self.chunk_tokens)
-        queries = self.queries[rows]  # [chunks, kv_heads, group, head_dim]
+    def _alone(self, work: _Alone) -> None:
+        keys, values = self._load(work.chunk, len(work.rows), self.chunk_tokens)
+        queries = self.queries[work.rows]  # [chunks, kv_heads, group, head_dim]
         logits: Floats = np.empty((*queries.shape[:3], self.chunk_tokens), queries.dtype)
-        one = queries.shape[2] == 1
-        if one:
+        if queries.shape[2] == 1:
             np.einsum("nhtd,nhd->nht", keys, queries[:, :, 0], out=logits[:, :, 0])
         else:
             for some in self._products(queries.shape[2]):
                 np.matmul(queries[:, :, some], keys.swapaxes(2, 3), out=logits[:, :, some])
         self._cap(logits)
-        short = np.flatnonzero(sizes < self.chunk_tokens).tolist()
-        for number in short:
-            logits[number, :, :, sizes[number] :] = -np.inf
+        for number in work.short:
+            logits[number, :, :, work.sizes[number] :] = -np.inf
         maxima = logits.max(-1)
         np.subtract(logits, maxima[..., None], out=logits)
         np.exp(logits, out=logits)
-        if one:
-            outputs = np.einsum("nht,nhtd->nhd", logits[:, :, 0], values)[:, :, None]
-        else:
-            outputs = np.empty_like(queries)
-            for some in self._products(queries.shape[2]):
-                np.matmul(logits[:, :, some], values, out=outputs[:, :, some])
-        for number in short:  # again, without what nobody wrote: nothing times NaN is not nothing
-            seen = sizes[number]
-            np.einsum(
-                "hgt,htd->hgd", logits[number, :, :, :seen], values[number, :, :seen], out=outputs[number]
-            )
+        outputs = self._weighted(logits, values)
+        for number in work.short:
+            if not np.isfinite(
+                outputs[number]
+            ).all():  # again, without what nobody wrote: 0 times NaN is not 0
+                written = values[number : number + 1].copy()
+                written[:, :, work.sizes[number] :] = 0
+                outputs[number] = self._weighted(logits[number : number + 1], written)[0]
+        slots = work.slots
         self.maxima[slots], self.sums[slots], self.outputs[slots] = maxima, logits.sum(-1), outputs
 
-    def _together(self, lines: slice, chunks: list[int], tokens: int) -> None:
-        """An item of several sequences: chunks that all of them see."""
-        rows, slots = self.line_rows[lines], self.line_slots[lines]
-        pieces = list(self._pieces(chunks, tokens))
+    def _weighted(self, weights: Floats, values: Floats) -> Floats:
+        """[chunks, kv_heads, group, chunk_tokens] @ [chunks, kv_heads, chunk_tokens, head_dim]"""
+        if weights.shape[2] == 1:
+            return np.einsum("nht,nhtd->nhd", weights[:, :, 0], values)[:, :, None]  # type: ignore[no-any-return]
+        outputs: Floats = np.empty((*weights.shape[:3], values.shape[3]), values.dtype)
+        for some in self._products(weights.shape[2]):
+            np.matmul(weights[:, :, some], values, out=outputs[:, :, some])
+        return outputs
+
+    def _together(self, work: _Together) -> None:
+        rows, slots = work.rows, work.slots
+        pieces = list(self._pieces(work.chunks, work.tokens))
         kv_heads, group, head_dim = self.queries.shape[1:]
         # [count, kv_heads, group, head_dim] -> [kv_heads, head_dim, count x group]
         queries = self.queries[rows].transpose(1, 3, 0, 2).reshape(kv_heads, head_dim, -1)
@@ -179,7 +261,7 @@ class _Work:
         maxima, sums = (np.empty((kv_heads, together), queries.dtype) for _ in range(2))
         outputs = np.empty((kv_heads, together, head_dim), queries.dtype)
         for some in self._products(together):
-            found = self._many(np.ascontiguousarray(queries[:, :, some]), pieces, tokens)
+            found = self._many(np.ascontiguousarray(queries[:, :, some]), pieces, work.tokens)
             maxima[:, some], sums[:, some], outputs[:, some] = found
         shape = (kv_heads, len(rows), group)
         self.maxima[slots] = maxima.reshape(shape).swapaxes(0, 1)
@@ -242,16 +324,21 @@ class _Work:
     def merged(self) -> Floats:
         """The partial results of each row made one, [sequences_max, heads, head_dim]."""
         result: Floats = np.zeros(self.queries.shape, self.outputs.dtype)
-        if self.owners.size:
-            first = np.flatnonzero(np.r_[True, np.diff(self.owners) != 0])
-            rows, counts = self.owners[first], np.diff(np.r_[first, len(self.owners)])
-            weights = self.maxima - np.repeat(np.maximum.reduceat(self.maxima, first), counts, 0)
+        rows, first = self.division.rows, self.division.first
+        if rows.size:
+            most = np.maximum.reduceat(self.maxima, first)
+            weights = self.maxima - np.repeat(most, self.division.counts, 0)
             np.exp(weights, out=weights)
-            totals = np.add.reduceat(self.sums * weights, first)[..., None]
-            for row, begin, count in zip(rows.tolist(), first.tolist(), counts.tolist(), strict=True):
-                some = slice(begin, begin + count)
-                np.einsum("phg,phgd->hgd", weights[some], self.outputs[some], out=result[row])
-            result[rows] /= totals
+            outputs = np.empty((len(rows), *result.shape[1:]), result.dtype)
+            for these, slots in self.division.alike:
+                shape = (these.stop - these.start, -1)
+                np.einsum(
+                    "rphg,rphgd->rhgd",
+                    weights[slots].reshape(*shape, *weights.shape[1:]),
+                    self.outputs[slots].reshape(*shape, *self.outputs.shape[1:]),
+                    out=outputs[these],
+                )
+            result[rows] = outputs / np.add.reduceat(self.sums * weights, first)[..., None]
         return result.reshape(result.shape[0], -1, result.shape[-1])
 
 
