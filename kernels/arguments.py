@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from kvstore.kernels.rotate import check_apart
+
 DTYPES = {
     "cpu": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
     "cuda": (torch.float16, torch.bfloat16),
@@ -58,6 +60,8 @@ def check_attention(
         raise ValueError(
             f"out is {list(out.shape)}: must be like q, {list(q.shape)}, contiguous in its last dimension"
         )
+    if out is not None:
+        check_apart("out", out)
     for name, other in (("keys", keys), ("values", values), ("out", q if out is None else out)):
         if other.dtype != q.dtype or other.device != q.device:
             raise ValueError(f"{name} is {other.dtype} on {other.device}: q is {q.dtype} on {q.device}")

@@ -20,14 +20,14 @@ tokens, fewer than chunk_tokens, is packed as in a shard, and zeros follow (gpu_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from kvstore.kernels.pages import cpu
-from kvstore.kernels.rotate import Rotation, check_rotation, span
+from kvstore.kernels.rotate import Rotation, apart, check_apart, check_rotation, span
 
 __all__ = ["BlockTable", "Run", "gather", "scatter"]
 
@@ -146,7 +146,7 @@ def gather(keys: torch.Tensor, values: torch.Tensor, table: BlockTable, slices: 
     """
     _check(keys, values, table, slices)
     if isinstance(slices, torch.Tensor):
-        _check_apart("slices", slices)
+        check_apart("slices", slices)
     else:
         spans = sorted((*span(chunk), number) for number, chunk in enumerate(slices))
         for (_, end, one), (begin, _, other) in pairwise(spans):
@@ -178,7 +178,7 @@ def scatter(
     if table.twice != HOLE:
         raise ValueError(f"the table names block {table.twice} twice: what is scattered there is not defined")
     for name, tensor in (("keys", keys), ("values", values)):
-        _check_apart(name, tensor)
+        check_apart(name, tensor)
     _check_pair(keys, values)
     if by is not None:
         check_rotation(by, keys)
@@ -276,11 +276,6 @@ def _check_elsewhere(name: str, slices: torch.Tensor, keys: torch.Tensor, values
             raise ValueError(f"{name} overlaps {pool}: give other memory")
 
 
-def _check_apart(name: str, tensor: torch.Tensor) -> None:
-    if not _apart(zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError(f"{name} has strides {tensor.stride()}: its elements share memory")
-
-
 def _check_pair(keys: torch.Tensor, values: torch.Tensor) -> None:
     """K and V take turns in memory, or one begins behind the other.
 
@@ -294,19 +289,8 @@ def _check_pair(keys: torch.Tensor, values: torch.Tensor) -> None:
         inner = [each for each in dimensions if each[1] != each[2] or each[1] < least]
         last_key = sum((length - 1) * step for length, step, _ in inner)
         last_value = between + sum((length - 1) * step for length, _, step in inner)
-        if (between > last_key or last_value < 0) and _apart(
+        if (between > last_key or last_value < 0) and apart(
             outer, max(last_key, last_value) - min(0, between)
         ):
             return
     raise ValueError("keys and values share memory: what is scattered there is not defined")
-
-
-def _apart(dimensions: Iterable[tuple[int, int]], reach: int = 0) -> bool:
-    """Whether stretches of reach + 1 elements, repeated along dimensions (stride, length), do not touch; False also
-    where that is not plain from sorted strides."""
-    for step, length in sorted(dimensions):
-        if length > 1:
-            if step <= reach:
-                return False
-            reach += (length - 1) * step
-    return True

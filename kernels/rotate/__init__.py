@@ -9,14 +9,15 @@ YaRN multiplies keys by (its attention factor) is in them already: a rotation he
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
 from kvstore.kernels.rotate import cpu
 
-__all__ = ["Rotation", "check_rotation", "rotate", "rotation", "span"]
+__all__ = ["Rotation", "apart", "check_apart", "check_rotation", "rotate", "rotation", "span"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Of keys. Quantised ones are refused: their scales belong to the elements as they were."""
@@ -68,6 +69,8 @@ def rotation(
         if deltas.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"deltas are {deltas.dtype}: must be torch.int64 or torch.int32")
     else:
+        if not isinstance(deltas, Integral):
+            raise ValueError(f"deltas are {deltas!r}: must be an integer, or a tensor of them")
         deltas = torch.tensor(deltas, dtype=torch.int64)
     if inv_freq.dim() != 1 or not inv_freq.is_floating_point():
         raise ValueError(
@@ -120,6 +123,7 @@ def rotate(keys: torch.Tensor, by: Rotation, *, out: torch.Tensor | None = None)
     (begin, end), (out_begin, out_end) = span(keys), span(out)
     if begin < out_end and out_begin < end:
         raise ValueError("out overlaps keys: give other memory")
+    check_apart("out", out)
     if keys.numel() == 0:
         return out
     by = by.map(lambda table: table[(None,) * (keys.dim() - table.dim())])
@@ -150,3 +154,20 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     reach = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+def check_apart(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError if what is written to one element would be in another one, too."""
+    if not apart(zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(f"{name} has strides {tensor.stride()}: its elements share memory")
+
+
+def apart(dimensions: Iterable[tuple[int, int]], reach: int = 0) -> bool:
+    """Whether stretches of reach + 1 elements, repeated along dimensions (stride, length), do not touch; False also
+    where that is not plain from sorted strides."""
+    for step, length in sorted(dimensions):
+        if length > 1:
+            if step <= reach:
+                return False
+            reach += (length - 1) * step
+    return True

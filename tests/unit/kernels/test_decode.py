@@ -219,6 +219,8 @@ def test_arguments_that_do_not_fit_are_refused(change, message: str) -> None:
         ({"soft_cap": float("inf")}, "soft_cap is inf"),
         ({"out": torch.empty(6, 4, 8)}, r"out is \[6, 4, 8\]"),
         ({"out": torch.empty(6, 4, 16, dtype=torch.float64)}, "out is torch.float64"),
+        ({"out": torch.empty(1, 4, 16).expand(6, 4, 16)}, "out has strides .*: its elements share memory"),
+        ({"out": torch.empty(104).as_strided((6, 4, 16), (8, 16, 1))}, "its elements share memory"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> None:

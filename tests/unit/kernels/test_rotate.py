@@ -179,6 +179,8 @@ def test_what_is_larger_than_a_piece_is_rotated_in_pieces(
             frequencies(4),
             r"deltas are torch.float32: must be torch.int64 or torch.int32",
         ),
+        (1.5, frequencies(4), r"deltas are 1.5: must be an integer"),
+        ([1, 2], frequencies(4), r"deltas are \[1, 2\]: must be an integer, or a tensor of them"),
         (
             1,
             frequencies(4).unsqueeze(0),
@@ -222,6 +224,13 @@ KEYS = torch.zeros(3, 8, 16)
         (KEYS, rotation(1, frequencies(4)), torch.empty(3, 8, 16).half(), "out is torch.float16"),
         (KEYS, rotation(1, frequencies(4)), KEYS, "out overlaps keys"),
         (KEYS[:2], rotation(1, frequencies(4)), KEYS[1:], "out overlaps keys"),
+        (KEYS, rotation(1, frequencies(4)), torch.empty(1, 8, 16).expand(3, 8, 16), "out has strides"),
+        (
+            KEYS,
+            rotation(1, frequencies(4)),
+            torch.empty(146).as_strided((3, 8, 16), (1, 18, 1)),
+            "its elements share memory",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(
