@@ -203,9 +203,9 @@ class Queue:
                 self._planned_rows += 1
                 continue
             namespace = state.namespaces.get(job.namespace)
-            rows = self._rows(namespace, job) if namespace is not None else []
-            self._planned_rows += max(1, len(rows))
-            looked_at[tenant] += len(rows)
+            rows, count = self._rows(namespace, job) if namespace is not None else ([], 0)
+            self._planned_rows += max(1, count)
+            looked_at[tenant] += count
             new = [row for row in dict.fromkeys(rows) if row not in rank]
             size = len(new) * namespace.chunk_bytes if namespace is not None else 0
             if used[tenant] + size > in_all or looked_at[tenant] > PLAN_ROWS_MAX // tenants:
@@ -230,8 +230,9 @@ class Queue:
                 if not state.is_resident(row):
                     self._rise(row)
 
-    def _rows(self, namespace: Namespace, job: Job) -> list[int]:
-        """The chunks that the job will ask for and that can be had, up to the first that cannot."""
+    def _rows(self, namespace: Namespace, job: Job) -> tuple[list[int], int]:
+        """The chunks that the job will ask for and that can be had, up to the first that cannot; and how many were
+        looked at."""
         state = self.state
         if job.keys:
             rows = [namespace.index.get(key, NONE) for key in job.keys]
@@ -239,8 +240,8 @@ class Queue:
             session = state.sessions.by_name.get((namespace.id, job.session))
             rows = [] if session is None else session.manifest.rows.tolist()
         if len(rows) >= state.batch_min:
-            return rows[: batch.usable_leading(state, namespace, rows)]
+            return rows[: batch.usable_leading(state, namespace, rows)], len(rows)
         for count, row in enumerate(rows):
             if row == NONE or not state.is_usable(row):
-                return rows[:count]
-        return rows
+                return rows[:count], len(rows)
+        return rows, len(rows)

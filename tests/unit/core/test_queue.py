@@ -131,6 +131,19 @@ def test_a_long_queue_is_planned_again_less_often(monkeypatch: pytest.MonkeyPatc
     assert len(world.store.state.policy.rank) == 1
 
 
+@pytest.mark.parametrize("count", [2, 60])
+def test_so_is_one_of_chunks_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Looking for them takes as long, and a scheduler may name keys that nobody has saved yet."""
+    monkeypatch.setattr("kvstore.core.queue.REPLAN_ROWS_PER_MS", count / 100)
+    world, worker, namespace = start(hint_ttl_ms=10_000)
+    publish(world, worker, namespace, hint("j", 0, chain("a", count)))
+    save(world, worker, namespace, "a")
+    world.tick(90)
+    assert len(world.store.state.policy.rank) == 0
+    world.tick(9)
+    assert len(world.store.state.policy.rank) == 1
+
+
 def test_hints_that_come_fast_are_planned_together_and_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.core.queue.PUBLISH_ROWS_PER_MS", 1 / 128)  # 128 ms per chunk
     world, worker, namespace = start(hint_ttl_ms=10_000)
