@@ -232,10 +232,8 @@ class _Work:
         np.subtract(logits, maxima[..., None], out=logits)
         np.exp(logits, out=logits)
         outputs = self._weighted(logits, values)
-        for number in work.short:
-            if not np.isfinite(
-                outputs[number]
-            ).all():  # again, without what nobody wrote: 0 times NaN is not 0
+        for number in work.short:  # 0 times what nobody wrote is not 0 if that is NaN: again without it
+            if not np.isfinite(outputs[number]).all():
                 written = values[number : number + 1].copy()
                 written[:, :, work.sizes[number] :] = 0
                 outputs[number] = self._weighted(logits[number : number + 1], written)[0]

@@ -119,6 +119,19 @@ def test_where_chunks_lie_in_the_pool_changes_no_bit(seed: int, random, dtype: t
     assert torch.equal(attend(case, (q, keys, values)), out)
 
 
+@pytest.mark.parametrize("group", [1, 2])
+def test_what_lies_behind_the_last_token_changes_no_bit(group: int) -> None:
+    case = Case(seed=7, rows=16, kv_heads=2, group=group, head_dim=80, chunks=200).fill(16)
+    q, keys, values = case.tensors(torch.float32)
+    unwritten = keys.isnan()
+    found = []
+    for other in (NAN, 0.0, float("-inf"), 1e30):
+        pools = (pool.masked_fill(unwritten, other) for pool in (keys, values))
+        found.append(attend(case, (q, *pools)))
+    assert found[0].isfinite().all()
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 def test_the_same_call_gives_the_same_bits() -> None:
     case = Case(seed=3, rows=32, group=4, chunks=200).fill(32)
     tensors = case.tensors(torch.float32)
