@@ -1,16 +1,17 @@
 """Get and Put: KV bytes in frames, for callers that share no memory with the daemon.
 
 A Get or Put is carried out by a *guest*: a worker of its own that the daemon runs on the caller's behalf and that lives
-as long as the call. So a stream that breaks is a worker that left, its bytes wait in staging memory of its own, and the
-rules of leases, reservations, quotas and quarantine hold as for everybody. Before that, the caller's own identity must
-have opened the namespace.
+as long as the call. So a stream that breaks is a worker that left, and the rules of leases, reservations, quotas and
+quarantine hold as for everybody. Before that, the caller's own identity must have opened the namespace.
+
+What a Put brings goes into its slots at once, under both protections: it is the daemon that writes, and it looks before
+each piece whether the slots are still reserved for it. So Commit has nothing to copy.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
@@ -30,9 +31,6 @@ from kvstore.service import Service
 from kvstore.types import (
     GrantResult,
     NamespaceId,
-    Protection,
-    StagedPiece,
-    Wait,
     WorkerId,
 )
 from kvstore.v1 import bytes_pb2
@@ -148,23 +146,23 @@ class BytesService:
     async def _fill(
         self, guest: WorkerId, reserved: events.Reserved, payload: memoryview, context: Context
     ) -> bytes:
-        """Receive the bytes to where Commit takes them from, and commit."""
-        sizes = [extent.length for extent in reserved.extents]
-        offsets = [0, *itertools.accumulate(sizes)]
-        staged: tuple[StagedPiece, ...] = ()
-        if self._loop.store.state.limits.protection is Protection.SEALED:
-            array = self._loop.staging.create_own(guest, offsets[-1])
-            targets = [memory.cut(array, offset, size) for offset, size in zip(offsets, sizes, strict=False)]
-            del array
-            staged = tuple(StagedPiece(offset, size) for offset, size in zip(offsets, sizes, strict=False))
-        else:
-            # In place: should the reservation expire meanwhile, its slots are quarantined until the guest has left.
-            targets = [self._loop.arena.view(e.segment, e.offset, e.length) for e in reserved.extents]
-        async for index, offset, piece in self._pieces(sizes, payload, context):
-            memory.copy(targets[index][offset : offset + len(piece)], np.frombuffer(piece, np.uint8))
-        targets.clear()  # what nobody refers to is kept for the next Put
+        """Receive the bytes into their slots, and commit."""
+        loop = self._loop
+        slots = [loop.arena.view(extent.segment, extent.offset, extent.length) for extent in reserved.extents]
+        sums = [xxhash.xxh3_64() for _ in slots]
+        async for index, offset, piece in self._pieces([slot.size for slot in slots], payload, context):
+            # No await between this and the copy: a reservation that has ended has given its slots away.
+            if reserved.reservation not in loop.store.state.reservations:
+                raise Precondition(
+                    "the reservation ended while the bytes came in", remedy="put again, faster"
+                )
+            part = slots[index][offset : offset + len(piece)]
+            memory.copy_in(part, np.frombuffer(piece, np.uint8))
+            sums[index].update(part.data)
         committed: events.Committed = await self._ask(
-            events.Commit(Ticket(guest), reserved.reservation, staged, Wait.VISIBLE)
+            events.Commit(
+                Ticket(guest), reserved.reservation, checksums=tuple(each.intdigest() for each in sums)
+            )
         )
         reply = bytes_pb2.PutReply(grant=GrantResult.GRANTED, result=committed.results[0])
         return reply.SerializeToString()

@@ -25,9 +25,10 @@ class Client(ByKey):
     def __init__(self, address: dict[str, Any], shape: Shape) -> None:
         import grpc
 
-        from kvstore import wire
+        from kvstore import memory, wire
         from kvstore.v1 import bytes_pb2, store_pb2
 
+        memory.keep_freed_memory()
         super().__init__(shape)
         self._channel = grpc.insecure_channel(
             address["tcp"], options=[("grpc.max_receive_message_length", 4 << 20)]

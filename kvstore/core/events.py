@@ -175,6 +175,9 @@ class Commit:
     reservation: ReservationId
     staged: tuple[StagedPiece, ...] = ()
     wait: Wait = Wait.VISIBLE
+    checksums: tuple[int, ...] = ()
+    """One per granted (key, shard), of what the daemon itself has put into the slots: there is nothing to copy. No
+    worker can say so."""
 
 
 @dataclass(frozen=True, slots=True)

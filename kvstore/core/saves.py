@@ -456,6 +456,9 @@ class Saves:
                 value="DURABLE",
                 remedy="set ssd_dir, or wait for VISIBLE",
             )
+        if event.checksums:
+            assert len(event.checksums) == len(reservation.rows) * len(reservation.shards), event
+            reservation.filled = dict(enumerate(event.checksums))
         rest, targets = self._rest(reservation, event)
         if state.limits.protection is Protection.SEALED:
             pieces = _pieces(event.staged, targets)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -148,21 +147,14 @@ def _release(segment: _Segment) -> None:
     os.close(segment.header_fd)
 
 
-KEPT_BYTES_MAX = 64 << 20
-"""Staging memory of the daemon's own that is kept for the next one who needs some."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    array: npt.NDArray[np.uint8]
-    mapping: memory.SharedMapping | None = None
-    """None: memory of the daemon's own."""
-    fd: int = -1
+    mapping: memory.SharedMapping
+    fd: int
 
     def close(self) -> None:
-        if self.mapping is not None:
-            self.mapping.close()
-            os.close(self.fd)
+        self.mapping.close()
+        os.close(self.fd)
 
 
 class Staging:
@@ -172,8 +164,6 @@ class Staging:
         self.bytes_max = bytes_max
         self.bytes_granted = 0
         self._by_worker: dict[WorkerId, _Staged] = {}
-        self._kept: list[_Staged] = []
-        """Of the daemon's own, oldest first; they count as granted."""
         self._lock = threading.Lock()
         """Held to look into the tables and to change them and the sum, never while memory is freed: that takes up to
         20 ms for 64 MiB, so drop() may run in a thread."""
@@ -186,55 +176,26 @@ class Staging:
         if wanted <= 0:
             raise BadRequest("must be above 0", field="staging.bytes", value=wanted)
         with self._lock:
-            granted = min(_pages(wanted), self._room(worker, wanted) // mmap.PAGESIZE * mmap.PAGESIZE)
+            if worker in self._by_worker:
+                raise BadRequest("the worker has staging memory already", field="staging.bytes", value=wanted)
+            room = self.bytes_max - self.bytes_granted
+            if room < mmap.PAGESIZE:
+                raise Exhausted(
+                    f"all {self.bytes_max} bytes of staging memory are in use",
+                    field="staging.bytes",
+                    value=wanted,
+                    remedy="raise staging_bytes_max or lower staging_bytes",
+                )
+            granted = min(_pages(wanted), room // mmap.PAGESIZE * mmap.PAGESIZE)
             with ExitStack() as undo:
                 fd = memory.create_memfd(f"kvs-staging-{worker}", granted)
                 undo.callback(os.close, fd)
                 memory.add_seals(fd, memory.SEALS_RESIZE)
                 mapping = memory.map_shared(fd, granted)
                 undo.pop_all()
-            self._by_worker[worker] = _Staged(mapping.array, mapping, fd)
+            self._by_worker[worker] = _Staged(mapping, fd)
             self.bytes_granted += granted
         return fd, granted
-
-    def create_own(self, worker: WorkerId, wanted: int) -> npt.NDArray[np.uint8]:
-        """At least `wanted` bytes that the daemon itself writes for `worker`. When dropped they are kept for the next
-        one, whose pages are there then.
-
-        Raises BadRequest for a second one, Exhausted when there is less.
-        """
-        with self._lock:
-            fitting = [staged for staged in self._kept if staged.array.size >= wanted]
-            if worker not in self._by_worker and fitting:
-                smallest = min(fitting, key=lambda staged: staged.array.size)
-                self._kept = [staged for staged in self._kept if staged is not smallest]
-                self._by_worker[worker] = smallest
-                return smallest.array
-            if self._room(worker, wanted) < wanted:
-                raise self._full(wanted)
-            array = np.empty(_pages(wanted), np.uint8)
-            self._by_worker[worker] = _Staged(array)
-            self.bytes_granted += array.size
-            return array
-
-    def _room(self, worker: WorkerId, wanted: int) -> int:
-        """Bytes that can be granted, after giving up what is only kept. Under the lock."""
-        if worker in self._by_worker:
-            raise BadRequest("the worker has staging memory already", field="staging.bytes", value=wanted)
-        while self._kept and self.bytes_max - self.bytes_granted < _pages(wanted):
-            self.bytes_granted -= self._kept.pop(0).array.size
-        room = self.bytes_max - self.bytes_granted
-        if room < mmap.PAGESIZE:
-            raise self._full(wanted)
-        return room
-
-    def _full(self, wanted: int) -> Exhausted:
-        return Exhausted(
-            f"all {self.bytes_max} bytes of staging memory are in use",
-            field="staging.bytes",
-            value=wanted,
-            remedy="raise staging_bytes_max or lower staging_bytes",
-        )
 
     def view(self, worker: WorkerId, offset: int, length: int) -> npt.NDArray[np.uint8]:
         """Not to be written; the worker may change the bytes at any time. Raises NotFound, or BadRequest outside."""
@@ -243,7 +204,7 @@ class Staging:
             if found is None:
                 raise NotFound("the worker has no staging memory", field="worker", value=worker)
             try:
-                return memory.cut(found.array, offset, length)
+                return memory.cut(found.mapping.array, offset, length)
             except ValueError as error:
                 raise BadRequest(str(error), field="staging_offsets", value=offset) from None
 
@@ -253,22 +214,12 @@ class Staging:
             gone = self._by_worker.pop(worker, None)
             if gone is None:
                 return
-            kept_bytes = sum(staged.array.size for staged in self._kept)
-            # Never what a copy still reads: it would commit what the next one writes there. Two references are
-            # `gone`'s and the one that the question itself has; a view of the array is another.
-            unread = sys.getrefcount(gone.array) == 2
-            if gone.mapping is None and unread and kept_bytes + gone.array.size <= KEPT_BYTES_MAX:
-                self._kept.append(gone)
-                return
-            self.bytes_granted -= gone.array.size
+            self.bytes_granted -= gone.mapping.size_bytes
         gone.close()
 
     def close(self) -> None:
         for worker in list(self._by_worker):
             self.drop(worker)
-        with self._lock:
-            self.bytes_granted -= sum(staged.array.size for staged in self._kept)
-            self._kept.clear()
 
     def __repr__(self) -> str:
         return f"Staging({len(self._by_worker)} workers, {self.bytes_granted} of {self.bytes_max} bytes)"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import queue
 import signal
 import socket
 
@@ -12,6 +13,8 @@ from kvstore import wire
 from kvstore.errors import BadRequest, Exhausted, NotFound, Precondition, Unauthenticated
 from kvstore.layout import GroupSpec
 from kvstore.v1 import bytes_pb2, descriptor_pb2, stats_pb2, store_pb2, types_pb2
+
+from .ssd_tools import eventually
 
 SHARD = 256 << 10
 
@@ -551,6 +554,37 @@ def test_put_of_the_wrong_size(worker, namespace, size, why):
     (frame,) = list_of(get(worker, namespace, b"k"))
     assert frame.outcome == 2, "nothing of it is visible"
     assert worker.ask_stats().gauges["reservations"] == 0
+    conserved(worker)
+
+
+@pytest.mark.parametrize("protection", ["sealed", "group"])
+def test_a_put_that_takes_too_long_writes_into_nobodys_slot(start_daemon, connect, spec, protection):
+    """Its reservation ended between two frames, and others have the whole arena by now."""
+    daemon = start_daemon(
+        protection=protection, dram_bytes=4 << 20, segment_bytes=4 << 20, reservation_ttl_ms=2_000
+    )
+    worker = connect(daemon)
+    namespace = worker.call("Open", store_pb2.OpenRequest(namespace=wire.spec_to_proto(spec))).namespace_id
+    sending: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    slow = worker.channel.stream_unary("/kvstore.v1.Bytes/Put").future(
+        iter(sending.get, None), metadata=worker.metadata, timeout=60
+    )
+    frames = [frame.SerializeToString() for frame in frames_of(namespace, b"slow", bytes(SHARD))]
+    sending.put(frames[0])
+    eventually(lambda: worker.ask_stats().gauges["reservations"] == 1)
+    eventually(lambda: worker.ask_stats().gauges["reservations"] == 0)
+    others = {b"%d" % number: os.urandom(SHARD) for number in range(16 if protection == "sealed" else 15)}
+    for key, data in others.items():
+        assert put(worker, frames_of(namespace, key, data)).grant == 0
+    for frame in (*frames[1:], None):
+        sending.put(frame)
+    with pytest.raises(grpc.RpcError) as caught:
+        slow.result()
+    for key, data in others.items():
+        _, *rest = list_of(get(worker, namespace, key))
+        assert b"".join(frame.payload for frame in rest) == data, "somebody else's bytes"
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert caught.value.details().startswith("the reservation ended while the bytes came in")
     conserved(worker)
 
 

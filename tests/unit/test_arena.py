@@ -14,7 +14,6 @@ import pytest
 
 from kvstore import memory
 from kvstore.errors import BadRequest, Exhausted, NotFound
-from kvstore.tiers import arena as arena_module
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.types import Protection, SegmentId, WorkerId
 
@@ -346,58 +345,3 @@ def test_failed_staging_leaves_nothing(staging: Staging, monkeypatch: pytest.Mon
     assert open_fds() == before
     assert staging.bytes_granted == 0
     assert staging.create(ALICE, 4096)[1] == 4096
-
-
-def test_memory_of_the_daemons_own_is_kept_for_the_next_one() -> None:
-    staging = Staging(bytes_max=1 << 20)
-    first = staging.create_own(WorkerId(1), 100_000)
-    assert first.size == 102_400 and first.flags.writeable
-    first[:] = 5
-    assert bytes(staging.view(WorkerId(1), 99_990, 10)) == b"\5" * 10
-    with pytest.raises(BadRequest, match="already"):
-        staging.create_own(WorkerId(1), 1)
-    address = first.ctypes.data
-    del first
-    staging.drop(WorkerId(1))
-    with pytest.raises(NotFound):
-        staging.view(WorkerId(1), 0, 1)
-    assert staging.bytes_granted == 102_400, "kept"
-    assert staging.create_own(WorkerId(2), 102_401).size == 106_496, "too large for it"
-    assert staging.create_own(WorkerId(3), 50_000).ctypes.data == address
-    assert staging.bytes_granted == 102_400 + 106_496
-    staging.close()
-    assert staging.bytes_granted == 0
-
-
-def test_what_a_copy_still_reads_is_not_given_to_the_next_one() -> None:
-    """A Put may break off while its commit is copied, and the commit holds."""
-    staging = Staging(bytes_max=1 << 20)
-    staging.create_own(WorkerId(1), 8192)[:] = 1
-    read = staging.view(WorkerId(1), 4096, 100)
-    staging.drop(WorkerId(1))
-    assert staging.bytes_granted == 0
-    staging.create_own(WorkerId(2), 8192)[:] = 2
-    assert bytes(read) == b"\1" * 100
-
-
-def test_what_is_kept_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    staging = Staging(bytes_max=64 << 10)
-    for worker in (1, 2):
-        staging.create_own(WorkerId(worker), 16 << 10)
-    for worker in (1, 2):
-        staging.drop(WorkerId(worker))
-    assert staging.bytes_granted == 32 << 10
-    fd, granted = staging.create(WorkerId(3), 64 << 10)
-    assert fd >= 0 and granted == staging.bytes_granted == 64 << 10
-    with pytest.raises(Exhausted, match="in use"):
-        staging.create_own(WorkerId(4), 1)
-    staging.drop(WorkerId(3))
-    monkeypatch.setattr(arena_module, "KEPT_BYTES_MAX", 20 << 10)
-    for worker in (5, 6):
-        staging.create_own(WorkerId(worker), 16 << 10)
-    for worker in (5, 6):
-        staging.drop(WorkerId(worker))
-    assert staging.bytes_granted == 16 << 10, "only so much is kept"
-    with pytest.raises(Exhausted, match="in use"):
-        staging.create_own(WorkerId(7), 65 << 10)
-    staging.close()

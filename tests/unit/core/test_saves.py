@@ -8,7 +8,7 @@ from kvstore.core import events as ev
 from kvstore.core import saves
 from kvstore.errors import BadRequest, Conflict, DeadlineExceeded, Exhausted, NotFound, Precondition
 from kvstore.layout import GroupSpec
-from kvstore.sim.world import CHUNK_TOKENS, PAGE, World, chain, spec
+from kvstore.sim.world import CHUNK_TOKENS, PAGE, World, chain, spec, tag
 from kvstore.types import ChunkKey, CommitResult, Outcome, Protection, ReservationId, StagedPiece
 
 VISIBLE, WAITING, ALREADY = CommitResult
@@ -38,6 +38,38 @@ def test_a_chunk_is_visible_once_all_its_bytes_are_in(protection: Protection) ->
     world.finish()
     assert world.outcomes(worker, namespace, keys) == ["HIT"] * 3
     assert world.acquire(worker, namespace, keys).outcomes == (Outcome.HIT,) * 3
+
+
+@BOTH
+def test_what_the_daemon_itself_has_written_is_not_copied_again(protection: Protection) -> None:
+    world = World(protection=protection)
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    keys = chain("k", 3)
+    world.hold = {ev.CopyIn, ev.Checksum}
+    reserved = world.reserve(worker, namespace, keys)
+    written = [tag(shard, 0) for shard in world.savings[reserved.reservation].shards]
+    for extent, what in zip(reserved.extents, written, strict=True):
+        world._write(extent, what, by=worker if protection is GROUP else None)
+    world._meant[reserved.reservation] = tuple(written)
+    committed = world.ask(ev.Commit, worker, reserved.reservation, checksums=tuple(written))
+    assert committed.results == (VISIBLE,) * 3
+    assert not world.held
+    assert (
+        world.acquire(worker, namespace, keys).outcomes == (Outcome.HIT,) * 3
+    )  # compares bytes and checksums
+
+
+@BOTH
+def test_nor_is_it_seen_when_the_reservation_has_ended(protection: Protection) -> None:
+    world = World(protection=protection, reservation_ttl_ms=1_000)
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    reserved = world.reserve(worker, namespace, chain("k", 1))
+    world.tick(1_000)
+    with pytest.raises(Precondition, match="expired"):
+        world.ask(ev.Commit, worker, reserved.reservation, checksums=(1,))
+    assert world.outcomes(worker, namespace, chain("k", 1)) == ["NEVER_SEEN"]
 
 
 def test_a_chunk_is_visible_only_when_every_shard_is_there() -> None:
