@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from kvstore.kernels.rotate import check_apart
+from kvstore.kernels.rotate import check_apart, check_elsewhere
 
 DTYPES = {
     "cpu": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -60,10 +60,11 @@ def check_attention(
         raise ValueError(
             f"out is {list(out.shape)}: must be like q, {list(q.shape)}, contiguous in its last dimension"
         )
-    if out is not None:
-        check_apart("out", out)
     for name, other in (("keys", keys), ("values", values), ("out", q if out is None else out)):
         if other.dtype != q.dtype or other.device != q.device:
             raise ValueError(f"{name} is {other.dtype} on {other.device}: q is {q.dtype} on {q.device}")
+    if out is not None:
+        check_apart("out", out)
+        check_elsewhere("out", out, q=q, keys=keys, values=values)
     if plan_device != q.device:
         raise ValueError(f"the plan is on {plan_device}, q on {q.device}: make the forest with device=")

@@ -34,7 +34,7 @@ def decode_attention(
     * `scale`: 1 / sqrt(head_dim) by default. `soft_cap`: logits become soft_cap * tanh(logits / soft_cap).
     * dtype: float16 or bfloat16, the same for all; on a CPU also float32 and float64. Products accumulate in float32
       (float64 for float64), partial results stay in it.
-    * `out`: where the result goes, like `q`; a new tensor by default.
+    * `out`: where the result goes, like `q`; it must not overlap what is read. A new tensor by default.
 
     On a CUDA device it launches two Triton kernels on the current stream, needs no other synchronisation and can be
     captured in a graph. Head dimensions up to 256 and chunks of 16, 32, 64, 128 or 256 tokens, which the CPU path does

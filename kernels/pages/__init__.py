@@ -27,7 +27,7 @@ from itertools import pairwise
 import torch
 
 from kvstore.kernels.pages import cpu
-from kvstore.kernels.rotate import Rotation, apart, check_apart, check_rotation, span
+from kvstore.kernels.rotate import Rotation, apart, check_apart, check_elsewhere, check_rotation, span
 
 __all__ = ["BlockTable", "Run", "gather", "scatter"]
 
@@ -241,7 +241,7 @@ def _check(keys: torch.Tensor, values: torch.Tensor, table: BlockTable, slices: 
         if table.chunks:
             _check_slice("slices[0]", slices[0])
         _check_like("slices", slices, keys)
-        _check_elsewhere("slices", slices, keys, values)
+        check_elsewhere("slices", slices, keys=keys, values=values)
     else:
         if keys.device.type != "cpu":
             raise ValueError(f"slices is a sequence: on {keys.device} it must be one tensor")
@@ -252,7 +252,7 @@ def _check(keys: torch.Tensor, values: torch.Tensor, table: BlockTable, slices: 
                 raise ValueError(f"slices[{number}] is {list(chunk.shape)}: must be {list(one)}")
             _check_slice(f"slices[{number}]", chunk)
             _check_like(f"slices[{number}]", chunk, keys)
-            _check_elsewhere(f"slices[{number}]", chunk, keys, values)
+            check_elsewhere(f"slices[{number}]", chunk, keys=keys, values=values)
     _check_like("values", values, keys)
 
 
@@ -266,14 +266,6 @@ def _check_like(name: str, tensor: torch.Tensor, keys: torch.Tensor) -> None:
         raise ValueError(
             f"{name} is {tensor.dtype} on {tensor.device}: keys is {keys.dtype} on {keys.device}"
         )
-
-
-def _check_elsewhere(name: str, slices: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    begin, end = span(slices)
-    for pool, tensor in (("keys", keys), ("values", values)):
-        first, behind = span(tensor)
-        if begin < behind and first < end:
-            raise ValueError(f"{name} overlaps {pool}: give other memory")
 
 
 def _check_pair(keys: torch.Tensor, values: torch.Tensor) -> None:

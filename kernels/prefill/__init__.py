@@ -36,7 +36,7 @@ def prefill_attention(
     * `scale`: 1 / sqrt(head_dim) by default. `soft_cap`: logits become soft_cap * tanh(logits / soft_cap).
     * dtype: float16 or bfloat16, the same for all; on a CPU also float32 and float64. Products accumulate in float32
       (float64 for float64), partial results stay in it.
-    * `out`: where the result goes, like `q`; a new tensor by default.
+    * `out`: where the result goes, like `q`; it must not overlap what is read. A new tensor by default.
 
     On a CUDA device it launches Triton kernels on the current stream: head dimensions up to 256, chunks of 16, 32, 64,
     128 or 256 tokens. What lies in the pool outside of the sequences' tokens is never used, be it NaN. Results do not

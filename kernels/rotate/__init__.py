@@ -17,7 +17,16 @@ import torch
 
 from kvstore.kernels.rotate import cpu
 
-__all__ = ["Rotation", "apart", "check_apart", "check_rotation", "rotate", "rotation", "span"]
+__all__ = [
+    "Rotation",
+    "apart",
+    "check_apart",
+    "check_elsewhere",
+    "check_rotation",
+    "rotate",
+    "rotation",
+    "span",
+]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Of keys. Quantised ones are refused: their scales belong to the elements as they were."""
@@ -120,9 +129,7 @@ def rotate(keys: torch.Tensor, by: Rotation, *, out: torch.Tensor | None = None)
             f"out is {out.dtype} {list(out.shape)} on {out.device}: "
             f"must be like keys, {keys.dtype} {list(keys.shape)} on {keys.device}"
         )
-    (begin, end), (out_begin, out_end) = span(keys), span(out)
-    if begin < out_end and out_begin < end:
-        raise ValueError("out overlaps keys: give other memory")
+    check_elsewhere("out", out, keys=keys)
     check_apart("out", out)
     if keys.numel() == 0:
         return out
@@ -154,6 +161,15 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     reach = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+def check_elsewhere(name: str, tensor: torch.Tensor, **others: torch.Tensor) -> None:
+    """Raises ValueError if the memory of `tensor` reaches into that of one of the others."""
+    begin, end = span(tensor)
+    for other, read in others.items():
+        first, behind = span(read)
+        if begin < behind and first < end:
+            raise ValueError(f"{name} overlaps {other}: give other memory")
 
 
 def check_apart(name: str, tensor: torch.Tensor) -> None:

@@ -242,6 +242,16 @@ def test_options_that_do_not_fit_are_refused(options: dict, message: str) -> Non
         decode_attention(*case.tensors(torch.float32), case.forest().plan(), **options)
 
 
+@pytest.mark.parametrize("name", ["q", "keys", "values"])
+def test_a_result_over_what_is_read_is_refused(name: str) -> None:
+    case = Case(kv_heads=2, group=2).fill(3)
+    read = dict(zip(("q", "keys", "values"), case.tensors(torch.float32), strict=True))
+    read = {each: tensor.contiguous() for each, tensor in read.items()}
+    out = read[name].as_strided((6, 4, 16), (64, 16, 1))
+    with pytest.raises(ValueError, match=f"out overlaps {name}: give other memory"):
+        decode_attention(*read.values(), case.forest().plan(), out=out)
+
+
 def test_a_machine_without_triton_can_attend() -> None:
     """And the CPU path does not load it where it is installed."""
     script = (

@@ -339,6 +339,17 @@ def test_arguments_that_do_not_fit_are_refused(change, message: str) -> None:
         prefill_attention(*change(*tensors(case, {0: 5}, torch.float32)), plan)
 
 
+@pytest.mark.parametrize("name", ["q", "keys", "values"])
+def test_a_result_over_what_is_read_is_refused(name: str) -> None:
+    case = Case(kv_heads=2, group=2)
+    case.add(0, more=20)
+    read = dict(zip(("q", "keys", "values"), tensors(case, {0: 5}, torch.float32), strict=True))
+    read = {each: tensor.contiguous() for each, tensor in read.items()}
+    out = read[name].as_strided((5, 4, 16), (64, 16, 1))
+    with pytest.raises(ValueError, match=f"out overlaps {name}: give other memory"):
+        prefill_attention(*read.values(), case.forest().prefill({0: 5}), out=out)
+
+
 def test_a_longer_sequence_shares_what_it_came_to_share_and_a_refused_change_changes_nothing() -> None:
     forest = Forest(chunk_tokens=4, chunks=9, sequences_max=2, split_tokens=4, items_max=5, tokens_max=16)
     forest.join(0, [1, 2, 3], 12)
