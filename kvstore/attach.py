@@ -135,7 +135,7 @@ class Attached:
             if call.event is None:
                 self._answer(request_id, events.Done())
                 return
-            packed = getattr(body, "packed_extents", False)
+            packed = call.extents and body.packed_extents
             channel = self._loop.channel(
                 lambda answer: self._answered(channel, request_id, answer, packed), REQUEST_TIMEOUT_S
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf.message import Message
 
@@ -54,6 +54,8 @@ class Call:
     request: type[Message]
     event: Callable[[Any, Ticket], events.Event] | None
     reply: Callable[..., Message]
+    extents: bool = False
+    """The reply has extents, which the request may want packed."""
 
 
 def number(field: str, value: int, high: int, low: int = 0) -> int:
@@ -75,14 +77,15 @@ def count(field: str, items: Sequence[Any], high: int) -> None:
 def chunk_keys(field: str, keys: Sequence[bytes], *, empty: bool = False) -> tuple[ChunkKey, ...]:
     """`keys` as a tuple; `empty` allows keys of no bytes (the root of a chain)."""
     count(field, keys, KEYS_PER_REQUEST_MAX)
-    for index, key in enumerate(keys):
-        if len(key) > KEY_BYTES_MAX or not (key or empty):
-            raise BadRequest(
-                f"a key has {'at most' if empty else '1 to'} {KEY_BYTES_MAX} bytes",
-                field=f"{field}[{index}]",
-                value=f"{len(key)} bytes",
-            )
-    return tuple(map(ChunkKey, keys))
+    found = tuple(keys)
+    if max(map(len, found), default=0) > KEY_BYTES_MAX or not (empty or all(found)):
+        index = next(n for n, key in enumerate(found) if len(key) > KEY_BYTES_MAX or not (key or empty))
+        raise BadRequest(
+            f"a key has {'at most' if empty else '1 to'} {KEY_BYTES_MAX} bytes",
+            field=f"{field}[{index}]",
+            value=f"{len(found[index])} bytes",
+        )
+    return cast("tuple[ChunkKey, ...]", found)
 
 
 def some_keys(keys: Sequence[bytes]) -> tuple[ChunkKey, ...]:
@@ -93,11 +96,13 @@ def some_keys(keys: Sequence[bytes]) -> tuple[ChunkKey, ...]:
 
 def shard_numbers(shards: Sequence[int]) -> tuple[int, ...]:
     count("shards", shards, SHARDS_MAX)
-    for shard in shards:
-        number("shards", shard, SHARDS_MAX - 1)
-    if len(set(shards)) != len(shards):
-        raise BadRequest("names a shard twice", field="shards", value=list(shards))
-    return tuple(shards)
+    found = tuple(shards)
+    if found:
+        number("shards", min(found), SHARDS_MAX - 1)
+        number("shards", max(found), SHARDS_MAX - 1)
+    if len(set(found)) != len(found):
+        raise BadRequest("names a shard twice", field="shards", value=list(found))
+    return found
 
 
 def session_name(field: str, name: bytes) -> bytes:
@@ -118,7 +123,7 @@ def namespace_id(value: int) -> NamespaceId:
 
 def lease_ids(leases: Sequence[int]) -> tuple[LeaseId, ...]:
     count("lease_ids", leases, KEYS_PER_REQUEST_MAX)
-    return tuple(map(LeaseId, leases))
+    return cast("tuple[LeaseId, ...]", tuple(leases))
 
 
 # ------------------------------------------------------------------------------------------------------------ Store
@@ -333,10 +338,10 @@ def _segments_unmapped(message: store_pb2.SegmentsUnmappedRequest, ticket: Ticke
 STORE_CALLS: dict[str, Call] = {
     "Open": Call(store_pb2.OpenRequest, _open, wire.opened_to_proto),
     "Match": Call(store_pb2.MatchRequest, _match, wire.matched_to_proto),
-    "Acquire": Call(store_pb2.AcquireRequest, _acquire, wire.acquired_to_proto),
+    "Acquire": Call(store_pb2.AcquireRequest, _acquire, wire.acquired_to_proto, extents=True),
     "Renew": Call(store_pb2.RenewRequest, _renew, wire.renewed_to_proto),
     "Release": Call(store_pb2.ReleaseRequest, _release, wire.done_to_proto),
-    "Reserve": Call(store_pb2.ReserveRequest, _reserve, wire.reserved_to_proto),
+    "Reserve": Call(store_pb2.ReserveRequest, _reserve, wire.reserved_to_proto, extents=True),
     "Fill": Call(store_pb2.FillRequest, _fill, wire.filled_to_proto),
     "Commit": Call(store_pb2.CommitRequest, _commit, wire.committed_to_proto),
     "Abort": Call(store_pb2.AbortRequest, _abort, wire.done_to_proto),

@@ -55,6 +55,8 @@ ERROR_METADATA = "kvstore-error-bin"
 TOKEN_METADATA = "kvstore-token-bin"
 """Request metadata of a unary call: the token of the descriptor socket's hello."""
 
+LITTLE_ENDIAN = sys.byteorder == "little"
+
 LANE_PREFIX_BYTES = 4
 """Before each message on a fast lane: its length, u32 little-endian."""
 
@@ -160,7 +162,8 @@ def extents_to_proto(extents: Sequence[Extent], *, packed: bool = False) -> type
     """`packed`: for a reader that asked for it (`packed_extents`)."""
     columns = Extents.of(extents)
     if packed:
-        return types_pb2.Extents(packed=b"".join(map(_little_endian, columns.columns)))
+        ordered = columns.columns if LITTLE_ENDIAN else map(_swapped, columns.columns)
+        return types_pb2.Extents(packed=b"".join(ordered))
     return types_pb2.Extents(
         segment=columns.segment,
         offset=columns.offset,
@@ -171,9 +174,7 @@ def extents_to_proto(extents: Sequence[Extent], *, packed: bool = False) -> type
     )
 
 
-def _little_endian(column: array[int]) -> array[int]:
-    if sys.byteorder == "little":
-        return column
+def _swapped(column: array[int]) -> array[int]:
     swapped = column[:]
     swapped.byteswap()
     return swapped
@@ -181,14 +182,20 @@ def _little_endian(column: array[int]) -> array[int]:
 
 def extents_from_proto(message: types_pb2.Extents) -> Extents:
     """Raises StoreError (INTERNAL) when the columns differ in length."""
-    if message.packed:
-        whole = array("Q")
-        count, rest = divmod(len(message.packed), 6 * whole.itemsize)
-        if rest:
-            raise StoreError("is not six columns of u64", field="extents.packed", value=len(message.packed))
-        whole.frombytes(message.packed)
-        whole = _little_endian(whole)
-        return Extents(*(whole[start : start + count] for start in range(0, 6 * count, count)))
+    packed = message.packed
+    if packed:
+        if len(packed) % (6 * 8):
+            raise StoreError("is not six columns of u64", field="extents.packed", value=len(packed))
+        whole = array("Q", packed) if LITTLE_ENDIAN else _swapped(array("Q", packed))
+        n = len(whole) // 6
+        return Extents(
+            whole[:n],
+            whole[n : 2 * n],
+            whole[2 * n : 3 * n],
+            whole[3 * n : 4 * n],
+            whole[4 * n : 5 * n],
+            whole[5 * n :],
+        )
     columns = (
         message.segment,
         message.offset,

@@ -244,16 +244,16 @@ class Patient:
         """A reader that comes too late must see that its slot was given away."""
         namespace = self.open_namespace
         lease = namespace.read(self.keys)
-        place, _ = lease._place(0, None)
-        if place is None or not place.intact():
+        grant, (row, _) = lease._grant, lease._row(0, None)
+        if grant is None or row is None or not grant.places.intact((row,)):
             raise Failed("the generation of a leased slot does not match", "stop the daemon and report this")
         namespace.forget(self.session)
         namespace.forget(keys=self.keys)
-        if not place.intact():
+        if not grant.places.intact((row,)):
             raise Failed("a slot was given away under an open lease", "stop the daemon and report this")
         lease.release()
         namespace.match(self.keys)  # on the same stream, hence after the release
-        if place.intact():
+        if grant.places.intact((row,)):
             raise Failed("a slot was freed without a new generation", "stop the daemon and report this")
         return "a slot that was given away is noticed by its old reader"
 

@@ -166,6 +166,9 @@ class WriteBatch:
         self._lengths = tuple(lengths)
         self._slots = tuple(slots)
         self._pieces = pieces
+        # Of one chunk: where its shards are in a piece, and its bytes.
+        self._columns = [footprint(lengths[:column]) for column in range(len(lengths))]
+        self._chunk_bytes = sum(lengths)
         self._staged = bool(slots) or pieces is not None
         # By place: the number of a key among the granted ones.
         self._places = {index: place for place, index in enumerate(self.granted)}
@@ -258,7 +261,10 @@ class WriteBatch:
     def _target(self, place: int, column: int) -> Bytes:
         """Under the lock."""
         self._check_open()
-        if column not in self._unwritten.setdefault(place, set(range(len(self.shards)))):
+        unwritten = self._unwritten.get(place)
+        if unwritten is None:
+            unwritten = self._unwritten[place] = set(range(len(self.shards)))
+        if column not in unwritten:
             index = self.granted[place]
             raise BadRequest("was said to be written", field="index", value=index, remedy="commit")
         if self._pieces is None:
@@ -266,7 +272,7 @@ class WriteBatch:
         start = self._starts.get(place)
         if start is None:
             start = self._starts[place] = self._pieces.next()
-        start += footprint(self._lengths[:column])
+        start += self._columns[column]
         return self._pieces.staging.array[start : start + self._lengths[column]]
 
     def _note_written(self, place: int, column: int) -> None:
@@ -274,11 +280,12 @@ class WriteBatch:
         attachment = self._attachment
         with self._lock:
             self._check_open()
-            self._unwritten[place].discard(column)
-            if self._unwritten[place]:
+            unwritten = self._unwritten[place]
+            unwritten.discard(column)
+            if unwritten:
                 return
             self._written.append(place)
-            much = len(self._written) * sum(self._lengths) >= FILL_AHEAD_BYTES
+            much = len(self._written) * self._chunk_bytes >= FILL_AHEAD_BYTES
             last = len(self._written) + len(self._handed_over) == len(self.granted)
             if attachment is None or not much or last:
                 return
@@ -321,8 +328,7 @@ class WriteBatch:
 
     def _offsets(self, starts: Sequence[int]) -> list[int]:
         """In staging memory, per piece, then per shard."""
-        columns = [footprint(self._lengths[:column]) for column in range(len(self._lengths))]
-        return [start + column for start in starts for column in columns]
+        return [start + column for start in starts for column in self._columns]
 
     def fill(self, region: Region, offsets: Sequence[int], *, timeout_s: float | None = None) -> None:
         """Have the daemon copy rows of `region` into the granted slots of a batch that was made with `staged=False`.

@@ -32,10 +32,11 @@ def destination(out: object, field: str = "out") -> Bits:
     Raises BadRequest for what cannot be written in place.
     """
     array = _array(out, field)
-    if not array.flags.writeable:
+    flags = array.flags
+    if not flags.writeable:
         raise BadRequest("is read-only", field=field, value=_describe(array))
     bits = _bits(array, field)
-    if not array.flags.c_contiguous and any(
+    if not flags.c_contiguous and any(
         step == 0 and length > 1 for step, length in zip(bits.strides, bits.shape, strict=True)
     ):
         raise BadRequest("has elements that share memory", field=field, value=_describe(array))
@@ -63,10 +64,11 @@ def _array(thing: object, field: str) -> Bits:
 
 
 def _bits(array: Bits, field: str) -> Bits:
-    if array.dtype.hasobject:
+    dtype = array.dtype
+    if dtype.hasobject:
         raise BadRequest("holds objects, not bytes", field=field, value=_describe(array))
     if array.flags.c_contiguous:
-        return array if array.dtype is _BYTE and array.ndim == 1 else array.reshape(-1).view(_BYTE)
+        return array if dtype is _BYTE and array.ndim == 1 else array.reshape(-1).view(_BYTE)
     bits: Bits = array.view(_UNSIGNED.get(array.itemsize, np.dtype(f"V{array.itemsize}")))
     return bits
 

@@ -23,7 +23,7 @@ from kvstore.v1 import store_pb2
 if TYPE_CHECKING:
     from kvstore.client.attachment import Attachment
     from kvstore.client.geometry import Geometry
-    from kvstore.client.places import Place, Places
+    from kvstore.client.places import Places
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class ReadLease:
         the start of the shard or layer) as many as `out` has. False: no hit, or void (expired, revoked, daemon gone,
         slot reused): `out` is undefined, recompute. Raises BadRequest for a wrong index, shard, layer or size.
         """
-        place, shard = self._place(index, shard)
+        row, shard = self._row(index, shard)
         bits = destination(out)
         start, length = self._geometry.span(shard, layer)
         if offset is not None:
@@ -172,20 +172,20 @@ class ReadLease:
         elif bits.nbytes != length:
             what = f"shard {shard} whole" if layer is None else f"layer {layer} of shard {shard}"
             raise BadRequest(f"must have {length} bytes: {what}", field="out", value=f"{bits.nbytes} bytes")
-        return place is not None and self._copy(((index, place, start, bits),))
+        return row is not None and self._copy(((index, row, start, bits),))
 
     def copy_many(self, pieces: Sequence[tuple[int, int, int, Any]]) -> bool:
         """Copy all of (index, shard, offset in bytes within the shard, out); each `out` as in `copy_to`.
 
         False: at least one is no hit or void, and all outs are undefined. Raises BadRequest before copying anything.
         """
-        plan: list[tuple[int, Place, int, Bits]] = []
+        plan: list[tuple[int, int, int, Bits]] = []
         for index, shard, offset, out in pieces:
-            place, shard = self._place(index, shard)
+            row, shard = self._row(index, shard)
             bits = destination(out)
             _check_range(offset, bits.nbytes, self._geometry.shard_bytes[shard])
-            if place is not None:
-                plan.append((index, place, offset, bits))
+            if row is not None:
+                plan.append((index, row, offset, bits))
         return len(plan) == len(pieces) and self._copy(plan)
 
     def unsafe_view(self, index: int, shard: int | None = None) -> memoryview | None:
@@ -194,39 +194,40 @@ class ReadLease:
         Unsafe: after release or expiry the bytes may change under the reader, and nothing will tell. The segment
         stays mapped while the view lives.
         """
-        place, _ = self._place(index, shard)
-        if place is None or not self.alive or not place.intact():
+        row, _ = self._row(index, shard)
+        grant = self._grant
+        if grant is None or row is None or not self.alive or not grant.places.intact((row,)):
             return None
-        return place.data.data.toreadonly()
+        return grant.places.data(row).data.toreadonly()
 
-    def _copy(self, plan: Sequence[tuple[int, Place, int, Bits]]) -> bool:
-        """(key number, place, offset, destination). Each slot's generation is compared before the first byte and after
+    def _copy(self, plan: Sequence[tuple[int, int, int, Bits]]) -> bool:
+        """(key number, row, offset, destination). Each slot's generation is compared before the first byte and after
         the last, so bytes of a slot that was given to somebody else meanwhile never pass for ours."""
         grant = self._grant
         if grant is None or not self.alive:
             return self._void()
-        for _, place, _, _ in plan:
-            if not place.intact():
-                return self._void()
+        places = grant.places
+        rows = [row for _, row, _, _ in plan]
+        if not places.intact(rows):
+            return self._void()
         fence()
-        for _, place, offset, bits in plan:
-            fill(bits, place.data[offset : offset + bits.nbytes])
-        corrupt = self._corrupt(plan) if self._verify_every else []
+        for _, row, offset, bits in plan:
+            fill(bits, places.data(row, offset, bits.nbytes))
+        corrupt = self._corrupt(places, plan) if self._verify_every else []
         fence()
-        for _, place, _, _ in plan:
-            if not place.intact():
-                return self._void()
+        if not places.intact(rows):
+            return self._void()
         if corrupt:
             self._report(grant, corrupt)
         return not corrupt
 
-    def _corrupt(self, plan: Sequence[tuple[int, Place, int, Bits]]) -> list[int]:
+    def _corrupt(self, places: Places, plan: Sequence[tuple[int, int, int, Bits]]) -> list[int]:
         """Of a sample: numbers of the keys of which a shard no longer has the checksum that it was committed with."""
         return [
             index
-            for index, place, _, _ in plan
+            for index, row, _, _ in plan
             if next(_samples) % self._verify_every == 0
-            and xxhash.xxh3_64_intdigest(place.data.data) != place.checksum
+            and xxhash.xxh3_64_intdigest(places.data(row).data) != places.extents.checksum[row]
         ]
 
     def _report(self, grant: Grant, corrupt: Sequence[int]) -> None:
@@ -242,18 +243,17 @@ class ReadLease:
             self._grant.attachment.count("loads_void")
         return False
 
-    def _place(self, index: int, shard: int | None) -> tuple[Place | None, int]:
-        """Where the shard is (None: the key is no hit), and its number. Raises BadRequest."""
+    def _row(self, index: int, shard: int | None) -> tuple[int | None, int]:
+        """Where the shard is among those granted (None: the key is no hit), and its number. Raises BadRequest."""
         if not 0 <= index < len(self.keys):
             raise BadRequest(f"the lease has keys 0 to {len(self.keys) - 1}", field="index", value=index)
         if shard is None:
             shard = self.shards[0]
         elif shard not in self.shards:
             raise BadRequest(f"the lease was asked for shards {self.shards}", field="shard", value=shard)
-        grant = self._grant
-        if grant is None or index not in self._ranks:
+        if index not in self._ranks:
             return None, shard
-        return grant.places[self._ranks[index] * len(self.shards) + self.shards.index(shard)], shard
+        return self._ranks[index] * len(self.shards) + self.shards.index(shard), shard
 
     # ---------------------------------------------------------------------------------------------------- end
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -351,23 +351,22 @@ class Namespace:
                 missing = attachment.mappings.missing(set(acquired.extents.segment))
                 if missing:
                     yield partial(attachment.map_segments, missing, deadline)
-                lease = self._lease(
-                    acquired,
-                    keys,
-                    wanted,
-                    any_order,
-                    verify_every=self._verify_every(verify),
-                    grant=partial(
-                        Grant,
-                        attachment,
-                        namespace_id=number,
-                        lease_id=acquired.lease,
-                        ttl_ms=acquired.ttl_ms,
-                        sent_at=call.sent_at,
-                        waiter=waiter,
-                        settled_by=call.sent_at + wait_ms / 1000,
-                    ),
-                    mappings=attachment.mappings,
+                outcomes, reasons, places, ranks = self._hits(
+                    acquired, keys, wanted, any_order, attachment.mappings
+                )
+                grant = Grant(
+                    attachment,
+                    number,
+                    acquired.lease,
+                    acquired.ttl_ms,
+                    call.sent_at,
+                    places,
+                    ranks,
+                    waiter,
+                    call.sent_at + wait_ms / 1000,
+                )
+                lease = ReadLease(
+                    keys, outcomes, reasons, self._geometry, wanted, grant, self._verify_every(verify)
                 )
                 if lease.lease_id:
                     attachment.hold(lease)
@@ -383,18 +382,16 @@ class Namespace:
         lease.release()
         return self._no_lease(keys, wanted)
 
-    def _lease(
+    def _hits(
         self,
         acquired: Acquired,
         keys: Sequence[ChunkKey],
         shards: tuple[int, ...],
         any_order: bool,
-        *,
-        verify_every: int,
-        grant: Callable[..., Grant],
         mappings: Mappings,
-    ) -> ReadLease:
-        """The lease of an answer whose segments are mapped; a hit in one that could not be mapped becomes a miss."""
+    ) -> tuple[Sequence[Outcome], Sequence[Reason], Places, dict[int, int] | range]:
+        """Outcomes, reasons, places and ranks of an answer whose segments are mapped; a hit in one that could not be
+        mapped becomes a miss."""
         outcomes, reasons = acquired.outcomes, acquired.reasons
         hits = outcomes.count(Outcome.HIT)
         places = Places(acquired.extents, [self._geometry.shard_bytes[shard] for shard in shards], mappings)
@@ -409,9 +406,7 @@ class Namespace:
             outcomes, reasons = self._without(
                 {row // len(shards) for row in places.wrong}, ranks, outcomes, reasons, any_order
             )
-        return ReadLease(
-            keys, outcomes, reasons, self._geometry, shards, grant(places=places, ranks=ranks), verify_every
-        )
+        return outcomes, reasons, places, ranks
 
     def _without(
         self,
@@ -566,7 +561,7 @@ class Namespace:
             places = Places(reserved.extents, lengths, attachment.mappings)
             if places.wrong:
                 return None
-            slots = [places[row].data for row in range(len(places))]
+            slots = [places.data(row) for row in range(len(places))]
         self._count_dropped(results)
         return WriteBatch(
             results,

@@ -1,14 +1,13 @@
 """Where the shards of a grant are in shared memory: the daemon's columns, checked, and looked at when bytes are copied.
 
-A batch may have thousands of shards. Checking them takes a few passes in C; an object for a shard is made when somebody
-wants that one.
+A batch may have thousands of shards. Checking them takes a few passes in C; what is not read costs nothing more.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,30 +18,17 @@ if TYPE_CHECKING:
     from kvstore.client.mappings import Mappings, Segment
 
 
-class Place(NamedTuple):
-    """One shard, in shared memory."""
-
-    data: npt.NDArray[np.uint8]
-    generations: memoryview
-    cell: int
-    generation: int
-    checksum: int
-
-    def intact(self) -> bool:
-        """Whether the slot still holds what the daemon granted."""
-        return bool(self.generations[self.cell] == self.generation)
-
-
 class Places:
     """One row for each extent. Keeps the segments mapped that it uses."""
 
     def __init__(self, extents: Extents, lengths: Sequence[int], mappings: Mappings) -> None:
         """`lengths`: what the rows have to have, over and over again."""
         self.extents = extents
-        found = {number: mappings.get(number) for number in set(extents.segment)}
-        self._segments: dict[int, Segment] = {
-            number: segment for number, segment in found.items() if segment is not None
-        }
+        self._segments: dict[int, Segment] = {}
+        for number in set(extents.segment):
+            segment = mappings.get(number)
+            if segment is not None:
+                self._segments[number] = segment
         self.wrong = set() if self._all_well(lengths) else self._wrong(lengths)
         """Rows that are not inside a segment that we have mapped, or have another length."""
 
@@ -50,28 +36,32 @@ class Places:
         return f"Places({len(self.extents)} rows, {len(self.wrong)} wrong, {len(self._segments)} segments)"
 
     def __len__(self) -> int:
-        return len(self.extents)
+        return len(self.extents.segment)
 
-    def __getitem__(self, row: int) -> Place:
+    def data(self, row: int, start: int = 0, length: int | None = None) -> npt.NDArray[np.uint8]:
+        """The shard's bytes in shared memory, or `length` from `start` on, which must be inside of it."""
         extents = self.extents
-        segment = self._segments[extents.segment[row]]
-        offset = extents.offset[row]
-        return Place(
-            segment.data[offset : offset + extents.length[row]],
-            segment.generations,
-            extents.cell[row],
-            extents.generation[row],
-            extents.checksum[row],
-        )
+        first = extents.offset[row] + start
+        if length is None:
+            length = extents.length[row]
+        return self._segments[extents.segment[row]].data[first : first + length]
+
+    def intact(self, rows: Iterable[int]) -> bool:
+        """Whether their slots still hold what the daemon granted."""
+        segments = self._segments
+        extents = self.extents
+        numbers, cells, generations = extents.segment, extents.cell, extents.generation
+        return all(segments[numbers[row]].generations[cells[row]] == generations[row] for row in rows)
 
     def _all_well(self, lengths: Sequence[int]) -> bool:
         """Enough for True, and quick: True where all extents are the daemon's usual ones."""
         extents, segments = self.extents, self._segments.values()
-        if not extents:
+        count = len(extents.segment)
+        if not count:
             return True
         return (
             len(segments) == len(set(extents.segment))
-            and extents.length == array("Q", lengths) * (len(extents) // len(lengths))
+            and extents.length == array("Q", lengths) * (count // len(lengths))
             and max(extents.offset) + max(lengths) <= min(segment.data.size for segment in segments)
             and max(extents.cell) < min(len(segment.generations) for segment in segments)
         )
