@@ -99,6 +99,7 @@ class Loop:
         self._clock = clock
         self._inbox: deque[events.Event] = deque()
         self._turn_due = False
+        self._rest_due = False
         self._channels: dict[int, tuple[Answered, Millis]] = {}
         self._next_channel = 1
         self._subscribers: dict[WorkerId, Callable[[Push], None]] = {}
@@ -247,6 +248,9 @@ class Loop:
         inbox = self._inbox
         for _ in range(TURN_EVENTS_MAX):
             if not inbox:
+                if not self._rest_due and self.store.has_ahead():
+                    self._rest_due = True
+                    self._asyncio.call_soon(self._rest)  # after what this turn answered has gone out
                 return
             event = inbox.popleft()
             if isinstance(event, events.SegmentsUnmapped):
@@ -256,6 +260,12 @@ class Loop:
             self._perform_all(self.store.apply(event, now))
         self._turn_due = True
         self._asyncio.call_soon(self._turn)
+
+    def _rest(self) -> None:
+        """Nothing waits in the inbox: the core may do a little of what will be wanted next."""
+        self._rest_due = False
+        if self._stopped is None and not self._inbox:
+            self._guarded(lambda: self._perform_all(self.store.apply(events.Idle(), self._clock())))
 
     def _perform_all(self, effects: list[events.Effect]) -> None:
         for effect in effects:

@@ -310,44 +310,23 @@ def take_over(
     """A row for each of these new keys, which takes the slot of one of the oldest chunks of the namespace's recency
     list: `begin` with `State.demote`, of those that are STORED, or `State.to_ghost` in between. All have one shard."""
     chunks = state.chunks
-    view = chunks.views
     gone = as_rows(victims)
-    freed = view.shard0[gone].astype(np.intp)
-    index, slots = view.shard_segment[freed], view.shard_slot[freed]
-    state.demanded.difference_update(victims)
-    if wasted := state.prefetched.intersection(victims):
-        state.prefetched -= wasted
-        state.counters["prefetch_wasted"] += len(wasted)
-    unlink(chunks, namespace.recency, gone[::-1])
-    view.shard_segment[freed] = view.shard_slot[freed] = NONE
-    view.shard_ready[freed] = 0
-    view.ready[gone] = 0
-    namespace.visible -= len(victims)
-    if not stored:
-        view.shard_checksum[freed] = 0
-        view.shard0[gone] = NONE
-        view.reason[gone] = Reason.EVICTED
-        view.used_at[gone] = state.now
-    del view  # the columns may grow now
+    freed = chunks.views.shard0[gone].astype(np.intp)
+    index, slots = _take_out(state, namespace, gone, freed, stored=stored)
     if stored:
-        namespace.cold += len(victims)
-        link_newest(chunks, state.cold, gone)
-        state.counters["chunks_demoted"] += len(victims)
         rows = chunks.new_rows_for(keys)
         starts = chunks.new_shards_for(len(keys), 1)
     else:
-        state.counters["chunks_evicted"] += len(victims)
         rows, starts = [], []
         for key, victim, start in zip(keys, victims, freed.tolist(), strict=True):
             rows.append(chunks.new_row(namespace.id, key, state.now))
             starts += chunks.new_shards_for(1, 1)
-            chunks.give_back_shards(start, 1)
+            chunks.give_back_shards((start,), 1)
             if not chunks.refs[victim]:
                 state.remember_ghost(victim)
     which = _begin(state, namespace, keys, rows, starts)
     view = chunks.views
-    groups = sorted(_by_segment(state.pool, index), key=lambda group: _first(group[1]))
-    for segment, mine in groups:
+    for segment, mine in _by_first(state.pool, index):
         state.pool.pass_on(segment, slots[mine], which[mine])
         state.bump(segment, slots[mine].tolist())
     places = view.shard0[which]
@@ -355,6 +334,61 @@ def take_over(
     view.shard_slot[places] = slots
     view.reserved[which] += np.uint16(1)
     return rows
+
+
+def leave_dram(state: State, namespace: Namespace, victims: Sequence[int], *, stored: bool) -> None:
+    """`State.demote`, of those that are STORED, or `State.to_ghost` for EVICTED, of the oldest chunks of the
+    namespace's recency list. No segment has all its slots free after that."""
+    chunks = state.chunks
+    gone = as_rows(victims)
+    start = chunks.views.shard0[gone]
+    index, slots = _take_out(state, namespace, gone, _places(start, range(namespace.shards)), stored=stored)
+    for segment, mine in _by_first(state.pool, index):
+        state.pool.give_back_many(segment, slots[mine])
+        state.bump(segment, slots[mine].tolist())
+    if not stored:
+        chunks.give_back_shards(start.tolist(), namespace.shards)
+        unnamed = gone[chunks.views.refs[gone] == 0]
+        if len(unnamed):
+            link_newest(chunks, state.ghosts, unnamed)
+            state.forget_ghosts()
+
+
+def _take_out(
+    state: State, namespace: Namespace, gone: Rows, places: Rows, *, stored: bool
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """The oldest chunks of the recency list, with their shards, have no slots any more; (index of the segment, number)
+    of those. They are cold if they are `stored`, else nearly ghosts: whose room for shards, and who remembers them, is
+    up to the caller."""
+    chunks = state.chunks
+    view = chunks.views
+    victims = gone.tolist()
+    index, slots = view.shard_segment[places], view.shard_slot[places]
+    state.demanded.difference_update(victims)
+    if wasted := state.prefetched.intersection(victims):
+        state.prefetched -= wasted
+        state.counters["prefetch_wasted"] += len(wasted)
+    unlink(chunks, namespace.recency, gone[::-1])
+    view.shard_segment[places] = view.shard_slot[places] = NONE
+    view.shard_ready[places] = 0
+    view.ready[gone] = 0
+    namespace.visible -= len(victims)
+    if stored:
+        namespace.cold += len(victims)
+        link_newest(chunks, state.cold, gone)
+        state.counters["chunks_demoted"] += len(victims)
+    else:
+        view.shard_checksum[places] = 0
+        view.shard0[gone] = NONE
+        view.reason[gone] = Reason.EVICTED
+        view.used_at[gone] = state.now
+        state.counters["chunks_evicted"] += len(victims)
+    return index, slots
+
+
+def _by_first(pool: Pool, index: npt.NDArray[np.int32]) -> list[tuple[Segment, Any]]:
+    """As `_by_segment`, in the order of the first shard in each."""
+    return sorted(_by_segment(pool, index), key=lambda group: _first(group[1]))
 
 
 def _first(mine: Any) -> int:

@@ -317,12 +317,12 @@ class ChunkTable:
             assert self.shard_segment[place] == NONE and self.disk_slab[place] == NONE, self.describe(row)
             # It tells of the bytes, and who gets the place next may be a stranger.
             self.shard_checksum[place] = 0
-        self.give_back_shards(start, shards)
+        self.give_back_shards((start,), shards)
         self.shard0[row] = NONE
 
-    def give_back_shards(self, start: int, shards: int) -> None:
-        """For another row."""
-        self._free_shards.setdefault(shards, array("i")).append(start)
+    def give_back_shards(self, starts: Sequence[int], shards: int) -> None:
+        """For other rows: `shards` at each."""
+        self._free_shards.setdefault(shards, array("i")).extend(starts)
 
     # -------------------------------------------------------------------------------------------------- makers
 

@@ -441,6 +441,11 @@ class Tick:
     """Time passed: expiry, compaction, bounds."""
 
 
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nobody waits for anything just now: a little of what will be wanted next can be done."""
+
+
 Event = (
     WorkerJoined
     | WorkerLeft
@@ -477,6 +482,7 @@ Event = (
     | SlabReady
     | DiskDone
     | Tick
+    | Idle
 )
 
 

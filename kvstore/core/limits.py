@@ -33,6 +33,11 @@ class Limits:
     reserve_share_max: float = 0.25
     """Share of the arena that one worker may hold in open reservations."""
 
+    ahead_share_max: float = 1 / 64
+    """Share of a slab class's slots that is kept free ahead of need, once the arena is full;"""
+    ahead_slots_max: int = 64
+    """no more than these, for what is free serves nobody (0: none). Half of them spare most saves an eviction."""
+
     eviction: str = "hints"
     """"hints": chunks that queued jobs need go last, the others least recently used first; "lru"; "fifo"."""
     prefetch_share_max: float = 0.8
@@ -64,6 +69,9 @@ class Limits:
     batch_min: int = 24
     """From so many chunks of a request on, they are handled as a batch: it costs some tens of microseconds, and then
     a fifth for each."""
+    evict_min: int = 12
+    """The same for chunks that are evicted, alone or for new ones in their slots: each costs so much by itself that a
+    batch pays sooner."""
     extents_per_answer_max: int = EXTENTS_PER_ANSWER_MAX
     """An Acquire or Reserve that would answer more stops there; the rest is asked for again."""
     workers_max: int = 1024

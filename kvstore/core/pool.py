@@ -275,9 +275,7 @@ class Pool:
         """`give_back` and `take`: these READY slots are RESERVED for other rows, and their generations move on."""
         self._change_many(segment, slots, SlotState.READY, SlotState.RESERVED)
         np.frombuffer(segment.owner, np.int32)[slots] = owners
-        generation = np.frombuffer(segment.generation, np.uint64)
-        generation[slots] += np.uint64(1)
-        segment.generation_floor = max(segment.generation_floor, int(generation[slots].max()))
+        self._bump_many(segment, slots)
 
     def quarantine(self, segment: Segment, slot: int) -> None:
         """Out of service, still owned: somebody may yet write it, or its bytes are wrong. The generation moves on."""
@@ -303,6 +301,17 @@ class Pool:
             self.empties[segment.index] = segment
         slab.with_free[segment.index] = segment
 
+    def give_back_many(self, segment: Segment, slots: Slots) -> None:
+        """`give_back` for each of these READY slots; others of the segment stay in use."""
+        self._change_many(segment, slots, SlotState.READY, SlotState.FREE)
+        assert segment.phase is Phase.ASSIGNED and not segment.empty, segment
+        np.frombuffer(segment.owner, np.int32)[slots] = NO_OWNER
+        self._bump_many(segment, slots)
+        segment.free.extend(slots.tolist())
+        slab = self.classes[segment.namespace, segment.slot_bytes]
+        slab.free += len(slots)
+        slab.with_free[segment.index] = segment
+
     def _change(self, segment: Segment, slot: int, before: SlotState, after: SlotState) -> None:
         assert segment.state[slot] == before, (segment, slot, segment.state[slot], before)
         segment.state[slot] = after
@@ -320,6 +329,11 @@ class Pool:
         generation = segment.generation[slot] + 1
         segment.generation[slot] = generation
         segment.generation_floor = max(segment.generation_floor, generation)
+
+    def _bump_many(self, segment: Segment, slots: Slots) -> None:
+        generation = np.frombuffer(segment.generation, np.uint64)
+        generation[slots] += np.uint64(1)
+        segment.generation_floor = max(segment.generation_floor, int(generation[slots].max()))
 
     # ----------------------------------------------------------------------------------------------- integrity
 

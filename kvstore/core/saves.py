@@ -133,7 +133,7 @@ class Saves:
                 run = slice(index, new[index])
                 granted = self._grant_new(worker, namespace, reservation, event, run, parents, counts)
                 results += [GrantResult.GRANTED] * granted
-                if not again and run.stop - len(results) > state.batch_min:
+                if not again and run.stop - len(results) > limits.evict_min:
                     again = True  # after one by itself, which may ask for a segment
                     new[len(results) + 1] = run.stop
                 if granted:
@@ -245,15 +245,19 @@ class Saves:
         self, namespace: Namespace, keys: Sequence[ChunkKey], shards: Sequence[int]
     ) -> dict[int, int]:
         """Where runs of keys that nobody has seen begin, and end, of those long enough to be granted at once."""
-        if len(keys) < self.state.batch_min or len({namespace.slot_bytes[shard] for shard in shards}) > 1:
+        state = self.state
+        if len(keys) < state.limits.evict_min or len({namespace.slot_bytes[shard] for shard in shards}) > 1:
             return {}
-        if len(set(keys)) < len(keys):
+        slab = state.pool.classes.get((namespace.id, namespace.slot_bytes[shards[0]]))
+        enough = slab is not None and slab.free >= len(keys) * len(shards)
+        at_least = state.batch_min if enough else state.limits.evict_min
+        if len(keys) < at_least or len(set(keys)) < len(keys):
             return {}
         runs: dict[int, int] = {}
         end = 0
         for known, run in groupby(map(namespace.index.__contains__, keys)):
             start, end = end, end + sum(1 for _ in run)
-            if not known and end - start >= self.state.batch_min:
+            if not known and end - start >= at_least:
                 runs[start] = end
         return runs
 
@@ -279,7 +283,7 @@ class Saves:
             state.limits.chunks_max - state.chunks.rows_used,
         )
         rows: list[int] = []
-        asked = False
+        asked = not self._segments.may_ask(namespace)
         while len(rows) < room:
             slab = self._segments.with_free(namespace, slot_bytes, len(shards))
             if slab is None:

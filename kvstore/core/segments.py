@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kvstore.core import batch, planner
 from kvstore.core import events as ev
@@ -40,6 +41,8 @@ class Segments:
         self.creating: dict[OpId, Segment] = {}
         self.moves: dict[OpId, Move] = {}
         self.retries: list[tuple[Millis, Segment]] = []
+        self.used_last: tuple[Namespace, int] | None = None
+        """The slab class of which slots were taken since `evict_ahead` last looked: its namespace and slot size."""
 
     # ------------------------------------------------------------------------------------------- coming and going
 
@@ -120,6 +123,7 @@ class Segments:
           -> our own oldest chunk -> an expired lease of ours
         """
         pool = self.state.pool
+        self.used_last = namespace, slot_bytes
         taken = self._take(namespace, slot_bytes, row)
         if taken is not None:
             self.ask_if_short(namespace, pool.classes[namespace.id, slot_bytes])
@@ -144,6 +148,7 @@ class Segments:
     def with_free(self, namespace: Namespace, slot_bytes: int, count: int) -> SlabClass | None:
         """The class, if it has `count` free slots without anything being evicted; an idle segment may become its."""
         pool = self.state.pool
+        self.used_last = namespace, slot_bytes
         slab = pool.classes.get((namespace.id, slot_bytes))
         if slab is None or slab.free < count:
             idle = next(iter(pool.idle.values()), None) or planner.empty_of(pool, namespace.id)
@@ -159,20 +164,72 @@ class Segments:
         state = self.state
         if namespace.shards > 1 or state.policy.kind == "fifo":
             return []
-        if self._may_ask(namespace) or self._waits_for_segment(namespace):
+        if self.may_ask(namespace) or self._waits_for_segment(namespace):
             return []
-        flags = state.chunks.flags
+        victims, stored = self._next_victims(namespace, len(keys))
+        if len(victims) < min(len(keys), state.limits.evict_min):
+            return []
+        return batch.take_over(state, namespace, keys[: len(victims)], victims, stored=stored)
+
+    def evict_ahead(self) -> None:
+        """Free some slots of the slab class that was used last before somebody waits for them: those of the chunks that
+        `allocate` would evict next, as far as no queued job needs them and nobody who asked for them is about to use
+        them.
+
+        None while there is an idle segment, or one may come from another namespace; nor where a chunk's shards differ
+        in size.
+        """
+        state = self.state
+        if self.used_last is None or not self.is_short():
+            return
+        (namespace, slot_bytes), self.used_last = self.used_last, None
+        if state.policy.kind == "fifo" or len(set(namespace.slot_bytes)) > 1:
+            return
+        if namespace.in_flight or self.may_ask(namespace):
+            return
+        slab = state.pool.classes[namespace.id, slot_bytes]
+        victims, stored = self._next_victims(namespace, (self._ahead(slab) - slab.free) // namespace.shards)
+        victims = list(takewhile(lambda row: row not in state.demanded, victims))
+        if len(victims) >= state.limits.evict_min:
+            batch.leave_dram(state, namespace, victims, stored=stored)
+        else:
+            for row in victims:
+                self._leave_dram(row)
+
+    def is_short(self) -> bool:
+        """Whether `evict_ahead` may find something to do: slots were taken, and of those that it sees to less than half
+        are left."""
+        if self.used_last is None:
+            return False
+        namespace, slot_bytes = self.used_last
+        pool = self.state.pool
+        slab = pool.classes.get((namespace.id, slot_bytes))
+        if slab is None or pool.idle or 2 * slab.free >= self._ahead(slab):
+            self.used_last = None
+            return False
+        return True
+
+    def _ahead(self, slab: SlabClass) -> int:
+        """How many slots of a class are kept free. At most a quarter of a segment: else one might be emptied for it."""
+        limits = self.state.limits
+        in_segment = self.state.pool.slots_of(slab.slot_bytes)
+        in_all = in_segment * len(slab.segments)
+        return min(limits.ahead_slots_max, int(in_all * limits.ahead_share_max), in_segment // 4)
+
+    def _next_victims(self, namespace: Namespace, count: int) -> tuple[list[int], bool]:
+        """The chunks that go next, of those that no queued job needs, as far as all of them are on SSD (then True), or
+        none is and none is about to be written there."""
+        state = self.state
+        flags, newer = state.chunks.flags, state.chunks.newer
         row = namespace.recency.oldest
         stored = row != NONE and bool(flags[row] & STORED)
         victims: list[int] = []
-        while row != NONE and len(victims) < len(keys):
+        while row != NONE and len(victims) < count:
             if bool(flags[row] & STORED) != stored or (state.storing and not stored and flags[row] & QUEUED):
                 break
             victims.append(row)
-            row = state.chunks.newer[row]
-        if len(victims) < min(len(keys), state.batch_min):
-            return []
-        return batch.take_over(state, namespace, keys[: len(victims)], victims, stored=stored)
+            row = newer[row]
+        return victims, stored
 
     def _waits_for_segment(self, namespace: Namespace) -> bool:
         passed = self.state.now - namespace.in_flight_since
@@ -223,7 +280,7 @@ class Segments:
     def _ask_for_more(self, namespace: Namespace) -> None:
         """Start taking another namespace's segment, if there is one that should go; one at a time."""
         state = self.state
-        if not self._may_ask(namespace):
+        if not self.may_ask(namespace):
             return
         own_oldest = state.policy.oldest_use(namespace)
         with_segments = {s.namespace for s in state.pool.segments if s.phase is Phase.ASSIGNED} | {
@@ -237,7 +294,7 @@ class Segments:
             return
         self._retire(donor, namespace)
 
-    def _may_ask(self, namespace: Namespace) -> bool:
+    def may_ask(self, namespace: Namespace) -> bool:
         if self.state.now < namespace.donor_search_at:
             return False
         return not namespace.in_flight or self._held_up(namespace)

@@ -624,7 +624,11 @@ class State:
 
     def remember_ghost(self, row: int) -> None:
         self.chunks.link_newest(self.ghosts, row)
-        if self.ghosts.count > self.limits.ghosts_max:
+        self.forget_ghosts()
+
+    def forget_ghosts(self) -> None:
+        """The oldest, if there are too many."""
+        while self.ghosts.count > self.limits.ghosts_max:
             self.remove_row(self.ghosts.oldest)
 
     def remove_row(self, row: int) -> None:

@@ -108,6 +108,7 @@ class Store:
             ev.SlabReady: lambda event: self.disk.slabs.ready(event.op),
             ev.DiskDone: self._disk_done,
             ev.Tick: lambda _: self._tick(),
+            ev.Idle: lambda _: self.segments.evict_ahead(),
         }
 
     def __repr__(self) -> str:
@@ -142,6 +143,10 @@ class Store:
         self.scrub.pump()
         self.recalls.pump()
         return state.take_effects()
+
+    def has_ahead(self) -> bool:
+        """Whether an `Idle` may find something to do."""
+        return self.segments.is_short()
 
     def check_integrity(self) -> None:
         """The ten invariants; raises AssertionError. A pass over everything."""

@@ -32,6 +32,8 @@ TENANTS = ("alice", "bob", "carol")
 DIALOGUES = 14
 """Of each tenant in each of its namespaces."""
 TICK_MS = 50
+IDLE_SHARE = 0.5
+"""Of the requests after which the daemon finds time for what will be wanted next."""
 REST_STEPS_MAX = 200_000
 """A run that does not come to rest within so many steps hangs,"""
 REST_MS_MAX = 60_000
@@ -60,6 +62,7 @@ class Simulation:
         self.steps = steps
         self.only = only
         self.random = random.Random(f"simulation {seed}")
+        self._idle = random.Random(f"idle {seed}")
         drawn = self.random.choice(list(Protection))  # also if it is given: a run is the same if it is named
         self.protection = protection or drawn
         self.faults = [
@@ -116,6 +119,8 @@ class Simulation:
             scrub_bytes_per_s=chance.choice((0, 4 * PAGE, 100 * PAGE)),
             scrub_pause_ms=500,
             batch_min=2 if self.seed % 2 else 24,
+            evict_min=2 if self.seed // 2 % 2 else 12,
+            ahead_share_max=0.25,
             eviction=chance.choice(("hints", "hints", "lru", "fifo")),
         )
         self.cluster.watch._full_every = FULL_EVERY
@@ -235,6 +240,8 @@ class Simulation:
         self._channel += 1
         ticket = ev.Ticket(event.ticket.worker, event.ticket.request_id, self._channel)
         self.cluster.step(replace(event, ticket=ticket))
+        if self.cluster.store.has_ahead() and self._idle.random() < IDLE_SHARE:
+            self.cluster.step(ev.Idle())
 
     def replied(self, ticket: ev.Ticket, answer: ev.Answer) -> None:
         process = self.processes.get(ticket.worker)

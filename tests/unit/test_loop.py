@@ -23,13 +23,20 @@ class Core:
         self.events: list[ev.Event] = []
         self.script: list[list[ev.Effect] | Exception] = []
         self.at_start: list[ev.Effect] = []
+        self.ahead = 0
+        """How often there is something to do ahead of need."""
 
     def start(self) -> list[ev.Effect]:
         return self.at_start
 
+    def has_ahead(self) -> bool:
+        return self.ahead > 0
+
     def apply(self, event: ev.Event, now: int) -> list[ev.Effect]:
         if isinstance(event, ev.Tick):
             return []
+        if isinstance(event, ev.Idle):
+            self.ahead -= 1
         self.events.append(event)
         answer = self.script.pop(0) if self.script else []
         if isinstance(answer, Exception):
@@ -156,6 +163,33 @@ async def test_a_flood_does_not_starve_the_loop(rig):
     await asyncio.sleep(0)
     assert len(rig.core.events) == TURN_EVENTS_MAX
     await rig.until(lambda: len(rig.core.events) == TURN_EVENTS_MAX + 1)
+
+
+async def test_what_can_be_done_ahead_is_done_once_nothing_waits_and_the_answer_is_out(rig):
+    rig.core.ahead = 1
+    rig.core.script = [rig.answered_with(ev.Done(3))]
+    seen: list[list[ev.Event]] = []
+    channel = rig.loop.channel(lambda answer: seen.append(list(rig.core.events)), BOUND_S)
+    rig.loop.turn(lambda: rig.loop.post(ev.GetStats(Ticket(WORKER, channel=channel))))
+    assert len(rig.core.events) == 1
+    assert seen == [rig.core.events]
+    for _ in range(TURN_EVENTS_MAX + 1):
+        rig.loop.post(ASK)
+    await rig.until(lambda: rig.core.ahead == 0)
+    kinds = [type(event) for event in rig.core.events]
+    assert kinds == [ev.GetStats] * (TURN_EVENTS_MAX + 2) + [ev.Idle]
+    rig.loop.post(ASK)
+    await rig.until(lambda: len(rig.core.events) == TURN_EVENTS_MAX + 4)
+    assert rig.core.events[-1] is ASK
+
+
+async def test_a_bug_in_what_is_done_ahead_is_fatal(rig):
+    rig.core.ahead = 1
+    rig.core.script = [[], RuntimeError("a bug")]
+    rig.loop.post(ASK)
+    await rig.until(lambda: rig.fatal == 1)
+    with pytest.raises(Unavailable):
+        await rig.loop.ask(ASK, BOUND_S)
 
 
 async def test_segments_are_made_and_unmade_in_a_thread(rig):

@@ -35,8 +35,8 @@ class Twins(Store):
     """A store that handles nearly everything in batches, beside one that never does: what one says, the other says."""
 
     def __init__(self, limits: Limits) -> None:
-        super().__init__(replace(limits, batch_min=2))
-        self.single = Store(replace(limits, batch_min=NEVER))
+        super().__init__(replace(limits, batch_min=2, evict_min=2))
+        self.single = Store(replace(limits, batch_min=NEVER, evict_min=NEVER))
 
     def start(self) -> list[ev.Effect]:
         return self._same(super().start(), self.single.start())
@@ -108,6 +108,7 @@ def test_hundreds_of_keys_at_once(eviction: str, shards: int, monkeypatch: pytes
     dice = random.Random(seed)
     monkeypatch.setattr(kvstore.sim.world, "Store", Twins)
     limits = {"ghosts_max": 60, "eviction": eviction, "pin_share_max": 0.6, "reserve_share_max": 0.5}
+    limits["ahead_share_max"] = 0.2
     world = World(segments=8 * shards, segment_bytes=48 * PAGE, extents_per_answer_max=200, **limits)
     ranks = [world.join(group="engine", rank=rank) for rank in range(2)]
     other = world.join()
@@ -155,6 +156,8 @@ def test_hundreds_of_keys_at_once(eviction: str, shards: int, monkeypatch: pytes
                 world.ask(ev.Forget, worker, namespace, keys=tuple(keys[:5]))
         except StoreError:
             pass
+        if dice.random() < 0.5:
+            world.step(ev.Idle())
         while len(leases) > 6 or (leases and dice.random() < 0.3):
             holder, lease = leases.pop(dice.randrange(len(leases)))
             world.release(holder, lease.lease)
@@ -173,6 +176,7 @@ def test_hundreds_of_keys_of_two_models_above_an_ssd(eviction: str, monkeypatch:
         **{"segments": 10, "segment_bytes": 32 * PAGE, "slabs": 40, "slab_slots": 16, "eviction": eviction},
         **{"chunks_max": dice.choice((200, 1 << 20)), "disk_deadline_ms": 400, "reservation_ttl_ms": 2_000},
         **{"reserve_share_max": 1.0, "retire_grace_ms": dice.choice((0, 500)), "probe_interval_ms": 500},
+        **{"ahead_share_max": 0.2},
     )
     world.chance = dice  # of what fails, some records do not
     worker, admin = world.join(), world.join(admin=True)
@@ -221,6 +225,8 @@ def test_hundreds_of_keys_of_two_models_above_an_ssd(eviction: str, monkeypatch:
                 world.commit(worker, open_ones.pop(dice.randrange(len(open_ones))))
         except StoreError:
             pass
+        if dice.random() < 0.5:
+            world.step(ev.Idle())
         while len(leases) > 4 or (leases and dice.random() < 0.3):
             world.release(worker, leases.pop(dice.randrange(len(leases))).lease)
 
