@@ -263,6 +263,7 @@ class Saver:
                 results = batch.results
                 for index in batch.granted:
                     self._fill(batch.buffer(index), job, first_token + index * step, counts[index])
+                    batch.written(index)
                 committed = self._commit(batch)
             already = [n for n, result in enumerate(results) if result is GrantResult.ALREADY]
             self._audit(job, {keys[n]: (first_token + n * step, counts[n]) for n in already})

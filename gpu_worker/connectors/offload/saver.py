@@ -7,8 +7,6 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvstore.errors import DeadlineExceeded, Precondition, StoreError, Unavailable
 from kvstore.gpu_worker.connectors.offload.crew import Crew
 from kvstore.gpu_worker.connectors.offload.jobs import Job, Jobs
@@ -133,7 +131,7 @@ class RowSaver:
             if not job.hold():
                 return False
             try:
-                np.copyto(batch.buffer(index), self._rows.row(job.rows[number]))
+                batch.copy_from(index, self._rows.row(job.rows[number]))
             finally:
                 job.let_go()
         return True

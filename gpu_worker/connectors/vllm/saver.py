@@ -159,7 +159,7 @@ class Saver:
             timeout_s=self._save_s,
         ) as write:
             for index in write.granted:
-                np.copyto(write.buffer(index), batch[index].shard)
+                write.copy_from(index, batch[index].shard)
             outcome = write.commit(timeout_s=self._save_s)
         there = [
             copied.key

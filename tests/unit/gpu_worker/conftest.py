@@ -233,6 +233,7 @@ class FakeBatch:
         self.buffers = {
             number: np.full(namespace.spec.shard_bytes[0], 0xA5, np.uint8) for number in self.granted
         }
+        self.handed_over: set[int] = set()
 
     def __enter__(self) -> FakeBatch:
         return self
@@ -243,7 +244,13 @@ class FakeBatch:
     def buffer(self, index: int, shard: int | None = None) -> np.ndarray:
         return self.buffers[index]
 
+    def written(self, index: int, shard: int | None = None) -> None:
+        """From here on the bytes are the daemon's: what is written later is not seen."""
+        self.buffers[index] = self.buffers[index].copy()
+        self.handed_over.add(index)
+
     def commit(self, *, timeout_s: float | None = None) -> Committed:
+        assert self.handed_over == {*self.granted}, "the daemon could have copied it all by now"
         store = self.namespace.store
         if store.away or store.commits_fail:
             return Committed(False, Unavailable("the daemon went away"))

@@ -105,10 +105,10 @@ class Batch:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def buffer(self, index: int) -> Any:
+    def copy_from(self, index: int, source: Any) -> None:
         assert self._staged
         self._store.copied.append(index)
-        return self._bytes[index]
+        self._bytes[index][:] = source
 
     def fill(self, region: Region, offsets: Sequence[int], *, timeout_s: float) -> None:
         assert not self._staged
