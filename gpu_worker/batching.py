@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from transformers import PreTrainedModel
 
+from kvstore.errors import Unavailable
 from kvstore.gpu_worker.attention import check_pageable
 from kvstore.gpu_worker.engine import check_request
 from kvstore.gpu_worker.forward import Forward
@@ -41,7 +42,8 @@ class Output:
 
 class BatchEngine:
     """Requests in, tokens out; from one thread. Saving and loading run on threads of their own. In a step nobody else
-    may call the model; between steps its attention is what it was.
+    may call the model; between steps its attention is what it was. Once closed it raises Unavailable when it is to
+    take a request or a step.
 
     `counters` by name: steps; of tokens, computed_tokens, adopted_tokens (found in the pool), restored_tokens (from the
     store); preemptions, load_failures, rises_awaited.
@@ -87,6 +89,7 @@ class BatchEngine:
             model, self.pool, sequences_max=sequences_max, tokens_max=self._tokens_max, share=share
         )
         self._count = 0
+        self._closed = False
 
     def __repr__(self) -> str:
         running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
@@ -108,6 +111,7 @@ class BatchEngine:
         """A request, which runs from the next step on if there is room; returns its number. It gets 1 to
         `max_new_tokens` tokens, the last perhaps one of `stop_tokens`. The same seed gives the same tokens whatever
         runs beside it. Raises ValueError for what the model cannot take or the pool cannot hold."""
+        self._check_open()
         check_request(prompt, max_new_tokens, vocabulary=self._vocabulary)
         limit = len(prompt) + max_new_tokens
         if limit > self._tokens_max:
@@ -133,6 +137,7 @@ class BatchEngine:
     def step(self) -> list[Output]:
         """One forward call, and the tokens that came out of it. None while all that could be computed is on its way
         from the store: the call returns soon then."""
+        self._check_open()
         pieces = self._scheduler.schedule()
         if not pieces:
             return []
@@ -157,9 +162,14 @@ class BatchEngine:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stops all requests, saves what is queued, for at most `timeout_s`, and closes the client."""
+        self._closed = True
         self._scheduler.stop_all()
         if self._store is not None:
             self._store.close(timeout_s)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable("the engine is closed", remedy="make another one")
 
     def check_integrity(self) -> None:
         """Assert what only a bug could break; for tests."""

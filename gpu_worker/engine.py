@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.client import SessionEntry, SessionInfo
-from kvstore.errors import Unsupported
+from kvstore.errors import Unavailable, Unsupported
 from kvstore.gpu_worker.layout import CHUNK_TOKENS, Bits, Geometry, namespace_of
 from kvstore.gpu_worker.loader import Load, Loader, Wanted
 from kvstore.gpu_worker.restored_cache import LoadFailed, RestoredCache
@@ -104,6 +104,7 @@ class Engine:
         self._saving: dict[str, TurnSave] = {}
         self.saver: Saver | None = None
         self._loader: Loader | None = None
+        self._closed = False
         if connect is None:
             return
         if model.device.type != "cpu":
@@ -124,7 +125,9 @@ class Engine:
         self, session: str, prompt: Sequence[int], max_new_tokens: int, *, stop_tokens: Sequence[int] = ()
     ) -> TurnResult:
         """Answers `prompt`, the whole conversation so far, with 1 to `max_new_tokens` tokens, the last perhaps a stop
-        token. Raises ValueError for what the model cannot take."""
+        token. Raises ValueError for what the model cannot take, and Unavailable once the engine is closed."""
+        if self._closed:
+            raise Unavailable("the engine is closed", remedy="make another one")
         begun = time.perf_counter()
         check_request(prompt, max_new_tokens, vocabulary=self.model.config.vocab_size)
         capacity = len(prompt) + max_new_tokens
@@ -168,6 +171,7 @@ class Engine:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Saves what is queued, for at most `timeout_s`, and closes the client."""
+        self._closed = True
         try:
             if self._loader is not None:
                 self._loader.close()

@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """One chunk to load: its number in the lease, and the tokens [first_token, first_token + token_count) it fills.
-    `delta`: how far its keys have moved from the positions that they were computed at."""
+    `delta`: how far its keys have moved from the positions that they were computed at. Our engines leave it 0, as their
+    answers are those of a model that computed everything, and moved KV has seen other tokens before it."""
 
     index: int
     first_token: int

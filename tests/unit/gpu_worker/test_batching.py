@@ -28,7 +28,7 @@ from transformers import (
     T5Config,
 )
 
-from kvstore.errors import Unsupported
+from kvstore.errors import Unavailable, Unsupported
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.sampling import GREEDY, Sampler, Sampling
 
@@ -428,6 +428,19 @@ def test_requests_that_cannot_be_served_are_refused(
 def test_settings_that_are_too_small_are_refused(name: str, model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="is 0: must be at least 1"):
         BatchEngine(model, **{"pool_chunks": 4} | {name: 0})
+
+
+def test_a_closed_engine_says_so(engine: Callable[..., Recording]) -> None:
+    one = engine()
+    one.add(text(20), 9)
+    outputs = one.run()
+    next(outputs)
+    one.close()
+    assert one.live == 0 and not list(outputs) and not one.abort(1)
+    for call in (lambda: one.add(text(20), 3), one.step):
+        with pytest.raises(Unavailable, match=r"the engine is closed \(make another one\)"):
+            call()
+    one.close()
 
 
 def test_between_steps_the_model_is_what_it_was(engine: Callable[..., Recording]) -> None:

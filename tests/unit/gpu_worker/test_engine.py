@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.errors import Unsupported
+from kvstore.errors import Unavailable, Unsupported
 from kvstore.gpu_worker.engine import Engine
 from kvstore.types import ChunkKey
 
@@ -95,6 +95,18 @@ def test_the_tokens_decide_not_the_name(store: FakeStore, engines: MakeEngine) -
     assert engine.flush(10)
     other_head = [(prompt[0] + 1) % 256, *prompt[1:], 9]
     assert engine.turn("s", other_head, 1).reused_tokens == 0
+
+
+def test_a_history_that_lost_its_beginning_is_computed_anew(store: FakeStore, engines: MakeEngine) -> None:
+    """Its KV is there, at other positions and behind tokens that are gone: moved, it would answer otherwise."""
+    model = tiny_llama()
+    engine, plain = engines(model, store), engines(model, None)
+    prompt = text(3 * T + 5)
+    engine.turn("s", prompt, 1)
+    assert engine.flush(10)
+    shorter = [*prompt[T:], 9]
+    turn = engine.turn("s", shorter, 5)
+    assert (turn.reused_tokens, turn.tokens) == (0, plain.turn("s", shorter, 5).tokens)
 
 
 def test_other_weights_never_hit(store: FakeStore, engines: MakeEngine) -> None:
@@ -262,8 +274,11 @@ def test_without_a_daemon_everything_is_computed_until_there_is_one(
 
 
 def test_closing_an_engine_closes_its_client(store: FakeStore, engines: MakeEngine) -> None:
-    engines(tiny_llama(), store).close()
+    engine = engines(tiny_llama(), store)
+    engine.close()
     assert store.closed == 1
+    with pytest.raises(Unavailable, match=r"the engine is closed \(make another one\)"):
+        engine.turn("s", text(20), 3)
 
 
 def test_a_daemon_that_goes_in_mid_turn_is_not_missed(store: FakeStore, engines: MakeEngine) -> None:
