@@ -338,6 +338,7 @@ class Daemon:
             anonymous=ANONYMOUS if self._tcp is not None else None,
             peer_timeout_s=peer_timeout_s,
             message_bytes_max=config.message_bytes_max,
+            discard=self._regions.discard,
         )
         self._metrics = MetricsServer(self._families)
         self._health = Health(peer_timeout_s=peer_timeout_s)

@@ -8,9 +8,12 @@ here waits for the peer: what it does not take is kept, up to a bound, while not
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
+import os
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING
 from kvstore.attach import FINISH_TIMEOUT_S, LAST_WRITE_TIMEOUT_S, OUTSTANDING_MAX, Attached
 from kvstore.errors import BadRequest, DeadlineExceeded, Exhausted, StoreError
 from kvstore.logs import fields
+from kvstore.memory import SCM_MAX_FD
 from kvstore.rpc import INTERNAL
 from kvstore.v1 import store_pb2
 from kvstore.wire import LANE_PREFIX_BYTES, error_to_proto, lane_frame
@@ -35,6 +39,7 @@ UNSENT_PAUSE_BYTES = 1 << 20
 UNSENT_BYTES_MAX = 32 << 20
 """With more, in answers to what it had asked before, the peer is cut off."""
 FRAMES_PER_WRITE = 64
+FDS_SPACE = socket.CMSG_LEN(SCM_MAX_FD * 4)
 
 
 class Lane(Attached):
@@ -48,11 +53,14 @@ class Lane(Attached):
         *,
         frame_bytes_max: int,
         ended: Callable[[Lane], None],
+        discard: Callable[[int], None] = os.close,
     ) -> None:
+        """`discard` closes a descriptor that came from the peer: where that may last, elsewhere."""
         super().__init__(service, worker)
         self._sock = sock
         self._frame_bytes_max = frame_bytes_max
         self._ended = ended
+        self._discard = discard
         self._asyncio = asyncio.get_running_loop()
         self._received = bytearray()
         """The beginning of a message, or messages that wait until others are answered."""
@@ -86,7 +94,7 @@ class Lane(Attached):
 
     def _readable(self) -> None:
         try:
-            data = self._sock.recv(READ_BYTES)
+            data = self._take()
         except (BlockingIOError, InterruptedError):
             return
         except OSError as problem:
@@ -102,6 +110,16 @@ class Lane(Attached):
             self._asyncio.call_later(FINISH_TIMEOUT_S, self._close, "the worker closed its side")
         else:
             self._close("the worker closed it")
+
+    def _take(self) -> bytes:
+        """What is there. Descriptors belong nowhere here, but left to the kernel they would be closed here and now, and
+        that can last (a socket that lingers). Raises OSError."""
+        data, ancillary, _, _ = self._sock.recvmsg(READ_BYTES, FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, fds in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                for (fd,) in struct.iter_unpack("i", fds[: len(fds) & ~3]):
+                    self._discard(fd)
+        return data
 
     def _turn(self) -> None:
         """Requests in, their answers out."""
@@ -294,4 +312,8 @@ class Lane(Attached):
         if self._watchdog is not None:
             self._watchdog.cancel()
         self._unsent.clear()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # nothing can come any more
+            while self._take():  # in what was not read there may be descriptors
+                pass
         self._sock.close()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import time
 from collections import deque
@@ -90,7 +91,9 @@ class Service:
         anonymous: WorkerId | None = None,
         peer_timeout_s: float = PEER_TIMEOUT_S,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
+        discard: Callable[[int], None] = os.close,
     ) -> None:
+        """`discard`: see `Lane`."""
         self.loop = loop
         self.peer_timeout_s = peer_timeout_s
         self.draining = False
@@ -98,6 +101,7 @@ class Service:
         self._boot_id = boot_id
         self._welcome = welcome
         self._message_bytes_max = message_bytes_max
+        self._discard = discard
         self._started_ms = monotonic_ms()
         self._anonymous = anonymous
         self._streams: dict[WorkerId, Attached] = {}
@@ -258,6 +262,7 @@ class Service:
             ours,
             frame_bytes_max=self._message_bytes_max,
             ended=lambda ended: self._left(worker, ended),
+            discard=self._discard,
         )
         lane.start()
         self._joined(worker, lane)

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -18,8 +19,11 @@ from kvstore.client import connect as client_of
 from kvstore.client.lane import Lane
 from kvstore.client.stream import GrpcStream
 from kvstore.errors import BadRequest, DeadlineExceeded, Precondition, Unavailable
+from kvstore.lane import READ_BYTES
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.v1 import descriptor_pb2, store_pb2
+
+from .test_hostile import lingering
 
 BOUND_S = 20.0
 
@@ -256,6 +260,28 @@ def test_lanes_asked_for_again_and_again(daemon, worker):
     assert descriptors(daemon) <= before + 4
     worker.socket.close()
     eventually(lambda: descriptors(daemon) < before)
+
+
+@pytest.mark.parametrize("unread", [b"", ((4 << 20) + 1).to_bytes(4, "little") + bytes(READ_BYTES)])
+def test_descriptors_whose_closing_lasts(daemon, worker, unread):
+    """Sent along on a lane, where none belong, read or left there when it ends: the daemon serves on."""
+    lane = worker.lane()
+    lane.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * READ_BYTES)
+    fd, (deaf,) = lingering()
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        lane.sendall(unread)
+        lane.sendmsg([beat()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))])
+        os.close(fd)
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    found = replies(lane, 2)
+    assert found[1].HasField("ended" if unread else "done")
+    lane.close()
+    for _ in range(2):  # whoever comes next may be answered before the lane is closed
+        with client_of(str(daemon.run_dir), timeout_s=BOUND_S) as client:
+            assert client.stats().version
+    deaf.close()
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
