@@ -40,6 +40,7 @@ from kvstore import format
 from kvstore.benchmark import Goal, arguments, connected, finish, heading
 from kvstore.client import Namespace
 from kvstore.core import events as ev
+from kvstore.core.dialogues import LISTED_MAX
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import chunk_salt
 from kvstore.core.store import Store
@@ -272,7 +273,7 @@ def sessions(count: int) -> list[Row]:
             lambda queue: driver.ask(ev.PublishQueue, driver.namespace, queue), hints, rounds
         ),
         "tick with that queue": times(lambda _: driver.tick(1_000), lambda: None, rounds),
-        "list the newest 1000": times(lambda _: driver.ask(ev.ListSessions), lambda: None, 5),
+        f"list the newest {LISTED_MAX}": times(lambda _: driver.ask(ev.ListSessions), lambda: None, 5),
     }
     of = {"part": "sessions", "chunks": SESSION_CHUNKS, "sessions": count}
     rows = [of | {"what": what} | spread(seconds, 1, "µs") for what, seconds in timed.items()]

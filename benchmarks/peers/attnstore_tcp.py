@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from peers import START_S, ByKey, Item, Shape
+from peers import START_S, ByKey, Item, Shape, attempts
 from peers.attnstore import chunk_key, missing, spec_of, start
 
 __all__ = ["GIVES", "Client", "missing", "start"]
@@ -26,7 +26,7 @@ class Client(ByKey):
         import grpc
 
         from kvstore import memory, wire
-        from kvstore.v1 import bytes_pb2, store_pb2
+        from kvstore.v1 import bytes_pb2, stats_pb2, store_pb2
 
         memory.keep_freed_memory()
         super().__init__(shape)
@@ -40,6 +40,11 @@ class Client(ByKey):
         self._get = self._channel.unary_stream("/kvstore.v1.Bytes/Get")
         self._put = self._channel.stream_unary("/kvstore.v1.Bytes/Put")
         self._messages = bytes_pb2
+        stats = self._channel.unary_unary("/kvstore.v1.Stats/GetStats")
+        for _ in attempts("the whole arena"):
+            arena = stats_pb2.StatsReply.FromString(stats(b"", timeout=START_S)).arena
+            if arena.ready_bytes == arena.bytes:
+                break
 
     def key(self, number: int) -> Any:
         return chunk_key(super().key(number))
