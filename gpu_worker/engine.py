@@ -28,7 +28,7 @@ from kvstore.gpu_worker.restored_cache import LoadFailed, RestoredCache
 from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, Saver, TurnSave
 from kvstore.gpu_worker.store import Store
 from kvstore.keys import ROOT
-from kvstore.types import ChunkKey, Outcome
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome
 
 if TYPE_CHECKING:
     from kvstore.client import Client, Namespace
@@ -245,7 +245,9 @@ class Engine:
             last.saved.wait(self._lookup_timeout_s)  # our own save of the turn before, still under way
         step = self.geometry.chunk_tokens
         base = store.get_session(session, timeout_s=self._lookup_timeout_s)
-        keys = store.keys(prompt[: (len(prompt) - 1) // step * step])
+        # As many as the store takes at once, the tail included: of a longer prompt the rest is computed
+        whole = min((len(prompt) - 1) // step, KEYS_PER_REQUEST_MAX - 1)
+        keys = store.keys(prompt[: whole * step])
         tail = _tail_of(store, base, keys, prompt, step)
         asked = [*keys, tail.key] if tail is not None else keys
         if not asked:

@@ -27,7 +27,7 @@ from kvstore.client import SessionEntry, SessionInfo
 from kvstore.errors import Conflict, Precondition, StoreError
 from kvstore.gpu_worker.layout import Geometry, bits
 from kvstore.keys import ROOT
-from kvstore.types import ChunkKey, GrantResult
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, GrantResult
 
 if TYPE_CHECKING:
     from kvstore.client import Namespace, WriteBatch
@@ -319,8 +319,8 @@ class Saver:
             shard[start + used : start + self.geometry.slice_bytes] = 0
 
     def _publish(self, turn: TurnSave) -> None:
-        """The session's manifest becomes the history that is in the store."""
-        info, entries = turn.base, turn.entries
+        """The session's manifest becomes the history that is in the store, as far as one request can name it."""
+        info, entries = turn.base, turn.entries[:KEYS_PER_REQUEST_MAX]
         for _ in range(MANIFEST_TRIES):
             old = info.entries if info is not None else ()
             keep = _common(old, entries)

@@ -15,11 +15,11 @@ import xxhash
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvstore.core.events import Matched, SessionEntry, SessionInfo
-from kvstore.errors import Conflict, Precondition, StoreError, Unavailable
+from kvstore.errors import BadRequest, Conflict, Precondition, StoreError, Unavailable
 from kvstore.gpu_worker.engine import Engine
 from kvstore.keys import ROOT, exact_chain, exact_key
 from kvstore.layout import NamespaceSpec
-from kvstore.types import ChunkKey, GrantResult, Outcome, Reason
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, GrantResult, Outcome, Reason
 
 # A test computes little: more threads would only wait for one another.
 torch.set_num_threads(1)
@@ -39,6 +39,8 @@ class FakeStore:
     """Keys whose chunks have to rise before they can be read."""
     rises: bool = True
     busy: set[ChunkKey] = field(default_factory=set)
+    keys_max: int = KEYS_PER_REQUEST_MAX
+    """More in one request are refused."""
     on_copy: Callable[[int], bool] = lambda number: True
     """Called with the number of the lease's copy_many call; False voids the lease, as would a changed generation."""
     on_read: Callable[[], None] = lambda: None
@@ -83,6 +85,10 @@ class FakeNamespace:
         assert len(tokens) < self.spec.chunk_tokens
         return exact_key(self.salt, parent, tokens)
 
+    def check_count(self, wanted: Sequence[object]) -> None:
+        if len(wanted) > self.store.keys_max:
+            raise BadRequest(f"a request has at most {self.store.keys_max} keys")
+
     def has(self, key: ChunkKey) -> bool:
         return (self.salt, key) in self.store.chunks
 
@@ -100,6 +106,7 @@ class FakeNamespace:
     def match(
         self, wanted: Sequence[ChunkKey], *, token_count: int = 0, timeout_s: float | None = None
     ) -> Matched:
+        self.check_count(wanted)
         hits = [self.has(key) and not self.store.away for key in wanted]
         usable = hits.index(False) if False in hits else len(hits)
         return Matched(usable, outcomes(hits), (Reason.NONE,) * len(hits))
@@ -112,6 +119,7 @@ class FakeNamespace:
         any_order: bool = False,
         timeout_s: float | None = None,
     ) -> FakeLease:
+        self.check_count(wanted)
         self.store.reads.append(list(wanted))
         self.store.on_read()
         hits = [self.has(key) and not self.store.away and key not in self.store.on_ssd for key in wanted]
@@ -170,6 +178,7 @@ class FakeNamespace:
         append: Sequence[SessionEntry],
         timeout_s: float | None = None,
     ) -> SessionInfo:
+        self.check_count(append)
         if self.store.away:
             raise Unavailable("no daemon")
         old = self.store.sessions.get((self.salt, name))

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from kvstore.errors import Unavailable, Unsupported
+from kvstore.gpu_worker import engine as engine_module
+from kvstore.gpu_worker import saver as saver_module
 from kvstore.gpu_worker.engine import Engine
 from kvstore.types import ChunkKey
 
@@ -364,6 +366,29 @@ def test_the_store_is_asked_for_keys_only_once_a_turn(store: FakeStore, engines:
     engine.turn("s", [*text(150), 1], 1)
     asked: list[list[ChunkKey]] = store.reads
     assert [len(keys) for keys in asked] == [2, 3]  # two full chunks, then with the tail
+
+
+@pytest.mark.parametrize("tokens", [3 * T + 9, 4 * T + 1, 5 * T, 9 * T + 7])
+def test_of_a_prompt_of_more_chunks_than_a_request_names_the_first_are_used(
+    tokens: int, store: FakeStore, engines: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (engine_module, saver_module):
+        monkeypatch.setattr(module, "KEYS_PER_REQUEST_MAX", 4)
+    store.keys_max = 4
+    model = tiny_llama()
+    engine, plain = engines(model, store), engines(model, None)
+    prompt = text(tokens)
+    for turn in range(3):
+        result = engine.turn("s", prompt, 3)
+        assert engine.flush(10)
+        assert result.tokens == plain.turn("s", prompt, 3).tokens
+        assert result.reused_tokens >= (turn > 0) * 3 * T
+        prompt = [*prompt, *result.tokens, *text(5, seed=turn)]
+    (info,) = store.sessions.values()
+    assert len(info.entries) == 4
+    store.forget(info.entries[-1].key)  # its manifest is checked before it is written again
+    engine.turn("s", [*prompt, 1], 1)
+    assert engine.flush(10)
 
 
 def test_what_is_on_ssd_is_waited_for_and_then_loaded(store: FakeStore, engines: MakeEngine) -> None:
