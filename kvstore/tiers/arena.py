@@ -199,7 +199,7 @@ class Staging:
 
     def view(self, worker: WorkerId, offset: int, length: int) -> npt.NDArray[np.uint8]:
         """Not to be written; the worker may change the bytes at any time. Raises NotFound, or BadRequest outside."""
-        with self._lock:  # so that drop() sees the view
+        with self._lock:  # so that drop() does not close it meanwhile
             found = self._by_worker.get(worker)
             if found is None:
                 raise NotFound("the worker has no staging memory", field="worker", value=worker)
