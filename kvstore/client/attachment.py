@@ -670,9 +670,7 @@ class Attachment:
         if not settled:
             call.settle(problem or gone("nobody waits for this answer"))
             return
-        while (
-            not call.done
-        ):  # being settled by another thread at this moment; a nudge is for who waits for the answer
+        while not call.done:  # being settled by another thread; its nudge is for who waits for the answer
             time.sleep(SETTLING_S)
         answer = call.answer
         if call.on_late is not None and isinstance(answer, store_pb2.AttachReply):

@@ -580,7 +580,7 @@ class Namespace:
         return WriteBatch(results, error=error)
 
     def _count_dropped(self, results: Sequence[GrantResult]) -> None:
-        dropped = sum(result in (GrantResult.FULL, GrantResult.QUOTA) for result in results)
+        dropped = results.count(GrantResult.FULL) + results.count(GrantResult.QUOTA)
         if dropped:
             self._connection.count("saves_dropped", dropped)
 
