@@ -24,6 +24,8 @@ import numpy.typing as npt
 from kvstore.types import ChunkKey, Reason
 
 NONE = -1
+NO_KEY = ChunkKey(b"")
+"""Of a row that is free."""
 HITS_MAX = (1 << 32) - 1
 GROWTH_MIN = 1_024
 GROWTH_SHARE = 32
@@ -227,7 +229,7 @@ class ChunkTable:
     def _grow_rows(self, more: int) -> None:
         """All columns at once and in steps, so that the allocator is not asked for each of them again and again."""
         self._views = None
-        self.key += [ChunkKey(b"")] * more
+        self.key += [NO_KEY] * more
         for none in (
             self.namespace,
             self.parent,
@@ -257,9 +259,11 @@ class ChunkTable:
     def free_row(self, row: int) -> None:
         assert self.shard0[row] == NONE and not self.pins[row] and not self.refs[row], self.describe(row)
         assert not self.flags[row] & LISTED, self.describe(row)
-        self.leave_parent(row)
-        self.leave_children(row)
-        self.key[row] = ChunkKey(b"")
+        if self.parent[row] != NONE:
+            self.leave_parent(row)
+        if self.first_child[row] != NONE:
+            self.leave_children(row)
+        self.key[row] = NO_KEY
         self.namespace[row] = NONE
         self.hits[row] = 0
         self.tokens[row] = 0

@@ -225,8 +225,8 @@ class Disk:
         sources: list[Extent] = []
         targets = []
         for row in rows:
-            state.pin(row)
             namespace = state.namespace_of(row)
+            state.pin(namespace, row)
             for shard in range(namespace.shards):
                 records.append(self.record(namespace, row, shard))
                 sources.append(state.extent(row, shard, namespace.shard_bytes[shard]))
@@ -399,7 +399,7 @@ class Disk:
                 how = "ahead" if row in state.prefetched else "on_demand"
                 for shard in range(namespace.shards):
                     checksum = chunks.shard_checksum[chunks.shard0[row] + shard]
-                    if state.shard_filled(row, shard, checksum):
+                    if state.shard_filled(namespace, row, shard, checksum):
                         risen.append(row)
                 if row not in state.prefetched:
                     state.demanded.add(row)

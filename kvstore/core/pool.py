@@ -230,10 +230,12 @@ class Pool:
     ) -> tuple[Segment, int] | None:
         """Reserve a free slot for chunk row `owner`, in no segment whose index is `closed`. The mover's source is the
         segment with index `avoid`: it wants another one, and no empty one."""
-        segment = next((found for found in slab.with_free.values() if found.index not in closed), None)
+        found = iter(slab.with_free.values())
         if avoid != -1:
-            others = (found for found in slab.with_free.values() if found.index != avoid and not found.empty)
-            segment = next(others, None)
+            found = (other for other in found if other.index != avoid and not other.empty)
+        elif closed:
+            found = (other for other in found if other.index not in closed)
+        segment = next(found, None)
         if segment is None:
             return None
         slot = segment.free.pop()
@@ -279,7 +281,7 @@ class Pool:
 
     def quarantine(self, segment: Segment, slot: int) -> None:
         """Out of service, still owned: somebody may yet write it, or its bytes are wrong. The generation moves on."""
-        before = SlotState(segment.state[slot])
+        before = segment.state[slot]
         assert before in (SlotState.RESERVED, SlotState.READY), (segment, slot, before)
         self._change(segment, slot, before, SlotState.QUARANTINED)
         segment.owner[slot] = NO_OWNER
@@ -287,8 +289,8 @@ class Pool:
 
     def give_back(self, segment: Segment, slot: int) -> None:
         """-> FREE. The generation moves on before anybody can reserve the slot again."""
-        before = SlotState(segment.state[slot])
-        assert before is not SlotState.FREE, (segment, slot)
+        before = segment.state[slot]
+        assert before != SlotState.FREE, (segment, slot)
         assert segment.phase is Phase.ASSIGNED, segment
         self._change(segment, slot, before, SlotState.FREE)
         segment.owner[slot] = NO_OWNER
@@ -312,7 +314,7 @@ class Pool:
         slab.free += len(slots)
         slab.with_free[segment.index] = segment
 
-    def _change(self, segment: Segment, slot: int, before: SlotState, after: SlotState) -> None:
+    def _change(self, segment: Segment, slot: int, before: int, after: SlotState) -> None:
         assert segment.state[slot] == before, (segment, slot, segment.state[slot], before)
         segment.state[slot] = after
         segment.counts[before] -= 1

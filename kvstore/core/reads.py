@@ -106,18 +106,17 @@ class Reads:
         until = state.now + min(event.wait_ms, limits.wait_max_ms)
         hits_max = limits.extents_per_answer_max // len(shards)
         leading = min(_leading_hits(found), hits_max)
-        if leading >= state.batch_min:
+        pin_bytes_max = limits.pin_bytes_max
+        if leading:
             first = rows[:leading]
-            if worker.group.charge_new(first, namespace.chunk_bytes, limits.pin_bytes_max):
+            if worker.group.charge_new(first, namespace.chunk_bytes, pin_bytes_max):
                 hits += first
                 reasons += found[:leading]
                 namespace.lookups[Reason.NONE] += leading
         for row, reason in zip(rows[len(hits) :], found[len(hits) :], strict=True):
             if len(hits) >= hits_max:
                 reason = Reason.BEYOND_MISS
-            elif reason is Reason.NONE and not worker.group.charge(
-                row, namespace.chunk_bytes, limits.pin_bytes_max
-            ):
+            elif reason is Reason.NONE and not worker.group.charge(row, namespace.chunk_bytes, pin_bytes_max):
                 reason = Reason.QUOTA
             outcome = _OUTCOMES[reason]
             if outcome is Outcome.HIT:

@@ -92,6 +92,7 @@ class Saves:
         """The most recent ones, oldest first."""
         self._ended_keys = 0
         self._next_id = 1
+        self._reserve_bytes_max = state.limits.reserve_bytes_max
 
     # ----------------------------------------------------------------------------------------------------- reserve
 
@@ -124,6 +125,7 @@ class Saves:
         )
         parents = event.parents or (event.parent, *event.keys[:-1])
         results: list[GrantResult] = []
+        wanted = sum([namespace.slot_bytes[shard] for shard in shards])
         new = self._new_keys(namespace, event.keys, shards)
         again = False
         for index, key in enumerate(event.keys):
@@ -138,7 +140,7 @@ class Saves:
                     new[len(results) + 1] = run.stop
                 if granted:
                     continue
-            result = self._grant(worker, namespace, reservation, key, shards)
+            result = self._grant(worker, namespace, reservation, key, wanted)
             if result is GrantResult.GRANTED:
                 self._describe(namespace, namespace.index[key], parents[index], counts[index], event)
             results.append(result)
@@ -199,11 +201,12 @@ class Saves:
         namespace: Namespace,
         reservation: Reservation,
         key: ChunkKey,
-        shards: Sequence[int],
+        wanted: int,
     ) -> GrantResult:
-        """All `shards` of one key, or none and nothing changed."""
+        """All shards of the reservation for one key, which take `wanted` bytes, or none and nothing changed."""
         state = self.state
         chunks = state.chunks
+        shards = reservation.shards
         row = namespace.index.get(key, NONE)
         if row != NONE and chunks.shard0[row] != NONE:
             if chunks.flags[row] & (STORED | DOOMED) == STORED:
@@ -215,8 +218,7 @@ class Saves:
                 return GrantResult.ALREADY
             if any(chunks.shard_segment[place] != NONE for place in places):
                 return GrantResult.BUSY
-        wanted = sum(namespace.slot_bytes[shard] for shard in shards)
-        if worker.reserved_bytes + wanted > state.limits.reserve_bytes_max:
+        if worker.reserved_bytes + wanted > self._reserve_bytes_max:
             return GrantResult.QUOTA
         if (len(reservation.rows) + 1) * len(shards) > state.limits.extents_per_answer_max:
             return GrantResult.QUOTA
@@ -278,7 +280,7 @@ class Saves:
         wanted = slot_bytes * len(shards)
         room = min(
             run.stop - run.start,
-            (state.limits.reserve_bytes_max - worker.reserved_bytes) // wanted,
+            (self._reserve_bytes_max - worker.reserved_bytes) // wanted,
             state.limits.extents_per_answer_max // len(shards) - len(reservation.rows),
             state.limits.chunks_max - state.chunks.rows_used,
         )
@@ -610,10 +612,10 @@ class Saves:
             if reservation.maker:
                 state.add_maker(row, reservation.maker)
             for shard in reservation.shards:
-                if state.shard_filled(row, shard, checksums[at]):
+                if state.shard_filled(namespace, row, shard, checksums[at]):
                     whole.append(row)
                 at += 1
-            visible = not doomed and state.is_hit(row)
+            visible = not doomed and state.chunks.ready[row] == namespace.shards
             results.append(CommitResult.VISIBLE if visible else CommitResult.WAITING_FOR_SHARDS)
             if doomed:
                 self._drop_if_empty(namespace, row)

@@ -369,7 +369,7 @@ class Segments:
                 if chunks.shard_segment[chunks.shard0[row] + number] == segment.index
                 and chunks.shard_slot[chunks.shard0[row] + number] == slot
             )
-            state.pin(row)
+            state.pin(namespace, row)
             move.rows.append(row)
             move.shards.append(shard)
             move.targets.append(taken)

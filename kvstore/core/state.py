@@ -373,12 +373,11 @@ class State:
         since = self.recalling.get(self.chunks.maker(row))
         return since is not None and self.made_since(row, since)
 
-    def _tally(self, row: int, change: int) -> None:
+    def _tally(self, namespace: Namespace, row: int, change: int) -> None:
         """Count the row in, or out of, the condition that it is in now."""
         chunks = self.chunks
         if chunks.shard0[row] == NONE:
             return
-        namespace = self.namespace_of(row)
         if chunks.ready[row] == namespace.shards:
             if not chunks.flags[row] & DOOMED:
                 namespace.visible += change
@@ -397,28 +396,29 @@ class State:
         chunks.set_maker(row, b"")
         chunks.flags[row] &= ~DOOMED
         chunks.born_at[row] = chunks.used_at[row] = self.now
-        self._tally(row, +1)
+        self._tally(namespace, row, +1)
         chunks.link_newest(self.partials, row)
 
-    def shard_filled(self, row: int, shard: int, checksum: int) -> bool:
+    def shard_filled(self, namespace: Namespace, row: int, shard: int, checksum: int) -> bool:
         """RESERVED -> READY; with the last shard the chunk becomes resident. True: that is so, and the caller makes it
         evictable (`arrived`), together with those that came with it."""
         chunks = self.chunks
-        namespace = self.namespace_of(row)
         place = chunks.shard0[row] + shard
         segment = self.pool.segments[chunks.shard_segment[place]]
         self.pool.fill(segment, chunks.shard_slot[place])
         segment.touched_at = self.now
-        self._tally(row, -1)
+        whole = chunks.ready[row] + 1 == namespace.shards
+        if whole:
+            self._tally(namespace, row, -1)
         if not chunks.flags[row] & RISING:
             chunks.born_at[row] = self.now  # what was computed until now is in it
         chunks.shard_checksum[place] = checksum
         chunks.shard_ready[place] = 1
         chunks.reserved[row] -= 1
         chunks.ready[row] += 1
-        self._tally(row, +1)
-        if chunks.ready[row] < namespace.shards:
+        if not whole:
             return False
+        self._tally(namespace, row, +1)
         if chunks.flags[row] & LISTED:
             chunks.unlink(self.partials, row)
         chunks.flags[row] = chunks.flags[row] & ~RISING | COMMITTED
@@ -469,9 +469,10 @@ class State:
             return False
         usable = self.is_resident(row) or bool(chunks.flags[row] & STORED)
         if chunks.pins[row] or chunks.reserved[row] or chunks.flags[row] & RISING:
-            self._tally(row, -1)
+            namespace = self.namespace_of(row)
+            self._tally(namespace, row, -1)
             chunks.flags[row] |= DOOMED
-            self._tally(row, +1)
+            self._tally(namespace, row, +1)
             chunks.reason[row] = reason
             if (
                 chunks.flags[row] & STORED
@@ -489,7 +490,7 @@ class State:
         assert not chunks.pins[row] and not chunks.reserved[row], chunks.describe(row)
         assert not chunks.flags[row] & (STORING | RISING), chunks.describe(row)
         self._unlist(namespace, row)
-        self._tally(row, -1)
+        self._tally(namespace, row, -1)
         nothing_lost = chunks.ready[row] == 0 and not chunks.flags[row] & STORED
         self._free_dram(namespace, row, quarantine=reason is Reason.CORRUPT)
         self._free_disk(namespace, row, quarantine=reason is Reason.CORRUPT)
@@ -514,9 +515,9 @@ class State:
         namespace = self.namespace_of(row)
         assert chunks.flags[row] & (STORED | STORING) == STORED and not chunks.pins[row], chunks.describe(row)
         self._unlist(namespace, row)
-        self._tally(row, -1)
+        self._tally(namespace, row, -1)
         self._free_dram(namespace, row, quarantine=False)
-        self._tally(row, +1)
+        self._tally(namespace, row, +1)
         chunks.link_newest(self.cold, row)
         self.counters["chunks_demoted"] += 1
 
@@ -659,10 +660,9 @@ class State:
 
     # ---------------------------------------------------------------------------------------------------- pins
 
-    def pin(self, row: int) -> None:
+    def pin(self, namespace: Namespace, row: int) -> None:
         chunks = self.chunks
         if chunks.pins[row] == 0:
-            namespace = self.namespace_of(row)
             self.policy.remove(namespace, row)
             namespace.pinned += 1
             self._count_pinned(namespace, row, +1)
@@ -673,7 +673,7 @@ class State:
             batch.pin(self, namespace, rows)
         else:
             for row in rows:
-                self.pin(row)
+                self.pin(namespace, row)
 
     def unpin(self, namespace: Namespace, rows: Sequence[int], *, used: bool = True) -> None:
         """`rows` of one namespace, in chain order; those without another pin become evictable, or go if doomed.
