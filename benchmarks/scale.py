@@ -37,7 +37,7 @@ import numpy as np
 import xxhash
 
 from kvstore import format
-from kvstore.benchmark import Goal, arguments, connected, finish, heading
+from kvstore.benchmark import Goal, arguments, connected, finish, heading, keep
 from kvstore.client import Namespace
 from kvstore.core import events as ev
 from kvstore.core.dialogues import LISTED_MAX
@@ -66,6 +66,7 @@ Row = dict[str, Any]
 CHUNKS = (10_000, 100_000, 1_000_000, 4_000_000)
 SESSIONS = (1_000, 10_000, 100_000, 1_000_000)
 DAEMON_CHUNKS = (10_000, 1_000_000, 4_000_000)
+KEY = ("part", "chunks", "sessions", "what")
 QUICK_MAX = {"core": 1_000_000, "sessions": 100_000, "daemon": 1_000_000}
 BATCH = 512
 CHAIN = 64
@@ -565,8 +566,10 @@ def main() -> int:
                 if chosen.quick and size > QUICK_MAX[part]:
                     continue
                 rows += in_fresh_process(part, size, *([indices / str(size)] if part == "daemon" else []))
+                print(f"{part} with {size:,}: measured", flush=True)
+                keep(__file__, chosen, rows, (), key=KEY)  # goals are of the largest that is measured
     table(rows)
-    return finish(__file__, chosen, rows, goals(rows), key=("part", "chunks", "sessions", "what"))
+    return finish(__file__, chosen, rows, goals(rows), key=KEY)
 
 
 if __name__ == "__main__":
