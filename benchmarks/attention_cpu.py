@@ -9,6 +9,8 @@ speed-up is the median of the rounds' own. "cpu" is processor time of all thread
 Torch's threads are told not to spin (OMP_WAIT_POLICY=passive): else they do so for milliseconds after each call, on the
 core of whoever comes next and in its processor time.
 
+A plan is made before, and its work is divided in the first call only, as for the layers of a step.
+
 Prefill: 8 sequences that share 1,024 cached tokens, each with so many new ones.
 
     make bench-attention_cpu ARGS='--quick --json'
