@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -278,7 +277,7 @@ def check_request(prompt: Sequence[int], max_new_tokens: int, *, vocabulary: int
     """Raises ValueError for what is no prompt, or no number of tokens: found later, it would end or hold up the calls
     of all others."""
     ids = np.asarray(prompt)
-    if not isinstance(max_new_tokens, Integral):
+    if not isinstance(max_new_tokens, (int, np.integer)):
         raise ValueError(f"max_new_tokens is {max_new_tokens!r}: must be a whole number")
     if ids.size == 0 or max_new_tokens < 1:
         raise ValueError(f"a request reads and writes tokens: not {ids.size} and {max_new_tokens}")

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from numbers import Integral
 
+import numpy as np
 import torch
 
 from kvstore.kernels.rotate import cpu
@@ -78,7 +78,7 @@ def rotation(
         if deltas.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"deltas are {deltas.dtype}: must be torch.int64 or torch.int32")
     else:
-        if not isinstance(deltas, Integral):
+        if not isinstance(deltas, (int, np.integer)):
             raise ValueError(f"deltas are {deltas!r}: must be an integer, or a tensor of them")
         deltas = torch.tensor(deltas, dtype=torch.int64)
     if inv_freq.dim() != 1 or not inv_freq.is_floating_point():
