@@ -31,7 +31,8 @@ again, rather than edit this page. `benchmarks/README.md` says which benchmark a
 
 Ratios of one run mean more than times: what is compared took turns in that run, so that a machine whose speed drifts
 favours nobody. Figures are medians, and so are ratios: of the rounds of a run, so they are not always the quotient of
-the speeds beside them. "×" is "times as fast as". A goal that is **missed** stays here until it is met.
+the speeds beside them. "×" is "times as fast as". A goal that is **missed** stays here until it is met; what limits it
+is said below its table, or in section 9 of ARCHITECTURE.md.
 """
 
 
