@@ -90,9 +90,11 @@ class Engine:
         `namespace_of`). `prefill_tokens`: how many tokens of a prompt go through the model at once.
         `rise_timeout_s`: how long a turn waits for KV that is on SSD; what is late is computed.
 
-        Raises Unsupported for a model whose KV cannot be stored, naming the field, and whatever else the daemon has
-        against us or the namespace.
+        Raises Unsupported for a model whose KV cannot be stored, naming the field, ValueError for a number of tokens
+        below 1, and whatever else the daemon has against us or the namespace.
         """
+        if prefill_tokens < 1:
+            raise ValueError(f"prefill_tokens is {prefill_tokens}: must be at least 1")
         self.model = model.eval()
         self.geometry = Geometry.of(model, chunk_tokens)
         self.counters: Counter[str] = Counter()

@@ -58,7 +58,10 @@ class Geometry:
 
     @classmethod
     def of(cls, model: PreTrainedModel, chunk_tokens: int = CHUNK_TOKENS) -> Geometry:
-        """Raises Unsupported, naming the field, for a model whose cache is anything but full attention."""
+        """Raises Unsupported, naming the field, for a model whose cache is anything but full attention, ValueError for
+        chunks of no tokens."""
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens is {chunk_tokens}: must be at least 1")
         check_supported(model)
         config = model.config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -64,7 +64,7 @@ def answer(engine: Engine, line: str) -> dict[str, Any]:
             request["max_new_tokens"],
             stop_tokens=request.get("stop_tokens", ()),
         )
-    except (ValueError, KeyError, TypeError, BadRequest) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, BadRequest) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return asdict(result)
 

@@ -126,8 +126,11 @@ class WorkerProcess:
         self._send({"session": session, "tokens": prompt, "max_new_tokens": NEW})
 
     def _send(self, request: dict[str, Any]) -> None:
+        self.say(json.dumps(request))
+
+    def say(self, line: str) -> None:
         assert self.process.stdin is not None
-        print(json.dumps(request), file=self.process.stdin, flush=True)
+        print(line, file=self.process.stdin, flush=True)
 
     def answer(self) -> dict[str, Any]:
         line = self._lines.get(timeout=BOUND_S)
@@ -243,6 +246,10 @@ def test_what_cannot_be_served_is_said_and_ends_no_worker(
     for session, prompt in (("", [1]), ("s" * 257, [1]), ("s", [256]), ("s", [-1]), ("s", [1.5])):
         worker.send(prompt, session)
         with pytest.raises(AssertionError, match=r"'error': .(BadRequest|ValueError)"):
+            worker.answer()
+    for line in ("", "[]", "5", "[" * 100_000):
+        worker.say(line)
+        with pytest.raises(AssertionError, match="'error'"):
             worker.answer()
     assert worker.turn(text(70))["tokens"] == recomputed(text(70))
 

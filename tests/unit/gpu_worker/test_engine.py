@@ -354,6 +354,12 @@ def test_a_turn_that_the_model_cannot_take_is_refused(
         engines(tiny_llama(), store).turn("s", prompt, new)
 
 
+@pytest.mark.parametrize("name", ["prefill_tokens", "chunk_tokens"])
+def test_steps_and_chunks_of_no_tokens_are_refused(name: str, store: FakeStore, engines: MakeEngine) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0: must be at least 1"):
+        engines(tiny_llama(), store, **{name: 0})
+
+
 def test_a_model_that_is_not_on_the_cpu_is_refused(store: FakeStore, engines: MakeEngine) -> None:
     with pytest.raises(Unsupported, match=r"model\.device"):
         engines(tiny_llama().to("meta"), store)
