@@ -25,7 +25,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIST = Path(__file__).with_name("mutants.toml")
-COPIED = ("kvstore", "gpu_worker", "scheduler", "kernels", "proto", "tests", "examples", "deploy", "docs")
+INSIDE = ("gpu_worker", "scheduler", "kernels")
+"""Folders that are packages inside of `kvstore`."""
+COPIED = ("kvstore", *INSIDE, "proto", "tests", "examples", "deploy", "docs")
 FILES = ("pyproject.toml", "setup.py", "README.md", "Makefile")
 TIME_LIMIT_S = 600
 TESTS_FAILED = 1
@@ -59,6 +61,8 @@ def copy_sources(to: Path) -> None:
     for folder in COPIED:
         if (ROOT / folder).is_dir():
             shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in INSIDE:  # else the installed ones are found, without the bug
+        (to / "kvstore" / folder).symlink_to(to / folder)
     for file in FILES:
         shutil.copy(ROOT / file, to / file)
 
