@@ -230,7 +230,8 @@ def main() -> int:
         for group in groups(list(dict.fromkeys(itertools.chain(*parts.values()))), clients):
             with running(group) as started, with_clients(started, list(parts)):
                 for part, stores in parts.items():
-                    for row in measure(part, [store for store in started if store.name in stores], rounds):
+                    of_part = [store for store in started if store.name in stores]
+                    for row in measure(part, of_part, rounds, only_goals=chosen.quick):
                         if not any(all(row[name] == other[name] for name in KEY) for other in rows):
                             rows.append(row)
                             print(told(row), flush=True)
@@ -324,7 +325,10 @@ def ask_all(store: Store, do: str, **arguments: Any) -> None:
                 client.ask(do, **arguments)
 
 
-def measure(part: Part, stores: Sequence[Store], rounds: int) -> Iterator[dict[str, Any]]:
+def measure(
+    part: Part, stores: Sequence[Store], rounds: int, *, only_goals: bool
+) -> Iterator[dict[str, Any]]:
+    """`only_goals`: nothing but what has goals."""
     figures: dict[tuple[str, str], Figures] = defaultdict(Figures)
     for store in stores:
         ask_all(store, "fill", batch=part.batch)
@@ -335,7 +339,8 @@ def measure(part: Part, stores: Sequence[Store], rounds: int) -> Iterator[dict[s
     for number in range(WARM_ROUNDS + rounds):
         for store in stores:
             for action in ("get", GET_AHEAD, "put", "fill"):
-                if action in ("get", "put") or (store.name in ONLY[action] and part.clients == 1):
+                also = not only_goals and part.clients == 1
+                if action in ("get", "put") or (also and store.name in ONLY[action]):
                     into = figures[store.name, action] if number >= WARM_ROUNDS else Figures()
                     if not store.failed:
                         with leaving_out(store):

@@ -195,7 +195,8 @@ def test_killed_in_mid_request(engine: Engine, daemon: Daemon, same: Same, whole
         threading.Event().wait(0.03 * moment)
         daemon.kill()
         same([tokens], engine.receive()["outputs"], max_tokens=40)
-        same([tokens], engine.generate(tokens, max_tokens=40), max_tokens=40)
+        # What vLLM has in its own cache now may have come in part from a load that was cut short
+        same([tokens], engine.generate(tokens, max_tokens=40), exactly=False, max_tokens=40)
         daemon.start()
         wait_until(lambda seed=61 + moment: hits_again(engine, seed))
 
