@@ -326,7 +326,7 @@ def ask_all(store: Store, do: str, **arguments: Any) -> None:
 
 
 def measure(
-    part: Part, stores: Sequence[Store], rounds: int, *, only_goals: bool
+    part: Part, stores: Sequence[Store], rounds: int, *, only_goals: bool = False
 ) -> Iterator[dict[str, Any]]:
     """`only_goals`: nothing but what has goals."""
     figures: dict[tuple[str, str], Figures] = defaultdict(Figures)
