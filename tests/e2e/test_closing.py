@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from kvstore.client import connection as connection_module
 from kvstore.client.attachment import Attachment
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.types import ChunkKey, Reason, Wait
+
+from .ssd_tools import eventually
 
 BOUND_S = 20.0
 SHARD = 64 << 10
@@ -58,14 +59,6 @@ def other(daemon: Any) -> Iterator[Client]:
     """Sees what the daemon still keeps."""
     with connect(str(daemon.run_dir), timeout_s=BOUND_S) as other:
         yield other
-
-
-def eventually(what: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + BOUND_S
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.005)
-    return found
 
 
 def saved(space: Namespace, count: int) -> list[ChunkKey]:
