@@ -471,7 +471,7 @@ def decode_session_head(value: bytes) -> SessionHead | Defect:
 def encode_session_pages(entries: Sequence[SessionEntry]) -> Iterator[bytes]:
     """Pages 1, 2, .. in order."""
     for start in range(0, len(entries), SESSION_PAGE_ENTRIES):
-        yield _encode_session_page(entries[start : start + SESSION_PAGE_ENTRIES])
+        yield _encode_session_page(tuple(entries[start : start + SESSION_PAGE_ENTRIES]))
 
 
 def _encode_session_page(entries: Sequence[SessionEntry]) -> bytes:

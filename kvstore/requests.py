@@ -247,19 +247,26 @@ def _get_session(message: store_pb2.GetSessionRequest, ticket: Ticket) -> events
 
 def _update_session(message: store_pb2.UpdateSessionRequest, ticket: Ticket) -> events.UpdateSession:
     count("append", message.append, KEYS_PER_REQUEST_MAX)
-    for index, entry in enumerate(message.append):
-        where = f"append[{index}]"
-        chunk_keys(f"{where}.key", (entry.key,))
-        number(f"{where}.first_token", entry.first_token, POSITION_MAX)
-        number(f"{where}.token_count", entry.token_count, CHUNK_TOKENS_MAX, low=1)
-        number(f"{where}.delta", entry.delta, POSITION_MAX, low=-POSITION_MAX)
+    append = wire.entries_from_proto(message.append)
+    for index, entry in enumerate(append):
+        if not (
+            0 < len(entry.key) <= KEY_BYTES_MAX
+            and entry.first_token <= POSITION_MAX
+            and 1 <= entry.token_count <= CHUNK_TOKENS_MAX
+            and -POSITION_MAX <= entry.delta <= POSITION_MAX
+        ):
+            where = f"append[{index}]"
+            chunk_keys(f"{where}.key", (entry.key,))
+            number(f"{where}.first_token", entry.first_token, POSITION_MAX)
+            number(f"{where}.token_count", entry.token_count, CHUNK_TOKENS_MAX, low=1)
+            number(f"{where}.delta", entry.delta, POSITION_MAX, low=-POSITION_MAX)
     return events.UpdateSession(
         ticket,
         namespace_id(message.namespace_id),
         session_name("session", message.session),
         expected_version=number("expected_version", message.expected_version, NUMBER_MAX),
         keep=number("keep", message.keep, NUMBER_MAX),
-        append=wire.entries_from_proto(message.append),
+        append=append,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from kvstore import repeated
 from kvstore.core.events import (
     Acquired,
     Answer,
@@ -29,6 +30,7 @@ from kvstore.core.events import (
     Renewed,
     Reserved,
     Scrubbed,
+    SessionEntries,
     SessionEntry,
     SessionInfo,
     SessionList,
@@ -59,6 +61,9 @@ LITTLE_ENDIAN = sys.byteorder == "little"
 
 LANE_PREFIX_BYTES = 4
 """Before each message on a fast lane: its length, u32 little-endian."""
+
+ENTRIES_MIN = 128
+"""From so many entries of a session on they are encoded together."""
 
 M = TypeVar("M", bound=Message)
 
@@ -427,12 +432,12 @@ def entries_from_proto(messages: Iterable[store_pb2.SessionEntry]) -> tuple[Sess
 
 
 def session_to_proto(answer: SessionInfo) -> store_pb2.SessionReply:
-    return store_pb2.SessionReply(
-        session=answer.session,
-        version=answer.version,
-        entries=entries_to_proto(answer.entries),
-        usable=answer.usable,
-    )
+    reply = store_pb2.SessionReply(session=answer.session, version=answer.version, usable=answer.usable)
+    if isinstance(answer.entries, SessionEntries) and len(answer.entries) >= ENTRIES_MIN:
+        reply.MergeFromString(repeated.session_entries(answer.entries))
+    else:
+        reply.entries.extend(entries_to_proto(answer.entries))
+    return reply
 
 
 def session_from_proto(message: store_pb2.SessionReply) -> SessionInfo:

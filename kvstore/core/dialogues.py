@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from kvstore.core import batch
+from kvstore.core import batch, references
 from kvstore.core import events as ev
 from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, DURABLE, NONE, RISING, STORED, STORING
 from kvstore.core.manifests import Manifest, Session
@@ -35,18 +35,7 @@ class Dialogues:
         return self._info(session)
 
     def _info(self, session: Session) -> ev.SessionInfo:
-        manifest = session.manifest
-        key = self.state.chunks.key
-        entries = tuple(
-            ev.SessionEntry(
-                key[row],
-                manifest.first[i],
-                manifest.count[i],
-                manifest.delta[i],
-                bool(manifest.approximate[i]),
-            )
-            for i, row in enumerate(manifest.rows)
-        )
+        entries = session.manifest.entries(self.state.chunks.key)
         return ev.SessionInfo(session.name, session.version, entries, self._usable(session))
 
     def _usable(self, session: Session) -> int:
@@ -82,15 +71,15 @@ class Dialogues:
         exact = manifest.exact
         for index, entry in enumerate(event.append):
             last = index == len(event.append) - 1
-            exact = self._append(namespace, manifest, entry, f"append[{index}]", exact=exact, last=last)
-        return self._point(namespace, event.session, old, manifest)
+            exact = self._append(namespace, manifest, entry, index, exact=exact, last=last)
+        return self._point(namespace, event.session, old, manifest, same=event.keep)
 
     def _append(
         self,
         namespace: Namespace,
         manifest: Manifest,
         entry: ev.SessionEntry,
-        where: str,
+        index: int,
         *,
         exact: bool,
         last: bool,
@@ -101,29 +90,34 @@ class Dialogues:
         # Losing bytes between commit and update is no error.
         if row == NONE or not chunks.flags[row] & COMMITTED:
             raise Precondition(
-                "was never committed", field=f"{where}.key", value=entry.key, remedy="commit the chunk first"
+                "was never committed",
+                field=f"append[{index}].key",
+                value=entry.key,
+                remedy="commit the chunk first",
             )
         if entry.token_count != chunks.tokens[row]:
             raise BadRequest(
                 f"the chunk has {chunks.tokens[row]} tokens",
-                field=f"{where}.token_count",
+                field=f"append[{index}].token_count",
                 value=entry.token_count,
             )
         if entry.first_token < 0 or entry.first_token + entry.delta < manifest.end:
             raise BadRequest(
                 f"entries must not overlap: the manifest ends at {manifest.end}",
-                field=f"{where}.first_token",
+                field=f"append[{index}].first_token",
                 value=entry.first_token,
             )
         if not last and not entry.approximate and entry.token_count < namespace.spec.chunk_tokens:
             raise BadRequest(
-                "only the last entry may be a tail", field=f"{where}.token_count", value=entry.token_count
+                "only the last entry may be a tail",
+                field=f"append[{index}].token_count",
+                value=entry.token_count,
             )
         exact = exact and entry.first_token == manifest.end and entry.delta == 0
         if not exact and not entry.approximate and not chunks.flags[row] & DERIVED:
             raise Precondition(
                 "follows approximate entries, a gap or a shift, but was committed as exact",
-                field=f"{where}.key",
+                field=f"append[{index}].key",
                 value=entry.key,
                 remedy="save what was computed after approximate KV under a derived key",
             )
@@ -140,28 +134,15 @@ class Dialogues:
         begin, end = event.first_token, event.first_token + event.token_count
         if event.token_count < 1:
             raise BadRequest("must be at least 1", field="token_count", value=event.token_count)
-        edges = {0}
-        places: list[tuple[int, int]] = []
-        for i in range(len(manifest)):
-            start = manifest.first[i] + manifest.delta[i]
-            places.append((start, start + manifest.count[i]))
-            edges |= set(places[-1])
-        if begin not in edges or (end not in edges and end < manifest.end):
-            near = sorted(edges, key=lambda edge: min(abs(edge - begin), abs(edge - end)))[:4]
+        if near := manifest.split_by(begin, end):
             raise BadRequest(
                 "the range must begin and end where entries do",
                 field="first_token",
                 value=f"[{begin}, {end})",
-                remedy=f"nearest boundaries: {sorted(near)}",
+                remedy=f"nearest boundaries: {near}",
             )
-        cut = [i for i, (start, stop) in enumerate(places) if begin <= start and stop <= end]
-        gone = set(cut)
-        kept = manifest.take(i for i in range(len(manifest)) if i not in gone)
-        gap = sum(manifest.count[i] for i in cut) if event.close_gap else 0
-        for i in range(cut[0] if cut else len(kept), len(kept)):
-            kept.approximate[i] = True
-            kept.delta[i] -= gap
-        info = self._point(namespace, event.session, old, kept)
+        kept, same = manifest.without(begin, end, close_gap=event.close_gap)
+        info = self._point(namespace, event.session, old, kept, same=same)
         state.counters["sessions_truncated"] += 1
         return info
 
@@ -190,13 +171,13 @@ class Dialogues:
         return session
 
     def _point(
-        self, namespace: Namespace, name: bytes, old: Session | None, manifest: Manifest
+        self, namespace: Namespace, name: bytes, old: Session | None, manifest: Manifest, *, same: int = 0
     ) -> ev.SessionInfo:
-        """Let the name point at `manifest`; references of the old one go."""
+        """Let the name point at `manifest`, whose first `same` entries are those of `old`; references of the old one
+        go."""
         state = self.state
         sessions = state.sessions
-        for row in manifest.rows:
-            state.add_ref(row)
+        references.add(state, manifest.rows[same:])
         if old is None:
             if len(sessions.by_name) >= state.limits.sessions_max:
                 self._drop_oldest()
@@ -204,8 +185,7 @@ class Dialogues:
         session = Session(name, namespace.id, sessions.next_version(old), manifest, state.now)
         sessions.put(session, old)
         if old is not None:
-            for row in old.manifest.rows:
-                state.drop_ref(row)
+            references.drop(state, old.manifest.rows[same:], Reason.TRUNCATED)
         self._dirty(session)
         while sessions.entries > state.limits.manifest_entries_max and sessions.oldest() is not session:
             self._drop_oldest()
@@ -221,8 +201,7 @@ class Dialogues:
         state.sessions.remove(session)
         self._dirty(session)
         state.namespaces[session.namespace].sessions -= 1
-        for row in session.manifest.rows:
-            state.drop_ref(row, reason)
+        references.drop(state, session.manifest.rows, reason)
 
     def _dirty(self, session: Session) -> None:
         """Its index record is to be written or deleted."""

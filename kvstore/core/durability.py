@@ -159,13 +159,7 @@ class Durability:
                 continue
             else:
                 entries_left -= len(session.manifest)
-                m = session.manifest
-                entries = tuple(
-                    ev.SessionEntry(
-                        chunks.key[row], m.first[i], m.count[i], m.delta[i], bool(m.approximate[i])
-                    )
-                    for i, row in enumerate(m.rows)
-                )
+                entries = session.manifest.entries(chunks.key)
                 sessions.append(ev.SessionRecord(namespace_id, name, session.version, entries))
             del state.dirty_sessions[namespace_id, name]
         # A dict that was emptied from its front keeps the holes, and finding its first entry passes all of them.

@@ -6,9 +6,10 @@ exactly one `Reply` effect, at once or later. Effects are performed in the order
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 from kvstore.errors import StoreError
 from kvstore.layout import NamespaceSpec
@@ -220,6 +221,61 @@ class SessionEntry:
     token_count: int
     delta: int = 0
     approximate: bool = False
+
+
+class SessionEntries(Sequence[SessionEntry]):
+    """Entries as columns, because a long session has tens of thousands. It reads like a tuple of `SessionEntry`. The
+    arrays may be those of a manifest: nobody changes one."""
+
+    __slots__ = ("approximate", "delta", "first_token", "keys", "token_count")
+
+    def __init__(
+        self,
+        keys: list[ChunkKey],
+        first_token: array[int],
+        token_count: array[int],
+        delta: array[int],
+        approximate: bytearray,
+    ) -> None:
+        """All of one length; the arrays have signed types."""
+        self.keys = keys
+        self.first_token = first_token
+        self.token_count = token_count
+        self.delta = delta
+        self.approximate = approximate
+
+    @property
+    def columns(self) -> tuple[list[ChunkKey], array[int], array[int], array[int], bytearray]:
+        """In the order of the fields of `SessionEntry`."""
+        return self.keys, self.first_token, self.token_count, self.delta, self.approximate
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, index: int) -> SessionEntry: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> SessionEntries: ...
+
+    def __getitem__(self, index: int | slice) -> SessionEntry | SessionEntries:
+        keys, first, count, delta, approximate = self.columns
+        if isinstance(index, slice):
+            return SessionEntries(keys[index], first[index], count[index], delta[index], approximate[index])
+        return SessionEntry(keys[index], first[index], count[index], delta[index], bool(approximate[index]))
+
+    def __iter__(self) -> Iterator[SessionEntry]:
+        return map(SessionEntry, *self.columns[:-1], map(bool, self.approximate))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, SessionEntries):
+            return self.columns == other.columns
+        return isinstance(other, tuple) and tuple(self) == other
+
+    __hash__ = None  # type: ignore[assignment]  # as of any other mutable sequence
+
+    def __repr__(self) -> str:
+        return f"SessionEntries({len(self)} entries, {sum(self.token_count)} tokens)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -551,7 +607,7 @@ class Committed:
 class SessionInfo:
     session: bytes
     version: int
-    entries: tuple[SessionEntry, ...]
+    entries: Sequence[SessionEntry]
     usable: int
     """Leading entries that are whole: what can be loaded now."""
 
@@ -617,6 +673,8 @@ class ChunkHistory:
 class Explained:
     version: int
     chunks: tuple[ChunkHistory, ...]
+    rest: tuple[ChunkKey, ...] = ()
+    """Keys that were asked for too, and are to be asked for next: one step explains only so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -963,7 +1021,7 @@ class SessionRecord:
     namespace: int
     session: bytes
     version: int
-    entries: tuple[SessionEntry, ...]
+    entries: Sequence[SessionEntry]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from kvstore.types import Millis, NamespaceId
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.events import SessionEntries
+from kvstore.types import ChunkKey, Millis, NamespaceId
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +32,7 @@ class Manifest:
 
     @property
     def token_count(self) -> int:
-        return sum(self.count)
+        return int(_numbers(self.count).sum())
 
     @property
     def end(self) -> int:
@@ -37,7 +42,7 @@ class Manifest:
     @property
     def exact(self) -> bool:
         """Nothing approximate, moved or missing: what is computed after it is exact too (invariant 2)."""
-        return not any(self.approximate) and not any(self.delta) and self.end == self.token_count
+        return 1 not in self.approximate and not _numbers(self.delta).any() and self.end == self.token_count
 
     def add(self, row: int, first: int, count: int, delta: int, approximate: bool) -> None:
         """Only while the manifest is being built."""
@@ -47,12 +52,39 @@ class Manifest:
         self.delta.append(delta)
         self.approximate.append(approximate)
 
-    def take(self, indices: Iterable[int]) -> Manifest:
-        """A new manifest of these entries."""
-        new = Manifest()
-        for i in indices:
-            new.add(self.rows[i], self.first[i], self.count[i], self.delta[i], bool(self.approximate[i]))
-        return new
+    def split_by(self, begin: int, end: int) -> list[int]:
+        """The four boundaries of entries that are nearest to a range that does not begin and end at some; else none."""
+        start = _numbers(self.first) + _numbers(self.delta)
+        stop = start + _numbers(self.count)
+        begins = begin == 0 or bool(((start == begin) | (stop == begin)).any())
+        if begins and (end >= self.end or bool(((start == end) | (stop == end)).any())):
+            return []
+        edges = np.unique(np.concatenate(([0], start, stop)))
+        distance = np.minimum(abs(edges - begin), abs(edges - end))
+        nearest: list[int] = np.sort(edges[np.argsort(distance, kind="stable")[:4]]).tolist()
+        return nearest
+
+    def without(self, begin: int, end: int, *, close_gap: bool) -> tuple[Manifest, int]:
+        """A new manifest without the entries that lie in [begin, end), and how many leading entries the two share: the
+        others are approximate and, with `close_gap`, move up."""
+        first, count, delta = (_numbers(column) for column in (self.first, self.count, self.delta))
+        start = first + delta
+        cut = (start >= begin) & (start + count <= end)
+        same = int(cut.argmax()) if cut.any() else len(self)
+        kept = ~cut
+        delta = delta[kept]
+        if close_gap:
+            delta[same:] -= count[cut].sum()
+        approximate = np.array(self.approximate, np.uint8)[kept]
+        approximate[same:] = 1
+        new = Manifest(
+            _column("i", _numbers(self.rows)[kept]),
+            _column("q", first[kept]),
+            _column("i", count[kept]),
+            _column("q", delta),
+            bytearray(approximate.tobytes()),
+        )
+        return new, same
 
     def head(self, keep: int) -> Manifest:
         """A new manifest of the first `keep` entries."""
@@ -60,10 +92,24 @@ class Manifest:
             self.rows[:keep], self.first[:keep], self.count[:keep], self.delta[:keep], self.approximate[:keep]
         )
 
+    def entries(self, key: Sequence[ChunkKey]) -> SessionEntries:
+        """`key`: of each row. They share this manifest's columns, which nobody changes any more."""
+        keys = list(map(key.__getitem__, self.rows))
+        return SessionEntries(keys, self.first, self.count, self.delta, self.approximate)
+
     def __repr__(self) -> str:
         return (
             f"Manifest({len(self)} entries, {self.token_count} tokens{'' if self.exact else ', not exact'})"
         )
+
+
+def _numbers(column: array[int]) -> npt.NDArray[np.int64]:
+    """A copy: a column cannot grow while there is a view of its memory."""
+    return np.array(column, np.int64)
+
+
+def _column(code: str, numbers: npt.NDArray[Any]) -> array[int]:
+    return array(code, numbers.astype(f"={code}").tobytes())
 
 
 @dataclass(slots=True, eq=False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from array import array
 from typing import Any
 
 import pytest
 
-from kvstore import errors, wire
+from kvstore import errors, repeated, wire
 from kvstore.core import events
 from kvstore.layout import GroupKind, GroupSpec, LayerSlice, NamespaceSpec
 from kvstore.types import (
@@ -80,6 +82,42 @@ def test_an_answer_survives_the_wire_whole(answer: Any) -> None:
     reply = store_pb2.AttachReply.FromString(data)
     assert reply.request_id == 2**63
     assert wire.answer_of(reply) == answer
+
+
+@pytest.mark.parametrize("count", [0, 1, 127, 128, repeated.TOGETHER + 1, 3 * repeated.TOGETHER])
+def test_entries_in_columns_are_on_the_wire_what_objects_are(count: int) -> None:
+    """To the last byte: numbers of all lengths, 0 left out, keys of all lengths, negative deltas."""
+    dice = random.Random(count)
+    tokens = (0, 1, 127, 128, 1 << 20)
+    deltas = (0, -1, 1, 63, 64, -64, -65, 1 << 40, -(1 << 40))
+    columns = events.SessionEntries(
+        [ChunkKey(dice.randbytes(dice.choice((0, 1, 32, 63, 64)))) for _ in range(count)],
+        array("q", [dice.choice((0, 1, 127, 128, place, 1 << 40)) for place in range(count)]),
+        array("i", [dice.choice(tokens) for _ in range(count)]),
+        array("q", [dice.choice(deltas) for _ in range(count)]),
+        bytearray(dice.choice((0, 1)) for _ in range(count)),
+    )
+    objects = tuple(columns)
+    assert repeated.session_entries(columns) == (
+        store_pb2.SessionReply(entries=wire.entries_to_proto(objects)).SerializeToString()
+    )
+    answer = events.SessionInfo(b"s", 3, columns, 2)
+    reply = store_pb2.AttachReply.FromString(wire.attach_reply(7, answer).SerializeToString())
+    assert wire.answer_of(reply) == answer == events.SessionInfo(b"s", 3, objects, 2)
+
+
+def test_entries_in_columns_read_like_a_tuple() -> None:
+    objects = tuple(events.SessionEntry(ChunkKey(b"%d" % n), n, 2, -n, n == 2) for n in range(4))
+    keys, first, count, delta, approximate = zip(
+        *((e.key, e.first_token, e.token_count, e.delta, e.approximate) for e in objects), strict=True
+    )
+    columns = events.SessionEntries(
+        list(keys), array("q", first), array("i", count), array("q", delta), bytearray(approximate)
+    )
+    assert (len(columns), columns[2], columns[-1]) == (4, objects[2], objects[3])
+    assert tuple(columns) == objects == columns != objects[:3]
+    assert columns != columns[:3] == objects[:3]
+    assert columns[2].approximate is True
 
 
 def test_bytes_of_a_newer_peer_read_as_the_least_promise() -> None:

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
-from kvstore.core import dialogues, manifests
+from kvstore import wire
+from kvstore.core import dialogues, manifests, references
 from kvstore.core import events as ev
 from kvstore.core.manifests import Manifest
 from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition, StoreError
+from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import CHUNK_TOKENS, PAGE, World, chain, spec
-from kvstore.types import ChunkKey, NamespaceId, Reason, WorkerId
+from kvstore.types import ChunkKey, NamespaceId, OpId, Reason, WorkerId
+from kvstore.v1 import store_pb2
 
 
 def started(**limits: Any) -> tuple[World, WorkerId, NamespaceId]:
@@ -291,6 +294,79 @@ def test_long_manifests_are_updated_and_cut_in_linear_time(
     if cut:
         world.ask(ev.Truncate, worker, namespace, b"s", 1, 4 * count // 2, 4 * count // 4, True)
     assert items < 20 * count
+
+
+def test_a_long_session_is_handled_without_an_object_for_each_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits behind such a request waits for as long as it takes; so also for the index record."""
+    world = DiskWorld()
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    world.save(worker, namespace, chain("k", 1))
+    (key,) = chain("k", 1)
+    entries = tuple(ev.SessionEntry(key, 4 * i, 4) for i in range(300))
+    version = world.ask(ev.UpdateSession, worker, namespace, b"s", 0, 0, entries).version
+
+    def made(*_: object) -> None:
+        raise AssertionError("an object for an entry")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ev, "SessionEntry", made)
+        answers = [
+            world.session(worker, namespace, b"s"),
+            world.ask(ev.UpdateSession, worker, namespace, b"s", version, 300, ()),
+            world.ask(ev.Fork, worker, namespace, b"s", b"t"),
+            world.ask(ev.Truncate, worker, namespace, b"s", version + 1, 4 * 299, 4),
+        ]
+        written = [store_pb2.SessionReply.FromString(_on_the_wire(answer)) for answer in answers]
+        record = world.store.disk.durability._batch(OpId(1 << 40))[0].sessions[0]
+    assert [len(reply.entries) for reply in written] == [300, 300, 300, 299]
+    assert record.entries == entries[:299]
+
+
+def _on_the_wire(answer: ev.SessionInfo) -> bytes:
+    return wire.session_to_proto(answer).SerializeToString()
+
+
+def test_an_update_counts_only_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References of the entries that it keeps stay as they are."""
+    counted: list[int] = []
+    for name in ("add", "drop"):
+        before = getattr(references, name)
+
+        def call(state: Any, rows: Any, *reason: Any, before: Any = before) -> None:
+            counted.append(len(rows))
+            before(state, rows, *reason)
+
+        monkeypatch.setattr(references, name, call)
+    world, worker, namespace = started()
+    keys = chain("k", 8)
+    world.save(worker, namespace, keys)
+    world.append(worker, namespace, b"s", keys[:7])
+    world.append(worker, namespace, b"s", keys[6:], version=1, keep=6)
+    world.ask(ev.Truncate, worker, namespace, b"s", 2, 4 * 5, 4)
+    assert counted == [7, 2, 1, 2, 3]
+
+
+@pytest.mark.parametrize("batch_min", [2, 1 << 30])
+def test_entries_that_name_a_chunk_again_and_again_are_counted_each(batch_min: int) -> None:
+    world, worker, namespace = started(batch_min=batch_min)
+    keys = chain("k", 3)
+    world.save(worker, namespace, keys)
+    entries = tuple(ev.SessionEntry(keys[n % 3], 4 * n, 4, approximate=True) for n in range(9))
+    world.ask(ev.UpdateSession, worker, namespace, b"s", 0, 0, entries)
+    rows = [world.store.state.namespaces[namespace].index[key] for key in keys]
+    refs = world.store.state.chunks.refs
+    assert [refs[row] for row in rows] == [3, 3, 3]
+    world.ask(ev.Forget, worker, namespace, b"", tuple(keys[:2]))
+    assert world.store.state.ghosts.count == 0, "named ghosts are nobody's to forget"
+    world.ask(ev.UpdateSession, worker, namespace, b"s", 1, 5, ())
+    assert [refs[row] for row in rows] == [2, 2, 1]
+    world.ask(ev.UpdateSession, worker, namespace, b"s", 2, 0, ())
+    ghosts = list(world.store.state.chunks.walk(world.store.state.ghosts))
+    assert [refs[row] for row in rows] == [0, 0, 0]
+    assert ghosts == rows[:2], "in the order in which the last entry of each went"
+    world.ask(ev.UpdateSession, worker, namespace, b"t", 0, 0, entries)
+    assert world.store.state.ghosts.count == 0
 
 
 # ------------------------------------------------------------------------------------------------------- fork, tails
