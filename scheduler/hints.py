@@ -28,6 +28,8 @@ TTL_MS = 30_000
 TIMEOUT_S = 1.0
 RETRY_S = 0.1
 """How soon what was not heard is said again, and how soon a new daemon is noticed."""
+UNKNOWN_S = 10.0
+"""A worker may take so long to open its model; if none has by then, the name may be wrong."""
 
 
 def hints_of(queue: JobQueue) -> list[Hint]:
@@ -42,7 +44,8 @@ class Publisher:
     """A thread that publishes the newest snapshot, soon after each change, to a daemon that was started anew, and again
     before it expires.
 
-    `counters`: published, failed (told to the log once in a row).
+    `counters`: published, failed (told to the log once in a row), unknown (no worker has opened the model; told to the
+    log when jobs have waited for it for UNKNOWN_S).
     """
 
     def __init__(self, client: Client, model: str, snapshot: Callable[[], list[Hint]]) -> None:
@@ -52,7 +55,8 @@ class Publisher:
         self._changed = threading.Event()
         self._stop = threading.Event()
         self._heard = True
-        self.counters = {"published": 0, "failed": 0}
+        self._unknown_since: float | None = None
+        self.counters = {"published": 0, "failed": 0, "unknown": 0}
         self._thread = threading.Thread(target=self._run, name="kv-hints", daemon=True)
         self._thread.start()
 
@@ -79,10 +83,14 @@ class Publisher:
 
     def _publish(self) -> bool:
         """False: try again soon."""
+        hints = self._snapshot()
         try:
-            self._client.publish_queue(self._model, self._snapshot(), ttl_ms=TTL_MS, timeout_s=TIMEOUT_S)
+            self._client.publish_queue(self._model, hints, ttl_ms=TTL_MS, timeout_s=TIMEOUT_S)
         except NotFound:
-            return False  # no worker has opened the model yet, so there is nothing to bring
+            self.counters["unknown"] += 1
+            if hints:
+                self._unknown()
+            return False
         except StoreError as error:
             self.counters["failed"] += 1
             if self._heard:
@@ -91,7 +99,21 @@ class Publisher:
             return False
         self.counters["published"] += 1
         self._heard = True
+        self._unknown_since = None
         return True
+
+    def _unknown(self) -> None:
+        """No worker has opened the model, so there is nothing to bring: yet, or because its name is another."""
+        now = time.monotonic()
+        if self._unknown_since is None:
+            self._unknown_since = now
+        if now - self._unknown_since >= UNKNOWN_S:
+            self._unknown_since = float("inf")  # said once
+            log.warning(
+                "model=%s: no worker has opened it, so hints wait (is it the name that workers give their namespace? "
+                "See kvctl namespaces)",
+                self._model,
+            )
 
 
 class HintedQueue(JobQueue):

@@ -106,3 +106,28 @@ def test_a_daemon_that_does_not_answer_holds_up_nobody(made: list[HintedQueue]) 
     assert len(queue.waiting) == 1000 and time.monotonic() - begun < 9
     answering.set()
     client.wait(lambda: client.heard[-1:] != [] and len(client.heard[-1]) == 1000)
+
+
+def unknown(calls: int) -> list[StoreError]:
+    return [NotFound("no worker has opened it", field="model", value="m") for _ in range(calls)]
+
+
+def test_a_model_that_nobody_opens_is_told_to_the_log_once(
+    made: list[HintedQueue], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvstore.scheduler.hints.UNKNOWN_S", 0.0)
+    client = ScriptedClient(*unknown(5))
+    queue = queue_for(client, made)
+    queue.put(job("a"))
+    client.wait(lambda: client.heard == [["a"]])
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["model=m"]
+
+
+def test_a_model_that_is_opened_soon_is_no_matter(
+    made: list[HintedQueue], caplog: pytest.LogCaptureFixture
+) -> None:
+    client = ScriptedClient(*unknown(3))
+    queue = queue_for(client, made)
+    queue.put(job("a"))
+    client.wait(lambda: client.heard == [["a"]])
+    assert caplog.records == []
