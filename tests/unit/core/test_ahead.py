@@ -14,7 +14,7 @@ from kvstore.core import events as ev
 from kvstore.layout import GroupSpec
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, World, chain, spec
-from kvstore.types import ChunkKey, NamespaceId, Outcome, SlotState, WorkerId
+from kvstore.types import ChunkKey, DiskResult, NamespaceId, Outcome, SlotState, WorkerId
 
 SLOTS = 512
 AHEAD = SLOTS // 64
@@ -69,6 +69,15 @@ def test_it_waits_until_half_of_the_slots_are_used_and_looks_once() -> None:
     assert not world.store.has_ahead()
 
 
+def test_it_looks_once_though_nothing_may_go() -> None:
+    world, worker, namespace = full_world()
+    world.acquire(worker, namespace, OLD, prefix_only=False)
+    assert world.store.has_ahead()
+    world.step(ev.Idle())
+    assert free(world) == 0
+    assert not world.store.has_ahead()
+
+
 @pytest.mark.parametrize(
     "limits", [{"ahead_slots_max": 0}, {"ahead_share_max": 1 / (SLOTS + 1)}, {"eviction": "fifo"}]
 )
@@ -102,6 +111,13 @@ def test_where_a_segment_is_idle_nothing_is_evicted() -> None:
     world.store.state.namespaces[namespace].donor_search_at = (
         world.now + 100
     )  # nor is another's looked for now
+    world.step(ev.Idle())
+    assert free(world) == 0
+
+
+def test_before_it_is_known_whether_others_would_give_a_segment_nothing_is_evicted() -> None:
+    world, _, namespace = full_world()
+    world.now = world.store.state.namespaces[namespace].donor_search_at
     world.step(ev.Idle())
     assert free(world) == 0
 
@@ -143,6 +159,35 @@ def test_what_is_about_to_be_written_to_ssd_is_not_dropped_ahead_of_need() -> No
     world.step(ev.Idle())
     assert free(world) == 0
     assert not misses(world, worker, namespace, OLD)
+
+
+def test_of_what_is_stored_and_what_is_not_only_the_former_leaves() -> None:
+    limits = {"reserve_share_max": 1.0, "disk_bytes_in_flight_max": 16 * PAGE, "ahead_share_max": 1 / 16}
+    world = DiskWorld(segments=8, segment_bytes=64 * PAGE, slabs=60, **limits)
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    world.save(worker, namespace, OLD[:13])
+    world.settle(1_000)
+    world.hold = {ev.WriteRecords}
+    for start in range(13, SLOTS, 16):
+        world.save(worker, namespace, OLD[start : start + 16])
+    assert free(world) == 0
+    world.step(ev.Idle())
+    assert free(world) == 13, "of the 16 that are wanted"
+    assert not misses(world, worker, namespace, OLD)
+
+
+def test_what_a_disk_that_is_not_well_will_not_take_soon_goes_as_without_one() -> None:
+    class SickWorld(DiskWorld):
+        def __init__(self, **named: Any) -> None:
+            super().__init__(**named)
+            self.faults[ev.WriteRecords] = DiskResult.IO_ERROR
+
+    world, worker, namespace = full_world(SickWorld, slabs=60)
+    assert not world.store.state.storing
+    world.step(ev.Idle())
+    assert free(world) == AHEAD
+    assert misses(world, worker, namespace, OLD) == set(OLD[-AHEAD:])
 
 
 def test_what_somebody_asked_for_and_has_not_used_yet_stays() -> None:
