@@ -557,9 +557,10 @@ def test_put_of_the_wrong_size(worker, namespace, size, why):
     conserved(worker)
 
 
+@pytest.mark.parametrize("late", ["its bytes", "its end"])
 @pytest.mark.parametrize("protection", ["sealed", "group"])
-def test_a_put_that_takes_too_long_writes_into_nobodys_slot(start_daemon, connect, spec, protection):
-    """Its reservation ended between two frames, and others have the whole arena by now."""
+def test_a_put_that_takes_too_long_writes_into_nobodys_slot(start_daemon, connect, spec, protection, late):
+    """Its reservation ended between two frames, or behind the last, and others have the whole arena by now."""
     daemon = start_daemon(
         protection=protection, dram_bytes=4 << 20, segment_bytes=4 << 20, reservation_ttl_ms=2_000
     )
@@ -570,21 +571,26 @@ def test_a_put_that_takes_too_long_writes_into_nobodys_slot(start_daemon, connec
         iter(sending.get, None), metadata=worker.metadata, timeout=60
     )
     frames = [frame.SerializeToString() for frame in frames_of(namespace, b"slow", bytes(SHARD))]
-    sending.put(frames[0])
+    in_time = 1 if late == "its bytes" else len(frames)
+    for frame in frames[:in_time]:
+        sending.put(frame)
     eventually(lambda: worker.ask_stats().gauges["reservations"] == 1)
     eventually(lambda: worker.ask_stats().gauges["reservations"] == 0)
     others = {b"%d" % number: os.urandom(SHARD) for number in range(16 if protection == "sealed" else 15)}
     for key, data in others.items():
         assert put(worker, frames_of(namespace, key, data)).grant == 0
-    for frame in (*frames[1:], None):
+    for frame in (*frames[in_time:], None):
         sending.put(frame)
     with pytest.raises(grpc.RpcError) as caught:
         slow.result()
+    (frame,) = list_of(get(worker, namespace, b"slow"))
+    assert frame.outcome == 2, "it is never seen"
     for key, data in others.items():
         _, *rest = list_of(get(worker, namespace, key))
         assert b"".join(frame.payload for frame in rest) == data, "somebody else's bytes"
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert caught.value.details().startswith("the reservation ended while the bytes came in")
+    if late == "its bytes":
+        assert caught.value.details().startswith("the reservation ended while the bytes came in")
     conserved(worker)
 
 
