@@ -248,9 +248,7 @@ class Loop:
         inbox = self._inbox
         for _ in range(TURN_EVENTS_MAX):
             if not inbox:
-                if not self._rest_due and self.store.has_ahead():
-                    self._rest_due = True
-                    self._asyncio.call_soon(self._rest)  # after what this turn answered has gone out
+                self._rest_soon()
                 return
             event = inbox.popleft()
             if isinstance(event, events.SegmentsUnmapped):
@@ -261,11 +259,17 @@ class Loop:
         self._turn_due = True
         self._asyncio.call_soon(self._turn)
 
+    def _rest_soon(self) -> None:
+        if not self._rest_due and self.store.has_ahead():
+            self._rest_due = True
+            self._asyncio.call_soon(self._rest)  # after what this turn answered has gone out
+
     def _rest(self) -> None:
-        """Nothing waits in the inbox: the core may do a little of what will be wanted next."""
+        """Nothing waits in the inbox: the core may do a little of what will be wanted next, or is long."""
         self._rest_due = False
         if self._stopped is None and not self._inbox:
             self._guarded(lambda: self._perform_all(self.store.apply(events.Idle(), self._clock())))
+            self._rest_soon()
 
     def _perform_all(self, effects: list[events.Effect]) -> None:
         for effect in effects:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from dataclasses import dataclass
 from itertools import islice
 
 from kvstore.core import batch, references
@@ -19,11 +20,32 @@ from kvstore.types import ChunkKey, DiskState, Outcome, Reason, Tier
 LISTED_MAX = 500
 LISTED_ENTRIES_MAX = 10_000
 """What one answer lists: some milliseconds of work. Whoever wants more asks for the rest."""
+FORGOTTEN_PER_STEP = 1_024
+"""Shards of chunks that one step forgets, some ten microseconds each: the rest when nothing waits, or at ticks."""
+FORGETTING_MAX = 256
+"""Requests and expired sessions of which something is left to forget."""
+EXPIRED_PER_TICK = 256
+
+
+@dataclass(slots=True)
+class Forgetting:
+    """Chunks that are being forgotten, some at a time; those of a session only if nothing else names or continues
+    them."""
+
+    namespace: Namespace
+    keys: list[ChunkKey]
+    """The next one last."""
+    reason: Reason
+    of_session: bool
+    count: int = 0
+    ticket: ev.Ticket | None = None
+    """Of the request that is answered at the end."""
 
 
 class Dialogues:
     def __init__(self, state: State) -> None:
         self.state = state
+        self.forgetting: deque[Forgetting] = deque()
 
     # ------------------------------------------------------------------------------------------------------ reading
 
@@ -212,49 +234,71 @@ class Dialogues:
         """Sessions that nobody used for their time to live end, with the chunks that nothing else names."""
         state = self.state
         ttl_ms = state.limits.session_ttl_ms
-        while ttl_ms and state.sessions.by_name:
+        self.go_on()
+        for _ in range(EXPIRED_PER_TICK if ttl_ms else 0):
+            if not state.sessions.by_name or len(self.forgetting) >= FORGETTING_MAX:
+                return
             session = state.sessions.oldest()
             if session.used_at + ttl_ms > state.now:
                 return
-            keys = [state.chunks.key[row] for row in session.manifest.rows]
-            self.drop(session, Reason.EXPIRED)
-            self._forget_unnamed(state.namespaces[session.namespace], reversed(keys), Reason.EXPIRED)
+            self._begin(self._drop_to_forget(session, Reason.EXPIRED))
             state.counters["sessions_expired"] += 1
 
     # --------------------------------------------------------------------------------------------------- forgetting
 
-    def forget(self, worker: Worker, event: ev.Forget) -> ev.Done:
-        """The session and the chunks that nothing else names or continues; or single keys."""
+    def forget(self, worker: Worker, event: ev.Forget) -> ev.Done | None:
+        """The session and the chunks that nothing else names or continues; or single keys. None: there are many, and it
+        is answered when the last is gone. The name goes at once."""
         state = self.state
         namespace = state.administered_namespace(worker, event.namespace)
-        count = 0
-        if event.session:
-            session = state.sessions.get(namespace.id, event.session, state.now)
-            if session is not None:
-                keys = [state.chunks.key[row] for row in session.manifest.rows]
-                self.drop(session, Reason.FORGOTTEN)
-                count = 1 + self._forget_unnamed(namespace, reversed(keys), Reason.FORGOTTEN)
-        for key in event.keys:
-            row = namespace.index.get(key, NONE)
-            if row != NONE and state.doom(row, Reason.FORGOTTEN):
-                count += 1
-        return ev.Done(count)
+        if len(self.forgetting) >= FORGETTING_MAX:
+            raise Exhausted(
+                f"{FORGETTING_MAX} sessions are being forgotten", field="forget", remedy="try again later"
+            )
+        keys = Forgetting(namespace, list(reversed(event.keys)), Reason.FORGOTTEN, of_session=False)
+        session = state.sessions.get(namespace.id, event.session, state.now) if event.session else None
+        if session is None:
+            return self._begin(keys, event.ticket)
+        job = self._drop_to_forget(session, Reason.FORGOTTEN)
+        job.count = 1
+        return self._begin(job, event.ticket)
 
-    def _forget_unnamed(self, namespace: Namespace, keys: Iterable[ChunkKey], reason: Reason) -> int:
-        """From the end of the chain; a chunk that another chain continues, or another manifest names, stays."""
+    def _drop_to_forget(self, session: Session, reason: Reason) -> Forgetting:
+        namespace = self.state.namespaces[session.namespace]
+        keys = list(map(self.state.chunks.key.__getitem__, session.manifest.rows))
+        self.drop(session, reason)
+        return Forgetting(namespace, keys, reason, of_session=True)
+
+    def _begin(self, job: Forgetting, ticket: ev.Ticket | None = None) -> ev.Done | None:
+        if self._forget_some(job):
+            return ev.Done(job.count)
+        job.ticket = ticket
+        self.forgetting.append(job)
+        return None
+
+    def go_on(self) -> None:
+        """One step more of what is being forgotten, if anything is."""
+        if self.forgetting and self._forget_some(self.forgetting[0]):
+            job = self.forgetting.popleft()
+            if job.ticket is not None:
+                self.state.reply(job.ticket, ev.Done(job.count))
+
+    def _forget_some(self, job: Forgetting) -> bool:
+        """True: nothing is left. From the end of a session's chain: a chunk that another chain continues, or another
+        manifest names, stays."""
         state = self.state
         chunks = state.chunks
-        count = 0
-        for key in keys:
-            row = namespace.index.get(key, NONE)
-            if (
-                row == NONE
-                or chunks.refs[row]
-                or any(state.is_usable(child) for child in chunks.children(row))
-            ):
-                continue
-            count += state.doom(row, reason)
-        return count
+        left = FORGOTTEN_PER_STEP
+        while job.keys and left > 0:
+            left -= job.namespace.shards
+            row = job.namespace.index.get(job.keys.pop(), NONE)
+            stays = row == NONE or (
+                job.of_session
+                and (chunks.refs[row] or any(state.is_usable(child) for child in chunks.children(row)))
+            )
+            if not stays:
+                job.count += state.doom(row, job.reason)
+        return not job.keys
 
     # -------------------------------------------------------------------------------------------------- for operators
 

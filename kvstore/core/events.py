@@ -499,7 +499,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nobody waits for anything just now: a little of what will be wanted next can be done."""
+    """Nobody waits for anything just now: a little of what is long, or of what will be wanted next, can be done."""
 
 
 Event = (

@@ -108,7 +108,7 @@ class Store:
             ev.SlabReady: lambda event: self.disk.slabs.ready(event.op),
             ev.DiskDone: self._disk_done,
             ev.Tick: lambda _: self._tick(),
-            ev.Idle: lambda _: self.segments.evict_ahead(),
+            ev.Idle: lambda _: self._idle(),
         }
 
     def __repr__(self) -> str:
@@ -146,7 +146,7 @@ class Store:
 
     def has_ahead(self) -> bool:
         """Whether an `Idle` may find something to do."""
-        return self.segments.is_short()
+        return self.segments.is_short() or bool(self.dialogues.forgetting)
 
     def check_integrity(self) -> None:
         """The ten invariants; raises AssertionError. A pass over everything."""
@@ -381,6 +381,10 @@ class Store:
             self.rewrites.rewritten_ssd(event.op, event.results)
         else:
             self.disk.ended(event.op, event.results, event.why, event.whys, event.slabs)
+
+    def _idle(self) -> None:
+        self.segments.evict_ahead()
+        self.dialogues.go_on()
 
     def _tick(self) -> None:
         self.saves.tick()

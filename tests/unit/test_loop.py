@@ -165,6 +165,18 @@ async def test_a_flood_does_not_starve_the_loop(rig):
     await rig.until(lambda: len(rig.core.events) == TURN_EVENTS_MAX + 1)
 
 
+async def test_what_is_long_is_done_bit_by_bit_and_whoever_comes_goes_first(rig):
+    rig.core.ahead = 3
+    rig.loop.post(ASK)
+    for turn in range(10):  # of the event loop; none of them waits for the tick
+        await asyncio.sleep(0)
+        if turn == 1:
+            rig.loop.post(ASK)
+    assert rig.core.ahead == 0
+    kinds = [type(event) for event in rig.core.events]
+    assert kinds == [ev.GetStats, ev.Idle, ev.GetStats, ev.Idle, ev.Idle]
+
+
 async def test_what_can_be_done_ahead_is_done_once_nothing_waits_and_the_answer_is_out(rig):
     rig.core.ahead = 1
     rig.core.script = [rig.answered_with(ev.Done(3))]

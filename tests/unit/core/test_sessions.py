@@ -11,8 +11,10 @@ from kvstore import wire
 from kvstore.core import dialogues, manifests, references
 from kvstore.core import events as ev
 from kvstore.core.manifests import Manifest
+from kvstore.core.state import State
 from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition, StoreError
 from kvstore.sim.disk import DiskWorld
+from kvstore.sim.simulation import Simulation
 from kvstore.sim.world import CHUNK_TOKENS, PAGE, World, chain, spec
 from kvstore.types import ChunkKey, NamespaceId, OpId, Reason, WorkerId
 from kvstore.v1 import store_pb2
@@ -592,6 +594,101 @@ def test_a_long_list_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert listed(1000, 5) == [b"a"]
     assert listed(1, 1) == [b"e"]
     assert listed(1000, 6) == listed(1000, 90_000) == []
+
+
+def dooms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows that were doomed, to be cleared."""
+    doomed: list[int] = []
+    doom = State.doom
+
+    def counted(state: State, row: int, reason: Reason) -> bool:
+        doomed.append(row)
+        return doom(state, row, reason)
+
+    monkeypatch.setattr(State, "doom", counted)
+    return doomed
+
+
+def test_a_long_session_is_forgotten_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 4)
+    world, worker, namespace = started()
+    keys = chain("k", 8)
+    world.save(worker, namespace, keys)
+    world.append(worker, namespace, b"s", keys)
+    world.append(worker, namespace, b"other", keys[:1])
+    doomed = dooms(monkeypatch)
+    assert world.ask(ev.Forget, worker, namespace, b"s") is None
+    assert world.session(worker, namespace, b"s").version == 0, "the name goes at once"
+    assert len(doomed) == 4
+    assert world.outcomes(worker, namespace, keys) == ["HIT"] * 4 + ["FORGOTTEN"] * 4
+    assert world.store.has_ahead()
+    world.step(ev.Idle())
+    assert len(doomed) == 7
+    assert world.replies[-1].answer == ev.Done(8), "the session, and all but the chunk that another names"
+    assert not world.store.has_ahead()
+
+
+def test_many_keys_are_forgotten_some_at_a_time_by_their_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 4)
+    world = World()
+    worker = world.join()
+    namespace = world.open(spec(shards=2), worker)
+    keys = chain("k", 6)
+    world.save(worker, namespace, keys)
+    doomed = dooms(monkeypatch)
+    assert world.ask(ev.Forget, worker, namespace, b"", keys) is None
+    assert len(doomed) == 2
+    assert world.outcomes(worker, namespace, keys) == ["FORGOTTEN"] * 2 + ["HIT"] * 4, "in their order"
+    done = world.ask(ev.Forget, worker, namespace, b"", keys[2:3])
+    assert done == ev.Done(1), "who wants little need not wait for it"
+    world.tick(100)
+    world.tick(100)
+    assert world.replies[-1].answer == ev.Done(5)
+    assert world.outcomes(worker, namespace, keys).count("FORGOTTEN") == 5
+
+
+@pytest.mark.parametrize(("per_tick", "forgetting_max", "first"), [(2, 8, 2), (8, 3, 1)])
+def test_sessions_that_expire_together_go_some_at_a_time(
+    per_tick: int, forgetting_max: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 4)
+    monkeypatch.setattr(dialogues, "EXPIRED_PER_TICK", per_tick)
+    monkeypatch.setattr(dialogues, "FORGETTING_MAX", forgetting_max)
+    world, worker, namespace = started(session_ttl_ms=1_000)
+    for name in ("a", "b", "c", "d"):
+        world.save(worker, namespace, chain(name, 6))
+        world.append(worker, namespace, name.encode(), chain(name, 6))
+    doomed = dooms(monkeypatch)
+    left = []
+    for _ in range(6):
+        world.tick(1_000)
+        left.append(len(world.store.state.sessions.by_name))
+        assert len(doomed) <= 4 + 3 * 4
+        doomed.clear()
+    assert left == [first, 0, 0, 0, 0, 0]
+    for name in ("a", "b", "c", "d"):
+        assert world.outcomes(worker, namespace, chain(name, 6)) == ["EXPIRED"] * 6
+    assert world.store.state.counters["sessions_expired"] == 4
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_simulated_life_in_which_all_is_forgotten_some_at_a_time(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 1)
+    monkeypatch.setattr(dialogues, "EXPIRED_PER_TICK", 1)
+    Simulation(seed, 800).run()
+
+
+def test_too_much_to_forget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 1)
+    monkeypatch.setattr(dialogues, "FORGETTING_MAX", 2)
+    world, worker, namespace = started()
+    world.save(worker, namespace, chain("k", 2))
+    for _ in range(2):
+        assert world.ask(ev.Forget, worker, namespace, b"", chain("k", 2)) is None
+    with pytest.raises(Exhausted, match=r"2 .*try again later"):
+        world.ask(ev.Forget, worker, namespace, b"", chain("k", 2))
 
 
 def test_explain_tells_the_history_of_a_session() -> None:
