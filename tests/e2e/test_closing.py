@@ -197,6 +197,8 @@ def test_nothing_new_begins_once_the_client_is_being_closed(
         assert batch.error is not None and batch.error.remedy == "connect again"
         with pytest.raises(errors.Unavailable, match="connect again"):
             space.update_session("s", expected_version=0, keep=0, append=[])
+        with pytest.raises(errors.Unavailable, match="connect again"):
+            client.stats()
         assert closing.is_alive(), "the daemon has confirmed nothing yet"
         assert not {call.expects for n, call in attachment._calls.items() if n not in unanswered} - {"done"}
     finally:
