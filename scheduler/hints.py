@@ -28,8 +28,8 @@ TTL_MS = 30_000
 TIMEOUT_S = 1.0
 RETRY_S = 0.1
 """How soon what was not heard is said again, and how soon a new daemon is noticed."""
-UNKNOWN_S = 10.0
-"""A worker may take so long to open its model; if none has by then, the name may be wrong."""
+UNKNOWN_S = 120.0
+"""A worker may take so long to load its model and open it; if none has by then, the name may be wrong."""
 
 
 def hints_of(queue: JobQueue) -> list[Hint]:
