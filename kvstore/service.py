@@ -17,6 +17,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -127,6 +128,7 @@ class Service:
             for name, call in calls.items():
                 methods[f"/{service}/{name}"] = self.method(self._unary(call), name)
         methods[f"/{STORE_SERVICE}/Attach"] = rpc.stream(self._attach, "Attach")
+        methods[f"/{STATS_SERVICE}/Explain"] = self.method(self._explain, "Explain")
         methods[f"/{STATS_SERVICE}/GetStats"] = self.method(self._get_stats, "GetStats")
         methods[f"/{STATS_SERVICE}/ListNamespaces"] = self.method(self._list_namespaces, "ListNamespaces")
         methods[f"/{STATS_SERVICE}/WatchStats"] = self.method(self._watch_stats, "WatchStats")
@@ -193,6 +195,19 @@ class Service:
             return call.reply(found, **packed).SerializeToString()
 
         return answer
+
+    async def _explain(self, worker: WorkerId, raw: bytes, context: Context) -> bytes:
+        """In steps, between which the loop serves others; replies that follow each other are one reply."""
+        call = requests.STATS_CALLS["Explain"]
+        assert call.event is not None
+        event: Any = call.event(wire.parse(call.request, raw), Ticket(worker))
+        parts: list[bytes] = []
+        while True:
+            found: events.Explained = await self.loop.ask(event, time_left(context))
+            parts.append(call.reply(found).SerializeToString())
+            if not found.rest:
+                return b"".join(parts)
+            event = replace(event, session=b"", keys=found.rest)
 
     async def _get_stats(self, worker: WorkerId, raw: bytes, context: Context) -> bytes:
         wire.parse(stats_pb2.GetStatsRequest, raw)

@@ -20,6 +20,7 @@ from kvstore.types import ChunkKey, DiskState, Outcome, Reason, Tier
 LISTED_MAX = 500
 LISTED_ENTRIES_MAX = 10_000
 """What one answer lists: some milliseconds of work. Whoever wants more asks for the rest."""
+EXPLAINED_MAX = 1_024
 FORGOTTEN_PER_STEP = 1_024
 """Shards of chunks that one step forgets, some ten microseconds each: the rest when nothing waits, or at ticks."""
 FORGETTING_MAX = 256
@@ -354,7 +355,8 @@ class Dialogues:
         )
 
     def explain(self, worker: Worker, event: ev.Explain) -> ev.Explained:
-        """What is known of each chunk of a session, or of each key: where it is, or why it is gone."""
+        """What is known of each chunk of a session, or of each key: where it is, or why it is gone. Only so many at a
+        time."""
         state = self.state
         namespace = state.administered_namespace(worker, event.namespace)
         keys = list(event.keys)
@@ -364,8 +366,9 @@ class Dialogues:
             if session is None:
                 raise NotFound("no such session", field="session", value=event.session)
             version = session.version
-            keys += [state.chunks.key[row] for row in session.manifest.rows]
-        return ev.Explained(version, tuple(self._history(namespace, key) for key in keys))
+            keys += map(state.chunks.key.__getitem__, session.manifest.rows)
+        told = tuple(self._history(namespace, key) for key in keys[:EXPLAINED_MAX])
+        return ev.Explained(version, told, rest=tuple(keys[EXPLAINED_MAX:]))
 
     def _history(self, namespace: Namespace, key: ChunkKey) -> ev.ChunkHistory:
         state = self.state

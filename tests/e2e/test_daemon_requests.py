@@ -87,6 +87,13 @@ def test_another_worker_has_to_open_the_namespace_itself(daemon, connect, namesp
         list_of(get(other, namespace, b"k"))
 
 
+def test_all_that_a_request_may_name_is_explained(worker, namespace):
+    """However many steps of the core that takes."""
+    keys = [b"%d" % number for number in range(4_096)]
+    told = worker.ask_stats("Explain", stats_pb2.ExplainRequest(namespace_id=namespace, keys=keys))
+    assert [chunk.key for chunk in told.chunks] == keys
+
+
 # ------------------------------------------------------------------------------------------------------ bad messages
 
 

@@ -17,8 +17,8 @@ from kvstore.core.store import Store
 from kvstore.errors import Code, DeadlineExceeded, Unavailable
 from kvstore.rpc import DETAILS_MAX, STATUS, Places, answering, read, write
 from kvstore.service import AttachStream, Service, stats_to_proto
-from kvstore.types import NamespaceId, WorkerId
-from kvstore.v1 import store_pb2
+from kvstore.types import ChunkKey, NamespaceId, Outcome, Reason, WorkerId
+from kvstore.v1 import stats_pb2, store_pb2
 
 WORKER = WorkerId(1)
 BOUND_S = 20.0
@@ -360,6 +360,32 @@ async def test_draining_refuses_what_starts_something(rig):
 
 
 # -------------------------------------------------------------------------------------------------------------- calls
+
+
+async def test_a_long_explanation_is_asked_for_in_parts_and_answered_as_one():
+    """Each part is a step of its own, so others are served in between."""
+    keys = tuple(ChunkKey(b"%d" % number) for number in range(5))
+    histories = [
+        ev.ChunkHistory(key, Outcome.MISS, Reason.EVICTED, 4, 0, 1, 0, 0, 0, 0, 1, False, b"") for key in keys
+    ]
+    parts = [
+        ev.Explained(3, tuple(histories[:2]), keys[2:]),
+        ev.Explained(0, tuple(histories[2:4]), keys[4:]),
+        ev.Explained(0, tuple(histories[4:])),
+    ]
+    asked: list[Any] = []
+
+    async def ask(event, timeout_s):
+        asked.append((event.session, event.keys))
+        return parts[len(asked) - 1]
+
+    loop = SimpleNamespace(ask=ask)
+    service = Service(loop, lambda _: None, boot_id=b"", welcome=store_pb2.AttachWelcome())
+    request = stats_pb2.ExplainRequest(namespace_id=1, session=b"s").SerializeToString()
+    context = SimpleNamespace(time_remaining=lambda: None)
+    reply = stats_pb2.ExplainReply.FromString(await service._explain(WORKER, request, context))
+    assert asked == [(b"s", ()), (b"", keys[2:]), (b"", keys[4:])]
+    assert reply == wire.explained_to_proto(ev.Explained(3, tuple(histories)))
 
 
 def test_every_body_of_the_stream_has_a_call():

@@ -596,6 +596,19 @@ def test_a_long_list_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert listed(1000, 6) == listed(1000, 90_000) == []
 
 
+def test_a_long_history_is_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialogues, "EXPLAINED_MAX", 2)
+    world, worker, namespace = started()
+    keys = chain("k", 5)
+    world.save(worker, namespace, keys)
+    world.append(worker, namespace, b"s", keys)
+    told = world.ask(ev.Explain, worker, namespace, b"s")
+    assert (told.version, [chunk.key for chunk in told.chunks], told.rest) == (1, list(keys[:2]), keys[2:])
+    told = world.ask(ev.Explain, worker, namespace, b"", told.rest)
+    assert ([chunk.key for chunk in told.chunks], told.rest) == (list(keys[2:4]), keys[4:])
+    assert world.ask(ev.Explain, worker, namespace, b"", told.rest).rest == ()
+
+
 def dooms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows that were doomed, to be cleared."""
     doomed: list[int] = []
