@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from kvstore.gpu_worker.attention import Step, paged
 from kvstore.gpu_worker.hbm_pool import HbmPool
+from kvstore.gpu_worker.linear import turnable, turned
 from kvstore.gpu_worker.scheduling import Running
 from kvstore.kernels.forest import Forest, Plan
 from kvstore.kernels.prefill import PrefillPlan
@@ -27,6 +28,7 @@ class Forward:
         self, model: PreTrainedModel, pool: HbmPool, *, sequences_max: int, tokens_max: int, share: bool
     ) -> None:
         self.model = model.eval()
+        self._linear = turnable(model)
         self._pool = pool
         self._step = pool.geometry.chunk_tokens
         split = max(1, SPLIT_TOKENS // self._step) * self._step
@@ -80,7 +82,7 @@ class Forward:
             decode=self._decode_plan(decoding),
             prefill=self._prefill_plan(prefilling),
         )
-        with torch.inference_mode(), paged(self.model):
+        with torch.inference_mode(), paged(self.model), turned(self._linear):
             out = self.model(
                 input_ids=self._tensor(ids).unsqueeze(0),
                 position_ids=places.unsqueeze(0),
