@@ -25,7 +25,7 @@ from kvstore.core.events import Checksum, CopyIn, FillSlots, MoveSlots, OpDone, 
 from kvstore.errors import BadRequest, StoreError, Unavailable
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.regions import Region, Regions
-from kvstore.types import Extent, WorkerId
+from kvstore.types import Extent, Extents, WorkerId
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Copier:
                 case MoveSlots():
                     checksums = self._move(effect)
                 case Checksum():
-                    checksums = tuple(self._checksum(self._slot(extent)) for extent in effect.extents)
+                    checksums = tuple(map(self._checksum, [self._slot(extent) for extent in effect.extents]))
                 case RewriteSlots():
                     checksums = tuple(int(self._keeps(self._slot(target))) for target in effect.targets)
         except StoreError as error:
@@ -148,10 +148,12 @@ class Copier:
 
     def _copy_in(self, effect: CopyIn) -> tuple[int, ...]:
         _same_count(len(effect.pieces), len(effect.targets))
-        return tuple(
-            self._copy(self._staging.view(effect.worker, piece.offset, piece.length), self._slot(target))
+        # All that can be done before is done before: each copy pushes out of the cache what the interpreter needs.
+        pairs = [
+            (self._staging.view(effect.worker, piece.offset, piece.length), self._slot(target))
             for piece, target in zip(effect.pieces, effect.targets, strict=True)
-        )
+        ]
+        return tuple([self._copy(source, target) for source, target in pairs])
 
     def _fill(self, effect: FillSlots, region: Region) -> tuple[int, ...]:
         _same_count(len(effect.pieces), len(effect.targets))
@@ -317,17 +319,18 @@ class _Joined:
 def _parts(effect: Job) -> list[Job]:
     """The op in parts that follow each other, of about equal size; one that is small stays whole."""
     extents = effect.extents if isinstance(effect, Checksum) else effect.targets
-    size = sum(extent.length for extent in extents)
-    wanted = min(size // PART_BYTES, len(extents), PARTS_MAX)
-    if wanted < 2 or (isinstance(effect, CopyIn | FillSlots) and len(effect.pieces) != len(extents)):
+    lengths = extents.length if isinstance(extents, Extents) else [extent.length for extent in extents]
+    size = sum(lengths)
+    wanted = min(size // PART_BYTES, len(lengths), PARTS_MAX)
+    if wanted < 2 or (isinstance(effect, CopyIn | FillSlots) and len(effect.pieces) != len(lengths)):
         return [effect]
     cuts = [0]
     passed = 0
-    for number, extent in enumerate(extents[:-1], start=1):
-        passed += extent.length
+    for number, length in enumerate(lengths[:-1], start=1):
+        passed += length
         if passed * wanted >= size * len(cuts):
             cuts.append(number)
-    return [_part(effect, slice(*ends)) for ends in zip(cuts, [*cuts[1:], len(extents)], strict=True)]
+    return [_part(effect, slice(*ends)) for ends in zip(cuts, [*cuts[1:], len(lengths)], strict=True)]
 
 
 def _part(effect: Job, part: slice) -> Job:

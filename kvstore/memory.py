@@ -281,10 +281,11 @@ def touch(array: npt.NDArray[np.uint8]) -> None:
 
     Shared memory is mostly mapped in pages of 4 KiB. A copy meets one such page after the other and waits for the
     translation of each, in a virtual machine for that of two tables; here they are independent of each other, and the
-    processor works on many at a time. Copies of 2 MiB are faster by 10 to 20 % with it, checksums by 25 %.
+    processor works on many at a time. Copies of 2 MiB are faster by 10 to 20 % with it, checksums by 25 %. A copy of
+    those bytes takes a third of the time of combining them, for a chunk of 64 pages.
     """
     if array.size > mmap.PAGESIZE:
-        np.bitwise_or.reduce(array[:: mmap.PAGESIZE])
+        array[:: mmap.PAGESIZE].copy()
 
 
 def copy(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
