@@ -134,6 +134,8 @@ class Store:
         state = self.state
         state.now = max(state.now, now)
         state.leases.expire(state.now)
+        if self.reads.put_off is not None and type(event) is not ev.Acquire:
+            self.reads.carry_out_release()
         fact = self._facts.get(type(event))
         if fact is not None:
             fact(event)
@@ -146,7 +148,7 @@ class Store:
 
     def has_ahead(self) -> bool:
         """Whether an `Idle` may find something to do."""
-        return self.segments.is_short() or bool(self.dialogues.forgetting)
+        return self.reads.put_off is not None or self.segments.is_short() or bool(self.dialogues.forgetting)
 
     def check_integrity(self) -> None:
         """The ten invariants; raises AssertionError. A pass over everything."""
