@@ -78,8 +78,7 @@ class Client(ByKey):
     def put(self, plan: list[Item]) -> None:
         with self._space.write([item.key for item in plan]) as batch:
             assert len(batch.granted) == len(plan), (batch, batch.results[:1])
-            for index, item in enumerate(plan):
-                batch.copy_from(index, item.value)
+            batch.copy_many([(index, 0, item.value) for index, item in enumerate(plan)])
             assert batch.commit().ok
 
     def get(self, plan: list[Item]) -> None:

@@ -334,6 +334,12 @@ class AsyncWriteBatch:
         else:
             await _in_thread(lambda: self._batch.copy_from(index, source, shard=shard))
 
+    async def copy_many(self, pieces: Sequence[tuple[int, int | None, Any]]) -> None:
+        if sum(_size(source) for _, _, source in pieces) < COPY_INLINE_MAX:
+            self._batch.copy_many(pieces)
+        else:
+            await _in_thread(lambda: self._batch.copy_many(pieces))
+
     def written(self, index: int, shard: int | None = None) -> None:
         self._batch.written(index, shard)
 

@@ -7,6 +7,7 @@ torch is looked up, never imported: whoever hands us a tensor has it loaded.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,20 +74,48 @@ def _bits(array: Bits, field: str) -> Bits:
     return bits
 
 
-def fill(bits: Bits, source: npt.NDArray[np.uint8]) -> None:
-    """Copy `source` (flat, in shared memory, as many bytes as `bits`) into a `destination`."""
-    if bits.dtype is _BYTE and bits.ndim == 1:
-        memory.copy_out(bits, source)
-    else:
-        np.copyto(bits, source.view(bits.dtype).reshape(bits.shape), casting="no")
+def groups(sizes: Sequence[int]) -> Iterator[slice]:
+    """Neighbours of these sizes in bytes that are copied together: TOUCHED_BYTES, or one that is larger.
+
+    Of small ones, all that can be done before is done for a whole group, and nothing but copies follows: each pushes
+    out of the cache what the interpreter needs for anything else.
+    """
+    start = size = 0
+    for number, more in enumerate(sizes):
+        if number > start and size + more > memory.TOUCHED_BYTES:
+            yield slice(start, number)
+            start, size = number, 0
+        size += more
+    if sizes:
+        yield slice(start, len(sizes))
 
 
-def gather(target: npt.NDArray[np.uint8], bits: Bits) -> None:
-    """Copy an `origin`, in C order, into as many flat bytes of shared memory."""
-    if bits.dtype is _BYTE and bits.ndim == 1:
-        memory.copy_in(target, bits)
-    else:
-        np.copyto(target.view(bits.dtype).reshape(bits.shape), bits, casting="no")
+def fill(pairs: Sequence[tuple[Bits, Bits]]) -> None:
+    """Copy each source (flat bytes in shared memory, as many as go there) into its `destination`."""
+    for group in groups([source.size for _, source in pairs]):
+        mine = pairs[group]
+        if len(mine) > 1:
+            for _, source in mine:
+                memory.touch(source)
+        copy = memory.copy if len(mine) > 1 else memory.copy_out
+        for bits, source in mine:
+            if bits.dtype is _BYTE and bits.ndim == 1:
+                copy(bits, source)
+            else:
+                np.copyto(bits, source.view(bits.dtype).reshape(bits.shape), casting="no")
+
+
+def gather(pairs: Sequence[tuple[Bits, Bits]]) -> None:
+    """Copy each `origin`, in C order, into as many flat bytes of shared memory; those of one of `groups`."""
+    if len(pairs) > 1:
+        for target, _ in pairs:
+            memory.touch(target)
+    copy = memory.copy if len(pairs) > 1 else memory.copy_in
+    for target, bits in pairs:
+        if bits.dtype is _BYTE and bits.ndim == 1:
+            copy(target, bits)
+        else:
+            np.copyto(target.view(bits.dtype).reshape(bits.shape), bits, casting="no")
 
 
 def _of_tensor(torch: Any, tensor: Any, field: str) -> Bits:

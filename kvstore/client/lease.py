@@ -210,9 +210,9 @@ class ReadLease:
         rows = [row for _, row, _, _ in plan]
         if not places.intact(rows):
             return self._void()
+        pairs = [(bits, places.data(row, offset, bits.nbytes)) for _, row, offset, bits in plan]
         fence()
-        for _, row, offset, bits in plan:
-            fill(bits, places.data(row, offset, bits.nbytes))
+        fill(pairs)
         corrupt = self._corrupt(places, plan) if self._verify_every else []
         fence()
         if not places.intact(rows):

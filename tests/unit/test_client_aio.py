@@ -37,6 +37,7 @@ class Copies:
 CALLS = {
     "copy_to": lambda copies, bits: AsyncReadLease(copies).copy_to(0, bits),
     "copy_many": lambda copies, bits: AsyncReadLease(copies).copy_many([(0, 0, 0, bits)]),
+    "copy_many into a batch": lambda copies, bits: AsyncWriteBatch(copies).copy_many([(0, 0, bits)]),
     "copy_from": lambda copies, bits: AsyncWriteBatch(copies).copy_from(0, bits),
 }
 

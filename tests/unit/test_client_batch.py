@@ -251,6 +251,55 @@ def test_what_is_handed_over_is_out_of_reach(staging: Staging) -> None:
         batch.written(3)
 
 
+def test_many_that_are_copied_at_once_are_handed_over_as_one_by_one(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "TOUCHED_BYTES", sum(LENGTHS))
+    wire = Wire()
+    batch, _ = staged(wire, staging, (GRANTED, BUSY, GRANTED, GRANTED, GRANTED))
+    batch.copy_many([(index, shard, chunk(index, shard)) for index in (4, 0, 2) for shard in (0, 1)])
+    ((field, body, _),) = wire.asked
+    assert (field, list(body.numbers)) == ("fill", [0, 1, 6, 7]), "two are much"
+    batch.copy_many([(3, 1, chunk(3, 1)), (3, None, chunk(3, 0))])
+    batch.commit_async()
+    for body, indexes in ((wire.asked[0][1], (0, 4)), (wire.asked[1][1], (2, 3))):
+        offsets = list(getattr(body, "offsets", None) or body.staging_offsets)
+        expected = [(index, shard) for index in indexes for shard in (0, 1)]
+        for offset, (index, shard) in zip(offsets, expected, strict=True):
+            assert held(staging, offset, shard) == 16 * index + shard + 1
+
+
+def test_a_shard_that_many_name_twice_is_handed_over_once(staging: Staging) -> None:
+    wire = Wire()
+    batch, _ = staged(wire, staging)
+    twice = [(0, shard, chunk(9, shard)) for shard in (0, 1)]
+    batch.copy_many(twice + [(index, shard, chunk(index, shard)) for index in (0, 1) for shard in (0, 1)])
+    ((_, body, _),) = wire.asked
+    assert list(body.numbers) == [0, 1, 2, 3]
+    assert held(staging, body.offsets[0], 0) == 1, "the last counts"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ((1, 0, chunk(0, 0)), "was not granted"),
+        ((3, 2, chunk(0, 0)), "was asked for shards"),
+        ((3, 1, chunk(0, 0)), "must have the shard's 4000 bytes"),
+        ((3, 0, [1, 2]), "neither a buffer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_nothing_is_copied_if_one_of_many_is_wrong(
+    staging: Staging, wrong: tuple[int, int, Any], why: str
+) -> None:
+    batch, pieces = staged(Wire(), staging, (GRANTED, BUSY, GRANTED, GRANTED))
+    staging.array[:] = 0
+    with pytest.raises(BadRequest, match=why):
+        batch.copy_many([(0, 0, chunk(0, 0)), wrong])
+    assert not staging.array.any() and not pieces._held
+    write(batch, 0, 2, 3)
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -308,7 +357,7 @@ def test_what_is_being_copied_into_is_nobody_elses_when_another_thread_aborts(
     wire = Wire()
     batch, _ = staged(wire, staging)
 
-    def gather(target: Any, bits: Any) -> None:
+    def gather(pairs: Any) -> None:
         batch.abort()
         assert staging.space.take(ROOM) is None and not wire.notices, "it is still being written"
 

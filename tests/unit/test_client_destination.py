@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.client.destination import destination, fill
+from kvstore import memory
+from kvstore.client.destination import destination, fill, gather, groups
 from kvstore.errors import BadRequest
 
 torch = pytest.importorskip("torch")
@@ -24,7 +25,7 @@ def load(out: object, size: int) -> None:
     assert bits.nbytes == size
     source = pattern(size)
     source.flags.writeable = False
-    fill(bits, source)
+    fill([(bits, source)])
 
 
 @pytest.mark.parametrize(
@@ -108,6 +109,44 @@ def test_plain_buffers() -> None:
     for out in (bytearray(64), memoryview(bytearray(64)), array.array("d", [0.0] * 8)):
         load(out, 64)
         assert bytes(out) == pattern(64).tobytes()
+
+
+LIMIT = memory.TOUCHED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("sizes", "together"),
+    [
+        ([], []),
+        ([1], [1]),
+        ([LIMIT], [1]),
+        ([LIMIT + 1, 1, 1], [1, 2]),
+        ([1, LIMIT + 1, 1], [1, 1, 1]),
+        ([LIMIT // 4] * 9, [4, 4, 1]),
+        ([LIMIT // 2, LIMIT // 2 + 1, 1], [1, 2]),
+        ([0, 0, LIMIT, 0, 1], [4, 1]),
+    ],
+)
+def test_what_is_copied_together(sizes: list[int], together: list[int]) -> None:
+    found = list(groups(sizes))
+    assert [len(sizes[group]) for group in found] == together
+    assert [size for group in found for size in sizes[group]] == sizes
+
+
+@pytest.mark.parametrize("sizes", [[8], [8, 24, 8], [LIMIT + 8, 8, 16]])
+@pytest.mark.parametrize("strided", [False, True])
+def test_many_at_once_are_copied_each_to_its_own_place(sizes: list[int], strided: bool) -> None:
+    sources = [pattern(size + number)[number:] for number, size in enumerate(sizes)]
+    plain = [np.zeros(size, np.uint8) for size in sizes]
+    outs = [out.reshape(-1, 4)[:, ::2] for out in plain] if strided else plain
+    halves = [source[: out.nbytes] for source, out in zip(sources, outs, strict=True)]
+    fill([(destination(out), half) for out, half in zip(outs, halves, strict=True)])
+    for out, half in zip(outs, halves, strict=True):
+        assert out.tobytes() == half.tobytes()
+    back = [np.zeros(half.size, np.uint8) for half in halves]
+    gather([(target, destination(out)) for target, out in zip(back, outs, strict=True)])
+    for target, half in zip(back, halves, strict=True):
+        assert target.tobytes() == half.tobytes()
 
 
 @pytest.mark.parametrize(
