@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -31,7 +31,8 @@ from conversations import CONVERSATIONS, SYSTEM
 from models import DemoModel, prepare
 
 from kvstore.client import Client, connect
-from kvstore.errors import Unavailable
+from kvstore.config import load, parse_setting
+from kvstore.errors import ConfigError, Unavailable
 from kvstore.scheduler.hints import HintedQueue
 from kvstore.scheduler.job_queue import Job, JobQueue
 
@@ -48,6 +49,7 @@ ENVIRONMENT = {
     "TORCHINDUCTOR_CACHE_DIR": str(CACHE / "torch"),
     "HF_HOME": str(CACHE / "huggingface"),
 }
+SEGMENT_BYTES = 32 << 20
 START_S = 120.0
 """Longest wait for a process to be ready, or to answer a turn."""
 
@@ -84,8 +86,13 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            process_group=0,  # Ctrl-C is for us to answer: a child would only add its own traceback
         )
-        self._read()
+        try:
+            self._read()
+        except BaseException:
+            self.kill()
+            raise
 
     def ask(self, **request: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -186,7 +193,7 @@ class Daemon:
         settings = (
             f"--run-dir={self.run_dir}",
             f"--dram-bytes={self._options.dram}",
-            "--segment-bytes=32M",
+            f"--segment-bytes={SEGMENT_BYTES}",
             f"--ssd-dir={self._ssd_dir}",
             "--ssd-bytes=2G",
             "--ssd-slab-bytes=64M",
@@ -195,6 +202,7 @@ class Daemon:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "kvstore", *settings],
             stdin=subprocess.DEVNULL,
+            process_group=0,
             preexec_fn=_end_with_parent,
         )
 
@@ -293,8 +301,10 @@ def with_store(
     """One run with a daemon of its own; the worker is killed half-way, the daemon started anew at three quarters."""
     how = "and told what is in the queue" if hints else "and told nothing of the queue"
     print(f"\n{number}. With kvstored beside it, {options.dram} of DRAM and an SSD, {how}", flush=True)
-    with Daemon(options) as daemon:
+    with Daemon(options) as daemon, ExitStack() as ending:
         queue = HintedQueue(daemon.client, model.folder.name) if hints else JobQueue()
+        if isinstance(queue, HintedQueue):
+            ending.callback(queue.close)
         run = Run(model, options, follow=follow, queue=queue)
         half, quarter = run.turn_count // 2, run.turn_count // 4
         with _worker(model, daemon.run_dir, options.threads) as worker:
@@ -311,8 +321,6 @@ def with_store(
                 daemon.wait_risen()
             run.answer(worker, run.turn_count)
             daemon.figures.saved_bytes += _flush(worker)
-        if isinstance(queue, HintedQueue):
-            queue.close()
         daemon.count()
     return run.turns, daemon.figures
 
@@ -442,13 +450,30 @@ def _p95(values: list[float]) -> float:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--threads", type=int, default=2, help="threads that compute")
-    parser.add_argument("--conversations", type=int, default=len(CONVERSATIONS), help="how many of them")
-    parser.add_argument("--answer-tokens", type=int, default=12, help="length of an answer at most")
+    parser.add_argument("--threads", type=_count, default=2, help="threads that compute")
+    parser.add_argument("--conversations", type=_count, default=len(CONVERSATIONS), help="how many of them")
+    parser.add_argument("--answer-tokens", type=_count, default=12, help="length of an answer at most")
     parser.add_argument("--random", action="store_true", help="a tiny random Llama instead of SmolLM2")
-    parser.add_argument("--dram", default="160M", help="size of the daemon's arena")
-    return parser.parse_args()
+    parser.add_argument("--dram", default="160M", help="size of the daemon's arena, whole segments of 32M")
+    options = parser.parse_args()
+    try:  # now, not after the minutes of the first run
+        load(
+            {}, {}, {"dram_bytes": parse_setting("dram_bytes", options.dram), "segment_bytes": SEGMENT_BYTES}
+        )
+    except ConfigError as error:
+        parser.error(f"--dram: {error}")
+    return options
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("\nInterrupted. Nothing is left running.", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

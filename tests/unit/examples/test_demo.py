@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +87,56 @@ def test_the_95th_percentile_is_a_value_that_occurred(demo: ModuleType) -> None:
     assert demo._p95([3.0]) == 3.0
     assert demo._p95([float(n) for n in range(1, 21)]) == 19.0
     assert demo._p95([float(n) for n in range(1, 101)]) == 95.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--dram=lots"], "dram_bytes=lots: is not a size"),
+        (["--dram=40M"], "dram_bytes=41943040: must be a whole number of segments of 33554432 bytes"),
+        (["--threads=0"], "--threads: 0 is not a whole number above 0"),
+        (["--conversations=-1"], "--conversations: -1 is not a whole number above 0"),
+        (["--answer-tokens=some"], "--answer-tokens: some is not a whole number above 0"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_runs(
+    demo: ModuleType,
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["demo.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        demo._parse()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_two_that_want_the_model_make_it_once(
+    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = sys.modules["models"]
+    asks, made = threading.Event(), []
+    lock = fcntl.flock
+
+    def flock(*arguments: Any) -> None:
+        asks.set()
+        lock(*arguments)
+
+    monkeypatch.setattr(models, "fcntl", SimpleNamespace(flock=flock, LOCK_EX=fcntl.LOCK_EX))
+    monkeypatch.setattr(models.subprocess, "run", lambda command, **_: made.append(command))
+    model = tmp_path / "model"
+    with open(tmp_path / "lock", "w") as other:
+        lock(other, fcntl.LOCK_EX)
+        asking = threading.Thread(target=models._make, args=("random", model), daemon=True)
+        asking.start()
+        assert asks.wait(10)
+        model.mkdir()  # the other has finished
+    asking.join(10)
+    assert not asking.is_alive() and made == []
+    models._make("random", tmp_path / "another")
+    assert len(made) == 1 and (tmp_path / "another").is_dir()
 
 
 def test_conversations_are_as_many_and_as_long_as_promised(demo: ModuleType) -> None:
