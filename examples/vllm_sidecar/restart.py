@@ -1,5 +1,6 @@
 """One vLLM engine after another over one daemon: what the first computed, the second loads. Runs where vLLM is."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,9 +19,11 @@ ENVIRONMENT = {
 
 
 def main() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise SystemExit(f"{sys.executable} has no vLLM: README.md in this folder says which Python has")
     with tempfile.TemporaryDirectory(prefix="kvs-") as folder:
         command = [sys.executable, "-P", "-m", "kvstore", f"--run-dir={folder}/run", "--dram-bytes=256M"]
-        daemon = subprocess.Popen([*command, "--segment-bytes=64M"], stderr=subprocess.DEVNULL)
+        daemon = subprocess.Popen([*command, "--segment-bytes=64M", "--log-level=warning"])
         try:
             make_model(Path(folder) / "model")
             answers = [run_engine(folder) for _ in range(2)]
