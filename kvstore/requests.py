@@ -42,6 +42,7 @@ POSITION_MAX = 1 << 40
 NUMBER_MAX = (1 << 63) - 1
 QUEUE_POSITION_MAX = 1 << 31
 JOB_NAME_BYTES_MAX = 64
+HINT_KEYS_PER_REQUEST_MAX = 65_536
 SEGMENTS_PER_REQUEST_MAX = 65_536
 ROWS_MAX = 100_000
 SCRUB_BYTES_PER_S_MAX = 1 << 40
@@ -310,24 +311,35 @@ def _forget(message: store_pb2.ForgetRequest, ticket: Ticket) -> events.Forget:
 def _publish_queue(message: hints_pb2.PublishQueueRequest, ticket: Ticket) -> events.PublishQueue:
     count("hints", message.hints, KEYS_PER_REQUEST_MAX)
     count("removed", message.removed, KEYS_PER_REQUEST_MAX)
-    hints = []
-    for index, hint in enumerate(message.hints):
-        where = f"hints[{index}]"
-        hints.append(
-            events.Hint(
-                job_name(f"{where}.job", hint.job),
-                number(f"{where}.position", hint.position, QUEUE_POSITION_MAX),
-                session=session_name(f"{where}.session", hint.session) if hint.session else b"",
-                keys=chunk_keys(f"{where}.keys", hint.keys),
-            )
+    # before objects are made of them
+    keys = sum(len(hint.keys) for hint in message.hints)
+    if keys > HINT_KEYS_PER_REQUEST_MAX:
+        raise BadRequest(
+            f"a request has at most {HINT_KEYS_PER_REQUEST_MAX}",
+            field="number of keys of all hints",
+            value=keys,
+            remedy="name sessions, or send the jobs behind as changes (delta) in further requests",
         )
+    hints = tuple(_hint(index, hint) for index, hint in enumerate(message.hints))
     return events.PublishQueue(
         ticket,
         namespace_id(message.namespace_id),
-        tuple(hints),
+        hints,
         removed=tuple(job_name("removed", job) for job in message.removed),
         snapshot=not message.delta,
         ttl_ms=number("ttl_ms", message.ttl_ms, TTL_MS_MAX),
+    )
+
+
+def _hint(index: int, hint: hints_pb2.Hint) -> events.Hint:
+    job, position, session, keys = hint.job, hint.position, hint.session, hint.keys
+    good = 1 <= len(job) <= JOB_NAME_BYTES_MAX and position <= QUEUE_POSITION_MAX
+    if not good or len(session) > SESSION_NAME_BYTES_MAX:
+        job_name(f"hints[{index}].job", job)
+        number(f"hints[{index}].position", position, QUEUE_POSITION_MAX)
+        session_name(f"hints[{index}].session", session)
+    return events.Hint(
+        job, position, session=session, keys=chunk_keys(f"hints[{index}].keys", keys) if keys else ()
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvstore.core import batch
+from kvstore.core import batch, wanted
 from kvstore.core.chunks import LISTED, NONE, TAIL, WANTED, ChunkTable
 from kvstore.core.namespaces import Namespace
 from kvstore.types import NamespaceId
@@ -56,6 +56,9 @@ class Policy:
         """`rows` became evictable again without having been used: to the end of the list that is nearer in time. They
         stand in chain order, and as with `add` descendants go before their ancestors."""
         chunks = self._chunks
+        if len(rows) >= self._batch_min and self.kind != "fifo" and self.rank.keys().isdisjoint(rows):
+            wanted.put_back(self, chunks, namespace, batch.as_rows(rows))
+            return
         oldest, newest = namespace.recency.oldest, namespace.recency.newest
         long_unused: list[int] = []
         for row in reversed(rows):
@@ -101,13 +104,28 @@ class Policy:
         if self.kind != "hints":
             return
         chunks = self._chunks
-        flags = chunks.flags
         before, self.rank = self.rank, rank
+        if len(before) + len(rank) >= self._batch_min:
+            wanted.changed(self, chunks, namespaces, before, rank)
+        else:
+            self._changed(namespaces, before, rank)
+        for namespace in namespaces.values():
+            heapq.heapify(namespace.order)
+
+    def _changed(
+        self, namespaces: Mapping[NamespaceId, Namespace], before: Mapping[int, int], rank: Mapping[int, int]
+    ) -> None:
+        """`wanted.changed`, one by one."""
+        chunks = self._chunks
+        flags = chunks.flags
+        gone: dict[NamespaceId, list[int]] = {}
         for row in before:
             if row not in rank and flags[row] & WANTED:
-                namespace = namespaces[NamespaceId(chunks.namespace[row])]
-                self.remove(namespace, row)
-                self.put_back(namespace, (row,))
+                gone.setdefault(NamespaceId(chunks.namespace[row]), []).append(row)
+        for number, rows in gone.items():
+            for row in rows:
+                self.remove(namespaces[number], row)
+            self.put_back(namespaces[number], rows)
         for namespace in namespaces.values():
             namespace.order.clear()
         orders = {namespace.id: namespace.order for namespace in namespaces.values()}
@@ -120,8 +138,6 @@ class Policy:
                     self.remove(namespace, row)
                     self._link_wanted(namespace, row)
                     namespace.order.append((-place, row))
-        for order in orders.values():
-            heapq.heapify(order)
 
     def forget(self, row: int) -> None:
         """The row's bytes are gone, or its number is about to be reused."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import repeat
 
-from kvstore.core import batch
+from kvstore.core import batch, wanted
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, RISING, STORED
 from kvstore.core.namespaces import Namespace
@@ -30,10 +31,11 @@ REPLAN_ROWS_PER_MS = 20
 """and a long queue is planned again less often: a plan takes about a microsecond per chunk of the loop's time."""
 PUBLISH_ROWS_PER_MS = 200
 """With new hints, so often: planning never takes more than about a fifth of the loop's time, however many come."""
-PLAN_ROWS_MAX = 1 << 20
-"""Chunks that one plan looks at, of all tenants: each takes the loop's time, and many jobs may name one session."""
-KEYS_PER_WORKER_MAX = 1 << 20
-"""In hints that name keys: these are kept."""
+PLAN_ROWS_MAX = 1 << 17
+"""Chunks that one plan looks at, of all tenants: each takes the loop's time. Those of one manifest count once, however
+many jobs name it."""
+KEYS_PER_WORKER_MAX = 1 << 17
+"""In hints that name keys: these are kept, and a plan would not look at more."""
 POSITION_MAX = 1 << 31
 
 
@@ -187,6 +189,7 @@ class Queue:
         used: Counter[str] = Counter()
         looked_at: Counter[str] = Counter()
         clipped: set[str] = set()
+        planned: set[int] = set()
         ordered = sorted(
             (
                 (job.position, worker, name, job)
@@ -203,10 +206,10 @@ class Queue:
                 self._planned_rows += 1
                 continue
             namespace = state.namespaces.get(job.namespace)
-            rows, count = self._rows(namespace, job) if namespace is not None else ([], 0)
+            rows, count = self._rows(namespace, job, planned) if namespace is not None else ([], 0)
             self._planned_rows += max(1, count)
             looked_at[tenant] += count
-            new = [row for row in dict.fromkeys(rows) if row not in rank]
+            new = {row: place for row in rows if row not in rank} if rank else dict.fromkeys(rows, place)
             size = len(new) * namespace.chunk_bytes if namespace is not None else 0
             if used[tenant] + size > in_all or looked_at[tenant] > PLAN_ROWS_MAX // tenants:
                 # What does not fit ends the window: a job behind it must not push out one that is nearer.
@@ -214,12 +217,13 @@ class Queue:
                 windows.results[key] = HintResult.CLIPPED
                 continue
             used[tenant] += size
-            rank.update(dict.fromkeys(new, place))
+            if new:
+                rank.update(new)
             windows.eviction[tenant] += 1
             if used[tenant] <= in_dram:
                 windows.prefetch[tenant] += 1
-                flags = state.chunks.flags
-                rising += [row for row in new if flags[row] & (STORED | RISING | DOOMED) == STORED]
+                if namespace is not None and new:
+                    rising += self._on_ssd_only(namespace, list(new))
                 windows.results[key] = HintResult.ACCEPTED
             else:
                 windows.results[key] = HintResult.DEFERRED
@@ -230,15 +234,30 @@ class Queue:
                 if not state.is_resident(row):
                     self._rise(row)
 
-    def _rows(self, namespace: Namespace, job: Job) -> tuple[list[int], int]:
+    def _on_ssd_only(self, namespace: Namespace, rows: list[int]) -> list[int]:
+        """Those of a job's chunks that are to rise."""
+        state = self.state
+        if len(rows) >= state.batch_min:
+            return wanted.on_ssd_only(state.chunks, namespace, rows)
+        flags = state.chunks.flags
+        return [
+            row
+            for row in rows
+            if flags[row] & (STORED | RISING | DOOMED) == STORED and not state.is_resident(row)
+        ]
+
+    def _rows(self, namespace: Namespace, job: Job, planned: set[int]) -> tuple[list[int], int]:
         """The chunks that the job will ask for and that can be had, up to the first that cannot; and how many were
-        looked at."""
+        looked at. None again of the manifests in `planned` (by id, for as long as a plan takes), which get this one."""
         state = self.state
         if job.keys:
-            rows = [namespace.index.get(key, NONE) for key in job.keys]
+            rows = list(map(namespace.index.get, job.keys, repeat(NONE)))
         else:
             session = state.sessions.by_name.get((namespace.id, job.session))
-            rows = [] if session is None else session.manifest.rows.tolist()
+            if session is None or id(session.manifest) in planned:
+                return [], 0
+            planned.add(id(session.manifest))
+            rows = session.manifest.rows.tolist()
         if len(rows) >= state.batch_min:
             return rows[: batch.usable_leading(state, namespace, rows)], len(rows)
         for count, row in enumerate(rows):

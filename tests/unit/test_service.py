@@ -18,7 +18,7 @@ from kvstore.errors import Code, DeadlineExceeded, Unavailable
 from kvstore.rpc import DETAILS_MAX, STATUS, Places, answering, read, write
 from kvstore.service import AttachStream, Service, stats_to_proto
 from kvstore.types import ChunkKey, NamespaceId, Outcome, Reason, WorkerId
-from kvstore.v1 import stats_pb2, store_pb2
+from kvstore.v1 import hints_pb2, stats_pb2, store_pb2
 
 WORKER = WorkerId(1)
 BOUND_S = 20.0
@@ -386,6 +386,64 @@ async def test_a_long_explanation_is_asked_for_in_parts_and_answered_as_one():
     reply = stats_pb2.ExplainReply.FromString(await service._explain(WORKER, request, context))
     assert asked == [(b"s", ()), (b"", keys[2:]), (b"", keys[4:])]
     assert reply == wire.explained_to_proto(ev.Explained(3, tuple(histories)))
+
+
+def published(**fields: Any) -> ev.Event:
+    call = requests.HINTS_CALLS["PublishQueue"]
+    assert call.event is not None
+    return call.event(hints_pb2.PublishQueueRequest(namespace_id=1, **fields), ev.Ticket(WORKER, 1))
+
+
+def test_the_keys_of_all_hints_together_are_bounded():
+    most = requests.HINT_KEYS_PER_REQUEST_MAX
+    many = [hints_pb2.Hint(job=b"%d" % n, keys=[b"k"] * 4_096) for n in range(most // 4_096)]
+    assert sum(len(hint.keys) for hint in published(hints=many).hints) == most
+    with pytest.raises(
+        errors.BadRequest, match=r"number of keys of all hints=65537: a request has at most 65536 \(.*changes"
+    ):
+        published(hints=[*many, hints_pb2.Hint(job=b"j", keys=[b"k"])])
+
+
+@pytest.mark.parametrize(
+    ("hint", "why"),
+    [
+        ({"job": b""}, r"hints\[1\]\.job=0 bytes"),
+        ({"job": b"j" * 65}, r"hints\[1\]\.job=65 bytes"),
+        ({"job": b"j", "position": (1 << 31) + 1}, r"hints\[1\]\.position="),
+        ({"job": b"j", "session": b"s" * 257}, r"hints\[1\]\.session=257 bytes"),
+        ({"job": b"j", "keys": [b"k", b""]}, r"hints\[1\]\.keys\[1\]=0 bytes"),
+        ({"job": b"j", "keys": [b"k" * 65]}, r"hints\[1\]\.keys\[0\]=65 bytes"),
+    ],
+)
+def test_a_hint_that_is_wrong_is_named(hint, why):
+    good = hints_pb2.Hint(job=b"j" * 64, position=1 << 31, session=b"s" * 256, keys=[b"k" * 64])
+    assert len(published(hints=[good]).hints) == 1
+    with pytest.raises(errors.BadRequest, match=why):
+        published(hints=[good, hints_pb2.Hint(**hint)])
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ({}, r"append\[1\]\.key.*0 bytes"),
+        ({"key": b"k" * 65}, r"append\[1\]\.key.*65 bytes"),
+        ({"key": b"k", "first_token": (1 << 40) + 1, "token_count": 1}, r"append\[1\]\.first_token="),
+        ({"key": b"k", "token_count": 0}, r"append\[1\]\.token_count=0"),
+        ({"key": b"k", "token_count": 1 << 40}, r"append\[1\]\.token_count="),
+        ({"key": b"k", "token_count": 1, "delta": -(1 << 40) - 1}, r"append\[1\]\.delta="),
+        ({"key": b"k", "token_count": 1, "delta": (1 << 40) + 1}, r"append\[1\]\.delta="),
+    ],
+)
+def test_an_entry_that_is_wrong_is_named(entry, why):
+    call = requests.STORE_CALLS["UpdateSession"]
+    good = store_pb2.SessionEntry(key=b"k" * 64, first_token=1 << 40, token_count=1, delta=-(1 << 40))
+    wrong = store_pb2.UpdateSessionRequest(
+        namespace_id=1, session=b"s", append=[good, store_pb2.SessionEntry(**entry)]
+    )
+    with pytest.raises(errors.BadRequest, match=why):
+        call.event(wrong, ev.Ticket(WORKER, 1))
+    del wrong.append[1]
+    assert len(call.event(wrong, ev.Ticket(WORKER, 1)).append) == 1
 
 
 def test_every_body_of_the_stream_has_a_call():

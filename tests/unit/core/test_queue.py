@@ -354,6 +354,40 @@ def test_a_plan_looks_at_no_more_chunks_than_it_has_time_for(monkeypatch: pytest
     assert publish(world, worker, namespace, *same).results == (ACCEPTED,) * 2 + (CLIPPED,) * 4
 
 
+def test_jobs_that_name_one_session_look_at_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And at the manifest that a fork shares: a plan holds everybody up for as long as it takes."""
+    monkeypatch.setattr(queue, "PLAN_ROWS_MAX", 5)
+    world, worker, namespace = start(segments=2)
+    save(world, worker, namespace, "a", "b", count=4)
+    world.append(worker, namespace, b"s", chain("a", 4))
+    world.ask(ev.Fork, worker, namespace, b"s", b"fork")
+    jobs_of_it = [hint(f"{n}", n, session=b"s" if n % 2 else b"fork") for n in range(6)]
+    accepted = publish(world, worker, namespace, *jobs_of_it, hint("b", 9, chain("b", 2)))
+    assert accepted.results == (ACCEPTED,) * 6 + (CLIPPED,)
+    assert len(world.store.state.policy.rank) == 4
+
+
+@pytest.mark.parametrize("batch_min", [2, 1 << 30])
+def test_what_no_job_needs_any_more_goes_back_in_the_order_of_its_chain(batch_min: int) -> None:
+    """Where it was used last: before what is used since, behind what was used long before."""
+    world, worker, namespace = start(segments=4, batch_min=batch_min)
+    for name in ("old", "a", "b", "new"):
+        save(world, worker, namespace, name, count=3)
+        world.tick(1_000)
+    publish(world, worker, namespace, hint("j", 0, chain("a", 3)), hint("k", 1, chain("b", 3)))
+    state = world.store.state
+    of = state.namespaces[namespace]
+
+    def order(rows: Any) -> list[bytes]:
+        return [state.chunks.key[row] for row in rows]
+
+    assert order(state.chunks.walk(of.wanted)) == [*chain("a", 3), *chain("b", 3)]
+    publish(world, worker, namespace)
+    a, b, old, new = (list(reversed(chain(name, 3))) for name in ("a", "b", "old", "new"))
+    assert order(state.chunks.walk(of.recency)) == [*a, *old, *new, *b]
+    assert not state.policy.rank and not of.order
+
+
 def test_a_job_that_names_nothing_is_rejected_and_forgotten() -> None:
     world, worker, namespace = start()
     save(world, worker, namespace, "a")
