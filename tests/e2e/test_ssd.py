@@ -343,20 +343,32 @@ def test_a_file_system_that_is_full_before_the_first_slab(
     assert hits(open_space(start(ssd_dir=small_disk / "ssd")), last) == set(last)
 
 
+@pytest.mark.parametrize("write_ms", [0, 150])
 def test_a_file_system_that_fills_up_while_it_is_used(
-    start: Callable[..., Any], open_space: Callable[..., Namespace], small_disk: Path
+    start: Callable[..., Any],
+    open_space: Callable[..., Namespace],
+    small_disk: Path,
+    weather: Weather,
+    write_ms: int,
 ) -> None:
-    """Another program takes what is left: the slabs that exist serve on, within themselves."""
-    daemon = start(ssd_dir=small_disk / "ssd")
+    """Another program takes what is left: the slabs that exist serve on, within themselves; on a slow disk too."""
+    patient = {"ssd_dir": small_disk / "ssd", "ssd_deadline_ms": int(BOUND_S * 1000)}
+    daemon = start(**patient)
     space = open_space(daemon)
     client = space.client
     first = keys_of(space, 32, 1)
     save(space, first, wait=Wait.DURABLE)
+    if write_ms:
+        weather.set([{"calls": ["write"], "files": "slab-*", "do": "delay", "ms": write_ms}])
     other = fill_up(small_disk)
     slabs = ssd_of(client).slab_bytes
     many = keys_of(space, 6 * DRAM_CHUNKS, 2)
-    save(space, many)
-    newest = many[-16:]  # asked for first: what rises from SSD meanwhile would push them out of DRAM
+    save(space, many[:-16])
+    settled_ssd(
+        client
+    )  # what is being written is pinned: with most of DRAM pinned, the newest have to give way
+    newest = many[-16:]
+    save(space, newest)  # asked for first: what rises from SSD meanwhile would push them out of DRAM
     assert hits(space, newest) == set(newest), "the newest are there"
     hits(space, [*first, *many])
     assert ssd_of(client).slab_bytes == slabs, "no slab could be added"
@@ -366,7 +378,7 @@ def test_a_file_system_that_fills_up_while_it_is_used(
     assert counters["ssd_slab_failures"] > 0 and counters["chunks_evicted_from_ssd"] > 0
     daemon.kill()
     fill_up(small_disk)
-    again = start(ssd_dir=small_disk / "ssd")  # on a disk without a free byte
+    again = start(**patient)  # on a disk without a free byte
     space = open_space(again)
     client = space.client
     assert hits(space, [*first, *many]) <= {*first, *many}
