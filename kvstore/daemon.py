@@ -499,6 +499,7 @@ class Daemon:
         sd_notify("STOPPING=1")
         self._health.end()
         self._service.drain()
+        self.loop.store.hurry()
         try:
             async with asyncio.timeout(self.config.drain_ms / 1000):
                 while await self._open_work():  # noqa: ASYNC110 - the core publishes no event for this

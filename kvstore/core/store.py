@@ -150,6 +150,10 @@ class Store:
         """Whether an `Idle` may find something to do."""
         return self.reads.put_off is not None or self.segments.is_short() or bool(self.dialogues.forgetting)
 
+    def hurry(self) -> None:
+        """The daemon is about to stop: what the index lacks is written as soon as it can be, from now on."""
+        self.disk.durability.hurry += 1
+
     def check_integrity(self) -> None:
         """The ten invariants; raises AssertionError. A pass over everything."""
         self.watch().check()

@@ -18,6 +18,8 @@ from kvstore.errors import Unavailable
 from kvstore.memory import memory_limit_bytes
 from kvstore.v1 import store_pb2
 
+from .ssd_tools import SMALL_SSD, SPEC, client_of, eventually, keys_of, save
+
 SERVICES = ("", "kvstore.v1.Store", "kvstore.v1.Stats", "kvstore.v1.Bytes")
 
 
@@ -265,6 +267,19 @@ def test_drain_waits_for_open_leases(start_daemon, connect, spec):
     assert stream.ask("abort", store_pb2.AbortRequest(reservation_ids=[reserved.reservation_id])).count == 1
     assert daemon.exit_status() == 0
     assert isinstance(stream.wait_for_end(), Unavailable)
+    assert "draining took too long: open leases, commits and writes to SSD end now" not in [
+        line["message"] for line in daemon.lines
+    ]
+
+
+def test_drain_writes_the_index_at_once(start_daemon, tmp_path):
+    """Though it has a minute until records that wait for others are due."""
+    slow = SMALL_SSD | {"durable_within_ms": 240_000, "drain_ms": 15_000}
+    daemon = start_daemon(ssd_dir=tmp_path / "ssd", **slow)
+    with client_of(daemon) as client:
+        save(space := client.open(SPEC), keys_of(space, 1, 1))
+        eventually(lambda: client.stats().ssd.oldest_not_durable_ms)
+        assert daemon.stop() == 0
     assert "draining took too long: open leases, commits and writes to SSD end now" not in [
         line["message"] for line in daemon.lines
     ]

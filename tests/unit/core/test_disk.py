@@ -48,6 +48,19 @@ def test_what_is_committed_is_written_at_once_and_indexed_soon() -> None:
     assert {key for _, key in world.platter.chunks} == set(chain("k", 3))
 
 
+def test_who_is_about_to_stop_waits_for_no_further_records() -> None:
+    world, worker, namespace = start(durable_within_ms=400_000)
+    world.save(worker, namespace, chain("k", 1))
+    world.tick(1)
+    assert world.platter.chunks == {}
+    world.store.hurry()
+    world.tick(1)
+    assert {key for _, key in world.platter.chunks} == set(chain("k", 1))
+    world.save(worker, namespace, chain("j", 1))  # a commit that was under way
+    world.tick(1)
+    assert not world.store.disk.behind
+
+
 def test_an_index_record_says_all_that_a_restart_needs() -> None:
     world = DiskWorld(durable_within_ms=0)
     worker = world.join()
