@@ -80,6 +80,8 @@ class Views:
             "namespace",
             "parent",
             "first_child",
+            "next_sibling",
+            "prev_sibling",
             "newer",
             "older",
             "used_at",
@@ -96,6 +98,8 @@ class Views:
         self.namespace = _view(table.namespace)
         self.parent = _view(table.parent)
         self.first_child = _view(table.first_child)
+        self.next_sibling = _view(table.next_sibling)
+        self.prev_sibling = _view(table.prev_sibling)
         self.newer = _view(table.newer)
         self.older = _view(table.older)
         self.used_at = _view(table.used_at)
@@ -350,14 +354,18 @@ class ChunkTable:
         """Few makers make many chunks: each is kept once, as long as some chunk is of it."""
         old = self._maker[row]
         if old != NONE:
-            self._maker_uses[old] -= 1
-            if not self._maker_uses[old]:
-                del self._maker_numbers[self._makers[old]]
-                self._makers[old] = b""
-                self._free_makers.append(old)
+            self.give_up_maker(old, 1)
             self._maker[row] = NONE
         if maker:
             self._maker[row] = self.number_of_maker(maker, uses=1)
+
+    def give_up_maker(self, number: int, uses: int) -> None:
+        """So many rows name it no more."""
+        self._maker_uses[number] -= uses
+        if not self._maker_uses[number]:
+            del self._maker_numbers[self._makers[number]]
+            self._makers[number] = b""
+            self._free_makers.append(number)
 
     def set_makers(self, first: int, numbers: Sequence[int], makers: Sequence[bytes]) -> None:
         """Of many new rows, from `first` on: numbers index `makers`, NONE for nobody."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from kvstore.core import batch
+from kvstore.core import batch, ghosts
 from kvstore.core.chunks import (
     COMMITTED,
     DOOMED,
@@ -629,8 +629,12 @@ class State:
 
     def forget_ghosts(self) -> None:
         """The oldest, if there are too many."""
-        while self.ghosts.count > self.limits.ghosts_max:
-            self.remove_row(self.ghosts.oldest)
+        over = self.ghosts.count - self.limits.ghosts_max
+        if over >= self.batch_min:
+            ghosts.forget_oldest(self, over)
+        else:
+            for _ in range(over):
+                self.remove_row(self.ghosts.oldest)
 
     def remove_row(self, row: int) -> None:
         """Forget the key of a ghost altogether."""

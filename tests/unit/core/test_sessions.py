@@ -371,6 +371,33 @@ def test_entries_that_name_a_chunk_again_and_again_are_counted_each(batch_min: i
     assert world.store.state.ghosts.count == 0
 
 
+@pytest.mark.parametrize("batch_min", [2, 1 << 30])
+def test_ghosts_that_are_forgotten_together_leave_tree_and_makers(batch_min: int) -> None:
+    """Chunks with several children, of which some stay; siblings of which one stays; a maker that made nothing else."""
+    world, worker, namespace = started(batch_min=batch_min, ghosts_max=2, segments=4)
+    above = {"a": "", "b": "a", "c": "a", "d": "a", "e": "b", "f": "b", "g": "e", "h": "c"}
+    above |= {"top": "", "i": "top", "j": "top", "k": "top", "l": "d", "m": "l"}
+    keys = tuple(ChunkKey(name.encode()) for name in above)
+    stay = {b"d", b"top", b"j", b"m"}
+    for key, parent in zip(keys, above.values(), strict=True):
+        maker = b"a maker of these" if key in stay else b"maker of others!"
+        world.save(worker, namespace, (key,), maker=maker, parents=(ChunkKey(parent.encode()),))
+    chunks = world.store.state.chunks
+    of = world.store.state.namespaces[namespace]
+    gone = [key for key in keys if key not in stay]
+    entries = tuple(ev.SessionEntry(key, 4 * n, 4, approximate=True) for n, key in enumerate(gone))
+    world.ask(ev.UpdateSession, worker, namespace, b"s", 0, 0, entries)
+    world.ask(ev.Forget, worker, namespace, b"", tuple(gone))
+    world.ask(ev.UpdateSession, worker, namespace, b"s", 1, 0, ())
+    assert set(of.index) == {*stay, *gone[-2:]}
+    assert chunks.parent[of.index[ChunkKey(b"j")]] == of.index[ChunkKey(b"top")]
+    for key in gone[-2:]:
+        world.ask(ev.Forget, worker, namespace, b"", (key,))
+    assert set(of.index) == stay
+    assert list(chunks.children(of.index[ChunkKey(b"top")])) == [of.index[ChunkKey(b"j")]]
+    assert set(chunks._maker_numbers) == {b"a maker of these"}
+
+
 # ------------------------------------------------------------------------------------------------------- fork, tails
 
 
