@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from kvstore import wire
 from kvstore.core import dialogues, manifests, references
 from kvstore.core import events as ev
+from kvstore.core.integrity import ROW_COLUMNS
 from kvstore.core.manifests import Manifest
 from kvstore.core.state import State
 from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition, StoreError
@@ -396,6 +398,35 @@ def test_ghosts_that_are_forgotten_together_leave_tree_and_makers(batch_min: int
     assert set(of.index) == stay
     assert list(chunks.children(of.index[ChunkKey(b"top")])) == [of.index[ChunkKey(b"j")]]
     assert set(chunks._maker_numbers) == {b"a maker of these"}
+    world.store.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ghosts_are_forgotten_together_as_one_by_one(seed: int) -> None:
+    """Of trees of any shape, with any part of them gone."""
+    worlds = []
+    for batch_min in (2, 1 << 30):
+        dice = random.Random(seed)
+        world, worker, namespace = started(batch_min=batch_min, ghosts_max=3, segments=8)
+        keys = [ChunkKey(b"%d" % number) for number in range(60)]
+        for number, key in enumerate(keys):
+            above = keys[dice.randrange(number)] if number and dice.random() < 0.9 else ChunkKey(b"")
+            world.save(worker, namespace, (key,), maker=dice.randbytes(1) * 16, parents=(above,))
+        for name in (b"s", b"t"):
+            known = world.store.state.namespaces[namespace].index
+            gone = dice.sample([key for key in keys if key in known], 20)
+            entries = tuple(ev.SessionEntry(key, 4 * n, 4, approximate=True) for n, key in enumerate(gone))
+            version = world.ask(ev.UpdateSession, worker, namespace, name, 0, 0, entries).version
+            world.ask(ev.Forget, worker, namespace, b"", tuple(gone))
+            world.ask(ev.UpdateSession, worker, namespace, name, version, 0, ())
+            world.store.check_integrity()
+        worlds.append(world.store.state)
+    together, single = (state.chunks for state in worlds)
+    for column in (*ROW_COLUMNS, "key", "tokens", "hits", "free_rows"):
+        assert getattr(together, column) == getattr(single, column), column
+    rows = range(together.rows_ever)
+    assert list(map(together.maker, rows)) == list(map(single.maker, rows))
+    assert worlds[0].ghosts.count == 3
 
 
 # ------------------------------------------------------------------------------------------------------- fork, tails
