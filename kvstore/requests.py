@@ -200,7 +200,7 @@ def _fill(message: store_pb2.FillRequest, ticket: Ticket) -> events.Fill:
         ticket,
         ReservationId(message.reservation_id),
         RegionId(message.region),
-        tuple(number("offsets", offset, NUMBER_MAX) for offset in message.offsets),
+        _offsets("offsets", message.offsets),
         tuple(message.numbers),
     )
 
@@ -210,13 +210,18 @@ def _commit(message: store_pb2.CommitRequest, ticket: Ticket) -> events.Commit:
     return events.Commit(
         ticket,
         ReservationId(message.reservation_id),
+        # the length is that of the shard, which the core knows
         staged=tuple(
-            # the length is that of the shard, which the core knows
-            StagedPiece(offset=number("staging_offsets", offset, NUMBER_MAX), length=0)
-            for offset in message.staging_offsets
+            StagedPiece(offset, 0) for offset in _offsets("staging_offsets", message.staging_offsets)
         ),
         wait=Wait(number("wait", message.wait, max(Wait))),
     )
+
+
+def _offsets(field: str, offsets: Sequence[int]) -> tuple[int, ...]:
+    found = tuple(offsets)
+    number(field, max(found, default=0), NUMBER_MAX)
+    return found
 
 
 def _abort(message: store_pb2.AbortRequest, ticket: Ticket) -> events.Abort:

@@ -23,9 +23,10 @@ from kvstore.core.workers import Worker
 from kvstore.errors import DeadlineExceeded, Denied, Exhausted, Unavailable
 from kvstore.types import DiskState, Millis, NamespaceId, Reason
 
-ROWS_PER_STEP_MAX = 50_000
-DROPS_PER_STEP_MAX = 2_000
-ENTRIES_PER_STEP_MAX = 100_000
+ROWS_PER_STEP_MAX = 10_000
+DROPS_PER_STEP_MAX = 500
+ENTRIES_PER_STEP_MAX = 20_000
+"""What one step looks at: some ten milliseconds at most. The rest comes when nothing waits, or at ticks."""
 RECALLS_MAX = 16
 BARRED_MAX = 1_024
 PATIENCE_MS = 20_000
@@ -100,8 +101,20 @@ class Recalls:
 
     # ------------------------------------------------------------------------------------------------------- stepping
 
+    @property
+    def going(self) -> bool:
+        """Whether there is something left to look at."""
+        return any(job.dropped_at is None for job in self.jobs)
+
     def tick(self) -> None:
-        for job in list(self.jobs):
+        for job in [job for job in self.jobs if job.dropped_at is not None]:
+            self._finish(job)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """One step more of the recall that was asked for first."""
+        job = next((job for job in self.jobs if job.dropped_at is None), None)
+        if job is not None:
             self._step(job)
 
     def pump(self) -> None:

@@ -148,7 +148,8 @@ class Store:
 
     def has_ahead(self) -> bool:
         """Whether an `Idle` may find something to do."""
-        return self.reads.put_off is not None or self.segments.is_short() or bool(self.dialogues.forgetting)
+        put_off = self.reads.put_off is not None
+        return put_off or self.segments.is_short() or bool(self.dialogues.forgetting) or self.recalls.going
 
     def hurry(self) -> None:
         """The daemon is about to stop: what the index lacks is written as soon as it can be, from now on."""
@@ -391,6 +392,7 @@ class Store:
     def _idle(self) -> None:
         self.segments.evict_ahead()
         self.dialogues.go_on()
+        self.recalls.go_on()
 
     def _tick(self) -> None:
         self.saves.tick()

@@ -256,6 +256,26 @@ def test_much_goes_in_steps_and_none_of_it_is_served_meanwhile(monkeypatch: pyte
     assert not world.store.state.recalling
 
 
+@pytest.mark.parametrize("event", [ev.Tick(), ev.Idle()])
+def test_several_go_on_one_step_after_the_other_also_when_nothing_waits(
+    event: ev.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recall, "DROPS_PER_STEP_MAX", 2)
+    world = World()
+    worker, admin = world.join(), world.join(admin=True)
+    namespace = world.open(spec(), worker)
+    made(world, worker, namespace)
+    world.save(worker, namespace, chain("other", 6), maker=b"also sick, it is")
+    assert world.ask(ev.Recall, admin, SICK) is None
+    assert world.ask(ev.Recall, admin, b"also sick, it is") is None
+    dropped = [world.store.state.counters["chunks_recalled"]]
+    while world.store.has_ahead():
+        world.step(event)
+        dropped.append(world.store.state.counters["chunks_recalled"])
+    assert dropped == [4, 6, 8, 10]
+    assert [reply.answer.chunks for reply in world.replies[-2:]] == [4, 6]
+
+
 def test_without_an_ssd_it_is_done_at_once() -> None:
     world = World()
     worker, admin = world.join(), world.join(admin=True)
