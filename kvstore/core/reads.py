@@ -56,8 +56,6 @@ class Reads:
         """Rows in `audits`: however often a chunk is reported, it is read once."""
         self._quiet: set[OpId] = set()
         """Of `audits`, those that are no use of the chunk."""
-        self.put_off: ev.Release | None = None
-        """To be carried out before any event but an Acquire (see `release`)."""
 
     def match(self, worker: Worker, event: ev.Match) -> ev.Matched:
         """Longest usable boundary (invariant 4), what is on SSD included. Never promotes, never pins, is no use."""
@@ -97,21 +95,12 @@ class Reads:
         limits = state.limits
         namespace = state.own_namespace(worker, event.namespace)
         shards = wanted_shards(namespace, event.shards)
-        leases_max = limits.leases_per_worker_max * max(1, len(worker.group.members))
-        if len(worker.group.leases) >= leases_max:
-            self.carry_out_release()
-        if len(worker.group.leases) >= leases_max:
+        if len(worker.group.leases) >= limits.leases_per_worker_max * max(1, len(worker.group.members)):
             raise Exhausted(
                 "too many open leases", field="leases", value=len(worker.group.leases), remedy="release some"
             )
         ttl_ms = clip_ttl(event.ttl_ms, limits.lease_ttl_ms, limits.lease_ttl_max_ms)
         rows, found = self._look_up(namespace, event.keys)
-        if self.put_off is not None and (
-            Reason.ON_SSD in found  # what rises needs slots, and may find them only after that
-            or worker.group.pinned_bytes + len(rows) * namespace.chunk_bytes > limits.pin_bytes_max
-        ):
-            self.carry_out_release()
-            rows, found = self._look_up(namespace, event.keys)
         reasons: list[Reason] = []
         hits: list[int] = []
         until = state.now + min(event.wait_ms, limits.wait_max_ms)
@@ -188,20 +177,6 @@ class Reads:
         return ev.Renewed(tuple(remaining))
 
     def release(self, worker: Worker, event: ev.Release) -> ev.Done:
-        """One that nobody waits for came along with a request, mostly the next Acquire, for whose answer somebody does
-        wait: it is put off until that is out, where it makes no difference to it."""
-        if not event.ticket.channel and not event.ticket.request_id:
-            self.put_off = event
-            return ev.Done(0)
-        return self._release(worker, event)
-
-    def carry_out_release(self) -> None:
-        """What was put off, if anything was. Its worker is still there: what would end it comes after this."""
-        event, self.put_off = self.put_off, None
-        if event is not None:
-            self._release(self.state.workers[event.ticket.worker], event)
-
-    def _release(self, worker: Worker, event: ev.Release) -> ev.Done:
         count = 0
         for lease_id in event.leases:
             lease = self.state.lease(worker, lease_id)

@@ -134,8 +134,6 @@ class Store:
         state = self.state
         state.now = max(state.now, now)
         state.leases.expire(state.now)
-        if self.reads.put_off is not None and type(event) is not ev.Acquire:
-            self.reads.carry_out_release()
         fact = self._facts.get(type(event))
         if fact is not None:
             fact(event)
@@ -148,8 +146,7 @@ class Store:
 
     def has_ahead(self) -> bool:
         """Whether an `Idle` may find something to do."""
-        put_off = self.reads.put_off is not None
-        return put_off or self.segments.is_short() or bool(self.dialogues.forgetting) or self.recalls.going
+        return self.segments.is_short() or bool(self.dialogues.forgetting) or self.recalls.going
 
     def hurry(self) -> None:
         """The daemon is about to stop: what the index lacks is written as soon as it can be, from now on."""

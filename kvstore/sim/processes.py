@@ -277,12 +277,7 @@ class Process:
 
     def _release(self, lease: LeaseId) -> Program:
         self.host.cluster.leases.pop(lease, None)  # from here on it reads nothing there
-        if self.random.random() < 0.5:
-            self.host.send(
-                self, ev.Release(ev.Ticket(self.worker), (lease,))
-            )  # as what goes along with others
-        else:
-            yield from self.ask(ev.Release, (lease,))
+        yield from self.ask(ev.Release, (lease,))
 
     # ------------------------------------------------------------------------------------------------------ saving
 

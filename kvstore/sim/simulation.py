@@ -237,10 +237,8 @@ class Simulation:
     def _arrive(self, process: Process, event: Any) -> None:
         if self.processes.get(event.ticket.worker) is not process:
             return  # the connection is closed, or the daemon another
-        ticket = event.ticket
-        if ticket.request_id:  # else nobody wants an answer
-            self._channel += 1
-            ticket = replace(ticket, channel=self._channel)
+        self._channel += 1
+        ticket = ev.Ticket(event.ticket.worker, event.ticket.request_id, self._channel)
         self.cluster.step(replace(event, ticket=ticket))
         if self.cluster.store.has_ahead() and self._idle.random() < IDLE_SHARE:
             self.cluster.step(ev.Idle())

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvstore.core import events as ev
 from kvstore.core.lease import LeaseBook
 from kvstore.core.workers import EngineGroup
-from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, World, chain, spec
-from kvstore.types import LeaseId, NamespaceId, Outcome, Reason, WorkerId
+from kvstore.types import LeaseId, NamespaceId, Reason, WorkerId
 
 
 def full(world: World, workers: list[WorkerId]) -> NamespaceId:
@@ -21,14 +18,13 @@ def full(world: World, workers: list[WorkerId]) -> NamespaceId:
     return namespace
 
 
-def small(*, revoke_grace_ms: int = 500, **limits: Any) -> World:
+def small(*, revoke_grace_ms: int = 500) -> World:
     return World(
         segments=1,
         segment_bytes=8 * PAGE,
         reserve_share_max=1.0,
         lease_ttl_ms=1_000,
         revoke_grace_ms=revoke_grace_ms,
-        **limits,
     )
 
 
@@ -198,72 +194,6 @@ def test_hits_of_a_quota_that_is_full_are_misses_with_a_reason() -> None:
     namespace = full(world, [worker])
     acquired = world.acquire(worker, namespace, chain("pinned", 4) + chain("idle", 1))
     assert acquired.reasons[-1] is Reason.QUOTA
-
-
-def let_go(world: World, worker: WorkerId, lease: LeaseId) -> None:
-    """As what goes along with a request: nobody waits for its answer."""
-    world.leases.pop(lease, None)
-    world.step(ev.Release(ev.Ticket(worker), (lease,)))
-
-
-def test_a_release_that_nobody_waits_for_comes_after_the_answer_of_the_acquire_that_it_came_with() -> None:
-    world = small()
-    worker = world.join()
-    namespace = full(world, [worker])
-    open_leases = world.store.state.leases.leases
-    let_go(world, worker, LEASE)
-    acquired = world.ask(ev.Acquire, worker, namespace, chain("idle", 2))
-    assert acquired.outcomes == (Outcome.HIT,) * 2
-    assert list(open_leases) == [acquired.lease], "there was no room for both"
-    let_go(world, worker, acquired.lease)
-    other = world.ask(ev.Acquire, worker, namespace, chain("idle", 1))
-    assert set(open_leases) == {acquired.lease, other.lease}
-    assert world.store.has_ahead(), "so the loop comes back to it when nothing waits"
-    world.step(ev.Idle())
-    assert list(open_leases) == [other.lease] and not world.store.has_ahead()
-
-
-def test_a_release_that_nobody_waits_for_comes_before_whatever_needs_the_slots() -> None:
-    world = small()
-    worker = world.join()
-    namespace = full(world, [worker])
-    let_go(world, worker, LEASE)
-    reserved = world.reserve(worker, namespace, chain("new", 8))
-    assert [result.name for result in reserved.results] == ["GRANTED"] * 8
-
-
-def test_a_release_that_nobody_waits_for_comes_before_an_acquire_that_brings_something_from_ssd() -> None:
-    world = DiskWorld(segments=1, segment_bytes=8 * PAGE, reserve_share_max=1.0, pin_share_max=1.0)
-    worker, other = world.join(), world.join()
-    namespace = world.open(spec(), worker, other)
-    for name in ("cold", "mine", "others"):
-        world.save(worker, namespace, chain(name, 4))
-        world.settle(1_000)
-    assert world.acquire(other, namespace, chain("others", 4)).lease
-    let_go(world, worker, world.acquire(worker, namespace, chain("mine", 4)).lease)
-    world.ask(ev.Acquire, worker, namespace, chain("cold", 4))
-    world.settle(50)
-    assert world.outcomes(worker, namespace, chain("cold", 4)) == ["HIT"] * 4
-
-
-def test_a_release_that_nobody_waits_for_makes_room_for_one_more_lease() -> None:
-    world = small(leases_per_worker_max=1)
-    worker = world.join()
-    namespace = full(world, [worker])
-    let_go(world, worker, LEASE)
-    assert world.acquire(worker, namespace, chain("pinned", 1)).lease
-
-
-def test_a_release_that_nobody_waits_for_ends_with_its_worker() -> None:
-    for end in (World.kill, World.close):
-        world = small()
-        worker, other = world.join(group="engine"), world.join(group="engine")
-        namespace = full(world, [worker, other])
-        let_go(world, worker, LEASE)
-        end(world, worker)
-        world.tick()
-        assert not world.store.state.leases.leases
-        assert world.acquire(other, namespace, chain("pinned", 4)).lease
 
 
 def test_what_is_remembered_of_expiries_is_bounded_by_open_leases() -> None:
