@@ -431,8 +431,13 @@ def entries_from_proto(messages: Iterable[store_pb2.SessionEntry]) -> tuple[Sess
     )
 
 
-def session_to_proto(answer: SessionInfo) -> store_pb2.SessionReply:
-    reply = store_pb2.SessionReply(session=answer.session, version=answer.version, usable=answer.usable)
+def session_to_proto(
+    answer: SessionInfo, reply: store_pb2.SessionReply | None = None
+) -> store_pb2.SessionReply:
+    """`reply`: to be filled, where it is part of another message: a long one is not copied there then."""
+    if reply is None:
+        reply = store_pb2.SessionReply()
+    reply.session, reply.version, reply.usable = answer.session, answer.version, answer.usable
     if isinstance(answer.entries, SessionEntries) and len(answer.entries) >= ENTRIES_MIN:
         reply.MergeFromString(repeated.session_entries(answer.entries))
     else:
@@ -589,6 +594,11 @@ def attach_reply(request_id: int, answer: Answer, *, packed: bool = False) -> st
     """`answer` (a StoreError too) as the reply on the Attach stream to request `request_id`; `packed`: its extents."""
     if isinstance(answer, StoreError):
         return store_pb2.AttachReply(request_id=request_id, error=error_to_proto(answer))
+    if isinstance(answer, SessionInfo):
+        reply = store_pb2.AttachReply(request_id=request_id)
+        reply.session.SetInParent()
+        session_to_proto(answer, reply.session)
+        return reply
     field, convert, _ = _ATTACH[type(answer)]
     body = convert(answer, packed=True) if packed else convert(answer)
     return store_pb2.AttachReply(request_id=request_id, **{field: body})
