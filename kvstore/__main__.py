@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvstore import __version__, logs
-from kvstore.config import ENVIRONMENT_PREFIX, StoreConfig, load, parse_setting
+from kvstore.config import CONFIG_VARIABLE, ENVIRONMENT_PREFIX, StoreConfig, load, parse_setting
 from kvstore.errors import ConfigError, StoreError
-
-CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,11 +76,10 @@ def descriptions() -> dict[str, str]:
 def configuration(arguments: Sequence[str], environment: Mapping[str, str]) -> StoreConfig:
     """Raises ConfigError for whatever cannot be understood or cannot work."""
     flags: dict[str, Any] = vars(parser().parse_args(arguments))
-    settings = {key: value for key, value in environment.items() if key != CONFIG_VARIABLE}
     path = flags.pop("config") or environment.get(CONFIG_VARIABLE, "")
     return load(
         toml=read_toml(path) if path else {},
-        environment=settings,
+        environment=environment,
         flags={name: parse_setting(name, text) for name, text in flags.items()},
     )
 
@@ -112,7 +109,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # gRPC's core writes what a peer says to standard error as it is: lines could be forged.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         # Imported now: --help and a wrong flag are answered before gRPC is loaded.
-        from kvstore.daemon import Daemon
+        try:
+            from kvstore.daemon import Daemon
+        except ModuleNotFoundError as missing:
+            raise ConfigError(
+                f"{missing.name} is not installed: this is the client alone",
+                remedy="pip install 'attnstore[daemon]'",
+            ) from None
 
         logs.setup(config.log_level)
         os.umask(0o077)

@@ -258,6 +258,7 @@ class Check:
                     self._row("meta", key, Problem("maker", where, f"its row {makers.value}", ROW))
             elif not isinstance(number, Defect):
                 meta[key.decode("ascii", "backslashreplace")] = number
+        meta.setdefault("next_slab", 0)  # written with the first slab: until then nothing was stored
         missing = [name for name in META if name not in meta]
         if missing:
             raise ConfigError(

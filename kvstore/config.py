@@ -20,6 +20,8 @@ DESCRIPTOR_SOCKET = "kvstored.sock"
 GRPC_SOCKET = "grpc.sock"
 LOCK_FILE = "lock"
 ENVIRONMENT_PREFIX = "KVSTORED_"
+CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
+"""Names the TOML file; all else with the prefix is a setting."""
 ONE_SEGMENT = "in one segment: it serves one model at a time, and what another saves meanwhile is FULL"
 MORE_SEGMENTS = "raise dram_bytes, or lower segment_bytes: more segments than models"
 SSD_INDEX_BYTES_MIN = 16 << 20
@@ -194,7 +196,7 @@ class StoreConfig:
                 "must be debug, info, warning or error", field="log_level", value=self.log_level
             )
         for uid, tenant in self.tenants.items():
-            if not (uid.isascii() and uid.isdigit()) or not tenant:
+            if not (uid.isascii() and uid.isdigit()) or not isinstance(tenant, str) or not tenant:
                 raise ConfigError(
                     "maps a numeric user id to a tenant's name", field="tenants", value=f"{uid}={tenant}"
                 )
@@ -306,7 +308,7 @@ def load(toml: Mapping[str, Any], environment: Mapping[str, str], flags: Mapping
             parse_setting(key, value) if isinstance(value, str) and _kinds()[key] is not str else value
         )
     for key, text in environment.items():
-        if key.startswith(ENVIRONMENT_PREFIX):
+        if key.startswith(ENVIRONMENT_PREFIX) and key != CONFIG_VARIABLE:
             name = key.removeprefix(ENVIRONMENT_PREFIX).lower()
             values[name] = parse_setting(name, text)
     values.update(flags)

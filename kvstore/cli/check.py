@@ -120,7 +120,15 @@ class _Teller:
 
 
 def _offline(directory: str, bytes_max: int, options: argparse.Namespace) -> int:
-    from kvstore.check import Check  # needs lmdb, which comes with the daemon: workers have kvctl without it
+    try:
+        from kvstore.check import Check
+    except ModuleNotFoundError as missing:  # it comes with the daemon: workers have kvctl without it
+        raise ConfigError(
+            f"{missing.name} is not installed: this is the client alone",
+            field="--ssd-dir",
+            value=directory,
+            remedy="pip install 'attnstore[daemon]'",
+        ) from None
 
     tell = _Teller()
     check = Check(os.path.abspath(directory), RealDisk(), bytes_max=bytes_max, tell=tell)

@@ -21,6 +21,7 @@ import numpy as np
 
 from kvstore import __version__
 from kvstore.cli.objects import NO_ROOM, granted
+from kvstore.cli.tables import peer_text
 from kvstore.client import Client, Namespace, ReadLease, SessionEntry, connect
 from kvstore.config import DESCRIPTOR_SOCKET, LOCK_FILE, MORE_SEGMENTS, ONE_SEGMENT
 from kvstore.errors import StoreError
@@ -153,6 +154,7 @@ class Patient:
             self.check_session,
             self.check_generations,
             self.check_slots,
+            self.check_ssd,
         ]
 
     @property
@@ -267,6 +269,18 @@ class Patient:
                     "stop the daemon and report this",
                 )
         return f"free + reserved + ready + quarantined = capacity in {len(pools)} pools"
+
+    def check_ssd(self) -> str:
+        """Last: what is in DRAM serves without it."""
+        ssd = self.client.stats().ssd
+        if ssd.state == "absent":
+            return "off"
+        if ssd.state != "ok":
+            raise Failed(
+                f"{ssd.state.replace('_', ' ')}: {peer_text(ssd.why)}; what is saved is in DRAM alone",
+                "see to the disk of ssd_dir (room, health); the daemon tries again by itself",
+            )
+        return f"ok, {ssd.slab_bytes >> 20} of {ssd.bytes >> 20} MiB are in slab files"
 
     def clean_up(self) -> None:
         """Whatever a check left behind; what cannot be dropped now is evicted like anything else."""

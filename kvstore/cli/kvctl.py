@@ -148,7 +148,10 @@ def session_name(text: str) -> bytes:
 
 
 def key(text: str) -> bytes:
-    data = bytes.fromhex(text)
+    try:
+        data = bytes.fromhex(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not in hexadecimal digits, two a byte") from None
     if not 1 <= len(data) <= KEY_BYTES_MAX:
         raise argparse.ArgumentTypeError(f"a key has 1 to {KEY_BYTES_MAX} bytes")
     return data

@@ -41,7 +41,7 @@ SPEC = NamespaceSpec(
 
 def put(client: Client, data: bytes) -> bytes:
     """Store a file; returns its name. Raises StoreError when it does not fit now."""
-    body = LENGTH.pack(len(data)) + data
+    body = memoryview(LENGTH.pack(len(data)) + data)
     count = -(-len(body) // PIECE_BYTES)
     if count > PIECES_MAX:
         raise BadRequest(f"a file has at most {PIECES_MAX * PIECE_BYTES - LENGTH.size} bytes", field="FILE")
@@ -53,9 +53,9 @@ def put(client: Client, data: bytes) -> bytes:
         with granted(namespace, batch_keys, keys[start - 1] if start else ROOT) as batch:
             for index, result in enumerate(batch.results):
                 if result is GrantResult.GRANTED:
-                    piece = body[(start + index) * PIECE_BYTES :][:PIECE_BYTES]
+                    piece = body[(start + index) * PIECE_BYTES :][:PIECE_BYTES]  # a view, no copy of the rest
                     buffer = batch.buffer(index)
-                    buffer[: len(piece)] = memoryview(piece)
+                    buffer[: len(piece)] = piece
                     buffer[len(piece) :] = 0
                 elif result is not GrantResult.ALREADY:
                     raise Exhausted(
@@ -83,10 +83,10 @@ def granted(namespace: Namespace, keys: Sequence[ChunkKey], parent: ChunkKey = R
 def get(client: Client, name: bytes) -> bytes:
     """A file by its name. Raises NotFound when any piece of it is gone."""
     namespace = client.open(SPEC)
-    first = next(_load(namespace, keys_of(namespace, name, 1)))
+    first = next(_load(namespace, name, keys_of(namespace, name, 1)))
     (length,) = LENGTH.unpack(first[: LENGTH.size])
     count = -(-(LENGTH.size + length) // PIECE_BYTES)
-    body = b"".join((first, *_load(namespace, keys_of(namespace, name, count)[1:])))
+    body = b"".join((first, *_load(namespace, name, keys_of(namespace, name, count)[1:])))
     data = body[LENGTH.size : LENGTH.size + length]
     if hashlib.blake2b(data, digest_size=NAME_BYTES).digest() != name:
         raise StoreError(
@@ -115,7 +115,7 @@ def keys_of(namespace: Namespace, name: bytes, count: int) -> list[ChunkKey]:
     return keys
 
 
-def _load(namespace: Namespace, keys: list[ChunkKey]) -> Iterator[bytes]:
+def _load(namespace: Namespace, name: bytes, keys: list[ChunkKey]) -> Iterator[bytes]:
     for start in range(0, len(keys), BATCH):
         batch = keys[start : start + BATCH]
         with namespace.read(batch, verify=1.0) as lease:
@@ -123,5 +123,5 @@ def _load(namespace: Namespace, keys: list[ChunkKey]) -> Iterator[bytes]:
                 piece = bytearray(PIECE_BYTES)
                 if index >= lease.hits or not lease.copy_to(index, piece):
                     why = lease.reasons[min(index, lease.hits)].name if lease.reasons else "UNAVAILABLE"
-                    raise NotFound(f"a piece of it is not there: {why}", field="KEY", value=batch[index])
+                    raise NotFound(f"a piece of it is not there: {why}", field="KEY", value=name)
                 yield bytes(piece)

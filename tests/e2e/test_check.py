@@ -173,6 +173,15 @@ def test_a_healthy_directory_is_clean(
     assert f"{COUNT} chunks, 4.0 MiB verified" in text and text.endswith("clean\n")
 
 
+def test_a_directory_in_which_nothing_was_stored_yet_is_clean(
+    start_daemon: Callable[..., Any], run_dir: Path
+) -> None:
+    ssd = run_dir.parent / "ssd"
+    assert start_daemon(**SMALL_SSD, ssd_dir=ssd).stop() == 0
+    done = check(ssd)
+    assert done.status == 0 and done.found["clean"], done
+
+
 def test_a_running_daemon_is_not_disturbed(start_daemon: Callable[..., Any], run_dir: Path) -> None:
     ssd = run_dir.parent / "ssd"
     daemon = start_daemon(**SMALL_SSD, ssd_dir=ssd)

@@ -253,7 +253,7 @@ def test_doctor_of_both_protections(start_daemon, kvctl, protection):
     start_daemon(protection=protection)
     findings = [json.loads(line) for line in kvctl("doctor", "--json").splitlines()]
     assert [finding["check"] for finding in findings if not finding["ok"]] == []
-    assert len(findings) == 10
+    assert len(findings) == 11
 
 
 def test_doctor_without_a_daemon(kvctl, run_dir):
@@ -286,7 +286,7 @@ def test_doctor_of_a_full_arena(start_daemon, connect, kvctl, spec):
         (["stats"], 1, "kvctl: run_dir="),
         (["nonsense"], 2, "invalid choice: 'nonsense'"),
         ([], 2, "the following arguments are required: COMMAND"),
-        (["get", "xyz"], 2, "argument KEY: invalid key value: 'xyz'"),
+        (["get", "xyz"], 2, "argument KEY: xyz is not in hexadecimal digits, two a byte"),
         (["recall", "--maker", "zz"], 2, "a maker has 16 bytes, 32 hexadecimal digits"),
         (["stats", "--watch", "0"], 2, "0 is not between 0.1 and 3600 seconds"),
         (["explain", "hex:" + "00" * 300], 2, "a session's name has 1 to 256 bytes"),
@@ -305,6 +305,7 @@ MISSING = [
     (["explain", "--key", "61", "--namespace", "99"], "no such namespace of this tenant"),
     (["forget", "talk", "--file", "00" * 16], "name one of SESSION, --key and --file"),
     (["get", "00"], "KEY=00: a key of put has 16 bytes (give the key as kvctl put printed it)"),
+    (["get", "ab" * 16], f"KEY={'ab' * 16}: a piece of it is not there: NEVER_SEEN"),
     (["put", "/nowhere"], "FILE=/nowhere: cannot be read: No such file or directory"),
 ]
 

@@ -497,6 +497,8 @@ def main() -> int:
     options.add_argument("--json", action="store_true", help="one JSON object in the last line")
     options.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     chosen = options.parse_args()
+    if chosen.minutes <= 0:
+        options.error(f"--minutes: {chosen.minutes} is not above 0")
     if chosen.worker:
         work(chosen.worker[0], int(chosen.worker[1]), int(chosen.worker[2]))
         return 0

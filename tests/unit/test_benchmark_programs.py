@@ -35,6 +35,11 @@ def _path(monkeypatch):
 # --------------------------------------------------------------------------------------------------------- compare
 
 
+def test_a_commit_that_is_none_is_said_in_gits_words():
+    with pytest.raises(SystemExit, match=r"^git describe --always nope: fatal: .*nope"):
+        load("compare").described("nope")
+
+
 def report_of(ms: float, speed: float, **more) -> dict:
     goal = {"name": "get", "value": speed, "direction": ">=", "goal": 1, "unit": "x", "met": True}
     row = {"size": "2M", "calls": 12, "p50_ms": ms, "gb_per_s": speed, "strange": 7.0}

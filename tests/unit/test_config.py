@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from kvstore.__main__ import configuration, descriptions, event_loop_factory, parser, read_toml
-from kvstore.config import StoreConfig, load, parse_setting
+from kvstore.__main__ import configuration, descriptions, event_loop_factory, main, parser, read_toml
+from kvstore.config import CONFIG_VARIABLE, StoreConfig, load, parse_setting
 from kvstore.errors import ConfigError
 
 OTHERS = {
@@ -142,3 +142,21 @@ def test_uvloop_is_used_where_it_is(monkeypatch):
     assert event_loop_factory().__module__.startswith("uvloop")
     monkeypatch.setitem(sys.modules, "uvloop", None)
     assert event_loop_factory() is asyncio.new_event_loop
+
+
+def test_a_tenant_is_text() -> None:
+    with pytest.raises(ConfigError, match="1000=5"):
+        load({"tenants": {"1000": 5}}, {}, {})
+
+
+def test_the_variable_that_names_the_file_is_no_setting() -> None:
+    assert load({}, {CONFIG_VARIABLE: "kvstored.toml"}, {}) == StoreConfig()
+
+
+def test_a_client_without_the_daemon_says_what_to_install(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "kvstore.daemon", None)  # as if it were not there
+    monkeypatch.setattr("kvstore.logs.leave", sys.exit)
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    said = capsys.readouterr().err
+    assert "is not installed: this is the client alone (pip install 'attnstore[daemon]')" in said

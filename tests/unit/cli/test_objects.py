@@ -41,3 +41,35 @@ def test_what_does_not_come_is_told(monkeypatch, patience_s, answer):
     monkeypatch.setattr(objects, "GRANT_PATIENCE_S", patience_s)
     monkeypatch.setattr(objects, "GRANT_POLL_S", 0.0)
     assert granted(Store(answer)).results == answer
+
+
+def test_a_piece_is_no_copy_of_all_that_follows(monkeypatch):
+    """A file of a thousand pieces would be copied five hundred times."""
+    pieces = []
+
+    class Batch:
+        def __init__(self, keys):
+            self.results = [GRANTED] * len(keys)
+
+        def buffer(self, index):
+            return self
+
+        def __setitem__(self, place, piece):
+            if piece:
+                pieces.append(piece)
+
+        def commit(self):
+            return SimpleNamespace(error=None)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(objects, "PIECE_BYTES", 16)
+    monkeypatch.setattr(objects, "granted", lambda namespace, keys, parent: Batch(keys))
+    client = SimpleNamespace(open=lambda spec: SimpleNamespace(salt=bytes(32)))
+    objects.put(client, b"x" * 100)
+    assert len(pieces) == 7
+    assert len({id(piece.obj) for piece in pieces}) == 1
