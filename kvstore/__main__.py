@@ -55,9 +55,19 @@ def parser() -> Parser:
             const="true"
             if isinstance(item.default, bool)
             else None,  # a switch may stand alone: --huge-pages is --huge-pages=true
-            help=f"{about[item.name]} (default: {default or 'none'})".replace("%", "%%"),
+            help=f"{about[item.name]} (default: {shown(default)})".replace("%", "%%"),
         )
     return result
+
+
+def shown(default: object) -> str:
+    return (
+        str(default).lower()
+        if isinstance(default, bool)
+        else str(default)
+        if default not in ("", {})
+        else "none"
+    )
 
 
 def descriptions() -> dict[str, str]:

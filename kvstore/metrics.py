@@ -198,11 +198,11 @@ def families(
         ),
         *_ssd(values["ssd"], values["counters"], disk),
         *(
-            _gauge(name, "See docs of GetStats.", (), {(): value})
+            _gauge(name, "See proto/kvstore/v1/stats.proto.", (), {(): value})
             for name, value in sorted(values["gauges"].items())
         ),
         *(
-            _counter(name, "See docs of GetStats.", (), {(): value})
+            _counter(name, "See proto/kvstore/v1/stats.proto.", (), {(): value})
             for name, value in sorted(values["counters"].items())
             if name not in LABELLED
         ),
