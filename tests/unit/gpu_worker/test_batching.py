@@ -299,6 +299,18 @@ def test_who_leaves_takes_nothing_along(engine: Callable[..., Recording]) -> Non
     assert [len(one.got[number]) for number in numbers] == [0, len(one.got[numbers[1]]), 8]
 
 
+def test_who_takes_over_a_row_decodes_in_its_own_chunks(engine: Callable[..., Recording]) -> None:
+    """It begins with one token to compute, and is as long as who decoded in its row the step before."""
+    one = engine(sequences_max=2)
+    first = one.add(text(2 * T - 3, seed=5), 4)
+    one.add([*text(2 * T), *text(5, seed=1)], 30)
+    while first not in one.finished or not one.finished[first]:
+        one.step()
+    one.add([*text(2 * T), 7], 5)
+    one.finish().check()
+    assert one.counters["adopted_tokens"] == 2 * T
+
+
 def test_requests_end_at_stop_tokens_and_at_their_limit(engine: Callable[..., Recording]) -> None:
     one = engine()
     first = one.add(text(9), 20)
