@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from kvstore.core import batch, references
@@ -30,14 +30,14 @@ EXPIRED_PER_TICK = 256
 
 @dataclass(slots=True)
 class Forgetting:
-    """Chunks that are being forgotten, some at a time; those of a session only if nothing else names or continues
-    them."""
+    """Chunks that are being forgotten, some at a time: first those of a session, if nothing else names or continues
+    them, then those that were named one by one."""
 
     namespace: Namespace
-    keys: list[ChunkKey]
-    """The next one last."""
     reason: Reason
-    of_session: bool
+    of_session: list[ChunkKey] = field(default_factory=list)
+    """The next one last, here and below."""
+    named: list[ChunkKey] = field(default_factory=list)
     count: int = 0
     ticket: ev.Ticket | None = None
     """Of the request that is answered at the end."""
@@ -242,33 +242,33 @@ class Dialogues:
             session = state.sessions.oldest()
             if session.used_at + ttl_ms > state.now:
                 return
-            self._begin(self._drop_to_forget(session, Reason.EXPIRED))
+            keys = self._drop_to_forget(session, Reason.EXPIRED)
+            self._begin(Forgetting(state.namespaces[session.namespace], Reason.EXPIRED, of_session=keys))
             state.counters["sessions_expired"] += 1
 
     # --------------------------------------------------------------------------------------------------- forgetting
 
     def forget(self, worker: Worker, event: ev.Forget) -> ev.Done | None:
-        """The session and the chunks that nothing else names or continues; or single keys. None: there are many, and it
-        is answered when the last is gone. The name goes at once."""
+        """The session and the chunks that nothing else names or continues; and single keys. None: there are many, and
+        it is answered when the last is gone. The name goes at once."""
         state = self.state
         namespace = state.administered_namespace(worker, event.namespace)
         if len(self.forgetting) >= FORGETTING_MAX:
             raise Exhausted(
                 f"{FORGETTING_MAX} sessions are being forgotten", field="forget", remedy="try again later"
             )
-        keys = Forgetting(namespace, list(reversed(event.keys)), Reason.FORGOTTEN, of_session=False)
+        job = Forgetting(namespace, Reason.FORGOTTEN, named=list(reversed(event.keys)))
         session = state.sessions.get(namespace.id, event.session, state.now) if event.session else None
-        if session is None:
-            return self._begin(keys, event.ticket)
-        job = self._drop_to_forget(session, Reason.FORGOTTEN)
-        job.count = 1
+        if session is not None:
+            job.of_session = self._drop_to_forget(session, Reason.FORGOTTEN)
+            job.count = 1
         return self._begin(job, event.ticket)
 
-    def _drop_to_forget(self, session: Session, reason: Reason) -> Forgetting:
-        namespace = self.state.namespaces[session.namespace]
+    def _drop_to_forget(self, session: Session, reason: Reason) -> list[ChunkKey]:
+        """The name goes; the keys of its chunks."""
         keys = list(map(self.state.chunks.key.__getitem__, session.manifest.rows))
         self.drop(session, reason)
-        return Forgetting(namespace, keys, reason, of_session=True)
+        return keys
 
     def _begin(self, job: Forgetting, ticket: ev.Ticket | None = None) -> ev.Done | None:
         if self._forget_some(job):
@@ -290,16 +290,16 @@ class Dialogues:
         state = self.state
         chunks = state.chunks
         left = FORGOTTEN_PER_STEP
-        while job.keys and left > 0:
+        while left > 0 and (keys := job.of_session or job.named):
             left -= job.namespace.shards
-            row = job.namespace.index.get(job.keys.pop(), NONE)
+            row = job.namespace.index.get(keys.pop(), NONE)
             stays = row == NONE or (
-                job.of_session
+                keys is job.of_session
                 and (chunks.refs[row] or any(state.is_usable(child) for child in chunks.children(row)))
             )
             if not stays:
                 job.count += state.doom(row, job.reason)
-        return not job.keys
+        return not (job.of_session or job.named)
 
     # -------------------------------------------------------------------------------------------------- for operators
 

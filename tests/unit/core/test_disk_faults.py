@@ -322,6 +322,8 @@ def test_all_of_a_failed_index_transaction_is_written_again() -> None:
     world.hold = {ev.WriteIndex}
     world.tick(400)
     first = world.of(ev.WriteIndex)[0]
+    assert set(first.chunks_deleted) == {(namespace, key) for key in chain("old", 2)}
+    assert first.sessions_deleted == ((namespace, b"old"),)
     world.finish(fails="IO_ERROR")
     assert world.health() is DiskState.READ_ONLY
     assert {key for _, key in world.platter.chunks} == set(chain("old", 2))

@@ -533,6 +533,21 @@ def test_forgetting_keys_drops_them_whoever_names_them() -> None:
     assert world.session(worker, namespace, b"s").usable == 0
 
 
+def test_a_session_and_keys_are_forgotten_together() -> None:
+    world, worker, namespace = started()
+    keys, single = chain("k", 3), chain("single", 2)
+    world.save(worker, namespace, keys)
+    world.save(worker, namespace, single)
+    world.append(worker, namespace, b"s", keys)
+    world.append(worker, namespace, b"other", (keys[0], single[0]))
+    # Of the session what nothing else names, and what is named one by one whoever names it.
+    assert world.ask(ev.Forget, worker, namespace, b"s", single) == ev.Done(5)
+    assert world.outcomes(worker, namespace, keys) == ["HIT", "FORGOTTEN", "FORGOTTEN"]
+    assert world.outcomes(worker, namespace, single) == ["FORGOTTEN"] * 2
+    assert world.ask(ev.Forget, worker, namespace, b"s", keys[:1]) == ev.Done(1), "no such session, but such a key"
+    assert world.outcomes(worker, namespace, keys[:1]) == ["FORGOTTEN"]
+
+
 # ----------------------------------------------------------------------------------------------------------- bounds
 
 
@@ -697,6 +712,24 @@ def test_a_long_session_is_forgotten_some_at_a_time(monkeypatch: pytest.MonkeyPa
     assert len(doomed) == 7
     assert world.replies[-1].answer == ev.Done(8), "the session, and all but the chunk that another names"
     assert not world.store.has_ahead()
+
+
+def test_a_session_and_keys_are_forgotten_some_at_a_time_the_session_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 4)
+    world, worker, namespace = started()
+    keys, single = chain("k", 6), chain("single", 3)
+    world.save(worker, namespace, keys)
+    world.save(worker, namespace, single)
+    world.append(worker, namespace, b"s", keys)
+    assert world.ask(ev.Forget, worker, namespace, b"s", single) is None
+    assert world.outcomes(worker, namespace, keys + single) == ["HIT"] * 2 + ["FORGOTTEN"] * 4 + ["HIT"] * 3
+    world.step(ev.Idle())
+    assert world.outcomes(worker, namespace, keys + single) == ["FORGOTTEN"] * 8 + ["HIT"]
+    world.step(ev.Idle())
+    assert world.replies[-1].answer == ev.Done(10)
+    assert world.outcomes(worker, namespace, keys + single) == ["FORGOTTEN"] * 9
 
 
 def test_many_keys_are_forgotten_some_at_a_time_by_their_shards(monkeypatch: pytest.MonkeyPatch) -> None:
