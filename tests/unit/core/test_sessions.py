@@ -544,7 +544,9 @@ def test_a_session_and_keys_are_forgotten_together() -> None:
     assert world.ask(ev.Forget, worker, namespace, b"s", single) == ev.Done(5)
     assert world.outcomes(worker, namespace, keys) == ["HIT", "FORGOTTEN", "FORGOTTEN"]
     assert world.outcomes(worker, namespace, single) == ["FORGOTTEN"] * 2
-    assert world.ask(ev.Forget, worker, namespace, b"s", keys[:1]) == ev.Done(1), "no such session, but such a key"
+    assert world.ask(ev.Forget, worker, namespace, b"s", keys[:1]) == ev.Done(1), (
+        "no such session, but such a key"
+    )
     assert world.outcomes(worker, namespace, keys[:1]) == ["FORGOTTEN"]
 
 
