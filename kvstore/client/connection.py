@@ -84,7 +84,9 @@ class Connection:
         self._changed = threading.Condition()
         """Guards what follows, and is notified when it changes."""
         self._attachment: Attachment | None = None
-        self._problem: StoreError = gone("the daemon does not answer: it may be stopped, or hung (see its log)")
+        self._problem: StoreError = gone(
+            "the daemon does not answer: it may be stopped, or hung (see its log)"
+        )
         self._was_attached = False
         self._closing = threading.Event()
         self._woken = threading.Event()
