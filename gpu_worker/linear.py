@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -50,8 +51,9 @@ def _forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     if not 2 <= rows <= ROWS_MAX:
         return functional.linear(x, layer.weight, layer.bias)
     columns = x.reshape(rows, -1).t()
-    if layer.bias is None:
+    bias = cast("torch.Tensor | None", layer.bias)
+    if bias is None:
         out = torch.mm(layer.weight, columns)
     else:
-        out = torch.addmm(layer.bias.unsqueeze(1), layer.weight, columns)
+        out = torch.addmm(bias.unsqueeze(1), layer.weight, columns)
     return out.t().contiguous().view(*x.shape[:-1], -1)
