@@ -15,7 +15,7 @@ from kvstore.core.reads import lookup
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition
-from kvstore.types import ChunkKey, DiskState, Outcome, Reason, Tier
+from kvstore.types import ChunkKey, DiskState, NamespaceId, Outcome, Reason, Tier
 
 LISTED_MAX = 500
 LISTED_ENTRIES_MAX = 10_000
@@ -35,6 +35,8 @@ class Forgetting:
 
     namespace: Namespace
     reason: Reason
+    session: bytes = b""
+    """Its index record goes when its chunks have gone: after a crash in between, what is left of it can be named."""
     of_session: list[ChunkKey] = field(default_factory=list)
     """The next one last, here and below."""
     named: list[ChunkKey] = field(default_factory=list)
@@ -209,7 +211,7 @@ class Dialogues:
         sessions.put(session, old)
         if old is not None:
             references.drop(state, old.manifest.rows[same:], Reason.TRUNCATED)
-        self._dirty(session)
+        self._dirty(namespace.id, name)
         while sessions.entries > state.limits.manifest_entries_max and sessions.oldest() is not session:
             self._drop_oldest()
         return self._info(session)
@@ -220,16 +222,19 @@ class Dialogues:
 
     def drop(self, session: Session, reason: Reason = Reason.TRUNCATED) -> None:
         """The name goes, and its references; whole chunks stay until they are evicted, a tail goes for `reason`."""
+        self._dirty(session.namespace, session.name)
+        self._unname(session, reason)
+
+    def _unname(self, session: Session, reason: Reason) -> None:
         state = self.state
         state.sessions.remove(session)
-        self._dirty(session)
         state.namespaces[session.namespace].sessions -= 1
         references.drop(state, session.manifest.rows, reason)
 
-    def _dirty(self, session: Session) -> None:
-        """Its index record is to be written or deleted."""
+    def _dirty(self, namespace: NamespaceId, name: bytes) -> None:
+        """The session's index record is to be written or deleted."""
         if self.state.disk_state is not DiskState.ABSENT:
-            self.state.dirty_sessions.setdefault((session.namespace, session.name), self.state.now)
+            self.state.dirty_sessions.setdefault((namespace, name), self.state.now)
 
     def tick(self) -> None:
         """Sessions that nobody used for their time to live end, with the chunks that nothing else names."""
@@ -242,8 +247,9 @@ class Dialogues:
             session = state.sessions.oldest()
             if session.used_at + ttl_ms > state.now:
                 return
-            keys = self._drop_to_forget(session, Reason.EXPIRED)
-            self._begin(Forgetting(state.namespaces[session.namespace], Reason.EXPIRED, of_session=keys))
+            job = Forgetting(state.namespaces[session.namespace], Reason.EXPIRED)
+            self._take_session(job, session)
+            self._begin(job)
             state.counters["sessions_expired"] += 1
 
     # --------------------------------------------------------------------------------------------------- forgetting
@@ -260,15 +266,15 @@ class Dialogues:
         job = Forgetting(namespace, Reason.FORGOTTEN, named=list(reversed(event.keys)))
         session = state.sessions.get(namespace.id, event.session, state.now) if event.session else None
         if session is not None:
-            job.of_session = self._drop_to_forget(session, Reason.FORGOTTEN)
+            self._take_session(job, session)
             job.count = 1
         return self._begin(job, event.ticket)
 
-    def _drop_to_forget(self, session: Session, reason: Reason) -> list[ChunkKey]:
-        """The name goes; the keys of its chunks."""
-        keys = list(map(self.state.chunks.key.__getitem__, session.manifest.rows))
-        self.drop(session, reason)
-        return keys
+    def _take_session(self, job: Forgetting, session: Session) -> None:
+        job.session = session.name
+        self.state.dirty_sessions.pop((session.namespace, session.name), None)  # dirty at the end
+        job.of_session = list(map(self.state.chunks.key.__getitem__, session.manifest.rows))
+        self._unname(session, job.reason)
 
     def _begin(self, job: Forgetting, ticket: ev.Ticket | None = None) -> ev.Done | None:
         if self._forget_some(job):
@@ -299,6 +305,9 @@ class Dialogues:
             )
             if not stays:
                 job.count += state.doom(row, job.reason)
+        if job.session and not job.of_session:
+            self._dirty(job.namespace.id, job.session)
+            job.session = b""
         return not (job.of_session or job.named)
 
     # -------------------------------------------------------------------------------------------------- for operators

@@ -734,6 +734,37 @@ def test_a_session_and_keys_are_forgotten_some_at_a_time_the_session_first(
     assert world.outcomes(worker, namespace, keys + single) == ["FORGOTTEN"] * 9
 
 
+@pytest.mark.parametrize("updated_just_now", [False, True])
+def test_a_session_that_was_half_forgotten_at_a_crash_can_be_forgotten_again(
+    updated_just_now: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its name nobody could say what the chunks are that are left."""
+    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 4)
+    world = DiskWorld(durable_within_ms=400)
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    keys = chain("k", 10)
+    world.save(worker, namespace, keys)
+    before = 9 if updated_just_now else 10
+    version = world.append(worker, namespace, b"s", keys[:before]).version
+    world.settle(1_000)
+    if updated_just_now:
+        world.append(worker, namespace, b"s", keys[before:], version=version, keep=before)
+    assert world.ask(ev.Forget, worker, namespace, b"s") is None
+    assert world.session(worker, namespace, b"s").version == 0
+    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 0)
+    world.settle(1_000)
+    assert {key for _, key in world.platter.chunks} == set(keys[:6])
+    world.crash(power=True)
+    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 4)
+    worker = world.join()
+    world.open(spec(), worker)
+    assert world.session(worker, namespace, b"s").usable == 6
+    world.ask(ev.Forget, worker, namespace, b"s")
+    world.settle(1_000)
+    assert not world.platter.chunks and not world.platter.sessions
+
+
 def test_many_keys_are_forgotten_some_at_a_time_by_their_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 4)
     world = World()
