@@ -174,6 +174,8 @@ class WriteBatch:
         self._places = {index: place for place, index in enumerate(self.granted)}
         self._starts: dict[int, int] = {}
         """Piece of each that has one."""
+        self._asked_for: set[int] = set()
+        """Buffers: place x number of shards + column."""
         self._unwritten: dict[int, set[int]] = {}
         """Shards (by their number in `shards`) that are still to be written, of those that were begun."""
         self._written: list[int] = []
@@ -277,6 +279,7 @@ class WriteBatch:
         if column not in unwritten:
             index = self.granted[place]
             raise BadRequest("was said to be written", field="index", value=index, remedy="commit")
+        self._asked_for.add(place * len(self.shards) + column)
         if self._pieces is None:
             return self._slots[place * len(self.shards) + column]
         start = self._starts.get(place)
@@ -331,10 +334,7 @@ class WriteBatch:
         """Their pieces, which are the daemon's from now on. Under the lock, or when nobody else writes any more."""
         if self._pieces is None:
             return []
-        starts = []
-        for place in places:
-            start = self._starts.pop(place, None)
-            starts.append(self._pieces.next() if start is None else start)  # nobody may have written it
+        starts = [self._starts.pop(place) for place in places]
         self._pieces.handed_over(starts)
         return starts
 
@@ -396,7 +396,8 @@ class WriteBatch:
     def commit(self, *, wait: Wait = Wait.VISIBLE, timeout_s: float | None = None) -> CommitOutcome:
         """Make all granted chunks visible (or durable). `timeout_s`: default that of the connection.
 
-        A failure is data. Raises BadRequest for a batch that has ended, or that was to be filled and is not.
+        A failure is data. Raises BadRequest for a batch that has ended, that was to be filled and is not, or of which
+        something is not written: a buffer was never asked for.
         """
         return drive(self.committing(wait, timeout_s))
 
@@ -454,6 +455,7 @@ class WriteBatch:
                 raise BadRequest(
                     "no fill has ended well", field="batch", value="not filled", remedy="abort it"
                 )
+            self._check_written()
             self._state = _State.COMMITTED
             starts = self._hand_over([n for n in range(len(self.granted)) if n not in self._handed_over])
             self._slots = ()
@@ -472,6 +474,20 @@ class WriteBatch:
             _were_read(pieces, starts)
             _give_back(attachment, self.reservation_id, pieces)
         return call
+
+    def _check_written(self) -> None:
+        """What nobody asked a buffer for holds what was there before: other chunks' bytes, under this one's key."""
+        columns = len(self.shards)
+        if not self._staged or len(self._asked_for) == len(self.granted) * columns:
+            return
+        forgotten = next(n for n in range(len(self.granted) * columns) if n not in self._asked_for)
+        place, column = divmod(forgotten, columns)
+        raise BadRequest(
+            f"shard {self.shards[column]} of this key was granted and never written",
+            field="index",
+            value=self.granted[place],
+            remedy="write all shards of every key in `granted`, or abort",
+        )
 
     def _has_answered(
         self, attachment: Attachment, pieces: StagedPieces | None, starts: Sequence[int], answer: Reply

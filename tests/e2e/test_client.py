@@ -28,6 +28,7 @@ from kvstore.client import (
     Namespace,
     ReadLease,
     SessionEntry,
+    WriteBatch,
     connect,
     connect_async,
 )
@@ -102,6 +103,14 @@ def keys_of(space: Namespace, count: int, first: int = 0) -> list[ChunkKey]:
 def content(key: bytes, shard: int = 0, size: int = SHARD) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Bytes that nobody else would have: random, from the key."""
     return np.random.default_rng([*key, shard]).integers(0, 256, size, dtype=np.uint8)
+
+
+def written(batch: WriteBatch) -> WriteBatch:
+    """It, with something in all that was granted: so that it can be committed."""
+    for index in batch.granted:
+        for shard in batch.shards:
+            batch.buffer(index, shard)[:] = index + 1
+    return batch
 
 
 def save(space: Namespace, keys: list[ChunkKey], *, wait: Wait = Wait.VISIBLE, **how: Any) -> CommitOutcome:
@@ -391,6 +400,7 @@ def test_a_caller_is_told_what_it_got_wrong(client: Client, space: Namespace) ->
             with pytest.raises(errors.BadRequest) as caught:
                 call()
             assert caught.value.field == field
+        batch.buffer(0)[:] = 1
         assert batch.commit().ok
         for call in (lambda: batch.buffer(0), batch.commit):
             with pytest.raises(errors.BadRequest, match="the batch has ended"):
@@ -406,6 +416,39 @@ def test_staging_that_can_never_hold_a_chunk(daemon: Any, client_of: Callable[..
 def test_nobody_serves_that_directory(tmp_path: Path) -> None:
     with pytest.raises(errors.Unavailable, match="run_dir="):
         connect(str(tmp_path), timeout_s=0.2)
+
+
+@pytest.mark.parametrize("protection", ["sealed", "group"])
+def test_a_key_that_was_granted_and_not_written_is_nobodys_hit(
+    start_daemon: Callable[..., Any], client_of: Callable[..., Client], protection: str
+) -> None:
+    """Not even with the bytes of another model, which the same memory held before."""
+    daemon = start_daemon(protection=protection)
+    with client_of(daemon) as client, client_of(daemon) as reader:
+        space = client.open(SPEC)
+        first = keys_of(space, 1)
+        assert save(space, first).ok
+        with space.read(first) as lease:
+            assert whole(lease, 0)
+        spec = replace(SPEC, model="second")
+        second = client.open(spec)
+        keys = keys_of(second, 2)
+        with second.write(keys) as batch:
+            assert batch.granted == (0, 1)
+            batch.copy_from(0, content(keys[0]))
+            with pytest.raises(errors.BadRequest, match="never written") as caught:
+                batch.commit()
+            assert (caught.value.field, caught.value.value) == ("index", "1")
+        eventually(lambda: reserved_slots(client) == 0)
+        for anybody in (second, reader.open(spec)):
+            with anybody.read(keys, any_order=True) as lease:
+                assert lease.reasons == (Reason.NEVER_SEEN,) * 2
+            with anybody.read(keys[1:]) as lease:
+                assert lease.outcomes == (Outcome.MISS,)
+                assert not lease.copy_to(0, bytearray(SHARD))
+        assert save(second, keys).ok, "anybody may save them now"
+        with reader.open(spec).read(keys) as lease:
+            assert whole(lease, 0) and whole(lease, 1)
 
 
 # --------------------------------------------------------------------------------------------------- staging, bounds
@@ -559,7 +602,7 @@ def test_damaged_bytes_are_noticed_and_reported(
 def test_a_daemon_that_stands_still_is_data(daemon: Any, client: Client, space: Namespace) -> None:
     keys = keys_of(space, 8)
     save(space, keys[:4])
-    batch = space.write(keys[4:6])
+    batch = written(space.write(keys[4:6]))
     open_lease = space.read(keys[:2])
     stop(daemon)
     try:
@@ -624,6 +667,8 @@ async def test_a_cancelled_read_pins_nothing(daemon: Any) -> None:
         space = await client.open(SPEC)
         keys = space.keys(np.arange(64 * 2))
         async with await space.write(keys) as batch:
+            for index in batch.granted:
+                batch.buffer(index)[:] = content(keys[index])
             assert (await batch.commit()).ok
         stop(daemon)
         try:
@@ -702,7 +747,7 @@ def test_a_killed_daemon_under_an_open_lease(
     space = client.open(SPEC)
     keys = keys_of(space, 4)
     save(space, keys)
-    lease, batch = space.read(keys), space.write(keys_of(space, 2, first=5000))
+    lease, batch = space.read(keys), written(space.write(keys_of(space, 2, first=5000)))
     boot, salt = client.boot_id, space.salt
     daemon.kill()
     whole(lease, 0)  # it may succeed until we noticed, but then with the right bytes
@@ -847,6 +892,7 @@ for index in batch.granted:
 assert batch.commit().ok
 lease = space.read(keys)
 batch = space.write(space.keys(np.arange(7, 7 + 64)))
+batch.buffer(0)[:] = 9
 assert lease.copy_to(0, bytearray(1 << 18))
 memfd = os.memfd_create("kvs-test-region")
 os.ftruncate(memfd, 1 << 18)
@@ -1087,7 +1133,7 @@ def test_tenants_cannot_reach_each_other(
         root = client_of(daemon)
         root.open(SPEC)
         assert {row.tenant for row in root.stats().namespaces} == {"alice", "bob", "default"}
-        assert alice.ask("held.commit().ok")
+        assert alice.ask("[held.buffer(0).fill(78), held.commit().ok][1]")
     finally:
         alice.close()
         bob.close()
@@ -1109,7 +1155,7 @@ def test_states_can_be_read_in_one_line(client: Client, space: Namespace) -> Non
     keys = keys_of(space, 2)
     with space.write(keys) as batch:
         assert re.fullmatch(r"WriteBatch\(\d+, 2 of 2 keys granted, open\)", repr(batch))
-        batch.commit()
+        written(batch).commit()
         assert "committed" in repr(batch)
     lease = space.read(keys)
     assert re.fullmatch(r"ReadLease\(\d+, 2 of 2 keys hit, open\)", repr(lease))

@@ -82,6 +82,19 @@ def staged(
     return batch, pieces
 
 
+def in_place(wire: Wire, results: tuple[GrantResult, ...] = (GRANTED,) * 5) -> tuple[WriteBatch, list[Any]]:
+    slots = [np.zeros(length, np.uint8) for _ in range(results.count(GRANTED)) for length in LENGTHS]
+    batch = WriteBatch(
+        results,
+        shards=(0, 1),
+        attachment=wire,  # type: ignore[arg-type]
+        reservation_id=7,
+        lengths=LENGTHS,
+        slots=slots,
+    )
+    return batch, slots
+
+
 def chunk(index: int, shard: int) -> Any:
     return np.full(LENGTHS[shard], 16 * index + shard + 1, np.uint8)
 
@@ -90,6 +103,14 @@ def write(batch: WriteBatch, *indexes: int) -> None:
     for index in indexes:
         for shard in (0, 1):
             batch.copy_from(index, chunk(index, shard), shard=shard)
+
+
+def ask_for_all(batch: WriteBatch) -> None:
+    """The buffers of all that was not said to be written, as whoever writes them without saying so does."""
+    for place, index in enumerate(batch.granted):
+        for column, shard in enumerate(batch.shards):
+            if column in batch._unwritten.get(place, (column,)):
+                batch.buffer(index, shard)
 
 
 def held(staging: Staging, offset: int, shard: int) -> int:
@@ -158,16 +179,9 @@ def test_a_piece_that_was_read_is_written_again_and_never_before(staging: Stagin
 
 def test_in_place_there_are_no_offsets() -> None:
     wire = Wire()
-    slots = [np.zeros(LENGTHS[n % 2], np.uint8) for n in range(10)]
-    batch = WriteBatch(
-        (GRANTED,) * 5,
-        shards=(0, 1),
-        attachment=wire,  # type: ignore[arg-type]
-        reservation_id=7,
-        lengths=LENGTHS,
-        slots=slots,
-    )
+    batch, slots = in_place(wire)
     write(batch, 0, 1, 2)
+    ask_for_all(batch)
     batch.commit_async()
     fill, commit = (body for _, body, _ in wire.asked)
     assert (list(fill.numbers), list(fill.offsets), fill.region) == ([0, 1, 2, 3], [], 0)
@@ -186,6 +200,7 @@ def test_every_piece_comes_back_once(staging: Staging, end: str, answered_first:
     if answered_first:
         wire.answer()
     if end == "commit":
+        ask_for_all(batch)
         batch.commit_async()
         assert staging.space.free_bytes == (6 if answered_first else 4) * PIECE, "what is idle, at once"
     elif end == "abort":
@@ -226,6 +241,7 @@ def test_a_commit_that_was_never_sent_gives_all_back(staging: Staging) -> None:
     wire = Wire()
     batch, _ = staged(wire, staging)
     write(batch, 0)
+    ask_for_all(batch)
     wire.sends = False
     batch.commit_async()
     assert staging.space.free_bytes == ROOM
@@ -368,3 +384,116 @@ def test_what_is_being_copied_into_is_nobody_elses_when_another_thread_aborts(
     assert wire.notices == [("abort", [7])]
     batch.abort()
     assert len(wire.notices) == 1
+
+
+# ------------------------------------------------------------------------------------------- what nobody has written
+
+
+def granted_three(wire: Wire, staging: Staging, protection: str) -> WriteBatch:
+    """Keys 0, 2 and 3."""
+    results = (GRANTED, BUSY, GRANTED, GRANTED)
+    return staged(wire, staging, results)[0] if protection == "sealed" else in_place(wire, results)[0]
+
+
+def refused(batch: WriteBatch, index: int, shard: int) -> None:
+    """Both ways to commit are, by the name of the first (key, shard) that is not written."""
+    for commit in (batch.commit_async, batch.commit):
+        with pytest.raises(
+            BadRequest, match=f"shard {shard} of this key was granted and never written"
+        ) as caught:
+            commit()
+        assert (caught.value.field, caught.value.value) == ("index", str(index))
+        assert "abort" in caught.value.remedy
+
+
+UNWRITTEN = pytest.mark.parametrize(
+    ("unwritten", "shard"),
+    [
+        pytest.param([(2, 0), (2, 1)], 0, id="key"),
+        pytest.param([(2, 0)], 0, id="first shard"),
+        pytest.param([(2, 1)], 1, id="last shard"),
+        pytest.param([(2, 1), (3, 0), (3, 1)], 1, id="all from there"),
+    ],
+)
+PROTECTIONS = pytest.mark.parametrize("protection", ["sealed", "in place"])
+
+
+@UNWRITTEN
+@PROTECTIONS
+def test_what_nobody_wrote_is_not_committed_until_somebody_does(
+    staging: Staging, protection: str, unwritten: list[tuple[int, int]], shard: int
+) -> None:
+    """Its memory holds what was there before: bytes of other chunks, which would be hits under this one's key."""
+    wire = Wire()
+    batch = granted_three(wire, staging, protection)
+    every = [(index, shard) for index in batch.granted for shard in (0, 1)]
+    batch.copy_many([(*which, chunk(*which)) for which in every if which not in unwritten])
+    refused(batch, 2, shard)
+    assert "commit" not in [field for field, _, _ in wire.asked] and not wire.notices
+    for index, shard in unwritten:
+        batch.copy_from(index, chunk(index, shard), shard=shard)
+    batch.commit_async()
+    assert wire.asked[-1][0] == "commit" and not wire.notices
+    while wire.asked:
+        wire.answer()
+    assert staging.space.free_bytes == ROOM
+
+
+@UNWRITTEN
+@PROTECTIONS
+def test_what_nobody_wrote_can_be_aborted(
+    staging: Staging, protection: str, unwritten: list[tuple[int, int]], shard: int
+) -> None:
+    wire = Wire()
+    with granted_three(wire, staging, protection) as batch:
+        for index in batch.granted:
+            for column in (0, 1):
+                if (index, column) not in unwritten:
+                    batch.buffer(index, column)[:] = 1
+        refused(batch, 2, shard)
+    assert wire.notices == [("abort", [7])]
+    assert not wire.asked, "nothing was said to be written"
+    assert staging.space.free_bytes == ROOM
+
+
+def test_a_refused_commit_takes_back_nothing_that_was_handed_over(staging: Staging) -> None:
+    wire = Wire()
+    batch, _ = staged(wire, staging)
+    write(batch, 0, 1)
+    write(batch, 4)
+    assert [field for field, _, _ in wire.asked] == ["fill"]
+    refused(batch, 2, 0)
+    write(batch, 2)
+    refused(batch, 3, 0)
+    write(batch, 3)
+    batch.commit_async()
+    told = [list(body.numbers) for field, body, _ in wire.asked if field == "fill"]
+    assert told == [[0, 1, 2, 3], [4, 5, 8, 9]]
+    offsets = list(wire.asked[-1][1].staging_offsets)
+    assert [held(staging, offset, n) for n, offset in enumerate(offsets)] == [49, 50], "the third"
+    while wire.asked:
+        wire.answer()
+    assert staging.space.free_bytes == ROOM
+
+
+def test_a_batch_that_was_granted_nothing_commits(staging: Staging) -> None:
+    for batch in (staged(Wire(), staging, (BUSY, BUSY))[0], in_place(Wire(), (BUSY, BUSY))[0]):
+        assert batch.commit().ok
+    assert staging.space.free_bytes == ROOM
+    assert WriteBatch((BUSY,)).commit().ok, "nor was anybody asked"
+
+
+def test_a_batch_that_is_filled_out_of_a_region_has_no_buffers_to_ask_for() -> None:
+    wire = Wire()
+    batch = WriteBatch(
+        (GRANTED, BUSY, GRANTED),
+        shards=(0, 1),
+        attachment=wire,  # type: ignore[arg-type]
+        reservation_id=7,
+        lengths=LENGTHS,
+    )
+    with pytest.raises(BadRequest, match="no fill has ended well"):
+        batch.commit_async()
+    batch._filled = True
+    batch.commit_async()
+    assert [field for field, _, _ in wire.asked] == ["commit"]
