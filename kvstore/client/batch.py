@@ -174,8 +174,8 @@ class WriteBatch:
         self._places = {index: place for place, index in enumerate(self.granted)}
         self._starts: dict[int, int] = {}
         """Piece of each that has one."""
-        self._asked_for: set[int] = set()
-        """Buffers: place x number of shards + column."""
+        self._begun: set[int] = set()
+        """Place x number of shards + column of what was copied, and of buffers that were asked for."""
         self._unwritten: dict[int, set[int]] = {}
         """Shards (by their number in `shards`) that are still to be written, of those that were begun."""
         self._written: list[int] = []
@@ -268,7 +268,9 @@ class WriteBatch:
 
     def _buffer(self, place: int, column: int) -> Bytes:
         with self._lock:
-            return self._target(place, column)
+            buffer = self._target(place, column)
+            self._begun.add(place * len(self.shards) + column)
+            return buffer
 
     def _target(self, place: int, column: int) -> Bytes:
         """Under the lock."""
@@ -279,7 +281,6 @@ class WriteBatch:
         if column not in unwritten:
             index = self.granted[place]
             raise BadRequest("was said to be written", field="index", value=index, remedy="commit")
-        self._asked_for.add(place * len(self.shards) + column)
         if self._pieces is None:
             return self._slots[place * len(self.shards) + column]
         start = self._starts.get(place)
@@ -295,6 +296,7 @@ class WriteBatch:
         with self._lock:
             self._check_open()
             for place, column in written:
+                self._begun.add(place * len(self.shards) + column)
                 unwritten = self._unwritten[place]
                 if column in unwritten:
                     unwritten.discard(column)
@@ -478,9 +480,9 @@ class WriteBatch:
     def _check_written(self) -> None:
         """What nobody asked a buffer for holds what was there before: other chunks' bytes, under this one's key."""
         columns = len(self.shards)
-        if not self._staged or len(self._asked_for) == len(self.granted) * columns:
+        if not self._staged or len(self._begun) == len(self.granted) * columns:
             return
-        forgotten = next(n for n in range(len(self.granted) * columns) if n not in self._asked_for)
+        forgotten = next(n for n in range(len(self.granted) * columns) if n not in self._begun)
         place, column = divmod(forgotten, columns)
         raise BadRequest(
             f"shard {self.shards[column]} of this key was granted and never written",

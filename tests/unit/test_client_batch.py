@@ -439,6 +439,26 @@ def test_what_nobody_wrote_is_not_committed_until_somebody_does(
     assert staging.space.free_bytes == ROOM
 
 
+@PROTECTIONS
+def test_what_was_not_copied_to_its_end_is_not_written(
+    staging: Staging, protection: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = granted_three(Wire(), staging, protection)
+    batch.copy_many([(index, shard, chunk(index, shard)) for index in (0, 2) for shard in (0, 1)])
+    batch.copy_from(3, chunk(3, 0), shard=0)
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_module, "gather", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            batch.copy_from(3, chunk(3, 1), shard=1)
+    refused(batch, 3, 1)
+    batch.copy_from(3, chunk(3, 1), shard=1)
+    batch.commit_async()
+
+
 @UNWRITTEN
 @PROTECTIONS
 def test_what_nobody_wrote_can_be_aborted(
