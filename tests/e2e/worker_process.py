@@ -1,7 +1,8 @@
 """A worker process that stops itself (SIGSTOP) at one chosen place, so that a test can kill it exactly there.
 
     --stop-at load:N   before the N-th copy of a layer's KV out of the store
-    --stop-at copy:N   in the middle of it: some of its bytes are copied, the generations not yet compared again
+    --stop-at copy:N   in the middle of it, after N pieces in all: some of its bytes are copied, the generations not yet
+                       compared again
     --stop-at save:N   before the N-th chunk is copied to where it is saved
     --fork             with a child alive that has inherited everything; its pid goes to standard error
 
@@ -57,7 +58,8 @@ def main(arguments: list[str]) -> None:
         if place == "load":
             lease.ReadLease.copy_many = stop_at_call(int(number), lease.ReadLease.copy_many)
         elif place == "copy":
-            lease.fill = stop_at_call(int(number), lease.fill, before=False)
+            one = stop_at_call(int(number), lease.fill, before=False)
+            lease.fill = lambda pairs: [one([pair]) for pair in pairs]
         elif place == "save":
             Saver._fill = stop_at_call(int(number), Saver._fill)
         else:
