@@ -25,6 +25,8 @@ from kvstore.errors import BadRequest, StoreError
 
 START_S = 120.0
 """How long a daemon may take to serve: a busy machine, a large index."""
+REPORTS = "benchmarks/results"
+"""Of a checkout: several benchmarks, one after the other, keep theirs there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +66,19 @@ def machine() -> dict[str, Any]:
 
 
 def commit(of: str | Path) -> str:
-    """Of the checkout that the file `of` lies in; with "-dirty" when it was changed since; "unknown" outside of one."""
-    command = ["git", "-C", str(Path(of).resolve().parent), "describe", "--always", "--dirty"]
+    """Of the checkout that the file `of` lies in; with "-dirty" when anything but reports was changed since; "unknown"
+    outside of one."""
+    git = ["git", "-C", str(Path(of).resolve().parent)]
+    changed = ["status", "--porcelain", "--untracked-files=no", "--", ":/", f":(top,exclude){REPORTS}"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+        found, changes = (
+            subprocess.run([*git, *command], capture_output=True, text=True, check=False, timeout=10)
+            for command in (["describe", "--always"], changed)
+        )
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return found.stdout.strip() or "unknown"
+    name = found.stdout.strip()
+    return name + "-dirty" * bool(changes.stdout) if name else "unknown"
 
 
 def heading(of: str | Path) -> str:

@@ -46,10 +46,15 @@ def test_the_commit_is_that_of_the_benchmark_and_says_when_it_was_changed(tmp_pa
     assert commit(bench) == "unknown"
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
     bench.write_text("1\n")
+    kept = tmp_path / "benchmarks" / "results" / "of_another.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
         subprocess.run([*git, *command], check=True)
     clean = commit(bench)
     assert clean and "dirty" not in clean
+    kept.write_text("{1: 2}")
+    assert commit(bench) == clean, "the report of the benchmark before"
     bench.write_text("2\n")
     assert commit(bench) == f"{clean}-dirty"
     assert f"commit {clean}-dirty" in heading(bench)
