@@ -315,10 +315,9 @@ SECTIONS: dict[str, Section] = {
     ),
     "shared_prefix": Section(
         "Sequences that begin alike",
-        "Three quarters of a shared step's processor time are what the model does beside attention, which sharing does "
-        "not change. With attention that costs nothing both models would reach about 1.9 x, and the Llama passes 1.5 "
-        "with 32 sequences or 2,048 shared tokens. A load of 4 was on the machine. The engine that shares nothing "
-        "reads 16 times the common KV, with the same kernels.",
+        "Two thirds of a shared step's processor time are what the model does beside attention, which sharing does not "
+        "change: the fewer sequences and shared tokens, the less there is to win. The engine that shares nothing reads "
+        "16 times the common KV, with the same kernels.",
     ),
     "attention_cpu": Section(
         "Attention over shared chunks, on a CPU",
