@@ -26,8 +26,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-# As many threads compute as there are cores: waiting ones must not spin
+# As many threads compute as there are cores: waiting ones must not spin for long, nor sleep between two small operations
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 import torch
 import transformers
