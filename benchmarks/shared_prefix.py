@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# As many threads compute as there are cores: waiting ones must not spin for long, nor sleep between two small operations
+# As many threads compute as there are cores: waiting ones spin for a moment only
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
