@@ -169,6 +169,24 @@ def link_newest(chunks: ChunkTable, rows: LinkedRows, which: Rows) -> None:
     view.flags[which] |= LISTED
 
 
+def link_oldest(chunks: ChunkTable, rows: LinkedRows, which: Rows) -> None:
+    """`ChunkTable.link_oldest` for each, one after the other."""
+    view = chunks.views
+    assert not (view.flags[which] & LISTED).any(), which
+    view.newer[which[1:]] = which[:-1]
+    view.older[which[:-1]] = which[1:]
+    first, last = int(which[0]), int(which[-1])
+    chunks.newer[first] = rows.oldest
+    chunks.older[last] = NONE
+    if rows.oldest != NONE:
+        chunks.older[rows.oldest] = first
+    else:
+        rows.newest = first
+    rows.oldest = last
+    rows.count += len(which)
+    view.flags[which] |= LISTED
+
+
 def evictable(policy: Policy, chunks: ChunkTable, namespace: Namespace, rows: Sequence[int]) -> None:
     """`Policy.add`; not for "fifo"."""
     if not policy.rank.keys().isdisjoint(rows):

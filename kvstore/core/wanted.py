@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core import batch
-from kvstore.core.chunks import DOOMED, LISTED, NONE, RISING, STORED, WANTED, ChunkTable, LinkedRows
+from kvstore.core.chunks import DOOMED, LISTED, NONE, RISING, STORED, WANTED, ChunkTable
 from kvstore.core.namespaces import Namespace
 from kvstore.types import NamespaceId
 
@@ -78,25 +78,7 @@ def put_back(policy: Policy, chunks: ChunkTable, namespace: Namespace, rows: Row
     if len(recent):
         batch.evictable(policy, chunks, namespace, recent.tolist())
     if long_unused.any():
-        _link_oldest(chunks, namespace.recency, rows[long_unused])
-
-
-def _link_oldest(chunks: ChunkTable, rows: LinkedRows, which: Rows) -> None:
-    """`ChunkTable.link_oldest` for each, one after the other."""
-    view = chunks.views
-    assert not (view.flags[which] & LISTED).any(), which
-    view.newer[which[1:]] = which[:-1]
-    view.older[which[:-1]] = which[1:]
-    first, last = int(which[0]), int(which[-1])
-    chunks.newer[first] = rows.oldest
-    chunks.older[last] = NONE
-    if rows.oldest != NONE:
-        chunks.older[rows.oldest] = first
-    else:
-        rows.newest = first
-    rows.oldest = last
-    rows.count += len(which)
-    view.flags[which] |= np.uint16(LISTED)
+        batch.link_oldest(chunks, namespace.recency, rows[long_unused])
 
 
 def _by_namespace(namespace: npt.NDArray[np.int32], rows: Rows) -> Iterator[tuple[NamespaceId, Any]]:
