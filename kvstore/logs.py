@@ -125,10 +125,12 @@ class Writer(logging.Handler):
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_S)
 
     def _run(self) -> None:
+        told = 0
         while True:
             line = self._lines.get()
-            dropped, self._dropped = self._dropped, 0
+            dropped = self._dropped - told  # `emit` alone writes the count: set to 0 here, it could lose one
             if dropped:
+                told += dropped
                 fields = {
                     "logger": __name__,
                     "message": "log lines were dropped: nobody took them",

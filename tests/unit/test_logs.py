@@ -144,9 +144,11 @@ def test_a_log_that_nobody_reads_holds_up_nobody(monkeypatch):
     logger.warning("the last")
     handler.flush()
     written = [json.loads(line) for line in stream.getvalue().splitlines()]
-    (report,) = [line for line in written if line["message"].startswith("log lines were dropped")]
-    assert len(written) - 1 + report["lines"] == 101, "every line is there or counted"
-    assert report["lines"] >= 89
+    # One report, or two: the thread may begin when some were dropped already.
+    reports = [line for line in written if line["message"].startswith("log lines were dropped")]
+    dropped = sum(report["lines"] for report in reports)
+    assert len(written) - len(reports) + dropped == 101, "every line is there or counted"
+    assert dropped >= 89
     assert written[-1]["message"] == "the last"
 
 
