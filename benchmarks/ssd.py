@@ -54,7 +54,7 @@ MIB = 1 << 20
 THREADS = 4
 SLABS = 4
 """One for each thread of fio."""
-SLAB_BYTES = 256 * MIB
+SLAB_BYTES, QUICK_SLAB_BYTES = 256 * MIB, 128 * MIB
 SLAB_SLOTS_MAX = 4096
 PARTS = 2
 """Of what is on SSD. A round reads one, or replaces it; DRAM is smaller than one."""
@@ -179,15 +179,15 @@ def fio(paths: list[Path], rw: str, *, block: int, start: int, size: int, direct
     return float(json.loads(done.stdout)["jobs"][0][direction]["bw_bytes"]) / 1e9
 
 
-def lay_out(folder: Path) -> list[Path]:
+def lay_out(folder: Path, slab_bytes: int) -> list[Path]:
     """Files for fio to overwrite, made as slab files are."""
     paths = [folder / f"fio-{number}" for number in range(THREADS)]
     block = np.random.default_rng(1).bytes(MIB)
     for path in paths:
         fd = os.open(path, os.O_RDWR | os.O_CREAT)
         try:
-            os.posix_fallocate(fd, 0, SLAB_BYTES)
-            for start in range(0, SLAB_BYTES, MIB):
+            os.posix_fallocate(fd, 0, slab_bytes)
+            for start in range(0, slab_bytes, MIB):
                 os.pwrite(fd, block, start)
             os.fsync(fd)
         finally:
@@ -199,11 +199,11 @@ def lay_out(folder: Path) -> list[Path]:
 
 
 def streams(
-    folder: Path, scratch: list[Path], chunk: int, *, direct: bool, repeats: int
+    folder: Path, scratch: list[Path], chunk: int, *, slab_bytes: int, direct: bool, repeats: int
 ) -> list[dict[str, Any]]:
-    """promote and demote of chunks of `chunk` bytes; `scratch`: files for fio, [] to do without it."""
+    """promote and demote of chunks of `chunk` bytes; `scratch`: files of `slab_bytes` for fio, [] to do without it."""
     slot = format.slot_bytes(chunk, direct=direct)
-    slab_bytes = min(SLAB_BYTES, slot * SLAB_SLOTS_MAX)
+    slab_bytes = min(slab_bytes, slot * SLAB_SLOTS_MAX)
     slots = format.slots_per_slab(slab_bytes, slot) // PARTS * PARTS
     count = SLABS * slots // PARTS
     segment_bytes = 1 << (count * chunk // 16).bit_length() - 1
@@ -350,17 +350,23 @@ def main() -> int:
         folder = Path(name)
         if not (has_fio := shutil.which("fio") is not None):
             print("no fio here (apt install fio): nothing to compare with, and no goals")
-        scratch = lay_out(folder) if has_fio and chosen.only != "space" else []
+        slab_bytes = QUICK_SLAB_BYTES if chosen.quick else SLAB_BYTES
+        scratch = lay_out(folder, slab_bytes) if has_fio and chosen.only != "space" else []
         for chunk in (GOAL_CHUNK,) if chosen.quick else (GOAL_CHUNK, 256 << 10, 4 << 10):
             for io in ("buffered", "direct"):
                 if chosen.only in (None, io):
                     repeats = 1 if chosen.quick or chunk != GOAL_CHUNK else 2
+                    how: dict[str, Any] = {
+                        "slab_bytes": slab_bytes,
+                        "direct": io == "direct",
+                        "repeats": repeats,
+                    }
                     with tempfile.TemporaryDirectory(dir=folder) as part:
-                        rows += streams(Path(part), scratch, chunk, direct=io == "direct", repeats=repeats)
+                        rows += streams(Path(part), scratch, chunk, **how)
         for path in scratch:
             path.unlink()
         if chosen.only in (None, "space"):
-            for chunk, slab_bytes in ((4 << 10, 16 * MIB), (2 * MIB, 32 * MIB)):
+            for chunk, slab_bytes in ((4 << 10, (8 if chosen.quick else 16) * MIB), (2 * MIB, 32 * MIB)):
                 with tempfile.TemporaryDirectory(dir=folder) as part:
                     rows.append(space_needed(Path(part), chunk, slab_bytes))
     for row in rows:

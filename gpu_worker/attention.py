@@ -86,6 +86,8 @@ def paged_attention(
             'model.set_attn_implementation("sdpa")'
         )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if q.stride(2) != 1:  # of a layer that was computed the other way round (linear.py)
+        q = q.contiguous()
     return step.attend(module.layer_idx, q, k, v, scaling).unsqueeze(0), None
 
 

@@ -90,7 +90,7 @@ class Forward:
                 logits_to_keep=self._tensor(list(last.values())),
                 step=step,
             )
-        return dict(zip(last, out.logits[0].float(), strict=True))
+        return dict(zip(last, out.logits[0].contiguous().float(), strict=True))
 
     def _decode_plan(self, sequences: Sequence[Running]) -> Plan | None:
         forest = self._decoding
