@@ -264,7 +264,7 @@ GB/s at 2 MiB × 16, and the shares of it that batches of 2 MiB reached were 0.6
   only larger batches spread over more bytes. memcpy is also flattered where a batch fits in the cache: at 256 KiB ×
   16, 4 MiB.
 * **What a put costs.** Two message pairs, one to reserve and one to commit. Under `group` one copy into the slot by
-  the caller, then the daemon reads the slot once more for its checksum. Under `sealed` a copy into staging memory,
+  the caller, who makes the checksum too, while the bytes are in its cache. Under `sealed` a copy into staging memory,
   then the daemon's copy into the slot, hashed while it is in the cache. One core nearly fills this machine's memory
   by itself, so what counts is how often bytes cross it, not how many threads move them: twice means half of memcpy at
   the very best.

@@ -207,6 +207,7 @@ def _fill(message: store_pb2.FillRequest, ticket: Ticket) -> events.Fill:
 
 def _commit(message: store_pb2.CommitRequest, ticket: Ticket) -> events.Commit:
     count("staging_offsets", message.staging_offsets, EXTENTS_PER_ANSWER_MAX)
+    count("checksums", message.checksums, EXTENTS_PER_ANSWER_MAX)
     return events.Commit(
         ticket,
         ReservationId(message.reservation_id),
@@ -215,6 +216,7 @@ def _commit(message: store_pb2.CommitRequest, ticket: Ticket) -> events.Commit:
             StagedPiece(offset, 0) for offset in _offsets("staging_offsets", message.staging_offsets)
         ),
         wait=Wait(number("wait", message.wait, max(Wait))),
+        told=tuple(message.checksums),
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvstore import wire
 from kvstore.client.call import FORKED, Call, Operation, Reply, drive, gone
@@ -169,7 +170,8 @@ class WriteBatch:
         # Of one chunk: where its shards are in a piece, and its bytes.
         self._columns = [footprint(lengths[:column]) for column in range(len(lengths))]
         self._chunk_bytes = sum(lengths)
-        self._staged = bool(slots) or pieces is not None
+        self._in_place = bool(slots)
+        self._staged = self._in_place or pieces is not None
         # By place: the number of a key among the granted ones.
         self._places = {index: place for place, index in enumerate(self.granted)}
         self._starts: dict[int, int] = {}
@@ -180,6 +182,9 @@ class WriteBatch:
         """Shards (by their number in `shards`) that are still to be written, of those that were begun."""
         self._written: list[int] = []
         self._handed_over: set[int] = set()
+        self._checksums: dict[tuple[int, int], int] = {}
+        """By place and column, of what we copied in place: the daemon would have to read from memory what is in our
+        cache now."""
         self._filled = False
         self._copying = 0
         """Threads that are inside of `copy_from`."""
@@ -239,9 +244,10 @@ class WriteBatch:
                 self._copying += 1
             try:
                 gather(pairs)
+                checksums = [_checksum(target) for target, _ in pairs] if self._in_place else []
             finally:
                 self._copied()
-            self._note_written([(place, column) for place, column, _ in mine])
+            self._note_written([(place, column) for place, column, _ in mine], checksums)
 
     def written(self, index: int, shard: int | None = None) -> None:
         """The buffer has its bytes, and is not touched any more: the daemon may copy and checksum them while the next
@@ -289,18 +295,19 @@ class WriteBatch:
         start += self._columns[column]
         return self._pieces.staging.array[start : start + self._lengths[column]]
 
-    def _note_written(self, written: Sequence[tuple[int, int]]) -> None:
-        """These (place, column) are. Hand over what is written, when it is much, and not the last: that goes with the
-        commit."""
+    def _note_written(self, written: Sequence[tuple[int, int]], checksums: Sequence[int] = ()) -> None:
+        """These (place, column) are; with `checksums` of all of them the daemon has nothing to do for them. Hand over
+        what is written, when it is much, and not the last: that goes with the commit."""
         attachment = self._attachment
         with self._lock:
             self._check_open()
+            self._checksums.update(zip(written, checksums, strict=False))
             for place, column in written:
                 self._begun.add(place * len(self.shards) + column)
                 unwritten = self._unwritten[place]
                 if column in unwritten:
                     unwritten.discard(column)
-                    if not unwritten:
+                    if not unwritten and not checksums:
                         self._written.append(place)
             much = len(self._written) * self._chunk_bytes >= FILL_AHEAD_BYTES
             last = len(self._written) + len(self._handed_over) == len(self.granted)
@@ -466,8 +473,14 @@ class WriteBatch:
             pieces.end()
         if self.error is not None or attachment is None or not self.granted:
             return CommitOutcome(ok=self.error is None, error=self.error)
+        checksums = [self._checksums[which] for which in sorted(self._checksums)]
+        if len(checksums) < len(self.granted) * len(self.shards):
+            checksums = []  # what was not copied by us we have not seen
         body = store_pb2.CommitRequest(
-            reservation_id=self.reservation_id, staging_offsets=self._offsets(starts), wait=wait
+            reservation_id=self.reservation_id,
+            staging_offsets=self._offsets(starts),
+            wait=wait,
+            checksums=checksums,
         )
         limit = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         answered = partial(self._has_answered, attachment, pieces, starts)
@@ -508,6 +521,12 @@ class WriteBatch:
         if self._attachment is not None and os.getpid() == self._attachment.pid:
             self._attachment.count("commits_failed", 1)
         return CommitOutcome(ok=False, error=answer)
+
+
+def _checksum(shard: Bytes) -> int:
+    state = xxhash.xxh3_64()  # its update() lets go of the interpreter's lock
+    state.update(shard.data)
+    return state.intdigest()
 
 
 def _were_read(pieces: StagedPieces | None, starts: Sequence[int], _: Reply | None = None) -> None:

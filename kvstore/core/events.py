@@ -179,6 +179,9 @@ class Commit:
     checksums: tuple[int, ...] = ()
     """One per granted (key, shard), of what the daemon itself has put into the slots: there is nothing to copy. No
     worker can say so."""
+    told: tuple[int, ...] = ()
+    """The same of what the worker has written in place (protection `group` alone): it could write anything there, and
+    what does not match is a miss, as if the bytes had changed since."""
 
 
 @dataclass(frozen=True, slots=True)

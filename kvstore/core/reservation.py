@@ -58,6 +58,10 @@ class Reservation:
         """The daemon is writing the slots."""
         return bool(self.copies)
 
+    def being_filled(self) -> set[int]:
+        """Which of the granted (row, shard), by their numbers, some copy is writing."""
+        return {number for copy in self.copies.values() for number in copy.numbers}
+
     @property
     def committing(self) -> bool:
         return self.ticket is not None

@@ -465,15 +465,20 @@ class Saves:
         if event.checksums:
             assert len(event.checksums) == len(reservation.rows) * len(reservation.shards), event
             reservation.filled = dict(enumerate(event.checksums))
-        rest, targets = self._rest(reservation, event)
-        if state.limits.protection is Protection.SEALED:
-            pieces = _pieces(event.staged, targets)
-        elif event.staged:
+        if event.staged and state.limits.protection is Protection.GROUP:
             raise BadRequest(
                 "must be empty: under protection group bytes are written in place",
                 field="staging_offsets",
                 value=len(event.staged),
             )
+        if event.told:
+            self._check_told(reservation, event)
+            # What the daemon itself has read, or is reading, counts more.
+            reading = reservation.being_filled()
+            told = {n: checksum for n, checksum in enumerate(event.told) if n not in reading}
+            reservation.filled = told | reservation.filled
+        rest, targets = self._rest(reservation, event)
+        pieces = _pieces(event.staged, targets) if state.limits.protection is Protection.SEALED else ()
         if not targets and not reservation.busy:
             return self._is_committed(reservation, event.ticket, event.wait)
         reservation.ticket = event.ticket
@@ -487,6 +492,17 @@ class Saves:
             self._copy(reservation, op, Copying(rest, ticket=None))
         return None
 
+    def _check_told(self, reservation: Reservation, event: ev.Commit) -> None:
+        """What the worker says of its bytes counts only where they are its own doing. Raises BadRequest."""
+        count = len(reservation.rows) * len(reservation.shards)
+        if self.state.limits.protection is Protection.SEALED:
+            why = "must be empty: under protection sealed the daemon copies, and says what it has stored"
+        elif len(event.told) != count:
+            why = f"must have one for each of the {count} granted shards"
+        else:
+            return
+        raise BadRequest(why, field="checksums", value=len(event.told))
+
     def _rest(self, reservation: Reservation, event: ev.Commit) -> tuple[Sequence[int], Extents]:
         """What the commit itself has to copy: all that no fill has put in its slot, or is putting there. But if it
         brings everything, it replaces what was filled."""
@@ -494,7 +510,7 @@ class Saves:
         if not reservation.busy and (not reservation.filled or len(event.staged) == len(targets)):
             reservation.filled.clear()
             return range(len(targets)), targets
-        filling = {number for copy in reservation.copies.values() for number in copy.numbers}
+        filling = reservation.being_filled()
         rest = [n for n in range(len(targets)) if n not in reservation.filled and n not in filling]
         return rest, Extents.of(targets[number] for number in rest)
 

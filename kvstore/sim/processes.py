@@ -331,14 +331,19 @@ class Process:
             self.host.variant += 1
             staged = cluster.write(reserved, self.host.variant)
             yield Sleep(chance.choice((0, 0, 3)))
+            told: tuple[int, ...] = ()
             if cluster.limits.protection is Protection.GROUP:
-                cluster.write(reserved, self.host.variant)  # for as long as it thinks that it may
+                variant = self.host.variant
+                cluster.write(reserved, variant)  # for as long as it thinks that it may
+                if chance.random() < 0.5:
+                    written = cluster.savings[reserved.reservation].shards
+                    told = tuple(tag(shard, variant) for shard in written)
             cluster._let_go(reserved.reservation)
             if chance.random() < 0.4:
                 staged = yield from self._fill_ahead(reserved, staged)
             wait = Wait.DURABLE if chance.random() < 0.2 else Wait.VISIBLE
             ms = 6_000 if wait is Wait.DURABLE else ANSWER_MS
-            yield from self.ask(ev.Commit, reserved.reservation, staged, wait, ms=ms)
+            yield from self.ask(ev.Commit, reserved.reservation, staged, wait, told=told, ms=ms)
 
     @property
     def maker(self) -> bytes:

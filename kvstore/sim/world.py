@@ -151,7 +151,10 @@ class World:
             if isinstance(event, ev.OpDone):
                 self._note_copied(event)
             effects = self.store.apply(event, self.now)
-            if self.store.state.counters["chunks_saved"] != saved:
+            committed = self.store.state.counters["chunks_saved"] != saved
+            if isinstance(event, ev.Commit) and (committed or self._waits(event)):
+                self._note_told(event)
+            if committed:
                 self._note_all_committed(event)
             if isinstance(event, (ev.Commit, ev.Fill)):
                 for effect in effects:
@@ -529,6 +532,17 @@ class World:
             copied = self._copied.setdefault(reservation, {})
             for target, checksum in zip(targets, event.checksums, strict=True):
                 copied[target.segment, target.offset] = checksum
+
+    def _waits(self, commit: ev.Commit) -> bool:
+        """It was accepted, and copies run."""
+        reservation = self.store.state.reservations.get(commit.reservation)
+        return reservation is not None and reservation.ticket == commit.ticket
+
+    def _note_told(self, commit: ev.Commit) -> None:
+        """What counts until a copy of the daemon says otherwise."""
+        for extent, checksum in zip(self.savings[commit.reservation].extents, commit.told, strict=False):
+            copied = self._copied.setdefault(commit.reservation, {})
+            copied.setdefault((extent.segment, extent.offset), checksum)
 
     def _note_all_committed(self, event: ev.Event) -> None:
         """The core made a reservation visible: by a commit, or by the end of the last copy for one."""

@@ -279,16 +279,18 @@ class FillReply(_message.Message):
     def __init__(self) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("request_id", "reservation_id", "staging_offsets", "wait")
+    __slots__ = ("request_id", "reservation_id", "staging_offsets", "wait", "checksums")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     STAGING_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     reservation_id: int
     staging_offsets: _containers.RepeatedScalarFieldContainer[int]
     wait: int
-    def __init__(self, request_id: _Optional[int] = ..., reservation_id: _Optional[int] = ..., staging_offsets: _Optional[_Iterable[int]] = ..., wait: _Optional[int] = ...) -> None: ...
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[int] = ..., reservation_id: _Optional[int] = ..., staging_offsets: _Optional[_Iterable[int]] = ..., wait: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("results",)

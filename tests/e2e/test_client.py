@@ -596,6 +596,36 @@ def test_damaged_bytes_are_noticed_and_reported(
         assert lease.hits == 1
 
 
+def test_what_a_worker_copies_in_place_it_checksums_itself(
+    start_daemon: Callable[..., Any], client_of: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two members of a group: what one tells of its bytes is what the other compares."""
+    daemon = start_daemon(protection="group")
+    writer, reader = (client_of(daemon).open(SPEC) for _ in range(2))
+    keys = keys_of(writer, 40)
+
+    def put(some: list[ChunkKey]) -> None:
+        with writer.write(some) as batch:
+            batch.copy_many([(index, 0, content(key, 0, SHARD)) for index, key in enumerate(some)])
+            assert batch.commit().ok
+
+    put(keys[:20])
+    monkeypatch.setattr("kvstore.client.batch._checksum", lambda shard: int(shard[0]))  # a liar
+    put(keys[20:])
+    with reader.read(keys, verify=1.0) as lease:
+        assert all(whole(lease, index) for index in range(20))
+        assert not any(lease.copy_to(index, bytearray(SHARD)) for index in range(20, 40))
+    eventually(lambda: set(reader.match(keys, token_count=40 * 64).reasons[20:]) == {Reason.CORRUPT})
+    with reader.read(keys) as lease:
+        assert lease.hits == 20
+    put(keys[20:30])  # refused nothing, and lies again
+    monkeypatch.undo()
+    eventually(lambda: again(writer, keys[30:]) == (GrantResult.GRANTED,) * 10)
+    put(keys[30:])
+    with reader.read(keys[30:], verify=1.0) as lease:
+        assert all(whole(lease, index) for index in range(10))
+
+
 # ------------------------------------------------------------------------------------- a daemon that stands still
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from kvstore import memory
 from kvstore.client import batch as batch_module
@@ -180,13 +181,84 @@ def test_a_piece_that_was_read_is_written_again_and_never_before(staging: Stagin
 def test_in_place_there_are_no_offsets() -> None:
     wire = Wire()
     batch, slots = in_place(wire)
-    write(batch, 0, 1, 2)
+    for index in (0, 1, 2):
+        for shard in (0, 1):
+            batch.buffer(index, shard)[:] = chunk(index, shard)
+            batch.written(index, shard)
     ask_for_all(batch)
     batch.commit_async()
     fill, commit = (body for _, body, _ in wire.asked)
     assert (list(fill.numbers), list(fill.offsets), fill.region) == ([0, 1, 2, 3], [], 0)
     assert list(commit.staging_offsets) == []
     assert [int(slot[0]) for slot in slots[:6]] == [1, 2, 17, 18, 33, 34]
+
+
+def test_of_what_is_copied_in_place_the_checksums_go_with_the_commit() -> None:
+    wire = Wire()
+    batch, slots = in_place(wire, (GRANTED, BUSY, GRANTED, GRANTED))
+    batch.copy_many([(index, shard, chunk(index, shard)) for shard in (1, 0) for index in (3, 0, 2)])
+    batch.commit_async()
+    ((field, commit, _),) = wire.asked
+    assert (field, list(commit.staging_offsets)) == ("commit", [])
+    assert list(commit.checksums) == [xxhash.xxh3_64_intdigest(slot) for slot in slots]
+
+
+@pytest.mark.parametrize("seen", ["buffer", "written"])
+@pytest.mark.parametrize("first", [True, False])
+def test_of_what_the_caller_puts_there_itself_the_daemon_makes_the_checksums(seen: str, first: bool) -> None:
+    wire = Wire()
+    batch, _ = in_place(wire, (GRANTED, GRANTED))
+    own, copied = (0, 1) if first else (1, 0)
+    for step in ("own", "copied") if first else ("copied", "own"):
+        if step == "copied":
+            write(batch, copied)
+            continue
+        for shard in (0, 1):
+            batch.buffer(own, shard)[:] = 1
+            if seen == "written":
+                batch.written(own, shard)
+    batch.commit_async()
+    ((field, commit, _),) = wire.asked
+    assert (field, list(commit.checksums)) == ("commit", [])
+
+
+def test_a_chunk_that_was_copied_in_part_is_handed_over_whole() -> None:
+    wire = Wire()
+    batch, _ = in_place(wire)
+    for index in (0, 1):
+        batch.copy_from(index, chunk(index, 0), shard=0)
+        batch.buffer(index, 1)[:] = 1
+        batch.written(index, 1)
+    write(batch, 2, 3, 4)
+    batch.commit_async()
+    (fill, commit) = (body for _, body, _ in wire.asked)
+    assert (list(fill.numbers), list(commit.checksums)) == ([0, 1, 2, 3], [])
+
+
+def test_a_copy_that_failed_in_the_middle_tells_no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire()
+    batch, _ = in_place(wire, (GRANTED, GRANTED))
+    write(batch, 0)
+
+    def fails(pairs: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_module, "gather", fails)
+        with pytest.raises(MemoryError):
+            batch.copy_from(1, chunk(1, 0), shard=0)
+    for shard in (0, 1):
+        batch.buffer(1, shard)[:] = 1
+    batch.commit_async()
+    assert list(wire.asked[-1][1].checksums) == []
+
+
+def test_staging_memory_is_for_the_daemon_to_check(staging: Staging) -> None:
+    wire = Wire()
+    batch, _ = staged(wire, staging, (GRANTED, GRANTED))
+    write(batch, 0, 1)
+    batch.commit_async()
+    assert [list(body.checksums) for field, body, _ in wire.asked if field == "commit"] == [[]]
 
 
 @pytest.mark.parametrize("end", ["commit", "abort", "drop"])

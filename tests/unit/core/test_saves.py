@@ -60,6 +60,62 @@ def test_what_the_daemon_itself_has_written_is_not_copied_again(protection: Prot
     )  # compares bytes and checksums
 
 
+def test_the_checksums_that_a_worker_tells_of_what_it_wrote_in_place_are_taken() -> None:
+    world = World(protection=GROUP)
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    world.hold = {ev.Checksum}
+    reserved = world.reserve(worker, namespace, chain("k", 3))
+    world.write(reserved)
+    world._let_go(reserved.reservation)
+    sums = tuple(tag(shard, 0) for shard in world.savings[reserved.reservation].shards)
+    committed = world.ask(ev.Commit, worker, reserved.reservation, told=sums)
+    assert committed.results == (VISIBLE,) * 3
+    assert not world.held
+    assert world.acquire(worker, namespace, chain("k", 3)).outcomes == (Outcome.HIT,) * 3  # compares them
+
+
+def test_what_the_daemon_has_read_itself_counts_more_than_what_a_worker_tells() -> None:
+    world = World(protection=GROUP)
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    reserved = world.reserve(worker, namespace, chain("k", 3))
+    staged = world.write(reserved)
+    world.fill_part(worker, reserved, (0, 2), staged)
+    sums = [tag(shard, 0) for shard in world.savings[reserved.reservation].shards]
+    assert world.ask(ev.Commit, worker, reserved.reservation, told=(1, sums[1], 1)).results == (VISIBLE,) * 3
+    assert world.acquire(worker, namespace, chain("k", 3)).outcomes == (Outcome.HIT,) * 3
+
+
+def test_what_it_is_still_reading_then_does_too() -> None:
+    world = World(protection=GROUP)
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    reserved = world.reserve(worker, namespace, chain("k", 3))
+    staged = world.write(reserved)
+    world.hold = {ev.Checksum}
+    world.fill_part(worker, reserved, (0, 2), staged)
+    sums = [tag(shard, 0) for shard in world.savings[reserved.reservation].shards]
+    world._let_go(reserved.reservation)
+    assert world.ask(ev.Commit, worker, reserved.reservation, told=(1, sums[1], 1)) is None
+    assert world.outcomes(worker, namespace, chain("k", 3)) == ["BEING_SAVED"] * 3
+    world.finish()
+    assert world.acquire(worker, namespace, chain("k", 3)).outcomes == (Outcome.HIT,) * 3
+
+
+@BOTH
+def test_checksums_that_nobody_can_have_are_refused(protection: Protection) -> None:
+    world = World(protection=protection)
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    reserved = world.reserve(worker, namespace, chain("k", 3))
+    why = "sealed" if protection is not GROUP else "one for each of the 3 granted shards"
+    with pytest.raises(BadRequest, match=why):
+        world.ask(ev.Commit, worker, reserved.reservation, told=(1,) * (3 if protection is not GROUP else 2))
+    assert world.outcomes(worker, namespace, chain("k", 3)) == ["BEING_SAVED"] * 3
+    assert world.commit(worker, reserved)
+
+
 @BOTH
 def test_nor_is_it_seen_when_the_reservation_has_ended(protection: Protection) -> None:
     world = World(protection=protection, reservation_ttl_ms=1_000)
