@@ -158,8 +158,7 @@ class Saver:
             maker=self._maker,
             timeout_s=self._save_s,
         ) as write:
-            for index in write.granted:
-                write.copy_from(index, batch[index].shard)
+            write.copy_many([(index, None, batch[index].shard) for index in write.granted])
             outcome = write.commit(timeout_s=self._save_s)
         there = [
             copied.key
