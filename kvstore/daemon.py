@@ -373,7 +373,8 @@ class Daemon:
         self.loop.start()
         self.loop.post(events.WorkerJoined(SELF, tenant=DEFAULT_TENANT, engine_group="", admin=True))
         if self._tcp is not None:
-            self.loop.post(events.WorkerJoined(ANONYMOUS, tenant=DEFAULT_TENANT, engine_group=""))
+            anonymous = events.WorkerJoined(ANONYMOUS, tenant=DEFAULT_TENANT, engine_group="", remote=True)
+            self.loop.post(anonymous)
         await self._start_grpc()
         await self._descriptors.start()
         if self.config.metrics_port:

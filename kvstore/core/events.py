@@ -65,6 +65,8 @@ class WorkerJoined:
     engine_group: str
     rank: int = 0
     admin: bool = False
+    remote: bool = False
+    """It has no shared memory, so whatever it reserved it could not write."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,9 @@
             again when the call has returned or the worker is gone
     EMPTY   its bytes were not those that were committed. It holds nothing any more, and returns to service once the
             daemon has written it and read that back (`rewrites.py`)
-    BAD     it did not keep what was written, or went bad again and again: until the daemon is started anew
+    BAD     it did not keep what was written, or went bad again and again: until the daemon is started anew. Again and
+            again counts where nobody but the daemon writes: under protection `group` a worker may be to blame, and what
+            is asked of the slot itself is only that it keeps what is written
 
 Pools know how many slots are quarantined; this is what people are told of them, and so it is bounded: beyond LISTED_MAX
 they are only counted, and stay out of service.
@@ -66,15 +68,18 @@ class QuarantineBook:
         key: ChunkKey,
         *,
         corrupt: bool,
+        shared: bool,
         now: Millis,
         retry_ms: Millis,
     ) -> None:
+        """`shared`: workers could write those bytes, or say what they should be."""
         assert place not in self.entries, place
         if len(self.entries) >= LISTED_MAX:
             return
         hold = Hold.LATE
         if corrupt:
-            hold = Hold.BAD if self._returns.get(place, 0) >= RETURNS_MAX else Hold.EMPTY
+            worn = not shared and self._returns.get(place, 0) >= RETURNS_MAX
+            hold = Hold.BAD if worn else Hold.EMPTY
         self.entries[place] = Entry(place, slot_bytes, namespace, key, hold, now, now + retry_ms)
 
     def drop(self, place: Place) -> None:

@@ -27,6 +27,7 @@ from kvstore.errors import (
     BadRequest,
     Conflict,
     DeadlineExceeded,
+    Denied,
     Exhausted,
     NotFound,
     Precondition,
@@ -101,6 +102,13 @@ class Saves:
         state = self.state
         limits = state.limits
         namespace = state.own_namespace(worker, event.namespace)
+        if worker.remote:  # a commit in place would make visible whatever the slots held before
+            raise Denied(
+                "is for workers that share memory with the daemon",
+                field="Reserve",
+                value="over TCP without a token",
+                remedy="save by Bytes.Put",
+            )
         if namespace.retired:
             raise Precondition(
                 "a newer weights epoch was opened",

@@ -49,6 +49,7 @@ from kvstore.types import (
     Millis,
     NamespaceId,
     OpId,
+    Protection,
     Reason,
     ReservationId,
     SegmentId,
@@ -284,6 +285,7 @@ class State:
             NamespaceId(self.chunks.namespace[row]),
             self.chunks.key[row],
             corrupt=corrupt,
+            shared=self.limits.protection is Protection.GROUP,
             now=self.now,
             retry_ms=self.limits.quarantine_ms,
         )

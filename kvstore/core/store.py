@@ -305,6 +305,7 @@ class Store:
             group,
             event.rank,
             event.admin,
+            event.remote,
             Memory(state.limits.remembered_answers_max),
         )
 

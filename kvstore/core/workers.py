@@ -113,6 +113,7 @@ class Worker:
     group: EngineGroup
     rank: int
     admin: bool
+    remote: bool
     memory: Memory
     closed: bool = False
     """Its connection is closed but its process lives."""

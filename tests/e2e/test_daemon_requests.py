@@ -449,12 +449,12 @@ def test_settled_is_pushed(daemon, worker, connect, namespace, spec):
 # --------------------------------------------------------------------------------------------------------------- tcp
 
 
-@pytest.fixture
-def tcp(start_daemon):
+@pytest.fixture(params=["sealed"])
+def tcp(start_daemon, request):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    daemon = start_daemon(tcp_address=f"127.0.0.1:{port}")
+    daemon = start_daemon(tcp_address=f"127.0.0.1:{port}", protection=request.param)
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield daemon, channel
 
@@ -475,6 +475,21 @@ def test_tcp_has_no_attach(tcp):
         list(channel.stream_stream("/kvstore.v1.Store/Attach")(iter([b""]), timeout=20))
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "needs shared memory" in caught.value.details()
+
+
+@pytest.mark.parametrize("tcp", ["sealed", "group"], indirect=True)
+def test_tcp_reserves_nothing_that_it_could_not_write(tcp, spec):
+    """Under `group` a commit would have shown whatever the slots held before."""
+    _, channel = tcp
+    opened = channel.unary_unary("/kvstore.v1.Store/Open")(
+        store_pb2.OpenRequest(namespace=wire.spec_to_proto(spec)).SerializeToString(), timeout=20
+    )
+    namespace = store_pb2.OpenReply.FromString(opened).namespace_id
+    request = store_pb2.ReserveRequest(namespace_id=namespace, keys=[b"a", b"b"])
+    with pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary("/kvstore.v1.Store/Reserve")(request.SerializeToString(), timeout=20)
+    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert "Bytes.Put" in caught.value.details()
 
 
 def test_tcp_checks_a_token_that_is_given(tcp):

@@ -6,10 +6,10 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core import saves
-from kvstore.errors import BadRequest, Conflict, DeadlineExceeded, Exhausted, NotFound, Precondition
+from kvstore.errors import BadRequest, Conflict, DeadlineExceeded, Denied, Exhausted, NotFound, Precondition
 from kvstore.layout import GroupSpec
 from kvstore.sim.world import CHUNK_TOKENS, PAGE, World, chain, spec, tag
-from kvstore.types import ChunkKey, CommitResult, Outcome, Protection, ReservationId, StagedPiece
+from kvstore.types import ChunkKey, CommitResult, Outcome, Protection, ReservationId, StagedPiece, WorkerId
 
 VISIBLE, WAITING, ALREADY = CommitResult
 BOTH = pytest.mark.parametrize("protection", list(Protection))
@@ -101,6 +101,21 @@ def test_what_it_is_still_reading_then_does_too() -> None:
     assert world.outcomes(worker, namespace, chain("k", 3)) == ["BEING_SAVED"] * 3
     world.finish()
     assert world.acquire(worker, namespace, chain("k", 3)).outcomes == (Outcome.HIT,) * 3
+
+
+@BOTH
+def test_who_has_no_shared_memory_reserves_nothing(protection: Protection) -> None:
+    """It could commit whatever the slots hold, and what expires would stay reserved for ever."""
+    world = World(protection=protection)
+    worker, caller = world.join(), WorkerId(-2)
+    world.groups[caller] = ("alice", "over TCP")
+    world.mapped[caller] = set()
+    world.step(ev.WorkerJoined(caller, "alice", "", remote=True))
+    namespace = world.open(spec(), worker, caller)
+    with pytest.raises(Denied, match=r"share memory.*Bytes\.Put"):
+        world.ask(ev.Reserve, caller, namespace, chain("k", 3))
+    assert names(world.reserve(worker, namespace, chain("k", 3))) == ["GRANTED"] * 3
+    assert world.ask(ev.Match, caller, namespace, chain("k", 3)).usable == 0
 
 
 @BOTH
