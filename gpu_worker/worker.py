@@ -84,7 +84,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--threads", type=int, default=0, help="threads that compute (0: as torch chooses)")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not (options.model / "config.json").is_file():
+        parser.error(f"--model {options.model}: no config.json there; name a folder as save_pretrained writes it")
+    return options
 
 
 if __name__ == "__main__":
