@@ -86,7 +86,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
     options = parser.parse_args(arguments)
     if not (options.model / "config.json").is_file():
-        parser.error(f"--model {options.model}: no config.json there; name a folder as save_pretrained writes it")
+        parser.error(
+            f"--model {options.model}: no config.json there; name a folder as save_pretrained writes it"
+        )
     return options
 
 
