@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import ipaddress
 import itertools
@@ -469,7 +470,12 @@ class Daemon:
     def _ssd_text(self) -> str:
         config = self.config
         if not config.ssd_dir:
-            return "off"
+            idle = [
+                option.name
+                for option in dataclasses.fields(config)
+                if option.name.startswith("ssd_") and getattr(config, option.name) != option.default
+            ]
+            return f"off: without ssd_dir, {' and '.join(idle)} mean nothing" if idle else "off"
         state = self.loop.store.state
         return (
             f"{config.ssd_dir}, at most {config.ssd_bytes / 2**20:,.0f} MiB: {state.disk_state.name.lower()},"

@@ -146,4 +146,9 @@ def test_the_first_words(start: Callable[..., Any], start_daemon: Callable[..., 
     without = start_daemon()
     assert "SSD off" in kvctl(run_dir, "stats")
     without.stop()
-    assert "SSD off" in without.process.stdout.read()
+    assert "SSD off\n" in without.process.stdout.read()
+    forgotten = start_daemon(ssd_bytes="256M", ssd_threads=2)
+    forgotten.stop()
+    assert (
+        "SSD off: without ssd_dir, ssd_bytes and ssd_threads mean nothing" in forgotten.process.stdout.read()
+    )
