@@ -211,10 +211,10 @@ def main() -> int:
     options.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), metavar="SIZE")
     options.add_argument("--clients", nargs="+", type=int, choices=CLIENTS, default=CLIENTS)
     options.add_argument("--batches", nargs="+", type=int, choices=BATCHES, default=BATCHES)
-    options.add_argument("--rounds", type=int, help="default 30, or 5 with --quick")
+    options.add_argument("--rounds", type=int, help="default 30, or 4 with --quick")
     chosen = options.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended then, too
-    rounds = chosen.rounds or (5 if chosen.quick else 30)
+    rounds = chosen.rounds or (4 if chosen.quick else 30)
     plan: dict[Part, list[str]] = {}
     for part in QUICK if chosen.quick else every_part():
         if part.size in chosen.sizes and part.clients in chosen.clients and part.batch in chosen.batches:
@@ -335,7 +335,7 @@ def measure(
     if part.clients == 1:
         take_turn: Callable[..., None] = turn_of_one
     else:
-        take_turn, rounds = turn_of_many, max(5 if only_goals else 8, rounds // 3)
+        take_turn, rounds = turn_of_many, max(3 if only_goals else 8, rounds // 3)
     warm_rounds = 1 if only_goals else WARM_ROUNDS
     for number in range(warm_rounds + rounds):
         for store in stores:

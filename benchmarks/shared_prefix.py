@@ -12,8 +12,7 @@ torch's own linear layers three quarters of a shared step, and a speed-up of 1.3
 (`gpu_worker/linear.py`) take two thirds of that time, and leave 1.5 to 1.6. It grows with the KV that is read: with
 more sequences, and with more tokens that they share.
 
-To keep it short, the decoding engine that shares nothing gets its KV of the common tokens by copying what was computed
-once; "first token" is measured with engines that compute all there is to compute, with SmolLM2-135M.
+To keep it short, the decoding engine that shares nothing gets its KV of the prompts by copying; "first token" is measured with engines that compute all there is to compute, with SmolLM2-135M.
 
     make bench-shared_prefix ARGS='--quick --json'
 """
@@ -126,7 +125,7 @@ def decode(name: str, model: PreTrainedModel, *, steps: int) -> dict[str, Any]:
         for number in range(BATCH):
             engine.add(prompt(number), NEW)
         if engine is unshared:
-            copy_prefix(shared, unshared)
+            copy_prompts(shared, unshared)
         while len(engine.step()) < BATCH:
             assert engine.live == BATCH
     seconds: dict[str, list[float]] = {"shared": [], "unshared": []}
@@ -157,15 +156,17 @@ def decode(name: str, model: PreTrainedModel, *, steps: int) -> dict[str, Any]:
     return row
 
 
-def copy_prefix(source: BatchEngine, target: BatchEngine) -> None:
-    """What all prompts begin with has been computed in `source`: each request of `target` gets chunks of its own."""
-    found = source._scheduler.running[0].chunks[: SHARED // CHUNK_TOKENS]
+def copy_prompts(source: BatchEngine, target: BatchEngine) -> None:
+    """What has been computed of all prompts in `source`, but for the last token: for each request of `target` in chunks
+    of its own."""
+    computed = {tuple(twin.tokens[: SHARED + OWN]): twin.chunks for twin in source._scheduler.running}
     for sequence in target._scheduler.waiting:
+        found = computed[tuple(sequence.tokens)][: -(-(SHARED + OWN) // CHUNK_TOKENS)]
         taken = target.pool.take(len(found))
         assert taken is not None
         for mine, theirs in zip(target.pool.layers, source.pool.layers, strict=True):
             mine[taken] = theirs[found]
-        sequence.chunks, sequence.computed = taken, SHARED
+        sequence.chunks, sequence.computed = taken, SHARED + OWN - 1
 
 
 def first_tokens(model: PreTrainedModel, *, requests: int) -> dict[str, Any]:
