@@ -9,10 +9,11 @@ nobody; a speed-up is the median of the rounds' own.
 
 What sharing can win is bounded by what the model does beside attention, which is the same with and without it: with
 torch's own linear layers three quarters of a shared step, and a speed-up of 1.3 for both models. The engine's
-(`gpu_worker/linear.py`) take two thirds of that time, and leave 1.5 to 1.6. It grows with the KV that is read: with
-more sequences, and with more tokens that they share.
+(`gpu_worker/linear.py`) take two thirds of that time. What is won grows with the KV that is read: with more sequences,
+and with more tokens that they share.
 
-To keep it short, the decoding engine that shares nothing gets its KV of the prompts by copying; "first token" is measured with engines that compute all there is to compute, with SmolLM2-135M.
+To keep it short, the decoding engine that shares nothing gets its KV of the prompts by copying; "first token" is
+measured with engines that compute all there is to compute, with SmolLM2-135M.
 
     make bench-shared_prefix ARGS='--quick --json'
 """
