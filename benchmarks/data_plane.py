@@ -115,6 +115,11 @@ class Part:
         """Of each client."""
         return HOT_BYTES // self.clients
 
+    @property
+    def leaves_room_for_fills(self) -> bool:
+        """Two calls of each, put and fill, beside what gets read: or that would be pushed out."""
+        return self.hot_bytes + 4 * self.batch_bytes <= ROOM_BYTES
+
     def too_big(self) -> str:
         """Why it is left out."""
         if self.batch_bytes <= self.hot_bytes:
@@ -341,6 +346,8 @@ def measure(
         for store in stores:
             for action in ("get", GET_AHEAD, "put", "fill"):
                 also = not only_goals and part.clients == 1
+                if action == "fill" and not part.leaves_room_for_fills:
+                    continue
                 if action in ("get", "put") or (also and store.name in ONLY[action]):
                     into = figures[store.name, action] if number >= warm_rounds else Figures()
                     if not store.failed:
