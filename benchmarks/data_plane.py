@@ -344,6 +344,8 @@ def measure(
     warm_rounds = 1 if only_goals else WARM_ROUNDS
     for number in range(warm_rounds + rounds):
         for store in stores:
+            if store.name in OURS and part.clients > 1:
+                ask_all(store, "refresh")
             for action in ("get", GET_AHEAD, "put", "fill"):
                 also = not only_goals and part.clients == 1
                 if action == "fill" and not part.leaves_room_for_fills:

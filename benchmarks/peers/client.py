@@ -66,6 +66,12 @@ class Driver:
         self._next = 0
         return {}
 
+    def refresh(self) -> dict[str, Any]:
+        """Get all that gets read, for a store that evicts what was not used for longest: slow turns use but some."""
+        for first in range(0, self.hot(self.step), self.step):
+            self.client.get(self.client.plan(range(first, first + self.step)))
+        return {}
+
     def hot(self, batch: int) -> int:
         """How many values gets cycle through, in whole batches."""
         return min(self.shape.hot // batch, HOT_BATCHES_MAX) * batch
