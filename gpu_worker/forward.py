@@ -90,7 +90,8 @@ class Forward:
                 logits_to_keep=self._tensor(list(last.values())),
                 step=step,
             )
-        return dict(zip(last, out.logits[0].contiguous().float(), strict=True))
+        logits = out.logits[0].contiguous()  # a row after the other: whoever samples reads it row by row
+        return dict(zip(last, logits.float(), strict=True))
 
     def _decode_plan(self, sequences: Sequence[Running]) -> Plan | None:
         forest = self._decoding

@@ -103,6 +103,17 @@ def test_what_it_is_still_reading_then_does_too() -> None:
     assert world.acquire(worker, namespace, chain("k", 3)).outcomes == (Outcome.HIT,) * 3
 
 
+def test_a_commit_that_is_refused_has_told_nothing() -> None:
+    world = World(protection=GROUP)
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    reserved = world.reserve(worker, namespace, chain("k", 3))
+    with pytest.raises(BadRequest, match="staging_offsets"):
+        world.ask(ev.Commit, worker, reserved.reservation, (StagedPiece(0, 0),) * 3, told=(1, 1, 1))
+    assert world.commit(worker, reserved)
+    assert world.acquire(worker, namespace, chain("k", 3)).outcomes == (Outcome.HIT,) * 3
+
+
 @BOTH
 def test_who_has_no_shared_memory_reserves_nothing(protection: Protection) -> None:
     """It could commit whatever the slots hold, and what expires would stay reserved for ever."""
