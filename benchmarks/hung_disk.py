@@ -29,7 +29,7 @@ from kvstore.benchmark import Goal, arguments, finish
 from kvstore.client import Client, Namespace, connect
 from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec, NamespaceSpec
-from kvstore.ports import TEST_FAULTS
+from kvstore.tiers.disk_port import TEST_FAULTS
 from kvstore.types import ChunkKey, Outcome, Reason, Wait
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -36,19 +36,19 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kvstore import format
 from kvstore.benchmark import Goal, arguments, connected, finish, heading, keep
 from kvstore.client import Namespace
 from kvstore.core import events as ev
-from kvstore.core.dialogues import LISTED_MAX
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import chunk_salt
+from kvstore.core.requests.sessions import LISTED_MAX
 from kvstore.core.store import Store
-from kvstore.garbage import ShortSearches, no_searches
-from kvstore.index import Index
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.memory import fix_mmap_threshold
-from kvstore.ports import RealDisk
+from kvstore.server.garbage import ShortSearches, no_searches
+from kvstore.tiers import format
+from kvstore.tiers.disk_port import RealDisk
+from kvstore.tiers.index import Index
 from kvstore.types import (
     ChunkKey,
     DiskPlace,

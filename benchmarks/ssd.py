@@ -43,10 +43,10 @@ from typing import Any
 
 import numpy as np
 
-from kvstore import format
 from kvstore.benchmark import Goal, arena_ready, arguments, connected, finish
 from kvstore.client import Client, Namespace, ReadLease, WriteBatch
 from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.tiers import format
 from kvstore.types import ChunkKey, Outcome, Wait
 
 BOUND_S = 60.0

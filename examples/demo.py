@@ -179,13 +179,13 @@ class Daemon:
         self.figures.ahead += stats.counters["chunks_promoted_ahead"]
         self.figures.on_demand += stats.counters["chunks_promoted_on_demand"]
 
-    def wait_risen(self) -> None:
+    def wait_promoted(self) -> None:
         """Until the daemon has heard of the queue again and brought what it could, or for three seconds."""
         deadline = time.monotonic() + 3.0
-        risen = -1
+        promoted = -1
         while time.monotonic() < deadline:
-            before, risen = risen, self.client.stats().counters["chunks_promoted_ahead"]
-            if risen and risen == before:
+            before, promoted = promoted, self.client.stats().counters["chunks_promoted_ahead"]
+            if promoted and promoted == before:
                 return
             time.sleep(0.1)
 
@@ -318,7 +318,7 @@ def with_store(
             daemon.restart()
             print("  -- kvstored stopped and started: what it kept is on the SSD --", flush=True)
             if isinstance(queue, HintedQueue):
-                daemon.wait_risen()
+                daemon.wait_promoted()
             run.answer(worker, run.turn_count)
             daemon.figures.saved_bytes += _flush(worker)
         daemon.count()

@@ -46,7 +46,7 @@ class BatchEngine:
     take a request or a step.
 
     `counters` by name: steps; of tokens, computed_tokens, adopted_tokens (found in the pool), restored_tokens (from the
-    store); preemptions, load_failures, rises_awaited.
+    store); preemptions, load_failures, promotions_awaited.
     """
 
     def __init__(

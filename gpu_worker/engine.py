@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from kvstore.client import SessionEntry, SessionInfo
 from kvstore.errors import Unavailable, Unsupported
 from kvstore.gpu_worker.layout import CHUNK_TOKENS, Bits, Geometry, namespace_of
-from kvstore.gpu_worker.loader import Load, Loader, Wanted
+from kvstore.gpu_worker.loader import Load, Loader, Piece
 from kvstore.gpu_worker.restored_cache import LoadFailed, RestoredCache
 from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, Saver, TurnSave
 from kvstore.gpu_worker.store import Store
@@ -66,7 +66,7 @@ class _Found:
 class Engine:
     """One turn at a time, from one thread. Loading and saving run on threads of their own, one each.
 
-    `counters` by name: turns, prompt_tokens, reused_tokens, loaded_bytes, load_failures, rises_awaited.
+    `counters` by name: turns, prompt_tokens, reused_tokens, loaded_bytes, load_failures, promotions_awaited.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Engine:
         chunk_tokens: int = CHUNK_TOKENS,
         prefill_tokens: int = 2048,
         lookup_timeout_s: float = 0.5,
-        rise_timeout_s: float = 1.0,
+        promote_timeout_s: float = 1.0,
         load_deadline_s: float = 5.0,
         save_timeout_s: float = 5.0,
         save_queue_bytes_max: int = QUEUE_BYTES_MAX,
@@ -88,7 +88,7 @@ class Engine:
         """`connect` makes the client, which the engine closes; while no daemon answers, everything is computed, and now
         and then it is called again, in the background. `weights`: the files the model was loaded from (see
         `namespace_of`). `prefill_tokens`: how many tokens of a prompt go through the model at once.
-        `rise_timeout_s`: how long a turn waits for KV that is on SSD; what is late is computed.
+        `promote_timeout_s`: how long a turn waits for KV that is on SSD; what is late is computed.
 
         Raises Unsupported for a model whose KV cannot be stored, naming the field, ValueError for a number of tokens
         below 1, and whatever else the daemon has against us or the namespace.
@@ -116,7 +116,7 @@ class Engine:
             connect,
             namespace_of(model, self.geometry, weights=weights, weights_epoch=weights_epoch, salt=salt),
             lookup_timeout_s=lookup_timeout_s,
-            rise_timeout_s=rise_timeout_s,
+            promote_timeout_s=promote_timeout_s,
             counters=self.counters,
         )
         self._loader = Loader(self.geometry)
@@ -244,12 +244,12 @@ class Engine:
         assert self._loader is not None and self._store is not None
         if (last := self._saving.get(session)) is not None:
             last.saved.wait(self._lookup_timeout_s)  # our own save of the turn before, still under way
-        step = self.geometry.chunk_tokens
+        chunk_tokens = self.geometry.chunk_tokens
         base = store.get_session(session, timeout_s=self._lookup_timeout_s)
         # As many as the store takes at once, the tail included: of a longer prompt the rest is computed
-        whole = min((len(prompt) - 1) // step, KEYS_PER_REQUEST_MAX - 1)
-        keys = store.keys(prompt[: whole * step])
-        tail = _tail_of(store, base, keys, prompt, step)
+        whole = min((len(prompt) - 1) // chunk_tokens, KEYS_PER_REQUEST_MAX - 1)
+        keys = store.keys(prompt[: whole * chunk_tokens])
+        tail = _tail_of(store, base, keys, prompt, chunk_tokens)
         asked = [*keys, tail.key] if tail is not None else keys
         if not asked:
             return _Found(base)
@@ -257,20 +257,20 @@ class Engine:
         lease = self._store.read(store, asked, any_order=True)
         hit = [outcome is Outcome.HIT for outcome in lease.outcomes]
         chunks = next((number for number in range(len(keys)) if not hit[number]), len(keys))
-        wanted = [Wanted(number, number * step, step) for number in range(chunks)]
-        if tail is not None and hit[-1] and tail.first_token == chunks * step:
-            wanted.append(Wanted(len(keys), tail.first_token, tail.token_count))
-        if not wanted:
+        pieces = [Piece(number, number * chunk_tokens, chunk_tokens) for number in range(chunks)]
+        if tail is not None and hit[-1] and tail.first_token == chunks * chunk_tokens:
+            pieces.append(Piece(len(keys), tail.first_token, tail.token_count))
+        if not pieces:
             lease.release()
             return _Found(base)
-        restored = wanted[-1].first_token + wanted[-1].token_count
+        restored = pieces[-1].first_token + pieces[-1].token_count
         cache = RestoredCache(self.geometry, capacity=capacity, restored=restored)
         targets = cache.targets()
 
-        def place(layer: int, piece: Wanted) -> Bits:
+        def place(layer: int, piece: Piece) -> Bits:
             return targets[layer][:, :, piece.first_token : piece.first_token + piece.token_count]
 
-        load = self._loader.start(lease, wanted, place, deadline_s=self._load_deadline_s)
+        load = self._loader.start(lease, pieces, place, deadline_s=self._load_deadline_s)
         cache.expect(load.wait)
         return _Found(base, keys[:chunks], cache, load)
 
@@ -290,15 +290,19 @@ def check_request(prompt: Sequence[int], max_new_tokens: int, *, vocabulary: int
 
 
 def _tail_of(
-    store: Namespace, base: SessionInfo | None, keys: Sequence[ChunkKey], prompt: Sequence[int], step: int
+    store: Namespace,
+    base: SessionInfo | None,
+    keys: Sequence[ChunkKey],
+    prompt: Sequence[int],
+    chunk_tokens: int,
 ) -> SessionEntry | None:
     """The session's tail, if it is KV of exactly our tokens: its key must be the one that we compute from them."""
     if base is None or not base.entries:
         return None
     tail = base.entries[-1]
-    chunks, aligned = divmod(tail.first_token, step)
+    chunks, aligned = divmod(tail.first_token, chunk_tokens)
     end = tail.first_token + tail.token_count
-    if aligned != 0 or not 0 < tail.token_count < step or chunks > len(keys) or end >= len(prompt):
+    if aligned != 0 or not 0 < tail.token_count < chunk_tokens or chunks > len(keys) or end >= len(prompt):
         return None
     parent = keys[chunks - 1] if chunks else ROOT
     return tail if store.tail_key(prompt[tail.first_token : end], parent) == tail.key else None

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Piece:
     """One chunk to load: its number in the lease, and the tokens [first_token, first_token + token_count) it fills.
     `delta`: how far its keys have moved from the positions that they were computed at. Our engines leave it 0, as their
     answers are those of a model that computed everything, and moved KV has seen other tokens before it."""
@@ -39,7 +39,7 @@ class Wanted:
     delta: int = 0
 
 
-Target = Callable[[int, Wanted], Bits]
+Target = Callable[[int, Piece], Bits]
 """Where a piece goes in a layer: [2, H_kv, token_count, D]."""
 
 
@@ -49,18 +49,18 @@ class Load:
     def __init__(
         self,
         lease: ReadLease,
-        wanted: Sequence[Wanted],
+        pieces: Sequence[Piece],
         target: Target,
         geometry: Geometry,
         deadline_s: float,
         positions: Positions | None = None,
     ) -> None:
-        tokens = sum(piece.token_count for piece in wanted)
+        tokens = sum(piece.token_count for piece in pieces)
         self.bytes = tokens * geometry.token_bytes * geometry.layers
         self.ended: Future[None]
         """Done once nothing more is written, whatever came of it."""
         self._lease = lease
-        self._wanted = wanted
+        self._pieces = pieces
         self._target = target
         self._geometry = geometry
         self._positions = positions
@@ -113,14 +113,14 @@ class Load:
         offset = self._geometry.offset(layer)
         plain = [
             (piece.index, SHARD, offset, self._target(layer, piece))
-            for piece in self._wanted
+            for piece in self._pieces
             if not piece.delta
         ]
         return (not plain or self._lease.copy_many(plain)) and all(
-            self._move(layer, piece) for piece in self._wanted if piece.delta
+            self._move(layer, piece) for piece in self._pieces if piece.delta
         )
 
-    def _move(self, layer: int, piece: Wanted) -> bool:
+    def _move(self, layer: int, piece: Piece) -> bool:
         keys, values = self._target(layer, piece)
         stored = np.empty(keys.shape, keys.dtype)
         offset = self._geometry.offset(layer)
@@ -145,17 +145,17 @@ class Loader:
         self._positions = positions
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-loader")
 
-    def start(self, lease: ReadLease, wanted: Sequence[Wanted], target: Target, *, deadline_s: float) -> Load:
+    def start(self, lease: ReadLease, pieces: Sequence[Piece], target: Target, *, deadline_s: float) -> Load:
         """Takes over `lease`. What `target` names is not to be read before `Load.wait` says so. Raises Unsupported, and
         takes over nothing, if keys are to be moved and there are no `positions`."""
-        if self._positions is None and (moved := [piece.delta for piece in wanted if piece.delta]):
+        if self._positions is None and (moved := [piece.delta for piece in pieces if piece.delta]):
             raise Unsupported(
                 "this loader moves no keys",
-                field="wanted.delta",
+                field="pieces.delta",
                 value=moved[0],
                 remedy="make it with positions",
             )
-        load = Load(lease, wanted, target, self._geometry, deadline_s, self._positions)
+        load = Load(lease, pieces, target, self._geometry, deadline_s, self._positions)
         load.ended = self._thread.submit(load.run)
         return load
 

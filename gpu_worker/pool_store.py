@@ -20,7 +20,7 @@ from kvstore.errors import Unsupported
 from kvstore.gpu_worker.attention import paged
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.layout import Bits, bits, namespace_of
-from kvstore.gpu_worker.loader import Load, Loader, Wanted
+from kvstore.gpu_worker.loader import Load, Loader, Piece
 from kvstore.gpu_worker.saver import Layers, Saver, TurnSave
 from kvstore.gpu_worker.store import CONNECT_AGAIN_S, Store
 from kvstore.kernels.pages import BlockTable, gather
@@ -45,7 +45,7 @@ class PoolStore:
         weights: Sequence[Path],
         counters: Counter[str],
         lookup_timeout_s: float = 0.5,
-        rise_timeout_s: float = 1.0,
+        promote_timeout_s: float = 1.0,
         save_timeout_s: float = 5.0,
     ) -> None:
         """Raises Unsupported for a model that is not in CPU memory, and whatever the daemon has against us."""
@@ -54,7 +54,7 @@ class PoolStore:
                 "KV is stored from CPU memory only, so far", field="model.device", value=model.device
             )
         self._pool = pool
-        self._step = pool.geometry.chunk_tokens
+        self._chunk_tokens = pool.geometry.chunk_tokens
         self._lookup_timeout_s = lookup_timeout_s
         with paged(model):  # other attention rounds otherwise: a namespace of its own
             spec = namespace_of(model, pool.geometry, weights=weights)
@@ -62,7 +62,7 @@ class PoolStore:
             connect,
             spec,
             lookup_timeout_s=lookup_timeout_s,
-            rise_timeout_s=rise_timeout_s,
+            promote_timeout_s=promote_timeout_s,
             counters=counters,
         )
         self._lookups = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-lookup")
@@ -73,10 +73,10 @@ class PoolStore:
     def look_up(self, tokens: Sequence[int]) -> Future[ReadLease | None] | None:
         """Of the full chunks of `tokens`, leaving at least one to compute; None if the store is not there."""
         namespace = self._store.namespace()
-        whole = (len(tokens) - 1) // self._step
+        whole = (len(tokens) - 1) // self._chunk_tokens
         if namespace is None or whole == 0 or time.monotonic() < self._no_lookup_before:
             return None
-        keys = namespace.keys(tokens[: whole * self._step])[:KEYS_PER_REQUEST_MAX]
+        keys = namespace.keys(tokens[: whole * self._chunk_tokens])[:KEYS_PER_REQUEST_MAX]
 
         def ask() -> ReadLease | None:
             began = time.monotonic()
@@ -102,15 +102,16 @@ class PoolStore:
 
     def load(self, lease: ReadLease, first: int, chunks: Sequence[int]) -> Load:
         """Chunk `first` of a prompt and those after it, into these of the pool. Takes over `lease`."""
-        wanted = [
-            Wanted(first + number, (first + number) * self._step, self._step) for number in range(len(chunks))
+        pieces = [
+            Piece(first + number, (first + number) * self._chunk_tokens, self._chunk_tokens)
+            for number in range(len(chunks))
         ]
 
-        def place(layer: int, piece: Wanted) -> Bits:
+        def place(layer: int, piece: Piece) -> Bits:
             return bits(self._pool.layers[layer][chunks[piece.index - first]])
 
         # Nobody waits for it but by asking whether it has ended: copies between memories end
-        return self._loader.start(lease, wanted, place, deadline_s=float("inf"))
+        return self._loader.start(lease, pieces, place, deadline_s=float("inf"))
 
     def save(self, sequence: Running, first: int) -> None:
         """Its chunks from `first` on are new and full."""
@@ -118,11 +119,11 @@ class PoolStore:
         if namespace is None:
             return
         if sequence.save is None:
-            chain = namespace.keys(sequence.tokens[: first * self._step])
+            chain = namespace.keys(sequence.tokens[: first * self._chunk_tokens])
             sequence.save = TurnSave(self.saver, namespace, "", None, chain)
-        whole = sequence.computed // self._step
+        whole = sequence.computed // self._chunk_tokens
         sequence.save.extend(
-            _Chunks(self._pool, sequence.chunks[:whole]), sequence.tokens[: whole * self._step]
+            _Chunks(self._pool, sequence.chunks[:whole]), sequence.tokens[: whole * self._chunk_tokens]
         )
 
     def flush(self, timeout_s: float) -> bool:

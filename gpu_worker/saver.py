@@ -66,47 +66,49 @@ class TurnSave:
     ) -> None:
         """`base`: the session's manifest as this turn found it. `chain`: keys of the leading full chunks that are in
         the store already, because they were restored from it."""
-        step = saver.geometry.chunk_tokens
+        chunk_tokens = saver.geometry.chunk_tokens
         self.namespace = namespace
         self.session = session
         self.base = base
-        self.entries = [SessionEntry(key, number * step, step) for number, key in enumerate(chain)]
+        self.entries = [
+            SessionEntry(key, number * chunk_tokens, chunk_tokens) for number, key in enumerate(chain)
+        ]
         """The history that is in the store, without holes."""
         self.whole = True
         """False once a chunk was dropped: what comes after it is of no use."""
         self.saved = threading.Event()
         """Set when all of the turn was saved or dropped."""
         self._saver = saver
-        self._queued = len(chain) * step
+        self._queued = len(chain) * chunk_tokens
         self._cut = False
 
     def extend(self, cache: Source, tokens: Sequence[int]) -> None:
         """`tokens` are those whose KV is in `cache`: queues the chunks that became full since the last call."""
-        step = self._saver.geometry.chunk_tokens
-        self._queue(cache, tokens, len(tokens) // step * step)
+        chunk_tokens = self._saver.geometry.chunk_tokens
+        self._queue(cache, tokens, len(tokens) // chunk_tokens * chunk_tokens)
 
     def finish(self, cache: Source, tokens: Sequence[int]) -> None:
         """Queues what is left, as a tail, and the session's manifest. Nothing may be queued after it."""
         self.extend(cache, tokens)
         self._queue(cache, tokens, len(tokens))
-        self._saver.put(_Job(self, cut=self._cut))
+        self._saver.put(_Save(self, cut=self._cut))
 
     def _queue(self, cache: Source, tokens: Sequence[int], end: int) -> None:
         if end > self._queued:
             layers = cache.snapshot(self._queued)
-            job = _Job(self, self._queued, tuple(tokens[self._queued : end]), layers, cut=self._cut)
-            self._cut = not self._saver.put(job)
+            save = _Save(self, self._queued, tuple(tokens[self._queued : end]), layers, cut=self._cut)
+            self._cut = not self._saver.put(save)
             self._queued = end
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Save:
     """Save `tokens`, which start at `first_token` (a multiple of the chunk), and so do `layers`; or, without tokens,
     publish the turn's manifest.
 
     The tensors in `layers` are read without a lock while the model goes on with the same cache. That is safe because
-    the elements of a token are written once, before the job is queued (GrowingLayer): the model only appends behind
-    them, or moves to other memory and leaves these alone, alive for as long as the job holds them.
+    the elements of a token are written once, before the save is queued (GrowingLayer): the model only appends behind
+    them, or moves to other memory and leaves these alone, alive for as long as the save holds them.
     """
 
     turn: TurnSave
@@ -143,7 +145,7 @@ class Saver:
         self._maker = maker
         self._audit_every = audit_every
         self._changed = threading.Condition()  # guards all below, and `counters`
-        self._jobs: deque[_Job] = deque()
+        self._saves: deque[_Save] = deque()
         self._waiting_bytes = 0
         self._busy = False
         self._closing = False
@@ -151,16 +153,16 @@ class Saver:
         self._thread = threading.Thread(target=self._run, name="kv-saver", daemon=True)
         self._thread.start()
 
-    def put(self, job: _Job) -> bool:
-        """Queues a job, or drops it: False. Never waits."""
+    def put(self, save: _Save) -> bool:
+        """Queues a save, or drops it: False. Never waits."""
         with self._changed:
-            waiting_bytes = self._waiting_bytes + self._bytes(job)
-            full = waiting_bytes > self._queue_bytes_max or len(self._jobs) >= QUEUE_JOBS_MAX
-            useless = job.cut and job.tokens
+            waiting_bytes = self._waiting_bytes + self._bytes(save)
+            full = waiting_bytes > self._queue_bytes_max or len(self._saves) >= QUEUE_JOBS_MAX
+            useless = save.cut and save.tokens
             if full or useless or self._closing:
-                self._drop(job)
+                self._drop(save)
                 return False
-            self._jobs.append(job)
+            self._saves.append(save)
             self._waiting_bytes = waiting_bytes
             self._changed.notify_all()
             return True
@@ -168,7 +170,7 @@ class Saver:
     def flush(self, timeout_s: float) -> bool:
         """Waits until all that was queued is saved or dropped; False if that took too long."""
         with self._changed:
-            idle = self._changed.wait_for(lambda: not self._jobs and not self._busy, timeout=timeout_s)
+            idle = self._changed.wait_for(lambda: not self._saves and not self._busy, timeout=timeout_s)
             if self._error is not None:
                 raise RuntimeError("the saver failed") from self._error
             return idle
@@ -180,67 +182,67 @@ class Saver:
         finally:
             with self._changed:
                 self._closing = True
-                while self._jobs:
-                    self._drop(self._jobs.popleft())
+                while self._saves:
+                    self._drop(self._saves.popleft())
                 self._changed.notify_all()
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._closing)
-                if not self._jobs:
+                self._changed.wait_for(lambda: self._saves or self._closing)
+                if not self._saves:
                     return
-                job = self._jobs.popleft()
+                save = self._saves.popleft()
                 self._busy = True
             try:
-                self._do(job)
+                self._do(save)
             except Exception as error:
                 # Our bug. It must not stop the model, nor pass unseen: it is logged here and raised by flush and close.
                 log.exception("saving failed")
-                job.turn.whole = False
+                save.turn.whole = False
                 with self._changed:
                     self._error = self._error or error
-                    self._drop(job)
+                    self._drop(save)
             finally:
                 with self._changed:
                     self._busy = False
-                    self._waiting_bytes -= self._bytes(job)
+                    self._waiting_bytes -= self._bytes(save)
                     self._changed.notify_all()
-                del job  # and with it the tensors, while the thread sleeps
+                del save  # and with it the tensors, while the thread sleeps
 
-    def _do(self, job: _Job) -> None:
-        if job.tokens:
-            self._save(job)
+    def _do(self, save: _Save) -> None:
+        if save.tokens:
+            self._save(save)
         else:
-            job.turn.whole &= not job.cut
-            self._publish(job.turn)
-            job.turn.saved.set()
+            save.turn.whole &= not save.cut
+            self._publish(save.turn)
+            save.turn.saved.set()
 
-    def _save(self, job: _Job) -> None:
-        turn, step = job.turn, self.geometry.chunk_tokens
+    def _save(self, save: _Save) -> None:
+        turn, chunk_tokens = save.turn, self.geometry.chunk_tokens
         if not turn.whole:
             with self._changed:
-                self._drop(job)
+                self._drop(save)
             return
         # A key stands for all tokens before it: after a hole it would name KV of another text.
-        assert job.first_token == len(turn.entries) * step, (job.first_token, turn.entries)
+        assert save.first_token == len(turn.entries) * chunk_tokens, (save.first_token, turn.entries)
         parent = turn.entries[-1].key if turn.entries else ROOT
-        keys = list(turn.namespace.keys(job.tokens, parent))
-        counts = [step] * len(keys)
-        if rest := len(job.tokens) % step:
-            keys.append(turn.namespace.tail_key(job.tokens[-rest:], keys[-1] if keys else parent))
+        keys = list(turn.namespace.keys(save.tokens, parent))
+        counts = [chunk_tokens] * len(keys)
+        if rest := len(save.tokens) % chunk_tokens:
+            keys.append(turn.namespace.tail_key(save.tokens[-rest:], keys[-1] if keys else parent))
             counts.append(rest)
         batch_chunks = max(1, BATCH_BYTES_MAX // self.geometry.shard_bytes)
         for start in range(0, len(keys), batch_chunks):
             batch = slice(start, start + batch_chunks)
-            first_token = job.first_token + start * step
+            first_token = save.first_token + start * chunk_tokens
             fine = self._save_batch(
-                job, keys[batch], counts[batch], first_token, keys[start - 1] if start else parent
+                save, keys[batch], counts[batch], first_token, keys[start - 1] if start else parent
             )
             for index, (key, count) in enumerate(zip(keys[batch], counts[batch], strict=True)):
                 if turn.whole and fine[index]:
-                    turn.entries.append(SessionEntry(key, first_token + index * step, count))
+                    turn.entries.append(SessionEntry(key, first_token + index * chunk_tokens, count))
                 else:
                     turn.whole = False
             if not turn.whole:
@@ -250,23 +252,23 @@ class Saver:
                 return
 
     def _save_batch(
-        self, job: _Job, keys: list[ChunkKey], counts: list[int], first_token: int, parent: ChunkKey
+        self, save: _Save, keys: list[ChunkKey], counts: list[int], first_token: int, parent: ChunkKey
     ) -> list[bool]:
         """Per key: whether its chunk is in the store now."""
-        step = self.geometry.chunk_tokens
+        chunk_tokens = self.geometry.chunk_tokens
         committed = False
         results: Sequence[GrantResult] = ()
         try:
-            with job.turn.namespace.write(
+            with save.turn.namespace.write(
                 keys, parent=parent, token_counts=counts, maker=self._maker, timeout_s=self._timeout_s
             ) as batch:
                 results = batch.results
                 for index in batch.granted:
-                    self._fill(batch.buffer(index), job, first_token + index * step, counts[index])
+                    self._fill(batch.buffer(index), save, first_token + index * chunk_tokens, counts[index])
                     batch.written(index)
                 committed = self._commit(batch)
             already = [n for n, result in enumerate(results) if result is GrantResult.ALREADY]
-            self._audit(job, {keys[n]: (first_token + n * step, counts[n]) for n in already})
+            self._audit(save, {keys[n]: (first_token + n * chunk_tokens, counts[n]) for n in already})
         except StoreError as error:
             log.info("not saved: %s", error)
         fine = [
@@ -288,7 +290,7 @@ class Saver:
             log.info("not saved: %s", outcome.error)
         return bool(outcome.ok)
 
-    def _audit(self, job: _Job, already: dict[ChunkKey, tuple[int, int]]) -> None:
+    def _audit(self, save: _Save, already: dict[ChunkKey, tuple[int, int]]) -> None:
         """Tell the store what our bytes of some chunks are; `already`: first token and count by key. Keys are digests,
         so that all workers pick the same chunks."""
         if not self._audit_every:
@@ -297,21 +299,21 @@ class Saver:
         for key, (first_token, count) in already.items():
             if int.from_bytes(key[:4], "little") % self._audit_every == 0:
                 shard = np.zeros(self.geometry.shard_bytes, np.uint8)
-                self._fill(shard, job, first_token, count)
+                self._fill(shard, save, first_token, count)
                 checksums[key] = xxhash.xxh3_64_intdigest(shard.data)
         if checksums:
-            differ = job.turn.namespace.report_duplicates(
+            differ = save.turn.namespace.report_duplicates(
                 list(checksums), list(checksums.values()), maker=self._maker, timeout_s=self._timeout_s
             )
             with self._changed:
                 self.counters["chunks_compared"] += len(checksums)
                 self.counters["chunks_differed"] += differ
 
-    def _fill(self, shard: npt.NDArray[np.uint8], job: _Job, first_token: int, token_count: int) -> None:
+    def _fill(self, shard: npt.NDArray[np.uint8], save: _Save, first_token: int, token_count: int) -> None:
         """Writes one chunk: see gpu_worker/layout.py for the bytes. Copies release the interpreter's lock."""
-        here = slice(first_token - job.first_token, first_token - job.first_token + token_count)
+        here = slice(first_token - save.first_token, first_token - save.first_token + token_count)
         used = token_count * self.geometry.token_bytes
-        for number, (keys, values) in enumerate(job.layers):
+        for number, (keys, values) in enumerate(save.layers):
             window = self.geometry.window(shard, number, token_count)
             window[0] = bits(keys[0, :, here])
             window[1] = bits(values[0, :, here])
@@ -351,16 +353,16 @@ class Saver:
         with self._changed:
             self.counters["manifests_dropped"] += 1
 
-    def _drop(self, job: _Job) -> None:
+    def _drop(self, save: _Save) -> None:
         """Caller holds the lock."""
-        if job.tokens:
-            self.counters["chunks_dropped"] += -(-len(job.tokens) // self.geometry.chunk_tokens)
+        if save.tokens:
+            self.counters["chunks_dropped"] += -(-len(save.tokens) // self.geometry.chunk_tokens)
         else:
             self.counters["manifests_dropped"] += 1
-            job.turn.saved.set()
+            save.turn.saved.set()
 
-    def _bytes(self, job: _Job) -> int:
-        return len(job.tokens) * self.geometry.token_bytes * self.geometry.layers
+    def _bytes(self, save: _Save) -> int:
+        return len(save.tokens) * self.geometry.token_bytes * self.geometry.layers
 
 
 def _common(old: Sequence[SessionEntry], new: Sequence[SessionEntry]) -> int:

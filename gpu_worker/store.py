@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Store:
-    """`counters` gets rises_awaited."""
+    """`counters` gets promotions_awaited."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Store:
         spec: NamespaceSpec,
         *,
         lookup_timeout_s: float,
-        rise_timeout_s: float,
+        promote_timeout_s: float,
         counters: Counter[str],
     ) -> None:
         """`connect` makes the client, which `close` closes. Raises whatever the daemon has against us or the namespace;
@@ -38,7 +38,7 @@ class Store:
         self.spec = spec
         self._connect = connect
         self._lookup_timeout_s = lookup_timeout_s
-        self._rise_timeout_s = rise_timeout_s
+        self._rise_timeout_s = promote_timeout_s
         self._counters = counters
         self._client: Client | None = None
         self._namespace: Namespace | None = None
@@ -59,18 +59,18 @@ class Store:
         return self._namespace
 
     def read(self, namespace: Namespace, keys: Sequence[ChunkKey], *, any_order: bool = False) -> ReadLease:
-        """A lease on what is in DRAM, what has to rise from SSD first included, if it comes in time; up to the first
+        """A lease on what is in DRAM, what has to be promoted from SSD first included, if it comes in time; up to the first
         key that is not there, unless `any_order`."""
         wait_ms = int(self._rise_timeout_s * 1000)
         lease = namespace.read(keys, any_order=any_order, wait_ms=wait_ms, timeout_s=self._lookup_timeout_s)
         if not any(outcome is Outcome.PENDING for outcome in lease.outcomes):
             return lease
-        self._counters["rises_awaited"] += 1
+        self._counters["promotions_awaited"] += 1
         lease.settled(self._rise_timeout_s)
         # The first lease holds what was there until the second holds all.
-        risen = namespace.read(keys, any_order=any_order, timeout_s=self._lookup_timeout_s)
+        promoted = namespace.read(keys, any_order=any_order, timeout_s=self._lookup_timeout_s)
         lease.release()
-        return risen
+        return promoted
 
     def close(self) -> None:
         if self._client is not None:

@@ -20,9 +20,10 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvstore import __version__, logs
+from kvstore import __version__
 from kvstore.config import CONFIG_VARIABLE, ENVIRONMENT_PREFIX, StoreConfig, load, parse_setting
 from kvstore.errors import ConfigError, StoreError
+from kvstore.server import logs
 
 
 class Parser(argparse.ArgumentParser):
@@ -120,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         # Imported now: --help and a wrong flag are answered before gRPC is loaded.
         try:
-            from kvstore.daemon import Daemon
+            from kvstore.server.daemon import Daemon
         except ModuleNotFoundError as missing:
             raise ConfigError(
                 f"{missing.name} is not installed: this is the client alone",

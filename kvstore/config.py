@@ -11,7 +11,7 @@ from typing import Any
 
 from kvstore.core.limits import Limits
 from kvstore.errors import ConfigError
-from kvstore.format import PAGE_BYTES, RECORD_HEADER_BYTES
+from kvstore.tiers.format import PAGE_BYTES, RECORD_HEADER_BYTES
 from kvstore.types import Protection
 
 SOCKET_PATH_BYTES_MAX = 107

@@ -73,7 +73,7 @@ class Reason(enum.IntEnum):
     UNAVAILABLE = 14
     """Said by the client alone: the daemon could not be asked in time."""
     ON_SSD = 15
-    """PENDING: being read from SSD, because an Acquire or a hint asked for it. MISS: on SSD, but not asked to rise."""
+    """PENDING: being read from SSD, because an Acquire or a hint asked for it. MISS: on SSD, but nobody asked for it to be promoted."""
     SLOW = 16
     """It is on SSD, but could not be read in time: the tier is slow, failing or off, or DRAM has no slot to spare."""
     LOST = 17
@@ -235,7 +235,7 @@ class HintResult(enum.IntEnum):
     ACCEPTED = 0
     """Inside the prefetch window: its chunks are in DRAM or on their way."""
     DEFERRED = 1
-    """Inside the eviction window: its chunks are kept, and rise when the job comes nearer."""
+    """Inside the eviction window: its chunks are kept, and are promoted when the job comes nearer."""
     CLIPPED = 2
     """Behind the eviction window: too far for the memory there is."""
     REJECTED = 3
@@ -295,3 +295,83 @@ class StagedPiece:
 
     offset: int
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEntry:
+    """One entry of a manifest. `first_token` is the position at which the KV was computed; `delta` is what must be
+    added to it when it is loaded. `approximate` entries make everything computed after them derived."""
+
+    key: ChunkKey
+    first_token: int
+    token_count: int
+    delta: int = 0
+    approximate: bool = False
+
+
+class SessionEntries(Sequence[SessionEntry]):
+    """Entries as columns, because a long session has tens of thousands. It reads like a tuple of `SessionEntry`. The
+    arrays may be those of a manifest: nobody changes one."""
+
+    __slots__ = ("approximate", "delta", "first_token", "keys", "token_count")
+
+    def __init__(
+        self,
+        keys: list[ChunkKey],
+        first_token: array[int],
+        token_count: array[int],
+        delta: array[int],
+        approximate: bytearray,
+    ) -> None:
+        """All of one length; the arrays have signed types."""
+        self.keys = keys
+        self.first_token = first_token
+        self.token_count = token_count
+        self.delta = delta
+        self.approximate = approximate
+
+    @property
+    def columns(self) -> tuple[list[ChunkKey], array[int], array[int], array[int], bytearray]:
+        """In the order of the fields of `SessionEntry`."""
+        return self.keys, self.first_token, self.token_count, self.delta, self.approximate
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, index: int) -> SessionEntry: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> SessionEntries: ...
+
+    def __getitem__(self, index: int | slice) -> SessionEntry | SessionEntries:
+        keys, first, count, delta, approximate = self.columns
+        if isinstance(index, slice):
+            return SessionEntries(keys[index], first[index], count[index], delta[index], approximate[index])
+        return SessionEntry(keys[index], first[index], count[index], delta[index], bool(approximate[index]))
+
+    def __iter__(self) -> Iterator[SessionEntry]:
+        return map(SessionEntry, *self.columns[:-1], map(bool, self.approximate))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, SessionEntries):
+            return self.columns == other.columns
+        return isinstance(other, tuple) and tuple(self) == other
+
+    __hash__ = None  # type: ignore[assignment]  # as of any other mutable sequence
+
+    def __repr__(self) -> str:
+        return f"SessionEntries({len(self)} entries, {sum(self.token_count)} tokens)"
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """ "Job J, for session S or keys K, is n-th in the queue": what the scheduler knows of the future.
+
+    `position` 0 is the head of the queue; it orders jobs, and equal positions are equally near.
+    """
+
+    job: bytes
+    position: int
+    session: bytes = b""
+    keys: tuple[ChunkKey, ...] = ()

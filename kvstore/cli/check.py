@@ -19,11 +19,11 @@ from kvstore.cli.tables import plain, size, table
 from kvstore.client import Client, connect
 from kvstore.config import StoreConfig, load, parse_setting
 from kvstore.errors import BadRequest, ConfigError, DeadlineExceeded, StoreError
-from kvstore.ports import RealDisk
+from kvstore.tiers.disk_port import RealDisk
 from kvstore.v1 import admin_pb2, admin_pb2_grpc
 
 if TYPE_CHECKING:
-    from kvstore.check import Findings, Progress
+    from kvstore.tiers.check import Findings, Progress
 
 CLEAN, PROBLEMS, CANNOT = 0, 1, 2
 PROGRESS_S = 1.0
@@ -121,7 +121,7 @@ class _Teller:
 
 def _offline(directory: str, bytes_max: int, options: argparse.Namespace) -> int:
     try:
-        from kvstore.check import Check
+        from kvstore.tiers.check import Check
     except ModuleNotFoundError as missing:  # it comes with the daemon: workers have kvctl without it
         raise ConfigError(
             f"{missing.name} is not installed: this is the client alone",

@@ -247,15 +247,15 @@ class Patient:
         namespace = self.open_namespace
         lease = namespace.read(self.keys)
         grant, (row, _) = lease._grant, lease._row(0, None)
-        if grant is None or row is None or not grant.places.intact((row,)):
+        if grant is None or row is None or not grant.mapped.intact((row,)):
             raise Failed("the generation of a leased slot does not match", "stop the daemon and report this")
         namespace.forget(self.session)
         namespace.forget(keys=self.keys)
-        if not grant.places.intact((row,)):
+        if not grant.mapped.intact((row,)):
             raise Failed("a slot was given away under an open lease", "stop the daemon and report this")
         lease.release()
         namespace.match(self.keys)  # on the same stream, hence after the release
-        if grant.places.intact((row,)):
+        if grant.mapped.intact((row,)):
             raise Failed("a slot was freed without a new generation", "stop the daemon and report this")
         return "a slot that was given away is noticed by its old reader"
 

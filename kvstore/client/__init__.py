@@ -14,6 +14,7 @@ Light on purpose: grpcio, protobuf, numpy, xxhash. A lost, late or refusing daem
 miss, a dropped save), never an exception; set-up and session calls raise `kvstore.errors.StoreError`.
 """
 
+from kvstore.answers import Matched, QueueAccepted, SessionInfo
 from kvstore.client.aio import (
     AsyncClient,
     AsyncNamespace,
@@ -27,7 +28,7 @@ from kvstore.client.namespace import Namespace
 from kvstore.client.reads import Reads
 from kvstore.client.region import Region
 from kvstore.client.sync import Client, connect
-from kvstore.core.events import Hint, Matched, QueueAccepted, SessionEntry, SessionInfo
+from kvstore.types import Hint, SessionEntry
 
 __all__ = [
     "AsyncClient",

@@ -16,16 +16,16 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.answers import Matched, QueueAccepted, SessionInfo
 from kvstore.client.batch import CommitOutcome, WriteBatch
 from kvstore.client.call import drive_async
 from kvstore.client.lease import ReadLease
 from kvstore.client.namespace import Namespace
 from kvstore.client.region import Region
 from kvstore.client.sync import STAGING_BYTES, TIMEOUT_S, Client, connect
-from kvstore.core.events import Hint, Matched, QueueAccepted, SessionEntry, SessionInfo
 from kvstore.keys import ROOT, Tokens
 from kvstore.layout import NamespaceSpec
-from kvstore.types import ChunkKey, GrantResult, Outcome, Protection, Reason, Wait
+from kvstore.types import ChunkKey, GrantResult, Hint, Outcome, Protection, Reason, SessionEntry, Wait
 from kvstore.v1 import stats_pb2
 
 COPY_INLINE_MAX = 1 << 20

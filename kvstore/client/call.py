@@ -169,45 +169,45 @@ class Call:
         return f"Call({self.expects}, {state}, {time.monotonic() - self.sent_at:.3f} s)"
 
 
-Step = Call | Callable[[], None]
-Operation = Generator[Step, None, T]
+Suspension = Call | Callable[[], None]
+Operation = Generator[Suspension, None, T]
 
 
-def drive(operation: Operation[T], step: Step | None = None) -> T:
-    """Run on this thread, from the beginning or from where it waits for `step`. Whatever interrupts it (Ctrl-C) is
+def drive(operation: Operation[T], suspension: Suspension | None = None) -> T:
+    """Run on this thread, from the beginning or from where it waits for `suspension`. Whatever interrupts it (Ctrl-C) is
     raised inside the operation too, which then cleans up."""
     try:
-        if step is None:
-            step = next(operation)
+        if suspension is None:
+            suspension = next(operation)
         while True:
             try:
-                if isinstance(step, Call):
-                    step.wait()
+                if isinstance(suspension, Call):
+                    suspension.wait()
                 else:
-                    step()
+                    suspension()
             except BaseException as problem:
-                step = _interrupted(operation, step, problem)
+                suspension = _interrupted(operation, suspension, problem)
             else:
-                step = operation.send(None)
+                suspension = operation.send(None)
     except StopIteration as end:
         result: T = end.value
         return result
 
 
 async def drive_async(operation: Operation[T]) -> T:
-    """The same on an event loop; steps that block run in a thread, and cancelling the task interrupts the operation."""
+    """The same on an event loop; calls that block run in a thread, and cancelling the task interrupts the operation."""
     try:
-        step = next(operation)
+        suspension = next(operation)
         while True:
             try:
-                if isinstance(step, Call):
-                    await _answered(step)
+                if isinstance(suspension, Call):
+                    await _answered(suspension)
                 else:
-                    await asyncio.to_thread(step)
+                    await asyncio.to_thread(suspension)
             except BaseException as problem:
-                step = _interrupted(operation, step, problem)
+                suspension = _interrupted(operation, suspension, problem)
             else:
-                step = operation.send(None)
+                suspension = operation.send(None)
     except StopIteration as end:
         result: T = end.value
         return result
@@ -231,7 +231,7 @@ async def _answered(call: Call) -> None:
     await waiting
 
 
-def _interrupted(operation: Operation[Any], step: Step, problem: BaseException) -> Step:
-    if isinstance(step, Call):
-        step.attachment.abandon(step)
+def _interrupted(operation: Operation[Any], suspension: Suspension, problem: BaseException) -> Suspension:
+    if isinstance(suspension, Call):
+        suspension.attachment.abandon(suspension)
     return operation.throw(problem)

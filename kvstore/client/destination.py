@@ -90,7 +90,7 @@ def groups(sizes: Sequence[int]) -> Iterator[slice]:
         yield slice(start, len(sizes))
 
 
-def fill(pairs: Sequence[tuple[Bits, Bits]]) -> None:
+def copy_pairs(pairs: Sequence[tuple[Bits, Bits]]) -> None:
     """Copy each source (flat bytes in shared memory, as many as go there) into its `destination`."""
     for group in groups([source.size for _, source in pairs]):
         mine = pairs[group]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import xxhash
 
-from kvstore.client.destination import Bits, destination, fill
+from kvstore.client.destination import Bits, copy_pairs, destination
 from kvstore.errors import BadRequest
 from kvstore.memory import fence
 from kvstore.types import ChunkKey, Outcome, Reason
@@ -23,7 +23,7 @@ from kvstore.v1 import store_pb2
 if TYPE_CHECKING:
     from kvstore.client.attachment import Attachment
     from kvstore.client.geometry import Geometry
-    from kvstore.client.places import Places
+    from kvstore.client.mapped_extents import MappedExtents
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Grant:
     ttl_ms: int
     sent_at: float
     """Monotonic seconds at which the request was sent: the daemon granted the lease later, so we give up earlier."""
-    places: Places
+    mapped: MappedExtents
     """Per hit, in key order, one for each wanted shard."""
     ranks: Mapping[int, int] | range
     """Which hit a key is, by its number; a range where the hits are the first keys."""
@@ -196,9 +196,9 @@ class ReadLease:
         """
         row, _ = self._row(index, shard)
         grant = self._grant
-        if grant is None or row is None or not self.alive or not grant.places.intact((row,)):
+        if grant is None or row is None or not self.alive or not grant.mapped.intact((row,)):
             return None
-        return grant.places.data(row).data.toreadonly()
+        return grant.mapped.data(row).data.toreadonly()
 
     def _copy(self, plan: Sequence[tuple[int, int, int, Bits]]) -> bool:
         """(key number, row, offset, destination). Each slot's generation is compared before the first byte and after
@@ -206,28 +206,28 @@ class ReadLease:
         grant = self._grant
         if grant is None or not self.alive:
             return self._void()
-        places = grant.places
+        mapped = grant.mapped
         rows = [row for _, row, _, _ in plan]
-        if not places.intact(rows):
+        if not mapped.intact(rows):
             return self._void()
-        pairs = [(bits, places.data(row, offset, bits.nbytes)) for _, row, offset, bits in plan]
+        pairs = [(bits, mapped.data(row, offset, bits.nbytes)) for _, row, offset, bits in plan]
         fence()
-        fill(pairs)
-        corrupt = self._corrupt(places, plan) if self._verify_every else []
+        copy_pairs(pairs)
+        corrupt = self._corrupt(mapped, plan) if self._verify_every else []
         fence()
-        if not places.intact(rows):
+        if not mapped.intact(rows):
             return self._void()
         if corrupt:
             self._report(grant, corrupt)
         return not corrupt
 
-    def _corrupt(self, places: Places, plan: Sequence[tuple[int, int, int, Bits]]) -> list[int]:
+    def _corrupt(self, mapped: MappedExtents, plan: Sequence[tuple[int, int, int, Bits]]) -> list[int]:
         """Of a sample: numbers of the keys of which a shard no longer has the checksum that it was committed with."""
         return [
             index
             for index, row, _, _ in plan
             if next(_samples) % self._verify_every == 0
-            and xxhash.xxh3_64_intdigest(places.data(row).data) != places.extents.checksum[row]
+            and xxhash.xxh3_64_intdigest(mapped.data(row).data) != mapped.extents.checksum[row]
         ]
 
     def _report(self, grant: Grant, corrupt: Sequence[int]) -> None:

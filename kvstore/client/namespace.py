@@ -15,24 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
+from kvstore.answers import Acquired, Matched, Opened, QueueAccepted, Reserved, SessionInfo
 from kvstore.client.attachment import Attachment
 from kvstore.client.batch import StagedPieces, WriteBatch
 from kvstore.client.call import Operation, Reply, drive, gone
 from kvstore.client.geometry import Geometry
 from kvstore.client.lease import Grant, ReadLease, Waiter
-from kvstore.client.places import Places
+from kvstore.client.mapped_extents import MappedExtents
 from kvstore.client.reads import Reads
 from kvstore.client.staging import footprint
-from kvstore.core.events import (
-    Acquired,
-    Hint,
-    Matched,
-    Opened,
-    QueueAccepted,
-    Reserved,
-    SessionEntry,
-    SessionInfo,
-)
 from kvstore.errors import BadRequest, DeadlineExceeded, NotFound, StoreError, Unavailable
 from kvstore.keys import ROOT, Tokens, exact_chain, exact_key
 from kvstore.layout import NamespaceSpec
@@ -43,10 +34,12 @@ from kvstore.types import (
     SESSION_NAME_BYTES_MAX,
     ChunkKey,
     GrantResult,
+    Hint,
     NamespaceId,
     Outcome,
     Protection,
     Reason,
+    SessionEntry,
 )
 from kvstore.v1 import hints_pb2, store_pb2
 
@@ -351,7 +344,7 @@ class Namespace:
                 missing = attachment.mappings.missing(set(acquired.extents.segment))
                 if missing:
                     yield partial(attachment.map_segments, missing, deadline)
-                outcomes, reasons, places, ranks = self._hits(
+                outcomes, reasons, mapped, ranks = self._hits(
                     acquired, keys, wanted, any_order, attachment.mappings
                 )
                 grant = Grant(
@@ -360,7 +353,7 @@ class Namespace:
                     acquired.lease,
                     acquired.ttl_ms,
                     call.sent_at,
-                    places,
+                    mapped,
                     ranks,
                     waiter,
                     call.sent_at + wait_ms / 1000,
@@ -389,24 +382,26 @@ class Namespace:
         shards: tuple[int, ...],
         any_order: bool,
         mappings: Mappings,
-    ) -> tuple[Sequence[Outcome], Sequence[Reason], Places, dict[int, int] | range]:
-        """Outcomes, reasons, places and ranks of an answer whose segments are mapped; a hit in one that could not be
+    ) -> tuple[Sequence[Outcome], Sequence[Reason], MappedExtents, dict[int, int] | range]:
+        """Outcomes, reasons, mapped and ranks of an answer whose segments are mapped; a hit in one that could not be
         mapped becomes a miss."""
         outcomes, reasons = acquired.outcomes, acquired.reasons
         hits = outcomes.count(Outcome.HIT)
-        places = Places(acquired.extents, [self._geometry.shard_bytes[shard] for shard in shards], mappings)
+        mapped = MappedExtents(
+            acquired.extents, [self._geometry.shard_bytes[shard] for shard in shards], mappings
+        )
         ranks: dict[int, int] | range = range(hits)
-        if not len(outcomes) == len(reasons) == len(keys) or len(places) != hits * len(shards):
-            log.error("an answer to Acquire does not fit the request: %d extents, %d hits", len(places), hits)
+        if not len(outcomes) == len(reasons) == len(keys) or len(mapped) != hits * len(shards):
+            log.error("an answer to Acquire does not fit the request: %d extents, %d hits", len(mapped), hits)
             outcomes, reasons = (Outcome.MISS,) * len(keys), (Reason.UNAVAILABLE,) * len(keys)
             ranks = range(0)
-        elif places.wrong or Outcome.HIT in outcomes[hits:]:
+        elif mapped.wrong or Outcome.HIT in outcomes[hits:]:
             numbers = (index for index, outcome in enumerate(outcomes) if outcome is Outcome.HIT)
             ranks = {index: rank for rank, index in enumerate(numbers)}
             outcomes, reasons = self._without(
-                {row // len(shards) for row in places.wrong}, ranks, outcomes, reasons, any_order
+                {row // len(shards) for row in mapped.wrong}, ranks, outcomes, reasons, any_order
             )
-        return outcomes, reasons, places, ranks
+        return outcomes, reasons, mapped, ranks
 
     def _without(
         self,
@@ -558,10 +553,10 @@ class Namespace:
         if pieces is not None:
             pieces.limit(len(granted))
         elif staged:
-            places = Places(reserved.extents, lengths, attachment.mappings)
-            if places.wrong:
+            mapped = MappedExtents(reserved.extents, lengths, attachment.mappings)
+            if mapped.wrong:
                 return None
-            slots = [places.data(row) for row in range(len(places))]
+            slots = [mapped.data(row) for row in range(len(mapped))]
         self._count_dropped(results)
         return WriteBatch(
             results,

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
-from kvstore.client.call import Call, Operation, Step, drive
+from kvstore.client.call import Call, Operation, Suspension, drive
 from kvstore.client.lease import ReadLease
 from kvstore.types import ChunkKey, Reason
 
@@ -37,8 +37,8 @@ class Reads:
     def __del__(self) -> None:
         # May run at any point of any thread, so it takes no lock and leaves the work to the housekeeping.
         for asked in getattr(self, "_asked", ()):
-            if isinstance(asked.step, Call):
-                asked.step.attachment.later(asked.give_up)
+            if isinstance(asked.suspension, Call):
+                asked.suspension.attachment.later(asked.give_up)
 
     def __iter__(self) -> Self:
         return self
@@ -86,7 +86,7 @@ class _Asked:
     def __init__(self, keys: Sequence[ChunkKey], read: Read, problem: Exception | None = None) -> None:
         """`problem`: there are no keys, because of it."""
         self.keys = keys
-        self.step: Step | None = None
+        self.suspension: Suspension | None = None
         """What it waits for."""
         self._read = read
         self._operation = read(keys)
@@ -95,7 +95,7 @@ class _Asked:
         if problem is not None:
             return
         try:
-            self.step = next(self._operation)
+            self.suspension = next(self._operation)
         except StopIteration as end:
             self._lease = end.value
         except Exception as error:
@@ -107,22 +107,22 @@ class _Asked:
             raise self._problem
         if self._lease is not None:
             return self._lease
-        assert self.step is not None, self.keys
+        assert self.suspension is not None, self.keys
         if self._is_of_parent:
             return drive(self._read(self.keys))
-        step, self.step = self.step, None
-        return drive(self._operation, step)
+        suspension, self.suspension = self.suspension, None
+        return drive(self._operation, suspension)
 
     def give_up(self) -> None:
         """Its answer is given back when it comes, or now."""
         if self._lease is not None:
             self._lease.release()
-        if isinstance(self.step, Call) and not self._is_of_parent:
-            self.step.attachment.abandon(self.step)
-        self.step = None
+        if isinstance(self.suspension, Call) and not self._is_of_parent:
+            self.suspension.attachment.abandon(self.suspension)
+        self.suspension = None
         self._operation.close()
 
     @property
     def _is_of_parent(self) -> bool:
         """We are a forked child: nobody will answer, and its locks may be held for ever."""
-        return isinstance(self.step, Call) and self.step.attachment.pid != os.getpid()
+        return isinstance(self.suspension, Call) and self.suspension.attachment.pid != os.getpid()

@@ -28,8 +28,8 @@ def footprint(lengths: Sequence[int]) -> int:
 
 
 def _rounded(length: int) -> int:
-    step = PAGE if length >= PAGE else ALIGNMENT
-    return -(-length // step) * step
+    alignment = PAGE if length >= PAGE else ALIGNMENT
+    return -(-length // alignment) * alignment
 
 
 class FreeList:
@@ -51,13 +51,13 @@ class FreeList:
         """Start of a range of `length` bytes (a multiple of ALIGNMENT), page-aligned when a page or more; None: no
         room."""
         assert length > 0 and length % ALIGNMENT == 0, length
-        step = PAGE if length >= PAGE else ALIGNMENT
+        alignment = PAGE if length >= PAGE else ALIGNMENT
         while self._dropped:
             with contextlib.suppress(IndexError):  # another thread was quicker
                 self.give_back(*self._dropped.popleft())
         with self._lock:
             for index, (start, free) in enumerate(self._free):
-                aligned = -(-start // step) * step
+                aligned = -(-start // alignment) * alignment
                 if aligned + length <= start + free:
                     before = (start, aligned - start)
                     after = (aligned + length, start + free - aligned - length)

@@ -8,15 +8,15 @@ from typing import Any, Self
 
 import grpc
 
+from kvstore.answers import QueueAccepted
 from kvstore.client.attachment import Attachment
 from kvstore.client.call import drive
 from kvstore.client.connection import Connection, State
 from kvstore.client.namespace import Namespace, queue_accepted, queue_request
 from kvstore.client.region import Region
-from kvstore.core.events import Hint, QueueAccepted
 from kvstore.errors import NotFound
 from kvstore.layout import NamespaceSpec
-from kvstore.types import Protection
+from kvstore.types import Hint, Protection
 from kvstore.v1 import hints_pb2_grpc, stats_pb2, stats_pb2_grpc
 
 STAGING_BYTES = 64 << 20

@@ -4,7 +4,7 @@ A million chunks must cost at most 300 bytes each, so a chunk is a *row number* 
 one of these conditions:
 
     resident   ready == shards                     all bytes in DRAM: a hit, unless DOOMED
-    cold       STORED, not resident                all bytes on SSD only; RISING while they are read back
+    cold       STORED, not resident                all bytes on SSD only; PROMOTING while they are read back
     partial    shard0 >= 0, neither of these       some shard is being written or was never committed
     ghost      shard0 <  0                         bytes gone; key and reason are remembered for a while
 
@@ -48,9 +48,9 @@ STORED = 64
 """Every shard is on SSD."""
 DURABLE = 128
 """Its index record is synced: it survives a power cut."""
-RISING = 256
+PROMOTING = 256
 """Waits to be read back from SSD, or is."""
-WANTED = 512
+NEEDED = 512
 """Linked among the chunks that queued jobs need, not in the recency list."""
 QUEUED = 1024
 """Waits for its write to SSD: has an entry in `State.to_store`."""
@@ -321,10 +321,12 @@ class ChunkTable:
         """The row becomes a ghost; none of its shards may have a slot any more."""
         start = self.shard0[row]
         assert self.ready[row] == 0 and self.reserved[row] == 0, self.describe(row)
-        for place in range(start, start + shards):
-            assert self.shard_segment[place] == NONE and self.disk_slab[place] == NONE, self.describe(row)
+        for shard_row in range(start, start + shards):
+            assert self.shard_segment[shard_row] == NONE and self.disk_slab[shard_row] == NONE, self.describe(
+                row
+            )
             # It tells of the bytes, and who gets the place next may be a stranger.
-            self.shard_checksum[place] = 0
+            self.shard_checksum[shard_row] = 0
         self.give_back_shards((start,), shards)
         self.shard0[row] = NONE
 

@@ -21,21 +21,21 @@ from kvstore.core.chunks import (
     DOOMED,
     DURABLE,
     LISTED,
+    NEEDED,
     NONE,
+    PROMOTING,
     QUEUED,
-    RISING,
     STORED,
     STORING,
-    WANTED,
     LinkedRows,
 )
-from kvstore.core.disk import Disk
 from kvstore.core.manifests import Manifest
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Pool, Segment
-from kvstore.core.reads import Reads
-from kvstore.core.saves import Saves
+from kvstore.core.requests.reads import Reads
+from kvstore.core.requests.saves import Saves
 from kvstore.core.segments import Segments
+from kvstore.core.ssd.tier import Disk
 from kvstore.core.state import State
 from kvstore.types import NamespaceId, SlotState
 
@@ -68,7 +68,7 @@ class Facts:
     queued: bool
     rows: LinkedRows | None
     """The list that it has to be in."""
-    places: range
+    shard_rows: range
     """Of its shards in their columns."""
     arena: tuple[Slot, ...]
     disk: tuple[Slot, ...]
@@ -89,7 +89,7 @@ class Sums:
     arena: dict[Slot, Owner] = field(default_factory=dict)
     """Who owns a slot: no slot has two owners (invariant 10)."""
     disk: dict[Slot, Owner] = field(default_factory=dict)
-    places: dict[int, int] = field(default_factory=dict)
+    shard_rows: dict[int, int] = field(default_factory=dict)
     """The row that a place in the columns of shards belongs to."""
     queued: set[int] = field(default_factory=set)
 
@@ -100,8 +100,8 @@ class Sums:
             for slot in slots:
                 assert slot not in owners, f"slot {slot} of rows {owners[slot]} and {row}"
                 owners[slot] = (row, next(states))
-        for place in facts.places:
-            assert self.places.setdefault(place, row) == row, f"shard {place} of two rows"
+        for shard_row in facts.shard_rows:
+            assert self.shard_rows.setdefault(shard_row, row) == row, f"shard {shard_row} of two rows"
         if facts.queued:
             self.queued.add(row)
 
@@ -111,8 +111,8 @@ class Sums:
             del self.arena[slot]
         for slot in facts.disk:
             del self.disk[slot]
-        for place in facts.places:
-            del self.places[place]
+        for shard_row in facts.shard_rows:
+            del self.shard_rows[shard_row]
         self.queued.discard(row)
 
     def _count(self, facts: Facts, change: int) -> None:
@@ -279,14 +279,16 @@ class Watch:
         ):
             assert +mine == +other, (mine, other)
         assert (self._sums.arena, self._sums.disk) == (anew._sums.arena, anew._sums.disk)
-        assert (self._sums.places, self._sums.queued) == (anew._sums.places, anew._sums.queued)
+        assert (self._sums.shard_rows, self._sums.queued) == (anew._sums.shard_rows, anew._sums.queued)
 
     # -------------------------------------------------------------------------------------------------------- rows
 
     def _changed_rows(self) -> set[int]:
         changed = self._rows.changed()
-        places = self._sums.places
-        changed.update([places[place] for place in self._shards.changed() if place in places])
+        shard_rows = self._sums.shard_rows
+        changed.update(
+            [shard_rows[shard_row] for shard_row in self._shards.changed() if shard_row in shard_rows]
+        )
         for owners, slots in ((self._sums.arena, self._arena), (self._sums.disk, self._slabs)):
             if slots.reassigned:
                 changed.update(row for (index, _), (row, _) in owners.items() if index in slots.reassigned)
@@ -335,42 +337,46 @@ class Watch:
         assert namespace.index.get(chunks.key[row]) == row, chunks.describe(row)
         listed = bool(flags & LISTED)
         family = (chunks.parent[row], chunks.first_child[row])
-        assert not flags & WANTED or listed, chunks.describe(row)
+        assert not flags & NEEDED or listed, chunks.describe(row)
         if start == NONE:
             assert chunks.ready[row] == chunks.reserved[row] == pins == 0, chunks.describe(row)
-            assert not flags & (STORED | STORING | RISING | WANTED), chunks.describe(row)
+            assert not flags & (STORED | STORING | PROMOTING | NEEDED), chunks.describe(row)
             assert listed == (chunks.refs[row] == 0), chunks.describe(row)
             ghosts = state.ghosts if listed else None
             return Facts(namespace, 0, 0, 0, bool(flags & QUEUED), ghosts, range(0), (), (), (), family)
-        places = range(start, start + namespace.shards)
+        shard_rows = range(start, start + namespace.shards)
         assert chunks.ready[row] == sum(chunks.shard_ready[start : start + namespace.shards]), (
             chunks.describe(row)
         )
         resident = chunks.ready[row] == namespace.shards
-        stored, rising = bool(flags & STORED), bool(flags & RISING)
+        stored, promoting = bool(flags & STORED), bool(flags & PROMOTING)
         assert not flags & DURABLE or stored, chunks.describe(row)
-        assert not rising or (stored and not resident), chunks.describe(row)
-        assert listed == (pins == 0 and not rising), chunks.describe(row)
+        assert not promoting or (stored and not resident), chunks.describe(row)
+        assert listed == (pins == 0 and not promoting), chunks.describe(row)
         assert resident or not pins, chunks.describe(row)
         assert pins or not (resident and flags & DOOMED), chunks.describe(row)
         rows: LinkedRows | None = None
         if listed and resident:
-            rows = namespace.wanted if flags & WANTED else namespace.recency
+            rows = namespace.needed if flags & NEEDED else namespace.recency
         elif listed:
-            assert not flags & WANTED, chunks.describe(row)
+            assert not flags & NEEDED, chunks.describe(row)
             rows = state.cold if stored else state.partials
             assert not stored or not chunks.ready[row], chunks.describe(row)
-        placed = [place for place in places if chunks.shard_segment[place] != NONE]
+        placed = [shard_row for shard_row in shard_rows if chunks.shard_segment[shard_row] != NONE]
         assert len(placed) == chunks.ready[row] + chunks.reserved[row], chunks.describe(row)
-        arena = tuple((chunks.shard_segment[place], chunks.shard_slot[place]) for place in placed)
-        in_arena = [SlotState.READY if chunks.shard_ready[place] else SlotState.RESERVED for place in placed]
-        self._check_arena(namespace, row, places)
+        arena = tuple((chunks.shard_segment[shard_row], chunks.shard_slot[shard_row]) for shard_row in placed)
+        in_arena = [
+            SlotState.READY if chunks.shard_ready[shard_row] else SlotState.RESERVED for shard_row in placed
+        ]
+        self._check_arena(namespace, row, shard_rows)
         disk: tuple[Slot, ...] = ()
         if flags & (STORED | STORING):
-            disk = tuple((chunks.disk_slab[place], chunks.disk_slot[place]) for place in places)
+            disk = tuple(
+                (chunks.disk_slab[shard_row], chunks.disk_slot[shard_row]) for shard_row in shard_rows
+            )
             self._check_disk(namespace, row, disk)
         else:
-            assert all(chunks.disk_slab[place] == NONE for place in places), chunks.describe(row)
+            assert all(chunks.disk_slab[shard_row] == NONE for shard_row in shard_rows), chunks.describe(row)
         doomed = bool(flags & DOOMED)
         return Facts(
             namespace,
@@ -379,19 +385,22 @@ class Watch:
             partial=not resident and not stored,
             queued=bool(flags & QUEUED),
             rows=rows,
-            places=places,
+            shard_rows=shard_rows,
             arena=arena,
             disk=disk,
             states=(*in_arena, *[SlotState.READY if stored else SlotState.RESERVED] * len(disk)),
             family=family,
         )
 
-    def _check_arena(self, namespace: Namespace, row: int, places: range) -> None:
+    def _check_arena(self, namespace: Namespace, row: int, shard_rows: range) -> None:
         chunks = self.state.chunks
-        for shard, place in enumerate(places):
-            if chunks.shard_segment[place] == NONE:
+        for shard, shard_row in enumerate(shard_rows):
+            if chunks.shard_segment[shard_row] == NONE:
                 continue
-            segment, slot = self.state.pool.segments[chunks.shard_segment[place]], chunks.shard_slot[place]
+            segment, slot = (
+                self.state.pool.segments[chunks.shard_segment[shard_row]],
+                chunks.shard_slot[shard_row],
+            )
             # Invariant 9: a chunk lies in segments of its own namespace only.
             assert segment.phase is Phase.ASSIGNED and segment.namespace == namespace.id, (
                 chunks.describe(row),
@@ -399,14 +408,14 @@ class Watch:
             )
             assert segment.slot_bytes == namespace.slot_bytes[shard], (chunks.describe(row), segment)
             assert segment.owner[slot] == row, (chunks.describe(row), segment, slot)
-            wanted = SlotState.READY if chunks.shard_ready[place] else SlotState.RESERVED
+            wanted = SlotState.READY if chunks.shard_ready[shard_row] else SlotState.RESERVED
             assert segment.state[slot] == wanted, (chunks.describe(row), segment, slot)
 
-    def _check_disk(self, namespace: Namespace, row: int, places: tuple[Slot, ...]) -> None:
+    def _check_disk(self, namespace: Namespace, row: int, shard_rows: tuple[Slot, ...]) -> None:
         """Every shard is on SSD, or on its way there."""
         chunks = self.state.chunks
         wanted = SlotState.READY if chunks.flags[row] & STORED else SlotState.RESERVED
-        for shard, (index, slot) in enumerate(places):
+        for shard, (index, slot) in enumerate(shard_rows):
             assert index != NONE, chunks.describe(row)
             slab = self.state.disk.segments[index]
             assert slab.owner[slot] == row, (chunks.describe(row), slab, slot)
@@ -465,7 +474,7 @@ class Watch:
         yield from (state.ghosts, state.cold, state.partials)
         for namespace in state.namespaces.values():
             yield namespace.recency
-            yield namespace.wanted
+            yield namespace.needed
 
     def _check_lists(self) -> None:
         """Their ends, and that as many rows say that they are in it as it counts."""
@@ -523,7 +532,7 @@ class Watch:
         chunks = self.state.chunks
         for read in self._disk.reads.values():
             for row in read.rows if read.quarantined is None else ():
-                assert chunks.flags[row] & RISING, chunks.describe(row)
+                assert chunks.flags[row] & PROMOTING, chunks.describe(row)
             for segment, slot in read.quarantined or ():
                 assert segment.state[slot] == SlotState.QUARANTINED, (segment, slot)
         copies = {op: reservation for op, (reservation, _) in self._saves.copies.items()}
@@ -543,7 +552,7 @@ class Watch:
         for row in state.demanded:
             assert state.is_resident(row), chunks.describe(row)
         for row in state.prefetched:
-            assert chunks.flags[row] & (RISING | LISTED) or chunks.pins[row], chunks.describe(row)
+            assert chunks.flags[row] & (PROMOTING | LISTED) or chunks.pins[row], chunks.describe(row)
         for row, waits in state.waits.items():
             assert waits and chunks.shard0[row] != NONE and not state.is_resident(row), chunks.describe(row)
 
@@ -656,9 +665,9 @@ class Watch:
                 writing[row] += len(reservation.shards)
                 if row in self.changed:
                     for shard in reservation.shards:
-                        place = state.chunks.shard0[row] + shard
-                        segment = state.pool.segments[state.chunks.shard_segment[place]]
-                        assert segment.state[state.chunks.shard_slot[place]] == SlotState.RESERVED, (
+                        shard_row = state.chunks.shard0[row] + shard
+                        segment = state.pool.segments[state.chunks.shard_segment[shard_row]]
+                        assert segment.state[state.chunks.shard_slot[shard_row]] == SlotState.RESERVED, (
                             reservation
                         )
         for row in writing.keys() & self.changed.keys():

@@ -32,7 +32,7 @@ class Namespace:
     index: dict[ChunkKey, int] = field(default_factory=dict)
     recency: LinkedRows = field(default_factory=LinkedRows)
     """Resident unpinned chunks that no queued job needs: the first candidates for eviction."""
-    wanted: LinkedRows = field(default_factory=LinkedRows)
+    needed: LinkedRows = field(default_factory=LinkedRows)
     """Resident unpinned chunks that queued jobs need."""
     order: list[tuple[int, int]] = field(default_factory=list)
     """Heap of (sort key, row) where the policy needs one; entries may be stale."""

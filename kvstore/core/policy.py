@@ -13,8 +13,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvstore.core import batch, wanted
-from kvstore.core.chunks import LISTED, NONE, TAIL, WANTED, ChunkTable
+from kvstore.core.bulk import batch, needed
+from kvstore.core.chunks import LISTED, NEEDED, NONE, TAIL, ChunkTable
 from kvstore.core.namespaces import Namespace
 from kvstore.types import NamespaceId
 
@@ -57,7 +57,7 @@ class Policy:
         stand in chain order, and as with `add` descendants go before their ancestors."""
         chunks = self._chunks
         if len(rows) >= self._batch_min and self.kind != "fifo" and self.rank.keys().isdisjoint(rows):
-            wanted.put_back(self, chunks, namespace, batch.as_rows(rows))
+            needed.put_back(self, chunks, namespace, batch.as_rows(rows))
             return
         oldest, newest = namespace.recency.oldest, namespace.recency.newest
         long_unused: list[int] = []
@@ -76,8 +76,8 @@ class Policy:
     def remove(self, namespace: Namespace, row: int) -> None:
         chunks = self._chunks
         if chunks.flags[row] & LISTED:
-            chunks.unlink(namespace.wanted if chunks.flags[row] & WANTED else namespace.recency, row)
-            chunks.flags[row] &= ~WANTED
+            chunks.unlink(namespace.needed if chunks.flags[row] & NEEDED else namespace.recency, row)
+            chunks.flags[row] &= ~NEEDED
 
     def victims(self, namespace: Namespace, limit: int, sooner_than: int = -1) -> Iterator[int]:
         """At most `limit` rows, the next victim first. Of chunks that queued jobs need, only those of jobs after
@@ -106,7 +106,7 @@ class Policy:
         chunks = self._chunks
         before, self.rank = self.rank, rank
         if len(before) + len(rank) >= self._batch_min:
-            wanted.changed(self, chunks, namespaces, before, rank)
+            needed.changed(self, chunks, namespaces, before, rank)
         else:
             self._changed(namespaces, before, rank)
         for namespace in namespaces.values():
@@ -115,12 +115,12 @@ class Policy:
     def _changed(
         self, namespaces: Mapping[NamespaceId, Namespace], before: Mapping[int, int], rank: Mapping[int, int]
     ) -> None:
-        """`wanted.changed`, one by one."""
+        """`needed.changed`, one by one."""
         chunks = self._chunks
         flags = chunks.flags
         gone: dict[NamespaceId, list[int]] = {}
         for row in before:
-            if row not in rank and flags[row] & WANTED:
+            if row not in rank and flags[row] & NEEDED:
                 gone.setdefault(NamespaceId(chunks.namespace[row]), []).append(row)
         for number, rows in gone.items():
             for row in rows:
@@ -129,26 +129,26 @@ class Policy:
         for namespace in namespaces.values():
             namespace.order.clear()
         orders = {namespace.id: namespace.order for namespace in namespaces.values()}
-        for row, place in rank.items():
-            if flags[row] & WANTED:
-                orders[NamespaceId(chunks.namespace[row])].append((-place, row))
+        for row, position in rank.items():
+            if flags[row] & NEEDED:
+                orders[NamespaceId(chunks.namespace[row])].append((-position, row))
             elif flags[row] & LISTED:
                 namespace = namespaces[NamespaceId(chunks.namespace[row])]
                 if chunks.ready[row] == namespace.shards:
                     self.remove(namespace, row)
-                    self._link_wanted(namespace, row)
-                    namespace.order.append((-place, row))
+                    self._link_needed(namespace, row)
+                    namespace.order.append((-position, row))
 
     def forget(self, row: int) -> None:
         """The row's bytes are gone, or its number is about to be reused."""
         self.rank.pop(row, None)
 
-    def _link_wanted(self, namespace: Namespace, row: int) -> None:
-        self._chunks.link_newest(namespace.wanted, row)
-        self._chunks.flags[row] |= WANTED
+    def _link_needed(self, namespace: Namespace, row: int) -> None:
+        self._chunks.link_newest(namespace.needed, row)
+        self._chunks.flags[row] |= NEEDED
 
     def _want(self, namespace: Namespace, row: int) -> None:
-        self._link_wanted(namespace, row)
+        self._link_needed(namespace, row)
         heapq.heappush(namespace.order, (-self.rank[row], row))
 
     def _by_order(self, namespace: Namespace, limit: int, sooner_than: int) -> Iterator[int]:
@@ -176,4 +176,4 @@ class Policy:
             return True
         if self.kind == "fifo":
             return chunks.ready[row] != namespace.shards or chunks.born_at[row] != sort_key
-        return not chunks.flags[row] & WANTED or self.rank.get(row) != -sort_key
+        return not chunks.flags[row] & NEEDED or self.rank.get(row) != -sort_key

@@ -266,11 +266,11 @@ class Pool:
             del slab.with_free[segment.index]
         return segment, slots
 
-    def fill(self, segment: Segment, slot: int) -> None:
+    def mark_ready(self, segment: Segment, slot: int) -> None:
         """RESERVED -> READY: the bytes are in."""
         self._change(segment, slot, SlotState.RESERVED, SlotState.READY)
 
-    def fill_many(self, segment: Segment, slots: Slots) -> None:
+    def mark_ready_many(self, segment: Segment, slots: Slots) -> None:
         self._change_many(segment, slots, SlotState.RESERVED, SlotState.READY)
 
     def pass_on(self, segment: Segment, slots: Slots, owners: Slots) -> None:

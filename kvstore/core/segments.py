@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from kvstore.core import batch, planner
 from kvstore.core import events as ev
+from kvstore.core import planner
+from kvstore.core.bulk import batch
 from kvstore.core.chunks import NONE, QUEUED, STORED
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment, SlabClass
@@ -411,7 +412,7 @@ class Segments:
             old, old_slot = state.unplace_shard(row, shard)
             state.free_slot(old, old_slot)
             state.place_shard(row, shard, target, slot)
-            state.pool.fill(target, slot)
+            state.pool.mark_ready(target, slot)
             target.touched_at = max(target.touched_at, old.touched_at)
             chunks.shard_checksum[place] = checksum
             chunks.shard_ready[place] = 1

@@ -1,7 +1,7 @@
 """What the core knows, and the few transitions that everything else is made of.
 
 Every change of a chunk's condition, a pin or a slot goes through a method here, so that the invariants have one place
-each. `Reads`, `Saves`, `Segments`, `Disk`, `Queue` and `Dialogues` decide; this file keeps the books.
+each. `Reads`, `Saves`, `Segments`, `Disk`, `Queue` and `Sessions` decide; this file keeps the books.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from kvstore.core import batch, ghosts
+from kvstore.core.bulk import batch, ghosts
 from kvstore.core.chunks import (
     COMMITTED,
     DOOMED,
     DURABLE,
     LISTED,
     NONE,
+    PROMOTING,
     QUEUED,
-    RISING,
     STORED,
     STORING,
     TAIL,
@@ -35,8 +35,8 @@ from kvstore.core.manifests import SessionBook
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policy import Policy
 from kvstore.core.pool import Phase, Pool, Segment
-from kvstore.core.quarantine import QuarantineBook
 from kvstore.core.reservation import Reservation
+from kvstore.core.ssd.quarantine import QuarantineBook
 from kvstore.core.workers import EngineGroup, Worker
 from kvstore.errors import Denied, NotFound, Unauthenticated
 from kvstore.types import (
@@ -68,7 +68,7 @@ MAKERS_MAX = 65_536
 
 
 @dataclass(slots=True)
-class Wait:
+class Waiter:
     """A worker that wants to be told when a PENDING chunk settles."""
 
     worker: WorkerId
@@ -100,7 +100,7 @@ class State:
     reservations: dict[ReservationId, Reservation] = field(default_factory=dict)
     ghosts: LinkedRows = field(default_factory=LinkedRows)
     cold: LinkedRows = field(default_factory=LinkedRows)
-    """Chunks on SSD only and not rising, in the order in which they left DRAM: the candidates to leave the SSD."""
+    """Chunks on SSD only and not promoting, in the order in which they left DRAM: the candidates to leave the SSD."""
     to_store: deque[tuple[int, ChunkKey]] = field(default_factory=deque)
     """Resident chunks that are not on SSD yet, in the order of their commits; entries may be stale."""
     dirty_chunks: dict[tuple[NamespaceId, ChunkKey], Millis] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class State:
     """Rows that came to DRAM because somebody asked, and were not used since: their next use is a hit on SSD."""
     partials: LinkedRows = field(default_factory=LinkedRows)
     """Chunks that lack some shard, in the order of `used_at`: since when they wait for it."""
-    waits: dict[int, list[Wait]] = field(default_factory=dict)
+    waits: dict[int, list[Waiter]] = field(default_factory=dict)
     """By chunk row."""
     counters: Counter[str] = field(default_factory=Counter)
     effects: list[Effect] = field(default_factory=list)
@@ -236,23 +236,23 @@ class State:
                 segment = segments[chunks.shard_segment[start + shard]]
                 slot = chunks.shard_slot[start + shard]
                 checksum = chunks.shard_checksum[start + shard]
-                place = slot * segment.slot_bytes
-                fields.append((segment.id, place, lengths[shard], slot, segment.generation[slot], checksum))
+                offset = slot * segment.slot_bytes
+                fields.append((segment.id, offset, lengths[shard], slot, segment.generation[slot], checksum))
         return Extents.of_rows(fields)
 
     def extent(self, row: int, shard: int, length: int) -> Extent:
         """Where a shard is; its slot must be there."""
         chunks = self.chunks
-        place = chunks.shard0[row] + shard
-        segment = self.pool.segments[chunks.shard_segment[place]]
-        slot = chunks.shard_slot[place]
+        shard_row = chunks.shard0[row] + shard
+        segment = self.pool.segments[chunks.shard_segment[shard_row]]
+        slot = chunks.shard_slot[shard_row]
         return Extent(
             segment.id,
             slot * segment.slot_bytes,
             length,
             slot,
             segment.generation[slot],
-            chunks.shard_checksum[place],
+            chunks.shard_checksum[shard_row],
         )
 
     # --------------------------------------------------------------------------------------------------- slots
@@ -294,36 +294,36 @@ class State:
         """Bytes of a chunk are not those that were committed: counted, and logged once. What is done about it is up to
         the caller."""
         chunks = self.chunks
-        places = []
-        for place in range(chunks.shard0[row], chunks.shard0[row] + self.namespace_of(row).shards):
-            pool, index, slot = self.pool, chunks.shard_segment[place], chunks.shard_slot[place]
+        found = []
+        for shard_row in range(chunks.shard0[row], chunks.shard0[row] + self.namespace_of(row).shards):
+            pool, index, slot = self.pool, chunks.shard_segment[shard_row], chunks.shard_slot[shard_row]
             if tier is Tier.SSD:
-                pool, index, slot = self.disk, chunks.disk_slab[place], chunks.disk_slot[place]
+                pool, index, slot = self.disk, chunks.disk_slab[shard_row], chunks.disk_slot[shard_row]
             if index != NONE:
-                places.append((int(pool.segments[index].id), slot))
+                found.append((int(pool.segments[index].id), slot))
         self.counters["chunks_corrupt"] += 1
         self.effects.append(
-            Quarantined(tier, tuple(places), NamespaceId(chunks.namespace[row]), chunks.key[row], why, miss)
+            Quarantined(tier, tuple(found), NamespaceId(chunks.namespace[row]), chunks.key[row], why, miss)
         )
 
     def place_shard(self, row: int, shard: int, segment: Segment, slot: int) -> None:
         """A RESERVED slot for a shard that has none."""
-        place = self.chunks.shard0[row] + shard
-        assert self.chunks.shard_segment[place] == NONE, self.chunks.describe(row)
-        self.chunks.shard_segment[place] = segment.index
-        self.chunks.shard_slot[place] = slot
+        shard_row = self.chunks.shard0[row] + shard
+        assert self.chunks.shard_segment[shard_row] == NONE, self.chunks.describe(row)
+        self.chunks.shard_segment[shard_row] = segment.index
+        self.chunks.shard_slot[shard_row] = slot
         self.chunks.reserved[row] += 1
 
     def unplace_shard(self, row: int, shard: int) -> tuple[Segment, int]:
         """Take a shard's slot away from it; what becomes of the slot is the caller's business."""
         chunks = self.chunks
-        place = chunks.shard0[row] + shard
-        segment, slot = self.pool.segments[chunks.shard_segment[place]], chunks.shard_slot[place]
+        shard_row = chunks.shard0[row] + shard
+        segment, slot = self.pool.segments[chunks.shard_segment[shard_row]], chunks.shard_slot[shard_row]
         assert segment.owner[slot] == row, (chunks.describe(row), segment, slot)
         # The checksum stays: it is also that of the copy on SSD, and what a read from there must match.
-        chunks.shard_segment[place] = chunks.shard_slot[place] = NONE
-        if chunks.shard_ready[place]:
-            chunks.shard_ready[place] = 0
+        chunks.shard_segment[shard_row] = chunks.shard_slot[shard_row] = NONE
+        if chunks.shard_ready[shard_row]:
+            chunks.shard_ready[shard_row] = 0
             chunks.ready[row] -= 1
         else:
             chunks.reserved[row] -= 1
@@ -401,21 +401,21 @@ class State:
         self._tally(namespace, row, +1)
         chunks.link_newest(self.partials, row)
 
-    def shard_filled(self, namespace: Namespace, row: int, shard: int, checksum: int) -> bool:
+    def mark_shard_ready(self, namespace: Namespace, row: int, shard: int, checksum: int) -> bool:
         """RESERVED -> READY; with the last shard the chunk becomes resident. True: that is so, and the caller makes it
         evictable (`arrived`), together with those that came with it."""
         chunks = self.chunks
-        place = chunks.shard0[row] + shard
-        segment = self.pool.segments[chunks.shard_segment[place]]
-        self.pool.fill(segment, chunks.shard_slot[place])
+        shard_row = chunks.shard0[row] + shard
+        segment = self.pool.segments[chunks.shard_segment[shard_row]]
+        self.pool.mark_ready(segment, chunks.shard_slot[shard_row])
         segment.touched_at = self.now
         whole = chunks.ready[row] + 1 == namespace.shards
         if whole:
             self._tally(namespace, row, -1)
-        if not chunks.flags[row] & RISING:
+        if not chunks.flags[row] & PROMOTING:
             chunks.born_at[row] = self.now  # what was computed until now is in it
-        chunks.shard_checksum[place] = checksum
-        chunks.shard_ready[place] = 1
+        chunks.shard_checksum[shard_row] = checksum
+        chunks.shard_ready[shard_row] = 1
         chunks.reserved[row] -= 1
         chunks.ready[row] += 1
         if not whole:
@@ -423,7 +423,7 @@ class State:
         self._tally(namespace, row, +1)
         if chunks.flags[row] & LISTED:
             chunks.unlink(self.partials, row)
-        chunks.flags[row] = chunks.flags[row] & ~RISING | COMMITTED
+        chunks.flags[row] = chunks.flags[row] & ~PROMOTING | COMMITTED
         if chunks.flags[row] & DOOMED:
             self.to_ghost(row, Reason(chunks.reason[row]))
             return False
@@ -470,7 +470,7 @@ class State:
         if chunks.flags[row] & DOOMED:
             return False
         usable = self.is_resident(row) or bool(chunks.flags[row] & STORED)
-        if chunks.pins[row] or chunks.reserved[row] or chunks.flags[row] & RISING:
+        if chunks.pins[row] or chunks.reserved[row] or chunks.flags[row] & PROMOTING:
             namespace = self.namespace_of(row)
             self._tally(namespace, row, -1)
             chunks.flags[row] |= DOOMED
@@ -490,7 +490,7 @@ class State:
         chunks = self.chunks
         namespace = self.namespace_of(row)
         assert not chunks.pins[row] and not chunks.reserved[row], chunks.describe(row)
-        assert not chunks.flags[row] & (STORING | RISING), chunks.describe(row)
+        assert not chunks.flags[row] & (STORING | PROMOTING), chunks.describe(row)
         self._unlist(namespace, row)
         self._tally(namespace, row, -1)
         nothing_lost = chunks.ready[row] == 0 and not chunks.flags[row] & STORED
@@ -564,24 +564,24 @@ class State:
     # ---------------------------------------------------------------------------------------------------- disk
 
     def place_on_disk(self, row: int, shard: int, slab: Segment, slot: int, generation: int) -> None:
-        place = self.chunks.shard0[row] + shard
-        assert self.chunks.disk_slab[place] == NONE, self.chunks.describe(row)
-        self.chunks.disk_slab[place] = slab.index
-        self.chunks.disk_slot[place] = slot
-        self.chunks.disk_generation[place] = generation
+        shard_row = self.chunks.shard0[row] + shard
+        assert self.chunks.disk_slab[shard_row] == NONE, self.chunks.describe(row)
+        self.chunks.disk_slab[shard_row] = slab.index
+        self.chunks.disk_slot[shard_row] = slot
+        self.chunks.disk_generation[shard_row] = generation
 
     def disk_place(self, row: int, shard: int) -> DiskPlace:
         chunks = self.chunks
-        place = chunks.shard0[row] + shard
-        slab = self.disk.segments[chunks.disk_slab[place]]
-        return DiskPlace(SlabId(slab.id), chunks.disk_slot[place], chunks.disk_generation[place])
+        shard_row = chunks.shard0[row] + shard
+        slab = self.disk.segments[chunks.disk_slab[shard_row]]
+        return DiskPlace(SlabId(slab.id), chunks.disk_slot[shard_row], chunks.disk_generation[shard_row])
 
     def unplace_from_disk(self, row: int, shard: int, *, quarantine: bool = False) -> None:
         chunks = self.chunks
-        place = chunks.shard0[row] + shard
-        slab, slot = self.disk.segments[chunks.disk_slab[place]], chunks.disk_slot[place]
+        shard_row = chunks.shard0[row] + shard
+        slab, slot = self.disk.segments[chunks.disk_slab[shard_row]], chunks.disk_slot[shard_row]
         assert slab.owner[slot] == row, (chunks.describe(row), slab, slot)
-        chunks.disk_slab[place] = chunks.disk_slot[place] = NONE
+        chunks.disk_slab[shard_row] = chunks.disk_slot[shard_row] = NONE
         if quarantine:
             self._book(Tier.SSD, slab, slot, corrupt=True)
             self.disk.quarantine(slab, slot)
@@ -616,7 +616,7 @@ class State:
         assert chunks.flags[row] & STORED and not chunks.reserved[row] and not chunks.ready[row], (
             chunks.describe(row)
         )
-        chunks.flags[row] &= ~RISING
+        chunks.flags[row] &= ~PROMOTING
         if chunks.flags[row] & DOOMED:
             self.to_ghost(row, Reason(chunks.reason[row]))
         else:
@@ -712,8 +712,8 @@ class State:
 
     def _count_pinned(self, namespace: Namespace, row: int, change: int) -> None:
         start = self.chunks.shard0[row]
-        for place in range(start, start + namespace.shards):
-            self.pool.segments[self.chunks.shard_segment[place]].pinned += change
+        for shard_row in range(start, start + namespace.shards):
+            self.pool.segments[self.chunks.shard_segment[shard_row]].pinned += change
 
     def close_lease(self, lease: Lease) -> None:
         """Unpin all of it: released, revoked, or its engine group is gone."""
@@ -728,14 +728,14 @@ class State:
     def wait_for(self, worker: Worker, row: int, until: Millis) -> None:
         if worker.waits < self.limits.waits_per_worker_max:
             worker.waits += 1
-            self.waits.setdefault(row, []).append(Wait(worker.id, until))
+            self.waits.setdefault(row, []).append(Waiter(worker.id, until))
 
     def settle(self, row: int, *, ready: bool) -> None:
         """Tell whoever waits for this chunk."""
         for wait in self.waits.pop(row, ()):
             self.tell(wait, row, ready=ready)
 
-    def tell(self, wait: Wait, row: int, *, ready: bool) -> None:
+    def tell(self, wait: Waiter, row: int, *, ready: bool) -> None:
         worker = self.workers.get(wait.worker)
         if worker is None:
             return

@@ -13,21 +13,21 @@ from typing import Any
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE
-from kvstore.core.dialogues import Dialogues
-from kvstore.core.disk import Disk
-from kvstore.core.duplicates import Duplicates
 from kvstore.core.integrity import FULL_EVERY, Watch
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
-from kvstore.core.queue import Queue
-from kvstore.core.reads import Reads
-from kvstore.core.recall import Recalls
-from kvstore.core.restart import Restored, Snapshot, restore
-from kvstore.core.rewrites import Rewrites
-from kvstore.core.saves import Saves
-from kvstore.core.scrub import Scrub
+from kvstore.core.requests.duplicates import Duplicates
+from kvstore.core.requests.queue import Queue
+from kvstore.core.requests.reads import Reads
+from kvstore.core.requests.recall import Recalls
+from kvstore.core.requests.saves import Saves
+from kvstore.core.requests.sessions import Sessions
 from kvstore.core.segments import Segments
+from kvstore.core.ssd.restart import Restored, Snapshot, restore
+from kvstore.core.ssd.rewrites import Rewrites
+from kvstore.core.ssd.scrub import Scrubber
+from kvstore.core.ssd.tier import Disk
 from kvstore.core.state import State
 from kvstore.core.stats import stats
 from kvstore.core.workers import EngineGroup, Memory, Worker
@@ -61,13 +61,13 @@ class Store:
         self.segments = Segments(self.state, self.reads.revoke)
         self.saves = Saves(self.state, self.segments)
         self.disk = Disk(self.state, self.segments)
-        self.queue = Queue(self.state, lambda row: self.disk.rise(row, demanded=False))
-        self.dialogues = Dialogues(self.state)
+        self.queue = Queue(self.state, lambda row: self.disk.promote(row, demanded=False))
+        self.sessions = Sessions(self.state)
         self.duplicates = Duplicates(self.state, self.reads)
         self.rewrites = Rewrites(self.state, self.disk.durability)
         self.recalls = Recalls(self.state, self.disk.durability)
-        self.scrub = Scrub(self.state, self.disk)
-        self.reads.rise = lambda row: self.disk.rise(row, demanded=True)
+        self.scrub = Scrubber(self.state, self.disk)
+        self.reads.promote = lambda row: self.disk.promote(row, demanded=True)
         self.saves.await_durable = self.disk.durability.await_durable
         self._next_namespace = 1
         self._requests: dict[type, Callable[[Worker, Any], ev.Answer | None]] = {
@@ -82,13 +82,13 @@ class Store:
             ev.Abort: self.saves.abort,
             ev.ReportLoad: self.reads.report,
             ev.ReportDuplicates: self.duplicates.report,
-            ev.GetSession: self.dialogues.get,
-            ev.UpdateSession: self.dialogues.update,
-            ev.Truncate: self.dialogues.truncate,
-            ev.Fork: self.dialogues.fork,
-            ev.Forget: self.dialogues.forget,
-            ev.ListSessions: self.dialogues.list,
-            ev.Explain: self.dialogues.explain,
+            ev.GetSession: self.sessions.get,
+            ev.UpdateSession: self.sessions.update,
+            ev.Truncate: self.sessions.truncate,
+            ev.Fork: self.sessions.fork,
+            ev.Forget: self.sessions.forget,
+            ev.ListSessions: self.sessions.list,
+            ev.Explain: self.sessions.explain,
             ev.GetStats: lambda worker, _: ev.Stats(stats(self.state, worker)),
             ev.PublishQueue: self.queue.publish,
             ev.Scrub: self.scrub.ask,
@@ -146,7 +146,7 @@ class Store:
 
     def has_ahead(self) -> bool:
         """Whether an `Idle` may find something to do."""
-        return self.segments.is_short() or bool(self.dialogues.forgetting) or self.recalls.going
+        return self.segments.is_short() or bool(self.sessions.forgetting) or self.recalls.going
 
     def hurry(self) -> None:
         """The daemon is about to stop: what the index lacks is written as soon as it can be, from now on."""
@@ -389,7 +389,7 @@ class Store:
 
     def _idle(self) -> None:
         self.segments.evict_ahead()
-        self.dialogues.go_on()
+        self.sessions.go_on()
         self.recalls.go_on()
 
     def _tick(self) -> None:
@@ -397,7 +397,7 @@ class Store:
         self.segments.tick()
         self.disk.tick()
         self.queue.tick()
-        self.dialogues.tick()
+        self.sessions.tick()
         self.recalls.tick()
         self.rewrites.tick()
         self.scrub.tick()
@@ -431,7 +431,7 @@ class Store:
             if namespace.sessions:
                 mine = (s for s in state.sessions.by_name.values() if s.namespace == namespace.id)
                 for session in list(islice(mine, min(left, namespace.sessions))):
-                    self.dialogues.drop(session)
+                    self.sessions.drop(session)
                     left -= 1
             alive = ((k, row) for k, row in namespace.index.items() if not chunks.flags[row] & DOOMED)
             for key, row in list(islice(alive, max(0, left))):

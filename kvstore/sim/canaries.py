@@ -8,15 +8,15 @@ from typing import Any
 from unittest import mock
 
 from kvstore.core import events as ev
-from kvstore.core import reads
 from kvstore.core.chunks import DOOMED, NONE, ChunkTable
-from kvstore.core.disk import Disk, Read
-from kvstore.core.durability import Durability
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policy import Policy
 from kvstore.core.pool import Pool, Segment
-from kvstore.core.saves import Saves
+from kvstore.core.requests import reads
+from kvstore.core.requests.saves import Saves
 from kvstore.core.segments import Segments
+from kvstore.core.ssd.durability import Durability
+from kvstore.core.ssd.tier import Disk, Read
 from kvstore.core.state import State
 from kvstore.types import ChunkKey, DiskResult, NamespaceId, OpId, Outcome, Reason
 

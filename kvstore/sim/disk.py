@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DOOMED, DURABLE, NONE, RISING, STORED
-from kvstore.core.disk import BYTES_PER_OP_MAX, CHUNKS_PER_OP_MAX
-from kvstore.core.restart import ChunkBatch, Restored, Snapshot
+from kvstore.core.chunks import DOOMED, DURABLE, NONE, PROMOTING, STORED
+from kvstore.core.ssd.restart import ChunkBatch, Restored, Snapshot
+from kvstore.core.ssd.tier import BYTES_PER_OP_MAX, CHUNKS_PER_OP_MAX
 from kvstore.types import (
     ChunkKey,
     DiskPlace,
@@ -526,7 +526,7 @@ class DiskWorld(World):
         return self.answers.get((worker, request))
 
     def where(self, namespace: NamespaceId, keys: Sequence[ChunkKey]) -> list[str]:
-        """Per key: "dram", "dram+ssd", "ssd", "rising", "partial", or the reason why it is gone."""
+        """Per key: "dram", "dram+ssd", "ssd", "promoting", "partial", or the reason why it is gone."""
         state = self.store.state
         found = []
         for key in keys:
@@ -539,7 +539,7 @@ class DiskWorld(World):
             if state.is_resident(row):
                 found.append("dram+ssd" if stored else "dram")
             elif stored:
-                found.append("rising" if state.chunks.flags[row] & RISING else "ssd")
+                found.append("promoting" if state.chunks.flags[row] & PROMOTING else "ssd")
             else:
                 found.append("partial")
         return found

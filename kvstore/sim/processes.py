@@ -38,7 +38,7 @@ ANSWER_MS = 400
 TRIES = 3
 """and how often it asks."""
 KEYS_MAX = 24
-"""Chunks of a dialogue, after which it begins anew."""
+"""Chunks of a conversation, after which it begins anew."""
 SOLO, RANKED = 0, 1
 """Namespaces of each tenant: one shard a chunk, and two that are written by different ranks."""
 
@@ -68,7 +68,7 @@ class Settled:
 
 
 @dataclass(slots=True)
-class Dialogue:
+class Conversation:
     """A conversation as its engine knows it; the chunks of its beginning may be shared with others."""
 
     name: bytes
@@ -79,7 +79,7 @@ class Dialogue:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SaveTask:
     """What a rank is told to save."""
 
     namespace: int
@@ -112,7 +112,7 @@ class Process:
     kind: str
     """"engine", "rank", "scheduler" or "operator"."""
     random: random.Random
-    dialogues: dict[int, list[Dialogue]]
+    conversations: dict[int, list[Conversation]]
     """Of its tenant, by namespace."""
     worker: WorkerId = WorkerId(0)
     program: Program | None = None
@@ -125,7 +125,7 @@ class Process:
     leaving: bool = False
     """It ends after this turn."""
     namespaces: list[NamespaceId] = field(default_factory=list)
-    jobs: deque[Job] = field(default_factory=lambda: deque(maxlen=8))
+    tasks: deque[SaveTask] = field(default_factory=lambda: deque(maxlen=8))
     peers: list[Process] = field(default_factory=list)
     """The other ranks of its engine."""
     requests: int = 0
@@ -191,29 +191,31 @@ class Process:
         namespace = self.namespaces[number]
         if chance.random() < 0.01:
             yield from self._intrude()
-        dialogue = chance.choice(self.dialogues[number])
+        conversation = chance.choice(self.conversations[number])
         if chance.random() < 0.2:
-            yield from self._edit(namespace, number, dialogue)
-        keys = tuple(dialogue.keys)
+            yield from self._edit(namespace, number, conversation)
+        keys = tuple(conversation.keys)
         if keys:
             yield from self.ask(ev.Match, namespace, keys, len(keys) * CHUNK_TOKENS)
             yield from self._load(namespace, keys)
-        fresh = self._grow(dialogue)
+        fresh = self._grow(conversation)
         yield Sleep(chance.randrange(20))  # the engine computes
-        yield from self._save_all(number, dialogue, fresh)
-        yield from self._update(namespace, dialogue)
+        yield from self._save_all(number, conversation, fresh)
+        yield from self._update(namespace, conversation)
 
-    def _grow(self, dialogue: Dialogue) -> int:
+    def _grow(self, conversation: Conversation) -> int:
         """The next chunks of the conversation; how many. A tail stays outside of `keys`."""
-        if len(dialogue.keys) >= KEYS_MAX:
-            dialogue.keys = dialogue.keys[:2]  # another conversation that begins with the same words
-            dialogue.derived = False
-            dialogue.born += 1
-        fresh = self.random.randrange(6, 14) if len(dialogue.keys) < 6 else self.random.randrange(1, 6)
-        kind = b"derived" if dialogue.derived else b"exact"
+        if len(conversation.keys) >= KEYS_MAX:
+            conversation.keys = conversation.keys[:2]  # another conversation that begins with the same words
+            conversation.derived = False
+            conversation.born += 1
+        fresh = self.random.randrange(6, 14) if len(conversation.keys) < 6 else self.random.randrange(1, 6)
+        kind = b"derived" if conversation.derived else b"exact"
         for _ in range(fresh):
-            at = len(dialogue.keys)
-            dialogue.keys.append(ChunkKey(b"%s %s %d %d" % (dialogue.name, kind, dialogue.born, at)))
+            at = len(conversation.keys)
+            conversation.keys.append(
+                ChunkKey(b"%s %s %d %d" % (conversation.name, kind, conversation.born, at))
+            )
         return fresh
 
     # ----------------------------------------------------------------------------------------------------- loading
@@ -281,39 +283,41 @@ class Process:
 
     # ------------------------------------------------------------------------------------------------------ saving
 
-    def _save_all(self, number: int, dialogue: Dialogue, fresh: int) -> Program:
+    def _save_all(self, number: int, conversation: Conversation, fresh: int) -> Program:
         """This rank's shards itself, those of the other ranks by telling them."""
         chance = self.random
-        keys = tuple(dialogue.keys[-fresh - chance.randrange(3) :])
-        before = dialogue.keys[: -len(keys)]
+        keys = tuple(conversation.keys[-fresh - chance.randrange(3) :])
+        before = conversation.keys[: -len(keys)]
         parent = before[-1] if before else ChunkKey(b"")
-        job = Job(number, keys, (), parent, dialogue.derived)
+        task = SaveTask(number, keys, (), parent, conversation.derived)
         if chance.random() < 0.15:
             count = chance.randrange(1, CHUNK_TOKENS)
             keys = (*keys, ChunkKey(b"%s tail %d" % (keys[-1], count)))
-            job = Job(number, keys, (*[CHUNK_TOKENS] * (len(keys) - 1), count), parent, dialogue.derived)
+            task = SaveTask(
+                number, keys, (*[CHUNK_TOKENS] * (len(keys) - 1), count), parent, conversation.derived
+            )
         shards: tuple[int, ...] = ()
         if number == RANKED and self.peers:
             shards = (self.rank,)
             for peer in self.peers:
-                peer.jobs.append(job)
-        yield from self._save(job, shards)
+                peer.tasks.append(task)
+        yield from self._save(task, shards)
 
-    def _save(self, job: Job, shards: tuple[int, ...]) -> Program:
+    def _save(self, task: SaveTask, shards: tuple[int, ...]) -> Program:
         chance, cluster = self.random, self.host.cluster
         reserved: ev.Reserved = yield from self.ask(
             ev.Reserve,
-            self.namespaces[job.namespace],
-            job.keys,
-            parent=job.parent,
-            token_counts=job.counts,
+            self.namespaces[task.namespace],
+            task.keys,
+            parent=task.parent,
+            token_counts=task.counts,
             shards=shards,
-            derived=job.derived,
+            derived=task.derived,
             maker=self.maker,
             transient=chance.random() < 0.1,
         )
         if GrantResult.ALREADY in reserved.results and chance.random() < 0.2:
-            yield from self._compare(job, reserved)
+            yield from self._compare(task, reserved)
         if not reserved.reservation:
             if GrantResult.FULL in reserved.results:
                 yield Sleep(20)
@@ -350,12 +354,12 @@ class Process:
         """Another one after a while: one that was recalled is granted nothing any more."""
         return b"%s %d" % (self.name.encode(), self.host.clock // 4_000)
 
-    def _compare(self, job: Job, reserved: ev.Reserved) -> Program:
+    def _compare(self, task: SaveTask, reserved: ev.Reserved) -> Program:
         """Tell what it computed for what others had committed; now and then it is something else."""
-        namespace, committed = self.namespaces[job.namespace], self.host.cluster.committed
+        namespace, committed = self.namespaces[task.namespace], self.host.cluster.committed
         keys = [
             key
-            for key, result in zip(job.keys, reserved.results, strict=True)
+            for key, result in zip(task.keys, reserved.results, strict=True)
             if result is GrantResult.ALREADY
         ]
         sums = tuple(committed.get((namespace, key, 0), 1) ^ (self.random.random() < 0.1) for key in keys)
@@ -399,24 +403,24 @@ class Process:
 
     def _job(self) -> Program:
         """A rank that follows: it saves its shard of what the first rank saves."""
-        if not self.jobs:
+        if not self.tasks:
             yield Sleep(5)
             return
-        job = self.jobs.popleft()
+        task = self.tasks.popleft()
         if self.host.clock < self.fails_until:
             return
         if self.host.clock < self.lags_until:
             yield Sleep(self.random.randrange(1_500))
-        yield from self._save(job, (self.rank,))
+        yield from self._save(task, (self.rank,))
         if self.random.random() < 0.3:
-            yield from self._load(self.namespaces[job.namespace], job.keys)
+            yield from self._load(self.namespaces[task.namespace], task.keys)
 
     # ---------------------------------------------------------------------------------------------------- sessions
 
-    def _update(self, namespace: NamespaceId, dialogue: Dialogue) -> Program:
+    def _update(self, namespace: NamespaceId, conversation: Conversation) -> Program:
         """Let the session name what was saved; what is not there yet, or not any more, another time."""
-        info: ev.SessionInfo = yield from self.ask(ev.GetSession, namespace, dialogue.name)
-        keys = dialogue.keys
+        info: ev.SessionInfo = yield from self.ask(ev.GetSession, namespace, conversation.name)
+        keys = conversation.keys
         keep = 0
         while keep < min(len(keys), len(info.entries)) and info.entries[keep].key == keys[keep]:
             keep += 1
@@ -429,41 +433,41 @@ class Process:
             position += CHUNK_TOKENS
         if entries and matched.usable > keep:
             yield from self.ask(
-                ev.UpdateSession, namespace, dialogue.name, info.version, keep, tuple(entries)
+                ev.UpdateSession, namespace, conversation.name, info.version, keep, tuple(entries)
             )
 
-    def _edit(self, namespace: NamespaceId, number: int, dialogue: Dialogue) -> Program:
+    def _edit(self, namespace: NamespaceId, number: int, conversation: Conversation) -> Program:
         """Truncate, fork or forget a session, or forget single keys."""
         chance = self.random
         what = chance.random()
         if what < 0.4:
-            info: ev.SessionInfo = yield from self.ask(ev.GetSession, namespace, dialogue.name)
+            info: ev.SessionInfo = yield from self.ask(ev.GetSession, namespace, conversation.name)
             if len(info.entries) > 2:
                 cut = info.entries[chance.randrange(len(info.entries) - 1)]
                 where = cut.first_token + cut.delta
                 after: ev.SessionInfo = yield from self.ask(
                     ev.Truncate,
                     namespace,
-                    dialogue.name,
+                    conversation.name,
                     info.version,
                     where,
                     cut.token_count,
                     chance.random() < 0.5,
                 )
-                dialogue.keys = [entry.key for entry in after.entries]
-                dialogue.derived = True
-                dialogue.born += 1
+                conversation.keys = [entry.key for entry in after.entries]
+                conversation.derived = True
+                conversation.born += 1
         elif what < 0.8:
-            other = chance.choice(self.dialogues[number])
+            other = chance.choice(self.conversations[number])
             yield from self.ask(ev.Forget, namespace, other.name)
-            yield from self.ask(ev.Fork, namespace, dialogue.name, other.name)
-            other.keys = list(dialogue.keys)
-            other.derived = dialogue.derived
+            yield from self.ask(ev.Fork, namespace, conversation.name, other.name)
+            other.keys = list(conversation.keys)
+            other.derived = conversation.derived
             other.born += 1
         elif what < 0.9:
-            yield from self.ask(ev.Forget, namespace, dialogue.name)
-        elif dialogue.keys:
-            yield from self.ask(ev.Forget, namespace, b"", tuple(dialogue.keys[-2:]))
+            yield from self.ask(ev.Forget, namespace, conversation.name)
+        elif conversation.keys:
+            yield from self.ask(ev.Forget, namespace, b"", tuple(conversation.keys[-2:]))
 
     # ------------------------------------------------------------------------------------------------------ others
 
@@ -496,10 +500,10 @@ class Process:
         namespace = self.namespaces[number]
         hints = []
         for position in range(chance.randrange(6)):
-            dialogue = chance.choice(self.dialogues[number])
-            named: dict[str, Any] = {"session": dialogue.name}
+            conversation = chance.choice(self.conversations[number])
+            named: dict[str, Any] = {"session": conversation.name}
             if chance.random() < 0.5:
-                named = {"keys": tuple(dialogue.keys[: chance.randrange(1, 8)])}
+                named = {"keys": tuple(conversation.keys[: chance.randrange(1, 8)])}
             hints.append(ev.Hint(b"job %d" % chance.randrange(20), position, **named))
         removed = tuple(b"job %d" % chance.randrange(20) for _ in range(chance.randrange(3)))
         snapshot = chance.random() < 0.5
@@ -512,8 +516,8 @@ class Process:
         yield from self.ask(ev.GetStats)
         yield from self.ask(ev.ListSessions)
         number = chance.choice((SOLO, RANKED))
-        dialogue = chance.choice(self.dialogues[number])
-        yield from self.ask(ev.Explain, self.namespaces[number], b"", tuple(dialogue.keys))
+        conversation = chance.choice(self.conversations[number])
+        yield from self.ask(ev.Explain, self.namespaces[number], b"", tuple(conversation.keys))
         what = chance.random()
         if what < 0.2:
             yield from self.ask(ev.Scrub, chance.random() < 0.5, chance.choice((0, 4_096, 409_600)))

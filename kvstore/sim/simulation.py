@@ -25,11 +25,11 @@ from kvstore.types import DiskPlace, DiskResult, DiskState, NamespaceId, Protect
 from .cluster import COPIES, Cluster
 from .disk import DISK_OPS
 from .faults import Fault, draw, show
-from .processes import Answer, Dialogue, Process, Settled
+from .processes import Answer, Conversation, Process, Settled
 from .world import PAGE, epoch_of, spec
 
 TENANTS = ("alice", "bob", "carol")
-DIALOGUES = 14
+CONVERSATIONS = 14
 """Of each tenant in each of its namespaces."""
 TICK_MS = 50
 IDLE_SHARE = 0.5
@@ -133,13 +133,15 @@ class Simulation:
         """Eight workers in three engine groups, a scheduler for each tenant, and an operator."""
         members: list[Process] = []
         for tenant in TENANTS:
-            dialogues = {
-                number: [Dialogue(b"%s %d %d" % (tenant.encode(), number, i), []) for i in range(DIALOGUES)]
+            conversations = {
+                number: [
+                    Conversation(b"%s %d %d" % (tenant.encode(), number, i), []) for i in range(CONVERSATIONS)
+                ]
                 for number in range(len(self.specs))
             }
 
             def join(
-                name: str, kind: str, rank: int = 0, tenant: str = tenant, d: Any = dialogues
+                name: str, kind: str, rank: int = 0, tenant: str = tenant, d: Any = conversations
             ) -> Process:
                 group = f"{tenant}'s engine" if kind in ("engine", "rank") else ""
                 chance = random.Random(f"{name} {self.seed}")

@@ -171,7 +171,7 @@ class World:
         chunks = self.store.state.chunks
         for row in self.watch.changed:
             facts = self.watch.facts.get(row)
-            for shard, place in enumerate(facts.places if facts is not None else ()):
+            for shard, place in enumerate(facts.shard_rows if facts is not None else ()):
                 if chunks.shard_ready[place]:
                     self._check_bytes(row, shard)
 

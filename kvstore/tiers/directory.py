@@ -10,7 +10,7 @@ import stat
 
 from kvstore.config import LOCK_FILE
 from kvstore.errors import ConfigError, Exhausted
-from kvstore.ports import describe, disk_result
+from kvstore.tiers.disk_port import describe, disk_result
 from kvstore.types import DiskResult
 
 

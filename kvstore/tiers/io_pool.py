@@ -1,7 +1,7 @@
-"""The threads of the SSD tier, and the jobs they do: each op is answered exactly once, when its last call has returned.
+"""The threads of the SSD tier, and the tasks they do: each op is answered exactly once, when its last call has returned.
 
 An op of several records is shared among the I/O threads in parts, in the order in which the records lie on disk, and
-what lies side by side is moved in one call. A job may go on on the index thread, of which there is one, so that what it
+what lies side by side is moved in one call. A task may go on on the index thread, of which there is one, so that what it
 does is in order. A thread that hangs in the kernel is left behind at the end.
 """
 
@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from kvstore.core.events import DiskDone, SlabReady
 from kvstore.errors import StoreError
-from kvstore.format import PAGE_BYTES, RECORD_HEADER_BYTES, slab_name
-from kvstore.ports import Buffer, describe, disk_result
+from kvstore.tiers.disk_port import Buffer, describe, disk_result
+from kvstore.tiers.format import PAGE_BYTES, RECORD_HEADER_BYTES, slab_name
 from kvstore.types import DiskPlace, DiskResult, Extent, OpId, Record, SlabId
 
 log = logging.getLogger(__name__)
@@ -55,9 +55,9 @@ class IoPool:
         self.answer = answer
         self.out_of_time = False
         """What has not started will not start any more."""
-        self._io: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._index: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._scrub: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._io: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._index: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._scrub: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._io_threads: list[threading.Thread] = []
         self._index_thread: threading.Thread | None = None
         self._scrub_thread: threading.Thread | None = None
@@ -82,7 +82,7 @@ class IoPool:
 
     @property
     def waiting(self) -> int:
-        """Jobs that no thread has taken up."""
+        """Tasks that no thread has taken up."""
         return self._io.qsize() + self._index.qsize()
 
     def io(self, op: OpId, work: _Work) -> None:
@@ -96,12 +96,12 @@ class IoPool:
         self._scrub.put(_Single(self, op, work))
 
     def go_on(self, op: OpId, work: _Work) -> None:
-        """Of an I/O job that returned None: on the index thread, unless it hung until after `close`."""
-        job = _Single(self, op, work)
+        """Of an I/O task that returned None: on the index thread, unless it hung until after `close`."""
+        task = _Single(self, op, work)
         if self.out_of_time:
-            job.fail(CLOSING)
+            task.fail(CLOSING)
         else:
-            self._index.put(job)
+            self._index.put(task)
 
     def share(self, op: OpId, rows: Sequence[Row], perform: _Perform) -> None:
         """`perform` gets rows whose places are neighbours, in their order, and returns as many results. If it raises,
@@ -142,40 +142,40 @@ class IoPool:
 
     def _run_io(self) -> None:
         scratch = Scratch()
-        while (job := self._io.get()) is not None:
-            job.run(scratch)
+        while (task := self._io.get()) is not None:
+            task.run(scratch)
 
     def _run_scrub(self) -> None:
         scratch = Scratch()
-        while (job := self._scrub.get()) is not None:
-            job.run(scratch)
+        while (task := self._scrub.get()) is not None:
+            task.run(scratch)
 
     def _run_index(self, last: Callable[[], None]) -> None:
         scratch = Scratch()
-        while (job := self._index.get()) is not None:
-            job.run(scratch)
+        while (task := self._index.get()) is not None:
+            task.run(scratch)
         last()
 
     def __repr__(self) -> str:
         alive = sum(thread.is_alive() for thread in self._threads)
-        return f"IoPool({alive} threads, {self.waiting} jobs waiting)"
+        return f"IoPool({alive} threads, {self.waiting} tasks waiting)"
 
 
-def _fail_what_waits(jobs: queue.SimpleQueue[_Job | None], ends: int) -> None:
+def _fail_what_waits(tasks: queue.SimpleQueue[_Task | None], ends: int) -> None:
     with contextlib.suppress(queue.Empty):
         while True:
-            job = jobs.get_nowait()
-            if job is not None:
-                job.fail(CLOSING)
+            task = tasks.get_nowait()
+            if task is not None:
+                task.fail(CLOSING)
     for _ in range(ends):
-        jobs.put(None)
+        tasks.put(None)
 
 
-# -------------------------------------------------------------------------------------------------------------- jobs
+# -------------------------------------------------------------------------------------------------------------- tasks
 
 
 class _Single:
-    """A job with one result, or None when another job goes on with its op."""
+    """A task with one result, or None when another task goes on with its op."""
 
     def __init__(self, pool: IoPool, op: OpId, work: _Work) -> None:
         self._pool = pool
@@ -267,7 +267,7 @@ def runs(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
         yield rows[start:]
 
 
-_Job = _Single | _Part
+_Task = _Single | _Part
 
 
 def failed(problem: Exception) -> Result:

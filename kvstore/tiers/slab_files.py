@@ -10,11 +10,11 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 
-from kvstore import format
 from kvstore.core.events import ChunkRecord, CreateSlab
-from kvstore.format import Defect, SlabHeader
-from kvstore.index import SlabRow
-from kvstore.ports import Disk, describe, read_all, write_all
+from kvstore.tiers import format
+from kvstore.tiers.disk_port import Disk, describe, read_all, write_all
+from kvstore.tiers.format import Defect, SlabHeader
+from kvstore.tiers.index import SlabRow
 from kvstore.tiers.io_pool import Scratch
 from kvstore.types import DiskPlace, SlabId
 

@@ -33,7 +33,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore import format
 from kvstore.config import SSD_OVERHEAD_BYTES, StoreConfig
 from kvstore.core.events import (
     CreateSlab,
@@ -49,11 +48,12 @@ from kvstore.core.events import (
     WriteRecords,
 )
 from kvstore.errors import ConfigError, Unavailable
-from kvstore.format import PAGE_BYTES, Defect
-from kvstore.index import ChunkBatch, Index, SlabRow
-from kvstore.ports import Buffer, Disk, describe, disk_result, read_all, write_all
+from kvstore.tiers import format
 from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.directory import DirectoryLock
+from kvstore.tiers.disk_port import Buffer, Disk, describe, disk_result, read_all, write_all
+from kvstore.tiers.format import PAGE_BYTES, Defect
+from kvstore.tiers.index import ChunkBatch, Index, SlabRow
 from kvstore.tiers.io_pool import CLOSING, OK, IoPool, Result, Row, Scratch, failed, is_aligned
 from kvstore.tiers.slab_files import SlabFile, SlabFiles
 from kvstore.tiers.verify import Verifier

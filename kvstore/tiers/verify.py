@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import xxhash
 
-from kvstore import format
-from kvstore.format import PAGE_BYTES, Defect, RecordHeader
-from kvstore.ports import Disk, read_all, write_all
+from kvstore.tiers import format
+from kvstore.tiers.disk_port import Disk, read_all, write_all
+from kvstore.tiers.format import PAGE_BYTES, Defect, RecordHeader
 from kvstore.tiers.io_pool import OK, Result
 from kvstore.types import DiskResult, Record
 

@@ -110,7 +110,7 @@ def look(space: Namespace, keys: Sequence[ChunkKey], wait_ms: int = 2_000) -> li
         with space.read(part, wait_ms=wait_ms, any_order=True) as lease:
             lease.settled()
             check_bytes(lease, part)
-            # Pinned meanwhile, so that what rises does not push out what is there
+            # Pinned meanwhile, so that what is promoted does not push out what is there
             with space.read(part, any_order=True) as again:
                 check_bytes(again, part)
                 found += zip(again.outcomes, again.reasons, strict=True)

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import lmdb
 import pytest
 
-from kvstore import format
-from kvstore.check import Check
 from kvstore.cli import kvctl
 from kvstore.client import SessionEntry
 from kvstore.errors import Unavailable
-from kvstore.lmdb_pages import LEAF, Damage, LmdbPages
-from kvstore.ports import FaultyDisk, RealDisk
+from kvstore.tiers import format
+from kvstore.tiers.check import Check
+from kvstore.tiers.disk_port import FaultyDisk, RealDisk
+from kvstore.tiers.lmdb_pages import LEAF, Damage, LmdbPages
 from kvstore.types import ChunkKey, Wait
 
 from .conftest import SMALL, Daemon

@@ -12,7 +12,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from kvstore import wire
 from kvstore.layout import GroupSpec, NamespaceSpec
-from kvstore.requests import ATTACH_CALLS
+from kvstore.transport.decoding import ATTACH_CALLS
 from kvstore.v1 import store_pb2
 
 SEEDS = (1, 2, 3)

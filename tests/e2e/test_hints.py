@@ -79,7 +79,7 @@ def counter(space: Namespace, name: str) -> int:
 
 
 def in_dram(space: Namespace, keys: list[ChunkKey]) -> bool:
-    """Match changes nothing: no lookup is counted, nothing rises."""
+    """Match changes nothing: no lookup is counted, nothing is promoted."""
     return set(space.match(keys).outcomes) == {Outcome.HIT}
 
 
@@ -255,7 +255,7 @@ def test_tenants_do_not_reach_each_others_queues_and_chunks(
     with pytest.raises(StoreError) as refused:
         publish_as(bob.client, number, [hints_pb2.Hint(job=b"job 0", session=b"talk 0")])
     assert isinstance(refused.value, NotFound), "not even that it exists"
-    assert set(alice.match(keys).reasons) == {Reason.ON_SSD}, "nothing of Alice's rose"
+    assert set(alice.match(keys).reasons) == {Reason.ON_SSD}, "nothing of Alice's was promoted"
 
     assert alice.publish_queue([hint(0)]).results == (ACCEPTED,)
     bob.publish_queue([], removed=[b"job 0"], snapshot=False)

@@ -12,8 +12,8 @@ from kvstore import wire
 from kvstore.cli.objects import granted
 from kvstore.client import connect as client_of
 from kvstore.config import ONE_SEGMENT
-from kvstore.core.dialogues import LISTED_MAX
 from kvstore.core.events import SessionEntry
+from kvstore.core.requests.sessions import LISTED_MAX
 from kvstore.v1 import store_pb2
 
 SHARD = 256 << 10

@@ -14,13 +14,13 @@ import time
 import pytest
 
 from kvstore import wire
-from kvstore.attach import OUTSTANDING_MAX
 from kvstore.client import connect as client_of
 from kvstore.client.lane import Lane
 from kvstore.client.stream import GrpcStream
 from kvstore.errors import BadRequest, DeadlineExceeded, Precondition, Unavailable
-from kvstore.lane import READ_BYTES
 from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.transport.attach import OUTSTANDING_MAX
+from kvstore.transport.lane import READ_BYTES
 from kvstore.v1 import descriptor_pb2, store_pb2
 
 from .test_hostile import lingering

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import format
 from kvstore.client import Client, Namespace
 from kvstore.config import StoreConfig
+from kvstore.tiers import format
 from kvstore.types import Outcome, Reason, Wait
 
 from .ssd_tools import (

@@ -14,10 +14,10 @@ from typing import Any
 import lmdb
 import pytest
 
-from kvstore import format
 from kvstore.client import Namespace
 from kvstore.core.events import SessionEntry
 from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.tiers import format
 from kvstore.types import ChunkKey, Outcome, Reason, Wait
 
 from .ssd_tools import (
@@ -368,7 +368,7 @@ def test_a_file_system_that_fills_up_while_it_is_used(
         client
     )  # what is being written is pinned: with most of DRAM pinned, the newest have to give way
     newest = many[-16:]
-    save(space, newest)  # asked for first: what rises from SSD meanwhile would push them out of DRAM
+    save(space, newest)  # asked for first: what is promoted from SSD meanwhile would push them out of DRAM
     assert hits(space, newest) == set(newest), "the newest are there"
     hits(space, [*first, *many])
     assert ssd_of(client).slab_bytes == slabs, "no slab could be added"

@@ -10,16 +10,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.core.chunks import LISTED, NONE, WANTED, ChunkTable, LinkedRows
+from kvstore.core.chunks import LISTED, NEEDED, NONE, ChunkTable, LinkedRows
 from kvstore.core.events import ChunkRecord, NamespaceRecord, SessionEntry, SessionRecord, WriteIndex
 from kvstore.core.lease import Lease, LeaseBook
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policy import Policy
 from kvstore.core.pool import Phase, Pool, Segment
 from kvstore.core.workers import EngineGroup
-from kvstore.index import Index, SlabRow
 from kvstore.layout import GroupSpec, NamespaceSpec
-from kvstore.ports import RealDisk
+from kvstore.tiers.disk_port import RealDisk
+from kvstore.tiers.index import Index, SlabRow
 from kvstore.types import (
     ChunkKey,
     DiskPlace,
@@ -105,7 +105,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(pick=anything)
     def fill(self, pick: int) -> None:
         if found := self.slot(pick, SlotState.RESERVED):
-            self.pool.fill(*found)
+            self.pool.mark_ready(*found)
             segment, slot = found
             self.used[segment.id, slot] = (SlotState.READY, segment.owner[slot])
 
@@ -377,7 +377,7 @@ class PolicyMachine(RuleBasedStateMachine):
         assert set(found[: len(unneeded)]) == set(unneeded)
         assert found[len(unneeded) :] == needed
         for row in self.order:
-            assert bool(self.table.flags[row] & WANTED) == (row in self.rank)
+            assert bool(self.table.flags[row] & NEEDED) == (row in self.rank)
         latest = max(self.rank.values(), default=0) // 2
         spared = list(self.policy.victims(self.space, 1_000, latest))
         assert spared == found[: len(unneeded)] + [row for row in needed if self.rank[row] > latest]

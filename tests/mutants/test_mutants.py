@@ -39,7 +39,7 @@ def test_a_bug_is_caught_and_a_change_that_changes_nothing_survives(tmp_path, ne
     run.copy_sources(tmp_path)
     mutant = run.Mutant(
         "match",
-        "kvstore/core/reads.py",
+        "kvstore/core/requests/reads.py",
         "tokens >= event.token_count:",
         new,
         ("tests/unit/core/test_reads.py",),
@@ -51,7 +51,7 @@ def test_a_bug_is_caught_and_a_change_that_changes_nothing_survives(tmp_path, ne
 def test_a_list_that_does_not_fit_is_an_error_not_a_catch(tmp_path):
     run.copy_sources(tmp_path)
     with pytest.raises(SystemExit, match="`old` occurs 0 times"):
-        run.Mutant("x", "kvstore/core/reads.py", "no such text", "", ()).plant(tmp_path)
+        run.Mutant("x", "kvstore/core/requests/reads.py", "no such text", "", ()).plant(tmp_path)
     assert run.ask(("tests/no_such_test.py",), tmp_path).startswith("pytest ended with 4")
 
 

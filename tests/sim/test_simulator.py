@@ -54,7 +54,7 @@ def test_a_planted_bug_is_found(name: str) -> None:
     assert "canaries" not in last.filename, failure
 
 
-WANTED = (
+NEEDED = (
     *(
         "chunks_saved",
         "chunks_stored",
@@ -95,9 +95,9 @@ def test_the_runs_reach_what_they_are_for() -> None:
         spaces = simulation.cluster.store.state.namespaces.values()
         chunks = max(chunks, sum(space.visible + space.cold for space in spaces))
         totals += simulation.run()
-        if all(totals[name] for name in WANTED) and chunks >= 200:
+        if all(totals[name] for name in NEEDED) and chunks >= 200:
             return
-    pytest.fail(f"{chunks} chunks; never: {[name for name in WANTED if not totals[name]]}")
+    pytest.fail(f"{chunks} chunks; never: {[name for name in NEEDED if not totals[name]]}")
 
 
 def test_a_seed_repeats_itself(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from kvstore.client import Client, Namespace, connect
 from kvstore.client.lease import ReadLease
 from kvstore.errors import Unavailable
 from kvstore.layout import GroupSpec, NamespaceSpec
-from kvstore.ports import TEST_FAULTS
+from kvstore.tiers.disk_port import TEST_FAULTS
 from kvstore.types import ChunkKey, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -28,9 +28,13 @@ if importlib.util.find_spec("atheris"):
     import atheris
 
     with atheris.instrument_imports(include=["kvstore"], exclude=["kvstore.v1"]):
-        from kvstore import bytes_service, config, descriptors, errors, format, requests, wire
+        from kvstore import config, errors, wire
+        from kvstore.tiers import format
+        from kvstore.transport import bytes_service, decoding, descriptors
 else:
-    from kvstore import bytes_service, config, descriptors, errors, format, requests, wire
+    from kvstore import config, errors, wire
+    from kvstore.tiers import format
+    from kvstore.transport import bytes_service, decoding, descriptors
 
 from kvstore.core.events import SessionEntry, Ticket
 from kvstore.layout import GroupSpec, NamespaceSpec
@@ -73,7 +77,7 @@ def parse_format(data: bytes) -> None:
     decode(format._seal(data[1:]))
 
 
-CALLS = [*requests.STORE_CALLS.values(), *requests.HINTS_CALLS.values(), *requests.STATS_CALLS.values()]
+CALLS = [*decoding.STORE_CALLS.values(), *decoding.HINTS_CALLS.values(), *decoding.STATS_CALLS.values()]
 
 
 def parse_request(data: bytes) -> None:
@@ -88,9 +92,9 @@ def parse_request(data: bytes) -> None:
 
 def parse_attach(data: bytes) -> None:
     message = wire.parse(store_pb2.AttachRequest, data)
-    requests.lease_ids(message.release_lease_ids)
+    decoding.lease_ids(message.release_lease_ids)
     name = message.WhichOneof("body")
-    call = requests.ATTACH_CALLS.get(name or "")
+    call = decoding.ATTACH_CALLS.get(name or "")
     if call is not None and call.event is not None:
         call.event(getattr(message, name), TICKET)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore import memory
-from kvstore.client.destination import destination, fill, gather, groups
+from kvstore.client.destination import copy_pairs, destination, gather, groups
 from kvstore.errors import BadRequest
 
 torch = pytest.importorskip("torch")
@@ -25,7 +25,7 @@ def load(out: object, size: int) -> None:
     assert bits.nbytes == size
     source = pattern(size)
     source.flags.writeable = False
-    fill([(bits, source)])
+    copy_pairs([(bits, source)])
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_many_at_once_are_copied_each_to_its_own_place(sizes: list[int], strided
     plain = [np.zeros(size, np.uint8) for size in sizes]
     outs = [out.reshape(-1, 4)[:, ::2] for out in plain] if strided else plain
     halves = [source[: out.nbytes] for source, out in zip(sources, outs, strict=True)]
-    fill([(destination(out), half) for out, half in zip(outs, halves, strict=True)])
+    copy_pairs([(destination(out), half) for out, half in zip(outs, halves, strict=True)])
     for out, half in zip(outs, halves, strict=True):
         assert out.tobytes() == half.tobytes()
     back = [np.zeros(half.size, np.uint8) for half in halves]

@@ -154,8 +154,8 @@ def test_the_variable_that_names_the_file_is_no_setting() -> None:
 
 
 def test_a_client_without_the_daemon_says_what_to_install(monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "kvstore.daemon", None)  # as if it were not there
-    monkeypatch.setattr("kvstore.logs.leave", sys.exit)
+    monkeypatch.setitem(sys.modules, "kvstore.server.daemon", None)  # as if it were not there
+    monkeypatch.setattr("kvstore.server.logs.leave", sys.exit)
     with pytest.raises(SystemExit, match="2"):
         main([])
     said = capsys.readouterr().err

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore import copier as copier_module
 from kvstore import memory
-from kvstore.copier import Copier, Job
 from kvstore.core.events import Checksum, CopyIn, MoveSlots, OpDone, OpFailed
+from kvstore.tiers import copier as copier_module
 from kvstore.tiers.arena import Arena, Staging
+from kvstore.tiers.copier import Copier, Task
 from kvstore.tiers.regions import Regions
 from kvstore.types import Extent, OpId, Protection, SegmentId, StagedPiece, WorkerId
 
@@ -43,7 +43,7 @@ class Fixture:
         self.copier = Copier(self.arena, self.staging, self.regions, threads=2)
         self.answers: queue.SimpleQueue[Ended] = queue.SimpleQueue()
 
-    def run(self, effect: Job) -> Ended:
+    def run(self, effect: Task) -> Ended:
         self.copier.submit(effect, self.answers.put)
         return self.answers.get(timeout=WAIT_S)
 
@@ -87,7 +87,7 @@ def test_staged_pieces_go_into_their_slots(it: Fixture) -> None:
 
 @pytest.mark.parametrize("length", [1, 4095, 8191, 8192, 8193, 16_384, 100_000])
 def test_ragged_lengths_around_the_step(it: Fixture, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
-    monkeypatch.setattr(copier_module, "STEP_BYTES", 8192)
+    monkeypatch.setattr(copier_module, "BLOCK_BYTES", 8192)
     answer = it.run(copy_in((StagedPiece(3, length), slot(ONE, 4096, length))))
     data = it.staged(3, length)
     assert answer == OpDone(OpId(1), (xxhash.xxh3_64_intdigest(data),))
@@ -109,7 +109,7 @@ def test_slots_move_and_are_checksummed(it: Fixture) -> None:
 
 def test_the_checksum_is_of_what_was_stored(it: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker goes on scribbling over its staging memory after it asked for a commit."""
-    monkeypatch.setattr(copier_module, "STEP_BYTES", SLOT)
+    monkeypatch.setattr(copier_module, "BLOCK_BYTES", SLOT)
     first = it.staged(0, SLOT)
     real = memory.copy
 
@@ -149,7 +149,7 @@ FITS = StagedPiece(0, SLOT)
         pytest.param(Checksum(OpId(1), (slot(ONE, 0), slot(ONE, -1))), "outside of", id="checksum outside"),
     ],
 )
-def test_what_cannot_be_done_fails_with_a_reason(it: Fixture, effect: Job, why: str) -> None:
+def test_what_cannot_be_done_fails_with_a_reason(it: Fixture, effect: Task, why: str) -> None:
     for _ in range(3):  # more often than there are threads
         answer = it.run(effect)
         assert isinstance(answer, OpFailed)
@@ -235,7 +235,7 @@ def test_close_does_not_wait_for_a_thread_that_hangs(it: Fixture) -> None:
 
 
 def test_out_of_time_stops_an_op_between_two_steps(it: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copier_module, "STEP_BYTES", SLOT)
+    monkeypatch.setattr(copier_module, "BLOCK_BYTES", SLOT)
     reached, go_on = threading.Event(), threading.Event()
     real = memory.copy
 

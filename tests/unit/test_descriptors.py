@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import pytest
 import uvloop
 
-from kvstore import descriptors, memory
+from kvstore import memory
 from kvstore.config import StoreConfig
 from kvstore.core.events import (
     Event,
@@ -33,11 +33,12 @@ from kvstore.core.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from kvstore.descriptors import DescriptorServer, Identity
 from kvstore.errors import Code, ConfigError, Unavailable
 from kvstore.tiers import regions
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.regions import Regions
+from kvstore.transport import descriptors
+from kvstore.transport.descriptors import DescriptorServer, Identity
 from kvstore.types import Protection, RegionId, SegmentId, WorkerId
 from kvstore.v1.descriptor_pb2 import (
     AdoptRequest,

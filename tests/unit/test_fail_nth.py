@@ -36,11 +36,11 @@ from kvstore.config import StoreConfig
 from kvstore.core import events as ev
 from kvstore.core.chunks import DURABLE
 from kvstore.core.store import Store
-from kvstore.daemon import _core_snapshot
 from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec, NamespaceSpec
-from kvstore.ports import Buffer, IndexCall, RealDisk
+from kvstore.server.daemon import _core_snapshot
 from kvstore.tiers import ssd
+from kvstore.tiers.disk_port import Buffer, IndexCall, RealDisk
 from kvstore.tiers.ssd import SsdTier
 from kvstore.types import (
     ChunkKey,

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import format
 from kvstore.core.events import ChunkRecord, NamespaceRecord, SessionEntry
-from kvstore.format import Defect, RecordHeader, SlabHeader
 from kvstore.layout import GroupKind, GroupSpec, LayerSlice, NamespaceSpec
+from kvstore.tiers import format
+from kvstore.tiers.format import Defect, RecordHeader, SlabHeader
 from kvstore.types import ChunkKey, DiskPlace, Record, SlabId
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.garbage import LONG_S, ShortSearches, no_searches
+from kvstore.server.garbage import LONG_S, ShortSearches, no_searches
 
 
 class Clock:

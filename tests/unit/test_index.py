@@ -10,12 +10,12 @@ import lmdb
 import numpy as np
 import pytest
 
-from kvstore import format, index
 from kvstore.core.events import ChunkRecord, NamespaceRecord, SessionEntry, SessionRecord, WriteIndex
 from kvstore.errors import ConfigError
-from kvstore.index import Index, SlabRow
 from kvstore.layout import GroupSpec, NamespaceSpec
-from kvstore.ports import FaultyDisk, RealDisk
+from kvstore.tiers import format, index
+from kvstore.tiers.disk_port import FaultyDisk, RealDisk
+from kvstore.tiers.index import Index, SlabRow
 from kvstore.types import ChunkKey, DiskPlace, DiskResult, OpId, SlabId
 
 MIB = 1 << 20

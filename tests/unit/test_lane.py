@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore import lane as lane_module
 from kvstore import wire
-from kvstore.attach import OUTSTANDING_MAX, PUSHES_MAX, Attached
 from kvstore.core import events as ev
 from kvstore.errors import (
     BadRequest,
@@ -22,7 +20,9 @@ from kvstore.errors import (
     StoreError,
     Unauthenticated,
 )
-from kvstore.lane import READ_BYTES, UNSENT_PAUSE_BYTES, Lane
+from kvstore.transport import lane as lane_module
+from kvstore.transport.attach import OUTSTANDING_MAX, PUSHES_MAX, Attached
+from kvstore.transport.lane import READ_BYTES, UNSENT_PAUSE_BYTES, Lane
 from kvstore.types import NamespaceId, WorkerId
 from kvstore.v1 import store_pb2
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kvstore.lmdb_pages import Damage, LmdbPages, Unreadable
+from kvstore.tiers.lmdb_pages import Damage, LmdbPages, Unreadable
 
 TABLES = ("empty", "large", "small")
 SEED = random.SystemRandom().randrange(1 << 32)

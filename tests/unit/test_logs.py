@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvstore import logs
+from kvstore.server import logs
 
 
 class Clock:

@@ -9,7 +9,7 @@ import pytest
 from kvstore.core import events as ev
 from kvstore.core.events import Ticket
 from kvstore.errors import BadRequest, DeadlineExceeded, Exhausted, Unavailable
-from kvstore.loop import CHANNELS_MAX, CORRUPT_TOLD_MAX, TURN_EVENTS_MAX, Loop
+from kvstore.server.loop import CHANNELS_MAX, CORRUPT_TOLD_MAX, TURN_EVENTS_MAX, Loop
 from kvstore.types import ChunkKey, NamespaceId, OpId, SegmentId, Tier, WorkerId
 
 WORKER = WorkerId(1)

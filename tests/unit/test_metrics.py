@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.errors import Unavailable
-from kvstore.metrics import CONNECTIONS_MAX, NAMESPACES_MAX, MetricsServer, families, render
+from kvstore.server.metrics import CONNECTIONS_MAX, NAMESPACES_MAX, MetricsServer, families, render
 from kvstore.tiers.ssd import SsdStats
 
 PROCESS = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import ports
-from kvstore.ports import Buffer, FaultyDisk, RealDisk
+from kvstore.tiers import disk_port as ports
+from kvstore.tiers.disk_port import Buffer, FaultyDisk, RealDisk
 from kvstore.types import DiskResult
 
 WAIT_S = 30.0

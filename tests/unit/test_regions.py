@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore import copier as copier_module
-from kvstore.copier import Copier, Job
 from kvstore.core.events import FillSlots, OpDone, OpFailed
 from kvstore.errors import BadRequest, Exhausted, NotFound, Unavailable
+from kvstore.tiers import copier as copier_module
 from kvstore.tiers import regions as regions_module
 from kvstore.tiers.arena import Arena, Staging
+from kvstore.tiers.copier import Copier, Task
 from kvstore.tiers.regions import REGIONS_PER_WORKER_MAX, Regions
 from kvstore.types import Extent, OpId, Protection, RegionId, SegmentId, StagedPiece, WorkerId
 
@@ -281,7 +281,7 @@ class Fixture:
         self.copier = Copier(self.arena, self.staging, regions, threads=2)
         self.answers: queue.SimpleQueue[OpDone | OpFailed] = queue.SimpleQueue()
 
-    def run(self, effect: Job) -> OpDone | OpFailed:
+    def run(self, effect: Task) -> OpDone | OpFailed:
         self.copier.submit(effect, self.answers.put)
         return self.answers.get(timeout=WAIT_S)
 
@@ -313,7 +313,7 @@ def fill(*rows: tuple[int, int, int], region: int = 1, worker: WorkerId = ME) ->
 def test_rows_go_into_their_slots(
     it: Fixture, data: bytes, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copier_module, "STEP_BYTES", 4096)
+    monkeypatch.setattr(copier_module, "BLOCK_BYTES", 4096)
     rows = ((5, SLOT, length), (SIZE - length, 0, length), (5, 4 * SLOT, length))
     answer = it.run(fill(*rows))
     expected = [data[source : source + length] for source, _, _ in rows]

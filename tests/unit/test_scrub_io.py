@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore import format
 from kvstore.core.events import (
     DiskDone,
     OpDone,
@@ -22,7 +21,8 @@ from kvstore.core.events import (
     SlabReady,
     WriteRecords,
 )
-from kvstore.ports import RealDisk
+from kvstore.tiers import format
+from kvstore.tiers.disk_port import RealDisk
 from kvstore.tiers.verify import WINDOW_BYTES, Verifier
 from kvstore.types import ChunkKey, DiskPlace, DiskResult, Extent, OpId, Record, SegmentId, SlabId
 

@@ -9,14 +9,15 @@ from typing import Any
 import grpc
 import pytest
 
-from kvstore import errors, requests, rpc, wire
-from kvstore.attach import OUTSTANDING_MAX, PUSHES_MAX
+from kvstore import errors, wire
 from kvstore.core import events as ev
 from kvstore.core.limits import Limits
 from kvstore.core.store import Store
 from kvstore.errors import Code, DeadlineExceeded, Unavailable
-from kvstore.rpc import DETAILS_MAX, STATUS, Places, answering, read, write
-from kvstore.service import AttachStream, Service, stats_to_proto
+from kvstore.transport import decoding, rpc
+from kvstore.transport.attach import OUTSTANDING_MAX, PUSHES_MAX
+from kvstore.transport.rpc import DETAILS_MAX, STATUS, CallLimit, answering, read, write
+from kvstore.transport.service import AttachStream, Service, stats_to_proto
 from kvstore.types import ChunkKey, NamespaceId, Outcome, Reason, WorkerId
 from kvstore.v1 import hints_pb2, stats_pb2, store_pb2
 
@@ -184,7 +185,7 @@ async def test_the_message_on_its_way_is_sent_before_the_stream_ends(rig):
 
 
 async def test_a_peer_that_takes_nothing_does_not_hold_the_stream_open(rig, monkeypatch):
-    monkeypatch.setattr("kvstore.service.LAST_WRITE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("kvstore.transport.service.LAST_WRITE_TIMEOUT_S", 0.01)
     rig.peer.reading.clear()
     rig.stream.send(store_pb2.AttachReply(draining=store_pb2.Draining()))
     await rig.settle()
@@ -194,7 +195,7 @@ async def test_a_peer_that_takes_nothing_does_not_hold_the_stream_open(rig, monk
 
 
 async def test_a_stream_whose_peer_accepts_nothing_ends(rig, monkeypatch):
-    monkeypatch.setattr("kvstore.service.LAST_WRITE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("kvstore.transport.service.LAST_WRITE_TIMEOUT_S", 0.01)
     rig.service.peer_timeout_s = 0.02
     rig.stream._watchdog.cancel()
     rig.stream._watch_writer()
@@ -237,7 +238,7 @@ async def test_a_message_that_is_not_accepted_ends_its_call_and_the_status_comes
 
 
 async def test_a_peer_that_does_not_even_take_a_status_is_left(monkeypatch):
-    monkeypatch.setattr("kvstore.rpc.STATUS_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("kvstore.transport.rpc.STATUS_TIMEOUT_S", 0.01)
 
     class Deaf(Call):
         async def abort(self, *status):
@@ -260,7 +261,7 @@ async def test_a_request_that_never_comes_is_not_waited_for():
 
 async def test_what_one_caller_may_have_going():
     """So many calls, of which so many receive their requests; others have places of their own."""
-    places = Places(calls_max=3, reads_max=2)
+    places = CallLimit(calls_max=3, reads_max=2)
     with places.taken("a") as one, places.taken("a") as two, places.taken("a"):
         assert one is two
         with pytest.raises(errors.Exhausted, match="3 calls of this caller"), places.taken("a"):
@@ -277,7 +278,7 @@ async def test_what_one_caller_may_have_going():
         assert await asyncio.wait_for(asyncio.gather(*reading), BOUND_S) == [b"request"] * 3
     with places.taken("a"):
         pass
-    assert repr(places) == "Places(0 calls of 0 callers)"
+    assert repr(places) == "CallLimit(0 calls of 0 callers)"
 
 
 async def test_a_write_that_fails_while_its_call_is_cancelled_is_no_error_of_ours(caplog):
@@ -389,13 +390,13 @@ async def test_a_long_explanation_is_asked_for_in_parts_and_answered_as_one():
 
 
 def published(**fields: Any) -> ev.Event:
-    call = requests.HINTS_CALLS["PublishQueue"]
+    call = decoding.HINTS_CALLS["PublishQueue"]
     assert call.event is not None
     return call.event(hints_pb2.PublishQueueRequest(namespace_id=1, **fields), ev.Ticket(WORKER, 1))
 
 
 def test_the_keys_of_all_hints_together_are_bounded():
-    most = requests.HINT_KEYS_PER_REQUEST_MAX
+    most = decoding.HINT_KEYS_PER_REQUEST_MAX
     many = [hints_pb2.Hint(job=b"%d" % n, keys=[b"k"] * 4_096) for n in range(most // 4_096)]
     assert sum(len(hint.keys) for hint in published(hints=many).hints) == most
     with pytest.raises(
@@ -435,7 +436,7 @@ def test_a_hint_that_is_wrong_is_named(hint, why):
     ],
 )
 def test_an_entry_that_is_wrong_is_named(entry, why):
-    call = requests.STORE_CALLS["UpdateSession"]
+    call = decoding.STORE_CALLS["UpdateSession"]
     good = store_pb2.SessionEntry(key=b"k" * 64, first_token=1 << 40, token_count=1, delta=-(1 << 40))
     wrong = store_pb2.UpdateSessionRequest(
         namespace_id=1, session=b"s", append=[good, store_pb2.SessionEntry(**entry)]
@@ -448,7 +449,7 @@ def test_an_entry_that_is_wrong_is_named(entry, why):
 
 def test_every_body_of_the_stream_has_a_call():
     bodies = {field.name for field in store_pb2.AttachRequest.DESCRIPTOR.oneofs_by_name["body"].fields}
-    assert requests.ATTACH_CALLS.keys() == bodies - {"hello"}
+    assert decoding.ATTACH_CALLS.keys() == bodies - {"hello"}
 
 
 def test_every_method_has_a_handler():
@@ -549,7 +550,7 @@ def test_statistics_fit_the_message():
     for effect in store.start():
         store.apply(ev.SegmentReady(effect.op), 0)
     store.apply(ev.WorkerJoined(WORKER, "t", "", admin=True), 0)
-    spec = requests.STORE_CALLS["Open"].event(
+    spec = decoding.STORE_CALLS["Open"].event(
         store_pb2.OpenRequest(namespace=wire.spec_to_proto(SPEC)), ev.Ticket(WORKER)
     )
     store.apply(spec, 0)

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import pytest
 import xxhash
 
-from kvstore import format
 from kvstore.config import SSD_OVERHEAD_BYTES, StoreConfig
 from kvstore.core.events import (
     ChunkRecord,
@@ -35,8 +34,8 @@ from kvstore.core.events import (
 )
 from kvstore.errors import ConfigError, NotFound
 from kvstore.layout import GroupSpec, NamespaceSpec
-from kvstore.ports import FaultyDisk, RealDisk
-from kvstore.tiers import io_pool
+from kvstore.tiers import format, io_pool
+from kvstore.tiers.disk_port import FaultyDisk, RealDisk
 from kvstore.tiers.ssd import DiskEffect, Snapshot, SsdTier
 from kvstore.types import ChunkKey, DiskPlace, DiskResult, Extent, OpId, Record, SegmentId, SlabId
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore import errors, repeated, wire
+from kvstore import errors, wire
 from kvstore.core import events
 from kvstore.layout import GroupKind, GroupSpec, LayerSlice, NamespaceSpec
 from kvstore.types import (
@@ -24,6 +24,7 @@ from kvstore.types import (
     SegmentId,
 )
 from kvstore.v1 import store_pb2, types_pb2
+from kvstore.wire import repeated
 
 SPEC = NamespaceSpec(
     model="llama",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.format import slot_bytes
+from kvstore.tiers.format import slot_bytes
 
 from .conftest import BLOCK, Daemon, Engine, prompt, whole_blocks
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.format import slot_bytes
+from kvstore.tiers.format import slot_bytes
 
 from .conftest import BLOCK, Daemon, Engine, prompt, whole_blocks
 

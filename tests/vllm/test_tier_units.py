@@ -328,7 +328,7 @@ def test_copies_on_a_cpu_may_begin_in_the_middle_of_a_row(config: Any) -> None:
 
 
 def test_the_store_knows_which_chunk_follows_which(launch: Callable[..., Rig]) -> None:
-    """vLLM hands jobs over as sets; what follows what is told by the positions."""
+    """vLLM hands transfers over as sets; what follows what is told by the positions."""
     rig = launch(FULL, WINDOW)
     full, window = keys_of("chain", 4), keys_of("chain", 4, group=1)
     context = rig.request("one", full)
@@ -573,8 +573,8 @@ def test_rows_that_do_not_exist_are_a_failed_job(launch: Callable[..., Rig]) -> 
     for number, (keys, rows) in enumerate(
         (([b"k" * 36], [99]), ([b"k" * 65], [0]), ([b"a" * 36, b"b" * 36], [0]))
     ):
-        job = TransferJob(number, keys, np.array(rows, np.int32), number == 0, ReqContext("one"))
-        (rig.tier.submit_load if job.is_promotion else rig.tier.submit_store)(job)
+        transfer = TransferJob(number, keys, np.array(rows, np.int32), number == 0, ReqContext("one"))
+        (rig.tier.submit_load if transfer.is_promotion else rig.tier.submit_store)(transfer)
     results = rig.tier.get_finished_jobs()
     assert sorted((result.job_id, result.success) for result in results) == [
         (0, False),

@@ -2,32 +2,32 @@
 
 For engines that keep a host tier of their own and ask a slower tier about it from a thread that must never wait:
 
-    engine's thread    asks (Inquiry), submits jobs, takes what is finished; none of it waits or talks to the daemon
+    engine's thread    asks (Inquiry), submits transfers, takes what is finished; none of it waits or talks to the daemon
     threads of a Crew  ask the store (Lookups), copy leased slots into rows (RowLoader), let the daemon read rows
                        (RowSaver), tell it who waits (HintBoard)
 
-A row belongs to the engine again once its job was reported; nothing touches it from then on (Job).
+A row belongs to the engine again once its transfer was reported; nothing touches it from then on (Transfer).
 """
 
 from kvstore.gpu_worker.connectors.offload.crew import Crew
 from kvstore.gpu_worker.connectors.offload.hints import HintBoard
-from kvstore.gpu_worker.connectors.offload.jobs import Job, Jobs
 from kvstore.gpu_worker.connectors.offload.loader import RowLoader
 from kvstore.gpu_worker.connectors.offload.lookups import Inquiry, Lookups, Verdict
 from kvstore.gpu_worker.connectors.offload.rows import Rows
 from kvstore.gpu_worker.connectors.offload.saver import RowSaver
 from kvstore.gpu_worker.connectors.offload.tally import Tally
+from kvstore.gpu_worker.connectors.offload.transfers import Transfer, Transfers
 
 __all__ = [
     "Crew",
     "HintBoard",
     "Inquiry",
-    "Job",
-    "Jobs",
     "Lookups",
     "RowLoader",
     "RowSaver",
     "Rows",
     "Tally",
+    "Transfer",
+    "Transfers",
     "Verdict",
 ]

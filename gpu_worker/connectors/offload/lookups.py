@@ -1,6 +1,6 @@
 """What is in the store of the keys that a request asks about. The engine's thread only looks at answers.
 
-A lookup is a read without copies: it pins what is there and makes what is on SSD rise. The pins are kept for the load
+A lookup is a read without copies: it pins what is there and has what is on SSD promoted. The pins are kept for the load
 that follows, for at most `hold_s`.
 """
 
@@ -34,7 +34,7 @@ class Verdict(enum.Enum):
     """Ask again; there is a verdict by the request's deadline."""
 
 
-class Place(NamedTuple):
+class Hit(NamedTuple):
     """Where a hit is: key number `number` of `lease`."""
 
     lease: ReadLease
@@ -51,12 +51,12 @@ class Question:
         self.deadline = deadline
         self.held_until = held_until
         self.done = False
-        self.found: dict[ChunkKey, Place] = {}
+        self.found: dict[ChunkKey, Hit] = {}
         self._lock = threading.Lock()
         self._users = 1
         self._leases: list[ReadLease] = []
 
-    def settle(self, found: dict[ChunkKey, Place], leases: list[ReadLease]) -> bool:
+    def settle(self, found: dict[ChunkKey, Hit], leases: list[ReadLease]) -> bool:
         """The store's answer. False: nobody waits for it any more, and it is given back at once."""
         with self._lock:
             taken = self._users > 0
@@ -103,7 +103,7 @@ class Lookups:
 
     def _answer(self, question: Question) -> None:
         leases: list[ReadLease] = []
-        found: dict[ChunkKey, Place] = {}
+        found: dict[ChunkKey, Hit] = {}
         try:
             namespace = self._opener(max(0.0, question.deadline - time.monotonic()))
             if namespace is not None:
@@ -124,12 +124,12 @@ def find(
     namespace: Namespace,
     keys: Sequence[ChunkKey],
     deadline: float,
-    found: dict[ChunkKey, Place],
+    found: dict[ChunkKey, Hit],
     leases: list[ReadLease],
     *,
     prefix: bool,
 ) -> None:
-    """Adds to `found` what is there of `keys`, pinned by `leases`; waits until the deadline for what rises from SSD.
+    """Adds to `found` what is there of `keys`, pinned by `leases`; waits until the deadline for what is promoted from SSD.
 
     What was pinned first stays pinned while the rest is waited for: a chunk that was saved as transient would sink
     again.
@@ -140,7 +140,7 @@ def find(
         lease = namespace.read(wanted, any_order=not prefix, wait_ms=int(1000 * left_s), timeout_s=left_s)
         leases.append(lease)
         found.update(
-            (wanted[number], Place(lease, number))
+            (wanted[number], Hit(lease, number))
             for number, outcome in enumerate(lease.outcomes)
             if outcome is Outcome.HIT
         )
@@ -228,19 +228,19 @@ class Inquiry:
             elif question.done and now >= question.held_until:
                 self._drop(question)
 
-    def load(self, keys: Sequence[ChunkKey]) -> tuple[list[Place | None], list[Question]]:
+    def load(self, keys: Sequence[ChunkKey]) -> tuple[list[Hit | None], list[Question]]:
         """Where the keys were found (None: look again), and what is to be ended once they are loaded."""
         self._loaded.update(keys)
-        places: list[Place | None] = []
+        hits: list[Hit | None] = []
         used: dict[int, Question] = {}
         for key in keys:
             question = self._asked.get(key)
             if question is None or (id(question) not in used and not question.use()):
-                places.append(None)
+                hits.append(None)
                 continue
             used[id(question)] = question
-            places.append(question.found.get(key))
-        return places, list(used.values())
+            hits.append(question.found.get(key))
+        return hits, list(used.values())
 
     def scheduled(self) -> None:
         """It waits no more: the engine has started to compute it."""

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 class Rows:
-    """`count` rows of `row_bytes`, one chunk each. The engine says when which of them may be touched (see Job)."""
+    """`count` rows of `row_bytes`, one chunk each. The engine says when which of them may be touched (see Transfer)."""
 
     def __init__(self, view: memoryview, fd: int | None = None) -> None:
         """`view`: writable, of shape (rows, row bytes), without gaps; `fd`: of the file behind it, from its first byte
@@ -32,7 +32,7 @@ class Rows:
         return self.count * self.row_bytes
 
     def row(self, number: int) -> npt.NDArray[np.uint8]:
-        """Its bytes; not to be kept. Only while a job of that row is held."""
+        """Its bytes; not to be kept. Only while a transfer of that row is held."""
         assert self._array is not None, "the engine's memory was given back"
         row: npt.NDArray[np.uint8] = self._array[number]
         return row

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from kvstore.errors import DeadlineExceeded, Precondition, StoreError, Unavailable
 from kvstore.gpu_worker.connectors.offload.crew import Crew
-from kvstore.gpu_worker.connectors.offload.jobs import Job, Jobs
 from kvstore.gpu_worker.connectors.offload.lookups import Opener
 from kvstore.gpu_worker.connectors.offload.rows import Rows
 from kvstore.gpu_worker.connectors.offload.tally import Tally
+from kvstore.gpu_worker.connectors.offload.transfers import Transfer, Transfers
 from kvstore.types import ChunkKey, GrantResult
 
 if TYPE_CHECKING:
@@ -42,49 +42,49 @@ class RowSaver:
         self._part = max(1, min(PART_KEYS_MAX, PART_BYTES_MAX // rows.row_bytes))
         self._region: Region | None = None
         self._adoptable = rows.fd is not None
-        self.jobs = Jobs(crew, rows_max=rows_max)
+        self.transfers = Transfers(crew, rows_max=rows_max)
 
-    def start(self, job: Job, parents: Sequence[ChunkKey]) -> None:
+    def start(self, transfer: Transfer, parents: Sequence[ChunkKey]) -> None:
         """`parents`: of each key, the one before it in its chain, or ROOT."""
-        if not self.jobs.start(job, lambda: self._save(job, parents)):
-            self._tally.add(saves_dropped=1, blocks_dropped=len(job.keys))
+        if not self.transfers.start(transfer, lambda: self._save(transfer, parents)):
+            self._tally.add(saves_dropped=1, blocks_dropped=len(transfer.keys))
 
-    def refuse(self, job: Job) -> None:
+    def refuse(self, transfer: Transfer) -> None:
         """It fails without having been tried."""
-        self.jobs.start(job, None)
-        self._tally.add(saves_dropped=1, blocks_dropped=len(job.keys))
+        self.transfers.start(transfer, None)
+        self._tally.add(saves_dropped=1, blocks_dropped=len(transfer.keys))
 
     def close(self) -> None:
         """After its crew has ended."""
         if self._region is not None:
             self._region.close()
 
-    def _save(self, job: Job, parents: Sequence[ChunkKey]) -> None:
+    def _save(self, transfer: Transfer, parents: Sequence[ChunkKey]) -> None:
         try:
-            namespace = self._opener(job.left_s)
+            namespace = self._opener(transfer.left_s)
             if namespace is not None:
-                for start in range(0, len(job.keys), self._part):
-                    numbers = range(start, min(start + self._part, len(job.keys)))
-                    if job.over or not self._save_part(namespace, job, numbers, parents):
+                for start in range(0, len(transfer.keys), self._part):
+                    numbers = range(start, min(start + self._part, len(transfer.keys)))
+                    if transfer.over or not self._save_part(namespace, transfer, numbers, parents):
                         break
         except StoreError as error:
             log.info("not saved: %s", error)
         finally:
-            job.end()
-        self._tally.add(blocks_refused=len(job.keys) - sum(job.done))
+            transfer.end()
+        self._tally.add(blocks_refused=len(transfer.keys) - sum(transfer.done))
 
     def _save_part(
-        self, namespace: Namespace, job: Job, numbers: Sequence[int], parents: Sequence[ChunkKey]
+        self, namespace: Namespace, transfer: Transfer, numbers: Sequence[int], parents: Sequence[ChunkKey]
     ) -> bool:
         """False: the store cannot be reached, or was too slow; the rest need not be tried."""
         region = self._adopted(namespace.client) if self._adoptable else None
         with namespace.write(
-            [job.keys[number] for number in numbers],
+            [transfer.keys[number] for number in numbers],
             parents=[parents[number] for number in numbers],
             maker=self._maker,
             transient=True,
             staged=region is None,
-            timeout_s=job.left_s,
+            timeout_s=transfer.left_s,
         ) as batch:
             if batch.error is not None:
                 log.info("not saved: %s", batch.error)
@@ -92,34 +92,36 @@ class RowSaver:
             granted = [numbers[index] for index in batch.granted]
             if granted:
                 # What was read is good only if the rows were still ours afterwards.
-                if not self._read(batch, job, granted, region) or job.over:
+                if not self._read(batch, transfer, granted, region) or transfer.over:
                     return False
-                outcome = batch.commit(timeout_s=job.left_s)
+                outcome = batch.commit(timeout_s=transfer.left_s)
                 if not outcome.ok:
                     log.info("not saved: %s", outcome.error)
                     return False
         already = [numbers[index] for index, result in enumerate(batch.results) if result in ALREADY]
-        if job.hold():
+        if transfer.hold():
             for number in (*granted, *already):
-                job.done[number] = True
-            job.let_go()
+                transfer.done[number] = True
+            transfer.let_go()
         self._tally.add(
             blocks_saved=len(granted),
             bytes_saved=len(granted) * self._rows.row_bytes,
             blocks_already=len(already),
         )
         refused = [numbers[index] for index, result in enumerate(batch.results) if result is GrantResult.FULL]
-        if region is None and granted and refused and not job.over:
+        if region is None and granted and refused and not transfer.over:
             # The daemon may lend less staging memory than a part needs: it is free again now.
-            return self._save_part(namespace, job, refused, parents)
+            return self._save_part(namespace, transfer, refused, parents)
         return True
 
-    def _read(self, batch: WriteBatch, job: Job, granted: Sequence[int], region: Region | None) -> bool:
-        """The granted rows into the batch. False: the job was over before that."""
+    def _read(
+        self, batch: WriteBatch, transfer: Transfer, granted: Sequence[int], region: Region | None
+    ) -> bool:
+        """The granted rows into the batch. False: the transfer was over before that."""
         if region is not None:
-            offsets = [job.rows[number] * self._rows.row_bytes for number in granted]
+            offsets = [transfer.rows[number] * self._rows.row_bytes for number in granted]
             try:
-                batch.fill(region, offsets, timeout_s=job.left_s)
+                batch.fill(region, offsets, timeout_s=transfer.left_s)
             except PASSING:
                 raise
             except StoreError:
@@ -128,12 +130,12 @@ class RowSaver:
                 raise
             return True
         for index, number in zip(batch.granted, granted, strict=True):
-            if not job.hold():
+            if not transfer.hold():
                 return False
             try:
-                batch.copy_from(index, self._rows.row(job.rows[number]))
+                batch.copy_from(index, self._rows.row(transfer.rows[number]))
             finally:
-                job.let_go()
+                transfer.let_go()
         return True
 
     def _adopted(self, client: Client) -> Region | None:

@@ -1,6 +1,6 @@
 """Asking the store about requests that wait, on threads of its own: the scheduler's thread only looks at the answer.
 
-A lookup is a read without copies: it pins what is there and makes what is on SSD rise, which is also the look-ahead.
+A lookup is a read without copies: it pins what is there and has what is on SSD promoted, which is also the look-ahead.
 The pins are kept until the ranks have loaded, for at most `hold_ms`.
 """
 

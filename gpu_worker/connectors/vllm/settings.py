@@ -31,7 +31,7 @@ class Settings(Daemon):
     load_tokens_min: int = 0
     """A shorter hit is computed instead."""
     lookup_ms: int = 1_000
-    """How long a request may wait for the store's answer, including what rises from SSD; then it is computed."""
+    """How long a request may wait for the store's answer, including what is promoted from SSD; then it is computed."""
     hold_ms: int = 10_000
     """How long what a waiting request found stays pinned; after that it is looked up again when its turn comes."""
     load_ms: int = 5_000
@@ -82,7 +82,7 @@ class TierSettings(Daemon):
     """The tier's, beside those that vLLM reads itself. Times in milliseconds."""
 
     lookup_ms: int = 1_000
-    """How long a request may wait for the store's answer, including what rises from SSD; then it is computed."""
+    """How long a request may wait for the store's answer, including what is promoted from SSD; then it is computed."""
     hold_ms: int = 10_000
     """How long what a waiting request found stays pinned; after that it is looked up again when it is loaded."""
     load_ms: int = 5_000

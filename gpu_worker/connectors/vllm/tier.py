@@ -7,7 +7,7 @@ vLLM calls all of this on its scheduler's thread. Nothing here waits, asks the d
     on_schedule_end    a request's new keys become one question
     submit_store       the daemon reads the rows; visible only if that ended while they were ours
     submit_load        leased slots are copied into the rows
-    get_finished_jobs  each job once: done, failed or late; from then on its rows are vLLM's again
+    get_finished_jobs  each transfer once: done, failed or late; from then on its rows are vLLM's again
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from kvstore.gpu_worker.connectors.offload import (
     Crew,
     HintBoard,
     Inquiry,
-    Job,
-    Jobs,
     Lookups,
     RowLoader,
     Rows,
     RowSaver,
     Tally,
+    Transfer,
+    Transfers,
     Verdict,
 )
 from kvstore.gpu_worker.connectors.vllm.identity import reset_spec
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 ASK_THREADS, LOAD_THREADS, SAVE_THREADS = 2, 2, 1
 WAITING_MAX = 1024
-"""Questions, and jobs of each direction, that may wait for a thread."""
+"""Questions, and transfers of each direction, that may wait for a thread."""
 STAGING_BYTES_MIN = 64 << 20
 HINT_AFTER_S = 0.05
 """A request that waits longer is told to the daemon, and again every HINT_AGAIN_S."""
@@ -310,37 +310,37 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Nothing to do: what is used in vLLM's own memory needs no place in the store's, and loads are seen there."""
 
-    # ------------------------------------------------------------------------------------------------------- jobs
+    # ------------------------------------------------------------------------------------------------------- transfers
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(self._saver.jobs, job_metadata, self._store)
+        self._submit(self._saver.transfers, job_metadata, self._store)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._submit(self._loader.jobs, job_metadata, self._load)
+        self._submit(self._loader.transfers, job_metadata, self._load)
 
-    def _submit(self, jobs: Jobs, given: TransferJob, start: Callable[[TransferJob], None]) -> None:
-        """Whatever goes wrong, the job will be reported."""
+    def _submit(self, transfers: Transfers, given: TransferJob, start: Callable[[TransferJob], None]) -> None:
+        """Whatever goes wrong, the transfer will be reported."""
         try:
             start(given)
         except Exception as error:
             _complain(self, start.__name__, error)
-            jobs.fail(given.job_id)
+            transfers.fail(given.job_id)
 
     def _store(self, given: TransferJob) -> None:
-        job, context = self._job(given, self._settings.save_ms), given.req_context
+        transfer, context = self._job(given, self._settings.save_ms), given.req_context
         if self._closed or context.req_id in self._stale:
-            self._saver.refuse(job)
+            self._saver.refuse(transfer)
         else:
-            self._saver.start(job, self._parents(job.keys, context))
+            self._saver.start(transfer, self._parents(transfer.keys, context))
 
     def _load(self, given: TransferJob) -> None:
-        job = self._job(given, self._settings.load_ms)
-        self.tally.add(hits=len(job.keys))
+        transfer = self._job(given, self._settings.load_ms)
+        self.tally.add(hits=len(transfer.keys))
         self._take_back_hints(given.req_context.req_id)
-        places, questions = self._inquiry(given.req_context.req_id).load(job.keys)
-        self._loader.start(job, places, questions)
+        hits, questions = self._inquiry(given.req_context.req_id).load(transfer.keys)
+        self._loader.start(transfer, hits, questions)
 
-    def _job(self, given: TransferJob, limit_ms: int) -> Job:
+    def _job(self, given: TransferJob, limit_ms: int) -> Transfer:
         """vLLM's keys are in no order; ours are in that of their tokens, group by group."""
         rows = [int(row) for row in given.chunk_ids]
         pairs = sorted(
@@ -350,7 +350,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         for key, row in pairs:
             if not 0 < len(key) <= KEY_BYTES_MAX or not 0 <= row < self._rows.count:
                 raise ValueError(f"a key of {len(key)} bytes for row {row} of {self._rows.count}")
-        return Job(
+        return Transfer(
             given.job_id,
             [ChunkKey(key) for key, _ in pairs],
             [row for _, row in pairs],
@@ -358,7 +358,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         )
 
     def _parents(self, keys: Sequence[ChunkKey], context: ReqContext) -> list[ChunkKey]:
-        """Of each key the one before it, where the job has that too."""
+        """Of each key the one before it, where the transfer has that too."""
         places = [
             (get_offload_group_idx(OffloadKey(key)), _position(context, OffloadKey(key))) for key in keys
         ]
@@ -371,42 +371,46 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     @harmless(list)
     def get_finished_jobs(self) -> list[JobResult]:
         now = time.monotonic()
-        self._take(self._saver.jobs.take(now), self._loader.jobs.take(now))
+        self._take(self._saver.transfers.take(now), self._loader.transfers.take(now))
         finished, self._finished = self._finished, []
         return finished
 
-    def _take(self, saves: Sequence[Job], loads: Sequence[Job]) -> None:
-        for jobs, result in ((saves, self._saved), (loads, self._loaded)):
-            for job in jobs:
+    def _take(self, saves: Sequence[Transfer], loads: Sequence[Transfer]) -> None:
+        for transfers, result in ((saves, self._saved), (loads, self._loaded)):
+            for transfer in transfers:
                 try:
-                    self._finished.append(result(job))
+                    self._finished.append(result(transfer))
                 except Exception as error:
-                    # vLLM would keep the rows of a job that it is not told of for ever.
+                    # vLLM would keep the rows of a transfer that it is not told of for ever.
                     _complain(self, result.__name__, error)
-                    self._finished.append(JobResult(job_id=job.number, success=False))
+                    self._finished.append(JobResult(job_id=transfer.number, success=False))
 
-    def _saved(self, job: Job) -> JobResult:
-        self.tally.add(saves_late=job.late)
-        stored = [OffloadKey(key) for key, done in zip(job.keys, job.done, strict=True) if done]
+    def _saved(self, transfer: Transfer) -> JobResult:
+        self.tally.add(saves_late=transfer.late)
+        stored = [OffloadKey(key) for key, done in zip(transfer.keys, transfer.done, strict=True) if done]
         if self._events is not None and stored:
             self._announced.update(dict.fromkeys(stored))
             while len(self._announced) > REMEMBERED_MAX:
                 self._announced.popitem(last=False)
             self._tell(stored, removed=False)
-        return self._result(job, len(stored))
+        return self._result(transfer, len(stored))
 
-    def _loaded(self, job: Job) -> JobResult:
-        self.tally.add(loads_late=job.late)
-        done = [OffloadKey(key) for key, done in zip(job.keys, job.done, strict=True) if done]
-        self._lost([OffloadKey(key) for key, done in zip(job.keys, job.done, strict=True) if not done])
-        return self._result(job, len(done), done if not job.complete and done else None)
+    def _loaded(self, transfer: Transfer) -> JobResult:
+        self.tally.add(loads_late=transfer.late)
+        done = [OffloadKey(key) for key, done in zip(transfer.keys, transfer.done, strict=True) if done]
+        self._lost(
+            [OffloadKey(key) for key, done in zip(transfer.keys, transfer.done, strict=True) if not done]
+        )
+        return self._result(transfer, len(done), done if not transfer.complete and done else None)
 
-    def _result(self, job: Job, count: int, successful: list[OffloadKey] | None = None) -> JobResult:
+    def _result(
+        self, transfer: Transfer, count: int, successful: list[OffloadKey] | None = None
+    ) -> JobResult:
         return JobResult(
-            job_id=job.number,
-            success=job.complete,
+            job_id=transfer.number,
+            success=transfer.complete,
             successful_keys=successful,
-            transfer_time=time.monotonic() - job.begun,
+            transfer_time=time.monotonic() - transfer.begun,
             transfer_bytes=count * self._rows.row_bytes,
         )
 
@@ -420,8 +424,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._begin_epoch()
 
     def _drain(self, until: float) -> None:
-        saves = self._saver.jobs.drain(until - time.monotonic())
-        self._take(saves, self._loader.jobs.drain(until - time.monotonic()))
+        saves = self._saver.transfers.drain(until - time.monotonic())
+        self._take(saves, self._loader.transfers.drain(until - time.monotonic()))
 
     def _begin_epoch(self) -> None:
         self._resets += 1

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvstore.errors import StoreError, Unavailable
-from kvstore.gpu_worker.connectors.offload import Crew, Job, RowLoader, Rows, RowSaver, Tally
+from kvstore.gpu_worker.connectors.offload import Crew, RowLoader, Rows, RowSaver, Tally, Transfer
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.settings import TierSettings
 from kvstore.gpu_worker.connectors.vllm.tier import COUNTERS
@@ -82,10 +82,12 @@ def round_trip(config: Any, cache: KVCacheConfig, settings: TierSettings, timeou
             rows.row(number)[:] = np.random.default_rng(number).integers(0, 256, row_bytes, np.uint8)
         begun = time.perf_counter()
         _finish(
-            lambda job: saver.start(job, [ROOT] * ROWS), Job(0, keys, range(ROWS), _until(timeout_s)), tally
+            lambda transfer: saver.start(transfer, [ROOT] * ROWS),
+            Transfer(0, keys, range(ROWS), _until(timeout_s)),
+            tally,
         )
-        copies = Job(1, keys, range(ROWS, 2 * ROWS), _until(timeout_s))
-        _finish(lambda job: loader.start(job, [None] * ROWS, []), copies, tally)
+        copies = Transfer(1, keys, range(ROWS, 2 * ROWS), _until(timeout_s))
+        _finish(lambda transfer: loader.start(transfer, [None] * ROWS, []), copies, tally)
         took_ms = 1e3 * (time.perf_counter() - begun)
         for number in range(ROWS):
             if not np.array_equal(rows.row(number), rows.row(ROWS + number)):
@@ -98,9 +100,9 @@ def _until(timeout_s: float) -> float:
     return time.monotonic() + timeout_s
 
 
-def _finish(start: Callable[[Job], None], job: Job, tally: Tally) -> None:
-    start(job)
-    if not job.ended.wait(job.left_s) or not job.complete:
+def _finish(start: Callable[[Transfer], None], transfer: Transfer, tally: Tally) -> None:
+    start(transfer)
+    if not transfer.ended.wait(transfer.left_s) or not transfer.complete:
         raise StoreError(
             f"not all rows were saved and loaded: {dict(+tally.total)}",
             remedy="run kvctl doctor without vllm, and look at the daemon's log",

@@ -195,8 +195,8 @@ def test_what_somebody_asked_for_and_has_not_used_yet_stays() -> None:
     world.settle(1_000)
     world.save(worker, namespace, chain("new", 64))
     world.settle(1_000)
-    risen = OLD[-16:]
-    world.acquire(worker, namespace, risen, prefix_only=False, wait_ms=50)
+    promoted = OLD[-16:]
+    world.acquire(worker, namespace, promoted, prefix_only=False, wait_ms=50)
     world.settle(100)
     assert len(world.store.state.demanded) == 16
     others = (*OLD[:-16], *chain("new", 64))

@@ -11,12 +11,12 @@ import pytest
 
 import kvstore.core.chunks
 import kvstore.sim.world
-from kvstore.core import batch
 from kvstore.core import events as ev
+from kvstore.core.bulk import batch
 from kvstore.core.chunks import ChunkTable, LinkedRows
 from kvstore.core.integrity import ROW_COLUMNS, SHARD_COLUMNS
 from kvstore.core.limits import Limits
-from kvstore.core.restart import Restored, Snapshot
+from kvstore.core.ssd.restart import Restored, Snapshot
 from kvstore.core.store import Store
 from kvstore.core.workers import EngineGroup
 from kvstore.errors import StoreError
@@ -166,7 +166,7 @@ def test_hundreds_of_keys_at_once(eviction: str, shards: int, monkeypatch: pytes
 
 @pytest.mark.parametrize("eviction", ["hints", "lru", "fifo"])
 def test_hundreds_of_keys_of_two_models_above_an_ssd(eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is stored, rises, is dropped once it is stored, or doomed while it is being saved; a disk that is slow, full
+    """What is stored, is promoted, is dropped once it is stored, or doomed while it is being saved; a disk that is slow, full
     or hung; segments that change hands; a table of chunks that is full."""
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
-from kvstore.core.disk import CHUNKS_PER_OP_MAX
+from kvstore.core.ssd.tier import CHUNKS_PER_OP_MAX
 from kvstore.errors import DeadlineExceeded, Precondition, Unavailable
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import CHUNK_TOKENS, PAGE, World, chain, epoch_of, spec
@@ -389,7 +389,7 @@ def test_acquire_raises_what_is_on_ssd_and_tells_when_it_is_there() -> None:
     assert asked.outcomes == (PENDING,) * 4
     assert asked.reasons == (Reason.ON_SSD,) * 4
     assert not asked.lease
-    assert world.where(namespace, chain("k", 4)) == ["rising"] * 4
+    assert world.where(namespace, chain("k", 4)) == ["promoting"] * 4
     (read,) = world.of(ev.ReadRecords)
     assert [record.key for record in read.records] == list(chain("k", 4))
     assert world.take(ev.ChunksSettled) == []
@@ -440,7 +440,7 @@ def test_a_miss_ends_a_prefix_lookup_and_raises_nothing_behind_it() -> None:
     world.hold = {ev.ReadRecords}
     asked = world.acquire(worker, namespace, chain("k", 4))
     assert asked.reasons == (Reason.ON_SSD, Reason.FORGOTTEN, Reason.BEYOND_MISS, Reason.BEYOND_MISS)
-    assert world.where(namespace, chain("k", 4)) == ["rising", "FORGOTTEN", "ssd", "ssd"]
+    assert world.where(namespace, chain("k", 4)) == ["promoting", "FORGOTTEN", "ssd", "ssd"]
 
 
 def test_a_chunk_rises_once_however_many_ask() -> None:
@@ -555,7 +555,7 @@ def test_a_chunk_that_is_dropped_while_it_rises_does_not_arrive(how: str) -> Non
     assert failed == chain("k", 1)
     world.finish()
     assert world.take(ev.ChunksSettled) == []
-    assert "rising" not in world.where(namespace, chain("k", 2))
+    assert "promoting" not in world.where(namespace, chain("k", 2))
     world.tick(10_000)
     assert not any(key in chain("k", 2) for _, key in world.platter.chunks)
     assert world.slots()["reserved"] == 0

@@ -384,7 +384,7 @@ def test_the_new_owner_of_a_slot_is_never_indexed_before_the_deletion_of_the_old
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With batches of one record, in the order of what happened. The platter refuses a slot that is named twice."""
-    monkeypatch.setattr("kvstore.core.durability.INDEX_BATCH_MAX", 1)
+    monkeypatch.setattr("kvstore.core.ssd.durability.INDEX_BATCH_MAX", 1)
     world, worker, namespace = small(slabs=1, slab_slots=1, durable_within_ms=400, probe_interval_ms=100)
     world.save(worker, namespace, chain("old", 1))
     world.settle(1_000)
@@ -423,8 +423,8 @@ def test_after_a_failed_sync_chunks_in_dram_are_written_anew_and_the_tier_heals(
     assert world.fetch(worker, namespace, chain("k", 3)) == ["HIT"] * 3
 
 
-@pytest.mark.parametrize("rising", [False, True])
-def test_after_a_failed_sync_chunks_on_ssd_alone_are_lost(rising: bool) -> None:
+@pytest.mark.parametrize("promoting", [False, True])
+def test_after_a_failed_sync_chunks_on_ssd_alone_are_lost(promoting: bool) -> None:
     world, worker, namespace = small(durable_within_ms=400, probe_interval_ms=100, disk_deadline_ms=60_000)
     world.hold = {ev.WriteIndex}
     cold(world, worker, namespace)
@@ -432,7 +432,7 @@ def test_after_a_failed_sync_chunks_on_ssd_alone_are_lost(rising: bool) -> None:
     world.failing_syncs = True
     world.finish(fails="IO_ERROR")
     world.failing_syncs = False
-    if rising:
+    if promoting:
         world.hold = {ev.ReadRecords}
         world.acquire(worker, namespace, chain("k", 4), wait_ms=60_000)
     else:
@@ -446,7 +446,7 @@ def test_after_a_failed_sync_chunks_on_ssd_alone_are_lost(rising: bool) -> None:
     assert world.outcomes(worker, namespace, chain("k", 4)) == ["LOST"] * 4
     others = [*chain("k other 0", 4), *chain("k other 1", 4)]
     there = world.where(namespace, others).count("dram+ssd")
-    assert there == (4 if rising else 8)  # four had left DRAM for what was to rise
+    assert there == (4 if promoting else 8)  # four had left DRAM for what was to be promoted
     assert len(world.platter.chunks) == there
 
 
@@ -493,7 +493,7 @@ def test_an_index_that_cannot_even_delete_stops_writes(cold_ones: bool) -> None:
 
 
 def test_index_transactions_are_bounded_in_session_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.core.durability.INDEX_ENTRIES_MAX", 5)
+    monkeypatch.setattr("kvstore.core.ssd.durability.INDEX_ENTRIES_MAX", 5)
     world, worker, namespace = start(durable_within_ms=400)
     world.save(worker, namespace, chain("k", 8))
     world.hold = {ev.WriteIndex}

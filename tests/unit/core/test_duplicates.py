@@ -74,7 +74,7 @@ def test_a_difference_names_both_makers_once() -> None:
 
 def test_however_much_differs_few_copies_are_read_again_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker's reports must not keep the threads that copy for everybody."""
-    monkeypatch.setattr("kvstore.core.duplicates.AUDITS_MAX", 2)
+    monkeypatch.setattr("kvstore.core.requests.duplicates.AUDITS_MAX", 2)
     world, worker, namespace = small()
     world.save(worker, namespace, chain("k", 3), maker=FIRST)
     seen = watched(world)

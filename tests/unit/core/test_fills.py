@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
-from kvstore.core import saves
+from kvstore.core.requests import saves
 from kvstore.errors import BadRequest, Conflict, DeadlineExceeded, NotFound, Precondition
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, REGION, World, chain, spec, tag

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.core.chunks import LISTED, NONE, QUEUED, RISING, STORED, WANTED
+from kvstore.core.chunks import LISTED, NEEDED, NONE, PROMOTING, QUEUED, STORED
 from kvstore.core.store import Store
 from kvstore.sim.simulation import Simulation
 from kvstore.types import SlotState
@@ -139,7 +139,7 @@ DAMAGES: dict[str, Any] = {
     "cold: ready": column("shard_ready", lambda _: 1, cold),
     **{
         f"flag {flag}": column("flags", lambda flags, flag=flag: flags ^ flag)
-        for flag in (LISTED, STORED, RISING, WANTED, QUEUED)
+        for flag in (LISTED, STORED, PROMOTING, NEEDED, QUEUED)
     },
     "slot: owner": first_slot("owner", 0x7FFF),
     "slot: free": first_slot("state", SlotState.FREE),

@@ -1,4 +1,4 @@
-"""Hints and the two windows made of them: what rises ahead of need, what stays longest, and what is answered."""
+"""Hints and the two windows made of them: what is promoted ahead of need, what stays longest, and what is answered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
-from kvstore.core import queue
+from kvstore.core.requests import queue
 from kvstore.errors import BadRequest, NotFound
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, World, chain, spec
@@ -116,7 +116,7 @@ def test_a_chunk_that_a_job_names_twice_counts_once() -> None:
 
 
 def test_a_long_queue_is_planned_again_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.core.queue.REPLAN_ROWS_PER_MS", 0.01)  # 100 ms per chunk
+    monkeypatch.setattr("kvstore.core.requests.queue.REPLAN_ROWS_PER_MS", 0.01)  # 100 ms per chunk
     world, worker, namespace = start(hint_ttl_ms=10_000)
     save(world, worker, namespace, "a")
     info = world.append(worker, namespace, b"s", chain("a", 1))
@@ -134,7 +134,7 @@ def test_a_long_queue_is_planned_again_less_often(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("count", [2, 60])
 def test_so_is_one_of_chunks_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Looking for them takes as long, and a scheduler may name keys that nobody has saved yet."""
-    monkeypatch.setattr("kvstore.core.queue.REPLAN_ROWS_PER_MS", count / 100)
+    monkeypatch.setattr("kvstore.core.requests.queue.REPLAN_ROWS_PER_MS", count / 100)
     world, worker, namespace = start(hint_ttl_ms=10_000)
     publish(world, worker, namespace, hint("j", 0, chain("a", count)))
     save(world, worker, namespace, "a")
@@ -145,7 +145,7 @@ def test_so_is_one_of_chunks_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_hints_that_come_fast_are_planned_together_and_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.core.queue.PUBLISH_ROWS_PER_MS", 1 / 128)  # 128 ms per chunk
+    monkeypatch.setattr("kvstore.core.requests.queue.PUBLISH_ROWS_PER_MS", 1 / 128)  # 128 ms per chunk
     world, worker, namespace = start(hint_ttl_ms=10_000)
     other = world.join(group="other")
     save(world, worker, namespace, "a", count=2)
@@ -381,7 +381,7 @@ def test_what_no_job_needs_any_more_goes_back_in_the_order_of_its_chain(batch_mi
     def order(rows: Any) -> list[bytes]:
         return [state.chunks.key[row] for row in rows]
 
-    assert order(state.chunks.walk(of.wanted)) == [*chain("a", 3), *chain("b", 3)]
+    assert order(state.chunks.walk(of.needed)) == [*chain("a", 3), *chain("b", 3)]
     publish(world, worker, namespace)
     a, b, old, new = (list(reversed(chain(name, 3))) for name in ("a", "b", "old", "new"))
     assert order(state.chunks.walk(of.recency)) == [*a, *old, *new, *b]
@@ -518,7 +518,7 @@ def test_what_no_job_needs_makes_room_first_then_the_farthest() -> None:
 
 
 def test_demanded_reads_go_before_foreseen_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.core.disk.CHUNKS_PER_OP_MAX", 1)
+    monkeypatch.setattr("kvstore.core.ssd.tier.CHUNKS_PER_OP_MAX", 1)
     world, worker, namespace = filled(disk_bytes_in_flight_max=1)
     world.hold = {ev.ReadRecords}
     publish(world, worker, namespace, hint("j", 0, names("abcd")))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
-from kvstore.core import recall
+from kvstore.core.requests import recall
 from kvstore.errors import DeadlineExceeded, Denied, StoreError, Unavailable
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import World, chain, spec

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core.limits import Limits
-from kvstore.core.restart import ChunkBatch, Restored, Snapshot
+from kvstore.core.ssd.restart import ChunkBatch, Restored, Snapshot
 from kvstore.core.store import Store
 from kvstore.errors import Conflict, Precondition
 from kvstore.sim.disk import SLAB_HEADER_BYTES, SLOT_BYTES, DiskWorld

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.core import events as ev
-from kvstore.core import saves
+from kvstore.core.requests import saves
 from kvstore.errors import BadRequest, Conflict, DeadlineExceeded, Denied, Exhausted, NotFound, Precondition
 from kvstore.layout import GroupSpec
 from kvstore.sim.world import CHUNK_TOKENS, PAGE, World, chain, spec, tag

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
-from kvstore.core.quarantine import RETURNS_MAX
+from kvstore.core.ssd.quarantine import RETURNS_MAX
 from kvstore.errors import Denied, NotFound
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, World, chain, spec
@@ -258,7 +258,7 @@ def test_what_a_round_found_is_told_when_the_next_has_begun() -> None:
 
 
 def test_rounds_that_ended_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.core.scrub.ENDED_MAX", 3)
+    monkeypatch.setattr("kvstore.core.ssd.scrub.ENDED_MAX", 3)
     world, *_ = small()
     admin = world.join(admin=True)
     rounds = [round_of(world, admin).round for _ in range(5)]

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from kvstore import wire
-from kvstore.core import dialogues, manifests, references
 from kvstore.core import events as ev
+from kvstore.core import manifests
+from kvstore.core.bulk import references
 from kvstore.core.integrity import ROW_COLUMNS
 from kvstore.core.manifests import Manifest
+from kvstore.core.requests import sessions
 from kvstore.core.state import State
 from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition, StoreError
 from kvstore.sim.disk import DiskWorld
@@ -288,7 +290,7 @@ def test_long_manifests_are_updated_and_cut_in_linear_time(
 
         return call
 
-    for module in (dialogues, manifests):
+    for module in (sessions, manifests):
         for builtin in (any, sum, set, list, sorted):
             monkeypatch.setattr(module, builtin.__name__, counted(builtin), raising=False)
     (key,) = chain("k", 1)
@@ -651,8 +653,8 @@ def test_a_list_of_sessions_is_most_recent_first_and_says_what_is_there() -> Non
 
 
 def test_a_long_list_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialogues, "LISTED_MAX", 3)
-    monkeypatch.setattr(dialogues, "LISTED_ENTRIES_MAX", 4)
+    monkeypatch.setattr(sessions, "LISTED_MAX", 3)
+    monkeypatch.setattr(sessions, "LISTED_ENTRIES_MAX", 4)
     world, worker, namespace = started()
     keys = chain("k", 5)
     world.save(worker, namespace, keys)
@@ -672,7 +674,7 @@ def test_a_long_list_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_long_history_is_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialogues, "EXPLAINED_MAX", 2)
+    monkeypatch.setattr(sessions, "EXPLAINED_MAX", 2)
     world, worker, namespace = started()
     keys = chain("k", 5)
     world.save(worker, namespace, keys)
@@ -698,7 +700,7 @@ def dooms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_long_session_is_forgotten_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 4)
+    monkeypatch.setattr(sessions, "FORGOTTEN_PER_STEP", 4)
     world, worker, namespace = started()
     keys = chain("k", 8)
     world.save(worker, namespace, keys)
@@ -719,7 +721,7 @@ def test_a_long_session_is_forgotten_some_at_a_time(monkeypatch: pytest.MonkeyPa
 def test_a_session_and_keys_are_forgotten_some_at_a_time_the_session_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 4)
+    monkeypatch.setattr(sessions, "FORGOTTEN_PER_STEP", 4)
     world, worker, namespace = started()
     keys, single = chain("k", 6), chain("single", 3)
     world.save(worker, namespace, keys)
@@ -739,7 +741,7 @@ def test_a_session_that_was_half_forgotten_at_a_crash_can_be_forgotten_again(
     updated_just_now: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without its name nobody could say what the chunks are that are left."""
-    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 4)
+    monkeypatch.setattr(sessions, "FORGOTTEN_PER_STEP", 4)
     world = DiskWorld(durable_within_ms=400)
     worker = world.join()
     namespace = world.open(spec(), worker)
@@ -752,11 +754,11 @@ def test_a_session_that_was_half_forgotten_at_a_crash_can_be_forgotten_again(
         world.append(worker, namespace, b"s", keys[before:], version=version, keep=before)
     assert world.ask(ev.Forget, worker, namespace, b"s") is None
     assert world.session(worker, namespace, b"s").version == 0
-    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 0)
+    monkeypatch.setattr(sessions, "FORGOTTEN_PER_STEP", 0)
     world.settle(1_000)
     assert {key for _, key in world.platter.chunks} == set(keys[:6])
     world.crash(power=True)
-    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 4)
+    monkeypatch.setattr(sessions, "FORGOTTEN_PER_STEP", 4)
     worker = world.join()
     world.open(spec(), worker)
     assert world.session(worker, namespace, b"s").usable == 6
@@ -766,7 +768,7 @@ def test_a_session_that_was_half_forgotten_at_a_crash_can_be_forgotten_again(
 
 
 def test_many_keys_are_forgotten_some_at_a_time_by_their_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 4)
+    monkeypatch.setattr(sessions, "FORGOTTEN_PER_STEP", 4)
     world = World()
     worker = world.join()
     namespace = world.open(spec(shards=2), worker)
@@ -788,9 +790,9 @@ def test_many_keys_are_forgotten_some_at_a_time_by_their_shards(monkeypatch: pyt
 def test_sessions_that_expire_together_go_some_at_a_time(
     per_tick: int, forgetting_max: int, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 4)
-    monkeypatch.setattr(dialogues, "EXPIRED_PER_TICK", per_tick)
-    monkeypatch.setattr(dialogues, "FORGETTING_MAX", forgetting_max)
+    monkeypatch.setattr(sessions, "FORGOTTEN_PER_STEP", 4)
+    monkeypatch.setattr(sessions, "EXPIRED_PER_TICK", per_tick)
+    monkeypatch.setattr(sessions, "FORGETTING_MAX", forgetting_max)
     world, worker, namespace = started(session_ttl_ms=1_000)
     for name in ("a", "b", "c", "d"):
         world.save(worker, namespace, chain(name, 6))
@@ -812,14 +814,14 @@ def test_sessions_that_expire_together_go_some_at_a_time(
 def test_a_simulated_life_in_which_all_is_forgotten_some_at_a_time(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 1)
-    monkeypatch.setattr(dialogues, "EXPIRED_PER_TICK", 1)
+    monkeypatch.setattr(sessions, "FORGOTTEN_PER_STEP", 1)
+    monkeypatch.setattr(sessions, "EXPIRED_PER_TICK", 1)
     Simulation(seed, 800).run()
 
 
 def test_too_much_to_forget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialogues, "FORGOTTEN_PER_STEP", 1)
-    monkeypatch.setattr(dialogues, "FORGETTING_MAX", 2)
+    monkeypatch.setattr(sessions, "FORGOTTEN_PER_STEP", 1)
+    monkeypatch.setattr(sessions, "FORGETTING_MAX", 2)
     world, worker, namespace = started()
     world.save(worker, namespace, chain("k", 2))
     for _ in range(2):

@@ -36,8 +36,8 @@ class FakeStore:
     """Chunks that may still be granted; None: any number."""
     commits_fail: bool = False
     on_ssd: set[ChunkKey] = field(default_factory=set)
-    """Keys whose chunks have to rise before they can be read."""
-    rises: bool = True
+    """Keys whose chunks have to be promoted before they can be read."""
+    promotes: bool = True
     busy: set[ChunkKey] = field(default_factory=set)
     keys_max: int = KEYS_PER_REQUEST_MAX
     """More in one request are refused."""
@@ -213,11 +213,11 @@ class FakeLease:
         return whole
 
     def settled(self, timeout_s: float | None = None) -> tuple[int, ...]:
-        """What is awaited rises, unless the store says that it does not."""
+        """What is awaited is promoted, unless the store says that it does not."""
         assert not self.released
-        risen = [key for key in self.awaited if key in self.store.on_ssd and self.store.rises]
-        self.store.on_ssd.difference_update(risen)
-        return tuple(self.awaited.index(key) for key in risen)
+        promoted = [key for key in self.awaited if key in self.store.on_ssd and self.store.promotes]
+        self.store.on_ssd.difference_update(promoted)
+        return tuple(self.awaited.index(key) for key in promoted)
 
     def release(self) -> None:
         if not self.released:

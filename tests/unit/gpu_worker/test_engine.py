@@ -406,7 +406,7 @@ def test_what_is_on_ssd_is_waited_for_and_then_loaded(store: FakeStore, engines:
     prompt = [*prompt, *first.tokens, 7]
     second = engine.turn("s", prompt, 1)
     assert second.reused_tokens == 3 * T + 5 and not store.on_ssd
-    assert engine.counters["rises_awaited"] == 1
+    assert engine.counters["promotions_awaited"] == 1
     assert second.tokens == engines(engine.model, None).turn("s", prompt, 1).tokens
     assert engine.flush(10) and store.leases == 0
 
@@ -416,7 +416,7 @@ def test_what_does_not_rise_in_time_is_computed(store: FakeStore, engines: MakeE
     prompt = text(3 * T)
     engine.turn("s", prompt, 1)
     assert engine.flush(10)
-    store.on_ssd, store.rises = {list(store.chunks)[1][1]}, False
+    store.on_ssd, store.promotes = {list(store.chunks)[1][1]}, False
     second = engine.turn("s", [*prompt, 7], 1)
     assert second.reused_tokens == T
     assert second.tokens == engines(engine.model, None).turn("s", [*prompt, 7], 1).tokens

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from kvstore.gpu_worker.layout import Geometry
-from kvstore.gpu_worker.loader import Loader, Target, Wanted
+from kvstore.gpu_worker.loader import Loader, Piece, Target
 from kvstore.gpu_worker.restored_cache import LoadFailed
 from kvstore.types import Outcome
 
 from .conftest import FakeLease, FakeStore
 
 GEOMETRY = Geometry(layers=3, heads=2, head_dim=4, dtype=torch.float32, chunk_tokens=8)
-WANTED = [Wanted(0, 0, 8), Wanted(2, 8, 5)]
+WANTED = [Piece(0, 0, 8), Piece(2, 8, 5)]
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from kvstore.gpu_worker.connectors.offload import (
     Crew,
     HintBoard,
     Inquiry,
-    Job,
     Lookups,
     RowLoader,
     Rows,
     RowSaver,
     Tally,
+    Transfer,
     Verdict,
 )
 from kvstore.keys import ROOT
@@ -65,8 +65,8 @@ class Lease:
         return True
 
     def settled(self, timeout_s: float) -> tuple[int, ...]:
-        ready = [key for key in self._keys if key in self._store.rising]
-        self._store.rising.clear()
+        ready = [key for key in self._keys if key in self._store.promoting]
+        self._store.promoting.clear()
         return tuple(self._keys.index(key) for key in ready)
 
     def release(self) -> None:
@@ -143,7 +143,7 @@ class Store:
     def __init__(self, memory: Any) -> None:
         self.client = self
         self.chunks: dict[ChunkKey, bytes] = {}
-        self.rising: set[ChunkKey] = set()
+        self.promoting: set[ChunkKey] = set()
         """PENDING at the first read, there at the next."""
         self.void: set[ChunkKey] = set()
         self.full: set[ChunkKey] = set()
@@ -176,7 +176,7 @@ class Store:
             found = Outcome.HIT if key in self.chunks else Outcome.MISS
             if not any_order and Outcome.MISS in outcomes:
                 found = Outcome.MISS
-            outcomes.append(Outcome.PENDING if key in self.rising else found)
+            outcomes.append(Outcome.PENDING if key in self.promoting else found)
         self.leases.append(Lease(self, wanted, outcomes))
         return self.leases[-1]
 
@@ -205,7 +205,7 @@ class Store:
         self, hints: Sequence[Hint], *, removed: Sequence[bytes], snapshot: bool, timeout_s: float
     ) -> QueueAccepted:
         assert not snapshot
-        self.heard.append(([hint.job for hint in hints], list(removed)))
+        self.heard.append(([hint.transfer for hint in hints], list(removed)))
         return QueueAccepted((HintResult.ACCEPTED,) * len(hints), 3, 5)
 
 
@@ -237,13 +237,13 @@ class Rig:
     def row(self, number: int) -> bytes:
         return self.memory[number * ROW_BYTES : (number + 1) * ROW_BYTES].tobytes()
 
-    def job(self, wanted: Sequence[ChunkKey], rows: Sequence[int], deadline: float = FAR) -> Job:
-        return Job(next(self._numbers), wanted, rows, deadline)
+    def transfer(self, wanted: Sequence[ChunkKey], rows: Sequence[int], deadline: float = FAR) -> Transfer:
+        return Transfer(next(self._numbers), wanted, rows, deadline)
 
-    def save(self, wanted: Sequence[ChunkKey], rows: Sequence[int], deadline: float = FAR) -> Job:
-        job = self.job(wanted, rows, deadline)
-        self.saver.start(job, [ROOT] * len(wanted))
-        return job
+    def save(self, wanted: Sequence[ChunkKey], rows: Sequence[int], deadline: float = FAR) -> Transfer:
+        transfer = self.transfer(wanted, rows, deadline)
+        self.saver.start(transfer, [ROOT] * len(wanted))
+        return transfer
 
     def idle(self) -> None:
         done = threading.Event()
@@ -267,29 +267,29 @@ def _close(rig: Rig) -> None:
     assert rig.crew.close(BOUND_S)
 
 
-# --------------------------------------------------------------------------------------------------------------- jobs
+# --------------------------------------------------------------------------------------------------------------- transfers
 
 
 def test_a_job_is_told_of_once_when_it_has_ended(rig: Rig) -> None:
-    job = rig.save(keys("a", "b"), [0, 1])
-    assert job.ended.wait(BOUND_S)
-    assert rig.saver.jobs.take(0.0) == [job]
-    assert job.complete and not job.late
-    assert rig.saver.jobs.take(FAR) == []
-    assert rig.saver.jobs.rows == 0
+    transfer = rig.save(keys("a", "b"), [0, 1])
+    assert transfer.ended.wait(BOUND_S)
+    assert rig.saver.transfers.take(0.0) == [transfer]
+    assert transfer.complete and not transfer.late
+    assert rig.saver.transfers.take(FAR) == []
+    assert rig.saver.transfers.rows == 0
 
 
 def test_a_late_job_has_failed_and_its_rows_are_never_touched_again(rig: Rig) -> None:
     rig.store.chunks.update(zip(keys("a", "b"), (b"A" * ROW_BYTES, b"B" * ROW_BYTES), strict=True))
     inquiry = rig.inquiry()
     rig.store.may_read.clear()
-    job = rig.job(keys("a", "b"), [2, 3], deadline=5.0)
-    rig.loader.start(job, *inquiry.load(job.keys))
+    transfer = rig.transfer(keys("a", "b"), [2, 3], deadline=5.0)
+    rig.loader.start(transfer, *inquiry.load(transfer.keys))
     before = rig.row(2), rig.row(3)
     assert rig.store.asked.wait(BOUND_S)
-    assert rig.loader.jobs.take(4.9) == []
-    assert rig.loader.jobs.take(5.0) == [job]
-    assert job.late and not job.complete
+    assert rig.loader.transfers.take(4.9) == []
+    assert rig.loader.transfers.take(5.0) == [transfer]
+    assert transfer.late and not transfer.complete
     rig.store.may_read.set()
     rig.idle()
     assert (rig.row(2), rig.row(3)) == before
@@ -299,21 +299,21 @@ def test_a_late_job_has_failed_and_its_rows_are_never_touched_again(rig: Rig) ->
 def test_a_row_that_is_being_copied_is_waited_for_not_by_the_engine(rig: Rig) -> None:
     rig.store.chunks.update(zip(keys("a", "b"), (b"A" * ROW_BYTES, b"B" * ROW_BYTES), strict=True))
     rig.store.may_copy.clear()
-    job = rig.job(keys("a", "b"), [2, 3], deadline=5.0)
-    rig.loader.start(job, *rig.inquiry().load(job.keys))
+    transfer = rig.transfer(keys("a", "b"), [2, 3], deadline=5.0)
+    rig.loader.start(transfer, *rig.inquiry().load(transfer.keys))
     assert rig.store.copying.wait(BOUND_S)
-    assert rig.loader.jobs.take(100.0) == [], "vLLM would use a row that we write to"
+    assert rig.loader.transfers.take(100.0) == [], "vLLM would use a row that we write to"
     rig.store.may_copy.set()
-    assert job.ended.wait(BOUND_S)
-    assert rig.loader.jobs.take(100.0) == [job]
-    assert job.complete and not job.late
+    assert transfer.ended.wait(BOUND_S)
+    assert rig.loader.transfers.take(100.0) == [transfer]
+    assert transfer.complete and not transfer.late
 
 
 def test_draining_ends_all_and_tells_the_truth(rig: Rig) -> None:
     rig.store.may_fill.clear()
     begun, waits = rig.save(keys("a"), [0]), rig.save(keys("b"), [1])
     assert rig.store.filling.wait(BOUND_S)
-    assert rig.saver.jobs.drain(0.0) == [begun, waits]
+    assert rig.saver.transfers.drain(0.0) == [begun, waits]
     assert not begun.complete and not waits.complete
     assert not begun.hold() and not waits.hold()
     rig.store.may_fill.set()
@@ -325,39 +325,39 @@ def test_more_rows_than_may_be_kept_from_the_engine_fail_at_once(rig: Rig) -> No
     rig.store.may_fill.clear()
     first = rig.save(keys("a", "b", "c"), [0, 1, 2])
     second = rig.save(keys("d", "e"), [3, 4])
-    assert rig.saver.jobs.take(0.0) == [second]
+    assert rig.saver.transfers.take(0.0) == [second]
     assert not second.complete
     assert rig.tally.total["saves_dropped"] == 1 and rig.tally.total["blocks_dropped"] == 2
     third = rig.save(keys("f"), [5])
     rig.store.may_fill.set()
     assert first.ended.wait(BOUND_S) and third.ended.wait(BOUND_S)
-    assert {job.number for job in rig.saver.jobs.take(0.0)} == {first.number, third.number}
+    assert {transfer.number for transfer in rig.saver.transfers.take(0.0)} == {first.number, third.number}
     assert rig.save(keys("g"), [0]).ended.wait(BOUND_S)
 
 
 def test_a_job_larger_than_that_is_taken_when_there_is_no_other(rig: Rig) -> None:
-    job = rig.save(keys("a", "b", "c", "d", "e"), [0, 1, 2, 3, 4])
-    assert job.ended.wait(BOUND_S)
-    assert job.complete
+    transfer = rig.save(keys("a", "b", "c", "d", "e"), [0, 1, 2, 3, 4])
+    assert transfer.ended.wait(BOUND_S)
+    assert transfer.complete
 
 
 def test_a_full_queue_fails_at_once() -> None:
     rig = Rig(waiting_max=1)
     rig.store.may_read.clear()
-    first, second, third = (rig.job(keys("a"), [row]) for row in range(3))
+    first, second, third = (rig.transfer(keys("a"), [row]) for row in range(3))
     rig.loader.start(first, *rig.inquiry().load(first.keys))
     assert rig.store.asked.wait(BOUND_S)
-    for job in (second, third):
-        rig.loader.start(job, *rig.inquiry().load(job.keys))
-    assert rig.loader.jobs.take(0.0) == [third]
+    for transfer in (second, third):
+        rig.loader.start(transfer, *rig.inquiry().load(transfer.keys))
+    assert rig.loader.transfers.take(0.0) == [third]
     assert rig.tally.total["loads_dropped"] == 1
     _close(rig)
 
 
 def test_a_job_that_could_not_begin_is_told_of(rig: Rig) -> None:
-    rig.saver.jobs.fail(77)
-    (job,) = rig.saver.jobs.take(0.0)
-    assert job.number == 77 and not job.complete
+    rig.saver.transfers.fail(77)
+    (transfer,) = rig.saver.transfers.take(0.0)
+    assert transfer.number == 77 and not transfer.complete
 
 
 def test_a_bug_in_a_thread_does_not_end_it(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
@@ -389,24 +389,24 @@ def test_a_crew_that_closes_drops_what_waits() -> None:
 @pytest.mark.parametrize("fd", [7, None])
 def test_rows_are_saved_as_they_are(fd: int | None) -> None:
     rig = Rig(fd)
-    job = rig.job(keys("a", "b", "c"), [4, 0, 5])
+    transfer = rig.transfer(keys("a", "b", "c"), [4, 0, 5])
     rig.store.chunks[ChunkKey(b"b")] = b"x" * ROW_BYTES
-    rig.saver.start(job, [ROOT, *keys("a", "b")])
-    assert job.ended.wait(BOUND_S)
+    rig.saver.start(transfer, [ROOT, *keys("a", "b")])
+    assert transfer.ended.wait(BOUND_S)
     assert rig.store.chunks == dict(
         zip(keys("a", "b", "c"), (rig.row(4), b"x" * ROW_BYTES, rig.row(5)), strict=True)
     )
     assert rig.store.parents[ChunkKey(b"c")] == b"b"
-    assert job.complete
+    assert transfer.complete
     assert rig.tally.total["blocks_saved"] == 2 and rig.tally.total["blocks_already"] == 1
     _close(rig)
 
 
 def test_what_has_no_room_fails_alone(rig: Rig) -> None:
     rig.store.full.update(keys("b"))
-    job = rig.save(keys("a", "b"), [0, 1])
-    assert job.ended.wait(BOUND_S)
-    assert job.done == [True, False] and not job.complete
+    transfer = rig.save(keys("a", "b"), [0, 1])
+    assert transfer.ended.wait(BOUND_S)
+    assert transfer.done == [True, False] and not transfer.complete
     assert list(rig.store.chunks) == keys("a")
     assert rig.tally.total["blocks_refused"] == 1
 
@@ -416,10 +416,12 @@ def test_less_staging_memory_than_a_part_needs_takes_more_parts() -> None:
     rig.store.staging = 2
     rig.store.full.update(keys("c"))
     wanted = keys("a", "b", "c", "d", "e", "f")
-    job = rig.save(wanted, range(6))
-    assert job.ended.wait(BOUND_S)
-    assert job.done == [True, True, False, True, True, True]
-    assert [rig.store.chunks.get(key) == rig.row(number) for number, key in enumerate(wanted)] == job.done
+    transfer = rig.save(wanted, range(6))
+    assert transfer.ended.wait(BOUND_S)
+    assert transfer.done == [True, True, False, True, True, True]
+    assert [
+        rig.store.chunks.get(key) == rig.row(number) for number, key in enumerate(wanted)
+    ] == transfer.done
     assert rig.tally.total["blocks_saved"] == 5 and rig.tally.total["blocks_refused"] == 1
     _close(rig)
 
@@ -427,22 +429,22 @@ def test_less_staging_memory_than_a_part_needs_takes_more_parts() -> None:
 def test_rows_read_after_the_job_was_over_stay_invisible(rig: Rig) -> None:
     """A daemon that was stopped reads rows that hold another chunk by then."""
     rig.store.may_fill.clear()
-    job = rig.save(keys("a"), [0], deadline=5.0)
+    transfer = rig.save(keys("a"), [0], deadline=5.0)
     assert rig.store.filling.wait(BOUND_S)
-    assert rig.saver.jobs.take(5.0) == [job] and job.late
+    assert rig.saver.transfers.take(5.0) == [transfer] and transfer.late
     rig.memory[:ROW_BYTES] = 0xAB
     rig.store.may_fill.set()
     rig.idle()
     assert rig.store.chunks == {}
-    assert job.done == [False]
+    assert transfer.done == [False]
 
 
 def test_staged_rows_are_not_read_once_the_job_is_over() -> None:
     rig = Rig(fd=None)
     rig.store.may_reserve.clear()
-    job = rig.save(keys("a"), [0], deadline=5.0)
+    transfer = rig.save(keys("a"), [0], deadline=5.0)
     assert rig.store.reserving.wait(BOUND_S)
-    assert rig.saver.jobs.take(5.0) == [job]
+    assert rig.saver.transfers.take(5.0) == [transfer]
     rig.store.may_reserve.set()
     rig.idle()
     assert rig.store.chunks == {} and rig.store.copied == []
@@ -452,10 +454,10 @@ def test_staged_rows_are_not_read_once_the_job_is_over() -> None:
 @pytest.mark.parametrize("what", ["error", "fill_error", "commit_error", "away"])
 def test_a_store_that_fails_is_a_failed_job(rig: Rig, what: str) -> None:
     setattr(rig, "away", True) if what == "away" else setattr(rig.store, what, Unavailable("gone"))
-    job = rig.save(keys("a"), [0])
-    assert job.ended.wait(BOUND_S)
-    assert rig.saver.jobs.take(0.0) == [job]
-    assert not job.complete and rig.store.chunks == {}
+    transfer = rig.save(keys("a"), [0])
+    assert transfer.ended.wait(BOUND_S)
+    assert rig.saver.transfers.take(0.0) == [transfer]
+    assert not transfer.complete and rig.store.chunks == {}
     rig.away = False
     rig.store.error = rig.store.fill_error = rig.store.commit_error = None
     again = rig.save(keys("a"), [0])
@@ -505,7 +507,7 @@ def test_behind_a_hole_a_prefix_has_nothing(rig: Rig) -> None:
 
 def test_what_rises_is_waited_for_and_the_rest_stays_pinned(rig: Rig) -> None:
     rig.store.chunks.update(dict.fromkeys(keys("a", "b"), b"v" * ROW_BYTES))
-    rig.store.rising.update(keys("b"))
+    rig.store.promoting.update(keys("b"))
     inquiry = rig.inquiry()
     for key in keys("a", "b"):
         inquiry.verdict(key, 0.0, keys_max=9)
@@ -574,11 +576,11 @@ def test_what_was_found_is_loaded_from_its_pins(rig: Rig) -> None:
     inquiry = rig.inquiry()
     wanted = keys("a", "b")
     found(rig, inquiry, wanted)
-    job = rig.job(wanted, [5, 1])
-    rig.loader.start(job, *inquiry.load(job.keys))
-    assert job.ended.wait(BOUND_S)
+    transfer = rig.transfer(wanted, [5, 1])
+    rig.loader.start(transfer, *inquiry.load(transfer.keys))
+    assert transfer.ended.wait(BOUND_S)
     assert (rig.row(5), rig.row(1)) == (b"\1" * ROW_BYTES, b"\2" * ROW_BYTES)
-    assert job.complete and len(rig.store.leases) == 1, "nothing was asked again"
+    assert transfer.complete and len(rig.store.leases) == 1, "nothing was asked again"
     assert not rig.store.leases[0].released
     inquiry.scheduled()
     assert rig.store.leases[0].released
@@ -588,14 +590,14 @@ def test_a_load_keeps_the_pins_of_a_request_that_has_ended(rig: Rig) -> None:
     inquiry = rig.inquiry()
     found(rig, inquiry, keys("a"))
     rig.store.may_copy.clear()
-    job = rig.job(keys("a"), [0])
-    rig.loader.start(job, *inquiry.load(job.keys))
+    transfer = rig.transfer(keys("a"), [0])
+    rig.loader.start(transfer, *inquiry.load(transfer.keys))
     assert rig.store.copying.wait(BOUND_S)
     inquiry.scheduled()
     assert not rig.store.leases[0].released
     rig.store.may_copy.set()
-    assert job.ended.wait(BOUND_S)
-    assert job.complete and rig.store.leases[0].released
+    assert transfer.ended.wait(BOUND_S)
+    assert transfer.complete and rig.store.leases[0].released
 
 
 def test_pins_held_too_long_go_and_the_load_looks_again(rig: Rig) -> None:
@@ -605,10 +607,10 @@ def test_pins_held_too_long_go_and_the_load_looks_again(rig: Rig) -> None:
     assert not rig.store.leases[0].released
     inquiry.tick(11.0)
     assert rig.store.leases[0].released
-    job = rig.job(keys("a"), [0])
-    rig.loader.start(job, *inquiry.load(job.keys))
-    assert job.ended.wait(BOUND_S)
-    assert job.complete and rig.row(0) == b"\1" * ROW_BYTES
+    transfer = rig.transfer(keys("a"), [0])
+    rig.loader.start(transfer, *inquiry.load(transfer.keys))
+    assert transfer.ended.wait(BOUND_S)
+    assert transfer.complete and rig.row(0) == b"\1" * ROW_BYTES
     assert rig.store.leases[1].released
 
 
@@ -617,10 +619,10 @@ def test_a_void_copy_fails_alone_and_is_not_tried_for_ever(rig: Rig) -> None:
     wanted = keys("a", "b")
     found(rig, inquiry, wanted)
     rig.store.void.update(keys("b"))
-    job = rig.job(wanted, [0, 1])
-    rig.loader.start(job, *inquiry.load(job.keys))
-    assert job.ended.wait(BOUND_S)
-    assert job.done == [True, False]
+    transfer = rig.transfer(wanted, [0, 1])
+    rig.loader.start(transfer, *inquiry.load(transfer.keys))
+    assert transfer.ended.wait(BOUND_S)
+    assert transfer.done == [True, False]
     assert rig.tally.total["blocks_loaded"] == 1 and rig.tally.total["blocks_failed"] == 1
     assert inquiry.verdict(wanted[1], 0.2, keys_max=9) is Verdict.MISS
     assert inquiry.verdict(wanted[0], 0.2, keys_max=9) is Verdict.MISS, "vLLM has it, or had"
@@ -629,11 +631,11 @@ def test_a_void_copy_fails_alone_and_is_not_tried_for_ever(rig: Rig) -> None:
 
 
 def test_a_store_that_went_away_fails_the_load(rig: Rig) -> None:
-    job = rig.job(keys("a"), [0])
+    transfer = rig.transfer(keys("a"), [0])
     rig.away = True
-    rig.loader.start(job, *rig.inquiry().load(job.keys))
-    assert job.ended.wait(BOUND_S)
-    assert rig.loader.jobs.take(0.0) == [job] and not job.complete
+    rig.loader.start(transfer, *rig.inquiry().load(transfer.keys))
+    assert transfer.ended.wait(BOUND_S)
+    assert rig.loader.transfers.take(0.0) == [transfer] and not transfer.complete
 
 
 # --------------------------------------------------------------------------------------------------------------- hints

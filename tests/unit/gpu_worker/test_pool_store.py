@@ -293,8 +293,8 @@ def test_what_is_on_ssd_rises(engine: MakeEngine, store: FakeStore) -> None:
     store.on_ssd = {key for _, key in list(store.chunks)[:2]}
     one = warm(engine, prompt)
     assert one.counters["restored_tokens"] == 3 * T
-    assert one.counters["rises_awaited"] == 1
-    store.on_ssd, store.rises = {key for _, key in list(store.chunks)[1:]}, False
+    assert one.counters["promotions_awaited"] == 1
+    store.on_ssd, store.promotes = {key for _, key in list(store.chunks)[1:]}, False
     assert warm(engine, prompt).counters["restored_tokens"] == T
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.layout import Geometry, bits
-from kvstore.gpu_worker.loader import Loader, Wanted
+from kvstore.gpu_worker.loader import Loader, Piece
 from kvstore.gpu_worker.positions import INTERLEAVED, WITHOUT_POSITIONS, Positions, check_movable
 from kvstore.gpu_worker.restored_cache import LoadFailed
 from kvstore.kernels.rotate import rotate
@@ -261,10 +261,10 @@ def test_a_load_moves_keys_from_the_stored_bytes() -> None:
     store = FakeStore(leases=1)
     into = [np.full((2, 2, 24, 16), -1, np.int32) for _ in range(3)]
     wanted = [
-        Wanted(0, 0, 8),
-        Wanted(0, 8, 8, delta=MOVE),
-        Wanted(1, 16, 4, delta=900),
-        Wanted(1, 20, 4, delta=MOVE),
+        Piece(0, 0, 8),
+        Piece(0, 8, 8, delta=MOVE),
+        Piece(1, 16, 4, delta=900),
+        Piece(1, 20, 4, delta=MOVE),
     ]
     loader = Loader(geometry, Positions.of(model))
     load = loader.start(
@@ -292,7 +292,7 @@ def test_a_void_lease_voids_a_load_that_moves_keys() -> None:
     into = np.full((2, 2, 8, 16), -7, np.int32)
     loader = Loader(geometry, Positions.of(model))
     lease = FakeLease(store, [np.zeros(geometry.shard_bytes, np.uint8)], (Outcome.HIT,))
-    load = loader.start(lease, [Wanted(0, 0, 8, delta=5)], lambda layer, piece: into, deadline_s=30)
+    load = loader.start(lease, [Piece(0, 0, 8, delta=5)], lambda layer, piece: into, deadline_s=30)
     with pytest.raises(LoadFailed, match="void at layer 1"):
         load.wait(1)
     loader.close()
@@ -306,7 +306,7 @@ def test_a_loader_without_positions_moves_nothing() -> None:
     lease = FakeLease(store, [np.zeros(geometry.shard_bytes, np.uint8)], (Outcome.HIT,))
     with pytest.raises(Unsupported, match=r"wanted\.delta=5: this loader moves no keys"):
         loader.start(
-            lease, [Wanted(0, 0, 8, delta=5)], lambda layer, piece: np.empty(0, np.int32), deadline_s=30
+            lease, [Piece(0, 0, 8, delta=5)], lambda layer, piece: np.empty(0, np.int32), deadline_s=30
         )
     loader.close()
     assert store.leases == 1 and lease.copies == 0

@@ -1,0 +1,281 @@
+"""What the store answers, as the core makes it and as the client hands it on. Imports only types.py and errors.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvstore.errors import StoreError
+from kvstore.types import (
+    ChunkKey,
+    CommitResult,
+    Extents,
+    GrantResult,
+    HintResult,
+    LeaseId,
+    Millis,
+    NamespaceId,
+    Outcome,
+    Reason,
+    ReservationId,
+    SegmentId,
+    SessionEntry,
+    Tier,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    namespace: NamespaceId
+    salt: bytes
+    """32 bytes: the namespace's digest, to key chunk hashes with."""
+    epoch: int
+    segment_bytes: int
+    notes: tuple[str, ...] = ()
+    """In which fields other namespaces of the same tenant and model differ: why there may be no hits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    usable: int
+    """Leading keys that are hits, leaving at least one token to compute if token_count was given."""
+    outcomes: tuple[Outcome, ...]
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    lease: LeaseId
+    """0 when nothing was a hit."""
+    ttl_ms: int
+    outcomes: tuple[Outcome, ...]
+    reasons: tuple[Reason, ...]
+    extents: Extents
+    """Of the hits, in key order, then in the order of the wanted shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """Per lease: remaining time in ms, 0 when it is gone (released, expired, or over the share it may hold)."""
+
+    ttl_ms: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    reservation: ReservationId
+    """0 when nothing was granted."""
+    ttl_ms: int
+    results: tuple[GrantResult, ...]
+    extents: Extents
+    """Per granted key, in key order, then in shard order. Under protection `sealed` only `length` may be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Every row was copied, and the reservation can be committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    results: tuple[CommitResult, ...]
+    """One per granted key."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    session: bytes
+    version: int
+    entries: Sequence[SessionEntry]
+    usable: int
+    """Leading entries that are whole: what can be loaded now."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRow:
+    """One line of `kvctl sessions`."""
+
+    session: bytes
+    tenant: str
+    namespace: NamespaceId
+    version: int
+    entry_count: int
+    token_count: int
+    usable: int
+    resident_bytes: int
+    idle_ms: Millis
+    bytes: int = 0
+    """Of all its chunks, wherever they are."""
+    ssd_bytes: int = 0
+    """Of those that have a copy on SSD."""
+    reason: Reason = Reason.NONE
+    """Of the first entry that is not in DRAM; NONE if all are."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionList:
+    rows: tuple[SessionRow, ...]
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkHistory:
+    """One line of `kvctl explain`."""
+
+    key: ChunkKey
+    outcome: Outcome
+    reason: Reason
+    token_count: int
+    shards_ready: int
+    shards: int
+    pins: int
+    hits: int
+    age_ms: Millis
+    idle_ms: Millis
+    manifests: int
+    derived: bool
+    maker: bytes
+    """16 bytes of each that committed a shard."""
+    bytes: int = 0
+    """Of all its shards."""
+    tiers: frozenset[Tier] = frozenset()
+    """Where all of it is."""
+    moving: bool = False
+    """Being written to SSD, or read from there."""
+    durable: bool = False
+    """It survives a restart."""
+    needed: bool = False
+    """By a queued job inside the eviction window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    version: int
+    chunks: tuple[ChunkHistory, ...]
+    rest: tuple[ChunkKey, ...] = ()
+    """Keys that were asked for too, and are to be asked for next: one step explains only so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The request was carried out; `count` of whatever it was about."""
+
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueAccepted:
+    """One result per hint, and how far the windows reach now."""
+
+    results: tuple[HintResult, ...]
+    prefetch_window: int
+    """Jobs at the head of all queues whose chunks fit in DRAM: C_mem / S_kv."""
+    eviction_window: int
+    """Jobs whose chunks fit in DRAM and SSD: (C_mem + C_disk) / S_kv."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """How far a round is, or how it ended."""
+
+    round: int
+    """0: there was none yet."""
+    running: bool
+    asked_for: bool
+    """Else it is the background's."""
+    age_ms: Millis
+    rows: int
+    rows_in_all: int
+    chunks: int
+    """That were verified, in some tier."""
+    bytes: int
+    corrupt: int
+    """Chunks."""
+    failed: int
+    """Records that could not be read."""
+    bytes_per_s: int
+    finished: int
+    """Number of the last round that reached its end."""
+    waits_for: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinedSlot:
+    tier: Tier
+    place: int
+    """Number of the segment or of the slab file."""
+    slot: int
+    slot_bytes: int
+    namespace: NamespaceId
+    key: ChunkKey
+    reason: str
+    age_ms: Millis
+    next: str
+    """What brings it back to service, or why nothing does."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineList:
+    rows: tuple[QuarantinedSlot, ...]
+    """Oldest first."""
+    dram: int
+    """Slots that are quarantined, listed or not."""
+    ssd: int
+    returned: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecalledSession:
+    session: bytes
+    tenant: str
+    namespace: NamespaceId
+    version: int
+    entry: int
+    """The first of its entries that the maker made."""
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    chunks: int
+    bytes: int
+    pinned: int
+    """Of the chunks: a lease still reads them, and they go with it."""
+    sessions: tuple[RecalledSession, ...]
+    sessions_in_all: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentsAllowed:
+    segments: tuple[SegmentId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Plain numbers and rows, ready for JSON: see `Store.stats`."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+Answer = (
+    Opened
+    | Matched
+    | Acquired
+    | Renewed
+    | Reserved
+    | Filled
+    | Committed
+    | SessionInfo
+    | SessionList
+    | Explained
+    | Done
+    | QueueAccepted
+    | Scrubbed
+    | QuarantineList
+    | Recalled
+    | SegmentsAllowed
+    | Stats
+    | StoreError
+)

@@ -1,0 +1,1 @@
+"""What the core does to one row, done to thousands through views of their columns."""

@@ -1,0 +1,317 @@
+"""What leaves the core: what the loop is to do, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore.answers import Answer
+from kvstore.core.events.requests import Ticket
+from kvstore.layout import NamespaceSpec
+from kvstore.types import (
+    ChunkKey,
+    DiskPlace,
+    Extent,
+    LeaseId,
+    NamespaceId,
+    OpId,
+    Record,
+    RegionId,
+    SegmentId,
+    SessionEntry,
+    SlabId,
+    StagedPiece,
+    Tier,
+    WorkerId,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    ticket: Ticket
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksSettled:
+    """Push to a worker: keys it waited for are READY (`ready`) or will not come (`failed`)."""
+
+    worker: WorkerId
+    namespace: NamespaceId
+    ready: tuple[ChunkKey, ...]
+    failed: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentsRetired:
+    """Push to a worker: unmap these and say so."""
+
+    worker: WorkerId
+    segments: tuple[SegmentId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesRevoked:
+    """Push to a worker: these expired and their slots were wanted. Loads under them are void."""
+
+    worker: WorkerId
+    leases: tuple[LeaseId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetGenerations:
+    """Write the cells of one segment's header; performed before any later effect. Readers of the old value are void."""
+
+    segment: SegmentId
+    cells: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyIn:
+    """Copy staged pieces of a worker into slots and checksum the destination's bytes. Answer: OpDone or OpFailed."""
+
+    op: OpId
+    worker: WorkerId
+    pieces: tuple[StagedPiece, ...]
+    targets: Sequence[Extent]
+
+
+@dataclass(frozen=True, slots=True)
+class FillSlots:
+    """As CopyIn, with rows of a region that the worker lent us. Answer: OpDone, or OpFailed if any of it could not be
+    read: the region may be cut short, or taken back, at any time."""
+
+    op: OpId
+    worker: WorkerId
+    region: RegionId
+    pieces: tuple[StagedPiece, ...]
+    targets: Sequence[Extent]
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """Checksum slots in place (group protection, audits, reports). Answer: OpDone or OpFailed."""
+
+    op: OpId
+    extents: Sequence[Extent]
+
+
+@dataclass(frozen=True, slots=True)
+class MoveSlots:
+    """Copy slot to slot, checksumming the destination. Sources are pinned by the core until the answer."""
+
+    op: OpId
+    sources: Sequence[Extent]
+    targets: Sequence[Extent]
+
+
+@dataclass(frozen=True, slots=True)
+class CreateSegment:
+    """Make a segment and fault its pages in, in the background. Answer: SegmentReady or SegmentFailed."""
+
+    op: OpId
+    segment: SegmentId
+    bytes: int
+    cells: int
+
+
+@dataclass(frozen=True, slots=True)
+class AssignSegment:
+    """This segment now serves the namespace: only its workers may have the descriptors."""
+
+    segment: SegmentId
+    namespace: NamespaceId
+
+
+@dataclass(frozen=True, slots=True)
+class DestroySegment:
+    """No worker maps it and no op runs on it: close it, its memory returns."""
+
+    segment: SegmentId
+
+
+@dataclass(frozen=True, slots=True)
+class CreateSlab:
+    """Make and preallocate a slab file. Answer: SlabReady or DiskDone with what went wrong."""
+
+    op: OpId
+    slab: SlabId
+    slot_bytes: int
+    """Size of a slot in the file: header, bytes and padding."""
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRecords:
+    """DRAM slots -> disk slots, each with its self-describing header; not synced. The core pins the sources."""
+
+    op: OpId
+    records: tuple[Record, ...]
+    sources: Sequence[Extent]
+    targets: tuple[DiskPlace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRecords:
+    """Disk slots -> RESERVED DRAM slots, verified against `records`. Answered only when the calls have returned: a late
+    read must never land in a reused slot, so the core quarantines the targets of a late op until then."""
+
+    op: OpId
+    records: tuple[Record, ...]
+    sources: tuple[DiskPlace, ...]
+    targets: Sequence[Extent]
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubRecords:
+    """Read and verify records where they are, after everything else that the disk is asked for. Answer: DiskDone. Slots
+    may be freed and written anew meanwhile: the core knows which results still count."""
+
+    op: OpId
+    records: tuple[Record, ...]
+    sources: tuple[DiskPlace, ...]
+    bytes_per_s: int = 0
+    """A long record is read no faster than about this; 0: as fast as it goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteRecords:
+    """Write patterns over whole disk slots that hold nothing any more, sync, and read them back. Answer: DiskDone, OK
+    for a slot that kept what was written."""
+
+    op: OpId
+    targets: tuple[DiskPlace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteSlots:
+    """The same with DRAM slots. Answer: OpDone with 1 per slot that kept what was written, else 0; or OpFailed."""
+
+    op: OpId
+    targets: Sequence[Extent]
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """To be logged: bytes of a chunk are not those that were committed; their slots are out of service."""
+
+    tier: Tier
+    places: tuple[tuple[int, int], ...]
+    """(segment or slab file, slot)"""
+    namespace: NamespaceId
+    key: ChunkKey
+    why: str
+    miss: bool
+    """Else another tier has good ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class DuplicateDiffers:
+    """To be logged: two makers computed different bytes for one chunk, and what we have is what the first committed."""
+
+    namespace: NamespaceId
+    key: ChunkKey
+    shard: int
+    first: bytes
+    second: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRecord:
+    """Index entry of one chunk: where all its shards are on disk."""
+
+    namespace: int
+    """Number of the namespace in the index."""
+    key: ChunkKey
+    token_count: int
+    flags: int
+    maker: bytes
+    places: tuple[DiskPlace, ...]
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceRecord:
+    number: int
+    tenant: str
+    spec: NamespaceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    namespace: int
+    session: bytes
+    version: int
+    entries: Sequence[SessionEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteIndex:
+    """fdatasync `slabs`, then one index transaction, in this order: what the index names is on the disk.
+
+    One at a time. Answer: DiskDone with one result; after OK everything in it is durable. After a failure nothing of it
+    is in the index, but perhaps some of its deletions if it only deletes. CORRUPT: a sync failed, now or before, and a
+    record of one of these chunks may be lost for good."""
+
+    op: OpId
+    slabs: tuple[SlabId, ...]
+    namespaces: tuple[NamespaceRecord, ...] = ()
+    namespaces_deleted: tuple[int, ...] = ()
+    makers: tuple[tuple[bytes, tuple[bytes, ...]], ...] = ()
+    """Digests that stand for several makers in `chunks`, and who they are."""
+    chunks: tuple[ChunkRecord, ...] = ()
+    chunks_deleted: tuple[tuple[int, ChunkKey], ...] = ()
+    sessions: tuple[SessionRecord, ...] = ()
+    sessions_deleted: tuple[tuple[int, bytes], ...] = ()
+    slabs_deleted: tuple[SlabId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeDisk:
+    """Write, sync, read back and verify a small file, and try a transaction on the index. Answer: DiskDone."""
+
+    op: OpId
+
+
+@dataclass(frozen=True, slots=True)
+class DropStaging:
+    """This worker's connection has ended and nothing of its staging memory will be copied any more. Its process may
+    live on and hold mappings for long; others need that memory."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetWorker:
+    """Nothing of this worker is left in the core: the edge may close its pidfd and staging memory."""
+
+    worker: WorkerId
+
+
+Effect = (
+    Reply
+    | ChunksSettled
+    | SegmentsRetired
+    | LeasesRevoked
+    | SetGenerations
+    | CopyIn
+    | FillSlots
+    | Checksum
+    | MoveSlots
+    | CreateSegment
+    | AssignSegment
+    | DestroySegment
+    | CreateSlab
+    | WriteRecords
+    | ReadRecords
+    | WriteIndex
+    | ProbeDisk
+    | ScrubRecords
+    | RewriteRecords
+    | RewriteSlots
+    | Quarantined
+    | DuplicateDiffers
+    | DropStaging
+    | ForgetWorker
+)

@@ -1,0 +1,1 @@
+"""What a caller asks for, one file a kind: leases, saves, sessions, hints, recalls."""

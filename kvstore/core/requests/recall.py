@@ -1,0 +1,236 @@
+"""Recall: purge all that one maker (a worker that turned out to be sick) has made, in all tiers.
+
+    asked -> its open reservations doomed, no new ones, its chunks are misses     at once
+          -> rows doomed, sessions that name them listed                          some at a time
+          -> the index has none of them any more -> answered
+
+Asked again it purges what is left, which is nothing unless the daemon was started anew in between; the sessions are
+listed again as long as they name the chunks. A chunk of several ranks goes if any of them is the maker.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import DOOMED, NONE, STORED
+from kvstore.core.ssd.durability import Durability
+from kvstore.core.ssd.rewrites import check_admin
+from kvstore.core.state import State
+from kvstore.core.workers import Worker
+from kvstore.errors import DeadlineExceeded, Denied, Exhausted, Unavailable
+from kvstore.types import DiskState, Millis, NamespaceId, Reason
+
+ROWS_PER_STEP_MAX = 10_000
+DROPS_PER_STEP_MAX = 500
+ENTRIES_PER_STEP_MAX = 20_000
+"""What one step looks at: some ten milliseconds at most. The rest comes when nothing waits, or at ticks."""
+RECALLS_MAX = 16
+BARRED_MAX = 1_024
+PATIENCE_MS = 20_000
+"""For the index; then the caller is told that it is not durable yet, and may ask again."""
+
+
+@dataclass(slots=True)
+class Purge:
+    ticket: ev.Ticket
+    event: ev.Recall
+    born_since: Millis
+    """What was born before is not meant; what was born in an earlier start of the daemon always is."""
+    row: int = 0
+    """The next to be looked at."""
+    sessions_left: list[tuple[NamespaceId, bytes]] | None = None
+    chunks: int = 0
+    bytes: int = 0
+    pinned: int = 0
+    sessions: list[ev.RecalledSession] = field(default_factory=list)
+    sessions_in_all: int = 0
+    dropped_at: Millis | None = None
+    """When the last of its chunks was dropped: the index must be newer than that."""
+    deadline: Millis = 0
+
+
+class Recalls:
+    def __init__(self, state: State, durability: Durability) -> None:
+        self.state = state
+        self._durability = durability
+        self.purges: list[Purge] = []
+        self._barred: OrderedDict[bytes, None] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"Recalls({len(self.purges)} under way, {len(self._barred)} makers barred)"
+
+    def ask(self, worker: Worker, event: ev.Recall) -> ev.Recalled | None:
+        """None: answered later."""
+        check_admin(worker, "recall")
+        state = self.state
+        if len(self.purges) >= RECALLS_MAX:
+            raise Exhausted(f"{RECALLS_MAX} recalls are under way", field="recall", remedy="try again later")
+        since = state.now - event.age_ms_max if event.age_ms_max else -1
+        purge = Purge(event.ticket, event, since)
+        if not event.dry_run:
+            self._bar(event.maker)
+            # A chunk that another rank began is lost with this one's part of it.
+            for reservation in state.reservations.values():
+                if reservation.maker == event.maker:
+                    for row in reservation.rows:
+                        state.doom(row, Reason.RECALLED)
+            state.counters["recalls"] += 1
+        self.purges.append(purge)
+        self._guard()
+        self._step(purge)
+        return None
+
+    def check(self, maker: bytes) -> None:
+        """Raises Denied for the reservation of a maker that was recalled."""
+        if maker in self._barred:
+            raise Denied(
+                "was recalled: what it makes is not stored",
+                field="maker",
+                value=maker,
+                remedy="start that worker anew; it is another maker then",
+            )
+
+    def _bar(self, maker: bytes) -> None:
+        self._barred[maker] = None
+        self._barred.move_to_end(maker)
+        if len(self._barred) > BARRED_MAX:
+            self._barred.popitem(last=False)
+
+    # ------------------------------------------------------------------------------------------------------- stepping
+
+    @property
+    def going(self) -> bool:
+        """Whether there is something left to look at."""
+        return any(purge.dropped_at is None for purge in self.purges)
+
+    def tick(self) -> None:
+        for purge in [purge for purge in self.purges if purge.dropped_at is not None]:
+            self._finish(purge)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """One step more of the recall that was asked for first."""
+        purge = next((purge for purge in self.purges if purge.dropped_at is None), None)
+        if purge is not None:
+            self._step(purge)
+
+    def pump(self) -> None:
+        """After every step: whoever waits for the index only is answered as soon as it is there."""
+        for purge in [purge for purge in self.purges if purge.dropped_at is not None]:
+            self._finish(purge)
+
+    def _step(self, purge: Purge) -> None:
+        if purge.dropped_at is None and self._drop(purge) and self._list_sessions(purge):
+            purge.dropped_at = self.state.now
+            purge.deadline = self.state.now + PATIENCE_MS
+            if not purge.event.dry_run:
+                self._guard()
+                self._durability.hurry += 1
+        if purge.dropped_at is not None:
+            self._finish(purge)
+
+    def _guard(self) -> None:
+        """What is about to be doomed is a miss already."""
+        recalling: dict[bytes, Millis] = {}
+        for purge in self.purges:
+            if purge.dropped_at is None and not purge.event.dry_run:
+                for maker in self.state.ids_of(purge.event.maker):
+                    recalling[maker] = min(purge.born_since, recalling.get(maker, purge.born_since))
+        self.state.recalling = recalling
+
+    def _drop(self, purge: Purge) -> bool:
+        """True: all rows were looked at."""
+        state = self.state
+        chunks = state.chunks
+        drops = DROPS_PER_STEP_MAX
+        end = min(purge.row + ROWS_PER_STEP_MAX, chunks.rows_ever)
+        made = (chunks.rows_of_maker(maker, purge.row, end) for maker in state.ids_of(purge.event.maker))
+        for row in sorted(itertools.chain.from_iterable(made)):
+            if chunks.shard0[row] == NONE or not state.made_since(row, purge.born_since):
+                continue
+            if not drops:
+                purge.row = row
+                return False
+            drops -= 1
+            self._drop_row(purge, row)
+        purge.row = end
+        return end == chunks.rows_ever
+
+    def _drop_row(self, purge: Purge, row: int) -> None:
+        state = self.state
+        chunks = state.chunks
+        doomed = bool(chunks.flags[row] & DOOMED)
+        if not doomed and (state.is_resident(row) or chunks.flags[row] & STORED):
+            purge.chunks += 1
+            purge.bytes += state.namespace_of(row).payload_bytes
+            purge.pinned += bool(chunks.pins[row])
+        if not purge.event.dry_run and not doomed:
+            state.doom(row, Reason.RECALLED)
+            state.counters["chunks_recalled"] += 1
+
+    def _list_sessions(self, purge: Purge) -> bool:
+        """True: all were looked at."""
+        state = self.state
+        if purge.sessions_left is None:
+            purge.sessions_left = list(state.sessions.by_name)
+        entries = 0
+        makers = state.ids_of(purge.event.maker)
+        while purge.sessions_left and entries < ENTRIES_PER_STEP_MAX:
+            session = state.sessions.by_name.get(purge.sessions_left.pop())
+            if session is None:
+                continue
+            entries += len(session.manifest)
+            for index, row in enumerate(session.manifest.rows):
+                if state.chunks.maker(row) in makers and state.made_since(row, purge.born_since):
+                    purge.sessions_in_all += 1
+                    if len(purge.sessions) < purge.event.sessions_max:
+                        m = session.manifest
+                        purge.sessions.append(
+                            ev.RecalledSession(
+                                session.name,
+                                state.namespaces[session.namespace].tenant,
+                                session.namespace,
+                                session.version,
+                                index,
+                                m.first[index] + m.delta[index],
+                            )
+                        )
+                    break
+        return not purge.sessions_left
+
+    # -------------------------------------------------------------------------------------------------------- the end
+
+    def _finish(self, purge: Purge) -> None:
+        state = self.state
+        answer: ev.Answer = ev.Recalled(
+            purge.chunks, purge.bytes, purge.pinned, tuple(purge.sessions), purge.sessions_in_all
+        )
+        if not purge.event.dry_run and not self._is_durable(purge):
+            why = f"{purge.chunks} chunks are misses now, but a restart could bring them back"
+            if state.disk_state is not DiskState.OK:
+                answer = Unavailable(
+                    f"{why}: the SSD tier is {state.disk_state.name.lower()}",
+                    field="recall",
+                    remedy="do not restart the daemon before it is well; then ask again",
+                )
+            elif purge.deadline <= state.now:
+                answer = DeadlineExceeded(f"{why}: the index is late", field="recall", remedy="ask again")
+            else:
+                return
+        self.purges.remove(purge)
+        if not purge.event.dry_run:
+            self._durability.hurry -= 1
+        state.reply(purge.ticket, answer)
+
+    def _is_durable(self, purge: Purge) -> bool:
+        """Whether all that was dropped has left the index: whatever is dirty still became so later."""
+        assert purge.dropped_at is not None, purge
+        state = self.state
+        if state.disk_state is DiskState.ABSENT:
+            return True
+        oldest = next(iter(state.dirty_chunks.values()), None)
+        under_way = state.indexing_since
+        return all(since is None or since > purge.dropped_at for since in (oldest, under_way))

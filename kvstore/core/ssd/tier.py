@@ -1,0 +1,497 @@
+"""The SSD tier as the core sees it: what is written, what is read back, and when the tier is healthy.
+
+    resident -> STORING -> STORED -> DURABLE        save-through: every committed chunk, soon after its commit
+    resident and STORED -> cold                     demotion: the DRAM slots go (State.demote)
+    cold -> PROMOTING -> resident                      promotion: an Acquire or a hint asked for it
+
+A write pins its source; a read fills RESERVED slots. All effects are bounded in bytes and carry a deadline that is kept
+here: a late read's targets are quarantined until the call returns, a late write's sources stay pinned until then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import (
+    DOOMED,
+    LISTED,
+    PROMOTING,
+    QUEUED,
+    STORED,
+    STORING,
+)
+from kvstore.core.namespaces import Namespace
+from kvstore.core.pool import Segment
+from kvstore.core.segments import Segments
+from kvstore.core.ssd.durability import Durability
+from kvstore.core.ssd.slabs import Slabs
+from kvstore.core.state import State
+from kvstore.types import (
+    ChunkKey,
+    DiskResult,
+    DiskState,
+    Extent,
+    Millis,
+    NamespaceId,
+    OpId,
+    Reason,
+    Record,
+    SlabId,
+    Tier,
+)
+
+CHUNKS_PER_OP_MAX = 64
+BYTES_PER_OP_MAX = 8 << 20
+READ_ERRORS_MAX = 3
+"""Failed reads in a row, after which the tier is off until a probe succeeds."""
+
+
+@dataclass(slots=True)
+class Write:
+    rows: list[int]
+    bytes: int
+    deadline: Millis
+
+
+@dataclass(slots=True)
+class Read:
+    rows: list[int]
+    bytes: int
+    deadline: Millis
+    quarantined: list[tuple[Segment, int]] | None = None
+    """The targets, once the read is late."""
+
+
+class Disk:
+    def __init__(self, state: State, segments: Segments) -> None:
+        self.state = state
+        self._segments = segments
+        self.writes: dict[OpId, Write] = {}
+        self.reads: dict[OpId, Read] = {}
+        self.probe: OpId | None = None
+        self.scrub_deadline: Millis | None = None
+        """Of the scrubber's read, while one is under way."""
+        self.slabs = Slabs(state, self._degrade)
+        self.durability = Durability(state, self.slabs, self._degrade)
+        self.demanded: deque[tuple[int, ChunkKey]] = deque()
+        """Rising chunks whose read has not begun: asked for by an Acquire, or (below) by a hint."""
+        self.foreseen: deque[tuple[int, ChunkKey]] = deque()
+        self._without_slot: list[tuple[int, ChunkKey]] = []
+        """Demanded chunks whose namespace waits for a segment; tried again when it has come, and with each tick."""
+        self._probe_at: Millis = 0
+        self._read_errors = 0
+        self._unreadable: set[int] = set()
+        """Slabs (by index) of those reads."""
+        self._next_generation = 1
+
+    def __repr__(self) -> str:
+        return (
+            f"Disk({self.state.disk_state.name}, {len(self.writes)} writes, {len(self.reads)} reads, "
+            f"{len(self.state.to_store)} chunks to store, {self.slabs}, {self.durability})"
+        )
+
+    @property
+    def present(self) -> bool:
+        return self.state.disk_state is not DiskState.ABSENT
+
+    @property
+    def behind(self) -> bool:
+        """Whether a restart now would forget something that a healthy disk is about to remember."""
+        state = self.state
+        if state.disk_state is not DiskState.OK:
+            return False
+        writing = self.writes or (state.to_store and not state.disk_full)
+        return bool(writing) or self.durability.behind
+
+    # ------------------------------------------------------------------------------------------------ each step
+
+    def pump(self) -> None:
+        """At the end of every step: start what may be started."""
+        if not self.present:
+            return
+        state = self.state
+        if state.disk_state is DiskState.OK:
+            if state.to_store and not state.disk_full:
+                self._start_writes()
+            self.durability.write()
+        if self.demanded or self.foreseen:
+            self._start_reads()
+
+    def try_again(self) -> None:
+        """There may be DRAM now for what found none."""
+        self.demanded.extend(self._without_slot)
+        self._without_slot.clear()
+
+    def tick(self) -> None:
+        if not self.present:
+            return
+        state = self.state
+        self.try_again()
+        state.disk_full = False
+        self.slabs.forget_failures()
+        for op, read in self.reads.items():
+            if read.quarantined is None and read.deadline <= state.now:
+                self._late_read(op, read)
+        late = any(read.quarantined is not None for read in self.reads.values())
+        if any(write.deadline <= state.now for write in self.writes.values()):
+            late = True
+            self._degrade(DiskState.OFF, "a write missed its deadline")
+        if self.scrub_deadline is not None and self.scrub_deadline <= state.now:
+            late = True
+            self._degrade(DiskState.OFF, "a read of the scrubber missed its deadline")
+        if self.durability.overdue:
+            late = True
+            self._degrade(DiskState.READ_ONLY, "an index transaction missed its deadline")
+        if self.slabs.overdue:
+            late = True
+            self._degrade(DiskState.READ_ONLY, "a slab file was not made in time")
+        self.durability.end_waits()
+        unhealthy = state.disk_state is not DiskState.OK
+        if unhealthy and not late and self.probe is None and self._probe_at <= state.now:
+            self.probe = state.new_op()
+            state.effects.append(ev.ProbeDisk(self.probe))
+
+    def _degrade(self, to: DiskState, why: str) -> None:
+        state = self.state
+        if state.disk_state < to:
+            state.disk_state = to
+            state.disk_why = why
+            state.counters[f"ssd_degraded_{to.name.lower()}"] += 1
+            self._probe_at = state.now + state.limits.probe_interval_ms
+            self.durability.fail_waits(why)
+        if to is DiskState.OFF:
+            self.try_again()
+            for row, key in (*self.demanded, *self.foreseen):
+                self._not_promoted(row, key)
+            self.demanded.clear()
+            self.foreseen.clear()
+
+    # ---------------------------------------------------------------------------------------------------- writes
+
+    def _start_writes(self) -> None:
+        state = self.state
+        in_flight = sum(write.bytes for write in self.writes.values())
+        while state.to_store and in_flight < state.limits.disk_bytes_in_flight_max:
+            rows: list[int] = []
+            size = 0
+            while state.to_store and len(rows) < CHUNKS_PER_OP_MAX and size < BYTES_PER_OP_MAX:
+                row, key = state.to_store[0]
+                storable = self._storable(row, key)
+                if storable and not self._place(row):
+                    if state.disk_full:  # for this slot size at least: another may have room
+                        state.to_store.rotate(-1)
+                    break
+                state.to_store.popleft()
+                if state.is_queued(row, key):
+                    state.chunks.flags[row] &= ~QUEUED
+                if storable:
+                    rows.append(row)
+                    size += state.namespace_of(row).payload_bytes
+            if not rows:
+                return
+            self._write(rows, size)
+            in_flight += size
+
+    def _storable(self, row: int, key: ChunkKey) -> bool:
+        state = self.state
+        flags = state.chunks.flags[row]
+        if not state.is_queued(row, key) or not state.is_hit(row) or flags & (STORED | STORING):
+            return False
+        return self.slabs.fits(state.namespace_of(row))
+
+    def _place(self, row: int) -> bool:
+        """Disk slots for all shards of a chunk, or none."""
+        state = self.state
+        namespace = state.namespace_of(row)
+        for shard in range(namespace.shards):
+            taken = self.slabs.take(self.slabs.slot_bytes(namespace, shard), row)
+            if taken is None:
+                for placed in range(shard):
+                    state.unplace_from_disk(row, placed)
+                return False
+            self._next_generation += 1
+            state.place_on_disk(row, shard, *taken, self._next_generation)
+        state.chunks.flags[row] |= STORING
+        return True
+
+    def _write(self, rows: list[int], size: int) -> None:
+        state = self.state
+        op = state.new_op()
+        records: list[Record] = []
+        sources: list[Extent] = []
+        targets = []
+        for row in rows:
+            namespace = state.namespace_of(row)
+            state.pin(namespace, row)
+            for shard in range(namespace.shards):
+                records.append(self.record(namespace, row, shard))
+                sources.append(state.extent(row, shard, namespace.shard_bytes[shard]))
+                targets.append(state.disk_place(row, shard))
+        self.writes[op] = Write(rows, size, state.now + state.limits.disk_deadline_ms)
+        state.effects.append(ev.WriteRecords(op, tuple(records), tuple(sources), tuple(targets)))
+
+    def record(self, namespace: Namespace, row: int, shard: int) -> Record:
+        """What the record of a shard says of it, or is to say."""
+        chunks = self.state.chunks
+        return Record(
+            namespace=namespace.salt,
+            key=chunks.key[row],
+            shard=shard,
+            length=namespace.shard_bytes[shard],
+            checksum=chunks.shard_checksum[chunks.shard0[row] + shard],
+            maker=chunks.maker(row),
+        )
+
+    def _written(self, op: OpId, results: Sequence[DiskResult], why: str) -> None:
+        state = self.state
+        chunks = state.chunks
+        write = self.writes.pop(op)
+        at = 0
+        worst = DiskResult.OK
+        for row in write.rows:
+            namespace = state.namespace_of(row)
+            mine = results[at : at + namespace.shards]
+            at += namespace.shards
+            chunks.flags[row] &= ~STORING
+            if all(result is DiskResult.OK for result in mine):
+                for shard in range(namespace.shards):
+                    shard_row = chunks.shard0[row] + shard
+                    slab = state.disk.segments[chunks.disk_slab[shard_row]]
+                    state.disk.mark_ready(slab, chunks.disk_slot[shard_row])
+                    slab.touched_at = state.now
+                    self.durability.unsynced.add(SlabId(slab.id))
+                chunks.flags[row] |= STORED
+                state.dirty_chunks.setdefault((namespace.id, chunks.key[row]), state.now)
+                state.counters["chunks_stored"] += 1
+            else:
+                worst = max(worst, *mine)
+                for shard, result in enumerate(mine):
+                    if result is DiskResult.IO_ERROR:
+                        self.slabs.fails(state.disk.segments[chunks.disk_slab[chunks.shard0[row] + shard]])
+                    state.unplace_from_disk(row, shard)
+                state.store_later(row)
+        for namespace_id, group in groupby(write.rows, chunks.namespace.__getitem__):
+            state.unpin(state.namespaces[NamespaceId(namespace_id)], list(group), used=False)
+        state.drop_transient(write.rows)
+        state.counters["ssd_bytes_written"] += write.bytes
+        if worst is not DiskResult.OK:
+            state.counters["ssd_write_errors"] += 1
+            self._degrade(DiskState.READ_ONLY, why)
+
+    # ------------------------------------------------------------------------------------------------------ reads
+
+    def promote(self, row: int, *, demanded: bool) -> None:
+        """Begin to bring a cold chunk back to DRAM; `settle` tells whoever waits how it ends."""
+        state = self.state
+        chunks = state.chunks
+        if chunks.flags[row] & PROMOTING:
+            if demanded and row in state.prefetched:
+                state.prefetched.discard(row)
+                state.counters["prefetch_late"] += 1
+                if not chunks.reserved[row]:
+                    self.demanded.append((row, chunks.key[row]))
+            return
+        if chunks.flags[row] & LISTED:
+            chunks.unlink(state.cold, row)
+        chunks.flags[row] |= PROMOTING
+        if demanded:
+            self.demanded.append((row, chunks.key[row]))
+        else:
+            state.prefetched.add(row)
+            self.foreseen.append((row, chunks.key[row]))
+
+    def _start_reads(self) -> None:
+        state = self.state
+        in_flight = sum(read.bytes for read in self.reads.values())
+        while (self.demanded or self.foreseen) and in_flight < state.limits.disk_bytes_in_flight_max:
+            rows: list[int] = []
+            size = 0
+            while (
+                (self.demanded or self.foreseen) and len(rows) < CHUNKS_PER_OP_MAX and size < BYTES_PER_OP_MAX
+            ):
+                demanded = bool(self.demanded)
+                row, key = (self.demanded or self.foreseen).popleft()
+                if (
+                    state.chunks.key[row] != key
+                    or not state.chunks.flags[row] & PROMOTING
+                    or state.chunks.reserved[row]
+                ):
+                    continue
+                doomed = state.chunks.flags[row] & DOOMED
+                if doomed or not self._reserve(row, demanded=demanded):
+                    if demanded and not doomed and self._may_wait(row):
+                        self._without_slot.append((row, key))
+                    else:
+                        self._not_promoted(row, key)
+                    continue
+                rows.append(row)
+                size += state.namespace_of(row).payload_bytes
+            if rows:
+                self._read(rows, size)
+                in_flight += size
+
+    def _reserve(self, row: int, *, demanded: bool) -> bool:
+        """DRAM slots for a promoting chunk. A prefetch takes none from what an earlier job needs."""
+        state = self.state
+        namespace = state.namespace_of(row)
+        sooner_than = -1 if demanded else state.policy.rank.get(row, 0)
+        for shard in range(namespace.shards):
+            taken = self._segments.allocate(namespace, namespace.slot_bytes[shard], row, sooner_than)
+            if taken is None:
+                for placed in range(shard):
+                    state.free_slot(*state.unplace_shard(row, placed))
+                state.counters["promotions_without_slot"] += 1
+                return False
+            state.place_shard(row, shard, *taken)
+        return True
+
+    def _may_wait(self, row: int) -> bool:
+        """Somebody still waits for the chunk, and memory is on its way."""
+        coming = self._segments.creating or self.state.namespace_of(row).in_flight
+        return bool(coming) and row in self.state.waits
+
+    def _not_promoted(self, row: int, key: ChunkKey) -> None:
+        state = self.state
+        flags = state.chunks.flags[row]
+        if state.chunks.key[row] == key and flags & PROMOTING and not state.chunks.reserved[row]:
+            state.prefetched.discard(row)
+            state.make_cold(row)
+
+    def _read(self, rows: list[int], size: int) -> None:
+        state = self.state
+        op = state.new_op()
+        records = []
+        sources = []
+        targets = []
+        for row in rows:
+            namespace = state.namespace_of(row)
+            for shard in range(namespace.shards):
+                length = namespace.shard_bytes[shard]
+                # The checksum at commit is kept with the shard while it is on SSD: it is what the read must match.
+                records.append(self.record(namespace, row, shard))
+                sources.append(state.disk_place(row, shard))
+                targets.append(state.extent(row, shard, length))
+        self.reads[op] = Read(rows, size, state.now + state.limits.disk_deadline_ms)
+        state.effects.append(ev.ReadRecords(op, tuple(records), tuple(sources), tuple(targets)))
+
+    def _has_read(self, op: OpId, results: Sequence[DiskResult], whys: Sequence[str]) -> None:
+        state = self.state
+        chunks = state.chunks
+        read = self.reads.pop(op)
+        if read.quarantined is not None:
+            for segment, slot in read.quarantined:
+                state.free_slot(segment, slot)
+            return
+        promoted: list[int] = []
+        at = 0
+        for row in read.rows:
+            namespace = state.namespace_of(row)
+            mine = results[at : at + namespace.shards]
+            why = next(filter(None, whys[at : at + namespace.shards]), "")
+            at += namespace.shards
+            if all(result is DiskResult.OK for result in mine) and not chunks.flags[row] & DOOMED:
+                self._read_errors = 0
+                self._unreadable.clear()
+                how = "ahead" if row in state.prefetched else "on_demand"
+                for shard in range(namespace.shards):
+                    checksum = chunks.shard_checksum[chunks.shard0[row] + shard]
+                    if state.mark_shard_ready(namespace, row, shard, checksum):
+                        promoted.append(row)
+                if row not in state.prefetched:
+                    state.demanded.add(row)
+                state.counters[f"chunks_promoted_{how}"] += 1
+                continue
+            self._drop_targets(row)
+            if DiskResult.REUSED in mine:
+                state.counters["chunks_reused"] += 1
+                chunks.flags[row] &= ~PROMOTING
+                state.to_ghost(row, Reason.EVICTED)
+                continue
+            if DiskResult.CORRUPT in mine:
+                state.found_corrupt(row, Tier.SSD, why)
+                chunks.flags[row] &= ~PROMOTING
+                state.to_ghost(row, Reason.CORRUPT)
+                continue
+            if not chunks.flags[row] & DOOMED:
+                state.counters["ssd_read_errors"] += 1
+                slabs = {
+                    chunks.disk_slab[chunks.shard0[row] + shard]
+                    for shard, result in enumerate(mine)
+                    if result is DiskResult.IO_ERROR
+                }
+                if slabs & self.slabs.closed:  # of this file it is known, and of the disk it says nothing
+                    state.counters["chunks_unreadable"] += 1
+                    chunks.flags[row] &= ~PROMOTING
+                    state.to_ghost(row, Reason.LOST)
+                    continue
+                self._unreadable |= slabs
+                self._read_errors += 1
+            state.prefetched.discard(row)
+            state.make_cold(row)
+        state.arrived(promoted)
+        state.counters["ssd_bytes_read"] += read.bytes
+        if self._read_errors >= READ_ERRORS_MAX:
+            for index in self._unreadable:
+                self.slabs.fails(state.disk.segments[index])
+            self._unreadable.clear()
+            self._degrade(DiskState.OFF, "reads fail")
+
+    def _drop_targets(self, row: int) -> None:
+        state = self.state
+        for shard in range(state.namespace_of(row).shards):
+            state.free_slot(*state.unplace_shard(row, shard))
+
+    def _late_read(self, op: OpId, read: Read) -> None:
+        """Nobody waits for it any longer; its targets stay out of use until the call has returned."""
+        state = self.state
+        read.quarantined = []
+        for row in read.rows:
+            for shard in range(state.namespace_of(row).shards):
+                segment, slot = state.unplace_shard(row, shard)
+                state.quarantine_slot(segment, slot)
+                read.quarantined.append((segment, slot))
+            state.prefetched.discard(row)
+            state.make_cold(row)
+        state.counters["ssd_reads_late"] += 1
+        self._degrade(DiskState.OFF, "a read missed its deadline")
+
+    # ----------------------------------------------------------------------------------------------------- answers
+
+    def ended(
+        self,
+        op: OpId,
+        results: Sequence[DiskResult],
+        why: str,
+        whys: Sequence[str] = (),
+        slabs: Sequence[SlabId] = (),
+    ) -> None:
+        """A disk op has returned."""
+        state = self.state
+        if op in self.writes:
+            self._written(op, results, why)
+        elif op in self.reads:
+            self._has_read(op, results, whys)
+        elif self.durability.index is not None and self.durability.index[0] == op:
+            self.durability.ended(results[0], why, slabs)
+        elif op in self.slabs.creating:
+            self.slabs.failed(op, results[0], why)
+        else:
+            assert op == self.probe, f"disk op {op} is not under way"
+            self.probe = None
+            if results[0] is DiskResult.OK:
+                state.disk_state = DiskState.OK
+                state.disk_why = ""
+                state.counters["ssd_healed"] += 1
+                state.disk_full = False
+                self.slabs.healed()
+                self._read_errors = 0
+            else:
+                self._probe_at = state.now + state.limits.probe_interval_ms
+
+    def begin_generations(self, boot_count: int) -> None:
+        """Above whatever any earlier start of the daemon wrote."""
+        self._next_generation = boot_count << 32

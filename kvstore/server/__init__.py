@@ -1,0 +1,1 @@
+"""The daemon as a process: start and end, its loop, logs, metrics, health. Imports every other room."""

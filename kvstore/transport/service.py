@@ -1,0 +1,481 @@
+"""gRPC <-> events, for the services Store and Stats. No decision is made here and no byte of KV passes.
+
+Request bytes are parsed inside our handlers (no deserializer is registered), so that whatever is wrong with a message
+is answered by us: INVALID_ARGUMENT with field, value and remedy, and the same as an `Error` in the trailing metadata.
+
+A worker's Attach stream (`attach.py` has what it says) is two tasks: one reads requests, one writes answers as they
+become ready. A stream that is not read is held back by HTTP/2 flow control.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from kvstore import __version__, wire
+from kvstore.core import events
+from kvstore.core.events import Ticket
+from kvstore.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    Exhausted,
+    Precondition,
+    StoreError,
+    Unauthenticated,
+    Unavailable,
+)
+from kvstore.server.loop import Loop, monotonic_ms
+from kvstore.transport import decoding, rpc
+from kvstore.transport.attach import (
+    FINISH_TIMEOUT_S,
+    LAST_WRITE_TIMEOUT_S,
+    OUTSTANDING_MAX,
+    REQUEST_TIMEOUT_S,
+    STARTS_SOMETHING,
+    Attached,
+)
+from kvstore.transport.decoding import Call
+from kvstore.transport.lane import Lane
+from kvstore.transport.rpc import CallLimit, Context, Handlers
+from kvstore.types import WorkerId
+from kvstore.v1 import stats_pb2, store_pb2
+
+log = logging.getLogger(__name__)
+
+STORE_SERVICE = "kvstore.v1.Store"
+STATS_SERVICE = "kvstore.v1.Stats"
+HINTS_SERVICE = "kvstore.v1.Hints"
+ADMIN_SERVICE = "kvstore.v1.Admin"
+
+HELLO_TIMEOUT_S = 5.0
+"""How long a new Attach stream may take to say hello."""
+PEER_TIMEOUT_S = 30.0
+"""How long a peer may take to accept a message, unless the configuration says otherwise."""
+MESSAGE_BYTES_MAX = 4 << 20
+"""Longest message on a fast lane, unless the configuration says otherwise."""
+CALLS_PER_WORKER_MAX = 512
+READS_PER_WORKER_MAX = 16
+"""Requests of one worker that are being received: each may have message_bytes_max."""
+STRANGERS_MAX = 64
+"""Attach streams that have not said who they are; each may do so in HELLO_TIMEOUT_S."""
+WATCHERS_MAX = 64
+WATCH_INTERVAL_MS_MIN = 100
+WATCH_INTERVAL_MS_MAX = 3_600_000
+
+Answer = Callable[[WorkerId, bytes, Context], Awaitable[bytes | None]]
+"""Of a method with one request, or whose first message says it all: (caller, that message, context) -> the reply, or
+None where it has written its replies itself."""
+Identify = Callable[[bytes], WorkerId | None]
+"""The worker that a token belongs to: `DescriptorServer.worker_of`."""
+
+
+class Service:
+    """Handlers of Store and Stats. `anonymous` is the worker that TCP callers without a token act as; None: refused."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        identify: Identify,
+        *,
+        boot_id: bytes,
+        welcome: store_pb2.AttachWelcome,
+        anonymous: WorkerId | None = None,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
+        discard: Callable[[int], None] = os.close,
+    ) -> None:
+        """`discard`: see `Lane`."""
+        self.loop = loop
+        self.peer_timeout_s = peer_timeout_s
+        self.draining = False
+        self._identify = identify
+        self._boot_id = boot_id
+        self._welcome = welcome
+        self._message_bytes_max = message_bytes_max
+        self._discard = discard
+        self._started_ms = monotonic_ms()
+        self._anonymous = anonymous
+        self._streams: dict[WorkerId, Attached] = {}
+        self._watchers = 0
+        self._strangers = 0
+        self._places = CallLimit(calls_max=CALLS_PER_WORKER_MAX, reads_max=READS_PER_WORKER_MAX)
+
+    def __repr__(self) -> str:
+        return f"Service(streams={len(self._streams)}, watchers={self._watchers}, draining={self.draining})"
+
+    @property
+    def streams(self) -> int:
+        return len(self._streams)
+
+    def handlers(self) -> Handlers:
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        for service, calls in (
+            (STORE_SERVICE, decoding.STORE_CALLS),
+            (HINTS_SERVICE, decoding.HINTS_CALLS),
+            (STATS_SERVICE, decoding.STATS_CALLS),
+            (ADMIN_SERVICE, decoding.ADMIN_CALLS),
+        ):
+            for name, call in calls.items():
+                methods[f"/{service}/{name}"] = self.method(self._unary(call), name)
+        methods[f"/{STORE_SERVICE}/Attach"] = rpc.stream(self._attach, "Attach")
+        methods[f"/{STATS_SERVICE}/Explain"] = self.method(self._explain, "Explain")
+        methods[f"/{STATS_SERVICE}/GetStats"] = self.method(self._get_stats, "GetStats")
+        methods[f"/{STATS_SERVICE}/ListNamespaces"] = self.method(self._list_namespaces, "ListNamespaces")
+        methods[f"/{STATS_SERVICE}/WatchStats"] = self.method(self._watch_stats, "WatchStats")
+        return Handlers(methods)
+
+    def method(self, answer: Answer, name: str) -> grpc.RpcMethodHandler[Any, Any]:
+        """Everything but Attach: the caller is known by its token before anything of its request is taken."""
+
+        async def serve(_: Any, context: Context) -> None:
+            worker = self.caller(context)
+            with self._places.taken(worker) as reading:
+                raw = await rpc.read(context, self.peer_timeout_s, reading)
+                if raw is None:
+                    raise BadRequest("the call ended before its request", field="message", value="absent")
+                reply = await answer(worker, raw, context)
+                if reply is not None:
+                    await rpc.write(context, reply, self.peer_timeout_s)
+
+        return rpc.stream(serve, name)
+
+    # ------------------------------------------------------------------------------------------------ identity
+
+    def caller(self, context: Context) -> WorkerId:
+        """Who calls, by the token in the metadata. Raises Unauthenticated."""
+        for key, value in context.invocation_metadata() or ():
+            if key == wire.TOKEN_METADATA:
+                worker = self._identify(value if isinstance(value, bytes) else value.encode())
+                if worker is None:
+                    raise Unauthenticated(
+                        "unknown token: its connection was closed, or the daemon restarted",
+                        field=wire.TOKEN_METADATA,
+                        value=f"{len(value)} bytes",
+                        remedy="say hello on the descriptor socket again",
+                    )
+                return worker
+        if self._anonymous is not None and is_tcp(context):
+            return self._anonymous
+        raise Unauthenticated(
+            "no token in the metadata",
+            field=wire.TOKEN_METADATA,
+            value="absent",
+            remedy="say hello on the descriptor socket and send the token that it answers",
+        )
+
+    def check_not_draining(self) -> None:
+        if self.draining:
+            raise Unavailable(
+                "the daemon is stopping and starts nothing new", remedy="recompute; try again later"
+            )
+
+    # --------------------------------------------------------------------------------------------------- unary
+
+    def _unary(self, call: Call) -> Answer:
+        build = call.event
+        assert build is not None, "every unary call has an event"
+
+        async def answer(worker: WorkerId, raw: bytes, context: Context) -> bytes:
+            message: Any = wire.parse(call.request, raw)
+            event = build(message, Ticket(worker, getattr(message, "request_id", 0)))
+            if type(event) in STARTS_SOMETHING:
+                self.check_not_draining()
+            found = await self.loop.ask(event, time_left(context))
+            packed = {"packed": True} if getattr(message, "packed_extents", False) else {}
+            return call.reply(found, **packed).SerializeToString()
+
+        return answer
+
+    async def _explain(self, worker: WorkerId, raw: bytes, context: Context) -> bytes:
+        """In steps, between which the loop serves others; replies that follow each other are one reply."""
+        call = decoding.STATS_CALLS["Explain"]
+        assert call.event is not None
+        event: Any = call.event(wire.parse(call.request, raw), Ticket(worker))
+        parts: list[bytes] = []
+        while True:
+            found: events.Explained = await self.loop.ask(event, time_left(context))
+            parts.append(call.reply(found).SerializeToString())
+            if not found.rest:
+                return b"".join(parts)
+            event = replace(event, session=b"", keys=found.rest)
+
+    async def _get_stats(self, worker: WorkerId, raw: bytes, context: Context) -> bytes:
+        wire.parse(stats_pb2.GetStatsRequest, raw)
+        return (await self._stats_of(worker, time_left(context))).SerializeToString()
+
+    async def _list_namespaces(self, worker: WorkerId, raw: bytes, context: Context) -> bytes:
+        wire.parse(stats_pb2.ListNamespacesRequest, raw)
+        reply = await self._stats_of(worker, time_left(context))
+        return stats_pb2.ListNamespacesReply(namespaces=reply.namespaces).SerializeToString()
+
+    async def _stats_of(self, worker: WorkerId, timeout_s: float) -> stats_pb2.StatsReply:
+        answer: events.Stats = await self.loop.ask(events.GetStats(Ticket(worker)), timeout_s)
+        reply = stats_to_proto(answer)
+        disk = self.loop.disk_stats()
+        if disk is not None:
+            reply.ssd.index_used_bytes = disk.index_used_bytes
+            reply.ssd.index_bytes = disk.index_bytes
+            reply.ssd.io_errors = disk.io_errors
+            reply.ssd.no_space = disk.no_space
+            reply.ssd.corrupt = disk.records_corrupt
+        reply.uptime_ms = monotonic_ms() - self._started_ms
+        reply.version = __version__
+        reply.boot_id = self._boot_id
+        return reply
+
+    async def _watch_stats(self, worker: WorkerId, raw: bytes, context: Context) -> None:
+        message = wire.parse(stats_pb2.WatchStatsRequest, raw)
+        interval_ms = decoding.number(
+            "interval_ms", message.interval_ms, WATCH_INTERVAL_MS_MAX, low=WATCH_INTERVAL_MS_MIN
+        )
+        if self._watchers >= WATCHERS_MAX:
+            raise Exhausted(f"{WATCHERS_MAX} callers watch already", remedy="ask with GetStats")
+        self._watchers += 1
+        try:
+            while not self.draining:
+                reply = await self._stats_of(worker, REQUEST_TIMEOUT_S)
+                await rpc.write(context, reply.SerializeToString(), self.peer_timeout_s)
+                await asyncio.sleep(interval_ms / 1000)
+        finally:
+            self._watchers -= 1
+        self.check_not_draining()
+
+    # -------------------------------------------------------------------------------------------------- attach
+
+    async def _attach(self, _: Any, context: Context) -> None:
+        worker, request_id = await self._hello(context)
+        stream = AttachStream(self, worker, context)
+        self._joined(worker, stream, request_id)
+        try:
+            await stream.run()
+        finally:
+            self._left(worker, stream)
+
+    def open_lane(self, worker: WorkerId) -> socket.socket:
+        """A fast lane for a worker that the descriptor socket knows. Returns the worker's end, which the caller closes
+        once it has handed it over. Raises Unavailable, Exhausted."""
+        self.check_not_draining()
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as problem:
+            raise Exhausted(
+                f"no socket can be made: {problem.strerror}", field="lane", remedy="attach by gRPC"
+            ) from None
+        lane = Lane(
+            self,
+            worker,
+            ours,
+            frame_bytes_max=self._message_bytes_max,
+            ended=lambda ended: self._left(worker, ended),
+            discard=self._discard,
+        )
+        lane.start()
+        self._joined(worker, lane)
+        return theirs
+
+    def _joined(self, worker: WorkerId, stream: Attached, request_id: int = 0) -> None:
+        older = self._streams.get(worker)
+        self._streams[worker] = stream
+        if older is not None:
+            older.end(
+                Precondition("a newer Attach stream of the same worker took over", remedy="keep one stream")
+            )
+        stream.send(store_pb2.AttachReply(request_id=request_id, welcome=self._welcome))
+        self.loop.subscribe(worker, stream.push)
+
+    def _left(self, worker: WorkerId, stream: Attached) -> None:
+        self.loop.unsubscribe(worker, stream.push)
+        if self._streams.get(worker) is stream:
+            del self._streams[worker]
+
+    async def _hello(self, context: Context) -> tuple[WorkerId, int]:
+        """Read the stream's first message. Returns the worker and the request id to be answered with the welcome."""
+        if is_tcp(context):
+            raise Precondition(
+                "Attach needs shared memory, which a TCP caller has not",
+                remedy="use the unary calls, Get and Put",
+            )
+        self.check_not_draining()
+        if self._strangers >= STRANGERS_MAX:
+            raise Exhausted(f"{STRANGERS_MAX} streams have not said hello yet", remedy="try again later")
+        self._strangers += 1
+        try:
+            raw = await rpc.read(context, HELLO_TIMEOUT_S)
+        except DeadlineExceeded:
+            raise Precondition(
+                f"no hello within {HELLO_TIMEOUT_S:.0f} s", field="hello", value="absent"
+            ) from None
+        finally:
+            self._strangers -= 1
+        if raw is None:
+            raise BadRequest("the stream ended before its hello", field="hello", value="absent")
+        message = wire.parse(store_pb2.AttachRequest, raw)
+        if message.WhichOneof("body") != "hello":
+            raise BadRequest(
+                "the first message of a stream must be hello", field="body", value=message.WhichOneof("body")
+            )
+        hello = message.hello
+        if hello.boot_id != self._boot_id:
+            raise Precondition(
+                "the daemon restarted: say hello again",
+                field="boot_id",
+                value=hello.boot_id,
+                remedy="connect to the descriptor socket anew and drop all mappings",
+            )
+        worker = self._identify(hello.token)
+        if worker is None:
+            raise Unauthenticated(
+                "unknown token: its connection was closed",
+                field="token",
+                value=f"{len(hello.token)} bytes",
+                remedy="say hello on the descriptor socket again",
+            )
+        return worker, hello.request_id
+
+    def drain(self) -> None:
+        """Tell everybody that the daemon is about to stop, and start nothing new."""
+        self.draining = True
+        for stream in list(self._streams.values()):
+            stream.send(store_pb2.AttachReply(draining=store_pb2.Draining()))
+
+    def close(self) -> None:
+        """End all streams, telling why."""
+        self.draining = True
+        for stream in list(self._streams.values()):
+            stream.end(Unavailable("the daemon is shutting down", remedy="recompute; attach again later"))
+
+
+class AttachStream(Attached):
+    """One worker's gRPC stream after its hello."""
+
+    def __init__(self, service: Service, worker: WorkerId, context: Context) -> None:
+        super().__init__(service, worker)
+        self._context = context
+        self._outbox: deque[tuple[bytes, bool]] = deque()
+        """Serialised replies, and whether each answers a request (else it is a push)."""
+        self._write_began: float | None = None
+        """Since when the peer has not accepted the message that is being sent."""
+        self._stopping = False
+        self._wake = asyncio.Event()
+        self._written = asyncio.Event()
+        self._ended: asyncio.Future[StoreError] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Serve until the peer closes its side; raises the StoreError that `end` was given."""
+        reader = asyncio.create_task(self._read())
+        writer = asyncio.create_task(self._write())
+        self._watch_writer()
+        try:
+            await asyncio.wait((reader, writer, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            if self._ended.done():
+                raise self._ended.result()
+            if writer.done():
+                return writer.result()  # the peer is gone
+            reader.result()
+            with contextlib.suppress(TimeoutError):  # then the peer gets what is there
+                await asyncio.wait_for(self._finish(), FINISH_TIMEOUT_S)
+        finally:
+            self.drop_channels()
+            self._watchdog.cancel()
+            reader.cancel()
+            # gRPC takes one send at a time: a status sent while a message is still on its way is lost, and the peer
+            # then waits for the end until its own deadline.
+            self._stopping = True
+            self._wake.set()
+            await asyncio.wait((writer,), timeout=LAST_WRITE_TIMEOUT_S)
+            writer.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+
+    def end(self, error: StoreError) -> None:
+        if not self._ended.done():
+            self._ended.set_result(error)
+
+    def deliver(self, data: bytes, *, answers: bool) -> None:
+        self._outbox.append((data, answers))
+        self._wake.set()
+
+    async def _read(self) -> None:
+        read = self._context.read
+        while (raw := await read()) is not grpc.aio.EOF:
+            self._outstanding += 1
+            try:
+                self.handle(raw)
+            except StoreError as error:  # not even the request id could be read
+                self.end(error)
+                return
+            while self._outstanding >= OUTSTANDING_MAX:
+                self._written.clear()
+                await self._written.wait()
+
+    async def _write(self) -> None:
+        outbox, write = self._outbox, self._context.write
+        while not self._stopping:
+            while outbox and not self._stopping:
+                data, answers = outbox.popleft()
+                self._write_began = time.monotonic()
+                await write(data)
+                self._write_began = None
+                self.written(answers=answers)
+            self._written.set()
+            self._wake.clear()
+            if not outbox and not self._stopping:
+                await self._wake.wait()
+
+    def _watch_writer(self) -> None:
+        """Look from time to time, which costs less than a timer for each message: a peer that accepts nothing may take
+        half as long again."""
+        timeout_s = self._service.peer_timeout_s
+        self._watchdog = asyncio.get_running_loop().call_later(timeout_s / 2, self._watch_writer)
+        if self._write_began is not None and time.monotonic() - self._write_began >= timeout_s:
+            self.end(
+                DeadlineExceeded(
+                    f"no message was accepted for {timeout_s:g} s", remedy="read the stream, and attach again"
+                )
+            )
+
+    async def _finish(self) -> None:
+        """The peer sends nothing more: wait until all that it asked is answered and written."""
+        while self._outstanding or self._pushes:
+            self._written.clear()
+            await self._written.wait()
+
+
+def stats_to_proto(answer: events.Stats) -> stats_pb2.StatsReply:
+    """The layout of `values` is that of core/stats.py."""
+    values = answer.values
+    counters = dict(values["counters"])
+    namespaces = []
+    for row in values["namespaces"]:
+        plain = dict(row)
+        for reason, times in plain.pop("by_reason").items():
+            counters[f"lookups{{namespace={row['namespace_id']},reason={reason}}}"] = times
+        namespaces.append(stats_pb2.NamespaceStats(**plain))
+    return stats_pb2.StatsReply(
+        arena=stats_pb2.Arena(**values["arena"]),
+        ssd=stats_pb2.Ssd(**values["ssd"]),
+        pools=[stats_pb2.PoolStats(**row) for row in values["pools"]],
+        namespaces=namespaces,
+        counters=counters,
+        gauges=values["gauges"],
+    )
+
+
+def is_tcp(context: Context) -> bool:
+    return context.peer().startswith(("ipv4:", "ipv6:"))
+
+
+def time_left(context: Context) -> float:
+    """Seconds that the core may take: the caller's deadline, but at most REQUEST_TIMEOUT_S."""
+    left = context.time_remaining()
+    return REQUEST_TIMEOUT_S if left is None else max(0.0, min(left, REQUEST_TIMEOUT_S))
