@@ -59,8 +59,8 @@ class Store:
         return self._namespace
 
     def read(self, namespace: Namespace, keys: Sequence[ChunkKey], *, any_order: bool = False) -> ReadLease:
-        """A lease on what is in DRAM, what has to be promoted from SSD first included, if it comes in time; up to the first
-        key that is not there, unless `any_order`."""
+        """A lease on what is in DRAM, and on what is promoted from SSD in time; up to the first key that is not
+        there, unless `any_order`."""
         wait_ms = int(self._rise_timeout_s * 1000)
         lease = namespace.read(keys, any_order=any_order, wait_ms=wait_ms, timeout_s=self._lookup_timeout_s)
         if not any(outcome is Outcome.PENDING for outcome in lease.outcomes):

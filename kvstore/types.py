@@ -73,7 +73,8 @@ class Reason(enum.IntEnum):
     UNAVAILABLE = 14
     """Said by the client alone: the daemon could not be asked in time."""
     ON_SSD = 15
-    """PENDING: being read from SSD, because an Acquire or a hint asked for it. MISS: on SSD, but nobody asked for it to be promoted."""
+    """PENDING: being read from SSD, because an Acquire or a hint asked for it. MISS: on SSD, and nobody asked
+    for it to be promoted."""
     SLOW = 16
     """It is on SSD, but could not be read in time: the tier is slow, failing or off, or DRAM has no slot to spare."""
     LOST = 17

@@ -24,6 +24,10 @@ SIDES = ("kvstore.gpu_worker", "kvstore.scheduler", "kvstore.kernels")
 HEAVY = ("torch", "triton", "transformers", "vllm", "sglang", "lmcache")
 ENGINES = ("vllm", "sglang", "lmcache")
 """Not installed where our own code runs: only their connectors import them, and nothing imports those."""
+BOTTOM = ("types", "errors", "keys", "layout", "answers")
+"""Modules of kvstore that everybody may import: nouns, failures, chunk keys, geometry, answers."""
+INNER_ROOMS = tuple(f"kvstore.{room}" for room in ("core", "server", "transport", "tiers", "sim", "cli"))
+"""Rooms of the daemon: an engine's process, which has the client, needs nothing of them."""
 OUTSIDE_WORLD = (
     *("asyncio", "concurrent", "multiprocessing", "queue", "sched", "signal", "subprocess", "threading"),
     *("datetime", "time", "random", "secrets", "uuid"),
@@ -78,8 +82,10 @@ def allowed(package: str, name: str) -> bool:
     ours = within(name, "kvstore")
     match package:
         case "kvstore.core":
-            bottom = within(name, *(f"kvstore.{module}" for module in ("types", "errors", "keys", "layout")))
+            bottom = within(name, *(f"kvstore.{module}" for module in BOTTOM))
             return (own or bottom) if ours else not within(name, *OUTSIDE_WORLD, *HEAVY)
+        case "kvstore.client" | "kvstore.wire":
+            return not within(name, *SIDES, *HEAVY, *INNER_ROOMS)
         case "kvstore":
             return not within(name, *SIDES, *HEAVY)
         case "kvstore.scheduler":
@@ -101,7 +107,8 @@ def allowed(package: str, name: str) -> bool:
 def test_imports_flow_one_way(package: str) -> None:
     wrong = []
     for name, path in modules(package):
-        parts = (part for part in ("kvstore.core", "kvstore.gpu_worker.connectors") if within(name, part))
+        rooms = ("kvstore.core", "kvstore.client", "kvstore.wire", "kvstore.gpu_worker.connectors")
+        parts = (part for part in rooms if within(name, part))
         asking = next(parts, package)
         for line, imported in imports(name, path):
             if not allowed(asking, imported):
@@ -119,6 +126,10 @@ def test_imports_flow_one_way(package: str) -> None:
         ("kvstore.core", "kvstore.core.pool", True),
         ("kvstore.core", "kvstore.types.ChunkKey", True),
         ("kvstore.core", "kvstore.client", False),
+        ("kvstore.core", "kvstore.answers.Matched", True),
+        ("kvstore.client", "kvstore.core.events", False),
+        ("kvstore.client", "kvstore.answers.Matched", True),
+        ("kvstore.wire", "kvstore.tiers.format", False),
         ("kvstore.core", "os.path", False),
         ("kvstore.core", "time.monotonic", False),
         ("kvstore.scheduler", "kvstore.client.Client", True),

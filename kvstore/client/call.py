@@ -174,8 +174,8 @@ Operation = Generator[Suspension, None, T]
 
 
 def drive(operation: Operation[T], suspension: Suspension | None = None) -> T:
-    """Run on this thread, from the beginning or from where it waits for `suspension`. Whatever interrupts it (Ctrl-C) is
-    raised inside the operation too, which then cleans up."""
+    """Run on this thread, from the beginning or from where it waits for `suspension`. Whatever interrupts it (Ctrl-C)
+    is raised inside the operation too, which then cleans up."""
     try:
         if suspension is None:
             suspension = next(operation)

@@ -1,8 +1,8 @@
-"""The threads of the SSD tier, and the tasks they do: each op is answered exactly once, when its last call has returned.
+"""The threads of the SSD tier, and their tasks: each op is answered exactly once, when its last call has returned.
 
 An op of several records is shared among the I/O threads in parts, in the order in which the records lie on disk, and
-what lies side by side is moved in one call. A task may go on on the index thread, of which there is one, so that what it
-does is in order. A thread that hangs in the kernel is left behind at the end.
+what lies side by side is moved in one call. A task may go on on the index thread, of which there is one, so that
+what it does is in order. A thread that hangs in the kernel is left behind at the end.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How requests come in and answers go out: the descriptor socket, gRPC, the fast lane. Sockets <-> events, no decision."""
+"""How requests come in and answers go out: the descriptor socket, gRPC, the fast lane. No decision."""

@@ -1,4 +1,4 @@
-"""Proto <-> the nouns of types.py, layout.py and errors.py and the answers of core/events.py, both ways.
+"""Proto <-> the nouns of types.py, layout.py and errors.py and those of answers.py, both ways.
 
 Used by the daemon and by the client, so that each conversion stands once. Nothing here does I/O. Results
 travel as one byte per key; a byte that this build does not know (a newer peer) reads as the answer that

@@ -2,7 +2,7 @@
 
 For engines that keep a host tier of their own and ask a slower tier about it from a thread that must never wait:
 
-    engine's thread    asks (Inquiry), submits transfers, takes what is finished; none of it waits or talks to the daemon
+    engine's thread    asks (Inquiry), submits transfers, takes what is finished; never waits, never talks to the daemon
     threads of a Crew  ask the store (Lookups), copy leased slots into rows (RowLoader), let the daemon read rows
                        (RowSaver), tell it who waits (HintBoard)
 

@@ -129,7 +129,7 @@ def find(
     *,
     prefix: bool,
 ) -> None:
-    """Adds to `found` what is there of `keys`, pinned by `leases`; waits until the deadline for what is promoted from SSD.
+    """Adds to `found` what is there of `keys`, pinned by `leases`; waits until the deadline for what is on SSD.
 
     What was pinned first stays pinned while the rest is waited for: a chunk that was saved as transient would sink
     again.

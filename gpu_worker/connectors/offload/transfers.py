@@ -13,8 +13,8 @@ from kvstore.types import ChunkKey
 class Transfer:
     """Rows to be filled, or saved: the engine keeps its hands off them until it is told of the transfer's end.
 
-    A thread of ours touches a row between `hold` and `let_go` only. The engine's thread ends a transfer with `settle`, which
-    fails while a row is held; from then on `hold` says no.
+    A thread of ours touches a row between `hold` and `let_go` only. The engine's thread ends a transfer with
+    `settle`, which fails while a row is held; from then on `hold` says no.
     """
 
     def __init__(self, number: int, keys: Sequence[ChunkKey], rows: Sequence[int], deadline: float) -> None:
@@ -86,7 +86,7 @@ class Transfers:
     """Transfers that the engine waits for. For its thread alone; no call waits, but for `drain`."""
 
     def __init__(self, crew: Crew, *, rows_max: int) -> None:
-        """`rows_max`: rows that all open transfers may keep from the engine; a single larger transfer is taken all the same."""
+        """`rows_max`: rows that all open transfers may keep from the engine; one that is larger by itself is taken."""
         self._crew = crew
         self._rows_max = rows_max
         self._open: dict[int, Transfer] = {}

@@ -440,8 +440,8 @@ def may_mark_ready(chunks: ChunkTable, rows: Sequence[int]) -> bool:
 def mark_shards_ready(
     state: State, namespace: Namespace, rows: Sequence[int], shards: Sequence[int], checksums: Sequence[int]
 ) -> list[bool]:
-    """`State.mark_shard_ready` for `shards` of each of these different rows, none of which is doomed or promoting. Which of
-    them are resident by it."""
+    """`State.mark_shard_ready` for `shards` of each of these different rows, none of which is doomed or promoting.
+    Which of them are resident by it."""
     chunks = state.chunks
     view = chunks.views
     which = as_rows(rows)

@@ -1,4 +1,4 @@
-"""What enters the core: requests of workers, with a `Ticket` where an answer is wanted, and facts (a copy ended, time passed)."""
+"""What enters the core: requests of workers, with a `Ticket` where an answer is wanted, and facts (a copy ended)."""
 
 from __future__ import annotations
 

@@ -166,8 +166,8 @@ def test_hundreds_of_keys_at_once(eviction: str, shards: int, monkeypatch: pytes
 
 @pytest.mark.parametrize("eviction", ["hints", "lru", "fifo"])
 def test_hundreds_of_keys_of_two_models_above_an_ssd(eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is stored, is promoted, is dropped once it is stored, or doomed while it is being saved; a disk that is slow, full
-    or hung; segments that change hands; a table of chunks that is full."""
+    """What is stored, is promoted, is dropped once it is stored, or doomed while it is saved; a disk that is slow,
+    full or hung; segments that change hands; a table of chunks that is full."""
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     dice = random.Random(seed)
