@@ -20,7 +20,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from kvstore import __version__
-from kvstore.cli import admin, check, doctor, objects
+from kvstore.cli import admin, check, demo, doctor, objects
 from kvstore.cli.tables import age, name, peer_text, plain, size, table
 from kvstore.client import Client, connect
 from kvstore.config import ENVIRONMENT_PREFIX, StoreConfig
@@ -130,6 +130,13 @@ def parser() -> argparse.ArgumentParser:
         "arguments", nargs="*", metavar="-- ARGUMENTS", help="what `vllm serve` is given, behind --"
     )
     examine.set_defaults(run=None)
+    commands.add_parser(
+        "demo",
+        help="a daemon of its own, chats that come back, kill -9: half a minute",
+        description=demo.__doc__,
+        parents=[common],
+        allow_abbrev=False,
+    ).set_defaults(run=None)
     return result
 
 
@@ -165,6 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(run_doctor(run_dir, options))
         if options.command == "check":
             sys.exit(check.run(run_dir, options))
+        if options.command == "demo":
+            sys.exit(demo.run(options))
         with connect(run_dir, timeout_s=options.timeout) as client:
             sys.exit(options.run(client, options))
     except StoreError as error:
