@@ -29,7 +29,7 @@ from kvstore.benchmark import Goal, arguments, finish
 from kvstore.client import Client, Namespace, connect
 from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec, NamespaceSpec
-from kvstore.tiers.disk_port import TEST_FAULTS
+from kvstore.sim.daemon import FAULTS
 from kvstore.types import ChunkKey, Outcome, Reason, Wait
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -198,14 +198,12 @@ def daemon(folder: Path) -> Iterator[Path]:
     faults = folder / "faults.json"
     faults.write_text("[]")
     command = (
-        *(sys.executable, "-P", "-m", "kvstore"),
+        *(sys.executable, "-P", "-m", "kvstore.sim.daemon"),
         *(f"--run-dir={folder}/run", "--dram-bytes=4M", "--segment-bytes=1M", "--log-level=error"),
         *(f"--ssd-dir={folder}/ssd", "--ssd-bytes=512M", "--ssd-slab-bytes=16M", "--reserve-share-max=0.5"),
         *(f"--ssd-deadline-ms={DEADLINE_MS}", "--durable-within-ms=500"),
     )
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, env={**os.environ, TEST_FAULTS: str(faults)}
-    )
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, FAULTS: str(faults)})
     try:
         yield faults
     finally:

@@ -18,12 +18,16 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvstore import __version__
 from kvstore.config import CONFIG_VARIABLE, ENVIRONMENT_PREFIX, StoreConfig, load, parse_setting
 from kvstore.errors import ConfigError, StoreError
 from kvstore.server import logs
+
+if TYPE_CHECKING:  # loaded only when a daemon starts
+    from kvstore.core.store import Store
+    from kvstore.tiers.disk_port import Disk
 
 
 class Parser(argparse.ArgumentParser):
@@ -113,8 +117,14 @@ def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return uvloop.new_event_loop
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Never returns: the process ends with the daemon."""
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    disk: Disk | None = None,
+    at_end: Callable[[Store], None] | None = None,
+) -> None:
+    """Never returns: the process ends with the daemon. `disk` instead of the operating system's, and `at_end`, which is
+    called before an end in good order, are for simulations."""
     try:
         config = configuration(sys.argv[1:] if arguments is None else arguments, os.environ)
         # gRPC's core writes what a peer says to standard error as it is: lines could be forged.
@@ -130,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         logs.setup(config.log_level)
         os.umask(0o077)
-        owned = Daemon(config)
+        owned = Daemon(config, disk, at_end)
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             logs.leave(runner.run(owned.run()))
     except ConfigError as error:

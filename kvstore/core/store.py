@@ -13,7 +13,6 @@ from typing import Any
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE
-from kvstore.core.integrity import FULL_EVERY, Watch
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
@@ -151,14 +150,6 @@ class Store:
     def hurry(self) -> None:
         """The daemon is about to stop: what the index lacks is written as soon as it can be, from now on."""
         self.disk.durability.hurry += 1
-
-    def check_integrity(self) -> None:
-        """The ten invariants; raises AssertionError. A pass over everything."""
-        self.watch().check()
-
-    def watch(self, full_every: int = FULL_EVERY) -> Watch:
-        """The same for every step of a simulation: what did not change since the last look is not looked at again."""
-        return Watch(self.state, self.saves, self.segments, self.disk, self.reads, full_every)
 
     # ---------------------------------------------------------------------------------------------------- requests
 

@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -53,7 +54,7 @@ from kvstore.server.metrics import MetricsServer, families
 from kvstore.tiers import ssd
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.copier import Copier
-from kvstore.tiers.disk_port import disk_from_environment
+from kvstore.tiers.disk_port import Disk, RealDisk
 from kvstore.tiers.index import ChunkBatch
 from kvstore.tiers.regions import Regions
 from kvstore.tiers.ssd import SsdTier
@@ -251,9 +252,16 @@ def raise_descriptor_limit(wanted: int) -> int:
 class Daemon:
     """One daemon in this process. `run` is all of its life."""
 
-    def __init__(self, config: StoreConfig) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        disk: Disk | None = None,
+        at_end: Callable[[Store], None] | None = None,
+    ) -> None:
         """Checks all that can be checked and takes the lock; raises ConfigError, and then nothing was started."""
         self.config = replace(config, run_dir=os.path.abspath(config.run_dir))
+        self._disk = disk or RealDisk()
+        self._at_end = at_end
         self._tcp = TcpAddress.of(config)
         check_memory(config)
         if self._tcp is not None:
@@ -278,10 +286,8 @@ class Daemon:
             status = await self._stop
             if status == 0:
                 await self._drain()
-                if log.isEnabledFor(
-                    logging.DEBUG
-                ):  # a pass over everything: for tests and for whoever hunts a bug
-                    self.loop.store.check_integrity()
+                if self._at_end is not None:
+                    self._at_end(self.loop.store)
             return status
         finally:
             await self._close()
@@ -350,7 +356,7 @@ class Daemon:
         tier = SsdTier(
             self.config,
             self._arena,
-            disk_from_environment(os.environ),
+            self._disk,
             done=lambda event: self.loop.post_threadsafe(event),
         )
         began = time.monotonic()

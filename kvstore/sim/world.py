@@ -19,6 +19,7 @@ from kvstore.core.limits import Limits
 from kvstore.core.store import Store
 from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.sim.integrity import Watch
 from kvstore.types import (
     ChunkKey,
     Extent,
@@ -87,7 +88,7 @@ class World:
         limits.setdefault("slot_alignment", PAGE)
         self.limits = Limits(segments * segment_bytes, segment_bytes, protection, **limits)
         self.store = Store(self.limits)
-        self.watch = self.store.watch()
+        self.watch = Watch(self.store)
         """Looks at the whole state after every event."""
         self.now = 0
         self.hold: set[type] = set()

@@ -33,12 +33,13 @@ SMALL = {
     "staging_bytes_max": 32 << 20,
     "drain_ms": 200,
     "scrub_bytes_per_s": 0,  # tests of the disk's faults count reads
-    "log_level": "debug",  # at debug the daemon checks all its invariants before it ends
+    "log_level": "debug",
 }
 
 
 class Daemon:
-    """One `kvstored` process. Its log is read all the time, so that it never blocks on a full pipe."""
+    """One `kvstored` process, which checks its invariants before it ends. Its log is read all the time, so that it
+    never blocks on a full pipe."""
 
     def __init__(self, run_dir: Path, arguments: list[str], environment: dict[str, str]) -> None:
         self.run_dir = run_dir
@@ -47,7 +48,7 @@ class Daemon:
         """Lines on stderr that are no JSON."""
         self._changed = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvstore", *arguments],
+            [sys.executable, "-P", "-m", "kvstore.sim.daemon", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

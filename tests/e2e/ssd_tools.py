@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvstore.client import Client, Namespace, connect
 from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.sim.daemon import FAULTS
 from kvstore.types import ChunkKey, GrantResult, Outcome, Reason, Wait
 from kvstore.v1 import stats_pb2
 
@@ -47,7 +48,7 @@ class Weather:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"ATTNSTORE_TEST_FAULTS": str(self.path)}
+        return {FAULTS: str(self.path)}
 
     def set(self, faults: Sequence[dict[str, Any]]) -> None:
         new = self.path.with_suffix(".new")

@@ -19,9 +19,10 @@ import pytest
 from kvstore.cli import kvctl
 from kvstore.client import SessionEntry
 from kvstore.errors import Unavailable
+from kvstore.sim.faulty_disk import FaultyDisk
 from kvstore.tiers import format
 from kvstore.tiers.check import Check
-from kvstore.tiers.disk_port import FaultyDisk, RealDisk
+from kvstore.tiers.disk_port import RealDisk
 from kvstore.tiers.lmdb_pages import LEAF, Damage, LmdbPages
 from kvstore.types import ChunkKey, Wait
 

@@ -242,7 +242,7 @@ def test_a_log_that_nobody_reads_holds_up_nobody(run_dir: Path) -> None:
             os.set_blocking(end, True)
     settings = ["--dram-bytes=16M", "--segment-bytes=16M", "--drain-ms=200", "--log-level=debug"]
     daemon = subprocess.Popen(
-        [sys.executable, "-P", "-m", "kvstore", f"--run-dir={run_dir}", *settings],
+        [sys.executable, "-P", "-m", "kvstore.sim.daemon", f"--run-dir={run_dir}", *settings],
         stdin=subprocess.DEVNULL,
         stdout=pipes[0][1],
         stderr=pipes[1][1],

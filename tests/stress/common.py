@@ -22,7 +22,7 @@ from kvstore.client import Client, Namespace, connect
 from kvstore.client.lease import ReadLease
 from kvstore.errors import Unavailable
 from kvstore.layout import GroupSpec, NamespaceSpec
-from kvstore.tiers.disk_port import TEST_FAULTS
+from kvstore.sim.daemon import FAULTS
 from kvstore.types import ChunkKey, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,12 +117,12 @@ class Daemon:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORED_")}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*(sys.executable, "-P", "-m", "kvstore"), f"--run-dir={folder}/run", *flags],
+                [*(sys.executable, "-P", "-m", "kvstore.sim.daemon"), f"--run-dir={folder}/run", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 cwd="/",
-                env={**kept, "PYTHONSAFEPATH": "1", TEST_FAULTS: str(folder / "faults.json")},
+                env={**kept, "PYTHONSAFEPATH": "1", FAULTS: str(folder / "faults.json")},
             )
 
     @property

@@ -39,6 +39,7 @@ from kvstore.core.store import Store
 from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.server.daemon import _core_snapshot
+from kvstore.sim.integrity import check_integrity
 from kvstore.tiers import ssd
 from kvstore.tiers.disk_port import Buffer, IndexCall, RealDisk
 from kvstore.tiers.ssd import SsdTier
@@ -493,7 +494,7 @@ def run(folder: Path, disk: NthDisk, oracle: Oracle) -> None:
             raise
         finally:
             rig.note_evicted()
-        rig.store.check_integrity()
+        check_integrity(rig.store)
         if disk.kind == "short" or not disk.struck:
             stats = rig.tier.stats()
             assert (stats.records_corrupt, stats.io_errors) == (0, 0), "nothing was wrong"

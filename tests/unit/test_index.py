@@ -13,8 +13,9 @@ import pytest
 from kvstore.core.events import ChunkRecord, NamespaceRecord, SessionEntry, SessionRecord, WriteIndex
 from kvstore.errors import ConfigError
 from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.sim.faulty_disk import FaultyDisk
 from kvstore.tiers import format, index
-from kvstore.tiers.disk_port import FaultyDisk, RealDisk
+from kvstore.tiers.disk_port import RealDisk
 from kvstore.tiers.index import Index, SlabRow
 from kvstore.types import ChunkKey, DiskPlace, DiskResult, OpId, SlabId
 

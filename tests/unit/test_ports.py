@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.sim.daemon import FAULTS, READ_BYTES_PER_S, ThrottledDisk, disk_of
+from kvstore.sim.faulty_disk import FaultyDisk
 from kvstore.tiers import disk_port as ports
-from kvstore.tiers.disk_port import Buffer, FaultyDisk, RealDisk
+from kvstore.tiers.disk_port import Buffer, RealDisk
 from kvstore.types import DiskResult
 
 WAIT_S = 30.0
@@ -128,9 +130,10 @@ def test_errors_become_results(number: int, result: DiskResult) -> None:
 
 
 def test_faults_are_only_there_when_a_test_wants_them() -> None:
-    assert type(ports.disk_from_environment({})) is RealDisk
-    assert type(ports.disk_from_environment({ports.TEST_FAULTS: "/nowhere"})) is FaultyDisk
-    assert not ports.TEST_FAULTS.startswith("KVSTORED_"), "those are settings, and unknown ones are refused"
+    assert type(disk_of({})) is RealDisk
+    assert type(disk_of({FAULTS: "/nowhere"})) is FaultyDisk
+    assert type(disk_of({READ_BYTES_PER_S: "1e9"})) is ThrottledDisk
+    assert not FAULTS.startswith("KVSTORED_"), "those are settings, and unknown ones are refused"
 
 
 def test_no_control_file_is_fair_weather(weather: Weather) -> None:

@@ -34,8 +34,9 @@ from kvstore.core.events import (
 )
 from kvstore.errors import ConfigError, NotFound
 from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.sim.faulty_disk import FaultyDisk
 from kvstore.tiers import format, io_pool
-from kvstore.tiers.disk_port import FaultyDisk, RealDisk
+from kvstore.tiers.disk_port import RealDisk
 from kvstore.tiers.ssd import DiskEffect, Snapshot, SsdTier
 from kvstore.types import ChunkKey, DiskPlace, DiskResult, Extent, OpId, Record, SegmentId, SlabId
 

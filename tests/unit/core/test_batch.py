@@ -14,7 +14,6 @@ import kvstore.sim.world
 from kvstore.core import events as ev
 from kvstore.core.bulk import batch
 from kvstore.core.chunks import ChunkTable, LinkedRows
-from kvstore.core.integrity import ROW_COLUMNS, SHARD_COLUMNS
 from kvstore.core.limits import Limits
 from kvstore.core.ssd.restart import Restored, Snapshot
 from kvstore.core.store import Store
@@ -22,6 +21,7 @@ from kvstore.core.workers import EngineGroup
 from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec
 from kvstore.sim.disk import DiskWorld
+from kvstore.sim.integrity import ROW_COLUMNS, SHARD_COLUMNS
 from kvstore.sim.simulation import Simulation
 from kvstore.sim.world import PAGE, World, spec
 from kvstore.types import ChunkKey, DiskResult, DiskState, Extent, Extents, Millis, SegmentId, WorkerId

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvstore.core.events import WorkerJoined
 from kvstore.core.limits import Limits
 from kvstore.core.store import Store
+from kvstore.sim.integrity import check_integrity
 from kvstore.types import WorkerId
 
 
@@ -15,4 +16,4 @@ def test_a_worker_without_a_group_is_a_group_that_no_name_joins() -> None:
     for number, name in enumerate((private.name, "worker-7", "worker 7", "7", ""), start=8):
         store.apply(WorkerJoined(WorkerId(number), "alice", name), 0)
     assert private.members == {WorkerId(7)}
-    store.check_integrity()
+    check_integrity(store)

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.core.chunks import LISTED, NEEDED, NONE, PROMOTING, QUEUED, STORED
 from kvstore.core.store import Store
+from kvstore.sim.integrity import Watch, check_integrity
 from kvstore.sim.simulation import Simulation
 from kvstore.types import SlotState
 
@@ -171,21 +172,21 @@ DAMAGES: dict[str, Any] = {
 @pytest.mark.parametrize("full", [False, True])
 def test_damage_is_found(simulation: Simulation, name: str, full: bool) -> None:
     store = simulation.cluster.store
-    watch = store.watch()
+    watch = Watch(store)
     watch.check()
     undo = DAMAGES[name](store)
     try:
         with pytest.raises((AssertionError, KeyError, IndexError)):
-            (store.check_integrity if full else watch.check)()
+            (Watch(store) if full else watch).check()
     finally:
         undo()
-    store.check_integrity()
+    check_integrity(store)
 
 
 def test_a_watch_proves_that_it_missed_nothing(simulation: Simulation) -> None:
     """A list that was changed in place, which no look compares, is found when all is looked at anew."""
     store = simulation.cluster.store
-    watch = store.watch(full_every=2)
+    watch = Watch(store, full_every=2)
     watch.check()
     lease = next(iter(store.state.leases.leases.values()))
     lease.rows.append(resident(store))

@@ -15,6 +15,7 @@ from kvstore.core.ssd.restart import ChunkBatch, Restored, Snapshot
 from kvstore.core.store import Store
 from kvstore.errors import Conflict, Precondition
 from kvstore.sim.disk import SLAB_HEADER_BYTES, SLOT_BYTES, DiskWorld
+from kvstore.sim.integrity import check_integrity
 from kvstore.sim.world import CHUNK_TOKENS, PAGE, chain, epoch_of, spec
 from kvstore.types import ChunkKey, DiskState, NamespaceId, Outcome, SlabId
 
@@ -368,7 +369,7 @@ def restore(
     known = slabs or ((SlabId(3), SLOT_BYTES, 4), (SlabId(5), 3 * PAGE, 2))
     namespaces = snapshot.pop("namespaces", [ev.NamespaceRecord(1, "alice", spec())])
     restored = store.restore(Snapshot(7, SlabId(6), known, namespaces, batches, **snapshot), now)
-    store.check_integrity()
+    check_integrity(store)
     return store, restored
 
 

@@ -32,11 +32,7 @@ from kvstore.core.chunks import (
 from kvstore.core.manifests import Manifest
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Pool, Segment
-from kvstore.core.requests.reads import Reads
-from kvstore.core.requests.saves import Saves
-from kvstore.core.segments import Segments
-from kvstore.core.ssd.tier import Disk
-from kvstore.core.state import State
+from kvstore.core.store import Store
 from kvstore.types import NamespaceId, SlotState
 
 Slot = tuple[int, int]
@@ -204,24 +200,21 @@ class Slots:
         return found
 
 
+def check_integrity(store: Store) -> None:
+    """The ten invariants, in a pass over everything; raises AssertionError."""
+    Watch(store).check()
+
+
 class Watch:
     """Looks at one store after each of its steps."""
 
-    def __init__(
-        self,
-        state: State,
-        saves: Saves,
-        segments: Segments,
-        disk: Disk,
-        reads: Reads,
-        full_every: int = FULL_EVERY,
-    ) -> None:
-        self.state = state
-        self._parts = (state, saves, segments, disk, reads)
-        self._saves = saves
-        self._segments = segments
-        self._disk = disk
-        self._reads = reads
+    def __init__(self, store: Store, full_every: int = FULL_EVERY) -> None:
+        self._store = store
+        self.state = state = store.state
+        self._saves = store.saves
+        self._segments = store.segments
+        self._disk = store.disk
+        self._reads = store.reads
         self._full_every = full_every
         self.looks = 0
         self.facts: dict[int, Facts] = {}
@@ -266,7 +259,7 @@ class Watch:
 
     def _prove(self) -> None:
         """All of it anew: what is kept from look to look is what a look at everything finds."""
-        anew = Watch(*self._parts)
+        anew = Watch(self._store)
         anew.check()
         assert anew.facts == self.facts, [
             self.state.chunks.describe(row)
