@@ -72,6 +72,13 @@ def prepare(cache: Path, *, random: bool = False) -> DemoModel:
     return DemoModel("random Llama of 4 layers, fp32", folder, ByteTokenizer(), end=ByteTokenizer.END)
 
 
+def prepare_wide(cache: Path, *, small: bool = False) -> DemoModel:
+    """A random Llama that is narrow but for its KV: 384 KiB a token in fp32, as of models of many billion weights."""
+    folder = cache / ("random-wide-small-1" if small else "random-wide-1")
+    _make("wide-small" if small else "wide", folder)
+    return DemoModel("random Llama", folder, ByteTokenizer(), end=ByteTokenizer.END)
+
+
 class HubTokenizer:
     """A tokenizer.json; special tokens may stand in the text."""
 
@@ -149,7 +156,9 @@ def _make_smollm2(folder: Path, gguf: str) -> None:
     plain.save_pretrained(folder)
 
 
-def _make_random(folder: Path) -> None:
+def _make_random(
+    folder: Path, layers: int = 4, heads: int = 4, kv_heads: int = 2, head_dim: int = 32
+) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -158,10 +167,10 @@ def _make_random(folder: Path) -> None:
         vocab_size=ByteTokenizer.VOCABULARY,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         max_position_embeddings=16_384,
         initializer_range=0.2,
         eos_token_id=ByteTokenizer.END,
@@ -169,5 +178,20 @@ def _make_random(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
+def _make_wide(folder: Path) -> None:
+    _make_random(folder, layers=12, heads=32, kv_heads=32, head_dim=128)
+
+
+def _make_wide_small(folder: Path) -> None:
+    _make_random(folder, layers=4, heads=8, kv_heads=8, head_dim=64)
+
+
+MAKERS = {
+    "smollm2": _make_smollm2,
+    "random": _make_random,
+    "wide": _make_wide,
+    "wide-small": _make_wide_small,
+}
+
 if __name__ == "__main__":
-    {"smollm2": _make_smollm2, "random": _make_random}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
+    MAKERS[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

@@ -25,7 +25,7 @@ def demo() -> Iterator[ModuleType]:
     spec.loader.exec_module(module)
     yield module
     sys.path[:] = before[0]
-    for name in ("demo", "models", "conversations"):
+    for name in ("demo", "lookahead", "models", "processes", "conversations"):
         sys.modules.pop(name, None)
 
 
@@ -74,19 +74,34 @@ def test_the_verdict_needs_equal_tokens_and_reuse(
     demo: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = turns(demo, ([1], [5.0]), ([1], [5.0]))
-    figures = (demo.Figures(), demo.Figures())
-    assert demo.report(good, (good, good), figures)
+    assert demo.report(good, good, demo.Figures())
     assert "DIFFERENT" not in capsys.readouterr().out
     for wrong in (turns(demo, ([1], [5.0]), ([2], [5.0])), turns(demo, ([1], [5.0]), ([1], [5.0]), reused=0)):
-        assert not demo.report(good, (good, wrong), figures)
-        assert not demo.report(good, (wrong, good), figures)
+        assert not demo.report(good, wrong, demo.Figures())
     assert "DIFFERENT ANSWERS: 1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("told", [[[1], [2]], [[1], [3]]])
+def test_hints_must_not_change_an_answer(
+    demo: ModuleType, told: list[list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def results(tokens: list[list[int]], ttft_s: float) -> list[dict[str, Any]]:
+        return [
+            {"tokens": each, "ttft_s": ttft_s, "reused_tokens": 64, "loaded_bytes": 1 << 20}
+            for each in tokens
+        ]
+
+    same = told == [[1], [2]]
+    assert demo.lookahead._report(results([[1], [2]], 1.0), results(told, 0.5)) is same
+    shown = capsys.readouterr().out
+    assert ("DIFFERENT" in shown) is not same
+    assert "0.500 s =  0.500" in shown and "met" in shown
+
+
 def test_the_95th_percentile_is_a_value_that_occurred(demo: ModuleType) -> None:
-    assert demo._p95([3.0]) == 3.0
-    assert demo._p95([float(n) for n in range(1, 21)]) == 19.0
-    assert demo._p95([float(n) for n in range(1, 101)]) == 95.0
+    assert demo.p95([3.0]) == 3.0
+    assert demo.p95([float(n) for n in range(1, 21)]) == 19.0
+    assert demo.p95([float(n) for n in range(1, 101)]) == 95.0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,230 @@
+"""The processes of the demo: a daemon in directories of its own, workers, and how all of them end with the demo."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from models import DemoModel
+
+from kvstore.client import Client, connect
+from kvstore.errors import Unavailable
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache"
+START_S = 120.0
+"""Longest wait for a process to be ready, or to answer a turn."""
+
+
+class Worker:
+    """A worker process (see kvstore.gpu_worker.worker). Its input ends with us, and it ends with its input."""
+
+    def __init__(self, model: DemoModel, run_dir: str, threads: int) -> None:
+        command = [sys.executable, "-P", "-m", "kvstore.gpu_worker.worker", f"--model={model.folder}"]
+        self.process = subprocess.Popen(
+            [*command, f"--run-dir={run_dir}", f"--threads={threads}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,  # Ctrl-C is for us to answer: a child would only add its own traceback
+        )
+        try:
+            self._read()
+        except BaseException:
+            self.kill()
+            raise
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        with _alarm(START_S, "the worker does not answer"):
+            line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the worker ended with status {self.process.wait(10)}")
+        reply: dict[str, Any] = json.loads(line)
+        if "error" in reply:
+            raise SystemExit(f"the worker: {reply['error']}")
+        return reply
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.close()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+        self.process.stdout.close()
+
+
+@dataclass
+class Figures:
+    """What the daemon counted, over all its lives."""
+
+    lookups: int = 0
+    hits: int = 0
+    """In DRAM when asked for."""
+    ssd_hits: int = 0
+    ahead: int = 0
+    on_demand: int = 0
+    saved_bytes: int = 0
+
+    @property
+    def in_dram(self) -> float:
+        return self.hits / max(1, self.hits + self.ssd_hits)
+
+
+class Daemon:
+    """A daemon in directories of its own, which are removed at the end, and a client to ask it for figures."""
+
+    def __init__(
+        self, settings: Mapping[str, object], *, ssd: Path | None = None, read_bytes_per_s: float = 0
+    ) -> None:
+        """`ssd`: a directory of the SSD tier that is copied first. `read_bytes_per_s`: how fast the disk reads; 0: as
+        fast as it can."""
+        self.figures = Figures()
+        self.run_dir = tempfile.mkdtemp(prefix="kvs-")  # short: the path of a unix socket is bounded
+        self.ssd = Path(tempfile.mkdtemp(prefix="demo-ssd-", dir=CACHE))
+        if ssd is not None:
+            shutil.copytree(ssd, self.ssd, dirs_exist_ok=True)
+        self._settings = settings
+        self._read_bytes_per_s = read_bytes_per_s
+
+    def __enter__(self) -> Self:
+        self._process = self._start()
+        self.client = _connected(self.run_dir, self._process)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self._stop()
+        for folder in (self.run_dir, self.ssd):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def restart(self) -> None:
+        """Stopped in good order, started again; clients reconnect by themselves."""
+        self.count()
+        self._stop()
+        self._process = self._start()
+        self.client.wait_connected(START_S)
+
+    def count(self) -> None:
+        """Adds what this life of the daemon counted."""
+        stats = self.client.stats()
+        for space in stats.namespaces:
+            self.figures.lookups += space.lookups
+            self.figures.hits += space.hits - space.ssd_hits
+            self.figures.ssd_hits += space.ssd_hits
+        self.figures.ahead += stats.counters["chunks_promoted_ahead"]
+        self.figures.on_demand += stats.counters["chunks_promoted_on_demand"]
+
+    def wait_promoted(self) -> None:
+        """Until the daemon has heard of the queue again and brought what it could, or for three seconds."""
+        deadline = time.monotonic() + 3.0
+        promoted = -1
+        while time.monotonic() < deadline:
+            before, promoted = promoted, self.client.stats().counters["chunks_promoted_ahead"]
+            if promoted and promoted == before:
+                return
+            time.sleep(0.1)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in self._settings.items()]
+        module, environment = "kvstore", dict(os.environ)
+        if self._read_bytes_per_s:  # the same daemon, on a disk that is as slow as it is told to be
+            module = "kvstore.sim.daemon"
+            environment["ATTNSTORE_TEST_READ_BYTES_PER_S"] = str(self._read_bytes_per_s)
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", module, f"--run-dir={self.run_dir}", f"--ssd-dir={self.ssd}"),
+                *("--log-level=warning", *flags),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # what it says at its start
+            process_group=0,
+            preexec_fn=_end_with_parent,
+            env=environment,
+        )
+
+    def stop(self) -> None:
+        """In good order: what it has is on the SSD then."""
+        self._stop()
+
+    def _stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10)
+
+
+@contextmanager
+def worker_process(model: DemoModel, run_dir: str, threads: int) -> Iterator[Worker]:
+    worker = Worker(model, run_dir, threads)
+    try:
+        yield worker
+    finally:
+        if worker.process.poll() is None:
+            worker.close()
+
+
+def _connected(run_dir: str, process: subprocess.Popen[bytes]) -> Client:
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            return connect(run_dir, timeout_s=1.0)
+        except Unavailable as error:
+            if process.poll() is not None:
+                raise SystemExit(f"kvstored ended with status {process.returncode}") from None
+            if time.monotonic() > deadline:
+                raise SystemExit(f"kvstored does not answer: {error}") from None
+
+
+_prctl = ctypes.CDLL(
+    None
+).prctl  # found before any fork: a child of a process with threads had better take no lock
+
+
+def _end_with_parent() -> None:
+    """Also when we are killed, nothing is left running."""
+    _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def flush(worker: Worker) -> int:
+    reply = worker.ask(flush=30.0)
+    if not reply["flushed"]:
+        raise SystemExit("the worker could not save its KV within 30 s")
+    return int(reply["counters"].get("bytes_saved", 0))
+
+
+@contextmanager
+def _alarm(seconds: float, problem: str) -> Iterator[None]:
+    def ring(*_: object) -> None:
+        raise SystemExit(f"{problem} within {seconds:.0f} s")
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
