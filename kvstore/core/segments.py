@@ -21,6 +21,7 @@ DONOR_SEARCH_MS = 100
 RETIRE_PATIENCE_MS = 1_000
 """How long a namespace waits for workers to unmap a retired segment before it asks for one that others hold."""
 CREATE_RETRY_MS = 1_000
+NEVER: Millis = 1 << 62
 VICTIMS_LOOKED_AT_MAX = 32
 MOVES_PER_OP_MAX = 64
 MOVE_BYTES_MAX = 64 << 20
@@ -56,6 +57,7 @@ class Segments:
     def created(self, op: OpId) -> None:
         segment = self.creating.pop(op)
         self.state.pool.created(segment)
+        self.state.room += 1
         self._arrived(segment)
 
     def create_failed(self, op: OpId) -> None:
@@ -222,7 +224,7 @@ class Segments:
         none is and none is about to be written there."""
         state = self.state
         flags, newer = state.chunks.flags, state.chunks.newer
-        row = namespace.recency.oldest
+        row = namespace.dram.recency.oldest
         stored = row != NONE and bool(flags[row] & STORED)
         victims: list[int] = []
         while row != NONE and len(victims) < count:
@@ -259,7 +261,7 @@ class Segments:
         also leaves alone what somebody asked for and is about to use."""
         state = self.state
         while True:
-            for row in state.policy.victims(namespace, VICTIMS_LOOKED_AT_MAX, sooner_than):
+            for row in state.policy.victims(namespace.dram, VICTIMS_LOOKED_AT_MAX, sooner_than):
                 if sooner_than >= 0 and row in state.demanded:
                     continue
                 if self._leave_dram(row):
@@ -283,7 +285,7 @@ class Segments:
         state = self.state
         if not self.may_ask(namespace):
             return
-        own_oldest = state.policy.oldest_use(namespace)
+        own_oldest = state.policy.oldest_use(namespace.dram)
         with_segments = {s.namespace for s in state.pool.segments if s.phase is Phase.ASSIGNED} | {
             namespace.id
         }
@@ -294,6 +296,21 @@ class Segments:
             namespace.donor_search_at = state.now + DONOR_SEARCH_MS
             return
         self._retire(donor, namespace)
+
+    def next_chance(self, namespace: Namespace) -> Millis:
+        """`allocate` just found nothing for a prefetch. When it may find something though nothing happens until then
+        but that time passes (what happens counts in `State.room`)."""
+        state = self.state
+        times = [
+            lease.expires_at + state.limits.revoke_grace_ms
+            for lease in (next(iter(waiting.values())) for waiting in state.leases.expired.values())
+        ]
+        if namespace.donor_search_at < state.now + DONOR_SEARCH_MS:  # nobody has looked just now
+            times.append(namespace.donor_search_at)
+        if namespace.in_flight:
+            since = namespace.in_flight_since
+            times += [since + state.limits.retire_grace_ms, since + RETIRE_PATIENCE_MS]
+        return min((time for time in times if time > state.now), default=NEVER)
 
     def may_ask(self, namespace: Namespace) -> bool:
         if self.state.now < namespace.donor_search_at:
