@@ -356,8 +356,8 @@ def take_over(
 
 
 def leave_dram(state: State, namespace: Namespace, victims: Sequence[int], *, stored: bool) -> None:
-    """`State.demote`, of those that are STORED, or `State.to_ghost` for EVICTED, of the oldest chunks of the
-    namespace's recency list. No segment has all its slots free after that."""
+    """`State.demote`, of those that are STORED, or `State.to_ghost` for EVICTED, of chunks in the namespace's recency
+    list."""
     chunks = state.chunks
     gone = as_rows(victims)
     start = chunks.views.shard0[gone]
@@ -379,7 +379,7 @@ def leave_dram(state: State, namespace: Namespace, victims: Sequence[int], *, st
 def _take_out(
     state: State, namespace: Namespace, gone: Rows, shard_rows: Rows, *, stored: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """The oldest chunks of the recency list, with their shards, have no slots any more; (index of the segment, number)
+    """These chunks of the recency list, with their shards, have no slots any more; (index of the segment, number)
     of those. They are cold if they are `stored`, else nearly ghosts: whose room for shards, and who remembers them, is
     up to the caller."""
     chunks = state.chunks

@@ -366,8 +366,8 @@ class Disk:
         self._not_promoted(without)
 
     def _reserve(self, row: int, *, demanded: bool) -> bool:
-        """DRAM slots for a promoting chunk. A prefetch takes none from what an earlier job needs. When it finds none, those
-        behind it in its namespace find none either: they may take them from fewer chunks."""
+        """DRAM slots for a promoting chunk. A prefetch takes none from what an earlier job needs. When it finds none,
+        those behind it in its namespace find none either: they may take them from fewer chunks."""
         state = self.state
         namespace = state.namespace_of(row)
         if not demanded and self._has_no_slot(namespace):
