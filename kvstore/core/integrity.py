@@ -569,6 +569,12 @@ class Watch:
             queued = {row for row, key in to_store if state.is_queued(row, key)}
             assert queued == self._sums.queued, (queued, self._sums.queued)
         assert not state.demanded & state.prefetched, state.demanded & state.prefetched
+        durability = self._disk.durability
+        waiting = {(chunk, number) for number, wait in durability.waits.items() for chunk in wait.missing}
+        found = {(chunk, number) for chunk, waits in durability._waits_of.items() for number in waits}
+        assert waiting == found and all(wait.missing for wait in durability.waits.values()), waiting ^ found
+        emptying = self._disk.slabs.emptying
+        assert emptying is None or not emptying.slab.counts[SlotState.RESERVED], emptying
         for row in state.demanded:
             assert state.is_resident(row), chunks.describe(row)
         for row in state.prefetched:

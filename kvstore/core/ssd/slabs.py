@@ -266,6 +266,7 @@ class Slabs:
                     break
         if found:
             state.evict_from_disk(max(found, key=rank.__getitem__))
+            state.counters["needed_chunks_evicted_from_ssd"] += 1
         return bool(found)
 
     def _has_slot_of(self, row: int, slot_bytes: int, closed: Container[int]) -> bool:
@@ -322,6 +323,7 @@ class Slabs:
 
     def _begin_to_empty(self, slab: Segment) -> None:
         self.emptying = Emptying(slab)
+        self.state.counters["ssd_slabs_emptied"] += 1
         self._go_on(self.emptying)
 
     @property
