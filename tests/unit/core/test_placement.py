@@ -181,30 +181,52 @@ def test_a_file_is_emptied_in_steps_and_takes_no_records_meanwhile(monkeypatch: 
     keys = chain("a", 128)
     save(world, worker, namespace, keys)
     need(world, worker, namespace, *[(keys[at], keys[at + 1]) for at in range(0, 128, 16)])
-    most, steps, evicted = 0, 0, world.counters["chunks_evicted_from_ssd"]
+    most, steps, ready = 0, 0, 32
     apply = world.store.apply
 
     def stepping(event: Any, now: int) -> Any:
-        nonlocal most, steps, evicted
+        nonlocal most, steps, ready
         effects = apply(event, now)
-        most = max(most, world.counters["chunks_evicted_from_ssd"] - evicted)
-        steps += world.counters["chunks_evicted_from_ssd"] > evicted
-        evicted = world.counters["chunks_evicted_from_ssd"]
         emptying = world.store.disk.slabs.emptying
         if emptying is not None:
-            assert not emptying.slab.counts[1], emptying
-            gone = [row for row in world.store.state.policy.rank if row not in emptying.slab.owner]
-            assert gone or world.store.has_ahead()
+            free, reserved, left, _ = emptying.slab.counts
+            assert not reserved and free + left == 32, emptying
+            most = max(most, ready - left)
+            steps += left < ready
+            ready = left
+            assert world.store.has_ahead()
         return effects
 
     monkeypatch.setattr(world.store, "apply", stepping)
     other = wide(world, worker)
     save(world, worker, other, chain("w", 1))
+    assert world.store.disk.slabs.emptying is not None
+    for name in "xyz":
+        save(world, worker, namespace, chain(name, 4))
     for _ in range(60):
         world.step(ev.Idle())
     world.settle(200)
     assert world.where(other, chain("w", 1)) == ["dram+ssd"]
     assert most == 3 and steps >= 10
+
+
+def test_nobody_writes_into_a_file_that_is_being_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor when the chunk that it is emptied for is gone."""
+    monkeypatch.setattr(slabs, "EMPTIED_PER_STEP_MAX", 1)
+    world, worker, namespace = start()
+    save(world, worker, namespace, chain("a", 128))
+    other = wide(world, worker)
+    save(world, worker, other, chain("w", 1))
+    emptying = world.store.disk.slabs.emptying
+    assert emptying is not None
+    world.ask(ev.Forget, worker, other, b"", chain("w", 1))
+    save(world, worker, namespace, chain("b", 4))
+    assert emptying.slab.counts[1] == 0 and set(lost(world, namespace, chain("b", 4))) == set(chain("b", 4))
+    for _ in range(40):
+        world.step(ev.Idle())
+    assert world.store.disk.slabs.emptying is None
+    world.settle(200)
+    assert world.where(namespace, chain("b", 4)) == ["dram+ssd"] * 4
 
 
 @pytest.mark.parametrize("power", [False, True])
