@@ -36,8 +36,8 @@ DERIVED = 1
 TAIL = 2
 """Fewer tokens than a chunk; lives as long as a manifest names it."""
 LISTED = 4
-"""Linked in a list: the candidates for eviction from DRAM (resident, unpinned) or from SSD (cold), the partial chunks,
-or the ghosts."""
+"""In a list: the candidates for eviction from DRAM (resident, unpinned) or from SSD (cold), the partial chunks, or the
+ghosts."""
 DOOMED = 8
 """A miss from now on; its slots are freed with its last pin."""
 COMMITTED = 16
@@ -50,8 +50,8 @@ DURABLE = 128
 """Its index record is synced: it survives a power cut."""
 PROMOTING = 256
 """Waits to be read back from SSD, or is."""
-NEEDED = 512
-"""Linked among the chunks that queued jobs need, not in the recency list."""
+RANKED = 512
+"""Listed by its key (`Candidates.ranked`): not linked."""
 QUEUED = 1024
 """Waits for its write to SSD: has an entry in `State.to_store`."""
 TRANSIENT = 2048

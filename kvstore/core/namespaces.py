@@ -6,7 +6,7 @@ import hashlib
 import struct
 from dataclasses import dataclass, field
 
-from kvstore.core.chunks import LinkedRows
+from kvstore.core.candidates import Candidates
 from kvstore.layout import NamespaceSpec
 from kvstore.types import ChunkKey, Millis, NamespaceId, Reason
 
@@ -30,12 +30,10 @@ class Namespace:
     salt: bytes = field(init=False)
     """What its chunk hashes are keyed with, and its records on SSD begin with."""
     index: dict[ChunkKey, int] = field(default_factory=dict)
-    recency: LinkedRows = field(default_factory=LinkedRows)
-    """Resident unpinned chunks that no queued job needs: the first candidates for eviction."""
-    needed: LinkedRows = field(default_factory=LinkedRows)
-    """Resident unpinned chunks that queued jobs need."""
-    order: list[tuple[int, int]] = field(default_factory=list)
-    """Heap of (sort key, row) where the policy needs one; entries may be stale."""
+    dram: Candidates = field(default_factory=Candidates)
+    """Resident unpinned chunks."""
+    ssd: Candidates = field(default_factory=Candidates)
+    """Chunks on SSD only, with those of the other namespaces whose slots there have the same sizes."""
     retired: bool = False
     """A newer weights epoch was opened: nothing is served any more."""
     visible: int = 0
@@ -52,6 +50,10 @@ class Namespace:
     in_flight: int = 0
     """Segments that are being retired or created for this namespace."""
     in_flight_since: Millis = 0
+    no_slot_at: int = -1
+    """`State.room` when a promotion ahead of need last found no slot; -1: it was found,"""
+    no_slot_until: Millis = 0
+    """and when time alone may give it one."""
 
     def __post_init__(self) -> None:
         self.shard_bytes = self.spec.shard_bytes

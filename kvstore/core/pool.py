@@ -304,14 +304,17 @@ class Pool:
         slab.with_free[segment.index] = segment
 
     def give_back_many(self, segment: Segment, slots: Slots) -> None:
-        """`give_back` for each of these READY slots; others of the segment stay in use."""
+        """`give_back` for each of these READY slots."""
         self._change_many(segment, slots, SlotState.READY, SlotState.FREE)
-        assert segment.phase is Phase.ASSIGNED and not segment.empty, segment
+        assert segment.phase is Phase.ASSIGNED, segment
         np.frombuffer(segment.owner, np.int32)[slots] = NO_OWNER
         self._bump_many(segment, slots)
         segment.free.extend(slots.tolist())
         slab = self.classes[segment.namespace, segment.slot_bytes]
         slab.free += len(slots)
+        if segment.empty:
+            slab.with_free.pop(segment.index, None)
+            self.empties[segment.index] = segment
         slab.with_free[segment.index] = segment
 
     def _change(self, segment: Segment, slot: int, before: int, after: SlotState) -> None:

@@ -9,7 +9,7 @@ from itertools import takewhile
 from kvstore.core import events as ev
 from kvstore.core import planner
 from kvstore.core.bulk import batch
-from kvstore.core.chunks import NONE, QUEUED, STORED
+from kvstore.core.chunks import NONE, QUEUED, RANKED, STORED
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment, SlabClass
 from kvstore.core.state import State
@@ -21,6 +21,7 @@ DONOR_SEARCH_MS = 100
 RETIRE_PATIENCE_MS = 1_000
 """How long a namespace waits for workers to unmap a retired segment before it asks for one that others hold."""
 CREATE_RETRY_MS = 1_000
+NEVER: Millis = 1 << 62
 VICTIMS_LOOKED_AT_MAX = 32
 MOVES_PER_OP_MAX = 64
 MOVE_BYTES_MAX = 64 << 20
@@ -56,6 +57,7 @@ class Segments:
     def created(self, op: OpId) -> None:
         segment = self.creating.pop(op)
         self.state.pool.created(segment)
+        self.state.room += 1
         self._arrived(segment)
 
     def create_failed(self, op: OpId) -> None:
@@ -222,7 +224,7 @@ class Segments:
         none is and none is about to be written there."""
         state = self.state
         flags, newer = state.chunks.flags, state.chunks.newer
-        row = namespace.recency.oldest
+        row = namespace.dram.recency.oldest
         stored = row != NONE and bool(flags[row] & STORED)
         victims: list[int] = []
         while row != NONE and len(victims) < count:
@@ -259,7 +261,7 @@ class Segments:
         also leaves alone what somebody asked for and is about to use."""
         state = self.state
         while True:
-            for row in state.policy.victims(namespace, VICTIMS_LOOKED_AT_MAX, sooner_than):
+            for row in state.policy.victims(namespace.dram, VICTIMS_LOOKED_AT_MAX, sooner_than):
                 if sooner_than >= 0 and row in state.demanded:
                     continue
                 if self._leave_dram(row):
@@ -269,21 +271,26 @@ class Segments:
 
     def _leave_dram(self, row: int) -> bool:
         state = self.state
+        if self._has_to_stay(row):
+            return False
         if state.chunks.flags[row] & STORED:
             state.demote(row)
-        elif state.storing and state.chunks.flags[row] & QUEUED:
-            return False
         else:
             state.to_ghost(row, Reason.EVICTED)
             state.counters["chunks_evicted"] += 1
         return True
+
+    def _has_to_stay(self, row: int) -> bool:
+        """Its write to SSD is about to come."""
+        state = self.state
+        return state.storing and state.chunks.flags[row] & (STORED | QUEUED) == QUEUED
 
     def _ask_for_more(self, namespace: Namespace) -> None:
         """Start taking another namespace's segment, if there is one that should go; one at a time."""
         state = self.state
         if not self.may_ask(namespace):
             return
-        own_oldest = state.policy.oldest_use(namespace)
+        own_oldest = state.policy.oldest_use(namespace.dram)
         with_segments = {s.namespace for s in state.pool.segments if s.phase is Phase.ASSIGNED} | {
             namespace.id
         }
@@ -294,6 +301,22 @@ class Segments:
             namespace.donor_search_at = state.now + DONOR_SEARCH_MS
             return
         self._retire(donor, namespace)
+
+    def next_chance(self, namespace: Namespace) -> Millis:
+        """`allocate` just found nothing for a prefetch. When it may find something though nothing happens until then
+        but that time passes (what happens counts in `State.room`)."""
+        state = self.state
+        times = [
+            lease.expires_at + state.limits.revoke_grace_ms
+            for lease in (next(iter(waiting.values())) for waiting in state.leases.expired.values())
+        ]
+        others = any(owner != namespace.id for owner, _ in state.pool.classes)
+        if others and namespace.donor_search_at < state.now + DONOR_SEARCH_MS:  # nobody has looked just now
+            times.append(namespace.donor_search_at)
+        if namespace.in_flight:
+            since = namespace.in_flight_since
+            times += [since + state.limits.retire_grace_ms, since + RETIRE_PATIENCE_MS]
+        return min((time for time in times if time > state.now), default=NEVER)
 
     def may_ask(self, namespace: Namespace) -> bool:
         if self.state.now < namespace.donor_search_at:
@@ -322,12 +345,27 @@ class Segments:
         return None
 
     def _empty(self, segment: Segment) -> bool:
-        """Evict every chunk of an unpinned segment; False, with perhaps some evicted, if one has to stay."""
+        """Evict every chunk of an unpinned segment, least recently used first and the ends of chains before their
+        beginnings; False, and nothing happened, if one has to stay."""
         state = self.state
-        rows = [row for slot, row in enumerate(segment.owner) if segment.state[slot] == SlotState.READY]
-        if any(state.chunks.reserved[row] for row in rows):
+        flags = state.chunks.flags
+        owners = (row for slot, row in enumerate(segment.owner) if segment.state[slot] == SlotState.READY)
+        rows = list(dict.fromkeys(owners))
+        if any(map(state.chunks.reserved.__getitem__, rows)) or any(map(self._has_to_stay, rows)):
             return False
-        return all(self._leave_dram(row) for row in dict.fromkeys(rows))
+        rows.reverse()  # as they were filled, the end of a chain is behind its beginning
+        rows.sort(key=state.chunks.used_at.__getitem__)
+        for wanted in (STORED, 0):
+            mine = [row for row in rows if flags[row] & STORED == wanted]
+            ends = [row for row in mine if flags[row] & RANKED or not state.is_resident(row)]
+            many = [row for row in mine if not flags[row] & RANKED and state.is_resident(row)]
+            if len(many) >= state.limits.evict_min:
+                batch.leave_dram(state, state.namespace_of(many[0]), many, stored=bool(wanted))
+            else:
+                ends = many + ends
+            for row in ends:
+                self._leave_dram(row)
+        return True
 
     # -------------------------------------------------------------------------------------------------- compaction
 

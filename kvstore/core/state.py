@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from kvstore.core.bulk import batch, ghosts
+from kvstore.core.candidates import Cold
 from kvstore.core.chunks import (
     COMMITTED,
     DOOMED,
@@ -99,8 +100,11 @@ class State:
     """Of the groups that have a name; a worker that gave none is a group of its own, which nobody can join."""
     reservations: dict[ReservationId, Reservation] = field(default_factory=dict)
     ghosts: LinkedRows = field(default_factory=LinkedRows)
-    cold: LinkedRows = field(default_factory=LinkedRows)
-    """Chunks on SSD only and not promoting, in the order in which they left DRAM: the candidates to leave the SSD."""
+    cold: Cold = field(default_factory=Cold)
+    """Chunks on SSD only and not promoting: the candidates to leave the SSD."""
+    room: int = 0
+    """Counts whatever may give a chunk the DRAM slot that it did not get before: slots that become free, chunks that
+    may go, memory that comes, a disk that heals."""
     to_store: deque[tuple[int, ChunkKey]] = field(default_factory=deque)
     """Resident chunks that are not on SSD yet, in the order of their commits; entries may be stale."""
     dirty_chunks: dict[tuple[NamespaceId, ChunkKey], Millis] = field(default_factory=dict)
@@ -202,6 +206,19 @@ class State:
             )
         return namespace
 
+    def add_namespace(self, namespace: Namespace) -> None:
+        self.namespaces[namespace.id] = namespace
+        namespace.dram.by_arrival = self.policy.kind == "fifo"
+        header = self.limits.disk_header_bytes
+        sizes = frozenset(self.disk.slot_bytes(header + length) for length in namespace.shard_bytes)
+        namespace.ssd = self.cold.of(sizes)
+
+    def remove_namespaces(self, gone: Sequence[Namespace]) -> None:
+        """They hold nothing any more."""
+        for namespace in gone:
+            del self.namespaces[namespace.id]
+        self.cold.keep([namespace.ssd for namespace in self.namespaces.values()])
+
     def own_namespace(self, worker: Worker, namespace_id: NamespaceId) -> Namespace:
         """As `namespace`, for calls that hand out or take bytes: even an admin must have opened it."""
         namespace = self.namespace(worker, namespace_id)
@@ -268,6 +285,7 @@ class State:
             self.quarantine.drop((Tier.DRAM, segment.id, slot))
         self.pool.give_back(segment, slot)
         self.bump(segment, (slot,))
+        self.room += 1
 
     def quarantine_slot(self, segment: Segment, slot: int, *, corrupt: bool = False) -> None:
         """Because somebody may still write it, or its bytes are wrong (`corrupt`)."""
@@ -437,7 +455,8 @@ class State:
     def arrived(self, rows: Sequence[int]) -> None:
         """`rows` became resident together; they stand in chain order."""
         for namespace_id, group in groupby(rows, self.chunks.namespace.__getitem__):
-            self.policy.add(self.namespaces[NamespaceId(namespace_id)], list(group))
+            self.policy.add(self.namespaces[NamespaceId(namespace_id)].dram, list(group))
+            self.room += 1
 
     def store_later(self, row: int) -> None:
         """Queue a resident chunk for its write to SSD. Where nothing can be written for long, what left DRAM meanwhile
@@ -520,7 +539,7 @@ class State:
         self._tally(namespace, row, -1)
         self._free_dram(namespace, row, quarantine=False)
         self._tally(namespace, row, +1)
-        chunks.link_newest(self.cold, row)
+        self.policy.add_last(namespace.ssd, row)
         self.counters["chunks_demoted"] += 1
 
     def drop_transient(self, rows: Sequence[int]) -> None:
@@ -547,9 +566,11 @@ class State:
         if not chunks.flags[row] & LISTED:
             return
         if chunks.ready[row] == namespace.shards:
-            self.policy.remove(namespace, row)
+            self.policy.remove(namespace.dram, row)
+        elif chunks.flags[row] & STORED:
+            self.policy.remove(namespace.ssd, row)
         else:
-            chunks.unlink(self.cold if chunks.flags[row] & STORED else self.partials, row)
+            chunks.unlink(self.partials, row)
 
     def _free_dram(self, namespace: Namespace, row: int, *, quarantine: bool) -> None:
         chunks = self.chunks
@@ -610,18 +631,22 @@ class State:
         assert self.is_resident(row), self.chunks.describe(row)
         self._free_disk(self.namespace_of(row), row, quarantine=quarantine)
 
-    def make_cold(self, row: int) -> None:
-        """A chunk whose read ended without bytes, or was never begun, is on SSD only, as before."""
+    def make_cold(self, rows: Sequence[int]) -> None:
+        """Chunks whose read ended without bytes, or was never begun, are on SSD only, as before. They stand in chain
+        order: what is first in a chain leaves the SSD after the rest."""
         chunks = self.chunks
-        assert chunks.flags[row] & STORED and not chunks.reserved[row] and not chunks.ready[row], (
-            chunks.describe(row)
-        )
-        chunks.flags[row] &= ~PROMOTING
-        if chunks.flags[row] & DOOMED:
-            self.to_ghost(row, Reason(chunks.reason[row]))
-        else:
-            chunks.link_newest(self.cold, row)
-            self.settle(row, ready=False)
+        for row in rows:
+            assert chunks.flags[row] & STORED and not chunks.reserved[row] and not chunks.ready[row], (
+                chunks.describe(row)
+            )
+            chunks.flags[row] &= ~PROMOTING
+            if chunks.flags[row] & DOOMED:
+                self.to_ghost(row, Reason(chunks.reason[row]))
+            else:
+                self.settle(row, ready=False)
+        for row in reversed(rows):
+            if chunks.flags[row] & STORED:
+                self.policy.add_last(self.namespace_of(row).ssd, row)
 
     # -------------------------------------------------------------------------------------------------- ghosts
 
@@ -669,7 +694,7 @@ class State:
     def pin(self, namespace: Namespace, row: int) -> None:
         chunks = self.chunks
         if chunks.pins[row] == 0:
-            self.policy.remove(namespace, row)
+            self.policy.remove(namespace.dram, row)
             namespace.pinned += 1
             self._count_pinned(namespace, row, +1)
         chunks.pins[row] += 1
@@ -691,9 +716,10 @@ class State:
         else:
             evictable = self._unpin_each(namespace, rows)
         if used:
-            self.policy.add(namespace, evictable)
+            self.policy.add(namespace.dram, evictable)
         else:
-            self.policy.put_back(namespace, evictable)
+            self.policy.put_back(namespace.dram, evictable)
+        self.room += 1
 
     def _unpin_each(self, namespace: Namespace, rows: Sequence[int]) -> Sequence[int]:
         chunks = self.chunks

@@ -132,7 +132,8 @@ class Store:
         """One step. `now` never goes back (a clock that does is held)."""
         state = self.state
         state.now = max(state.now, now)
-        state.leases.expire(state.now)
+        if state.leases.expire(state.now):
+            state.room += 1
         fact = self._facts.get(type(event))
         if fact is not None:
             fact(event)
@@ -145,7 +146,12 @@ class Store:
 
     def has_ahead(self) -> bool:
         """Whether an `Idle` may find something to do."""
-        return self.segments.is_short() or bool(self.sessions.forgetting) or self.recalls.going
+        return (
+            self.segments.is_short()
+            or bool(self.sessions.forgetting)
+            or self.recalls.going
+            or self.disk.slabs.going
+        )
 
     def hurry(self) -> None:
         """The daemon is about to stop: what the index lacks is written as soon as it can be, from now on."""
@@ -267,7 +273,7 @@ class Store:
             chunk_bytes=sum(slot_bytes),
         )
         self._next_namespace += 1
-        state.namespaces[namespace.id] = namespace
+        state.add_namespace(namespace)
         state.newest_epoch[family] = namespace
         if self.disk.present:
             self.disk.durability.dirty_namespaces[namespace.id] = namespace
@@ -442,12 +448,13 @@ class Store:
         state = self.state
         opened = {namespace_id for worker in state.workers.values() for namespace_id in worker.opened}
         with_segments = {s.namespace for s in state.pool.segments if s.phase is Phase.ASSIGNED}
-        for namespace in list(state.namespaces.values()):
+        gone: list[Namespace] = []
+        for namespace in state.namespaces.values():
             if namespace.index or namespace.sessions or namespace.id in with_segments:
                 continue
             if namespace.id in opened and not namespace.retired:
                 continue
-            del state.namespaces[namespace.id]
+            gone.append(namespace)
             if self.disk.present:
                 self.disk.durability.dirty_namespaces.pop(namespace.id, None)
                 self.disk.durability.deleted_namespaces.append(namespace.id)
@@ -455,6 +462,7 @@ class Store:
                 worker.opened.discard(namespace.id)
             if state.newest_epoch.get(namespace.family) is namespace:
                 del state.newest_epoch[namespace.family]
+        state.remove_namespaces(gone)
 
 
 def _check_engine_group(group: EngineGroup, spec: NamespaceSpec) -> None:

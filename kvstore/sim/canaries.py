@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 from kvstore.core import events as ev
+from kvstore.core.candidates import Candidates
 from kvstore.core.chunks import DOOMED, NONE, ChunkTable
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policy import Policy
@@ -188,10 +189,10 @@ def _stale_session(original: Original) -> Any:
 def _rank(original: Original) -> Any:
     """Victims are taken although they are pinned: the list of candidates does not shrink."""
 
-    def remove(policy: Policy, namespace: Namespace, row: int) -> None:
+    def remove(policy: Policy, candidates: Candidates, row: int) -> None:
         if not policy._chunks.pins[row]:
             return
-        original(policy, namespace, row)
+        original(policy, candidates, row)
 
     return remove
 

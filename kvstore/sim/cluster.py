@@ -186,7 +186,8 @@ class Cluster(DiskWorld):
         assert not (
             disk.writes or disk.reads or disk.durability.index or disk.probe or disk.slabs.creating
         ), disk
-        assert not (disk.demanded or disk.foreseen or disk.durability.waits or disk.slabs.retiring), disk
+        assert not (disk.demanded or disk.foreseen or disk.durability.waits), disk
+        assert disk.slabs.emptying is None and not disk.slabs.retiring, disk
         assert not (state.dirty_chunks or state.dirty_sessions or disk.durability.deleted_namespaces), disk
         assert state.partials.count == 0, state.partials
         quarantined = sum(segment.counts[3] for segment in state.pool.segments)

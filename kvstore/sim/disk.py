@@ -33,6 +33,7 @@ from kvstore.types import (
     WorkerId,
 )
 
+from .placement import Placement
 from .world import PAGE, Shard, World
 
 SLAB_HEADER_BYTES = 4096
@@ -203,6 +204,7 @@ class DiskWorld(World):
         self.platter.boot_count += 1
         self.restored: Restored = self.store.restore(self.platter.snapshot(), self.now)
         self.watch.check()
+        Placement(self.store)
         assert set(self.platter.slabs) >= {
             SlabId(s.id) for s in self.store.state.disk.segments if s.phase.value == "assigned"
         }

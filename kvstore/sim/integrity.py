@@ -17,14 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.core.candidates import STALE_IN_HEAP_MAX, Candidates, Ranked
 from kvstore.core.chunks import (
     DOOMED,
     DURABLE,
     LISTED,
-    NEEDED,
     NONE,
     PROMOTING,
     QUEUED,
+    RANKED,
     STORED,
     STORING,
     LinkedRows,
@@ -62,7 +63,7 @@ class Facts:
     cold: int
     partial: int
     queued: bool
-    rows: LinkedRows | None
+    rows: LinkedRows | Ranked | None
     """The list that it has to be in."""
     shard_rows: range
     """Of its shards in their columns."""
@@ -330,10 +331,10 @@ class Watch:
         assert namespace.index.get(chunks.key[row]) == row, chunks.describe(row)
         listed = bool(flags & LISTED)
         family = (chunks.parent[row], chunks.first_child[row])
-        assert not flags & NEEDED or listed, chunks.describe(row)
+        assert not flags & RANKED or listed, chunks.describe(row)
         if start == NONE:
             assert chunks.ready[row] == chunks.reserved[row] == pins == 0, chunks.describe(row)
-            assert not flags & (STORED | STORING | PROMOTING | NEEDED), chunks.describe(row)
+            assert not flags & (STORED | STORING | PROMOTING | RANKED), chunks.describe(row)
             assert listed == (chunks.refs[row] == 0), chunks.describe(row)
             ghosts = state.ghosts if listed else None
             return Facts(namespace, 0, 0, 0, bool(flags & QUEUED), ghosts, range(0), (), (), (), family)
@@ -348,13 +349,15 @@ class Watch:
         assert listed == (pins == 0 and not promoting), chunks.describe(row)
         assert resident or not pins, chunks.describe(row)
         assert pins or not (resident and flags & DOOMED), chunks.describe(row)
-        rows: LinkedRows | None = None
-        if listed and resident:
-            rows = namespace.needed if flags & NEEDED else namespace.recency
+        rows: LinkedRows | Ranked | None = None
+        if listed and (resident or stored):
+            assert resident or not chunks.ready[row], chunks.describe(row)
+            candidates = namespace.dram if resident else namespace.ssd
+            rows = candidates.ranked if flags & RANKED else candidates.recency
+            self._check_candidate(candidates, row)
         elif listed:
-            assert not flags & NEEDED, chunks.describe(row)
-            rows = state.cold if stored else state.partials
-            assert not stored or not chunks.ready[row], chunks.describe(row)
+            assert not flags & RANKED, chunks.describe(row)
+            rows = state.partials
         placed = [shard_row for shard_row in shard_rows if chunks.shard_segment[shard_row] != NONE]
         assert len(placed) == chunks.ready[row] + chunks.reserved[row], chunks.describe(row)
         arena = tuple((chunks.shard_segment[shard_row], chunks.shard_slot[shard_row]) for shard_row in placed)
@@ -384,6 +387,14 @@ class Watch:
             states=(*in_arena, *[SlotState.READY if stored else SlotState.RESERVED] * len(disk)),
             family=family,
         )
+
+    def _check_candidate(self, candidates: Candidates, row: int) -> None:
+        """What a job needs is never among what nobody does, nor the other way round; and it has its shard_row there."""
+        chunks, rank = self.state.chunks, self.state.policy.rank
+        key = candidates.ranked.keys.get(row)
+        wanted = chunks.born_at[row] if candidates.by_arrival else -rank[row] if row in rank else None
+        assert key == wanted, (chunks.describe(row), key, wanted)
+        assert bool(chunks.flags[row] & RANKED) == (key is not None), chunks.describe(row)
 
     def _check_arena(self, namespace: Namespace, row: int, shard_rows: range) -> None:
         chunks = self.state.chunks
@@ -422,7 +433,7 @@ class Watch:
         """Its neighbours in its list."""
         chunks = self.state.chunks
         rows = self.facts[row].rows
-        if rows is None:
+        if rows is None or isinstance(rows, Ranked):
             return
         older, newer = chunks.older[row], chunks.newer[row]
         assert rows.oldest == row if older == NONE else chunks.newer[older] == row, chunks.describe(row)
@@ -464,10 +475,15 @@ class Watch:
 
     def _lists(self) -> Iterable[LinkedRows]:
         state = self.state
-        yield from (state.ghosts, state.cold, state.partials)
+        yield from (state.ghosts, state.partials)
+        for candidates in self._candidates():
+            yield candidates.recency
+
+    def _candidates(self) -> Iterable[Candidates]:
+        state = self.state
+        yield from state.cold.by_sizes.values()
         for namespace in state.namespaces.values():
-            yield namespace.recency
-            yield namespace.needed
+            yield namespace.dram
 
     def _check_lists(self) -> None:
         """Their ends, and that as many rows say that they are in it as it counts."""
@@ -479,6 +495,10 @@ class Watch:
                 continue
             assert chunks.older[rows.oldest] == NONE == chunks.newer[rows.newest], rows
             assert self.facts[rows.oldest].rows is rows is self.facts[rows.newest].rows, rows
+        for candidates in self._candidates():
+            ranked = candidates.ranked
+            assert len(ranked) == self._sums.lists[id(ranked)], (ranked, self._sums.lists[id(ranked)])
+            assert ranked.entries <= 2 * len(ranked) + STALE_IN_HEAP_MAX, ranked
         assert self.state.ghosts.count <= self.state.limits.ghosts_max, self.state.ghosts
 
     def _check_all(self) -> None:
@@ -542,6 +562,12 @@ class Watch:
             queued = {row for row, key in to_store if state.is_queued(row, key)}
             assert queued == self._sums.queued, (queued, self._sums.queued)
         assert not state.demanded & state.prefetched, state.demanded & state.prefetched
+        durability = self._disk.durability
+        waiting = {(chunk, number) for number, wait in durability.waits.items() for chunk in wait.missing}
+        found = {(chunk, number) for chunk, waits in durability._waits_of.items() for number in waits}
+        assert waiting == found and all(wait.missing for wait in durability.waits.values()), waiting ^ found
+        emptying = self._disk.slabs.emptying
+        assert emptying is None or not emptying.slab.counts[SlotState.RESERVED], emptying
         for row in state.demanded:
             assert state.is_resident(row), chunks.describe(row)
         for row in state.prefetched:

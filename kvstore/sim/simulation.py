@@ -97,7 +97,7 @@ class Simulation:
             random.Random(f"disk {seed}"),
             segments=chance.choice((8, 16, 24, 32)),
             segment_bytes=16 * PAGE,
-            slabs=chance.choice((18, 24, 32)),
+            slabs=chance.choice((6, 18, 24, 32)),
             slab_slots=24,
             protection=self.protection,
             lease_ttl_ms=800,

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.core.chunks import LISTED, NEEDED, NONE, ChunkTable, LinkedRows
+from kvstore.core.chunks import LISTED, NONE, RANKED, ChunkTable, LinkedRows
 from kvstore.core.events import ChunkRecord, NamespaceRecord, SessionEntry, SessionRecord, WriteIndex
 from kvstore.core.lease import Lease, LeaseBook
 from kvstore.core.namespaces import Namespace
@@ -311,6 +311,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.table = ChunkTable()
         spec = NamespaceSpec("m", b"w", "l", 4, (GroupSpec("kv", 4096),))
         self.space = Namespace(NamespaceId(1), "alice", spec, b"f", 1, (4096,), 4096)
+        self.space.dram.by_arrival = kind == "fifo"
         self.policy = Policy(self.table, kind, batch_min=2)
         self.order: list[int] = []
         """Evictable rows, least recently used first; after ranks were taken back only what is in it counts."""
@@ -336,14 +337,14 @@ class PolicyMachine(RuleBasedStateMachine):
         self.now += 1
         for row in rows:
             self.table.used_at[row] = self.now
-        self.policy.add(self.space, rows)
+        self.policy.add(self.space.dram, rows)
         self.order += reversed(rows)
 
     @precondition(lambda self: self.order)
     @rule(pick=anything)
     def pin(self, pick: int) -> None:
         row = self.order.pop(pick % len(self.order))
-        self.policy.remove(self.space, row)
+        self.policy.remove(self.space.dram, row)
         self.out.append(row)
 
     @precondition(lambda self: self.out)
@@ -356,7 +357,8 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(picks=st.lists(anything, max_size=6))
     def publish(self, picks: list[int]) -> None:
         rows = sorted(self.order + self.out)
-        rank = {rows[pick % len(rows)]: place for place, pick in enumerate(picks)}
+        picked = dict.fromkeys(rows[pick % len(rows)] for pick in picks)
+        rank = {row: place for place, row in enumerate(picked)}
         if self.policy.kind == "hints":
             self.exact = self.exact and self.rank.keys() <= rank.keys()
             self.rank = rank
@@ -366,7 +368,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def victims_are_what_the_model_says(self) -> None:
         if not hasattr(self, "order"):
             return
-        found = list(self.policy.victims(self.space, 1_000))
+        found = list(self.policy.victims(self.space.dram, 1_000))
         if self.policy.kind == "fifo":
             assert found == sorted(self.order, key=lambda row: (self.table.born_at[row], row))
             return
@@ -377,9 +379,9 @@ class PolicyMachine(RuleBasedStateMachine):
         assert set(found[: len(unneeded)]) == set(unneeded)
         assert found[len(unneeded) :] == needed
         for row in self.order:
-            assert bool(self.table.flags[row] & NEEDED) == (row in self.rank)
+            assert bool(self.table.flags[row] & RANKED) == (row in self.rank)
         latest = max(self.rank.values(), default=0) // 2
-        spared = list(self.policy.victims(self.space, 1_000, latest))
+        spared = list(self.policy.victims(self.space.dram, 1_000, latest))
         assert spared == found[: len(unneeded)] + [row for row in needed if self.rank[row] > latest]
 
 

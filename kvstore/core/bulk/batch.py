@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.core.candidates import Candidates
 from kvstore.core.chunks import (
     COMMITTED,
     DOOMED,
     HITS_MAX,
     LISTED,
-    NEEDED,
     NONE,
     QUEUED,
+    RANKED,
     STORED,
     TAIL,
     ChunkTable,
@@ -187,10 +188,10 @@ def link_oldest(chunks: ChunkTable, rows: LinkedRows, which: Rows) -> None:
     view.flags[which] |= LISTED
 
 
-def evictable(policy: Policy, chunks: ChunkTable, namespace: Namespace, rows: Sequence[int]) -> None:
-    """`Policy.add`; not for "fifo"."""
+def evictable(policy: Policy, chunks: ChunkTable, candidates: Candidates, rows: Sequence[int]) -> None:
+    """`Policy.add`; not by arrival."""
     if not policy.rank.keys().isdisjoint(rows):
-        policy.add_each(namespace, [row for row in rows if row in policy.rank])
+        policy.add_each(candidates, [row for row in rows if row in policy.rank])
         rows = [row for row in rows if row not in policy.rank]
         if not rows:
             return
@@ -198,10 +199,10 @@ def evictable(policy: Policy, chunks: ChunkTable, namespace: Namespace, rows: Se
     view = chunks.views
     unnamed = (view.flags[which] & TAIL != 0) & (view.refs[which] == 0)
     if unnamed.any():
-        policy.add_each(namespace, which[unnamed].tolist())
+        policy.add_each(candidates, which[unnamed].tolist())
         which = which[~unnamed]
     if len(which):
-        link_newest(chunks, namespace.recency, which[::-1])
+        link_newest(chunks, candidates.recency, which[::-1])
 
 
 # -------------------------------------------------------------------------------------------------------------- pins
@@ -219,13 +220,13 @@ def pin(state: State, namespace: Namespace, rows: Sequence[int]) -> None:
         return
     namespace.pinned += len(which)
     _count_pinned(state, namespace, which, +1)
-    needed = view.flags[which] & NEEDED != 0
-    if needed.any():
-        for row in which[needed].tolist():
-            state.policy.remove(namespace, row)
-        which = which[~needed]
+    ranked = view.flags[which] & RANKED != 0
+    if ranked.any():
+        for row in which[ranked].tolist():
+            state.policy.remove(namespace.dram, row)
+        which = which[~ranked]
     if len(which):
-        unlink(state.chunks, namespace.recency, which)
+        unlink(state.chunks, namespace.dram.recency, which)
 
 
 def unpin(state: State, namespace: Namespace, rows: Sequence[int]) -> Sequence[int]:
@@ -355,8 +356,8 @@ def take_over(
 
 
 def leave_dram(state: State, namespace: Namespace, victims: Sequence[int], *, stored: bool) -> None:
-    """`State.demote`, of those that are STORED, or `State.to_ghost` for EVICTED, of the oldest chunks of the
-    namespace's recency list. No segment has all its slots free after that."""
+    """`State.demote`, of those that are STORED, or `State.to_ghost` for EVICTED, of chunks in the namespace's recency
+    list."""
     chunks = state.chunks
     gone = as_rows(victims)
     start = chunks.views.shard0[gone]
@@ -366,6 +367,7 @@ def leave_dram(state: State, namespace: Namespace, victims: Sequence[int], *, st
     for segment, mine in _by_first(state.pool, index):
         state.pool.give_back_many(segment, slots[mine])
         state.bump(segment, slots[mine].tolist())
+    state.room += 1
     if not stored:
         chunks.give_back_shards(start.tolist(), namespace.shards)
         unnamed = gone[chunks.views.refs[gone] == 0]
@@ -377,7 +379,7 @@ def leave_dram(state: State, namespace: Namespace, victims: Sequence[int], *, st
 def _take_out(
     state: State, namespace: Namespace, gone: Rows, shard_rows: Rows, *, stored: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """The oldest chunks of the recency list, with their shards, have no slots any more; (index of the segment, number)
+    """These chunks of the recency list, with their shards, have no slots any more; (index of the segment, number)
     of those. They are cold if they are `stored`, else nearly ghosts: whose room for shards, and who remembers them, is
     up to the caller."""
     chunks = state.chunks
@@ -388,14 +390,14 @@ def _take_out(
     if wasted := state.prefetched.intersection(victims):
         state.prefetched -= wasted
         state.counters["prefetch_wasted"] += len(wasted)
-    unlink(chunks, namespace.recency, gone[::-1])
+    unlink(chunks, namespace.dram.recency, gone[::-1])
     view.shard_segment[shard_rows] = view.shard_slot[shard_rows] = NONE
     view.shard_ready[shard_rows] = 0
     view.ready[gone] = 0
     namespace.visible -= len(victims)
     if stored:
         namespace.cold += len(victims)
-        link_newest(chunks, state.cold, gone)
+        link_newest(chunks, namespace.ssd.recency, gone)
         state.counters["chunks_demoted"] += len(victims)
     else:
         view.shard_checksum[shard_rows] = 0

@@ -3,6 +3,7 @@ another, in a tenth of the time (see batch.py)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.bulk import batch
-from kvstore.core.chunks import DOOMED, LISTED, NEEDED, NONE, PROMOTING, STORED, ChunkTable
+from kvstore.core.candidates import Candidates
+from kvstore.core.chunks import DOOMED, LISTED, NONE, PROMOTING, RANKED, STORED, ChunkTable
 from kvstore.core.namespaces import Namespace
 from kvstore.types import NamespaceId
 
 if TYPE_CHECKING:
     from kvstore.core.policy import Policy
+    from kvstore.core.state import State
 
 Rows = npt.NDArray[np.intp]
 
@@ -28,32 +31,55 @@ def changed(
     rank: Mapping[int, int],
 ) -> None:
     """`rank` is needed now, `before` was: what is needed no more goes back to the recency lists, what is new leaves
-    them; and the heaps are made anew."""
+    them; and what is needed is ordered anew."""
     view = chunks.views
     was = np.fromiter(before, np.intp, len(before))
     now = np.fromiter(rank, np.intp, len(rank))
     ranked = np.zeros(chunks.rows_ever, np.bool_)
     ranked[now] = True
-    gone = was[~ranked[was] & (view.flags[was] & NEEDED != 0)]
+    gone = was[~ranked[was] & (view.flags[was] & RANKED != 0)]
     for number, mine in _by_namespace(view.namespace, gone):
+        namespace = namespaces[number]
         rows = gone[mine]
-        batch.unlink(chunks, namespaces[number].needed, rows[::-1])
-        view.flags[rows] &= ~np.uint16(NEEDED)
-        policy.put_back(namespaces[number], rows.tolist())
+        view.flags[rows] &= ~np.uint16(RANKED | LISTED)
+        resident = view.ready[rows] == namespace.shards
+        for candidates, part in ((namespace.dram, rows[resident]), (namespace.ssd, rows[~resident])):
+            if len(part):
+                policy.put_back(candidates, part.tolist())
     for namespace in namespaces.values():
-        namespace.order.clear()
+        namespace.dram.ranked.replace((), ())
+        namespace.ssd.ranked.replace((), ())
     positions = np.fromiter(rank.values(), np.intp, len(rank))
+    on_ssd: dict[int, tuple[Candidates, list[Rows]]] = {}
+    """Numbers in `now`: namespaces share these lists."""
     for number, mine in _by_namespace(view.namespace, now):
         namespace = namespaces[number]
         rows = now[mine]
-        listed = view.flags[rows] & (LISTED | NEEDED)
-        new = rows[(listed == LISTED) & (view.ready[rows] == namespace.shards)]
-        if len(new):
-            batch.unlink(chunks, namespace.recency, new)
-            batch.link_newest(chunks, namespace.needed, new)
-            view.flags[new] |= np.uint16(NEEDED)
-        needed = np.flatnonzero(view.flags[rows] & NEEDED)[::-1]  # the last first, as in a heap
-        namespace.order.extend(zip((-positions[mine][needed]).tolist(), rows[needed].tolist(), strict=True))
+        resident = (view.ready[rows] == namespace.shards) & (view.shard0[rows] != NONE)
+        stored = ~resident & (view.flags[rows] & STORED != 0)
+        kept = _ranked(chunks, namespace.dram, rows, resident)
+        _order(namespace.dram, now, positions, mine[kept])
+        kept = _ranked(chunks, namespace.ssd, rows, stored)
+        if len(kept):
+            on_ssd.setdefault(id(namespace.ssd), (namespace.ssd, []))[1].append(mine[kept])
+    for candidates, parts in on_ssd.values():
+        _order(candidates, now, positions, np.sort(np.concatenate(parts)))
+
+
+def _ranked(chunks: ChunkTable, candidates: Candidates, rows: Rows, which: npt.NDArray[np.bool_]) -> Rows:
+    """Take those of `rows` that are `which` and listed out of the recency list; where they stand in `rows`."""
+    view = chunks.views
+    listed = which & (view.flags[rows] & LISTED != 0)
+    new = rows[listed & (view.flags[rows] & RANKED == 0)]
+    if len(new):
+        batch.unlink(chunks, candidates.recency, new)
+        view.flags[new] |= np.uint16(RANKED | LISTED)
+    return np.flatnonzero(listed)
+
+
+def _order(candidates: Candidates, rows: Rows, positions: Rows, which: Rows) -> None:
+    last_first = which[::-1]
+    candidates.ranked.replace(rows[last_first].tolist(), (-positions[last_first]).tolist())
 
 
 def on_ssd_only(chunks: ChunkTable, namespace: Namespace, rows: list[int]) -> list[int]:
@@ -66,19 +92,38 @@ def on_ssd_only(chunks: ChunkTable, namespace: Namespace, rows: list[int]) -> li
     return found
 
 
-def put_back(policy: Policy, chunks: ChunkTable, namespace: Namespace, rows: Rows) -> None:
-    """`Policy.put_back`, of rows that no job needs; not for "fifo"."""
+def put_back(policy: Policy, chunks: ChunkTable, candidates: Candidates, rows: Rows) -> None:
+    """`Policy.put_back`, of rows that no job needs; not by arrival."""
     view = chunks.views
-    oldest, newest = namespace.recency.oldest, namespace.recency.newest
+    oldest, newest = candidates.recency.oldest, candidates.recency.newest
     long_unused = np.zeros(len(rows), np.bool_)
     if oldest != NONE:
         used_at = view.used_at[rows]
         long_unused = used_at - chunks.used_at[oldest] < chunks.used_at[newest] - used_at
     recent = rows[~long_unused]
     if len(recent):
-        batch.evictable(policy, chunks, namespace, recent.tolist())
+        batch.evictable(policy, chunks, candidates, recent.tolist())
     if long_unused.any():
-        batch.link_oldest(chunks, namespace.recency, rows[long_unused])
+        batch.link_oldest(chunks, candidates.recency, rows[long_unused])
+
+
+def wanted_in(state: State) -> dict[int, int]:
+    """How many shards of chunks that queued jobs need are in each slab file, by its index."""
+    rank, chunks = state.policy.rank, state.chunks
+    if not rank:
+        return {}
+    view = chunks.views
+    slab = np.frombuffer(chunks.disk_slab, np.int32)  # viewed no longer than this takes
+    rows = np.fromiter(rank, np.intp, len(rank))
+    rows = rows[view.shard0[rows] != NONE]
+    counts: Counter[int] = Counter()
+    for number, mine in _by_namespace(view.namespace, rows):
+        start = view.shard0[rows[mine]].astype(np.intp)
+        for shard in range(state.namespaces[number].shards):
+            found, times = np.unique(slab[start + shard], return_counts=True)
+            counts.update(dict(zip(found.tolist(), times.tolist(), strict=True)))
+    del counts[NONE]
+    return counts
 
 
 def _by_namespace(namespace: npt.NDArray[np.int32], rows: Rows) -> Iterator[tuple[NamespaceId, Any]]:

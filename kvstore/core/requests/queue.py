@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import count, repeat
 
 from kvstore.core import events as ev
 from kvstore.core.bulk import batch, needed
@@ -172,24 +172,30 @@ class Queue:
     def plan(self) -> None:
         """Rank what the queue needs, soonest job first, as far as all tiers reach; raise what DRAM can hold of it.
 
-        Tenants with jobs have equal parts of the memory, and of what a plan looks at: a long queue of one does not
-        shorten another's windows.
+        Tenants with jobs that have chunks have equal parts of the memory, and of what a plan looks at: neither a long
+        queue of one nor an empty one shortens another's windows.
         """
         state = self.state
         limits = state.limits
         self._due = False
         self._planned_at = state.now
         self._planned_rows = 0
-        tenants = len({state.workers[worker].tenant for worker in self.jobs}) or 1
-        in_dram = int(limits.arena_bytes * limits.prefetch_share_max) // tenants
-        in_all = (limits.arena_bytes + limits.disk_slab_bytes * limits.disk_slabs_max) // tenants
+        tenants = {state.workers[worker].tenant for worker in self.jobs}
+        sharing = self._tenants_with_chunks()
+        in_dram = int(limits.arena_bytes * limits.prefetch_share_max) // max(1, len(sharing))
+        in_all = limits.arena_bytes + limits.disk_slab_bytes * limits.disk_slabs_max
+        in_all //= max(1, len(sharing))
         windows = Windows()
         rank: dict[int, int] = {}
+        job_ends: list[int] = []
         promoting: list[int] = []
         used: Counter[str] = Counter()
         looked_at: Counter[str] = Counter()
         clipped: set[str] = set()
         planned: set[int] = set()
+        rows_max = {
+            shares: PLAN_ROWS_MAX // max(1, len(of)) for shares, of in ((True, sharing), (False, tenants))
+        }
         ordered = sorted(
             (
                 (job.position, worker, name, job)
@@ -198,7 +204,7 @@ class Queue:
             ),
             key=lambda item: item[:3],
         )
-        for position, (_, worker, name, job) in enumerate(ordered):
+        for _, worker, name, job in ordered:
             key = (worker, name[0], name[1])
             tenant = state.workers[worker].tenant
             if tenant in clipped:
@@ -206,21 +212,20 @@ class Queue:
                 self._planned_rows += 1
                 continue
             namespace = state.namespaces.get(job.namespace)
-            rows, count = self._rows(namespace, job, planned) if namespace is not None else ([], 0)
-            self._planned_rows += max(1, count)
-            looked_at[tenant] += count
-            new = (
-                {row: position for row in rows if row not in rank} if rank else dict.fromkeys(rows, position)
-            )
+            rows, looked = self._rows(namespace, job, planned) if namespace is not None else ([], 0)
+            self._planned_rows += max(1, looked)
+            looked_at[tenant] += looked
+            new = dict.fromkeys(row for row in rows if row not in rank) if rank else dict.fromkeys(rows)
             size = len(new) * namespace.chunk_bytes if namespace is not None else 0
-            if used[tenant] + size > in_all or looked_at[tenant] > PLAN_ROWS_MAX // tenants:
+            if used[tenant] + size > in_all or looked_at[tenant] > rows_max[tenant in sharing]:
                 # What does not fit ends the window: a job behind it must not push out one that is nearer.
                 clipped.add(tenant)
                 windows.results[key] = HintResult.CLIPPED
                 continue
             used[tenant] += size
             if new:
-                rank.update(new)
+                rank.update(zip(new, count(len(rank)), strict=False))
+                job_ends.append(len(rank) - 1)
             windows.eviction[tenant] += 1
             if used[tenant] <= in_dram:
                 windows.prefetch[tenant] += 1
@@ -231,10 +236,34 @@ class Queue:
                 windows.results[key] = HintResult.DEFERRED
         self.windows = windows
         if limits.eviction == "hints":
-            state.policy.set_ranks(state.namespaces, rank)
+            if rank != state.policy.rank:
+                state.room += 1  # what was needed may go now, or is needed later than something else
+            state.policy.set_ranks(state.namespaces, rank, job_ends)
             for row in promoting:
                 if not state.is_resident(row):
                     self._promote(row)
+
+    def _tenants_with_chunks(self) -> set[str]:
+        """Those of whose jobs at least one has a chunk that can be had."""
+        state = self.state
+        found: set[str] = set()
+        for worker, jobs in self.jobs.items():
+            tenant = state.workers[worker].tenant
+            if tenant not in found and any(map(self._has_chunks, jobs.values())):
+                found.add(tenant)
+        return found
+
+    def _has_chunks(self, job: Job) -> bool:
+        state = self.state
+        namespace = state.namespaces.get(job.namespace)
+        if namespace is None:
+            return False
+        if job.keys:
+            row = namespace.index.get(job.keys[0], NONE)
+        else:
+            session = state.sessions.by_name.get((namespace.id, job.session))
+            row = session.manifest.rows[0] if session is not None and len(session.manifest) else NONE
+        return row != NONE and state.is_usable(row)
 
     def _on_ssd_only(self, namespace: Namespace, rows: list[int]) -> list[int]:
         """Those of a job's chunks that are to be promoted."""
@@ -262,7 +291,7 @@ class Queue:
             rows = session.manifest.rows.tolist()
         if len(rows) >= state.batch_min:
             return rows[: batch.usable_leading(state, namespace, rows)], len(rows)
-        for count, row in enumerate(rows):
+        for usable, row in enumerate(rows):
             if row == NONE or not state.is_usable(row):
-                return rows[:count], len(rows)
+                return rows[:usable], len(rows)
         return rows, len(rows)

@@ -65,7 +65,11 @@ class Durability:
         self._degrade = degrade
         self.index: tuple[OpId, IndexWrite] | None = None
         """The transaction under way."""
-        self.waits: list[DurableWait] = []
+        self.waits: dict[int, DurableWait] = {}
+        """By number, in the order of their deadlines."""
+        self._waits_of: dict[tuple[NamespaceId, ChunkKey], dict[int, DurableWait]] = {}
+        """By chunk that they miss."""
+        self._next_wait = 0
         self.dirty_namespaces: dict[NamespaceId, Namespace] = {}
         self.deleted_namespaces: list[NamespaceId] = []
         self.unsynced: set[SlabId] = set()
@@ -252,10 +256,10 @@ class Durability:
         self._degrade(DiskState.READ_ONLY, why)
 
     def _make_room(self, records: int) -> bool:
-        """The index is full. The chunks that left DRAM longest ago give up theirs, in a transaction that only deletes:
-        for those the index keeps a reserve. False: there are none."""
+        """The index is full. The chunks that would leave the SSD next give up theirs, in a transaction that only
+        deletes: for those the index keeps a reserve. False: there are none."""
         state = self.state
-        oldest = list(islice(state.chunks.walk(state.cold), max(records, INDEX_ROOM_MIN)))
+        oldest = self._slabs.coldest(max(records, INDEX_ROOM_MIN))
         for row in oldest:
             state.evict_from_disk(row)
         self._index_full = bool(oldest)
@@ -296,7 +300,11 @@ class Durability:
             state.reply(ticket, answer)
             return
         deadline = state.now + 2 * state.limits.durable_within_ms + state.limits.disk_deadline_ms
-        self.waits.append(DurableWait(ticket, answer, chunks, missing, deadline))
+        wait = DurableWait(ticket, answer, chunks, missing, deadline)
+        self.waits[self._next_wait] = wait
+        for chunk in missing:
+            self._waits_of.setdefault(chunk, {})[self._next_wait] = wait
+        self._next_wait += 1
 
     def _is_durable(self, chunk: tuple[NamespaceId, ChunkKey]) -> bool:
         namespace = self.state.namespaces.get(chunk[0])
@@ -304,34 +312,40 @@ class Durability:
         return row != NONE and bool(self.state.chunks.flags[row] & DURABLE)
 
     def _tell_durable(self, chunk: tuple[NamespaceId, ChunkKey]) -> None:
-        if not self.waits:
-            return
-        for wait in self.waits:
+        for number, wait in self._waits_of.pop(chunk, {}).items():
             wait.missing.discard(chunk)
             if wait.missing:
                 continue
+            del self.waits[number]
             if all(map(self._is_durable, wait.chunks)):
                 self.state.reply(wait.ticket, wait.answer)
             else:
                 self._answer_not_durable(wait.ticket, "the SSD is too full for all of it at once")
-        self.waits = [wait for wait in self.waits if wait.missing]
 
     def end_waits(self) -> None:
         state = self.state
-        over = [wait for wait in self.waits if wait.deadline <= state.now]
-        if over:
-            self.waits = [wait for wait in self.waits if wait.deadline > state.now]
-            for wait in over:
-                state.reply(
-                    wait.ticket,
-                    DeadlineExceeded("committed and visible, but not durable in time", field="wait"),
-                )
+        while self.waits:
+            number, wait = next(iter(self.waits.items()))
+            if wait.deadline > state.now:
+                break
+            del self.waits[number]
+            for chunk in wait.missing:
+                others = self._waits_of[chunk]
+                del others[number]
+                if not others:
+                    del self._waits_of[chunk]
+            state.reply(
+                wait.ticket,
+                DeadlineExceeded("committed and visible, but not durable in time", field="wait"),
+            )
+        self.waits = self.waits or {}  # what was emptied from its front keeps the holes
 
     def fail_waits(self, why: str) -> None:
         """The tier degrades: nobody waits for it."""
-        for wait in self.waits:
+        for wait in self.waits.values():
             self._answer_not_durable(wait.ticket, why)
-        self.waits.clear()
+        self.waits = {}
+        self._waits_of = {}
 
     def _answer_not_durable(self, ticket: ev.Ticket, why: str) -> None:
         self.state.reply(ticket, Unavailable(f"committed and visible, but not durable: {why}", field="wait"))

@@ -11,7 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from kvstore.core.chunks import COMMITTED, DERIVED, DURABLE, LISTED, NONE, STORED, TAIL
+from kvstore.core.chunks import (
+    COMMITTED,
+    DERIVED,
+    DURABLE,
+    LISTED,
+    NONE,
+    STORED,
+    TAIL,
+    ChunkTable,
+    LinkedRows,
+)
 from kvstore.core.events import NamespaceRecord, SessionEntry, SessionRecord
 from kvstore.core.manifests import Manifest, Session
 from kvstore.core.namespaces import Namespace
@@ -135,7 +145,7 @@ def _namespace(state: State, record: NamespaceRecord) -> bool:
     namespace = Namespace(
         NamespaceId(record.number), record.tenant, spec, family, spec.shard_count, slot_bytes, sum(slot_bytes)
     )
-    state.namespaces[namespace.id] = namespace
+    state.add_namespace(namespace)
     newest = state.newest_epoch.get(family)
     if newest is None or newest.spec.weights_epoch < spec.weights_epoch:
         state.newest_epoch[family] = namespace
@@ -174,7 +184,7 @@ def _chunks(
     chunks.namespace[rows] = array("i", [namespace.id]) * count
     chunks.older[rows] = array("i", range(first - 1, first + count - 1))
     chunks.newer[rows] = array("i", range(first + 1, first + count + 1))
-    _link(state, first, count)
+    _link(chunks, namespace.ssd.recency, first, count)
     chunks.used_at[rows] = chunks.born_at[rows] = array("q", [state.now]) * count
     chunks.tokens[rows] = _column("i", batch.token_count)
     chunks.set_makers(first, batch.maker, batch.makers)
@@ -253,18 +263,17 @@ def _column(code: str, values: Sequence[int]) -> array[int]:
     return values if isinstance(values, array) and values.typecode == code else array(code, values)
 
 
-def _link(state: State, first: int, count: int) -> None:
-    """The new rows go at the newest end of the cold list, in order; their links are set but for the two ends."""
-    chunks = state.chunks
-    newest = state.cold.newest
+def _link(chunks: ChunkTable, rows: LinkedRows, first: int, count: int) -> None:
+    """The new rows go at the newest end of the list, in order; their links are set but for the two ends."""
+    newest = rows.newest
     chunks.older[first] = newest
     chunks.newer[first + count - 1] = NONE
     if newest != NONE:
         chunks.newer[newest] = first
     else:
-        state.cold.oldest = first
-    state.cold.newest = first + count - 1
-    state.cold.count += count
+        rows.oldest = first
+    rows.newest = first + count - 1
+    rows.count += count
 
 
 def _count_slots(state: State, slab: Segment) -> None:

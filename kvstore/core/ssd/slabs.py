@@ -1,22 +1,29 @@
 """Slab files of the SSD tier: how a chunk's shard gets a slot of one, and which file, or chunk, gives way.
 
-file: absent -> being made -> in use by one slab class -> retiring (its row leaves the index first) -> absent
+file: absent -> being made -> in use by one slab class -> being emptied, in steps
+       -> retiring (its row leaves the index first) -> absent
 """
 
 from __future__ import annotations
 
+import enum
+import heapq
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import NONE, PROMOTING, STORING
+from kvstore.core.bulk.needed import wanted_in
+from kvstore.core.chunks import NONE, PROMOTING, STORED, STORING
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
 from kvstore.core.state import DISK, State
 from kvstore.types import DiskResult, DiskState, Millis, OpId, SlabId, SlotState
 
 VICTIMS_LOOKED_AT_MAX = 64
+"""In one look for a chunk that has a slot in a file that takes records."""
+EMPTIED_PER_STEP_MAX = 256
+"""Chunks that leave a file that is being emptied, in one step: each costs some ten microseconds."""
 SLAB_RETRY_MS = 10_000
 """After a slab file could not be made (full), how long until the next try."""
 FAILURES_IN_A_ROW_MS = 60_000
@@ -38,6 +45,35 @@ class NewSlab:
     deadline: Millis
 
 
+class Looking(enum.Enum):
+    """How a look for a chunk that may leave the SSD ended."""
+
+    FOUND = enum.auto()
+    NOTHING = enum.auto()
+    AGAIN = enum.auto()
+    """There are more to look at: in the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Donor:
+    slab: Segment
+    wanted: int
+    """Shards in it of chunks that queued jobs need."""
+
+
+@dataclass(slots=True)
+class Emptying:
+    """A file that gives its room to another slot size, in steps: what no queued job needs leaves it first. It takes no
+    new records. An index that is read after a crash in between still names a file that is there, and chunks in it that
+    nobody has written over."""
+
+    slab: Segment
+    next_slot: int = 0
+    """What is in the slots below has left, if it could and no job needed it."""
+    needed: list[int] = field(default_factory=list)
+    """Rows in the slots below that jobs need; entries may be stale."""
+
+
 @dataclass(slots=True)
 class Failing:
     """A slab file that failed, though the disk did not."""
@@ -51,6 +87,7 @@ class Slabs:
         self.state = state
         self._degrade = degrade
         self.creating: dict[OpId, NewSlab] = {}
+        self.emptying: Emptying | None = None
         self.retiring: list[Segment] = []
         """Empty, and to be deleted with the next index transaction."""
         self.unusable: list[SlabId] = []
@@ -60,6 +97,8 @@ class Slabs:
         """How many in a row could not be made because of an error."""
         self._failing: dict[int, Failing] = {}
         """By index of the slab."""
+        self._passed_over = 0
+        """Victims in files that take no records, one after the other since one was found elsewhere."""
 
     def __repr__(self) -> str:
         return f"Slabs({len(self.creating)} being made, {len(self.retiring)} retiring)"
@@ -77,23 +116,38 @@ class Slabs:
     def take(self, slot_bytes: int, row: int) -> tuple[Segment, int] | None:
         """A RESERVED disk slot; None when one may come later (a slab is being made) or none can be had.
 
-        free slot -> new slab file -> slots of chunks that left DRAM longest ago -> another slab class's oldest file
-          -> the SSD copy of the resident chunk that was used longest ago
+        free slot -> new slab file -> a slot of the chunk that left DRAM longest ago, of those that no queued job needs
+          -> another slab class's file that holds nothing that a job needs, the one that was written longest ago
+          -> the SSD copies of resident chunks that no job needs -> the chunk that is needed last
+          -> another slab class's file that holds the fewest chunks that jobs need
         """
         pool = self.state.disk
         closed = self.closed
+        if self.emptying is not None:
+            closed |= {self.emptying.slab.index}
         slab = pool.classes.get((DISK, slot_bytes))
         taken = pool.take(slab, row, closed=closed) if slab is not None else None
         if taken is not None:
             return taken
         if any(new.slot_bytes == slot_bytes for new in self.creating.values()):
             return None
-        if self._new_slab(slot_bytes) or self.retiring:
+        if self._new_slab(slot_bytes) or self.retiring or self.emptying is not None:
             return None
-        if self._evict(slot_bytes, closed):
+        looking = self._evict_unneeded(slot_bytes, closed)
+        if looking is Looking.AGAIN:
+            return None
+        if looking is Looking.FOUND:
             return pool.take(pool.classes[DISK, slot_bytes], row, closed=closed)
-        if not self._retire_slab(slot_bytes, closed):
+        others = self._other_files(slot_bytes, closed)
+        if others and not others[0].needed:
+            self._begin_to_empty(others[0].slab)
+        elif self._drop_copies(slot_bytes, closed) or self._evict_needed(slot_bytes, closed):
+            return pool.take(pool.classes[DISK, slot_bytes], row, closed=closed)
+        elif others:
+            self._begin_to_empty(others[0].slab)
+        else:
             self.state.disk_full = True
+            self.state.room += 1  # what waits for its write need not stay in DRAM
         return None
 
     def _new_slab(self, slot_bytes: int) -> bool:
@@ -162,20 +216,58 @@ class Slabs:
             if not in_use or failing.closed_until + FAILURES_IN_A_ROW_MS <= now:
                 del self._failing[index]
 
-    def _evict(self, slot_bytes: int, closed: Container[int]) -> bool:
-        """Drop one chunk that has a slot of this size: the one that left DRAM longest ago and no queued job needs."""
+    # ----------------------------------------------------------------------------------------------------- victims
+
+    def coldest(self, limit: int) -> list[int]:
+        """At most `limit` chunks that are on SSD only, whatever the size of their slots: the next to go first."""
         state = self.state
-        chosen = NONE
-        for row in islice(state.chunks.walk(state.cold), VICTIMS_LOOKED_AT_MAX):
+        cold = list(state.cold.by_sizes.values())
+        unneeded = map(state.policy.unneeded, cold)
+        rows = list(islice(heapq.merge(*unneeded, key=state.chunks.used_at.__getitem__), limit))
+        needed = [row for mine in cold for row in mine.ranked.smallest(limit - len(rows))]
+        needed.sort(key=state.policy.rank.__getitem__, reverse=True)
+        return rows + needed[: limit - len(rows)]
+
+    def _evict_unneeded(self, slot_bytes: int, closed: Container[int]) -> Looking:
+        """Drop the chunk that left DRAM longest ago, of those that have a slot of this size and no queued job needs. In
+        a file that takes no records its slot is of no use: such a chunk goes behind the others, and after so many the
+        look goes on in the next step."""
+        state = self.state
+        policy, chunks = state.policy, state.chunks
+        cold = [mine for mine in state.cold.with_slots_of(slot_bytes) if mine.recency.count]
+        for _ in range(VICTIMS_LOOKED_AT_MAX):
+            if self._passed_over >= sum(mine.recency.count for mine in cold):
+                self._passed_over = 0
+                return Looking.NOTHING
+            oldest = min(cold, key=lambda mine: chunks.used_at[mine.recency.oldest])
+            row = oldest.recency.oldest
             if self._has_slot_of(row, slot_bytes, closed):
-                chosen = row if chosen == NONE else chosen
-                if row not in state.policy.rank:
-                    chosen = row
-                    break
-        if chosen == NONE:
+                self._passed_over = 0
+                state.evict_from_disk(row)
+                return Looking.FOUND
+            policy.remove(oldest, row)
+            policy.add_last(oldest, row)
+            self._passed_over += 1
+        return Looking.AGAIN
+
+    def _evict_needed(self, slot_bytes: int, closed: Container[int]) -> bool:
+        """The same of those that jobs need: the one that is needed last, on SSD only or in DRAM too, where it stays."""
+        state = self.state
+        rank, flags = state.policy.rank, state.chunks.flags
+        if not rank:
             return False
-        state.evict_from_disk(chosen)
-        return True
+        cold = state.cold.with_slots_of(slot_bytes)
+        resident = [space.dram for space in state.namespaces.values() if space.ssd in cold]
+        found: list[int] = []
+        for mine in (*cold, *resident):
+            for row in mine.ranked.smallest(VICTIMS_LOOKED_AT_MAX):
+                if flags[row] & STORED and self._has_slot_of(row, slot_bytes, closed):
+                    found.append(row)
+                    break
+        if found:
+            state.evict_from_disk(max(found, key=rank.__getitem__))
+            state.counters["needed_chunks_evicted_from_ssd"] += 1
+        return bool(found)
 
     def _has_slot_of(self, row: int, slot_bytes: int, closed: Container[int]) -> bool:
         chunks = self.state.chunks
@@ -186,29 +278,104 @@ class Slabs:
             for shard in range(namespace.shards)
         )
 
-    def _retire_slab(self, slot_bytes: int, closed: Container[int]) -> bool:
-        """Empty the file that was written longest ago: another class's, or our own with resident chunks in it (they
-        stay in DRAM)."""
+    def _drop_copies(self, slot_bytes: int, closed: Container[int]) -> bool:
+        """In the file of this slot size that was written longest ago, of those with such a chunk: the copies of what no
+        queued job needs and is in DRAM too, where it stays."""
         state = self.state
-        candidates = [
-            s for s in state.disk.segments if s.phase is Phase.ASSIGNED and not s.counts[SlotState.RESERVED]
-        ]
-        candidates = [s for s in candidates if not s.counts[SlotState.QUARANTINED] and not self._busy(s)]
-        candidates = [s for s in candidates if s.index not in closed]
-        if not candidates:
+        slab_class = state.disk.classes.get((DISK, slot_bytes))
+        if slab_class is None:
             return False
-        oldest = min(candidates, key=lambda s: (not s.empty, s.slot_bytes == slot_bytes, s.touched_at))
-        for row in dict.fromkeys(row for row in oldest.owner if row != NONE):
-            state.evict_from_disk(row)
-        if oldest.slot_bytes == slot_bytes:
-            return True
-        state.disk.retire(oldest, DISK)
-        self.retiring.append(oldest)
-        return True
+        mine = [slab for slab in slab_class.segments.values() if slab.index not in closed]
+        for slab in sorted(mine, key=lambda slab: slab.touched_at):
+            copies = dict.fromkeys(islice(filter(self._is_spare, slab.owner), EMPTIED_PER_STEP_MAX))
+            for row in copies:
+                state.evict_from_disk(row)
+            if copies:
+                return True
+        return False
 
-    def _busy(self, slab: Segment) -> bool:
-        flags = self.state.chunks.flags
-        return any(row != NONE and flags[row] & (PROMOTING | STORING) for row in slab.owner)
+    def _is_spare(self, row: int) -> bool:
+        state = self.state
+        if row == NONE or row in state.policy.rank:
+            return False
+        return state.chunks.flags[row] & (STORED | STORING | PROMOTING) == STORED and state.is_resident(row)
+
+    # ---------------------------------------------------------------------------------------- a file changes its size
+
+    def _other_files(self, slot_bytes: int, closed: Container[int]) -> list[Donor]:
+        """Files of other slot sizes that may be emptied: first what is empty, then the one with the fewest chunks that
+        queued jobs need, then the one that was written longest ago."""
+        files = [
+            slab
+            for slab in self.state.disk.segments
+            if slab.phase is Phase.ASSIGNED
+            and slab.slot_bytes != slot_bytes
+            and slab.index not in closed
+            and not slab.counts[SlotState.RESERVED]
+            and not slab.counts[SlotState.QUARANTINED]
+        ]
+        if not files:
+            return []
+        wanted = wanted_in(self.state)
+        donors = [Donor(slab, wanted.get(slab.index, 0)) for slab in files]
+        donors.sort(key=lambda donor: (not donor.slab.empty, donor.needed, donor.slab.touched_at))
+        return donors
+
+    def _begin_to_empty(self, slab: Segment) -> None:
+        self.emptying = Emptying(slab)
+        self.state.counters["ssd_slabs_emptied"] += 1
+        self._go_on(self.emptying)
+
+    @property
+    def going(self) -> bool:
+        """Whether a file is being emptied, and a step more would do something."""
+        emptying = self.emptying
+        return emptying is not None and bool(emptying.next_slot < emptying.slab.capacity or emptying.needed)
+
+    def pump(self) -> None:
+        """After every step, while the disk is well."""
+        if self.emptying is not None and self.going:
+            self._go_on(self.emptying)
+
+    def tick(self) -> None:
+        """While the disk is well. Chunks that were being read when they should have left may leave now."""
+        if self.emptying is not None and not self.going:
+            self.emptying.next_slot = 0
+
+    def _go_on(self, emptying: Emptying) -> None:
+        slab, rank = emptying.slab, self.state.policy.rank
+        first = emptying.next_slot
+        emptying.next_slot = min(first + EMPTIED_PER_STEP_MAX, slab.capacity)
+        for row in slab.owner[first : emptying.next_slot]:
+            if row in rank:
+                emptying.needed.append(row)
+            elif row != NONE:
+                self._leave_file(slab, row)
+        if first == slab.capacity:
+            emptying.needed.sort(key=lambda row: rank.get(row, len(rank)))
+            for _ in range(min(EMPTIED_PER_STEP_MAX, len(emptying.needed))):
+                self._leave_file(slab, emptying.needed.pop())
+        if slab.counts[SlotState.QUARANTINED]:
+            self.emptying = None  # it has to keep its slots until they are well
+        elif slab.empty:
+            self.emptying = None
+            self.state.disk.retire(slab, DISK)
+            self.retiring.append(slab)
+
+    def _leave_file(self, slab: Segment, row: int) -> None:
+        """Unless it left already, or is on its way to DRAM and leaves later."""
+        state = self.state
+        chunks = state.chunks
+        start = chunks.shard0[row]
+        if start == NONE or chunks.flags[row] & (STORED | STORING | PROMOTING) != STORED:
+            return
+        shards = state.namespace_of(row).shards
+        if slab.index not in chunks.disk_slab[start : start + shards]:
+            return
+        needed = row in state.policy.rank
+        state.evict_from_disk(row)
+        if needed and state.is_hit(row):
+            state.store_later(row)  # in another file
 
     @property
     def overdue(self) -> bool:

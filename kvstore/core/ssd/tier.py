@@ -18,7 +18,6 @@ from itertools import groupby
 from kvstore.core import events as ev
 from kvstore.core.chunks import (
     DOOMED,
-    LISTED,
     PROMOTING,
     QUEUED,
     STORED,
@@ -46,6 +45,12 @@ from kvstore.types import (
 
 CHUNKS_PER_OP_MAX = 64
 BYTES_PER_OP_MAX = 8 << 20
+LOOKED_AT_PER_STEP_MAX = 1_024
+"""Entries of the queues of writes and of reads, most of which may be stale, in one step."""
+READ_RETRY_MS = 100
+READ_RETRY_MAX_MS = 60_000
+FAILED_READS_MAX = 1_024
+"""Chunks that are remembered for it; what the disk cannot read at all closes a file or turns the tier off."""
 READ_ERRORS_MAX = 3
 """Failed reads in a row, after which the tier is off until a probe succeeds."""
 
@@ -64,6 +69,13 @@ class Read:
     deadline: Millis
     quarantined: list[tuple[Segment, int]] | None = None
     """The targets, once the read is late."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRead:
+    key: ChunkKey
+    pause_ms: Millis
+    retry_at: Millis
 
 
 class Disk:
@@ -86,6 +98,8 @@ class Disk:
         self._read_errors = 0
         self._unreadable: set[int] = set()
         """Slabs (by index) of those reads."""
+        self._failed_reads: dict[int, FailedRead] = {}
+        """By chunk row, the one that failed last at the end."""
         self._next_generation = 1
 
     def __repr__(self) -> str:
@@ -115,6 +129,7 @@ class Disk:
             return
         state = self.state
         if state.disk_state is DiskState.OK:
+            self.slabs.pump()
             if state.to_store and not state.disk_full:
                 self._start_writes()
             self.durability.write()
@@ -133,6 +148,8 @@ class Disk:
         self.try_again()
         state.disk_full = False
         self.slabs.forget_failures()
+        if state.disk_state is DiskState.OK:
+            self.slabs.tick()
         for op, read in self.reads.items():
             if read.quarantined is None and read.deadline <= state.now:
                 self._late_read(op, read)
@@ -160,13 +177,13 @@ class Disk:
         if state.disk_state < to:
             state.disk_state = to
             state.disk_why = why
+            state.room += 1
             state.counters[f"ssd_degraded_{to.name.lower()}"] += 1
             self._probe_at = state.now + state.limits.probe_interval_ms
             self.durability.fail_waits(why)
         if to is DiskState.OFF:
             self.try_again()
-            for row, key in (*self.demanded, *self.foreseen):
-                self._not_promoted(row, key)
+            self._not_promoted([*self.demanded, *self.foreseen])
             self.demanded.clear()
             self.foreseen.clear()
 
@@ -175,10 +192,14 @@ class Disk:
     def _start_writes(self) -> None:
         state = self.state
         in_flight = sum(write.bytes for write in self.writes.values())
+        looked_at = 0
         while state.to_store and in_flight < state.limits.disk_bytes_in_flight_max:
             rows: list[int] = []
             size = 0
             while state.to_store and len(rows) < CHUNKS_PER_OP_MAX and size < BYTES_PER_OP_MAX:
+                looked_at += 1
+                if looked_at > LOOKED_AT_PER_STEP_MAX:
+                    break
                 row, key = state.to_store[0]
                 storable = self._storable(row, key)
                 if storable and not self._place(row):
@@ -285,7 +306,8 @@ class Disk:
     # ------------------------------------------------------------------------------------------------------ reads
 
     def promote(self, row: int, *, demanded: bool) -> None:
-        """Begin to bring a cold chunk back to DRAM; `settle` tells whoever waits how it ends."""
+        """Begin to bring a cold chunk back to DRAM; `settle` tells whoever waits how it ends. Ahead of need it is not
+        tried again, once it failed, before that may end otherwise."""
         state = self.state
         chunks = state.chunks
         if chunks.flags[row] & PROMOTING:
@@ -295,8 +317,9 @@ class Disk:
                 if not chunks.reserved[row]:
                     self.demanded.append((row, chunks.key[row]))
             return
-        if chunks.flags[row] & LISTED:
-            chunks.unlink(state.cold, row)
+        if not demanded and not self._may_promote(row):
+            return
+        state.policy.remove(state.namespace_of(row).ssd, row)
         chunks.flags[row] |= PROMOTING
         if demanded:
             self.demanded.append((row, chunks.key[row]))
@@ -307,12 +330,17 @@ class Disk:
     def _start_reads(self) -> None:
         state = self.state
         in_flight = sum(read.bytes for read in self.reads.values())
+        looked_at = 0
+        without: list[tuple[int, ChunkKey]] = []
         while (self.demanded or self.foreseen) and in_flight < state.limits.disk_bytes_in_flight_max:
             rows: list[int] = []
             size = 0
             while (
                 (self.demanded or self.foreseen) and len(rows) < CHUNKS_PER_OP_MAX and size < BYTES_PER_OP_MAX
             ):
+                looked_at += 1
+                if looked_at > LOOKED_AT_PER_STEP_MAX:
+                    break
                 demanded = bool(self.demanded)
                 row, key = (self.demanded or self.foreseen).popleft()
                 if (
@@ -326,40 +354,83 @@ class Disk:
                     if demanded and not doomed and self._may_wait(row):
                         self._without_slot.append((row, key))
                     else:
-                        self._not_promoted(row, key)
+                        without.append((row, key))
                     continue
                 rows.append(row)
                 size += state.namespace_of(row).payload_bytes
             if rows:
                 self._read(rows, size)
                 in_flight += size
+            if looked_at > LOOKED_AT_PER_STEP_MAX:
+                break
+        self._not_promoted(without)
 
     def _reserve(self, row: int, *, demanded: bool) -> bool:
-        """DRAM slots for a promoting chunk. A prefetch takes none from what an earlier job needs."""
+        """DRAM slots for a promoting chunk. A prefetch takes none from what an earlier job needs. When it finds none,
+        those behind it in its namespace find none either: they may take them from fewer chunks."""
         state = self.state
         namespace = state.namespace_of(row)
-        sooner_than = -1 if demanded else state.policy.rank.get(row, 0)
+        if not demanded and self._has_no_slot(namespace):
+            state.counters["promotions_without_slot"] += 1
+            return False
+        sooner_than = -1 if demanded else state.policy.job_end(row)
         for shard in range(namespace.shards):
             taken = self._segments.allocate(namespace, namespace.slot_bytes[shard], row, sooner_than)
             if taken is None:
+                room = state.room
                 for placed in range(shard):
                     state.free_slot(*state.unplace_shard(row, placed))
+                state.room = room  # that they are free again is no news
                 state.counters["promotions_without_slot"] += 1
+                if not demanded:
+                    namespace.no_slot_at = state.room
+                    namespace.no_slot_until = self._segments.next_chance(namespace)
                 return False
             state.place_shard(row, shard, *taken)
         return True
+
+    def _has_no_slot(self, namespace: Namespace) -> bool:
+        """Whether a promotion ahead of need found none, and nothing happened since that may give it one."""
+        if namespace.no_slot_at != self.state.room or namespace.no_slot_until <= self.state.now:
+            namespace.no_slot_at = -1
+        return namespace.no_slot_at != -1
+
+    def _may_promote(self, row: int) -> bool:
+        """Ahead of need."""
+        state = self.state
+        failed = self._failed_reads.get(row)
+        if failed is not None and failed.key != state.chunks.key[row]:
+            del self._failed_reads[row]
+        elif failed is not None and state.now < failed.retry_at:
+            return False
+        return not self._has_no_slot(state.namespace_of(row))
+
+    def _note_failed(self, row: int) -> None:
+        """The disk could not read a chunk: ahead of need it is read again after a while, twice as long each time."""
+        key = self.state.chunks.key[row]
+        before = self._failed_reads.pop(row, None)
+        pause_ms = READ_RETRY_MS
+        if before is not None and before.key == key:
+            pause_ms = min(2 * before.pause_ms, READ_RETRY_MAX_MS)
+        self._failed_reads[row] = FailedRead(key, pause_ms, self.state.now + pause_ms)
+        if len(self._failed_reads) > FAILED_READS_MAX:
+            del self._failed_reads[next(iter(self._failed_reads))]
 
     def _may_wait(self, row: int) -> bool:
         """Somebody still waits for the chunk, and memory is on its way."""
         coming = self._segments.creating or self.state.namespace_of(row).in_flight
         return bool(coming) and row in self.state.waits
 
-    def _not_promoted(self, row: int, key: ChunkKey) -> None:
+    def _not_promoted(self, entries: Sequence[tuple[int, ChunkKey]]) -> None:
         state = self.state
-        flags = state.chunks.flags[row]
-        if state.chunks.key[row] == key and flags & PROMOTING and not state.chunks.reserved[row]:
-            state.prefetched.discard(row)
-            state.make_cold(row)
+        chunks = state.chunks
+        rows = [
+            row
+            for row, key in dict.fromkeys(entries)
+            if chunks.key[row] == key and chunks.flags[row] & PROMOTING and not chunks.reserved[row]
+        ]
+        state.prefetched.difference_update(rows)
+        state.make_cold(rows)
 
     def _read(self, rows: list[int], size: int) -> None:
         state = self.state
@@ -387,6 +458,7 @@ class Disk:
                 state.free_slot(segment, slot)
             return
         promoted: list[int] = []
+        failed: list[int] = []
         at = 0
         for row in read.rows:
             namespace = state.namespace_of(row)
@@ -430,8 +502,10 @@ class Disk:
                     continue
                 self._unreadable |= slabs
                 self._read_errors += 1
-            state.prefetched.discard(row)
-            state.make_cold(row)
+                self._note_failed(row)
+            failed.append(row)
+        state.prefetched.difference_update(failed)
+        state.make_cold(failed)
         state.arrived(promoted)
         state.counters["ssd_bytes_read"] += read.bytes
         if self._read_errors >= READ_ERRORS_MAX:
@@ -454,8 +528,8 @@ class Disk:
                 segment, slot = state.unplace_shard(row, shard)
                 state.quarantine_slot(segment, slot)
                 read.quarantined.append((segment, slot))
-            state.prefetched.discard(row)
-            state.make_cold(row)
+        state.prefetched.difference_update(read.rows)
+        state.make_cold(read.rows)
         state.counters["ssd_reads_late"] += 1
         self._degrade(DiskState.OFF, "a read missed its deadline")
 
@@ -487,6 +561,8 @@ class Disk:
                 state.disk_why = ""
                 state.counters["ssd_healed"] += 1
                 state.disk_full = False
+                state.room += 1
+                self._failed_reads.clear()
                 self.slabs.healed()
                 self._read_errors = 0
             else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.core.chunks import LISTED, NEEDED, NONE, PROMOTING, QUEUED, STORED
+from kvstore.core.chunks import LISTED, NONE, PROMOTING, QUEUED, RANKED, STORED, LinkedRows
 from kvstore.core.store import Store
 from kvstore.sim.integrity import Watch, check_integrity
 from kvstore.sim.simulation import Simulation
@@ -29,9 +29,9 @@ def enough(store: Store) -> bool:
     return bool(
         state.leases.leases
         and state.reservations
-        and state.cold.count > 3
+        and cold_list(store).count > 3
         and state.partials.count
-        and any(space.recency.count > 5 for space in state.namespaces.values())
+        and any(space.dram.recency.count > 5 for space in state.namespaces.values())
         and any(group.pins for group in state.groups.values())
     )
 
@@ -40,14 +40,19 @@ def resident(store: Store) -> int:
     """A chunk in the middle of a list of candidates, on SSD too if possible."""
     chunks = store.state.chunks
     for space in store.state.namespaces.values():
-        for row in list(chunks.walk(space.recency))[1:-1]:
+        for row in list(chunks.walk(space.dram.recency))[1:-1]:
             if chunks.flags[row] & STORED:
                 return row
     raise AssertionError("none")
 
 
+def cold_list(store: Store) -> LinkedRows:
+    """The longest."""
+    return max((mine.recency for mine in store.state.cold.by_sizes.values()), key=lambda rows: rows.count)
+
+
 def cold(store: Store) -> int:
-    return store.state.chunks.newer[store.state.cold.oldest]
+    return store.state.chunks.newer[cold_list(store).oldest]
 
 
 def segment_of(store: Store) -> Any:
@@ -140,7 +145,7 @@ DAMAGES: dict[str, Any] = {
     "cold: ready": column("shard_ready", lambda _: 1, cold),
     **{
         f"flag {flag}": column("flags", lambda flags, flag=flag: flags ^ flag)
-        for flag in (LISTED, STORED, PROMOTING, NEEDED, QUEUED)
+        for flag in (LISTED, STORED, PROMOTING, RANKED, QUEUED)
     },
     "slot: owner": first_slot("owner", 0x7FFF),
     "slot: free": first_slot("state", SlotState.FREE),
@@ -156,9 +161,9 @@ DAMAGES: dict[str, Any] = {
     "namespace: pinned": attribute(space_of, "pinned", more),
     "namespace: sessions": attribute(space_of, "sessions", more),
     "namespace: index": lose_key,
-    "list: count": attribute(lambda store: space_of(store).recency, "count", more),
-    "list: oldest": attribute(lambda store: space_of(store).recency, "oldest", lambda _: NONE),
-    "list: newest": attribute(lambda store: store.state.cold, "newest", lambda _: NONE),
+    "list: count": attribute(lambda store: space_of(store).dram.recency, "count", more),
+    "list: oldest": attribute(lambda store: space_of(store).dram.recency, "oldest", lambda _: NONE),
+    "list: newest": attribute(cold_list, "newest", lambda _: NONE),
     "group: bytes": attribute(group_of, "pinned_bytes", more),
     "group: pins": attribute(group_of, "pins", lambda pins: {**pins, 0: 7}),
     "worker: waits": attribute(worker_of, "waits", more),

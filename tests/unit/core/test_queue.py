@@ -105,8 +105,10 @@ def test_a_chunk_that_two_jobs_need_counts_once_and_for_the_nearer_one() -> None
     )
     assert accepted.results == (ACCEPTED, ACCEPTED, DEFERRED)  # 3 and 1 more, then a fifth
     index = world.store.state.namespaces[namespace].index
-    rank = world.store.state.policy.rank
-    assert [rank[index[key]] for key in (*chain("a", 3), *chain("d", 1), *chain("b", 1))] == [0, 0, 0, 1, 2]
+    policy = world.store.state.policy
+    rows = [index[key] for key in (*chain("a", 3), *chain("d", 1), *chain("b", 1))]
+    assert [policy.rank[row] for row in rows] == [0, 1, 2, 3, 4]
+    assert [policy.job_end(row) for row in rows] == [2, 2, 2, 3, 4]
 
 
 def test_a_chunk_that_a_job_names_twice_counts_once() -> None:
@@ -381,11 +383,11 @@ def test_what_no_job_needs_any_more_goes_back_in_the_order_of_its_chain(batch_mi
     def order(rows: Any) -> list[bytes]:
         return [state.chunks.key[row] for row in rows]
 
-    assert order(state.chunks.walk(of.needed)) == [*chain("a", 3), *chain("b", 3)]
+    assert order(of.dram.ranked.smallest(10)) == [*reversed(chain("b", 3)), *reversed(chain("a", 3))]
     publish(world, worker, namespace)
     a, b, old, new = (list(reversed(chain(name, 3))) for name in ("a", "b", "old", "new"))
-    assert order(state.chunks.walk(of.recency)) == [*a, *old, *new, *b]
-    assert not state.policy.rank and not of.order
+    assert order(state.chunks.walk(of.dram.recency)) == [*a, *old, *new, *b]
+    assert not state.policy.rank and not of.dram.ranked.keys
 
 
 def test_a_job_that_names_nothing_is_rejected_and_forgotten() -> None:

@@ -88,8 +88,11 @@ class DiskFuzz(Fuzz):
         """Ask for some of what is on SSD alone."""
         worker, namespace = self.somebody()
         state = self.world.store.state
-        cold = [state.chunks.key[row] for row in state.chunks.walk(state.cold)
-                if state.chunks.namespace[row] == namespace]  # fmt: skip
+        cold = [
+            state.chunks.key[row]
+            for row in state.policy.victims(state.namespaces[namespace].ssd, 1_000)
+            if state.chunks.namespace[row] == namespace
+        ]
         if cold:
             keys = self.random.sample(cold, min(len(cold), self.random.randrange(1, 6)))
             self.world.acquire(worker, namespace, keys, wait_ms=100, prefix_only=self.random.random() < 0.3)
@@ -97,8 +100,11 @@ class DiskFuzz(Fuzz):
     def do_hint_cold(self) -> None:
         worker, namespace = self.somebody()
         state = self.world.store.state
-        cold = [state.chunks.key[row] for row in state.chunks.walk(state.cold)
-                if state.chunks.namespace[row] == namespace]  # fmt: skip
+        cold = [
+            state.chunks.key[row]
+            for row in state.policy.victims(state.namespaces[namespace].ssd, 1_000)
+            if state.chunks.namespace[row] == namespace
+        ]
         if cold:
             keys = tuple(self.random.sample(cold, min(len(cold), self.random.randrange(1, 6))))
             self.ask(ev.PublishQueue, worker, namespace, (ev.Hint(b"cold", 0, keys=keys),), snapshot=False)
@@ -170,7 +176,8 @@ class DiskFuzz(Fuzz):
         assert not (
             disk.writes or disk.reads or disk.durability.index or disk.probe or disk.slabs.creating
         ), disk
-        assert not (disk.demanded or disk.foreseen or disk.durability.waits or disk.slabs.retiring), disk
+        assert not (disk.demanded or disk.foreseen or disk.durability.waits), disk
+        assert disk.slabs.emptying is None and not disk.slabs.retiring, disk
         assert not (state.dirty_chunks or state.dirty_sessions or disk.durability.deleted_namespaces), disk
         queued = [row for row, flags in enumerate(state.chunks.flags) if flags & QUEUED]
         assert state.disk_full or not queued, (disk, queued)

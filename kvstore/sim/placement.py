@@ -1,0 +1,81 @@
+"""What leaves the SSD, and what is promoted again: held against a look at every chunk, whatever lists the core keeps.
+
+While no file is closed, a chunk that a queued job needs gives up its place on SSD for a new one only when no chunk
+that no job needs has a slot of the same size, in DRAM too or not, in a file that takes records (but for those that
+are being read).
+A file that gives its room to another slot size holds no more chunks that jobs need than any other that may.
+A promotion ahead of need that found no slot is not tried again before something happened that may give it one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+from kvstore.core.chunks import NONE, PROMOTING, STORED, STORING
+from kvstore.core.namespaces import Namespace
+from kvstore.core.pool import Phase, Segment
+from kvstore.core.store import Store
+from kvstore.types import Millis, NamespaceId, SlotState
+
+
+class Placement:
+    """Looks over the shoulder of one store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._no_slot: dict[NamespaceId, tuple[int, Millis]] = {}
+        slabs, segments = store.disk.slabs, store.segments
+        self._evict_needed, self._begin_to_empty = slabs._evict_needed, slabs._begin_to_empty
+        self._allocate = segments.allocate
+        slabs._evict_needed = self.evict_needed  # type: ignore[method-assign]
+        slabs._begin_to_empty = self.begin_to_empty  # type: ignore[method-assign]
+        segments.allocate = self.allocate  # type: ignore[method-assign]
+
+    def evict_needed(self, slot_bytes: int, closed: Container[int]) -> bool:
+        if not self._store.disk.slabs.closed:
+            spared = list(self._unneeded(slot_bytes, closed))
+            assert not spared, [self._store.state.chunks.describe(row) for row in spared[:3]]
+        return self._evict_needed(slot_bytes, closed)
+
+    def _unneeded(self, slot_bytes: int, closed: Container[int]) -> Iterator[int]:
+        state = self._store.state
+        chunks = state.chunks
+        for row in range(chunks.rows_ever):
+            start = chunks.shard0[row]
+            if start == NONE or row in state.policy.rank:
+                continue
+            if chunks.flags[row] & (STORED | STORING | PROMOTING) != STORED:
+                continue
+            for slab in chunks.disk_slab[start : start + state.namespace_of(row).shards]:
+                if state.disk.segments[slab].slot_bytes == slot_bytes and slab not in closed:
+                    yield row
+                    break
+
+    def begin_to_empty(self, slab: Segment) -> None:
+        files = [
+            other
+            for other in self._store.state.disk.segments
+            if other.phase is Phase.ASSIGNED
+            and not (other.counts[SlotState.RESERVED] or other.counts[SlotState.QUARANTINED])
+            and other.slot_bytes == slab.slot_bytes
+            and other.index not in self._store.disk.slabs.closed
+        ]
+        assert self._needed_in(slab) == min(map(self._needed_in, files)), slab
+        self._begin_to_empty(slab)
+
+    def _needed_in(self, slab: Segment) -> int:
+        rank = self._store.state.policy.rank
+        return sum(row in rank for row in slab.owner)
+
+    def allocate(
+        self, namespace: Namespace, slot_bytes: int, row: int, sooner_than: int = -1
+    ) -> tuple[Segment, int] | None:
+        state = self._store.state
+        ahead = sooner_than >= 0
+        if ahead:
+            room, until = self._no_slot.pop(namespace.id, (-1, 0))
+            assert room != state.room or state.now >= until, (namespace, room, until)
+        taken = self._allocate(namespace, slot_bytes, row, sooner_than)
+        if ahead and taken is None:
+            self._no_slot[namespace.id] = (state.room, self._store.segments.next_chance(namespace))
+        return taken
