@@ -1,0 +1,183 @@
+"""Starts `kvstored` by forking a process that has imported it all, once for many tests.
+
+A daemon that starts from nothing spends half a second of CPU time on imports, several hundred times in a test run. What
+runs after the imports is the same, and each daemon is a process of its own as ever. `start` imitates the few calls of
+subprocess.Popen that tests use.
+
+Each process of a test run starts one server. It sends {"start": ..., "environment": ...} together with the descriptors
+of standard output and standard error, and gets {"pid": ...} and a pidfd. Or it sends {"reap": pid}, of a process that has
+ended, and gets {"status": ...}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MESSAGE_BYTES_MAX = 1 << 17
+OWN = ("KVSTORED_", "NOTIFY_", "ATTNSTORE_", "PYTEST_", "PYTHONSAFEPATH")
+"""What these variables say is read by a daemon at its start, or by nobody: they may differ from the server's."""
+
+
+class Forked:
+    """A process that the server forked, as subprocess.Popen shows it."""
+
+    def __init__(self, server: Server, pid: int, pidfd: int, stdout: int, stderr: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdout = open(stdout, encoding="utf-8")  # noqa: SIM115 - whoever started it closes them, as with Popen
+        self.stderr = open(stderr, encoding="utf-8")  # noqa: SIM115
+        self._server = server
+        self._pidfd = pidfd
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        return self._wait(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if (status := self._wait(timeout)) is None:
+            raise subprocess.TimeoutExpired(f"kvstored, pid {self.pid}", timeout or 0)
+        return status
+
+    def _wait(self, timeout_s: float | None) -> int | None:
+        if self.returncode is None:
+            waiting = select.poll()
+            waiting.register(self._pidfd, select.POLLIN)
+            if waiting.poll(None if timeout_s is None else 1000 * timeout_s):
+                with self._lock:
+                    self._reap()
+        return self.returncode
+
+    def _reap(self) -> None:
+        if self.returncode is None:
+            self.returncode = self._server.ask({"reap": self.pid})[0]["status"]
+            os.close(self._pidfd)
+
+    def send_signal(self, number: int) -> None:
+        with self._lock:
+            if self.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Server:
+    def __init__(self) -> None:
+        self.environment = dict(os.environ)
+        self._lock = threading.Lock()
+        self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", __file__, str(its.fileno())],
+                stdin=subprocess.DEVNULL,
+                cwd="/",
+                pass_fds=(its.fileno(),),
+            )
+
+    def fits(self, environment: Mapping[str, str]) -> bool:
+        """Whether nothing in the environment would have changed the imports."""
+        mine, its = (
+            {name: value for name, value in each.items() if not name.startswith(OWN)}
+            for each in (self.environment, environment)
+        )
+        return mine == its
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Forked:
+        stdout, its_stdout = os.pipe()
+        stderr, its_stderr = os.pipe()
+        try:
+            request = {"start": list(arguments), "environment": dict(environment)}
+            reply, (pidfd,) = self.ask(request, its_stdout, its_stderr)
+        finally:
+            os.close(its_stdout)
+            os.close(its_stderr)
+        return Forked(self, reply["pid"], pidfd, stdout, stderr)
+
+    def ask(self, request: dict[str, Any], *fds: int) -> tuple[dict[str, Any], list[int]]:
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
+            data, received, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES_MAX, 1)
+        assert data, "the server that forks daemons has ended"
+        return json.loads(data), received
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+_server: Server | None = None
+
+
+def start(arguments: Sequence[str], environment: Mapping[str, str]) -> Forked | subprocess.Popen[str]:
+    """A daemon with pipes for its output; forked, unless the environment asks for other imports than ours did."""
+    global _server
+    if _server is None:
+        _server = Server()
+    if _server.fits(environment):
+        return _server.start(arguments, environment)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "kvstore", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd="/",
+        env=dict(environment),
+    )
+
+
+def close() -> None:
+    global _server
+    if _server is not None:
+        _server.close()
+        _server = None
+
+
+def serve(requests: socket.socket) -> list[str]:
+    """In each forked process: the arguments of the daemon that it is to be. In the server itself: never returns."""
+    while True:
+        data, fds, _, _ = socket.recv_fds(requests, MESSAGE_BYTES_MAX, 2)
+        if not data:
+            os._exit(0)
+        request = json.loads(data)
+        if "reap" in request:
+            _, status = os.waitpid(request["reap"], 0)
+            requests.send(json.dumps({"status": os.waitstatus_to_exitcode(status)}).encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(fds[0], 1)
+            os.dup2(fds[1], 2)
+            requests.detach()
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            os.environ.clear()
+            os.environ.update(request["environment"])
+            arguments: list[str] = request["start"]
+            return arguments
+        pidfd = os.pidfd_open(pid)
+        socket.send_fds(requests, [json.dumps({"pid": pid}).encode()], [pidfd])
+        for fd in (pidfd, *fds):
+            os.close(fd)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as the daemon itself does before it imports gRPC
+    import uvloop  # noqa: F401 - imported here, so that no daemon has to
+
+    import kvstore.server.daemon  # noqa: F401
+    from kvstore.__main__ import main
+
+    gc.freeze()
+    main(serve(socket.socket(fileno=int(sys.argv[1]))))
