@@ -5,8 +5,8 @@ runs after the imports is the same, and each daemon is a process of its own as e
 subprocess.Popen that tests use.
 
 Each process of a test run starts one server. It sends {"start": ..., "environment": ...} together with the descriptors
-of standard output and standard error, and gets {"pid": ...} and a pidfd. Or it sends {"reap": pid}, of a process that has
-ended, and gets {"status": ...}.
+of standard output and standard error, and gets {"pid": ...} and a pidfd. Or it sends {"reap": pid}, of a process
+that has ended, and gets {"status": ...}.
 """
 
 from __future__ import annotations
