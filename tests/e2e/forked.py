@@ -1,12 +1,12 @@
-"""Starts `kvstored` by forking a process that has imported it all, once for many tests.
+"""Starts `kvstored` and `kvctl` by forking a process that has imported them, once for many tests.
 
 A daemon that starts from nothing spends half a second of CPU time on imports, several hundred times in a test run. What
 runs after the imports is the same, and each daemon is a process of its own as ever. `start` imitates the few calls of
-subprocess.Popen that tests use.
+subprocess.Popen that tests use, `run` is like subprocess.run.
 
-Each process of a test run starts one server. It sends {"start": ..., "environment": ...} together with the descriptors
-of standard output and standard error, and gets {"pid": ...} and a pidfd. Or it sends {"reap": pid}, of a process
-that has ended, and gets {"status": ...}.
+Each process of a test run starts one server. It sends {"start": [program, argument, ...], "environment": ...} together
+with the descriptors of standard input, output and error, and gets {"pid": ...} and a pidfd. Or it sends {"reap": pid},
+of a process that has ended, and gets {"status": ...}.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 MESSAGE_BYTES_MAX = 1 << 17
 OWN = ("KVSTORED_", "NOTIFY_", "ATTNSTORE_", "PYTEST_", "PYTHONSAFEPATH")
@@ -32,11 +33,11 @@ OWN = ("KVSTORED_", "NOTIFY_", "ATTNSTORE_", "PYTEST_", "PYTHONSAFEPATH")
 class Forked:
     """A process that the server forked, as subprocess.Popen shows it."""
 
-    def __init__(self, server: Server, pid: int, pidfd: int, stdout: int, stderr: int) -> None:
+    def __init__(self, server: Server, pid: int, pidfd: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self.stdout = open(stdout, encoding="utf-8")  # noqa: SIM115 - whoever started it closes them, as with Popen
-        self.stderr = open(stderr, encoding="utf-8")  # noqa: SIM115
+        self.stdout: IO[str] | None = None
+        self.stderr: IO[str] | None = None
         self._server = server
         self._pidfd = pidfd
         self._lock = threading.Lock()
@@ -46,7 +47,7 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         if (status := self._wait(timeout)) is None:
-            raise subprocess.TimeoutExpired(f"kvstored, pid {self.pid}", timeout or 0)
+            raise subprocess.TimeoutExpired(f"the forked process {self.pid}", timeout or 0)
         return status
 
     def _wait(self, timeout_s: float | None) -> int | None:
@@ -94,16 +95,10 @@ class Server:
         )
         return mine == its
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Forked:
-        stdout, its_stdout = os.pipe()
-        stderr, its_stderr = os.pipe()
-        try:
-            request = {"start": list(arguments), "environment": dict(environment)}
-            reply, (pidfd,) = self.ask(request, its_stdout, its_stderr)
-        finally:
-            os.close(its_stdout)
-            os.close(its_stderr)
-        return Forked(self, reply["pid"], pidfd, stdout, stderr)
+    def start(self, command: Sequence[str], environment: Mapping[str, str], *fds: int) -> Forked:
+        """`fds`: standard input, output and error."""
+        reply, (pidfd,) = self.ask({"start": list(command), "environment": dict(environment)}, *fds)
+        return Forked(self, reply["pid"], pidfd)
 
     def ask(self, request: dict[str, Any], *fds: int) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
@@ -120,13 +115,28 @@ class Server:
 _server: Server | None = None
 
 
-def start(arguments: Sequence[str], environment: Mapping[str, str]) -> Forked | subprocess.Popen[str]:
-    """A daemon with pipes for its output; forked, unless the environment asks for other imports than ours did."""
+def server_for(environment: Mapping[str, str]) -> Server | None:
+    """None if the environment might change what is imported, or how."""
     global _server
     if _server is None:
         _server = Server()
-    if _server.fits(environment):
-        return _server.start(arguments, environment)
+    return _server if _server.fits(environment) else None
+
+
+def start(arguments: Sequence[str], environment: Mapping[str, str]) -> Forked | subprocess.Popen[str]:
+    """A daemon with pipes for its output."""
+    if server := server_for(environment):
+        stdout, its_stdout = os.pipe()
+        stderr, its_stderr = os.pipe()
+        with open(os.devnull, "rb") as nothing:
+            daemon = server.start(
+                ["kvstored", *arguments], environment, nothing.fileno(), its_stdout, its_stderr
+            )
+        os.close(its_stdout)
+        os.close(its_stderr)
+        # Whoever started it closes them, as with Popen
+        daemon.stdout, daemon.stderr = open(stdout, encoding="utf-8"), open(stderr, encoding="utf-8")  # noqa: SIM115
+        return daemon
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "kvstore", *arguments],
         stdin=subprocess.DEVNULL,
@@ -138,6 +148,41 @@ def start(arguments: Sequence[str], environment: Mapping[str, str]) -> Forked | 
     )
 
 
+def run(
+    arguments: Sequence[str], environment: Mapping[str, str], *, input: bytes = b"", timeout_s: float = 60
+) -> subprocess.CompletedProcess[bytes]:
+    """`kvctl`, from beginning to end."""
+    server = server_for(environment)
+    if server is None:
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "kvstore.cli.kvctl", *arguments],
+            input=input,
+            capture_output=True,
+            timeout=timeout_s,
+            cwd="/",
+            env=dict(environment),
+            check=False,
+        )
+    with (
+        tempfile.TemporaryFile() as stdin,
+        tempfile.TemporaryFile() as stdout,
+        tempfile.TemporaryFile() as stderr,
+    ):
+        stdin.write(input)
+        stdin.seek(0)
+        files = (stdin, stdout, stderr)
+        kvctl = server.start(["kvctl", *arguments], environment, *(file.fileno() for file in files))
+        try:
+            status = kvctl.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            kvctl.kill()
+            kvctl.wait()
+            raise
+        stdout.seek(0)
+        stderr.seek(0)
+        return subprocess.CompletedProcess(arguments, status, stdout.read(), stderr.read())
+
+
 def close() -> None:
     global _server
     if _server is not None:
@@ -146,9 +191,9 @@ def close() -> None:
 
 
 def serve(requests: socket.socket) -> list[str]:
-    """In each forked process: the arguments of the daemon that it is to be. In the server itself: never returns."""
+    """In each forked process: the program that it is to be, and its arguments. In the server itself: never returns."""
     while True:
-        data, fds, _, _ = socket.recv_fds(requests, MESSAGE_BYTES_MAX, 2)
+        data, fds, _, _ = socket.recv_fds(requests, MESSAGE_BYTES_MAX, 3)
         if not data:
             os._exit(0)
         request = json.loads(data)
@@ -158,14 +203,14 @@ def serve(requests: socket.socket) -> list[str]:
             continue
         pid = os.fork()
         if pid == 0:
-            os.dup2(fds[0], 1)
-            os.dup2(fds[1], 2)
+            for fd, its in enumerate(fds):
+                os.dup2(its, fd)
             requests.detach()
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))
             os.environ.clear()
             os.environ.update(request["environment"])
-            arguments: list[str] = request["start"]
-            return arguments
+            command: list[str] = request["start"]
+            return command
         pidfd = os.pidfd_open(pid)
         socket.send_fds(requests, [json.dumps({"pid": pid}).encode()], [pidfd])
         for fd in (pidfd, *fds):
@@ -177,7 +222,9 @@ if __name__ == "__main__":
     import uvloop  # noqa: F401 - imported here, so that no daemon has to
 
     import kvstore.server.daemon  # noqa: F401
-    from kvstore.__main__ import main
+    from kvstore import __main__ as kvstored
+    from kvstore.cli import kvctl
 
     gc.freeze()
-    main(serve(socket.socket(fileno=int(sys.argv[1]))))
+    name, *sys.argv[1:] = serve(socket.socket(fileno=int(sys.argv[1])))
+    {"kvstored": kvstored, "kvctl": kvctl}[name].main()
