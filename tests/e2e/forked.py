@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 MESSAGE_BYTES_MAX = 1 << 17
@@ -74,9 +75,22 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+def imported_with(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(OWN)}
+
+
+def inherited() -> tuple[object, ...]:
+    """What a process has from its parent, and tests change: limits, users, the umask."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return (
+        Path("/proc/self/limits").read_text(),
+        *(line for line in status if line.startswith(("Umask:", "Uid:", "Gid:"))),
+    )
+
+
 class Server:
     def __init__(self) -> None:
-        self.environment = dict(os.environ)
+        self._imported_with, self._inherited = imported_with(os.environ), inherited()
         self._lock = threading.Lock()
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its:
@@ -88,12 +102,8 @@ class Server:
             )
 
     def fits(self, environment: Mapping[str, str]) -> bool:
-        """Whether nothing in the environment would have changed the imports."""
-        mine, its = (
-            {name: value for name, value in each.items() if not name.startswith(OWN)}
-            for each in (self.environment, environment)
-        )
-        return mine == its
+        """Whether a fresh process would inherit what the server has, and its imports would be the same."""
+        return (imported_with(environment), inherited()) == (self._imported_with, self._inherited)
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], *fds: int) -> Forked:
         """`fds`: standard input, output and error."""
