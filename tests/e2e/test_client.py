@@ -56,7 +56,7 @@ TWO_RANKS = replace(SPEC, model="two ranks", groups=(GroupSpec("full", shard_byt
 LARGE = replace(SPEC, model="large", groups=(GroupSpec("full", shard_bytes=1 << 20),))
 
 
-@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["lane", "grpc"])
+@pytest.fixture(params=[True, False], ids=["lane", "grpc"])
 def fast_lane(request: pytest.FixtureRequest) -> bool:
     chosen: bool = request.param
     return chosen
