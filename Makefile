@@ -64,8 +64,9 @@ types-installed:
 tidy: venv
 	.venv/bin/pytest tests/test_tidy.py $(ARGS)
 
-# Tests share the cores: JOBS processes, each of which takes the others' tests over when it has none left
-JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
+# Tests share the cores: JOBS processes, each of which takes others' tests over when it has none left; one more than there
+# are cores, since some tests wait. Each takes a GB at most.
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 PYTEST := .venv/bin/pytest --dist worksteal --numprocesses
 
 test: venv  ## all tests but the long ones, some minutes (ARGS='-k name', JOBS=processes)
