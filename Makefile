@@ -64,7 +64,7 @@ types-installed:
 tidy: venv
 	.venv/bin/pytest tests/test_tidy.py $(ARGS)
 
-# Tests share the cores: JOBS processes, each of which takes others' tests over when it has none left; one more than there
+# Tests share the cores: JOBS processes, each of which takes tests of others when it has none left; one more than there
 # are cores, since some tests wait. Each takes a GB at most.
 JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 PYTEST := .venv/bin/pytest --dist worksteal --numprocesses
@@ -72,7 +72,7 @@ PYTEST := .venv/bin/pytest --dist worksteal --numprocesses
 test: venv  ## all tests but the long ones, some minutes (ARGS='-k name', JOBS=processes)
 	$(PYTEST) $(JOBS) -m 'not slow' $(ARGS)
 
-test-long: venv  ## the long tests: random runs, whole programs, processes that die (ARGS='-k name')
+test-long: venv  ## the tests that take longer: the demo, workers that die, a soak (ARGS='-k name')
 	$(PYTEST) $(JOBS) -m slow $(ARGS)
 
 .PHONY: crash soak
