@@ -21,3 +21,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Else extension modules find what they made still there when the process ends, and say so."""
+    gc.unfreeze()
