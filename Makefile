@@ -16,7 +16,7 @@ MAKE_VENV = $(1)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m ve
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo check lint types types-installed tidy test test-vllm vllm-installed bench-lmcache bench-vllm_lmcache sim proto wheel clean
+.PHONY: help venv demo check lint types types-installed tidy test test-long test-vllm vllm-installed bench-lmcache bench-vllm_lmcache sim proto wheel clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z%-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 16
@@ -64,8 +64,16 @@ types-installed:
 tidy: venv
 	.venv/bin/pytest tests/test_tidy.py $(ARGS)
 
-test: venv  ## the whole test suite (ARGS='-k name')
-	.venv/bin/pytest $(ARGS)
+# Tests share the cores: JOBS processes, each of which takes tests of others when it has none left; one more than there
+# are cores, since some tests wait. Each takes a GB at most.
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
+PYTEST := .venv/bin/pytest --dist worksteal --numprocesses
+
+test: venv  ## all tests but the long ones, some minutes (ARGS='-k name', JOBS=processes)
+	$(PYTEST) $(JOBS) -m 'not slow' $(ARGS)
+
+test-long: venv  ## the tests that take longer: the demo, workers that die, a soak (ARGS='-k name')
+	$(PYTEST) $(JOBS) -m slow $(ARGS)
 
 .PHONY: crash soak
 crash: venv  ## kill -9 of a daemon, ROUNDS times: is what was promised there, and nothing else? (ARGS='--seed 1')

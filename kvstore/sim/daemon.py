@@ -46,5 +46,10 @@ def disk_of(environment: dict[str, str]) -> Disk:
     return FaultyDisk(disk, control) if control else disk
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Never returns."""
     main(disk=disk_of(dict(os.environ)), at_end=check_integrity)
+
+
+if __name__ == "__main__":
+    run()

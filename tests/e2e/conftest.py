@@ -8,8 +8,6 @@ import queue
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +21,8 @@ from kvstore import wire
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.memory import receive_packet
 from kvstore.v1 import descriptor_pb2, stats_pb2, stats_pb2_grpc, store_pb2, store_pb2_grpc
+
+from . import forked
 
 BOUND_S = 20.0
 """Every wait in these tests ends by then; it is a failure, never a measurement."""
@@ -47,15 +47,7 @@ class Daemon:
         self.text: list[str] = []
         """Lines on stderr that are no JSON."""
         self._changed = threading.Condition()
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvstore.sim.daemon", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd="/",
-            env=environment,
-        )
+        self.process = forked.start(arguments, environment)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -124,6 +116,12 @@ class Daemon:
         return next(
             int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:")
         )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_server_is_left() -> Iterator[None]:
+    yield
+    forked.close()
 
 
 @pytest.fixture

@@ -83,10 +83,11 @@ def test_a_daemon_that_stops_or_dies_changes_no_token(model: LlamaForCausalLM, d
         engine.close()
 
 
+@pytest.mark.timeout(360)  # of a machine that does much else: the example imports torch
 def test_the_example_runs(daemon: Daemon) -> None:
     example = Path(__file__).parents[2] / "examples" / "batching.py"
     command = [sys.executable, "-P", str(example), "--random", "--run-dir", str(daemon.run_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     last = done.stdout.splitlines()[-1]
     assert re.match(
         r"\d+ tokens computed, \d{4} shared, 0 loaded from the store; at most \d+ MiB of KV", last

@@ -56,7 +56,7 @@ TWO_RANKS = replace(SPEC, model="two ranks", groups=(GroupSpec("full", shard_byt
 LARGE = replace(SPEC, model="large", groups=(GroupSpec("full", shard_bytes=1 << 20),))
 
 
-@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["lane", "grpc"])
+@pytest.fixture(params=[True, False], ids=["lane", "grpc"])
 def fast_lane(request: pytest.FixtureRequest) -> bool:
     chosen: bool = request.param
     return chosen
@@ -514,7 +514,7 @@ def test_commits_under_way_together(space: Namespace) -> None:
 def test_a_lease_outlives_its_time_while_it_is_open(client: Client, space: Namespace) -> None:
     keys = keys_of(space, 2)
     save(space, keys)
-    with space.read(keys, ttl_ms=300) as lease:
+    with space.read(keys, ttl_ms=1_000) as lease:  # a busy machine renews it late, not a second too late
         granted_until = lease.expires_at
         eventually(lambda: time.monotonic() > granted_until + 0.3)
         assert whole(lease, 0)

@@ -103,7 +103,6 @@ class Hostile:
                 del self.reservations[:-4]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("protection", ["sealed", "group"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_hostile_requests(start_daemon, connect, seed, protection):

@@ -15,6 +15,7 @@ from kvstore.layout import GroupSpec
 from kvstore.v1 import bytes_pb2, descriptor_pb2, stats_pb2, store_pb2, types_pb2
 
 from .ssd_tools import eventually
+from .test_daemon_start_stop import free_port
 
 SHARD = 256 << 10
 
@@ -451,9 +452,7 @@ def test_settled_is_pushed(daemon, worker, connect, namespace, spec):
 
 @pytest.fixture(params=["sealed"])
 def tcp(start_daemon, request):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     daemon = start_daemon(tcp_address=f"127.0.0.1:{port}", protection=request.param)
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield daemon, channel

@@ -1,5 +1,7 @@
 """Starting, refusing to start, and stopping."""
 
+import contextlib
+import itertools
 import json
 import os
 import signal
@@ -23,10 +25,17 @@ from .ssd_tools import SMALL_SSD, SPEC, client_of, eventually, keys_of, save
 SERVICES = ("", "kvstore.v1.Store", "kvstore.v1.Stats", "kvstore.v1.Bytes")
 
 
+_ports = itertools.count(20_000 + os.getpid() % 100 * 100)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One that stays free until it is used: the kernel gives out none below 32,768 by itself, and other processes of a
+    test run begin to count elsewhere."""
+    for port in _ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("there is always another one")
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from kvstore.core.events import SessionEntry
 from kvstore.core.requests.sessions import LISTED_MAX
 from kvstore.v1 import store_pb2
 
+from . import forked
+
 SHARD = 256 << 10
 
 
@@ -24,19 +26,8 @@ def kvctl(run_dir):
     """kvctl(*arguments, stdin=b"", status=0) -> what it wrote to standard output."""
 
     def run(*arguments: str, stdin: bytes = b"", status: int = 0, environment=None) -> bytes:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "kvstore.cli.kvctl", *arguments],
-            input=stdin,
-            capture_output=True,
-            timeout=60,
-            cwd="/",
-            env={
-                **os.environ,
-                "PYTHONSAFEPATH": "1",
-                "KVSTORED_RUN_DIR": str(run_dir),
-                **(environment or {}),
-            },
-        )
+        given = {"PYTHONSAFEPATH": "1", "KVSTORED_RUN_DIR": str(run_dir), **(environment or {})}
+        done = forked.run(arguments, os.environ | given, input=stdin)
         assert done.returncode == status, (done.stdout, done.stderr)
         run.stderr = done.stderr.decode()
         return done.stdout

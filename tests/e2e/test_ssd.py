@@ -84,7 +84,7 @@ def logged(daemon: Any, message: str) -> list[dict[str, Any]]:
 def test_a_hung_read_is_a_miss_in_time_and_dram_goes_on(
     start: Callable[..., Any], open_space: Callable[..., Namespace], weather: Weather
 ) -> None:
-    daemon = start(ssd_deadline_ms=300)
+    daemon = start(ssd_deadline_ms=1_000)
     space = open_space(daemon)
     client = space.client
     cold, warm = keys_of(space, 4, 1), keys_of(space, 8, 2)
@@ -130,7 +130,7 @@ def test_saves_go_on_in_dram_and_are_stored_when_the_disk_is_well_again(
     fault: dict[str, Any],
     state: str,
 ) -> None:
-    daemon = start(ssd_deadline_ms=300)
+    daemon = start(ssd_deadline_ms=1_000)
     space = open_space(daemon)
     client = space.client
     before, after = keys_of(space, 8, 1), keys_of(space, 8, 2)
@@ -188,7 +188,7 @@ def test_durable_in_time_or_told_so(
     start: Callable[..., Any], open_space: Callable[..., Namespace], weather: Weather
 ) -> None:
     """The index hangs, and is not given up yet: the commit's own time is over first. It is no lost commit."""
-    space = open_space(start(ssd_deadline_ms=300, durable_within_ms=200))
+    space = open_space(start(ssd_deadline_ms=1_200, durable_within_ms=800))
     client = space.client
     save(space, keys_of(space, 1, 1), wait=Wait.DURABLE)
     weather.set([{"calls": ["index_commit"], "do": "hang"}])

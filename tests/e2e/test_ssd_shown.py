@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 from kvstore.client import Hint, SessionEntry
 from kvstore.types import Reason
 
+from . import forked
 from .ssd_tools import (
     CHUNK,
     SMALL_SSD,
@@ -36,16 +35,9 @@ TURN = 8
 
 
 def kvctl(run_dir: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "kvstore.cli.kvctl", "--run-dir", str(run_dir), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
-        check=False,
-    )
+    done = forked.run(["--run-dir", str(run_dir), *arguments], os.environ | {"PYTHONSAFEPATH": "1"})
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.decode()
 
 
 def metrics(port: int) -> dict[str, float]:

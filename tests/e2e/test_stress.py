@@ -52,6 +52,7 @@ def test_five_crashes() -> None:
     assert result["totals"]["had to be there"] > 0 and result["totals"]["acknowledged as durable"] > 0
 
 
+@pytest.mark.slow
 def test_a_disk_that_lies_about_its_syncs_is_found_out() -> None:
     status, result = run("crash.py", "--rounds", "3", "--canary")
     assert status == 1
@@ -59,6 +60,7 @@ def test_a_disk_that_lies_about_its_syncs_is_found_out() -> None:
     assert not goals(result)["wrong bytes, lost or resurrected chunks"]
 
 
+@pytest.mark.slow
 def test_a_planted_leak_is_not_judged_flat() -> None:
     """Connections that nobody closes: the daemon's descriptors rise, and not much else does."""
     status, result = run("soak.py", "--minutes", "0.3", "--ghosts", "1000", "--leak")

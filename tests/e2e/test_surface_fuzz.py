@@ -128,7 +128,6 @@ WANTED = {"Match", "Acquire", "GetStats", "Get", "Attach", "ListSessions"}
 """Methods that must have been called with something that they could answer."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("protection", ["sealed", "group"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_method_with_strange_messages(

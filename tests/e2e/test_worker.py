@@ -28,7 +28,9 @@ BOUND_S = 60.0
 """Every wait ends by then (a worker imports torch first); it is a failure, never a measurement."""
 GONE_S = 2.0
 """So soon nothing of a killed worker is left: that is promised."""
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(6 * BOUND_S)]
+pytestmark = pytest.mark.timeout(6 * BOUND_S)
+slow = pytest.mark.slow
+"""Nearly all of these are: each starts several processes that import torch."""
 NEW = 12
 """Tokens of an answer."""
 
@@ -239,6 +241,7 @@ def test_a_restarted_worker_has_lost_nothing(
         prompt = [*prompt, *result["tokens"], *text(30, seed=number)]
 
 
+@slow
 def test_what_cannot_be_served_is_said_and_ends_no_worker(
     daemon: Any, start_worker: Callable[..., WorkerProcess], recomputed: Callable[..., list[int]]
 ) -> None:
@@ -254,6 +257,7 @@ def test_what_cannot_be_served_is_said_and_ends_no_worker(
     assert worker.turn(text(70))["tokens"] == recomputed(text(70))
 
 
+@slow
 @pytest.mark.parametrize("forked", [False, True], ids=["alone", "with a forked child"])
 @pytest.mark.parametrize("place", ["load:2", "copy:3"])
 def test_a_worker_killed_in_mid_load_pins_nothing(
@@ -282,6 +286,7 @@ def test_a_worker_killed_in_mid_load_pins_nothing(
     assert result["reused_tokens"] == len(prompt) - 21
 
 
+@slow
 @pytest.mark.parametrize("forked", [False, True], ids=["alone", "with a forked child"])
 def test_a_worker_killed_in_mid_save_reserves_nothing(
     forked: bool,
@@ -310,6 +315,7 @@ def test_a_worker_killed_in_mid_save_reserves_nothing(
     assert again["reused_tokens"] == len(prompt) - 2
 
 
+@slow
 @pytest.mark.parametrize("place", ["load:2", "copy:10"])
 def test_a_worker_stopped_past_its_lease_computes_what_was_taken_from_it(
     place: str, start_daemon: Callable[..., Any], start_worker: Callable[..., WorkerProcess], request: Any
@@ -363,6 +369,7 @@ def space_here(client_here: Client, folder: Path, model: LlamaForCausalLM) -> Na
     return client_here.open(namespace_of(model, Geometry.of(model), weights=[folder / "model.safetensors"]))
 
 
+@slow
 def test_a_daemon_killed_and_restarted_is_not_missed(
     start_daemon: Callable[..., Any],
     start_worker: Callable[..., WorkerProcess],
@@ -387,7 +394,9 @@ def test_a_daemon_killed_and_restarted_is_not_missed(
     eventually(lambda: turn()["reused_tokens"] > 0)
 
 
-@pytest.mark.parametrize("place", ["load:2", "copy:3", "save:1"])
+@pytest.mark.parametrize(
+    "place", ["load:2", pytest.param("copy:3", marks=slow), pytest.param("save:1", marks=slow)]
+)
 def test_a_daemon_killed_in_mid_turn_is_not_missed(
     place: str,
     daemon: Any,
@@ -407,6 +416,7 @@ def test_a_daemon_killed_in_mid_turn_is_not_missed(
     assert worker.turn(prompt)["tokens"] == recomputed(prompt)
 
 
+@slow
 def test_a_worker_started_before_its_daemon_finds_it(
     start_daemon: Callable[..., Any],
     start_worker: Callable[..., WorkerProcess],
@@ -425,6 +435,7 @@ def test_a_worker_started_before_its_daemon_finds_it(
     eventually(reused)
 
 
+@slow
 def test_workers_take_turns_at_one_session(
     daemon: Any, start_worker: Callable[..., WorkerProcess], recomputed: Callable[..., list[int]]
 ) -> None:
@@ -437,6 +448,7 @@ def test_workers_take_turns_at_one_session(
         prompt = [*prompt, *result["tokens"], 1, 2, 3]
 
 
+@slow
 @pytest.mark.parametrize("protection", ["sealed", "group"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_logits_are_bit_equal_to_those_of_an_engine_that_kept_its_kv(

@@ -335,7 +335,7 @@ async def test_a_message_that_is_not_sent_to_its_end_ends_the_lane(rigs: Callabl
 
 async def test_an_idle_lane_lives_on(rigs: Callable[..., Rig]) -> None:
     """The deadline is for a message that has begun, and begins anew with the next one."""
-    rig = rigs(peer_timeout_s=0.05)
+    rig = rigs(peer_timeout_s=0.5)
     frame = framed(store_pb2.AttachRequest(heartbeat=beat(1)))
     rig.peer.sendall(frame[:3])
     await settle()

@@ -12,7 +12,6 @@ A run that fails prints its seed. `python -m tests.unit.core.test_world_disk FIR
 from __future__ import annotations
 
 import os
-import random
 import sys
 import time
 import traceback
@@ -26,11 +25,11 @@ from kvstore.core.chunks import QUEUED
 from kvstore.sim.disk import DISK_OPS, DiskWorld
 from kvstore.types import DiskPlace, DiskResult, DiskState, NamespaceId, Protection, Wait, WorkerId
 
-from .test_fuzz import Fuzz
+from .test_fuzz import Fuzz, drawn
 
 STEPS = 500
 EVERY_SEED = os.environ.get("KVSTORE_DISK_SEED")
-SEEDS = [int(EVERY_SEED)] if EVERY_SEED else [random.SystemRandom().randrange(1 << 32) for _ in range(3)]
+SEEDS = [int(EVERY_SEED)] if EVERY_SEED else ["fresh-1", "fresh-2", "fresh-3"]
 HELD = (ev.RewriteSlots, ev.CopyIn, ev.FillSlots, ev.Checksum, ev.MoveSlots, ev.CreateSegment, *DISK_OPS)
 BAD = (DiskResult.IO_ERROR, DiskResult.NO_SPACE, DiskResult.CORRUPT)
 
@@ -236,7 +235,8 @@ def run(seed: int, protection: Protection, steps: int = STEPS) -> DiskFuzz:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("protection", list(Protection))
-def test_random_schedules_over_all_tiers(seed: int, protection: Protection) -> None:
+def test_random_schedules_over_all_tiers(seed: int | str, protection: Protection) -> None:
+    seed = drawn(seed)
     print(f"KVSTORE_DISK_SEED={seed} .venv/bin/pytest tests/unit/core/test_world_disk.py")
     run(seed, protection)
 
