@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE
+from kvstore.core.index_room import IndexRoom
 from kvstore.core.integrity import FULL_EVERY, Watch
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
@@ -62,7 +63,8 @@ class Store:
         self.saves = Saves(self.state, self.segments)
         self.disk = Disk(self.state, self.segments)
         self.queue = Queue(self.state, lambda row: self.disk.promote(row, demanded=False))
-        self.sessions = Sessions(self.state)
+        self.sessions = Sessions(self.state, self.disk.durability)
+        self.index_room = IndexRoom(self.state, self.disk.durability, self.sessions)
         self.duplicates = Duplicates(self.state, self.reads)
         self.rewrites = Rewrites(self.state, self.disk.durability)
         self.recalls = Recalls(self.state, self.disk.durability)
@@ -139,9 +141,11 @@ class Store:
             fact(event)
         else:
             self._request(event)
+        self.index_room.pump()
         self.disk.pump()
         self.scrub.pump()
         self.recalls.pump()
+        self.disk.durability.tell_gone()
         return state.take_effects()
 
     def has_ahead(self) -> bool:
@@ -385,7 +389,7 @@ class Store:
         elif event.op in self.rewrites.ops:
             self.rewrites.rewritten_ssd(event.op, event.results)
         else:
-            self.disk.ended(event.op, event.results, event.why, event.whys, event.slabs)
+            self.disk.ended(event.op, event.results, event.why, event.whys, event.slabs, event.usage)
 
     def _idle(self) -> None:
         self.segments.evict_ahead()
