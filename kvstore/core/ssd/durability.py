@@ -215,6 +215,7 @@ class Durability:
             going
             or cut
             or before_writing
+            or self.full_rounds
             or self.waits
             or self.hurry
             or self.gone_waits
