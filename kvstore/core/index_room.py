@@ -36,7 +36,7 @@ ROW_BYTES = 64
 """Of a row beside its key, its shards and its entries, about."""
 SHARD_BYTES = 24
 ENTRY_BYTES = 40
-NEARLY_FULL = 0.9
+NEARLY_FULL = 0.8
 """Of what may be in use: worth telling an operator."""
 REMEDY = "raise ssd_index_bytes; or lower session_ttl_ms, so that sessions end sooner"
 

@@ -44,6 +44,8 @@ not be emptied. What counts are pages in use, not the length of the file."""
 PIECE_SHARE = 8
 """One transaction that writes changes one part in so many of the pages kept for deletions, about."""
 PIECE_ROWS_MIN = 16
+SESSION_ENTRY_BYTES = 48
+"""Of a session's rows, about."""
 SPARSE_SHARE = 4
 """An index that uses at most one part in so many is mostly empty."""
 META_PAGES = 3
@@ -185,13 +187,30 @@ class Index:
         return outcome
 
     def _write_piece(self, piece: WriteIndex) -> Outcome:
-        return self._transact(lambda to, txn: _write(to, txn, piece), grows=True)
+        def work(to: _Open, txn: Transaction) -> None:
+            _write(to, txn, piece)
+
+        outcome = self._transact(work, grows=True)
+        if self.usage.full and self.usage.used * 2 < self.usage.bytes_max and self._recycle():
+            outcome = self._transact(work, grows=True)
+        return outcome
+
+    def _recycle(self) -> bool:
+        """Pages that the last transactions gave back can be used by the next but one: let two pass."""
+        recycled = all(self.probe()[0] == DiskResult.OK for _ in range(2))
+        self.usage = replace(self.usage, full=False)
+        return recycled
 
     def _delete_batch(self, batch: WriteIndex) -> Outcome:
         outcome = self._transact(lambda to, txn: _delete(to, txn, batch))
         # In an index that is full, deletions all over it need more pages than are left: fewer at a time then, because
         # the pages that one transaction gives back are there for the next but one.
-        if outcome[0] == DiskResult.NO_SPACE and len(batch.chunks_deleted) + len(batch.sessions_deleted) > 1:
+        if not self.usage.full:
+            return outcome
+        if len(batch.chunks_deleted) + len(batch.sessions_deleted) <= 1:
+            return self._transact(lambda to, txn: _delete(to, txn, batch)) if self._recycle() else outcome
+        self.usage = replace(self.usage, full=False)
+        if outcome[0] == DiskResult.NO_SPACE:
             for half in _halves(batch):
                 outcome = self._delete_batch(half)
                 if outcome[0] != DiskResult.OK:
@@ -211,7 +230,7 @@ class Index:
             yield WriteIndex(batch.op, (), chunks=batch.chunks[start : start + rows_max])
         start, pages = 0, 0
         for end, session in enumerate(batch.sessions, 1):
-            pages += 2 + len(session.entries) // format.SESSION_PAGE_ENTRIES
+            pages += 2 + len(session.entries) * SESSION_ENTRY_BYTES // self._page_bytes
             if pages >= rows_max or end == len(batch.sessions):
                 yield WriteIndex(batch.op, (), sessions=batch.sessions[start:end])
                 start, pages = end, 0

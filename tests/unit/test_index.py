@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -298,6 +299,70 @@ def test_a_full_index_says_so_stays_whole_and_can_be_emptied(it: Fixture) -> Non
     assert it.write(sessions=(session(b"s", 5_000),)) == OK
     assert it.index.used_bytes <= MIB
     assert it.again(bytes_max=MIB).sessions([3]) == [session(b"s", 5_000)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_deletions_always_find_room_however_often_the_index_was_full(it: Fixture, seed: int) -> None:
+    """What counts are pages in use: those that wait to be used again are spread over the whole file by then."""
+    chance = random.Random(seed)
+    it.path += "-small"
+    it.again(bytes_max=MIB)
+    it.set_up()
+    held: list[tuple[str, bytes]] = []
+    fullest = 0
+    for number in range(12):
+        while True:
+            keys = [chance.randbytes(32) for _ in range(chance.choice((1, 50, 500)))]
+            names = [
+                b"x" * chance.choice((5, 200)) + keys[0] + b"%d" % n for n in range(chance.choice((0, 40)))
+            ]
+            entries = chance.choice((1, 1, 30, 400))
+            records = tuple(dataclasses.replace(chunk("k", 0, 1), key=ChunkKey(key)) for key in keys)
+            sessions = tuple(session(name, entries) for name in names)
+            held += [("chunks", key) for key in keys] + [("sessions", name) for name in names]
+            result, _ = it.write(chunks=records, sessions=sessions)
+            if result != DiskResult.OK:
+                break
+        assert (result, it.index.usage.full) == (DiskResult.NO_SPACE, True)
+        usage = it.index.usage
+        assert usage.used <= usage.bytes_max < MIB
+        fullest = max(fullest, usage.used)
+        assert usage.used == usage.chunks + usage.sessions + usage.other
+        chance.shuffle(held)
+        left = 0 if number == 11 else int(len(held) * chance.choice((0.0, 0.5, 0.9, 0.99)))
+        while len(held) > left:
+            size = chance.choice((20, 300, 4096))
+            several, held = held[:size], held[size:]
+            outcome = it.write(
+                chunks_deleted=tuple((3, ChunkKey(key)) for kind, key in several if kind == "chunks"),
+                sessions_deleted=tuple((3, name) for kind, name in several if kind == "sessions"),
+            )
+            assert outcome == OK
+            assert not it.index.usage.full
+    assert fullest > it.index.usage.bytes_max * 3 // 4
+    assert rows(it) == 0 and not it.index.sessions([3])
+    assert it.index.usage.chunks == it.index.usage.sessions == 0
+
+
+def test_a_slab_file_finds_room_for_its_row_in_a_full_index(it: Fixture) -> None:
+    it.path += "-small"
+    it.again(bytes_max=MIB)
+    it.set_up()
+    for number in range(100_000):
+        if it.write(sessions=(session(b"%d" % number, 200),))[0] != DiskResult.OK:
+            break
+    assert it.index.usage.full
+    assert it.index.add_slab(SlabId(7), 4096, 10) == OK
+
+
+def test_what_is_to_go_goes_though_what_is_to_be_written_finds_no_room(it: Fixture) -> None:
+    it.path += "-small"
+    it.again(bytes_max=MIB)
+    it.set_up()
+    assert it.write(chunks=(chunk("a", 0, 1),)) == OK
+    gone = ((3, ChunkKey(b"a")),)
+    assert it.write(chunks_deleted=gone, sessions=(session(b"s", 50_000),))[0] == DiskResult.NO_SPACE
+    assert it.chunks() == []
 
 
 @pytest.mark.parametrize(("chunks", "sessions"), [(2, 0), (0, 2), (1, 1), (5, 0), (0, 5), (4, 7)])

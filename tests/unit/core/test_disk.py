@@ -284,6 +284,9 @@ def test_a_transaction_makes_nothing_durable_that_was_saved_anew_meanwhile() -> 
     assert world.where(namespace, chain("k", 1)) == ["dram+ssd"]
     world.finish(first)
     assert world.durable_answer(worker, again) is None
+    assert world.of(ev.WriteIndex)[0].chunks_deleted
+    world.finish()
+    assert world.durable_answer(worker, again) is None
     world.finish()
     assert isinstance(world.durable_answer(worker, again), ev.Committed)
 
