@@ -315,7 +315,8 @@ class Check:
             remedy = f"not fixed: the next start of the daemon lets the oldest give way; or {ROOM_REMEDY}"
             self._problem(Problem("index", "room", what, remedy, fixable=False))
         elif used.used > NEARLY_FULL * used.bytes_max:
-            self._note(f"the index is nearly full, {describe_usage(used)}: {ROOM_REMEDY}")
+            self.found.notes_count += 1  # and before all others, of which some may not be listed
+            self.found.notes.insert(0, f"the index is nearly full, {describe_usage(used)}: {ROOM_REMEDY}")
 
     def _check_count(self, name: str, count: int, least: int) -> None:
         """These rows have no seal; others tell how many there must have been."""

@@ -15,6 +15,7 @@ from kvstore.core.events import ChunkRecord, NamespaceRecord, SessionEntry, Sess
 from kvstore.errors import ConfigError
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.tiers import format, index
+from kvstore.tiers.check import Check, Findings
 from kvstore.tiers.disk_port import FaultyDisk, RealDisk
 from kvstore.tiers.index import Index, SlabRow
 from kvstore.types import ChunkKey, DiskPlace, DiskResult, OpId, SlabId
@@ -342,6 +343,50 @@ def test_deletions_always_find_room_however_often_the_index_was_full(it: Fixture
     assert fullest > it.index.usage.bytes_max * 3 // 4
     assert rows(it) == 0 and not it.index.sessions([3])
     assert it.index.usage.chunks == it.index.usage.sessions == 0
+
+
+def test_a_check_tells_of_an_index_that_is_nearly_full_or_was_filled_by_an_older_daemon(
+    it: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it.again(bytes_max=4 * MIB)
+    assert it.write(namespaces=(NAMESPACE,)) == OK
+    assert "nearly full" not in "".join(checked(it).notes)
+    it.again(bytes_max=4 * MIB)
+    fill_with_sessions(it, 0)
+    found = checked(it)
+    assert found.clean and "nearly full" in found.notes[0] and "ssd_index_bytes" in found.notes[0]
+    assert f"sessions {found_bytes(it, 'sessions') / MIB:,.1f}" in found.notes[0]
+    monkeypatch.setattr("kvstore.tiers.index.RESERVE_SHARE", 1_000)  # as if nothing were kept for deletions
+    it.again(bytes_max=4 * MIB)
+    fill_with_sessions(it, 100_000)
+    monkeypatch.undo()
+    found = checked(it)
+    assert [(problem.kind, problem.where, problem.fixable) for problem in found.problems] == [
+        ("index", "room", False)
+    ]
+    assert "ssd_index_bytes" in found.problems[0].remedy
+
+
+def found_bytes(it: Fixture, kind: str) -> int:
+    return int(getattr(it.index.usage, kind))
+
+
+def fill_with_sessions(it: Fixture, start: int) -> None:
+    number = start
+    while it.write(sessions=tuple(session(b"%d" % n, 200) for n in range(number, number + 20)))[0] == 0:
+        number += 20
+    while it.write(sessions=(session(b"%d" % number, 10),))[0] == 0:
+        number += 1
+
+
+def checked(it: Fixture) -> Findings:
+    """By a check, while nobody has it open."""
+    it.index.close()
+    check = Check(str(Path(it.path).parent), RealDisk())
+    try:
+        return check.run()
+    finally:
+        check.close()
 
 
 def test_a_slab_file_finds_room_for_its_row_in_a_full_index(it: Fixture) -> None:

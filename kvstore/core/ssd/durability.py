@@ -479,6 +479,8 @@ class Durability:
 
     def tell_gone(self) -> None:
         """After every step: who waits for what is to go."""
+        if not self.gone_waits:
+            return
         left: list[GoneWait] = []
         for wait in self.gone_waits:
             if self.is_gone(wait.since):
