@@ -162,6 +162,8 @@ class Done:
     """The request was carried out; `count` of whatever it was about."""
 
     count: int = 0
+    not_durable: str = ""
+    """Of a Forget: why a restart now could bring back what was forgotten; empty: it cannot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,9 @@ ONE_SEGMENT = "in one segment: it serves one model at a time, and what another s
 MORE_SEGMENTS = "raise dram_bytes, or lower segment_bytes: more segments than models"
 SSD_INDEX_BYTES_MIN = 16 << 20
 SSD_INDEX_SHARE = 32
+MAKERS_MAX = 65_536
+INDEX_BYTES_PER_MAKERS = 2_048
+"""So many bytes of the index for each digest of several makers that it may have, each of which takes some 100."""
 SSD_OVERHEAD_BYTES = 1 << 20
 """Of ssd_bytes: for the lock, the probe, LMDB's lock file and the directories."""
 
@@ -79,8 +82,9 @@ class StoreConfig:
     """Share of the arena that chunks fetched ahead for queued jobs may fill."""
     hint_ttl_ms: int = 60_000
     """Time to live of hints unless the scheduler asks for less; it publishes again before that."""
-    session_ttl_ms: int = 0
-    """A session ends this long after its last use; 0: never."""
+    session_ttl_ms: int = 7 * 24 * 3_600_000
+    """A session ends this long after its last use (7 days), with its chunks that nobody used for as long; 0: never.
+    Sessions take room in the index of the SSD tier; when that is full, the oldest give way before their time."""
 
     lease_ttl_ms: int = 10_000
     """Time to live of a lease unless the caller asks for less; renewed by the client."""
@@ -250,6 +254,9 @@ class StoreConfig:
             prefetch_share_max=self.prefetch_share_max,
             hint_ttl_ms=self.hint_ttl_ms,
             session_ttl_ms=self.session_ttl_ms,
+            makers_max=min(MAKERS_MAX, self.ssd_index_max // INDEX_BYTES_PER_MAKERS)
+            if self.ssd_dir
+            else MAKERS_MAX,
             disk_slab_bytes=self.ssd_slab_bytes,
             disk_slabs_max=self.ssd_slabs_max if self.ssd_dir else 0,
             disk_header_bytes=PAGE_BYTES if self.ssd_direct_io else RECORD_HEADER_BYTES,

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from kvstore.cli.objects import NO_ROOM, granted
 from kvstore.cli.tables import peer_text
 from kvstore.client import Client, Namespace, ReadLease, SessionEntry, connect
 from kvstore.config import DESCRIPTOR_SOCKET, LOCK_FILE, MORE_SEGMENTS, ONE_SEGMENT
+from kvstore.core.events import IndexUsage
+from kvstore.core.ssd.index_room import NEARLY_FULL, REMEDY, describe
 from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.types import ChunkKey, GrantResult, Outcome
@@ -33,6 +35,8 @@ SHARD_BYTES = 256 << 10
 CHUNK_TOKENS = 16
 ROUND_TRIPS = 50
 VLLM_DOCTOR = "kvstore.gpu_worker.connectors.vllm.doctor"
+FORGETTING_LATE_MS = 60_000
+"""What was dropped leaves the index within seconds."""
 ENGINE_S = 300.0
 """An engine's libraries take long to load on a busy machine."""
 
@@ -270,7 +274,7 @@ class Patient:
                 )
         return f"free + reserved + ready + quarantined = capacity in {len(pools)} pools"
 
-    def check_ssd(self) -> str:
+    def check_ssd(self) -> str | tuple[str, str]:
         """Last: what is in DRAM serves without it."""
         ssd = self.client.stats().ssd
         if ssd.state == "absent":
@@ -280,7 +284,18 @@ class Patient:
                 f"{ssd.state.replace('_', ' ')}: {peer_text(ssd.why)}; what is saved is in DRAM alone",
                 "see to the disk of ssd_dir (room, health); the daemon tries again by itself",
             )
-        return f"ok, {ssd.slab_bytes >> 20} of {ssd.bytes >> 20} MiB are in slab files"
+        found = f"ok, {ssd.slab_bytes >> 20} of {ssd.bytes >> 20} MiB are in slab files"
+        usage = IndexUsage(ssd.index_max_bytes, ssd.index_chunks_bytes, ssd.index_sessions_bytes)
+        usage = replace(usage, other=max(0, ssd.index_used_bytes - usage.used))
+        if ssd.to_forget and ssd.oldest_not_durable_ms > FORGETTING_LATE_MS:
+            raise Failed(
+                f"{found}, but {ssd.to_forget:,} records are still to go from the index: a restart now could bring back"
+                " what was forgotten",
+                "wait before a restart; see the daemon's log, and the disk of ssd_dir",
+            )
+        if usage.bytes_max and usage.used > NEARLY_FULL * usage.bytes_max:
+            return f"{found}; the index is nearly full, {describe(usage)}: the oldest give way", REMEDY
+        return found
 
     def clean_up(self) -> None:
         """Whatever a check left behind; what cannot be dropped now is evicted like anything else."""

@@ -30,6 +30,8 @@ from kvstore.v1 import stats_pb2, stats_pb2_grpc, store_pb2, store_pb2_grpc
 
 RUN_DIR_VARIABLE = f"{ENVIRONMENT_PREFIX}RUN_DIR"
 WATCH_S = 1.0
+EXIT_NOT_DURABLE = 3
+"""What was asked for is done, but a restart of the daemon now could undo it."""
 FOREVER_S = 10 * 365 * 86_400.0
 """A watch that reaches this ends."""
 
@@ -81,7 +83,11 @@ def parser() -> argparse.ArgumentParser:
     get_ = command(get, "write a file that was put to standard output")
     get_.add_argument("key", type=key, metavar="KEY")
     get_.add_argument("-o", "--output", metavar="FILE")
-    forget_ = command(forget, "drop a session and the chunks that nothing else names, single keys, or a file")
+    forget_ = command(
+        forget,
+        "drop a session and the chunks that nothing else names, single keys, or a file;"
+        f" status {EXIT_NOT_DURABLE}: dropped, but a restart now could bring it back",
+    )
     forget_.add_argument("session", nargs="?", type=session_name, help="its name, or hex:...")
     forget_.add_argument(
         "--key", action="append", type=key, default=[], metavar="HEX", help="of a chunk; may be given again"
@@ -251,7 +257,10 @@ def _ssd_lines(reply: stats_pb2.StatsReply) -> list[str]:
         f" of at most {size(ssd.bytes)}; slots: {ssd.ready:,} ready, {ssd.free:,} free, {ssd.reserved:,} reserved,"
         f" {ssd.quarantined:,} quarantined",
         f"    {ssd.cold_chunks:,} chunks on SSD only, {ssd.to_store:,} to be stored,"
-        f" index {size(ssd.index_used_bytes)} of {size(ssd.index_bytes)}, behind by {age(ssd.oldest_not_durable_ms)};"
+        f" index {size(ssd.index_used_bytes)} of {size(ssd.index_max_bytes)}"
+        f" (sessions {size(ssd.index_sessions_bytes)}, chunks {size(ssd.index_chunks_bytes)}),"
+        f" {ssd.to_forget:,} records to go from it, behind by"
+        f" {age(ssd.oldest_not_durable_ms)};"
         f" errors: {ssd.io_errors:,} I/O, {ssd.no_space:,} no space, {ssd.corrupt:,} corrupt",
         f"    hits: {hits - cold:,} in DRAM, {cold:,} on SSD"
         + (f" ({1 - cold / hits:.1%} in DRAM)" if hits else ""),
@@ -448,20 +457,31 @@ def forget(client: Client, options: argparse.Namespace) -> int:
     if options.file is not None:
         if options.session or options.key:
             raise BadRequest("name one of SESSION, --key and --file", field="--file", value=options.file)
-        count = objects.forget(client, options.file)
+        forgotten = objects.forget(client, options.file)
+        count, why = int(forgotten), forgotten.not_durable
     else:
-        count = sum(
-            client.unary(
-                store_pb2_grpc.StoreStub,
-                "Forget",
-                store_pb2.ForgetRequest(
-                    namespace_id=number, session=options.session or b"", keys=options.key
-                ),
-            ).count
-            for number in _where(client, options)
+        count, why = _forget(client, options, _where(client, options, missing_ok=True))
+    if options.json:
+        print(json.dumps({"count": count, "durable": not why, "not_durable": why}))
+    else:
+        print(
+            f"{count} dropped" + (f", but a restart now could bring it back: {peer_text(why)}" if why else "")
         )
-    print(json.dumps({"count": count}) if options.json else f"{count} dropped")
-    return 0
+    return EXIT_NOT_DURABLE if why else 0
+
+
+def _forget(client: Client, options: argparse.Namespace, numbers: Sequence[int]) -> tuple[int, str]:
+    """How many were dropped, and why that is not durable. None of them has the session: it may be forgotten already,
+    and not durably."""
+    count, why = 0, ""
+    for number in numbers or _all_namespaces(client):
+        ask = store_pb2.ForgetRequest(namespace_id=number, session=options.session or b"", keys=options.key)
+        reply = client.unary(store_pb2_grpc.StoreStub, "Forget", ask)
+        count += reply.count
+        why = why or reply.not_durable
+    if not numbers and not count and not why:
+        raise _no_such_session(options)
+    return count, why
 
 
 def run_doctor(run_dir: str, options: argparse.Namespace) -> int:
@@ -510,24 +530,33 @@ def _sessions(client: Client, namespace: int, limit: int) -> stats_pb2.ListSessi
             return found
 
 
-def _where(client: Client, options: argparse.Namespace) -> list[int]:
+def _where(client: Client, options: argparse.Namespace, *, missing_ok: bool = False) -> list[int]:
     """The namespaces that are meant: the one that was named, else those that have the session, else (keys) all."""
     if bool(options.session) == bool(options.key):
         raise BadRequest("name either a session or --key", field="SESSION", value=options.session or "")
     if options.namespace:
         return [options.namespace]
     if options.session:
-        reply = _sessions(client, 0, 100_000)
+        reply = _ask(client, "ListSessions", stats_pb2.ListSessionsRequest(session=options.session))
+        # a daemon that is older lists all of them
         found = [row.namespace_id for row in reply.rows if row.session == options.session]
-        if not found:
-            raise NotFound(
-                "no such session", field="SESSION", value=name(options.session), remedy="see kvctl sessions"
-            )
+        if not found and not missing_ok:
+            raise _no_such_session(options)
         return found
-    rows = _ask(client, "ListNamespaces", stats_pb2.ListNamespacesRequest()).namespaces
-    if not rows:
+    numbers = _all_namespaces(client)
+    if not numbers:
         raise NotFound("no namespace is open", field="--key", value=options.key[0])
+    return numbers
+
+
+def _all_namespaces(client: Client) -> list[int]:
+    rows = _ask(client, "ListNamespaces", stats_pb2.ListNamespacesRequest()).namespaces
     return [row.namespace_id for row in rows]
+
+
+def _no_such_session(options: argparse.Namespace) -> NotFound:
+    remedy = "see kvctl sessions"
+    return NotFound("no such session", field="SESSION", value=name(options.session), remedy=remedy)
 
 
 def _show(options: argparse.Namespace, reply: Message, text: Callable[[], str]) -> int:

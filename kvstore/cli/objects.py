@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 
-from kvstore.client import Client, Namespace, WriteBatch
+from kvstore.client import Client, Forgotten, Namespace, WriteBatch
 from kvstore.errors import BadRequest, Exhausted, NotFound, StoreError
 from kvstore.keys import ROOT, exact_key
 from kvstore.layout import GroupSpec, NamespaceSpec
@@ -95,7 +95,7 @@ def get(client: Client, name: bytes) -> bytes:
     return data
 
 
-def forget(client: Client, name: bytes) -> int:
+def forget(client: Client, name: bytes) -> Forgotten:
     """Drop a file; returns how many pieces of it were there."""
     namespace = client.open(SPEC)
     return namespace.forget(keys=keys_of(namespace, name, PIECES_MAX))

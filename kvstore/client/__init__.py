@@ -24,7 +24,7 @@ from kvstore.client.aio import (
 )
 from kvstore.client.batch import CommitOutcome, WriteBatch
 from kvstore.client.lease import ReadLease
-from kvstore.client.namespace import Namespace
+from kvstore.client.namespace import Forgotten, Namespace
 from kvstore.client.reads import Reads
 from kvstore.client.region import Region
 from kvstore.client.sync import Client, connect
@@ -37,6 +37,7 @@ __all__ = [
     "AsyncWriteBatch",
     "Client",
     "CommitOutcome",
+    "Forgotten",
     "Hint",
     "Matched",
     "Namespace",

@@ -20,7 +20,7 @@ from kvstore.answers import Matched, QueueAccepted, SessionInfo
 from kvstore.client.batch import CommitOutcome, WriteBatch
 from kvstore.client.call import drive_async
 from kvstore.client.lease import ReadLease
-from kvstore.client.namespace import Namespace
+from kvstore.client.namespace import Forgotten, Namespace
 from kvstore.client.region import Region
 from kvstore.client.sync import STAGING_BYTES, TIMEOUT_S, Client, connect
 from kvstore.keys import ROOT, Tokens
@@ -223,7 +223,7 @@ class AsyncNamespace:
         *,
         keys: Sequence[ChunkKey] = (),
         timeout_s: float | None = None,
-    ) -> int:
+    ) -> Forgotten:
         return await drive_async(self._namespace.forgetting(name, keys, timeout_s))
 
     async def publish_queue(

@@ -60,6 +60,18 @@ JOB_NAME_BYTES_MAX = 64
 QUEUE_POSITION_MAX = 1 << 31
 
 
+class Forgotten(int):
+    """How many were dropped. All are misses from now on, as long as the daemon lives."""
+
+    not_durable: str
+    """Why a restart of the daemon now could bring them back; empty: nothing brings them back."""
+
+    def __new__(cls, count: int, not_durable: str = "") -> Forgotten:
+        self = super().__new__(cls, count)
+        self.not_durable = not_durable
+        return self
+
+
 class Namespace:
     """Chunks of one model replica in one layout. Made by `Client.open`; survives restarts of the daemon, after which it
     is opened again in the background. Thread-safe.
@@ -240,8 +252,9 @@ class Namespace:
         *,
         keys: Sequence[ChunkKey] = (),
         timeout_s: float | None = None,
-    ) -> int:
-        """Drop a session, with the chunks that nothing else names, or single keys; how many were dropped."""
+    ) -> Forgotten:
+        """Drop a session, with the chunks that nothing else names, or single keys; how many were dropped, and whether
+        that holds after a restart of the daemon too (`Forgotten.not_durable`)."""
         return drive(self.forgetting(name, keys, timeout_s))
 
     # ------------------------------------------------------------------------------------------------- hints
@@ -655,7 +668,7 @@ class Namespace:
 
     def forgetting(
         self, name: str | bytes | None, keys: Sequence[ChunkKey], timeout_s: float | None
-    ) -> Operation[int]:
+    ) -> Operation[Forgotten]:
         _check_keys("keys", keys)
         session = b"" if name is None else _name(name)
         if bool(session) == bool(keys):
@@ -663,7 +676,7 @@ class Namespace:
         answer = yield from self._asking(
             "forget", store_pb2.ForgetRequest(session=session, keys=keys), timeout_s
         )
-        return answer.done.count
+        return Forgotten(answer.done.count, answer.done.not_durable)
 
     def reporting_duplicates(
         self,

@@ -95,7 +95,7 @@ class Candidates:
 
 
 class Cold:
-    """Chunks on SSD only and not promoting: one `Candidates` for the namespaces whose shards take slots of the same sizes
+    """Chunks on SSD only and not promoting: one `Candidates` for the namespaces whose shards take slots of equal sizes
     there. A chunk of another size gives way in vain."""
 
     __slots__ = ("by_sizes",)

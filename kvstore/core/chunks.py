@@ -341,6 +341,10 @@ class ChunkTable:
         number = self._maker[row]
         return self._makers[number] if number != NONE else b""
 
+    def is_maker(self, maker: bytes) -> bool:
+        """Whether some row carries it."""
+        return maker in self._maker_numbers
+
     def rows_of_maker(self, maker: bytes, start: int, end: int) -> Iterator[int]:
         """Of the rows [start, end) those that it made, ghosts included. Rows may be freed meanwhile."""
         number = self._maker_numbers.get(maker, NONE)

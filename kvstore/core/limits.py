@@ -46,7 +46,10 @@ class Limits:
     hint_ttl_ms: int = 60_000
     hint_ttl_max_ms: int = 3_600_000
     session_ttl_ms: int = 0
-    """Sessions end this long after their last use; 0: never."""
+    """Sessions end this long after their last use, with their chunks that nobody used for as long; 0: never."""
+    index_sessions_share: float = 0.5
+    """Share of the index that sessions keep when it is full; chunks keep the rest. Either may use more while the other
+    does not need it: who has more than its share gives way, the oldest first."""
 
     disk_slab_bytes: int = 0
     disk_slabs_max: int = 0
@@ -76,6 +79,10 @@ class Limits:
     """An Acquire or Reserve that would answer more stops there; the rest is asked for again."""
     workers_max: int = 1024
     namespaces_max: int = 4096
+    makers_max: int = 65_536
+    """Digests of several makers. Beyond, a chunk's maker is the last of those that committed a shard of it."""
+    makers_barred_max: int = 65_536
+    """Makers that were recalled since the start; beyond, no further one is recalled."""
     chunks_max: int = 64_000_000
     leases_per_worker_max: int = 4096
     reservations_per_worker_max: int = 1024

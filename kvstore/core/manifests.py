@@ -119,6 +119,8 @@ class Session:
     version: int
     manifest: Manifest
     used_at: Millis
+    indexed: bool = False
+    """The index may have a record of this name, of this version or an older one."""
 
 
 class SessionBook:

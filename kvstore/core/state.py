@@ -29,7 +29,15 @@ from kvstore.core.chunks import (
     ChunkTable,
     LinkedRows,
 )
-from kvstore.core.events import ChunksSettled, Effect, Quarantined, Reply, SetGenerations, Ticket
+from kvstore.core.events import (
+    ChunksSettled,
+    Effect,
+    IndexUsage,
+    Quarantined,
+    Reply,
+    SetGenerations,
+    Ticket,
+)
 from kvstore.core.lease import Lease, LeaseBook
 from kvstore.core.limits import Limits
 from kvstore.core.manifests import SessionBook
@@ -64,8 +72,6 @@ DISK = NamespaceId(0)
 """The one owner of all slabs in the disk pool; namespaces of users start at 1."""
 DISK_SLAB_HEADER_BYTES = 4096
 STALE_TO_STORE_MAX = 1_024
-MAKERS_MAX = 65_536
-"""Of digests of several makers. Beyond, a chunk's maker is the last of those that committed a shard of it."""
 
 
 @dataclass(slots=True)
@@ -108,10 +114,19 @@ class State:
     to_store: deque[tuple[int, ChunkKey]] = field(default_factory=deque)
     """Resident chunks that are not on SSD yet, in the order of their commits; entries may be stale."""
     dirty_chunks: dict[tuple[NamespaceId, ChunkKey], Millis] = field(default_factory=dict)
-    """Chunks whose index record is to be written or deleted, since when."""
+    """Chunks whose index record is to be written, since when."""
     dirty_sessions: dict[tuple[NamespaceId, bytes], Millis] = field(default_factory=dict)
+    deleted_chunks: dict[tuple[NamespaceId, ChunkKey], Millis] = field(default_factory=dict)
+    """Chunks whose index record is to be deleted, since when, the oldest first: before anything is written, whatever
+    is to be written under the same key included. Bounded, as the next, by what the index holds."""
+    deleted_sessions: dict[tuple[NamespaceId, bytes], Millis] = field(default_factory=dict)
+    cut_sessions: dict[tuple[NamespaceId, bytes], None] = field(default_factory=dict)
+    """Sessions that were truncated, while the index has the whole of them. If it cannot take the new manifest, the old
+    one goes."""
     indexing_since: Millis | None = None
     """Since when the oldest of what the index transaction under way holds was dirty."""
+    index_usage: IndexUsage | None = None
+    """Of the index after its last transaction; None: not known yet."""
     prefetched: set[int] = field(default_factory=set)
     """Rows that a hint brought to DRAM and nobody has used yet."""
     demanded: set[int] = field(default_factory=set)
@@ -377,11 +392,18 @@ class State:
         members = self.makers_of(row)
         if maker in members:
             return
-        if members and len(self.makers) < MAKERS_MAX:
+        if members and len(self.makers) < self.limits.makers_max:
             together = tuple(sorted((*members, maker)))
             maker = hashlib.blake2b(b"".join(together), digest_size=16, person=b"kvs.makers.v1").digest()
             self.makers[maker] = together
         self.chunks.set_maker(row, maker)
+
+    def forget_makers(self) -> list[bytes]:
+        """Drop the digests that no chunk carries any more; which they are."""
+        unused = [digest for digest in self.makers if not self.chunks.is_maker(digest)]
+        for digest in unused:
+            del self.makers[digest]
+        return unused
 
     def made_since(self, row: int, since: Millis) -> bool:
         """Nobody knows when a chunk was made that an earlier start of the daemon left: it may have been."""
@@ -498,7 +520,7 @@ class State:
             if (
                 chunks.flags[row] & STORED
             ):  # its place on SSD is freed later; a restart must not bring it back
-                self.dirty_chunks.setdefault((NamespaceId(chunks.namespace[row]), chunks.key[row]), self.now)
+                self.delete_record(namespace.id, chunks.key[row])
             self.settle(row, ready=False)
         else:
             self.to_ghost(row, reason)
@@ -616,7 +638,12 @@ class State:
         for shard in range(namespace.shards):
             self.unplace_from_disk(row, shard, quarantine=quarantine)
         self.chunks.flags[row] &= ~(STORED | DURABLE)
-        self.dirty_chunks.setdefault((namespace.id, self.chunks.key[row]), self.now)
+        self.delete_record(namespace.id, self.chunks.key[row])
+
+    def delete_record(self, namespace_id: NamespaceId, key: ChunkKey) -> None:
+        """The index is to forget this chunk, also if it does not know it yet."""
+        self.dirty_chunks.pop((namespace_id, key), None)
+        self.deleted_chunks.setdefault((namespace_id, key), self.now)
 
     def evict_from_disk(self, row: int) -> None:
         """Its SSD slots are wanted: a cold chunk becomes a ghost, a resident one stays in DRAM alone."""

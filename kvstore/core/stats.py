@@ -95,7 +95,8 @@ def _ssd(state: State) -> dict[str, Any]:
     pool = state.disk
     assigned = [segment for segment in pool.segments if segment.phase is Phase.ASSIGNED]
     counts = [sum(segment.counts[kind] for segment in assigned) for kind in SlotState]
-    oldest = [next(iter(dirty.values()), state.now) for dirty in (state.dirty_chunks, state.dirty_sessions)]
+    waiting = (state.dirty_chunks, state.dirty_sessions, state.deleted_chunks, state.deleted_sessions)
+    oldest = [next(iter(dirty.values()), state.now) for dirty in waiting]
     if state.indexing_since is not None:  # until it has ended, nothing of it is durable
         oldest.append(state.indexing_since)
     return {
@@ -112,4 +113,5 @@ def _ssd(state: State) -> dict[str, Any]:
         "to_store": len(state.to_store),
         "oldest_not_durable_ms": state.now - min(oldest),
         "cold_chunks": state.cold.count,
+        "to_forget": len(state.deleted_chunks) + len(state.deleted_sessions),
     }

@@ -23,6 +23,7 @@ from kvstore.core.requests.recall import Recalls
 from kvstore.core.requests.saves import Saves
 from kvstore.core.requests.sessions import Sessions
 from kvstore.core.segments import Segments
+from kvstore.core.ssd.index_room import IndexRoom
 from kvstore.core.ssd.restart import Restored, Snapshot, restore
 from kvstore.core.ssd.rewrites import Rewrites
 from kvstore.core.ssd.scrub import Scrubber
@@ -61,7 +62,8 @@ class Store:
         self.saves = Saves(self.state, self.segments)
         self.disk = Disk(self.state, self.segments)
         self.queue = Queue(self.state, lambda row: self.disk.promote(row, demanded=False))
-        self.sessions = Sessions(self.state)
+        self.sessions = Sessions(self.state, self.disk.durability)
+        self.index_room = IndexRoom(self.state, self.disk.durability, self.disk.slabs, self.sessions)
         self.duplicates = Duplicates(self.state, self.reads)
         self.rewrites = Rewrites(self.state, self.disk.durability)
         self.recalls = Recalls(self.state, self.disk.durability)
@@ -139,9 +141,11 @@ class Store:
             fact(event)
         else:
             self._request(event)
+        self.index_room.pump()
         self.disk.pump()
         self.scrub.pump()
         self.recalls.pump()
+        self.disk.durability.tell_gone()
         return state.take_effects()
 
     def has_ahead(self) -> bool:
@@ -382,7 +386,7 @@ class Store:
         elif event.op in self.rewrites.ops:
             self.rewrites.rewritten_ssd(event.op, event.results)
         else:
-            self.disk.ended(event.op, event.results, event.why, event.whys, event.slabs)
+            self.disk.ended(event.op, event.results, event.why, event.whys, event.slabs, event.usage)
 
     def _idle(self) -> None:
         self.segments.evict_ahead()

@@ -580,6 +580,7 @@ def _core_snapshot(snapshot: ssd.Snapshot) -> restart.Snapshot:
         makers=snapshot.makers,
         chunks=map(_core_batch, snapshot.chunks),
         sessions=snapshot.sessions,
+        usage=snapshot.usage,
     )
 
 

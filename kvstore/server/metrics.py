@@ -239,7 +239,13 @@ def _ssd(ssd: Mapping[str, Any], counters: Mapping[str, int], disk: SsdStats | N
     waited = ssd["oldest_not_durable_ms"] / 1000
     yield _gauge("ssd_oldest_not_durable_seconds", "How long the index is behind.", (), {(): waited})
     yield _gauge("ssd_index_bytes", "Cap of the index.", (), {(): disk.index_bytes})
-    yield _gauge("ssd_index_used_bytes", "Of that in use.", (), {(): disk.index_used_bytes})
+    yield _gauge("ssd_index_used_bytes", "Of that in use.", (), {(): disk.index.used})
+    most = "Of that, what may be in use: the rest is for deletions."
+    yield _gauge("ssd_index_max_bytes", most, (), {(): disk.index.bytes_max})
+    shares: Samples = {(kind,): getattr(disk.index, kind) for kind in ("chunks", "sessions", "other")}
+    yield _gauge("ssd_index_share_bytes", "Of the index in use, by what is in it.", ("kind",), shares)
+    waits = "Index records that are to go: a restart now could bring these back."
+    yield _gauge("ssd_to_forget", waits, (), {(): ssd["to_forget"]})
     yield _counter("ssd_index_commits", "Transactions of the index.", (), {(): disk.index_commits})
     yield _counter(
         "ssd_index_commit_seconds", "Time in them, syncs included.", (), {(): disk.index_commit_seconds}

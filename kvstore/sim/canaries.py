@@ -130,6 +130,11 @@ def _early(original: Original) -> Any:
     return await_durable
 
 
+def _gone_too_early(original: Original) -> Any:
+    """A forget is answered as durable at once."""
+    return lambda durability, ticket, count: ev.Done(count)
+
+
 def _unsynced(original: Original) -> Any:
     """Index transactions sync nothing."""
 
@@ -230,6 +235,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "reuse-late-read": (Disk, "_late_read", _late_read),
     "reuse-late-copy": (Saves, "_give_up_copies", _late_copy),
     "durable-too-early": (Durability, "await_durable", _early),
+    "gone-too-early": (Durability, "await_gone", _gone_too_early),
     "index-without-sync": (Durability, "_batch", _unsynced),
     "lose-answer": (State, "reply", _lost_answer),
     "answer-twice": (State, "reply", _twice),

@@ -189,6 +189,8 @@ class Cluster(DiskWorld):
         assert not (disk.demanded or disk.foreseen or disk.durability.waits), disk
         assert disk.slabs.emptying is None and not disk.slabs.retiring, disk
         assert not (state.dirty_chunks or state.dirty_sessions or disk.durability.deleted_namespaces), disk
+        assert not (state.deleted_chunks or state.deleted_sessions or state.cut_sessions), disk
+        assert not (disk.durability.gone_waits or disk.durability.wants_room), disk
         assert state.partials.count == 0, state.partials
         quarantined = sum(segment.counts[3] for segment in state.pool.segments)
         assert quarantined <= state.counters["slots_quarantined"], quarantined

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvstore.core import events as ev
@@ -40,6 +40,11 @@ SLAB_HEADER_BYTES = 4096
 SLOT_BYTES = 2 * PAGE
 """Of a shard of one page, with its header, on disk."""
 GARBAGE = 0xBAD
+CHUNK_ROW_BYTES, SESSION_ROW_BYTES, ENTRY_BYTES = 100, 60, 40
+"""Of a shard's part of a chunk's row, of a session's row, and of an entry in it."""
+NAMESPACE_ROW_BYTES, MAKERS_ROW_BYTES = 150, 60
+ROWS_PER_PART = 4
+"""What one transaction writes."""
 
 DiskOp = (
     ev.CreateSlab
@@ -87,6 +92,12 @@ class Platter:
     """Every slab file that the index ever named."""
     next_slab: SlabId = field(default=SlabId(1))
     boot_count: int = 0
+    index_bytes: int = 1 << 40
+    """What the index may hold; deletions always find room."""
+    forgotten_sessions: dict[tuple[int, bytes], int] = field(default_factory=dict)
+    """Versions up to which a session was forgotten, for good as its answer said."""
+    forgotten_chunks: dict[tuple[int, ChunkKey], int] = field(default_factory=dict)
+    """Likewise, generations of records."""
 
     def read(self, place: DiskPlace) -> Written | None:
         return self.cached.get((place.slab, place.slot), self.synced.get((place.slab, place.slot)))
@@ -109,8 +120,27 @@ class Platter:
                 self.synced[slot] = written if fate == "kept" else TORN
         self.cached.clear()
 
-    def apply(self, effect: ev.WriteIndex) -> None:
-        """One transaction; what it names must be there."""
+    @property
+    def usage(self) -> ev.IndexUsage:
+        chunks = sum(CHUNK_ROW_BYTES * len(chunk.places) for chunk in self.chunks.values())
+        sessions = sum(_session_bytes(session) for session in self.sessions.values())
+        other = NAMESPACE_ROW_BYTES * len(self.namespaces) + MAKERS_ROW_BYTES * len(self.makers)
+        return ev.IndexUsage(self.index_bytes, chunks, sessions, other)
+
+    def apply(self, effect: ev.WriteIndex) -> bool:
+        """Its transactions; what they name must be there. False: the index is full, and has an earlier part of it."""
+        assert not (effect.deletes and effect.writes), f"deletes and writes: {effect}"
+        before = None if effect.deletes else _tables_of(self)
+        for part in _parts(effect):
+            self._apply(part)
+            if part.writes and self.usage.used > self.index_bytes:
+                assert before is not None
+                self.namespaces, self.chunks, self.sessions, self.makers = before
+                return False
+            before = None if effect.deletes else _tables_of(self)
+        return True
+
+    def _apply(self, effect: ev.WriteIndex) -> None:
         for slab in effect.slabs_deleted:
             del self.slabs[slab]
             for slots in (self.synced, self.cached):
@@ -125,18 +155,37 @@ class Platter:
             self.chunks.pop((where[0], where[1]), None)
         for name in effect.sessions_deleted:
             self.sessions.pop((name[0], name[1]), None)
+        for digest in effect.makers_deleted:
+            self.makers.pop(digest, None)
         for namespace in effect.namespaces:
             self.namespaces[namespace.number] = namespace
         self.makers.update(effect.makers)
         for chunk in effect.chunks:
             assert chunk.namespace in self.namespaces, chunk
             assert self.holds(chunk, after_power_cut=True) or self.is_rotten(chunk), chunk
+            self._check_not_forgotten(chunk)
             self.chunks[chunk.namespace, chunk.key] = chunk
         for session in effect.sessions:
             assert session.namespace in self.namespaces, session
+            gone = self.forgotten_sessions.get((session.namespace, session.session), -1)
+            assert session.version > gone, f"what was forgotten comes back: {session}"
             self.sessions[session.namespace, session.session] = session
         claimed = [place for chunk in self.chunks.values() for place in chunk.places]
         assert len({(place.slab, place.slot) for place in claimed}) == len(claimed), "a slot is named twice"
+
+    def _check_not_forgotten(self, chunk: ev.ChunkRecord) -> None:
+        gone = self.forgotten_chunks.get((chunk.namespace, chunk.key), -1)
+        assert min(place.generation for place in chunk.places) > gone, (
+            f"what was forgotten comes back: {chunk}"
+        )
+
+    def check_forgotten(self) -> None:
+        """What was answered as forgotten for good is not in the index."""
+        for name, version in self.forgotten_sessions.items():
+            found = self.sessions.get(name)
+            assert found is None or found.version > version, f"what was forgotten is there: {found}"
+        for chunk in self.forgotten_chunks.keys() & self.chunks.keys():
+            self._check_not_forgotten(self.chunks[chunk])
 
     def snapshot(self) -> Snapshot:
         """What the edge reads at the start of the daemon."""
@@ -148,6 +197,7 @@ class Platter:
             [self._batch(number) for number in sorted({number for number, _ in self.chunks})],
             list(self.sessions.values()),
             self.makers,
+            self.usage,
         )
 
     def _batch(self, number: int) -> ChunkBatch:
@@ -169,15 +219,46 @@ class Platter:
         )
 
 
-class DiskWorld(World):
-    """`slab_slots` one-page shards fit in a slab file, of which there may be `slabs`."""
+def _session_bytes(session: ev.SessionRecord) -> int:
+    return SESSION_ROW_BYTES + ENTRY_BYTES * len(session.entries)
 
-    def __init__(self, *, slabs: int = 8, slab_slots: int = 16, **world: Any) -> None:
-        self.platter = Platter()
+
+def _tables_of(platter: Platter) -> tuple[Any, Any, Any, Any]:
+    return (
+        platter.namespaces.copy(),
+        platter.chunks.copy(),
+        platter.sessions.copy(),
+        platter.makers.copy(),
+    )
+
+
+def _parts(effect: ev.WriteIndex) -> list[ev.WriteIndex]:
+    """The transactions of an effect: what goes goes in one, what is written in several."""
+    if effect.deletes:
+        return [effect]
+    parts = [ev.WriteIndex(effect.op, (), namespaces=effect.namespaces, makers=effect.makers)]
+    for start in range(0, len(effect.chunks), ROWS_PER_PART):
+        parts.append(ev.WriteIndex(effect.op, (), chunks=effect.chunks[start : start + ROWS_PER_PART]))
+    for start in range(0, len(effect.sessions), ROWS_PER_PART):
+        parts.append(ev.WriteIndex(effect.op, (), sessions=effect.sessions[start : start + ROWS_PER_PART]))
+    return parts
+
+
+class DiskWorld(World):
+    """`slab_slots` one-page shards fit in a slab file, of which there may be `slabs`; the index holds `index_bytes`."""
+
+    def __init__(
+        self, *, slabs: int = 8, slab_slots: int = 16, index_bytes: int = 1 << 40, **world: Any
+    ) -> None:
+        self.platter = Platter(index_bytes=index_bytes)
+        self._forgetting: dict[tuple[WorkerId, int], tuple[int, dict[ChunkKey, int]]] = {}
+        """By request: version of the session, and generations of the keys, when they were asked to be forgotten."""
         self.faults: dict[type, DiskResult] = {}
         """What every op of a kind ends with, until it is removed."""
         self.chance: random.Random | None = None
         """If given, records of a failing op fail one by one, or do not."""
+        self._refused = False
+        """The last index transaction found no room."""
         self.failing_syncs = False
         """An index transaction that fails has also lost what it was to sync; its records can never be indexed."""
         self.ever: set[tuple[Shard, int]] = set()
@@ -223,6 +304,7 @@ class DiskWorld(World):
         if power:
             self.platter.power_cut(chance)
             self._lost.clear()
+        self.platter.check_forgotten()
         for where in self.promised:
             assert self.platter.holds(self.platter.chunks[where], after_power_cut=power), where
         for chunk in self.platter.chunks.values():
@@ -259,6 +341,12 @@ class DiskWorld(World):
                     self.platter.cached[place.slab, place.slot] = TORN
             case ev.WriteIndex() if chance.random() < 0.5:
                 self._write_index(op, DiskResult.OK)
+            case ev.WriteIndex() if not op.deletes and chance.random() < 0.5:
+                parts = _parts(op)
+                some = parts[: chance.randrange(len(parts) + 1)]
+                chunks = tuple(chunk for part in some for chunk in part.chunks)
+                sessions = tuple(session for part in some for session in part.sessions)
+                self._write_index(replace(op, chunks=chunks, sessions=sessions), DiskResult.OK)
             case ev.CreateSlab() if chance.random() < 0.5:
                 self._make_slab(op)
 
@@ -349,10 +437,57 @@ class DiskWorld(World):
         late = [wait for waits in self.store.state.waits.values() for wait in waits if wait.until <= self.now]
         assert not late, late
 
+    def _drain(self) -> None:
+        for event in self._inbox:
+            if isinstance(event, ev.Forget):
+                self._note_forget(event)
+        super()._drain()
+
+    def _note_forget(self, event: ev.Forget) -> None:
+        """What the index may have, or get, of what is to be forgotten, when that is asked for first."""
+        asked = (event.ticket.worker, event.ticket.request_id)
+        state = self.store.state
+        session = state.sessions.by_name.get((event.namespace, event.session))
+        known = self.platter.sessions.get((event.namespace, event.session))
+        version = max(session.version if session else -1, known.version if known else -1)
+        generation = self.store.disk.newest_generation
+        generations = dict.fromkeys(event.keys, generation)
+        self._forgetting.setdefault(asked, (version, generations))
+
+    def _check_forgotten(self, event: ev.Forget, asked: tuple[WorkerId, int]) -> None:
+        """It was answered that nothing brings it back."""
+        version, generations = self._forgetting[asked]
+        platter = self.platter
+        if event.session:
+            name = (event.namespace, event.session)
+            platter.forgotten_sessions[name] = max(version, platter.forgotten_sessions.get(name, -1))
+        for key, generation in generations.items():
+            chunk = (event.namespace, key)
+            platter.forgotten_chunks[chunk] = max(generation, platter.forgotten_chunks.get(chunk, -1))
+        platter.check_forgotten()
+
+    def _check_recalled(self, maker: bytes) -> None:
+        """What it made is in the index no more."""
+        for chunk in self.platter.chunks.values():
+            makers = self.platter.makers.get(chunk.maker, (chunk.maker,))
+            assert maker not in makers, f"what was recalled is there: {chunk}"
+
     def _replied(self, effect: ev.Reply) -> None:
         asked = (effect.ticket.worker, effect.ticket.request_id)
         event = self._asked.get(asked)
         super()._replied(effect)
+        if (
+            isinstance(event, ev.Forget)
+            and isinstance(effect.answer, ev.Done)
+            and asked not in self._answered
+        ):
+            self._answered.add(asked)
+            if not effect.answer.not_durable:
+                self._check_forgotten(event, asked)
+        if isinstance(event, ev.Recall) and isinstance(effect.answer, ev.Recalled) and not event.dry_run:
+            if not event.age_ms_max and asked not in self._answered:
+                self._check_recalled(event.maker)
+            self._answered.add(asked)
         if isinstance(event, ev.Commit) and event.wait is Wait.DURABLE and asked not in self._answered:
             self._answered.add(asked)  # asked again, it gets the same answer, whatever happened since
             if isinstance(effect.answer, ev.Committed):
@@ -394,7 +529,11 @@ class DiskWorld(World):
             case ev.RewriteRecords():
                 results = tuple(self._rewrite(place, result) for place in effect.targets)
             case ev.WriteIndex():
-                results = (self._write_index(effect, result),)
+                result = self._write_index(effect, result)
+                full = result is DiskResult.NO_SPACE and self._refused
+                usage = replace(self.platter.usage, full=full)
+                self._inbox.append(ev.DiskDone(effect.op, (result,), result.name, usage=usage))
+                return
         why = "" if set(results) == {DiskResult.OK} else f"{effect.__class__.__name__} fails"
         self._inbox.append(ev.DiskDone(effect.op, results, why))
 
@@ -404,6 +543,7 @@ class DiskWorld(World):
         self.platter.next_slab = max(self.platter.next_slab, SlabId(effect.slab + 1))
 
     def _write_index(self, effect: ev.WriteIndex, result: DiskResult) -> DiskResult:
+        self._refused = False
         if result is not DiskResult.OK:
             covered = self._covered.pop(effect.op)
             if self.failing_syncs:
@@ -415,8 +555,8 @@ class DiskWorld(World):
                 lost = self._lost.get((place.slab, place.slot))
                 if lost is not None and lost.generation == place.generation:
                     return DiskResult.CORRUPT
-        self.platter.apply(effect)
-        return DiskResult.OK
+        self._refused = not self.platter.apply(effect)
+        return DiskResult.NO_SPACE if self._refused else DiskResult.OK
 
     def _sync(self, effect: ev.WriteIndex) -> None:
         """What was in the cache of the named slabs when the transaction was asked for is on the medium now."""

@@ -92,6 +92,7 @@ class Simulation:
         self.lingering: list[WorkerId] = []
         """Processes whose connection is closed: they live on with their mappings."""
         chance = self.random
+        index = random.Random(f"index {seed}")
         self.cluster = Cluster(
             self,
             random.Random(f"disk {seed}"),
@@ -121,6 +122,8 @@ class Simulation:
             batch_min=2 if self.seed % 2 else 24,
             evict_min=2 if self.seed // 2 % 2 else 12,
             ahead_share_max=0.25,
+            index_bytes=index.choice((1 << 40, 12_000, 20_000, 40_000)),
+            index_sessions_share=index.choice((0.25, 0.5, 0.75)),
             eviction=chance.choice(("hints", "hints", "lru", "fifo")),
         )
         self.cluster.watch._full_every = FULL_EVERY

@@ -37,14 +37,17 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.config import LOCK_FILE
-from kvstore.core.events import NamespaceRecord
+from kvstore.core.events import IndexUsage, NamespaceRecord
 from kvstore.core.namespaces import chunk_salt
+from kvstore.core.ssd.index_room import NEARLY_FULL
+from kvstore.core.ssd.index_room import REMEDY as ROOM_REMEDY
+from kvstore.core.ssd.index_room import describe as describe_usage
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.tiers import format
 from kvstore.tiers.directory import DirectoryLock
 from kvstore.tiers.disk_port import Disk, describe, write_all
 from kvstore.tiers.format import Defect, SlabHeader
-from kvstore.tiers.index import DATA_FILE, TABLES, SlabRow, Table, assemble_session
+from kvstore.tiers.index import DATA_FILE, TABLES, SlabRow, Table, assemble_session, room_for_rows
 from kvstore.tiers.io_pool import Result
 from kvstore.tiers.lmdb_pages import Damage, LmdbPages, Unreadable
 from kvstore.tiers.ssd import INDEX_DIR, NEW_INDEX_DIR, PROBE_FILE
@@ -200,6 +203,7 @@ class Check:
             keys = self._check_chunks(namespaces)
             self._check_count("boot_count", self._boot_count, self._newest >> 32)
             self._check_sessions(namespaces, keys)
+            self._check_room()
             for damage in self._pages.free_list():
                 self._page(damage)
             self._check_files()
@@ -298,6 +302,21 @@ class Check:
         if damaged or self._rebuild or self._delete["slabs"].count:
             self._find_lost_slabs()
         self.found.slabs = len(self._slabs)
+
+    def _check_room(self) -> None:
+        """How full the index is: no harm, but who used it last finds out why older sessions and chunks are gone."""
+        sizes = {table: self._pages.bytes_of(table) for table in TABLES}
+        sessions, chunks = sizes.pop("sessions"), sizes.pop("chunks")
+        used = IndexUsage(
+            room_for_rows(os.fstat(self._index_fd).st_size), chunks, sessions, sum(sizes.values())
+        )
+        if used.used > used.bytes_max:
+            what = f"is full: {describe_usage(used)}; the rest is for deletions"
+            remedy = f"not fixed: the next start of the daemon lets the oldest give way; or {ROOM_REMEDY}"
+            self._problem(Problem("index", "room", what, remedy, fixable=False))
+        elif used.used > NEARLY_FULL * used.bytes_max:
+            self.found.notes_count += 1  # and before all others, of which some may not be listed
+            self.found.notes.insert(0, f"the index is nearly full, {describe_usage(used)}: {ROOM_REMEDY}")
 
     def _check_count(self, name: str, count: int, least: int) -> None:
         """These rows have no seal; others tell how many there must have been."""

@@ -15,13 +15,13 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.events import NamespaceRecord, SessionEntry, SessionRecord, WriteIndex
+from kvstore.core.events import IndexUsage, NamespaceRecord, SessionEntry, SessionRecord, WriteIndex
 from kvstore.errors import ConfigError, Exhausted, StoreError, Unavailable
 from kvstore.layout import NamespaceSpec
 from kvstore.tiers import format
@@ -39,8 +39,17 @@ TABLES = ("meta", "slabs", "namespaces", "chunks", "sessions")
 READERS_MAX = 8
 """Slots for readers in LMDB's lock file: ours, and a person with mdb_stat."""
 RESERVE_SHARE = 8
-"""One part in so many of the index is for deletions alone: they too need free pages, so that an index full to the last
-could not be emptied."""
+"""One part in so many of the index is for deletions alone, which need free pages too: an index full to the last could
+not be emptied. What counts are pages in use, not the length of the file."""
+PIECE_SHARE = 8
+"""One transaction that writes changes one part in so many of the pages kept for deletions, about."""
+PIECE_ROWS_MIN = 16
+SESSION_ENTRY_BYTES = 48
+"""Of a session's rows, about."""
+SPARSE_SHARE = 4
+"""An index that uses at most one part in so many is mostly empty."""
+META_PAGES = 3
+"""Those that every file has: two with the roots, and the names of the tables."""
 CHUNK_ROWS = 65_536
 SESSION_ROWS = 1_024
 """Rows read in one transaction at the start."""
@@ -117,6 +126,10 @@ class Transaction:
                 found = cursor.delete()
 
 
+class _Full(Exception):
+    """A transaction that writes would leave too little for those that delete."""
+
+
 class Index:
     """After a failed transaction nothing of it is in the index, and the next one is tried on a fresh environment."""
 
@@ -132,8 +145,9 @@ class Index:
         self._open: _Open | None = None
         self.boot_count = 0
         self.next_slab = 0
-        self.used_bytes = 0
-        """Of the data file, as of the last transaction; freed pages inside count as used."""
+        self.usage = IndexUsage(bytes_max)
+        """As of the last transaction."""
+        self._page_bytes = 4096
         try:
             os.makedirs(path, mode=0o700, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
@@ -160,19 +174,66 @@ class Index:
     # ---------------------------------------------------------------------------------------------------- writing
 
     def write(self, batch: WriteIndex) -> Outcome:
-        """One transaction; deletions come first in it. OK: it is on the disk. Otherwise nothing of it is, but that
-        a batch of deletions alone may have been carried out in part."""
-        if batch.namespaces or batch.chunks or batch.sessions:
-            return self._transact(lambda to, txn: _write(to, txn, batch))
-        outcome = self._transact(lambda to, txn: _write(to, txn, batch), may_use_reserve=True)
+        """What is to go first, in transactions of its own; then what is to be written, which leaves free what deletions
+        need. OK: all of it is on the disk. After a failure any part may be; NO_SPACE with `usage.full` says that the
+        index is full."""
+        self.usage = replace(self.usage, full=False)
+        outcome = self._delete_batch(batch) if batch.deletes else (DiskResult.OK, "")
+        pieces = self._pieces(batch) if batch.writes else ()
+        for piece in pieces:
+            if outcome[0] != DiskResult.OK:
+                break
+            outcome = self._write_piece(piece)
+        return outcome
+
+    def _write_piece(self, piece: WriteIndex) -> Outcome:
+        def work(to: _Open, txn: Transaction) -> None:
+            _write(to, txn, piece)
+
+        outcome = self._transact(work, grows=True)
+        if self.usage.full and self.usage.used * 2 < self.usage.bytes_max and self._recycle():
+            outcome = self._transact(work, grows=True)
+        return outcome
+
+    def _recycle(self) -> bool:
+        """Pages that the last transactions gave back can be used by the next but one: let two pass."""
+        recycled = all(self.probe()[0] == DiskResult.OK for _ in range(2))
+        self.usage = replace(self.usage, full=False)
+        return recycled
+
+    def _delete_batch(self, batch: WriteIndex) -> Outcome:
+        outcome = self._transact(lambda to, txn: _delete(to, txn, batch))
         # In an index that is full, deletions all over it need more pages than are left: fewer at a time then, because
         # the pages that one transaction gives back are there for the next but one.
-        if outcome[0] == DiskResult.NO_SPACE and len(batch.chunks_deleted) + len(batch.sessions_deleted) > 1:
+        if not self.usage.full:
+            return outcome
+        if len(batch.chunks_deleted) + len(batch.sessions_deleted) <= 1:
+            return self._transact(lambda to, txn: _delete(to, txn, batch)) if self._recycle() else outcome
+        self.usage = replace(self.usage, full=False)
+        if outcome[0] == DiskResult.NO_SPACE:
             for half in _halves(batch):
-                outcome = self.write(half)
+                outcome = self._delete_batch(half)
                 if outcome[0] != DiskResult.OK:
                     break
         return outcome
+
+    def _pieces(self, batch: WriteIndex) -> Iterator[WriteIndex]:
+        """What is written in one transaction each. It moves the pages that it changes to other places, and those that
+        it moved them from can be used by the next but one: together they must fit in what is kept for deletions. In an
+        index that is mostly empty there is room enough."""
+        rows_max = max(PIECE_ROWS_MIN, self._reserved_bytes // self._page_bytes // PIECE_SHARE)
+        if self.usage.used * SPARSE_SHARE <= self.bytes_max:
+            rows_max = max(rows_max, len(batch.chunks) + 1)
+        first = batch.chunks[:rows_max]
+        yield WriteIndex(batch.op, (), namespaces=batch.namespaces, makers=batch.makers, chunks=first)
+        for start in range(rows_max, len(batch.chunks), rows_max):
+            yield WriteIndex(batch.op, (), chunks=batch.chunks[start : start + rows_max])
+        start, pages = 0, 0
+        for end, session in enumerate(batch.sessions, 1):
+            pages += 2 + len(session.entries) * SESSION_ENTRY_BYTES // self._page_bytes
+            if pages >= rows_max or end == len(batch.sessions):
+                yield WriteIndex(batch.op, (), sessions=batch.sessions[start:end])
+                start, pages = end, 0
 
     def add_slab(self, slab: SlabId, slot_bytes: int, slots: int) -> Outcome:
         def work(to: _Open, txn: Transaction) -> None:
@@ -194,7 +255,7 @@ class Index:
         def work(to: _Open, txn: Transaction) -> None:
             _put_meta(to, txn, "probe", _get_meta(to, txn, "probe") + 1)
 
-        return self._transact(work, may_use_reserve=True)
+        return self._transact(work)
 
     # ---------------------------------------------------------------------------------------------------- reading
 
@@ -307,11 +368,11 @@ class Index:
                 _put_meta(to, txn, "boot_count", self.boot_count)
                 for name, value in layout.items():
                     _put_meta(to, txn, name, value)
+                self._page_bytes = env.stat()["psize"]
+                self.usage = self._measured(to, txn)
         except BaseException:
             env.close()
             raise
-        self._measure(env)
-        env.set_mapsize(self._normal_bytes)
         return to
 
     def _other_layout(self, name: str, former: int, value: int) -> ConfigError:
@@ -347,8 +408,8 @@ class Index:
         )
 
     @property
-    def _normal_bytes(self) -> int:
-        return self.bytes_max - self.bytes_max // RESERVE_SHARE
+    def _reserved_bytes(self) -> int:
+        return self.bytes_max // RESERVE_SHARE
 
     def _preallocate_lock_file(self) -> None:
         """LMDB writes to its lock file through a mapping: on a full disk, a page of it that has no space yet would be a
@@ -388,43 +449,34 @@ class Index:
         if self._open is None:
             env = self._environment()
             try:
-                env.set_mapsize(self._normal_bytes)
                 self._open = _tables(env, None, create=False)
             except BaseException:
                 env.close()
                 raise
         return self._open
 
-    def _transact(
-        self, work: Callable[[_Open, Transaction], None], *, may_use_reserve: bool = False
-    ) -> Outcome:
+    def _transact(self, work: Callable[[_Open, Transaction], None], *, grows: bool = False) -> Outcome:
+        """`grows`: it is refused where it would take of what is kept for deletions."""
+        full = f"the index is full ({self.bytes_max} bytes)"
         try:
             to = self._reopened()
-            try:
-                self._commit(to, work)
-            except lmdb.MapFullError:
-                if not may_use_reserve:
-                    raise
-                to.env.set_mapsize(self.bytes_max)
-                try:
-                    self._commit(to, work)
-                finally:
-                    to.env.set_mapsize(self._normal_bytes)  # LMDB keeps it above what is used
-            self._measure(to.env)
-        except lmdb.MapFullError:
-            return DiskResult.NO_SPACE, f"the index is full ({self.bytes_max} bytes)"
+            with self._begin(to.env) as txn:
+                work(to, txn)
+                usage = self._measured(to, txn)
+                if grows and usage.used > usage.bytes_max:
+                    raise _Full
+            self.usage = usage
+        except (lmdb.MapFullError, _Full):
+            self.usage = replace(self.usage, full=True)
+            return DiskResult.NO_SPACE, full
         except lmdb.Error as problem:
             # After some failures LMDB refuses all further transactions of an environment: begin anew with the next.
             self.close()
-            full = isinstance(problem, lmdb.DiskError)
-            return (DiskResult.NO_SPACE if full else DiskResult.IO_ERROR), f"index: {problem}"
+            no_space = isinstance(problem, lmdb.DiskError)
+            return (DiskResult.NO_SPACE if no_space else DiskResult.IO_ERROR), f"index: {problem}"
         except OSError as problem:
             return disk_result(problem), f"index: {describe(problem)}"
         return DiskResult.OK, ""
-
-    def _commit(self, to: _Open, work: Callable[[_Open, Transaction], None]) -> None:
-        with self._begin(to.env) as txn:
-            work(to, txn)
 
     @contextlib.contextmanager
     def _begin(self, env: lmdb.Environment) -> Iterator[Transaction]:
@@ -434,8 +486,20 @@ class Index:
             self._disk.index("commit")
         self._disk.index("committed")
 
-    def _measure(self, env: lmdb.Environment) -> None:
-        self.used_bytes = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    def _measured(self, to: _Open, txn: Transaction) -> IndexUsage:
+        """Of the pages in use as this transaction sees them. The list of free pages is not among them: it is small, and
+        LMDB does not tell."""
+        sizes = {
+            name: _table_bytes(cast("Mapping[str, Any]", txn.raw.stat(getattr(to, name)))) for name in TABLES
+        }
+        other = sum(sizes[name] for name in ("meta", "slabs", "namespaces")) + META_PAGES * self._page_bytes
+        most = room_for_rows(self.bytes_max)
+        return IndexUsage(most, chunks=sizes["chunks"], sessions=sizes["sessions"], other=other)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the pages in use, as of the last transaction."""
+        return self.usage.used
 
     def _rows(self, table: str, count: int) -> Iterator[tuple[bytes, bytes]]:
         """All rows in the order of their keys, `count` in a transaction."""
@@ -478,7 +542,7 @@ class Index:
             for key in keys:
                 txn.delete(key, getattr(to, table))
 
-        return self._transact(work, may_use_reserve=True)
+        return self._transact(work)
 
     def __repr__(self) -> str:
         state = "open" if self._open else "closed"
@@ -488,7 +552,7 @@ class Index:
 # --------------------------------------------------------------------------------------------------------- one batch
 
 
-def _write(to: _Open, txn: Transaction, batch: WriteIndex) -> None:
+def _delete(to: _Open, txn: Transaction, batch: WriteIndex) -> None:
     for slab in batch.slabs_deleted:
         txn.delete(format.number_key(slab), to.slabs)
     for number in batch.namespaces_deleted:
@@ -501,6 +565,11 @@ def _write(to: _Open, txn: Transaction, batch: WriteIndex) -> None:
     for number, name in batch.sessions_deleted:
         first = format.session_key(number, name, 0)
         txn.delete_range(first, first[:-4], to.sessions)
+    for digest in batch.makers_deleted:
+        txn.delete(format.makers_key(digest), to.meta)
+
+
+def _write(to: _Open, txn: Transaction, batch: WriteIndex) -> None:
     for namespace in batch.namespaces:
         value = format.encode_namespace(namespace)
         txn.put(format.number_key(namespace.number), value, to.namespaces)
@@ -514,7 +583,7 @@ def _write(to: _Open, txn: Transaction, batch: WriteIndex) -> None:
 
 
 def _halves(batch: WriteIndex) -> tuple[WriteIndex, WriteIndex]:
-    """Of deletions. Slabs and namespaces go last, when nothing names them any more."""
+    """Of deletions. Slabs, namespaces and makers go last, when nothing names them any more."""
     chunks, sessions = (len(batch.chunks_deleted) + 1) // 2, len(batch.sessions_deleted) // 2
     first = WriteIndex(
         batch.op,
@@ -523,11 +592,20 @@ def _halves(batch: WriteIndex) -> tuple[WriteIndex, WriteIndex]:
         sessions_deleted=batch.sessions_deleted[:sessions],
     )
     rest = replace(
-        batch,
+        _only_deletions(batch),
         chunks_deleted=batch.chunks_deleted[chunks:],
         sessions_deleted=batch.sessions_deleted[sessions:],
     )
     return first, rest
+
+
+def _only_deletions(batch: WriteIndex) -> WriteIndex:
+    return replace(batch, namespaces=(), makers=(), chunks=(), sessions=())
+
+
+def _table_bytes(stat: Mapping[str, Any]) -> int:
+    pages: int = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+    return pages * int(stat["psize"])
 
 
 def _write_session(to: _Open, txn: Transaction, session: SessionRecord) -> None:
@@ -539,6 +617,11 @@ def _write_session(to: _Open, txn: Transaction, session: SessionRecord) -> None:
         if txn.get(key(number), to.sessions) != page:
             txn.put(key(number), page, to.sessions)
     txn.delete_range(key(number + 1), key(0)[:-4], to.sessions)
+
+
+def room_for_rows(file_bytes: int) -> int:
+    """Of an index of this size: the rest is for deletions."""
+    return file_bytes - file_bytes // RESERVE_SHARE
 
 
 def assemble_session(pages: list[tuple[bytes, bytes]]) -> SessionRecord | None:

@@ -137,6 +137,11 @@ class LmdbPages:
             page = int.from_bytes(below[-1], "little")
         return None
 
+    def bytes_of(self, table: str) -> int:
+        """Of the pages that the table has, once it was walked."""
+        number = self._numbers.get(table)
+        return 0 if number is None else self._owner.count(number) * self.page_bytes
+
     def free_list(self) -> Iterator[Damage]:
         """What is wrong with the list of free pages, once all tables were walked: LMDB writes to what it names."""
         free = 255

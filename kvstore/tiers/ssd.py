@@ -27,7 +27,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ from kvstore.config import SSD_OVERHEAD_BYTES, StoreConfig
 from kvstore.core.events import (
     CreateSlab,
     DiskDone,
+    IndexUsage,
     NamespaceRecord,
     ProbeDisk,
     ReadRecords,
@@ -98,6 +99,8 @@ class Snapshot:
     sessions: list[SessionRecord]
     chunks: Iterator[ChunkBatch]
     makers: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
+    usage: IndexUsage | None = None
+    """Of the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +117,10 @@ class SsdStats:
     index_commits: int
     index_commit_seconds: float
     """Syncs of slabs included."""
-    index_used_bytes: int
+    index: IndexUsage
+    """What it holds, and beyond how much nothing is written."""
     index_bytes: int
+    """Length that its file may have."""
     slab_files: int
     slab_bytes: int
 
@@ -189,6 +194,7 @@ class SsdTier:
                 namespaces=namespaces,
                 sessions=index.sessions(specs),
                 makers=index.makers(),
+                usage=index.usage,
                 chunks=index.chunks(specs, slabs, direct=self._direct),
             )
         except BaseException as problem:
@@ -258,7 +264,7 @@ class SsdTier:
                 no_space=counted.results[DiskResult.NO_SPACE],
                 index_commits=counted.index_commits,
                 index_commit_seconds=counted.index_commit_seconds,
-                index_used_bytes=self._index.used_bytes if self._index else 0,
+                index=self._index.usage if self._index else IndexUsage(0),
                 index_bytes=self._index.bytes_max if self._index else 0,
                 slab_files=len(self._slabs),
                 slab_bytes=self._slabs.bytes,
@@ -419,7 +425,16 @@ class SsdTier:
 
     # --------------------------------------------------------------------------------------------------------- index
 
-    def _write_index(self, effect: WriteIndex) -> Result:
+    def _write_index(self, effect: WriteIndex) -> DiskDone:
+        index = self._opened_index
+        index.usage = replace(index.usage, full=False)
+        try:
+            result, why, slabs = self._sync_and_write(effect)
+        except Exception as problem:
+            result, why, slabs = failed(problem)
+        return DiskDone(effect.op, (result,), why, slabs=slabs, usage=index.usage)
+
+    def _sync_and_write(self, effect: WriteIndex) -> Result:
         started = time.monotonic()
         failing: dict[SlabId, OSError] = {}
         for number, slab in self._slabs.to_sync(effect.slabs, effect.chunks).items():

@@ -419,6 +419,7 @@ def _list_sessions(message: stats_pb2.ListSessionsRequest, ticket: Ticket) -> ev
         namespace=namespace_id(message.namespace_id) if message.namespace_id else None,
         limit=number("limit", message.limit, ROWS_MAX) or 1000,
         skip=number("skip", message.skip, ROWS_MAX),
+        session=session_name("session", message.session) if message.session else b"",
     )
 
 

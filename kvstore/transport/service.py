@@ -224,7 +224,10 @@ class Service:
         reply = stats_to_proto(answer)
         disk = self.loop.disk_stats()
         if disk is not None:
-            reply.ssd.index_used_bytes = disk.index_used_bytes
+            reply.ssd.index_used_bytes = disk.index.used
+            reply.ssd.index_max_bytes = disk.index.bytes_max
+            reply.ssd.index_sessions_bytes = disk.index.sessions
+            reply.ssd.index_chunks_bytes = disk.index.chunks
             reply.ssd.index_bytes = disk.index_bytes
             reply.ssd.io_errors = disk.io_errors
             reply.ssd.no_space = disk.no_space

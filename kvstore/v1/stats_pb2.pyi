@@ -53,7 +53,7 @@ class StatsReply(_message.Message):
     def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., uptime_ms: _Optional[int] = ..., version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., ssd: _Optional[_Union[Ssd, _Mapping]] = ...) -> None: ...
 
 class Ssd(_message.Message):
-    __slots__ = ("state", "full", "bytes", "slab_bytes", "capacity", "free", "reserved", "ready", "quarantined", "to_store", "oldest_not_durable_ms", "cold_chunks", "why", "index_used_bytes", "index_bytes", "io_errors", "no_space", "corrupt")
+    __slots__ = ("state", "full", "bytes", "slab_bytes", "capacity", "free", "reserved", "ready", "quarantined", "to_store", "oldest_not_durable_ms", "cold_chunks", "why", "index_used_bytes", "index_bytes", "io_errors", "no_space", "corrupt", "index_max_bytes", "index_sessions_bytes", "index_chunks_bytes", "to_forget")
     STATE_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,10 @@ class Ssd(_message.Message):
     IO_ERRORS_FIELD_NUMBER: _ClassVar[int]
     NO_SPACE_FIELD_NUMBER: _ClassVar[int]
     CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    INDEX_MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_SESSIONS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_CHUNKS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TO_FORGET_FIELD_NUMBER: _ClassVar[int]
     state: str
     full: bool
     bytes: int
@@ -90,7 +94,11 @@ class Ssd(_message.Message):
     io_errors: int
     no_space: int
     corrupt: int
-    def __init__(self, state: _Optional[str] = ..., full: bool = ..., bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., capacity: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., ready: _Optional[int] = ..., quarantined: _Optional[int] = ..., to_store: _Optional[int] = ..., oldest_not_durable_ms: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., why: _Optional[str] = ..., index_used_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., io_errors: _Optional[int] = ..., no_space: _Optional[int] = ..., corrupt: _Optional[int] = ...) -> None: ...
+    index_max_bytes: int
+    index_sessions_bytes: int
+    index_chunks_bytes: int
+    to_forget: int
+    def __init__(self, state: _Optional[str] = ..., full: bool = ..., bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., capacity: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., ready: _Optional[int] = ..., quarantined: _Optional[int] = ..., to_store: _Optional[int] = ..., oldest_not_durable_ms: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., why: _Optional[str] = ..., index_used_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., io_errors: _Optional[int] = ..., no_space: _Optional[int] = ..., corrupt: _Optional[int] = ..., index_max_bytes: _Optional[int] = ..., index_sessions_bytes: _Optional[int] = ..., index_chunks_bytes: _Optional[int] = ..., to_forget: _Optional[int] = ...) -> None: ...
 
 class Arena(_message.Message):
     __slots__ = ("bytes", "ready_bytes", "assigned_bytes", "retiring_bytes", "protection", "segment_bytes")
@@ -163,14 +171,16 @@ class NamespaceStats(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., weights_epoch: _Optional[int] = ..., chunks: _Optional[int] = ..., incomplete: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., lookups: _Optional[int] = ..., hits: _Optional[int] = ..., segments: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., cold_bytes: _Optional[int] = ..., ssd_hits: _Optional[int] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
-    __slots__ = ("namespace_id", "limit", "skip")
+    __slots__ = ("namespace_id", "limit", "skip", "session")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     SKIP_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     namespace_id: int
     limit: int
     skip: int
-    def __init__(self, namespace_id: _Optional[int] = ..., limit: _Optional[int] = ..., skip: _Optional[int] = ...) -> None: ...
+    session: bytes
+    def __init__(self, namespace_id: _Optional[int] = ..., limit: _Optional[int] = ..., skip: _Optional[int] = ..., session: _Optional[bytes] = ...) -> None: ...
 
 class SessionRow(_message.Message):
     __slots__ = ("session", "tenant", "namespace_id", "version", "entry_count", "token_count", "usable", "resident_bytes", "idle_ms", "bytes", "ssd_bytes", "reason")

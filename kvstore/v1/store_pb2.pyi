@@ -427,10 +427,12 @@ class SessionReply(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., version: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[SessionEntry, _Mapping]]] = ..., usable: _Optional[int] = ...) -> None: ...
 
 class DoneReply(_message.Message):
-    __slots__ = ("count",)
+    __slots__ = ("count", "not_durable")
     COUNT_FIELD_NUMBER: _ClassVar[int]
+    NOT_DURABLE_FIELD_NUMBER: _ClassVar[int]
     count: int
-    def __init__(self, count: _Optional[int] = ...) -> None: ...
+    not_durable: str
+    def __init__(self, count: _Optional[int] = ..., not_durable: _Optional[str] = ...) -> None: ...
 
 class SegmentsUnmappedRequest(_message.Message):
     __slots__ = ("request_id", "segments")

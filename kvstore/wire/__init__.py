@@ -455,11 +455,11 @@ def session_from_proto(message: store_pb2.SessionReply) -> SessionInfo:
 
 
 def done_to_proto(answer: Done) -> store_pb2.DoneReply:
-    return store_pb2.DoneReply(count=answer.count)
+    return store_pb2.DoneReply(count=answer.count, not_durable=answer.not_durable)
 
 
 def done_from_proto(message: store_pb2.DoneReply) -> Done:
-    return Done(count=message.count)
+    return Done(count=message.count, not_durable=message.not_durable)
 
 
 def sessions_to_proto(answer: SessionList) -> stats_pb2.ListSessionsReply:

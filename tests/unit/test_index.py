@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvstore.errors import ConfigError
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.sim.faulty_disk import FaultyDisk
 from kvstore.tiers import format, index
+from kvstore.tiers.check import Check, Findings
 from kvstore.tiers.disk_port import RealDisk
 from kvstore.tiers.index import Index, SlabRow
 from kvstore.types import ChunkKey, DiskPlace, DiskResult, OpId, SlabId
@@ -299,6 +301,114 @@ def test_a_full_index_says_so_stays_whole_and_can_be_emptied(it: Fixture) -> Non
     assert it.write(sessions=(session(b"s", 5_000),)) == OK
     assert it.index.used_bytes <= MIB
     assert it.again(bytes_max=MIB).sessions([3]) == [session(b"s", 5_000)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_deletions_always_find_room_however_often_the_index_was_full(it: Fixture, seed: int) -> None:
+    """What counts are pages in use: those that wait to be used again are spread over the whole file by then."""
+    chance = random.Random(seed)
+    it.path += "-small"
+    it.again(bytes_max=MIB)
+    it.set_up()
+    held: list[tuple[str, bytes]] = []
+    fullest = 0
+    for number in range(12):
+        while True:
+            keys = [chance.randbytes(32) for _ in range(chance.choice((1, 50, 500)))]
+            names = [
+                b"x" * chance.choice((5, 200)) + keys[0] + b"%d" % n for n in range(chance.choice((0, 40)))
+            ]
+            entries = chance.choice((1, 1, 30, 400))
+            records = tuple(dataclasses.replace(chunk("k", 0, 1), key=ChunkKey(key)) for key in keys)
+            sessions = tuple(session(name, entries) for name in names)
+            held += [("chunks", key) for key in keys] + [("sessions", name) for name in names]
+            result, _ = it.write(chunks=records, sessions=sessions)
+            if result != DiskResult.OK:
+                break
+        assert (result, it.index.usage.full) == (DiskResult.NO_SPACE, True)
+        usage = it.index.usage
+        assert usage.used <= usage.bytes_max < MIB
+        fullest = max(fullest, usage.used)
+        assert usage.used == usage.chunks + usage.sessions + usage.other
+        chance.shuffle(held)
+        left = 0 if number == 11 else int(len(held) * chance.choice((0.0, 0.5, 0.9, 0.99)))
+        while len(held) > left:
+            size = chance.choice((20, 300, 4096))
+            several, held = held[:size], held[size:]
+            outcome = it.write(
+                chunks_deleted=tuple((3, ChunkKey(key)) for kind, key in several if kind == "chunks"),
+                sessions_deleted=tuple((3, name) for kind, name in several if kind == "sessions"),
+            )
+            assert outcome == OK
+            assert not it.index.usage.full
+    assert fullest > it.index.usage.bytes_max * 3 // 4
+    assert rows(it) == 0 and not it.index.sessions([3])
+    assert it.index.usage.chunks == it.index.usage.sessions == 0
+
+
+def test_a_check_tells_of_an_index_that_is_nearly_full_or_was_filled_by_an_older_daemon(
+    it: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it.again(bytes_max=4 * MIB)
+    assert it.write(namespaces=(NAMESPACE,)) == OK
+    assert "nearly full" not in "".join(checked(it).notes)
+    it.again(bytes_max=4 * MIB)
+    fill_with_sessions(it, 0)
+    found = checked(it)
+    assert found.clean and "nearly full" in found.notes[0] and "ssd_index_bytes" in found.notes[0]
+    assert f"sessions {found_bytes(it, 'sessions') / MIB:,.1f}" in found.notes[0]
+    monkeypatch.setattr("kvstore.tiers.index.RESERVE_SHARE", 1_000)  # as if nothing were kept for deletions
+    it.again(bytes_max=4 * MIB)
+    fill_with_sessions(it, 100_000)
+    monkeypatch.undo()
+    found = checked(it)
+    assert [(problem.kind, problem.where, problem.fixable) for problem in found.problems] == [
+        ("index", "room", False)
+    ]
+    assert "ssd_index_bytes" in found.problems[0].remedy
+
+
+def found_bytes(it: Fixture, kind: str) -> int:
+    return int(getattr(it.index.usage, kind))
+
+
+def fill_with_sessions(it: Fixture, start: int) -> None:
+    number = start
+    while it.write(sessions=tuple(session(b"%d" % n, 200) for n in range(number, number + 20)))[0] == 0:
+        number += 20
+    while it.write(sessions=(session(b"%d" % number, 10),))[0] == 0:
+        number += 1
+
+
+def checked(it: Fixture) -> Findings:
+    """By a check, while nobody has it open."""
+    it.index.close()
+    check = Check(str(Path(it.path).parent), RealDisk())
+    try:
+        return check.run()
+    finally:
+        check.close()
+
+
+def test_a_slab_file_finds_room_for_its_row_in_a_full_index(it: Fixture) -> None:
+    it.path += "-small"
+    it.again(bytes_max=MIB)
+    it.set_up()
+    for number in range(100_000):
+        if it.write(sessions=(session(b"%d" % number, 200),))[0] != DiskResult.OK:
+            break
+    assert it.index.usage.full
+    assert it.index.add_slab(SlabId(7), 4096, 10) == OK
+
+
+def test_what_is_to_go_goes_though_what_is_to_be_written_finds_no_room(it: Fixture) -> None:
+    it.path += "-small"
+    it.again(bytes_max=MIB)
+    it.set_up()
+    assert it.write(chunks=(chunk("a", 0, 1),)) == OK
+    gone = ((3, ChunkKey(b"a")),)
+    assert it.write(chunks_deleted=gone, sessions=(session(b"s", 50_000),))[0] == DiskResult.NO_SPACE
+    assert it.chunks() == []
 
 
 @pytest.mark.parametrize(("chunks", "sessions"), [(2, 0), (0, 2), (1, 1), (5, 0), (0, 5), (4, 7)])

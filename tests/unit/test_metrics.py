@@ -6,6 +6,7 @@ import socket
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvstore.core.events import IndexUsage
 from kvstore.errors import Unavailable
 from kvstore.server.metrics import CONNECTIONS_MAX, NAMESPACES_MAX, MetricsServer, families, render
 from kvstore.tiers.ssd import SsdStats
@@ -146,6 +147,7 @@ def test_an_ssd_tier():
         "to_store": 6,
         "oldest_not_durable_ms": 1500,
         "cold_chunks": 9,
+        "to_forget": 7,
     }
     values["counters"] |= {"prefetch_on_time": 21, "chunks_promoted_ahead": 22, "ssd_bytes_read": 23}
     disk = SsdStats(
@@ -158,7 +160,7 @@ def test_an_ssd_tier():
         no_space=33,
         index_commits=34,
         index_commit_seconds=0.5,
-        index_used_bytes=35,
+        index=IndexUsage(35, chunks=20, sessions=10, other=5),
         index_bytes=36,
         slab_files=1,
         slab_bytes=50,
@@ -184,6 +186,11 @@ def test_an_ssd_tier():
         ("kvstored_ssd_index_commit_seconds_total",): 0.5,
         ("kvstored_ssd_index_used_bytes",): 35,
         ("kvstored_ssd_index_bytes",): 36,
+        ("kvstored_ssd_index_max_bytes",): 35,
+        ("kvstored_ssd_index_share_bytes", ("kind", "sessions")): 10,
+        ("kvstored_ssd_index_share_bytes", ("kind", "chunks")): 20,
+        ("kvstored_ssd_index_share_bytes", ("kind", "other")): 5,
+        ("kvstored_ssd_to_forget",): 7,
         ("kvstored_prefetch_total", ("result", "on_time")): 21,
         ("kvstored_promoted_chunks_total", ("how", "ahead")): 22,
         ("kvstored_ssd_bytes_read_total",): 23,

@@ -107,7 +107,7 @@ def put_back(policy: Policy, chunks: ChunkTable, candidates: Candidates, rows: R
         batch.link_oldest(chunks, candidates.recency, rows[long_unused])
 
 
-def wanted_in(state: State) -> dict[int, int]:
+def needed_in(state: State) -> dict[int, int]:
     """How many shards of chunks that queued jobs need are in each slab file, by its index."""
     rank, chunks = state.policy.rank, state.chunks
     if not rank:

@@ -248,11 +248,12 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class WriteIndex:
-    """fdatasync `slabs`, then one index transaction, in this order: what the index names is on the disk.
+    """fdatasync `slabs`, then transactions of the index, in this order: what the index names is on the disk.
 
-    One at a time. Answer: DiskDone with one result; after OK everything in it is durable. After a failure nothing of it
-    is in the index, but perhaps some of its deletions if it only deletes. CORRUPT: a sync failed, now or before, and a
-    record of one of these chunks may be lost for good."""
+    It either deletes or writes, never both: a deletion must not fail because there is no room for something else. One
+    at a time. Answer: DiskDone with one result and the usage of the index; after OK everything in it is durable. After
+    a failure any part of it may be in the index. NO_SPACE with `usage.full`: deletions make room. CORRUPT: a sync
+    failed, now or before, and a record of one of these chunks may be lost for good."""
 
     op: OpId
     slabs: tuple[SlabId, ...]
@@ -260,11 +261,26 @@ class WriteIndex:
     namespaces_deleted: tuple[int, ...] = ()
     makers: tuple[tuple[bytes, tuple[bytes, ...]], ...] = ()
     """Digests that stand for several makers in `chunks`, and who they are."""
+    makers_deleted: tuple[bytes, ...] = ()
     chunks: tuple[ChunkRecord, ...] = ()
     chunks_deleted: tuple[tuple[int, ChunkKey], ...] = ()
     sessions: tuple[SessionRecord, ...] = ()
     sessions_deleted: tuple[tuple[int, bytes], ...] = ()
     slabs_deleted: tuple[SlabId, ...] = ()
+
+    @property
+    def deletes(self) -> bool:
+        return bool(
+            self.chunks_deleted
+            or self.sessions_deleted
+            or self.namespaces_deleted
+            or self.makers_deleted
+            or self.slabs_deleted
+        )
+
+    @property
+    def writes(self) -> bool:
+        return bool(self.chunks or self.sessions or self.namespaces or self.makers)
 
 
 @dataclass(frozen=True, slots=True)

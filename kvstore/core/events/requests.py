@@ -260,6 +260,8 @@ class ListSessions:
     limit: int = 1000
     skip: int = 0
     """So many of those that would come first."""
+    session: bytes = b""
+    """Only those of this name, in whatever namespaces; empty: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +384,24 @@ class SlabReady:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexUsage:
+    """What the index holds, in bytes of the pages in use; pages that wait to be used again do not count."""
+
+    bytes_max: int
+    """Beyond this nothing is written; what is left of the file is for deletions, which need pages too."""
+    chunks: int = 0
+    sessions: int = 0
+    other: int = 0
+    """Namespaces, slab files, makers, and the list of free pages."""
+    full: bool = False
+    """The transaction that this is the answer of was refused because it would have been more."""
+
+    @property
+    def used(self) -> int:
+        return self.chunks + self.sessions + self.other
+
+
+@dataclass(frozen=True, slots=True)
 class DiskDone:
     """A disk op has returned: one result per record, or per op for ProbeDisk, CreateSlab's failure and WriteIndex.
 
@@ -395,6 +415,8 @@ class DiskDone:
     """One per result; empty if all are OK, or the op has only one."""
     slabs: tuple[SlabId, ...] = ()
     """Of a WriteIndex: the slab files whose sync failed."""
+    usage: IndexUsage | None = None
+    """Of a WriteIndex: of the index after it, as far as that is known."""
 
 
 @dataclass(frozen=True, slots=True)

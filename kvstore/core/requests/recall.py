@@ -11,7 +11,6 @@ listed again as long as they name the chunks. A chunk of several ranks goes if a
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvstore.core import events as ev
@@ -21,14 +20,13 @@ from kvstore.core.ssd.rewrites import check_admin
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import DeadlineExceeded, Denied, Exhausted, Unavailable
-from kvstore.types import DiskState, Millis, NamespaceId, Reason
+from kvstore.types import Millis, NamespaceId, Reason
 
 ROWS_PER_STEP_MAX = 10_000
 DROPS_PER_STEP_MAX = 500
 ENTRIES_PER_STEP_MAX = 20_000
 """What one step looks at: some ten milliseconds at most. The rest comes when nothing waits, or at ticks."""
 RECALLS_MAX = 16
-BARRED_MAX = 1_024
 PATIENCE_MS = 20_000
 """For the index; then the caller is told that it is not durable yet, and may ask again."""
 
@@ -57,7 +55,7 @@ class Recalls:
         self.state = state
         self._durability = durability
         self.purges: list[Purge] = []
-        self._barred: OrderedDict[bytes, None] = OrderedDict()
+        self._barred: set[bytes] = set()
 
     def __repr__(self) -> str:
         return f"Recalls({len(self.purges)} under way, {len(self._barred)} makers barred)"
@@ -71,7 +69,7 @@ class Recalls:
         since = state.now - event.age_ms_max if event.age_ms_max else -1
         purge = Purge(event.ticket, event, since)
         if not event.dry_run:
-            self._bar(event.maker)
+            self._bar(event.maker)  # raises, and then nothing was done
             # A chunk that another rank began is lost with this one's part of it.
             for reservation in state.reservations.values():
                 if reservation.maker == event.maker:
@@ -94,10 +92,16 @@ class Recalls:
             )
 
     def _bar(self, maker: bytes) -> None:
-        self._barred[maker] = None
-        self._barred.move_to_end(maker)
-        if len(self._barred) > BARRED_MAX:
-            self._barred.popitem(last=False)
+        """No maker is let in again to make room for another: one more than the bound is not recalled."""
+        barred_max = self.state.limits.makers_barred_max
+        if maker not in self._barred and len(self._barred) >= barred_max:
+            raise Exhausted(
+                f"{barred_max} makers were recalled since the start of the daemon, and all stay barred",
+                field="recall",
+                value=maker,
+                remedy="end the workers that were recalled and start the daemon anew; then recall this one",
+            )
+        self._barred.add(maker)
 
     # ------------------------------------------------------------------------------------------------------- stepping
 
@@ -210,27 +214,20 @@ class Recalls:
         )
         if not purge.event.dry_run and not self._is_durable(purge):
             why = f"{purge.chunks} chunks are misses now, but a restart could bring them back"
-            if state.disk_state is not DiskState.OK:
-                answer = Unavailable(
-                    f"{why}: the SSD tier is {state.disk_state.name.lower()}",
-                    field="recall",
-                    remedy="do not restart the daemon before it is well; then ask again",
-                )
-            elif purge.deadline <= state.now:
-                answer = DeadlineExceeded(f"{why}: the index is late", field="recall", remedy="ask again")
-            else:
+            trouble = self._durability.why_not_gone(purge.dropped_at or 0, purge.deadline)
+            if not trouble:
                 return
+            if purge.deadline > state.now:
+                remedy = "do not restart the daemon before it is well; then ask again"
+                answer = Unavailable(f"{why}: {trouble}", field="recall", remedy=remedy)
+            else:
+                answer = DeadlineExceeded(f"{why}: {trouble}", field="recall", remedy="ask again")
         self.purges.remove(purge)
         if not purge.event.dry_run:
             self._durability.hurry -= 1
         state.reply(purge.ticket, answer)
 
     def _is_durable(self, purge: Purge) -> bool:
-        """Whether all that was dropped has left the index: whatever is dirty still became so later."""
+        """Whether all that was dropped has left the index."""
         assert purge.dropped_at is not None, purge
-        state = self.state
-        if state.disk_state is DiskState.ABSENT:
-            return True
-        oldest = next(iter(state.dirty_chunks.values()), None)
-        under_way = state.indexing_since
-        return all(since is None or since > purge.dropped_at for since in (oldest, under_way))
+        return self._durability.is_gone(purge.dropped_at)

@@ -12,6 +12,7 @@ from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, DURABLE, NONE, PROMO
 from kvstore.core.manifests import Manifest, Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.requests.reads import lookup
+from kvstore.core.ssd.durability import Durability
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition
@@ -36,7 +37,8 @@ class Forgetting:
     namespace: Namespace
     reason: Reason
     session: bytes = b""
-    """Its index record goes when its chunks have gone: after a crash in between, what is left of it can be named."""
+    """Its index record goes when its chunks have gone: after a crash in between, what is left of it can be named. Empty
+    if the index has none."""
     of_session: list[ChunkKey] = field(default_factory=list)
     """The next one last, here and below."""
     named: list[ChunkKey] = field(default_factory=list)
@@ -46,8 +48,9 @@ class Forgetting:
 
 
 class Sessions:
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, durability: Durability) -> None:
         self.state = state
+        self._durability = durability
         self.forgetting: deque[Forgetting] = deque()
 
     # ------------------------------------------------------------------------------------------------------ reading
@@ -168,6 +171,8 @@ class Sessions:
             )
         kept, same = manifest.without(begin, end, close_gap=event.close_gap)
         info = self._point(namespace, event.session, old, kept, same=same)
+        if old.indexed:
+            state.cut_sessions[namespace.id, event.session] = None
         state.counters["sessions_truncated"] += 1
         return info
 
@@ -208,10 +213,12 @@ class Sessions:
                 self._drop_oldest()
             namespace.sessions += 1
         session = Session(name, namespace.id, sessions.next_version(old), manifest, state.now)
+        session.indexed = old is not None and old.indexed
         sessions.put(session, old)
         if old is not None:
             references.drop(state, old.manifest.rows[same:], Reason.TRUNCATED)
-        self._dirty(namespace.id, name)
+        if state.disk_state is not DiskState.ABSENT:
+            state.dirty_sessions.setdefault((namespace.id, name), state.now)
         while sessions.entries > state.limits.manifest_entries_max and sessions.oldest() is not session:
             self._drop_oldest()
         return self._info(session)
@@ -222,19 +229,25 @@ class Sessions:
 
     def drop(self, session: Session, reason: Reason = Reason.TRUNCATED) -> None:
         """The name goes, and its references; whole chunks stay until they are evicted, a tail goes for `reason`."""
-        self._dirty(session.namespace, session.name)
         self._unname(session, reason)
+        if session.indexed:
+            self._delete_record(session.namespace, session.name)
 
     def _unname(self, session: Session, reason: Reason) -> None:
         state = self.state
         state.sessions.remove(session)
+        name = (session.namespace, session.name)
+        state.dirty_sessions.pop(name, None)
+        state.cut_sessions.pop(name, None)
         state.namespaces[session.namespace].sessions -= 1
         references.drop(state, session.manifest.rows, reason)
 
-    def _dirty(self, namespace: NamespaceId, name: bytes) -> None:
-        """The session's index record is to be written or deleted."""
-        if self.state.disk_state is not DiskState.ABSENT:
-            self.state.dirty_sessions.setdefault((namespace, name), self.state.now)
+    def _delete_record(self, namespace: NamespaceId, name: bytes) -> None:
+        """The index is to forget the session. If there is another of this name by now, it is written after that."""
+        state = self.state
+        state.deleted_sessions.setdefault((namespace, name), state.now)
+        if (namespace, name) in state.sessions.by_name:
+            state.dirty_sessions.setdefault((namespace, name), state.now)
 
     def tick(self) -> None:
         """Sessions that nobody used for their time to live end, with the chunks that nothing else names."""
@@ -255,8 +268,9 @@ class Sessions:
     # --------------------------------------------------------------------------------------------------- forgetting
 
     def forget(self, worker: Worker, event: ev.Forget) -> ev.Done | None:
-        """The session and the chunks that nothing else names or continues; and single keys. None: there are many, and
-        it is answered when the last is gone. The name goes at once."""
+        """The session and the chunks that nothing else names or continues; and single keys. The name goes at once.
+        None: it is answered when the last is gone, from the index too, so that no restart brings it back; or with the
+        reason why that is not so yet."""
         state = self.state
         namespace = state.administered_namespace(worker, event.namespace)
         if len(self.forgetting) >= FORGETTING_MAX:
@@ -271,14 +285,13 @@ class Sessions:
         return self._begin(job, event.ticket)
 
     def _take_session(self, job: Forgetting, session: Session) -> None:
-        job.session = session.name
-        self.state.dirty_sessions.pop((session.namespace, session.name), None)  # dirty at the end
+        job.session = session.name if session.indexed else b""
         job.of_session = list(map(self.state.chunks.key.__getitem__, session.manifest.rows))
         self._unname(session, job.reason)
 
     def _begin(self, job: Forgetting, ticket: ev.Ticket | None = None) -> ev.Done | None:
         if self._forget_some(job):
-            return ev.Done(job.count)
+            return self._durability.await_gone(ticket, job.count)
         job.ticket = ticket
         self.forgetting.append(job)
         return None
@@ -288,7 +301,9 @@ class Sessions:
         if self.forgetting and self._forget_some(self.forgetting[0]):
             job = self.forgetting.popleft()
             if job.ticket is not None:
-                self.state.reply(job.ticket, ev.Done(job.count))
+                answer = self._durability.await_gone(job.ticket, job.count)
+                if answer is not None:
+                    self.state.reply(job.ticket, answer)
 
     def _forget_some(self, job: Forgetting) -> bool:
         """True: nothing is left. From the end of a session's chain: a chunk that another chain continues, or another
@@ -303,10 +318,12 @@ class Sessions:
                 keys is job.of_session
                 and (chunks.refs[row] or any(state.is_usable(child) for child in chunks.children(row)))
             )
+            if not stays and job.reason is Reason.EXPIRED:  # somebody may use it by its key alone
+                stays = chunks.used_at[row] + state.limits.session_ttl_ms > state.now
             if not stays:
                 job.count += state.doom(row, job.reason)
         if job.session and not job.of_session:
-            self._dirty(job.namespace.id, job.session)
+            self._delete_record(job.namespace.id, job.session)
             job.session = b""
         return not (job.of_session or job.named)
 
@@ -321,11 +338,16 @@ class Sessions:
             for namespace in state.namespaces.values()
             if (worker.admin or namespace.tenant == worker.tenant) and event.namespace in (None, namespace.id)
         }
+        if event.session:
+            named = (state.sessions.by_name.get((number, event.session)) for number in seen)
+            found = sorted((session for session in named if session), key=lambda one: -one.used_at)
+            rows = [self._session_row(seen[session.namespace], session) for session in found[event.skip :]]
+            return ev.SessionList(tuple(rows[: min(event.limit, LISTED_MAX)]), len(found))
         total = sum(namespace.sessions for namespace in seen.values())
         newest_first = (
             session for (number, _), session in reversed(state.sessions.by_name.items()) if number in seen
         )
-        rows: list[ev.SessionRow] = []
+        rows = []
         entries = 0
         end = min(event.skip + min(event.limit, LISTED_MAX), total)
         for session in islice(newest_first, min(event.skip, end), end):

@@ -1,14 +1,16 @@
-"""What survives a restart: the index of the SSD tier, written in batches, and the commits that wait for it.
+"""What survives a restart: the index of the SSD tier, written in batches, and the requests that wait for it.
 
-One transaction at a time; what changes meanwhile goes into the next. Nothing is durable before its transaction has
-returned, and nothing of a failed transaction counts.
+One transaction at a time; what changes meanwhile goes into the next. What is to go from the index goes alone and first,
+because it must not fail for want of room, nor wait for a sync. Nothing is durable, or gone, before its transaction has
+returned, and nothing of a failed transaction counts. An index that is full asks for room (`core/ssd/index_room.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DERIVED, DOOMED, DURABLE, NONE, STORED, TAIL, TRANSIENT
@@ -32,7 +34,13 @@ from kvstore.types import (
 INDEX_BATCH_MAX = 4096
 INDEX_ENTRIES_MAX = 16_384
 """Of the sessions in one transaction; a longer one goes alone."""
-INDEX_ROOM_MIN = 64
+GONE_WAITS_MAX = 1_024
+"""Requests that wait for what they forgot to leave the index; one more is told that it is not durable."""
+GONE_PATIENCE_MS = 2_000
+"""How long they wait at most: an operator does, and a disk that hangs can hang for long."""
+MAKERS_SWEEP_SHARE = 8
+"""When so large a part of all makers' digests has come since the last look, those that nobody carries are dropped."""
+AGAIN = "it is remembered until the daemon ends, and tried again; ask again to see it done"
 PERSISTENT_FLAGS = DERIVED | TAIL | TRANSIENT
 
 
@@ -41,6 +49,8 @@ class IndexWrite:
     effect: ev.WriteIndex
     rows: list[tuple[int, int]]
     """(chunk row, generation of its first shard): durable with this transaction, if still the same."""
+    cut: list[tuple[NamespaceId, bytes]]
+    """Truncated sessions whose whole leaves the index with it."""
     since: Millis
     """When the oldest of what is in it changed."""
     deadline: Millis
@@ -55,6 +65,16 @@ class DurableWait:
     chunks: tuple[tuple[NamespaceId, ChunkKey], ...]
     missing: set[tuple[NamespaceId, ChunkKey]]
     """Those that were never durable since."""
+    deadline: Millis
+
+
+@dataclass(slots=True)
+class GoneWait:
+    """A Forget that is answered when what it dropped has left the index."""
+
+    ticket: ev.Ticket
+    count: int
+    since: Millis
     deadline: Millis
 
 
@@ -74,22 +94,44 @@ class Durability:
         self.deleted_namespaces: list[NamespaceId] = []
         self.unsynced: set[SlabId] = set()
         """Slab files that were written since they were last synced."""
-        self._index_full = False
-        """The next transaction only deletes."""
+        self.deleted_makers: list[bytes] = []
+        self.gone_waits: list[GoneWait] = []
+        self.wants_room: ev.WriteIndex | None = None
+        """What found no room in the index; some of what is there is to give way."""
+        self.full_rounds = 0
+        """How often in a row it found none."""
+        self._deleted_last = False
+        """Whether the last transaction only deleted."""
+        self.delete_trouble = ""
+        """Why the last deletion failed."""
+        self._delete_failed_at: Millis = -1
+        self._delete_again_at: Millis = 0
+        self._makers_left = 0
+        """Digests that were left when they were last looked through."""
         self.indexed_makers: set[bytes] = set()
         """Digests of several makers that the index explains."""
         self.hurry = 0
         """How many wait for the index to be up to date, beside `waits`."""
 
     def __repr__(self) -> str:
-        return f"Durability({len(self.state.dirty_chunks)} index records to write, {len(self.waits)} commits wait)"
+        state = self.state
+        to_go = len(state.deleted_chunks) + len(state.deleted_sessions)
+        return (
+            f"Durability({len(state.dirty_chunks)} index records to write, {to_go} to go, "
+            f"{len(self.waits)} commits wait)"
+        )
 
     @property
     def behind(self) -> bool:
         """Whether a restart now would forget something. A namespace that was only opened is nothing to remember: its
         row goes along with the first chunk or session in it."""
         state = self.state
-        return bool(self.index or state.dirty_chunks or state.dirty_sessions)
+        return bool(self.index or state.dirty_chunks or state.dirty_sessions or self.forgetting)
+
+    @property
+    def forgetting(self) -> bool:
+        """Whether a restart now could bring back what was dropped."""
+        return bool(self.state.deleted_chunks or self.state.deleted_sessions)
 
     @property
     def in_flight(self) -> frozenset[tuple[NamespaceId, ChunkKey]]:
@@ -106,91 +148,168 @@ class Durability:
         return self.index is not None and self.index[1].deadline <= self.state.now
 
     def write(self) -> None:
-        """One transaction at a time; when something has waited for a quarter of durable_within, somebody waits for
-        durability, or a batch is full."""
+        """One transaction at a time, and deletions first: one that only deletes finds room in an index that is full,
+        and waits for no slab file. They are tried whatever state the tier is in; writing is for a tier that is well."""
         state = self.state
         if self.index is not None:
             return
-        due_ms = state.limits.durable_within_ms // 4
-        oldest = min(
-            next(iter(state.dirty_chunks.values()), state.now),
-            next(iter(state.dirty_sessions.values()), state.now),
-        )
-        going = bool(self._slabs.retiring or self._slabs.unusable or self.deleted_namespaces)
-        if not (going or state.dirty_chunks or state.dirty_sessions or self.dirty_namespaces):
+        due = state.disk_state is DiskState.OK and self._is_due()
+        delete = self._deletions_due(before_writing=due)
+        # By turns: where chunks are evicted all the time, something always is to go.
+        first = self._write_next if due and self._deleted_last and not self.gone_waits else self._delete_next
+        write = first() if delete and due else None
+        if write is None:
+            write = self._delete_next() if delete else self._write_next() if due else None
+        if write is None:
             return
-        urgent = (
+        self._deleted_last = write.effect.deletes
+        self.index = (write.effect.op, write)
+        state.indexing_since = write.since
+        state.effects.append(write.effect)
+
+    def _delete_next(self) -> IndexWrite:
+        state = self.state
+        since = min(self._oldest(state.deleted_chunks), self._oldest(state.deleted_sessions))
+        effect, cut = self._deletions(state.new_op())
+        return IndexWrite(effect, [], cut, since, state.now + long_deadline_ms(state))
+
+    def _write_next(self) -> IndexWrite | None:
+        """None: what was to be written is gone since, or may not be written yet."""
+        state = self.state
+        since = min(self._oldest(state.dirty_chunks), self._oldest(state.dirty_sessions))
+        cut = list(state.cut_sessions)
+        effect, rows = self._batch(state.new_op())
+        if not effect.writes:
+            self.unsynced.update(effect.slabs)
+            return None
+        cut = [name for name in cut if name not in state.cut_sessions]
+        return IndexWrite(effect, rows, cut, since, state.now + long_deadline_ms(state))
+
+    def _oldest(self, waiting: Mapping[Any, Millis]) -> Millis:
+        return next(iter(waiting.values()), self.state.now)
+
+    def _is_due(self) -> bool:
+        """When something has waited for a quarter of durable_within, somebody waits for durability, a batch is full, or
+        room was made for what found none."""
+        state = self.state
+        if not (state.dirty_chunks or state.dirty_sessions or self.dirty_namespaces):
+            return False
+        oldest = min(self._oldest(state.dirty_chunks), self._oldest(state.dirty_sessions))
+        return bool(
+            self.waits
+            or self.hurry
+            or self.full_rounds
+            or len(state.dirty_chunks) >= INDEX_BATCH_MAX
+            or state.now >= oldest + state.limits.durable_within_ms // 4
+        )
+
+    def _deletions_due(self, *, before_writing: bool) -> bool:
+        state = self.state
+        well = state.disk_state is DiskState.OK
+        going = bool(
+            self._slabs.retiring or self._slabs.unusable or self.deleted_namespaces or self.deleted_makers
+        )
+        cut = bool(state.cut_sessions) and (self.full_rounds or not well)
+        if not (going or cut or state.deleted_chunks or state.deleted_sessions):
+            return False
+        if state.now < self._delete_again_at:
+            return False
+        oldest = min(self._oldest(state.deleted_chunks), self._oldest(state.deleted_sessions))
+        return bool(
             going
+            or cut
+            or before_writing
+            or self.full_rounds
             or self.waits
             or self.hurry
-            or len(state.dirty_chunks) >= INDEX_BATCH_MAX
-            or self._index_full
+            or self.gone_waits
+            or len(state.deleted_chunks) >= INDEX_BATCH_MAX
+            or state.now >= oldest + state.limits.durable_within_ms // 4
         )
-        if not urgent and state.now < oldest + due_ms:
-            return
-        op = state.new_op()
-        effect, rows = self._batch(op)
-        self.index = (op, IndexWrite(effect, rows, oldest, state.now + long_deadline_ms(state)))
-        state.indexing_since = oldest
-        state.effects.append(effect)
+
+    def _deletions(self, op: OpId) -> tuple[ev.WriteIndex, list[tuple[NamespaceId, bytes]]]:
+        """What is to go, the oldest first. A slab file or a namespace goes with the last row that names it."""
+        state = self.state
+        chunks = list(islice(state.deleted_chunks, INDEX_BATCH_MAX))
+        names = list(islice(state.deleted_sessions, INDEX_BATCH_MAX))
+        for chunk in chunks:
+            del state.deleted_chunks[chunk]
+        for name in names:
+            del state.deleted_sessions[name]
+        # A dict that was emptied from its front keeps the holes, and finding its first entry passes all of them.
+        state.deleted_chunks = state.deleted_chunks or {}
+        state.deleted_sessions = state.deleted_sessions or {}
+        cut: list[tuple[NamespaceId, bytes]] = []
+        if self.full_rounds or state.disk_state is not DiskState.OK:
+            cut = list(islice(state.cut_sessions, INDEX_BATCH_MAX))
+            for name in cut:
+                del state.cut_sessions[name]
+        last = not (state.deleted_chunks or state.deleted_sessions)
+        effect = ev.WriteIndex(
+            op,
+            (),
+            namespaces_deleted=tuple(self.deleted_namespaces) if last else (),
+            makers_deleted=tuple(self.deleted_makers),
+            chunks_deleted=tuple(chunks),
+            sessions_deleted=tuple(dict.fromkeys((*names, *cut))),
+            slabs_deleted=(*(SlabId(slab.id) for slab in self._slabs.retiring), *self._slabs.unusable)
+            if last
+            else (),
+        )
+        self.deleted_makers = []
+        if last:
+            self.deleted_namespaces = []
+        return effect, cut
 
     def _batch(self, op: OpId) -> tuple[ev.WriteIndex, list[tuple[int, int]]]:
+        """What is to be written. A slot that a chunk gave up may have been filled since: the index must not name its
+        new owner while it still names the old one, so what became dirty after something that is to go has to wait."""
         state = self.state
         chunks = state.chunks
+        until = next(iter(state.deleted_chunks.values()), state.now + 1)
         puts: list[ev.ChunkRecord] = []
-        deletes: list[tuple[int, ChunkKey]] = []
         rows: list[tuple[int, int]] = []
-        looked_at = None if self._index_full else INDEX_BATCH_MAX
-        for namespace_id, key in list(islice(state.dirty_chunks, looked_at)):
+        for (namespace_id, key), since in list(islice(state.dirty_chunks.items(), INDEX_BATCH_MAX)):
+            if since >= until:
+                break
             namespace = state.namespaces.get(namespace_id)
             row = NONE if namespace is None else namespace.index.get(key, NONE)
-            if namespace is None or row == NONE or chunks.flags[row] & (STORED | DOOMED) != STORED:
-                deletes.append((namespace_id, key))
-            elif self._index_full:
-                continue
-            else:
+            if namespace is not None and row != NONE and chunks.flags[row] & (STORED | DOOMED) == STORED:
                 puts.append(self._chunk_record(namespace, row))
                 rows.append((row, chunks.disk_generation[chunks.shard0[row]]))
             del state.dirty_chunks[namespace_id, key]
         sessions: list[ev.SessionRecord] = []
-        gone: list[tuple[int, bytes]] = []
         entries_left = INDEX_ENTRIES_MAX
-        for namespace_id, name in list(islice(state.dirty_sessions, looked_at)):
+        for namespace_id, name in list(islice(state.dirty_sessions, INDEX_BATCH_MAX)):
             session = state.sessions.by_name.get((namespace_id, name))
-            if session is None:
-                gone.append((namespace_id, name))
-            elif self._index_full or entries_left <= 0:
+            if (namespace_id, name) in state.deleted_sessions:
                 continue
-            else:
+            if session is not None:
+                if entries_left <= 0:
+                    break
                 entries_left -= len(session.manifest)
                 entries = session.manifest.entries(chunks.key)
                 sessions.append(ev.SessionRecord(namespace_id, name, session.version, entries))
+                session.indexed = True
             del state.dirty_sessions[namespace_id, name]
-        # A dict that was emptied from its front keeps the holes, and finding its first entry passes all of them.
+            state.cut_sessions.pop((namespace_id, name), None)
         state.dirty_chunks = state.dirty_chunks or {}
         state.dirty_sessions = state.dirty_sessions or {}
-        new: tuple[ev.NamespaceRecord, ...] = ()
-        if not self._index_full:
-            new = tuple(ev.NamespaceRecord(n.id, n.tenant, n.spec) for n in self.dirty_namespaces.values())
-            self.dirty_namespaces = {}
+        new = tuple(ev.NamespaceRecord(n.id, n.tenant, n.spec) for n in self.dirty_namespaces.values())
+        self.dirty_namespaces = {}
         effect = ev.WriteIndex(
             op,
             tuple(sorted(self.unsynced)),
             namespaces=new,
-            namespaces_deleted=tuple(self.deleted_namespaces),
             makers=tuple(
                 (maker, state.makers[maker])
                 for maker in {put.maker for put in puts} - self.indexed_makers
                 if maker in state.makers
             ),
             chunks=tuple(puts),
-            chunks_deleted=tuple(deletes),
             sessions=tuple(sessions),
-            sessions_deleted=tuple(gone),
-            slabs_deleted=(*(SlabId(slab.id) for slab in self._slabs.retiring), *self._slabs.unusable),
         )
         self.unsynced = set()
-        self.deleted_namespaces = []
         return effect, rows
 
     def _chunk_record(self, namespace: Namespace, row: int) -> ev.ChunkRecord:
@@ -206,65 +325,175 @@ class Durability:
             tuple(chunks.shard_checksum[start : start + namespace.shards]),
         )
 
-    def ended(self, result: DiskResult, why: str, failed: Sequence[SlabId] = ()) -> None:
+    def ended(
+        self,
+        result: DiskResult,
+        why: str,
+        failed: Sequence[SlabId] = (),
+        usage: ev.IndexUsage | None = None,
+    ) -> None:
         """`failed`: the slab files whose sync failed. What was not synced in there is lost: no later sync brings it."""
         state = self.state
-        chunks = state.chunks
         assert self.index is not None
         write = self.index[1]
-        effect, rows = write.effect, write.rows
         self.index = None
         state.indexing_since = None
-        if result is DiskResult.OK:
-            for row, generation in rows:
-                if self._is_stored(row, generation):
-                    chunks.flags[row] |= DURABLE
-                    self._tell_durable((NamespaceId(chunks.namespace[row]), chunks.key[row]))
-            self.indexed_makers.update(maker for maker, _ in effect.makers)
-            gone = set(effect.slabs_deleted)
-            for slab in [slab for slab in self._slabs.retiring if SlabId(slab.id) in gone]:
-                self._slabs.retiring.remove(slab)
-                state.disk.replace(slab, Phase.ABSENT)
-            self._slabs.unusable = [slab_id for slab_id in self._slabs.unusable if slab_id not in gone]
-            state.counters["index_transactions"] += 1
-            self._index_full = False
+        state.index_usage = usage or state.index_usage
+        if result is not DiskResult.OK:
+            state.counters["index_errors"] += 1
+            if write.effect.deletes:
+                self._delete_again(write, why)
+            else:
+                self._write_again(write, result, why, failed)
             return
-        # Nothing of it is in the index: all of it is to be written again, and first. A slot that one of these chunks
-        # gave up may have been filled since; the index must not name its new owner while it still names the old one.
-        since = write.since
-        again = [(NamespaceId(record.namespace), record.key) for record in effect.chunks]
-        again += [(NamespaceId(number), key) for number, key in effect.chunks_deleted]
+        state.counters["index_transactions"] += 1
+        if write.effect.deletes:
+            self._deleted(write.effect)
+        else:
+            self._written(write)
+
+    def _deleted(self, effect: ev.WriteIndex) -> None:
+        state = self.state
+        gone = set(effect.slabs_deleted)
+        for slab in [slab for slab in self._slabs.retiring if SlabId(slab.id) in gone]:
+            self._slabs.retiring.remove(slab)
+            state.disk.replace(slab, Phase.ABSENT)
+        self._slabs.unusable = [slab_id for slab_id in self._slabs.unusable if slab_id not in gone]
+        self.delete_trouble = ""
+        self._delete_again_at = 0
+
+    def _written(self, write: IndexWrite) -> None:
+        state = self.state
+        chunks = state.chunks
+        for row, generation in write.rows:
+            if self._is_stored(row, generation):
+                chunks.flags[row] |= DURABLE
+                self._tell_durable((NamespaceId(chunks.namespace[row]), chunks.key[row]))
+        self.indexed_makers.update(maker for maker, _ in write.effect.makers)
+        self.full_rounds = 0
+
+    def _delete_again(self, write: IndexWrite, why: str) -> None:
+        """Some of them may have been carried out. The others are remembered, and tried again with each probe."""
+        state = self.state
+        effect, since = write.effect, write.since
+        chunks = [(NamespaceId(number), key) for number, key in effect.chunks_deleted]
+        names = [(NamespaceId(number), name) for number, name in effect.sessions_deleted]
+        cut = set(write.cut)
+        state.deleted_chunks = dict.fromkeys(chunks, since) | state.deleted_chunks
+        again = dict.fromkeys((name for name in names if name not in cut), since)
+        state.deleted_sessions = again | state.deleted_sessions
+        self._cut_again(write.cut)
+        self.deleted_namespaces += [NamespaceId(number) for number in effect.namespaces_deleted]
+        self.deleted_makers += effect.makers_deleted
+        self.delete_trouble = why
+        self._delete_failed_at = state.now
+        self._delete_again_at = state.now + state.limits.probe_interval_ms
+        self._degrade(DiskState.READ_ONLY, why)
+
+    def _cut_again(self, cut: Sequence[tuple[NamespaceId, bytes]]) -> None:
+        """Of those that are still there, the whole is in the index still."""
+        state = self.state
+        state.cut_sessions.update((name, None) for name in cut if name in state.sessions.by_name)
+
+    def _write_again(self, write: IndexWrite, result: DiskResult, why: str, failed: Sequence[SlabId]) -> None:
+        """All of it is to be written again, and first; what is gone since is found out then."""
+        state = self.state
+        effect, since = write.effect, write.since
+        again = [
+            (NamespaceId(record.namespace), record.key)
+            for record, row in zip(effect.chunks, write.rows, strict=True)
+            if self._is_stored(*row)
+        ]
         state.dirty_chunks = dict.fromkeys(again, since) | state.dirty_chunks
         names = [(NamespaceId(session.namespace), session.session) for session in effect.sessions]
-        names += [(NamespaceId(number), name) for number, name in effect.sessions_deleted]
+        names = [name for name in names if name in state.sessions.by_name]
         state.dirty_sessions = dict.fromkeys(names, since) | state.dirty_sessions
+        self._cut_again(write.cut)
         for new in effect.namespaces:
             namespace = state.namespaces.get(NamespaceId(new.number))
             if namespace is not None:
                 self.dirty_namespaces[namespace.id] = namespace
-        self.deleted_namespaces += [NamespaceId(number) for number in effect.namespaces_deleted]
         self.unsynced.update(set(effect.slabs).difference(failed))
         for slab_id in failed:
             if (segment := state.disk.by_id.get(SegmentId(slab_id))) is not None:
                 self._slabs.fails(segment)
         if result is DiskResult.CORRUPT:
-            self._write_anew(rows)
-        state.counters["index_errors"] += 1
-        if result is DiskResult.NO_SPACE and not self._index_full and self._make_room(len(effect.chunks)):
+            self._write_anew(write.rows)
+        if result is DiskResult.NO_SPACE and state.index_usage is not None and state.index_usage.full:
+            self.full_rounds += 1
+            self.wants_room = effect
+            state.counters["index_full"] += 1
             return
-        self._index_full = False
         self._degrade(DiskState.READ_ONLY, why)
 
-    def _make_room(self, records: int) -> bool:
-        """The index is full. The chunks that would leave the SSD next give up theirs, in a transaction that only
-        deletes: for those the index keeps a reserve. False: there are none."""
+    def has_no_room(self, why: str) -> None:
+        """Nothing can give way to what found no room."""
+        self._degrade(DiskState.READ_ONLY, why)
+
+    def healed(self) -> None:
+        self._delete_again_at = 0
+
+    def forget_makers(self) -> None:
+        """The index explains no digest that no chunk carries any more."""
+        unused = self.state.forget_makers()
+        self.deleted_makers += [digest for digest in unused if digest in self.indexed_makers]
+        self.indexed_makers.difference_update(unused)
+        self._makers_left = len(self.state.makers)
+
+    def tick(self) -> None:
+        makers_max = self.state.limits.makers_max
+        if len(self.state.makers) >= min(makers_max, self._makers_left + makers_max // MAKERS_SWEEP_SHARE):
+            self.forget_makers()
+
+    # ------------------------------------------------------------------------------------------------- what is to go
+
+    def await_gone(self, ticket: ev.Ticket | None, count: int) -> ev.Done | None:
+        """Answer `ticket` with `count` when all that was forgotten until now has left the index, or with the reason why
+        it has not. None: that is later."""
         state = self.state
-        oldest = self._slabs.coldest(max(records, INDEX_ROOM_MIN))
-        for row in oldest:
-            state.evict_from_disk(row)
-        self._index_full = bool(oldest)
-        state.counters["index_full"] += 1
-        return self._index_full
+        if self.is_gone(state.now):
+            return ev.Done(count)
+        if len(self.gone_waits) >= GONE_WAITS_MAX:
+            return ev.Done(count, not_durable=f"{GONE_WAITS_MAX} wait for the index already; {AGAIN}")
+        if ticket is not None:
+            deadline = state.now + min(GONE_PATIENCE_MS, state.limits.disk_deadline_ms)
+            self.gone_waits.append(GoneWait(ticket, count, state.now, deadline))
+        return None
+
+    def is_gone(self, since: Millis) -> bool:
+        """Whether all that was to be deleted at `since` has left the index: whatever still is to go became so later."""
+        state = self.state
+        if state.disk_state is DiskState.ABSENT:
+            return True
+        waiting = [
+            next(iter(dirty.values()), None) for dirty in (state.deleted_chunks, state.deleted_sessions)
+        ]
+        if self.index is not None and self.index[1].effect.deletes:
+            waiting.append(self.index[1].since)
+        return all(oldest is None or oldest > since for oldest in waiting)
+
+    def why_not_gone(self, since: Millis, deadline: Millis) -> str:
+        """Why whoever waits since then for what is to go waits no longer; empty: he does."""
+        state = self.state
+        if self.delete_trouble and self._delete_failed_at >= since:
+            return f"the SSD tier is {state.disk_state.name.lower()} ({self.delete_trouble}); {AGAIN}"
+        if deadline <= state.now:
+            return f"the index is late (the SSD tier is {state.disk_state.name.lower()}); {AGAIN}"
+        return ""
+
+    def tell_gone(self) -> None:
+        """After every step: who waits for what is to go."""
+        if not self.gone_waits:
+            return
+        left: list[GoneWait] = []
+        for wait in self.gone_waits:
+            if self.is_gone(wait.since):
+                self.state.reply(wait.ticket, ev.Done(wait.count))
+            elif why := self.why_not_gone(wait.since, wait.deadline):
+                self.state.reply(wait.ticket, ev.Done(wait.count, not_durable=why))
+            else:
+                left.append(wait)
+        self.gone_waits = left
 
     def _write_anew(self, rows: Sequence[tuple[int, int]]) -> None:
         """A sync failed, and some of these chunks may not have reached the medium, nor ever will: syncing again proves

@@ -22,7 +22,7 @@ from kvstore.core.chunks import (
     ChunkTable,
     LinkedRows,
 )
-from kvstore.core.events import NamespaceRecord, SessionEntry, SessionRecord
+from kvstore.core.events import IndexUsage, NamespaceRecord, SessionEntry, SessionRecord
 from kvstore.core.manifests import Manifest, Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
@@ -65,6 +65,7 @@ class Snapshot:
     sessions: Sequence[SessionRecord] = ()
     makers: Mapping[bytes, tuple[bytes, ...]] = field(default_factory=dict)
     """Digests that stand for several makers."""
+    usage: IndexUsage | None = None
 
 
 @dataclass(slots=True)
@@ -84,6 +85,7 @@ def restore(state: State, disk: Disk, snapshot: Snapshot) -> Restored:
     not know, chunks whose slots are not there or another's."""
     done = Restored()
     state.restored_at = state.now
+    state.index_usage = snapshot.usage
     state.makers.update(snapshot.makers)
     disk.durability.indexed_makers.update(snapshot.makers)
     disk.begin_generations(snapshot.boot_count)
@@ -116,6 +118,7 @@ def restore(state: State, disk: Disk, snapshot: Snapshot) -> Restored:
         else:
             _session(state, namespace, session, done)
     disk.durability.deleted_namespaces += sorted(unusable)
+    disk.durability.forget_makers()
     return done
 
 
@@ -154,7 +157,7 @@ def _namespace(state: State, record: NamespaceRecord) -> bool:
 
 def _drop(state: State, namespace: Namespace, keys: Iterable[bytes], done: Restored) -> None:
     for key in keys:
-        state.dirty_chunks[namespace.id, ChunkKey(key)] = state.now
+        state.delete_record(namespace.id, ChunkKey(key))
         done.chunks_dropped += 1
 
 
@@ -321,6 +324,7 @@ def _session(state: State, namespace: Namespace, record: SessionRecord, done: Re
         exact = exact and not entry.approximate
     for row, count in Counter(manifest.rows).items():
         state.chunks.refs[row] += count
-    state.sessions.put(Session(record.session, namespace.id, record.version, manifest, state.now), None)
+    session = Session(record.session, namespace.id, record.version, manifest, state.now, indexed=True)
+    state.sessions.put(session, None)
     namespace.sessions += 1
     done.sessions += 1

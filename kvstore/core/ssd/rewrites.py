@@ -60,7 +60,9 @@ class Rewrites:
             if entry.place[0] is not tier or entry.hold is not Hold.EMPTY or entry.retry_at > state.now:
                 continue
             row = (entry.namespace, entry.key)
-            if tier is Tier.SSD and (row in state.dirty_chunks or row in named):
+            if tier is Tier.SSD and (
+                row in state.dirty_chunks or row in state.deleted_chunks or row in named
+            ):
                 continue
             if found and size + entry.slot_bytes > BYTES_PER_OP_MAX:
                 break

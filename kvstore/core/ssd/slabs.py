@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvstore.core import events as ev
-from kvstore.core.bulk.needed import wanted_in
+from kvstore.core.bulk.needed import needed_in
 from kvstore.core.chunks import NONE, PROMOTING, STORED, STORING
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
@@ -57,7 +57,7 @@ class Looking(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Donor:
     slab: Segment
-    wanted: int
+    needed: int
     """Shards in it of chunks that queued jobs need."""
 
 
@@ -316,8 +316,8 @@ class Slabs:
         ]
         if not files:
             return []
-        wanted = wanted_in(self.state)
-        donors = [Donor(slab, wanted.get(slab.index, 0)) for slab in files]
+        needed = needed_in(self.state)
+        donors = [Donor(slab, needed.get(slab.index, 0)) for slab in files]
         donors.sort(key=lambda donor: (not donor.slab.empty, donor.needed, donor.slab.touched_at))
         return donors
 

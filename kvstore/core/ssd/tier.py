@@ -117,7 +117,7 @@ class Disk:
         """Whether a restart now would forget something that a healthy disk is about to remember."""
         state = self.state
         if state.disk_state is not DiskState.OK:
-            return False
+            return self.durability.forgetting
         writing = self.writes or (state.to_store and not state.disk_full)
         return bool(writing) or self.durability.behind
 
@@ -132,7 +132,7 @@ class Disk:
             self.slabs.pump()
             if state.to_store and not state.disk_full:
                 self._start_writes()
-            self.durability.write()
+        self.durability.write()
         if self.demanded or self.foreseen:
             self._start_reads()
 
@@ -167,6 +167,7 @@ class Disk:
             late = True
             self._degrade(DiskState.READ_ONLY, "a slab file was not made in time")
         self.durability.end_waits()
+        self.durability.tick()
         unhealthy = state.disk_state is not DiskState.OK
         if unhealthy and not late and self.probe is None and self._probe_at <= state.now:
             self.probe = state.new_op()
@@ -286,7 +287,8 @@ class Disk:
                     slab.touched_at = state.now
                     self.durability.unsynced.add(SlabId(slab.id))
                 chunks.flags[row] |= STORED
-                state.dirty_chunks.setdefault((namespace.id, chunks.key[row]), state.now)
+                state.dirty_chunks.pop((namespace.id, chunks.key[row]), None)  # of an earlier place
+                state.dirty_chunks[namespace.id, chunks.key[row]] = state.now
                 state.counters["chunks_stored"] += 1
             else:
                 worst = max(worst, *mine)
@@ -542,6 +544,7 @@ class Disk:
         why: str,
         whys: Sequence[str] = (),
         slabs: Sequence[SlabId] = (),
+        usage: ev.IndexUsage | None = None,
     ) -> None:
         """A disk op has returned."""
         state = self.state
@@ -550,7 +553,7 @@ class Disk:
         elif op in self.reads:
             self._has_read(op, results, whys)
         elif self.durability.index is not None and self.durability.index[0] == op:
-            self.durability.ended(results[0], why, slabs)
+            self.durability.ended(results[0], why, slabs, usage)
         elif op in self.slabs.creating:
             self.slabs.failed(op, results[0], why)
         else:
@@ -564,9 +567,15 @@ class Disk:
                 state.room += 1
                 self._failed_reads.clear()
                 self.slabs.healed()
+                self.durability.healed()
                 self._read_errors = 0
             else:
                 self._probe_at = state.now + state.limits.probe_interval_ms
+
+    @property
+    def newest_generation(self) -> int:
+        """That any record has."""
+        return self._next_generation
 
     def begin_generations(self, boot_count: int) -> None:
         """Above whatever any earlier start of the daemon wrote."""

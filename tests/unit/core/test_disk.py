@@ -207,9 +207,14 @@ def test_what_goes_from_ssd_goes_from_the_index() -> None:
     world.tick(400)
     assert len(world.platter.chunks) == 3
     assert set(world.platter.sessions) == {(namespace, b"s")}
+    world.hold = {ev.WriteIndex}
     world.ask(ev.Forget, worker, namespace, b"s")
-    assert len(world.platter.chunks) == 3
-    world.tick(400)
+    (op,) = world.of(ev.WriteIndex)
+    assert (op.chunks_deleted, op.sessions_deleted) == (
+        tuple((namespace, key) for key in reversed(chain("k", 3))),
+        ((namespace, b"s"),),
+    )
+    world.finish()
     assert not world.platter.chunks and not world.platter.sessions
 
 
@@ -235,6 +240,9 @@ def test_what_changes_while_a_transaction_runs_comes_with_the_next() -> None:
     world.tick(100)
     world.ask(ev.Forget, worker, namespace, b"", chain("k", 1))
     world.save(worker, namespace, chain("k", 1))
+    world.finish()
+    (op,) = world.of(ev.WriteIndex)
+    assert op.chunks_deleted == ((namespace, chain("k", 1)[0]),) and not op.chunks, "what is to go goes first"
     world.finish()
     world.tick(100)
     (op,) = world.of(ev.WriteIndex)
@@ -275,6 +283,9 @@ def test_a_transaction_makes_nothing_durable_that_was_saved_anew_meanwhile() -> 
     again = world.save_durably(worker, namespace, chain("k", 1), variant=1)
     assert world.where(namespace, chain("k", 1)) == ["dram+ssd"]
     world.finish(first)
+    assert world.durable_answer(worker, again) is None
+    assert world.of(ev.WriteIndex)[0].chunks_deleted
+    world.finish()
     assert world.durable_answer(worker, again) is None
     world.finish()
     assert isinstance(world.durable_answer(worker, again), ev.Committed)
