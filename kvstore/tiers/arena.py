@@ -16,6 +16,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,8 @@ class Arena:
         self._prefault = prefault
         self._segments: dict[SegmentId, _Segment] = {}
         self._lock = threading.Lock()
-        """Held to change the table, so that close() and a create() in another thread agree."""
+        """Held to change the table, so that close() and a create() in another thread agree; and to duplicate
+        descriptors, which are closed only once they are out of the table."""
         self._closed = False
 
     def create(self, segment: SegmentId, segment_bytes: int, cells: int) -> None:
@@ -100,9 +102,14 @@ class Arena:
             raise BadRequest(str(error), field="extent", value=f"segment {segment}") from None
 
     def descriptors(self, segment: SegmentId) -> tuple[int, int]:
-        """(data, header): the arena's own descriptors, to be sent at once and never closed. Raises NotFound."""
-        found = self._segment(segment)
-        return found.data_fd, found.header_fd
+        """(data, header): duplicates, which the caller sends and closes. Raises NotFound, OSError.
+
+        The arena's own would not do: another thread may destroy the segment before they are sent, and the next segment,
+        another tenant's, gets the same numbers.
+        """
+        with self._lock:  # the arena closes no descriptor of a segment that is in the table
+            found = self._segment(segment)
+            return _duplicates(found.data_fd, found.header_fd)
 
     def size_of(self, segment: SegmentId) -> tuple[int, int]:
         """(bytes, cells). Raises NotFound."""
@@ -128,6 +135,17 @@ class Arena:
         return (
             f"Arena({len(self._segments)} segments, {size_bytes} bytes{', closed' if self._closed else ''})"
         )
+
+
+def _duplicates(*fds: int) -> Any:
+    """A new descriptor of each, or none. Raises OSError."""
+    with ExitStack() as undo:
+        made = []
+        for fd in fds:
+            made.append(os.dup(fd))
+            undo.callback(os.close, made[-1])
+        undo.pop_all()
+    return tuple(made)
 
 
 def _new_memfd(name: str, size_bytes: int, seals: int, undo: ExitStack) -> tuple[int, memory.SharedMapping]:
@@ -171,7 +189,8 @@ class Staging:
     def create(self, worker: WorkerId, wanted: int) -> tuple[int, int]:
         """(descriptor, granted bytes), whole pages, less than `wanted` where the common bound leaves less.
 
-        The descriptor stays ours. Raises BadRequest for a second one, Exhausted when nothing is left, OSError.
+        The descriptor is a duplicate, which the caller sends and closes: ours may be closed by drop() in another thread
+        before that. Raises BadRequest for a second one, Exhausted when nothing is left, OSError.
         """
         if wanted <= 0:
             raise BadRequest("must be above 0", field="staging.bytes", value=wanted)
@@ -192,10 +211,12 @@ class Staging:
                 undo.callback(os.close, fd)
                 memory.add_seals(fd, memory.SEALS_RESIZE)
                 mapping = memory.map_shared(fd, granted)
+                undo.callback(mapping.close)
+                (lent,) = _duplicates(fd)
                 undo.pop_all()
             self._by_worker[worker] = _Staged(mapping, fd)
             self.bytes_granted += granted
-        return fd, granted
+        return lent, granted
 
     def view(self, worker: WorkerId, offset: int, length: int) -> npt.NDArray[np.uint8]:
         """Not to be written; the worker may change the bytes at any time. Raises NotFound, or BadRequest outside."""

@@ -432,20 +432,30 @@ class DescriptorServer:
         wanted = tuple(SegmentId(segment) for segment in dict.fromkeys(request.segments))
         answer = await self._core.ask(WantSegments(Ticket(worker), wanted), timeout_s=ASK_S)
         assert isinstance(answer, SegmentsAllowed), answer
-        # From here to the send there must be no await: the descriptors are the arena's, and their numbers could come to
-        # mean another tenant's segment.
+        # The thread that makes and unmakes segments may destroy one at any time, so duplicates are sent.
         reply = descriptor_pb2.SegmentsReply()
-        fds: list[int] = []
-        for segment in answer.segments:
-            try:
-                fds += self._arena.descriptors(segment)
-            except NotFound:
-                continue
-            segment_bytes, cells = self._arena.size_of(segment)
-            reply.segments.append(segment)
-            reply.bytes.append(segment_bytes)
-            reply.cells.append(cells)
-        self._send(peer, descriptor_pb2.DescriptorReply(segments=reply), fds)
+        with contextlib.ExitStack() as lent:
+            fds: list[int] = []
+            for segment in answer.segments:
+                try:
+                    segment_bytes, cells = self._arena.size_of(segment)
+                    pair = self._arena.descriptors(segment)
+                except NotFound:
+                    continue
+                except OSError as error:
+                    raise Unavailable(
+                        f"the daemon cannot hand over a segment: {error.strerror}",
+                        field="segments",
+                        value=segment,
+                        remedy="try again later; raise the daemon's LimitNOFILE= or ulimit -n",
+                    ) from None
+                for fd in pair:
+                    lent.callback(os.close, fd)
+                fds += pair
+                reply.segments.append(segment)
+                reply.bytes.append(segment_bytes)
+                reply.cells.append(cells)
+            self._send(peer, descriptor_pb2.DescriptorReply(segments=reply), fds)
 
     def _hand_over_staging(
         self, peer: _Peer, worker: WorkerId, request: descriptor_pb2.StagingRequest
@@ -462,7 +472,10 @@ class DescriptorServer:
                 f"staging memory cannot be made: {error.strerror}", field="staging.bytes", value=wanted
             ) from None
         reply = descriptor_pb2.StagingReply(bytes=granted)
-        self._send(peer, descriptor_pb2.DescriptorReply(staging=reply), [fd])
+        try:
+            self._send(peer, descriptor_pb2.DescriptorReply(staging=reply), [fd])
+        finally:
+            os.close(fd)
 
     def _hand_over_lane(self, peer: _Peer, worker: WorkerId) -> None:
         if self._open_lane is None:

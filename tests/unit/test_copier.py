@@ -1,6 +1,7 @@
 """The copier: right bytes, right checksums, one answer for every op, an end in bounded time."""
 
 import logging
+import os
 import queue
 import sys
 import threading
@@ -38,6 +39,7 @@ class Fixture:
         self.staging = Staging(bytes_max=SIZE)
         fd, _ = self.staging.create(WORKER, SIZE)
         self.worker = memory.map_shared(fd, SIZE, writable=True)
+        os.close(fd)
         self.worker.array[:] = np.random.default_rng(7).integers(0, 256, SIZE, dtype=np.uint8)
         self.regions = Regions()
         self.copier = Copier(self.arena, self.staging, self.regions, threads=2)
@@ -351,7 +353,7 @@ def test_an_op_has_ended_only_when_all_its_parts_have(it: Fixture, monkeypatch: 
 def test_a_worker_with_much_does_not_keep_the_others_waiting(it: Fixture) -> None:
     for worker in (2, 3):
         it.staging.bytes_max += SLOT
-        it.staging.create(WorkerId(worker), SLOT)
+        os.close(it.staging.create(WorkerId(worker), SLOT)[0])
     begun, release = threading.Event(), threading.Event()
 
     def hold(_: Ended) -> None:
