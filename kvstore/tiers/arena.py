@@ -16,7 +16,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -109,7 +108,8 @@ class Arena:
         """
         with self._lock:  # the arena closes no descriptor of a segment that is in the table
             found = self._segment(segment)
-            return _duplicates(found.data_fd, found.header_fd)
+            data_fd, header_fd = _duplicates(found.data_fd, found.header_fd)
+            return data_fd, header_fd
 
     def size_of(self, segment: SegmentId) -> tuple[int, int]:
         """(bytes, cells). Raises NotFound."""
@@ -137,15 +137,15 @@ class Arena:
         )
 
 
-def _duplicates(*fds: int) -> Any:
+def _duplicates(*fds: int) -> list[int]:
     """A new descriptor of each, or none. Raises OSError."""
     with ExitStack() as undo:
-        made = []
+        made: list[int] = []
         for fd in fds:
             made.append(os.dup(fd))
             undo.callback(os.close, made[-1])
         undo.pop_all()
-    return tuple(made)
+    return made
 
 
 def _new_memfd(name: str, size_bytes: int, seals: int, undo: ExitStack) -> tuple[int, memory.SharedMapping]:
