@@ -908,7 +908,7 @@ def _notice(kind: str, ids: list[int]) -> Any:
 
 
 def nobody_there(problem: StoreError) -> bool:
-    """Whether it was raised because no daemon listens, or not to us: trying on helps only while one is being started."""
+    """Whether it was raised because no daemon listens, or not to us: trying on helps only while one is starting."""
     cause = problem.__cause__
     return isinstance(cause, OSError) and cause.errno in NOBODY_THERE
 

@@ -153,6 +153,23 @@ class DescriptorServer:
     async def start(self) -> None:
         """Raises ConfigError when the path cannot be bound."""
         self._asyncio = asyncio.get_running_loop()
+        self._listener = self._listen()
+        self._spare_one()
+        self._resume()
+
+    def listen_again(self) -> None:
+        """At the same path, where our socket is no longer: somebody has cleaned the directory. Those who are connected
+        stay; those who are about to be, too. Raises ConfigError, and then nothing has changed."""
+        before, listener = self._listener, self._listen()
+        if before is not None:
+            self._accept()  # who knocked before
+            self._asyncio.remove_reader(before.fileno())
+            before.close()
+        self._listener = listener
+        if self._pause is None:  # else it is about to
+            self._resume()
+
+    def _listen(self) -> socket.socket:
         path = self._config.descriptor_socket
         kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         listener = socket.socket(socket.AF_UNIX, kind)
@@ -171,9 +188,7 @@ class DescriptorServer:
                 value=self._config.run_dir,
                 remedy="stop the other daemon, or choose another directory",
             ) from None
-        self._listener = listener
-        self._spare_one()
-        self._resume()
+        return listener
 
     def worker_of(self, token: bytes) -> Identity | None:
         """None: never given out, or its connection or process has ended."""

@@ -16,7 +16,7 @@ import pytest
 
 from kvstore import memory
 from kvstore.errors import BadRequest, Exhausted, NotFound
-from kvstore.tiers.arena import Arena, Staging
+from kvstore.tiers.arena import FAULT_BYTES, Arena, Staging
 from kvstore.types import Protection, SegmentId, WorkerId
 
 SIZE = 1 << 20
@@ -170,6 +170,8 @@ def test_destroyed_segments_leave_nothing() -> None:
     arena.create(ONE, size, size // 4096)
     with lent(arena) as (data_fd, _):
         assert os.fstat(data_fd).st_blocks * 512 == size
+    while arena.fault_in():
+        pass
     assert shared_rss_bytes() - resident >= size
     arena.destroy(ONE)
     assert open_fds() == before
@@ -184,6 +186,83 @@ def test_without_prefault_pages_come_when_touched(arena: Arena) -> None:
         assert os.fstat(data_fd).st_blocks == 0
         arena.view(ONE, 5 * 4096, 4096)[:] = 1
         assert os.fstat(data_fd).st_blocks * 512 == 4096
+
+
+def test_a_new_segment_has_its_pages_and_is_faulted_in_while_it_is_used() -> None:
+    """Nobody waits for the faults before the first save, and they leave the bytes alone."""
+    arena = make_arena(prefault=True)
+    resident, size = shared_rss_bytes(), 3 * FAULT_BYTES + 4096
+    arena.create(ONE, size, size // 4096)
+    arena.create(TWO, SIZE, CELLS)
+    with lent(arena) as (data_fd, _):
+        assert os.fstat(data_fd).st_blocks * 512 == size, "memory that is not there is known now"
+    assert shared_rss_bytes() - resident < FAULT_BYTES
+    last = arena.view(ONE, size - 4096, 4096)
+    last[:] = 7
+    steps = [arena.fault_in() for _ in range(5)]
+    assert steps == [True] * 4 + [False], "one step of the second segment is left after the four of the first"
+    assert shared_rss_bytes() - resident >= size + SIZE
+    assert (last == 7).all()
+    assert arena.view(ONE, 0, size - 4096).max() == 0
+    assert not arena.fault_in()
+    arena.close()
+
+
+def test_a_segment_that_goes_is_not_faulted_in_further() -> None:
+    arena = make_arena(prefault=True)
+    arena.create(ONE, 2 * FAULT_BYTES, 1)
+    arena.create(TWO, 2 * FAULT_BYTES, 1)
+    assert arena.fault_in()
+    arena.destroy(ONE)
+    assert [arena.fault_in(), arena.fault_in()] == [True, False]
+    arena.create(ONE, 2 * FAULT_BYTES, 1)
+    arena.close()
+    assert not arena.fault_in()
+
+
+@pytest.mark.parametrize(("kept", "populated"), [(False, 0), (True, 1)])
+def test_huge_pages_that_must_be_asked_for_come_by_faults(
+    monkeypatch: pytest.MonkeyPatch, kept: bool, populated: int
+) -> None:
+    """An allocation would give small ones. Only where a page that cannot be had is a SIGBUS are they waited for."""
+    calls: list[str] = []
+    real = memory.SharedMapping.populate
+    monkeypatch.setattr(memory, "huge_pages_by_advice", lambda: True)
+    monkeypatch.setattr(memory, "promises_are_kept", lambda: kept)
+    monkeypatch.setattr(memory, "allocate", lambda *_, **__: pytest.fail("small pages"))
+    monkeypatch.setattr(
+        memory.SharedMapping, "populate", lambda it, **named: bool(calls.append("all")) or real(it, **named)
+    )
+    arena = Arena(protection=Protection.SEALED, boot_id=BOOT, huge_pages=True, prefault=True)
+    arena.create(ONE, SIZE, CELLS)
+    assert len(calls) == populated
+    assert not arena.fault_in(), "one step was left"
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "made"), [(errno.ENOMEM, False), (errno.ENOSPC, False), (errno.EPERM, True)]
+)
+def test_memory_that_is_not_there_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch, code: int, made: bool
+) -> None:
+    """A kernel that cannot allocate without touching (EPERM: glibc tries to write instead) touches all."""
+
+    def failing(*_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", failing)
+    arena = make_arena(prefault=True)
+    before = open_fds()
+    if made:
+        arena.create(ONE, SIZE, CELLS)
+        with lent(arena) as (data_fd, _):
+            assert os.fstat(data_fd).st_blocks * 512 == SIZE
+    else:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            arena.create(ONE, SIZE, CELLS)
+        assert open_fds() == before
+    arena.close()
 
 
 def test_a_view_outlives_destruction(arena: Arena) -> None:
@@ -224,15 +303,15 @@ def test_creation_is_all_or_nothing(
 def test_closing_stops_a_creation_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     before = open_fds()
     arena = make_arena(prefault=True)
-    real = memory.SharedMapping.populate
+    real = memory.allocate
     answers = []
 
-    def closing_meanwhile(mapping: memory.SharedMapping, **options: object) -> bool:
+    def closing_meanwhile(fd: int, size_bytes: int, **options: object) -> bool:
         arena.close()
-        answers.append(real(mapping, **options))  # type: ignore[arg-type]
+        answers.append(real(fd, size_bytes, **options))  # type: ignore[arg-type]
         return answers[0]
 
-    monkeypatch.setattr(memory.SharedMapping, "populate", closing_meanwhile)
+    monkeypatch.setattr(memory, "allocate", closing_meanwhile)
     with pytest.raises(OSError, match="closed") as caught:
         arena.create(ONE, SIZE, CELLS)
     assert caught.value.errno == errno.ECANCELED
