@@ -2,8 +2,8 @@
 
 Both bring serialised AttachRequests to `handle` and take serialised AttachReplies to the worker, in the order in which
 they come ready. At most OUTSTANDING_MAX requests may be read and not answered, and UNSENT_PAUSE_BYTES of answers be
-unsent; beyond, the carrier reads no further. With UNSENT_BYTES_MAX unsent the connection ends, and with too many pushes,
-which cannot be held back.
+unsent; beyond, the carrier reads no further. With UNSENT_BYTES_MAX unsent the connection ends, and with too many
+pushes, which cannot be held back.
 """
 
 from __future__ import annotations
