@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from kvstore import wire
-from kvstore.client.attachment import Attachment
+from kvstore.client.attachment import Attachment, nobody_there
 from kvstore.client.call import FORKED, closed, gone
 from kvstore.client.renewals import alive
 from kvstore.client.stream import status_error
@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 BACKOFF_MIN_S = 0.05
 BACKOFF_MAX_S = 1.0
 HELLO_TIMEOUT_S = 5.0
+NOBODY_S = 0.5
+"""How long the first connection is tried for where no daemon listens: one may be starting at this moment."""
 CLOSE_TIMEOUT_S = 1.0
 """How long `close()` may wait for the daemon to confirm, and then for each of the two threads."""
 
@@ -71,7 +73,8 @@ class Connection:
             raise BadRequest("must be above 0", field="staging_bytes", value=staging_bytes)
         if not 0 <= rank < 1 << 32:
             raise BadRequest("must be a small number, not negative", field="rank", value=rank)
-        self.run_dir = run_dir
+        # Where it is now: this process may change its working directory before it has to connect again.
+        self.run_dir = run_dir = os.path.abspath(run_dir)
         self.timeout_s = timeout_s
         self.staging_bytes = staging_bytes
         self.counters: dict[str, int] = defaultdict(int)
@@ -110,7 +113,8 @@ class Connection:
         return self._attachment
 
     def start(self) -> None:
-        """Raises StoreError when there is no connection within `timeout_s`: at once if trying again cannot help."""
+        """Raises StoreError when there is no connection within `timeout_s`: at once if trying again cannot help, and
+        after NOBODY_S where no daemon listens."""
         global _first_pid
         if _first_pid is None:
             _first_pid = self._pid
@@ -145,11 +149,14 @@ class Connection:
         whatever the daemon refused us for."""
         if os.getpid() != self._pid:
             raise gone(FORKED)
+        began = time.monotonic()
         with self._changed:
             while not ready():
                 if self._closing.is_set():
                     raise closed()
                 problem, left = self._problem, deadline - time.monotonic()
+                if setting_up and nobody_there(problem):
+                    left = min(left, began + NOBODY_S - time.monotonic())
                 if setting_up and not isinstance(problem, (Unavailable, DeadlineExceeded)):
                     raise problem
                 if left <= 0:

@@ -148,11 +148,31 @@ class DescriptorServer:
         self._pause: asyncio.TimerHandle | None = None
         self._spare = -1
         """A descriptor to be closed when there is no other left; -1: none."""
+        self._lendable: list[int] = []
+        """Likewise, for the duplicates of one reply: who is in is served when others have used up the rest."""
         self._closing = False
 
     async def start(self) -> None:
         """Raises ConfigError when the path cannot be bound."""
         self._asyncio = asyncio.get_running_loop()
+        self._listener = self._listen()
+        self._spare_one()
+        self._spare_lendable()
+        self._resume()
+
+    def listen_again(self) -> None:
+        """At the same path, where our socket is no longer: somebody has cleaned the directory. Those who are connected
+        stay; those who are about to be, too. Raises ConfigError, and then nothing has changed."""
+        before, listener = self._listener, self._listen()
+        if before is not None:
+            self._accept()  # who knocked before
+            self._asyncio.remove_reader(before.fileno())
+            before.close()
+        self._listener = listener
+        if self._pause is None:  # else it is about to
+            self._resume()
+
+    def _listen(self) -> socket.socket:
         path = self._config.descriptor_socket
         kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         listener = socket.socket(socket.AF_UNIX, kind)
@@ -171,9 +191,7 @@ class DescriptorServer:
                 value=self._config.run_dir,
                 remedy="stop the other daemon, or choose another directory",
             ) from None
-        self._listener = listener
-        self._spare_one()
-        self._resume()
+        return listener
 
     def worker_of(self, token: bytes) -> Identity | None:
         """None: never given out, or its connection or process has ended."""
@@ -196,6 +214,7 @@ class DescriptorServer:
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
+        self._drop_lendable()
         if self._pause is not None:
             self._pause.cancel()
         tasks = [peer.task for peer in self._peers if peer.task is not None]
@@ -262,6 +281,15 @@ class DescriptorServer:
     def _spare_one(self) -> None:
         with contextlib.suppress(OSError):  # somebody was faster
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _spare_lendable(self) -> None:
+        with contextlib.suppress(OSError):
+            while len(self._lendable) < 2 * SEGMENTS_PER_REQUEST_MAX:
+                self._lendable.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+    def _drop_lendable(self) -> None:
+        while self._lendable:
+            os.close(self._lendable.pop())
 
     def _admit(self, sock: socket.socket) -> None:
         """Whose connection it is; what it may do is decided when it says hello, so that it gets an answer."""
@@ -432,20 +460,41 @@ class DescriptorServer:
         wanted = tuple(SegmentId(segment) for segment in dict.fromkeys(request.segments))
         answer = await self._core.ask(WantSegments(Ticket(worker), wanted), timeout_s=ASK_S)
         assert isinstance(answer, SegmentsAllowed), answer
-        # From here to the send there must be no await: the descriptors are the arena's, and their numbers could come to
-        # mean another tenant's segment.
+        # The thread that makes and unmakes segments may destroy one at any time, so duplicates are sent.
         reply = descriptor_pb2.SegmentsReply()
-        fds: list[int] = []
-        for segment in answer.segments:
-            try:
-                fds += self._arena.descriptors(segment)
-            except NotFound:
-                continue
-            segment_bytes, cells = self._arena.size_of(segment)
-            reply.segments.append(segment)
-            reply.bytes.append(segment_bytes)
-            reply.cells.append(cells)
-        self._send(peer, descriptor_pb2.DescriptorReply(segments=reply), fds)
+        with contextlib.ExitStack() as lent:
+            lent.callback(self._spare_lendable)  # once the others are closed
+            fds: list[int] = []
+            for segment in answer.segments:
+                try:
+                    segment_bytes, cells = self._arena.size_of(segment)
+                    pair = self._lend(segment)
+                except NotFound:
+                    continue
+                except OSError as error:
+                    raise Unavailable(
+                        f"the daemon cannot hand over a segment: {error.strerror}",
+                        field="segments",
+                        value=segment,
+                        remedy="try again later; raise the daemon's LimitNOFILE= or ulimit -n",
+                    ) from None
+                for fd in pair:
+                    lent.callback(os.close, fd)
+                fds += pair
+                reply.segments.append(segment)
+                reply.bytes.append(segment_bytes)
+                reply.cells.append(cells)
+            self._send(peer, descriptor_pb2.DescriptorReply(segments=reply), fds)
+
+    def _lend(self, segment: SegmentId) -> tuple[int, int]:
+        """Raises NotFound, OSError."""
+        try:
+            return self._arena.descriptors(segment)
+        except OSError as error:
+            if error.errno not in OUT_OF_DESCRIPTORS or not self._lendable:
+                raise
+        self._drop_lendable()
+        return self._arena.descriptors(segment)
 
     def _hand_over_staging(
         self, peer: _Peer, worker: WorkerId, request: descriptor_pb2.StagingRequest
@@ -462,7 +511,10 @@ class DescriptorServer:
                 f"staging memory cannot be made: {error.strerror}", field="staging.bytes", value=wanted
             ) from None
         reply = descriptor_pb2.StagingReply(bytes=granted)
-        self._send(peer, descriptor_pb2.DescriptorReply(staging=reply), [fd])
+        try:
+            self._send(peer, descriptor_pb2.DescriptorReply(staging=reply), [fd])
+        finally:
+            os.close(fd)
 
     def _hand_over_lane(self, peer: _Peer, worker: WorkerId) -> None:
         if self._open_lane is None:

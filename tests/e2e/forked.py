@@ -80,11 +80,11 @@ def imported_with(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def inherited() -> tuple[object, ...]:
-    """What a process has from its parent, and tests change: limits, users, the umask."""
+    """What a process has from its parent, and tests change: limits, users, the umask, ignored signals."""
     status = Path("/proc/self/status").read_text().splitlines()
     return (
         Path("/proc/self/limits").read_text(),
-        *(line for line in status if line.startswith(("Umask:", "Uid:", "Gid:"))),
+        *(line for line in status if line.startswith(("Umask:", "Uid:", "Gid:", "SigIgn:"))),
     )
 
 
@@ -147,8 +147,13 @@ def start(arguments: Sequence[str], environment: Mapping[str, str]) -> Forked | 
         # Whoever started it closes them, as with Popen
         daemon.stdout, daemon.stderr = open(stdout, encoding="utf-8"), open(stderr, encoding="utf-8")  # noqa: SIM115
         return daemon
+    return fresh(["-m", "kvstore.sim.daemon", *arguments], environment)
+
+
+def fresh(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """A Python process that inherits nothing of the server, with pipes for its output."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "kvstore.sim.daemon", *arguments],
+        [sys.executable, "-P", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

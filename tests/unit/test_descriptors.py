@@ -610,6 +610,112 @@ def test_allowed_segment_that_has_gone_is_left_out(daemon: Daemon) -> None:
             os.close(fd)
 
 
+def name_of(fd: int) -> str:
+    return os.readlink(f"/proc/self/fd/{fd}").removeprefix("/memfd:").removesuffix(" (deleted)")
+
+
+def before_sending(monkeypatch: pytest.MonkeyPatch, body: str, work: Callable[[], None]) -> None:
+    """Has `work` done by another thread between the making of such a reply and its sending."""
+    real = memory.send_packet
+
+    def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
+        if DescriptorReply.FromString(data).WhichOneof("body") == body:
+            other = threading.Thread(target=work)
+            other.start()
+            other.join(WAIT_S)
+        real(sock, data, fds)
+
+    monkeypatch.setattr(descriptors, "send_packet", send)
+
+
+@pytest.mark.parametrize("protection", ["sealed", "group"])
+def test_a_segment_that_goes_before_it_is_sent_is_not_another_one(
+    start: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch, protection: str
+) -> None:
+    """The thread that makes and unmakes segments runs meanwhile: the numbers of the descriptors mean another tenant's
+    segment by then, which under `group` is writable."""
+    daemon = start(protection=protection)
+
+    def replace_them() -> None:
+        for number in (1, 2):
+            daemon.arena.destroy(SegmentId(number))
+        for number in (4, 5):
+            daemon.arena.create(SegmentId(number), SIZE, SIZE // 4096)
+
+    before_sending(monkeypatch, "segments", replace_them)
+    with Client(daemon) as client:
+        client.hello()
+        reply, fds = client.segments(1, 2, 3)
+        names = [name_of(fd) for fd in fds]
+        for fd in fds:
+            os.close(fd)
+        assert list(reply.segments.segments) == [1, 2, 3]
+        assert names == [f"kvs-{part}-{number}" for number in (1, 2, 3) for part in ("data", "header")]
+
+
+def test_staging_memory_that_goes_before_it_is_sent_is_nothing_else(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace_it() -> None:
+        daemon.staging.drop(number)
+        daemon.arena.create(SegmentId(4), SIZE, SIZE // 4096)
+
+    before_sending(monkeypatch, "staging", replace_it)
+    with Client(daemon) as client:
+        client.hello()
+        number = joined(daemon).worker
+        _, fds = client.ask(staging=StagingRequest(bytes=4096))
+        names = [name_of(fd) for fd in fds]
+        for fd in fds:
+            os.close(fd)
+        assert names == [f"kvs-staging-{number}"]
+
+
+def test_without_descriptors_left_a_segment_is_refused_and_the_connection_goes_on(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(fd: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with Client(daemon) as client:
+        client.hello()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "dup", none_left)
+            reply, fds = client.segments(1, 2)
+            assert (reply.error.code, reply.error.field, fds) == (Code.UNAVAILABLE.value, "segments", [])
+            assert "LimitNOFILE" in reply.error.remedy
+            reply, fds = client.ask(staging=StagingRequest(bytes=4096))
+            assert (reply.error.code, fds) == (Code.UNAVAILABLE.value, [])
+        reply, fds = client.segments(1)
+        assert len(fds) == 2
+        for fd in fds:
+            os.close(fd)
+
+
+def test_who_is_in_gets_segments_also_when_others_have_used_up_the_descriptors(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many are spared as one reply takes, and spared again when it is sent."""
+    real = os.dup
+
+    def refusing(fd: int) -> int:
+        if daemon.server._lendable:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(fd)
+
+    with Client(daemon) as client:
+        client.hello()
+        spared = daemon.call(lambda: len(daemon.server._lendable))
+        assert spared == 32
+        monkeypatch.setattr(os, "dup", refusing)
+        for _ in range(2):
+            _, fds = client.segments(1, 2, 3)
+            assert [name_of(fd) for fd in fds[::2]] == ["kvs-data-1", "kvs-data-2", "kvs-data-3"]
+            for fd in fds:
+                os.close(fd)
+            daemon.until(lambda: len(daemon.server._lendable) == spared)
+
+
 @pytest.mark.parametrize("count", [0, 17])
 def test_number_of_segments_is_bounded(daemon: Daemon, count: int) -> None:
     with Client(daemon) as client:
