@@ -12,10 +12,12 @@ from itertools import islice
 from typing import Any
 
 from kvstore.core import events as ev
+from kvstore.core import repeats
 from kvstore.core.chunks import DOOMED, NONE
 from kvstore.core.integrity import FULL_EVERY, Watch
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
+from kvstore.core.outlines import Outline
 from kvstore.core.pool import Phase
 from kvstore.core.requests.duplicates import Duplicates
 from kvstore.core.requests.queue import Queue
@@ -182,13 +184,13 @@ class Store:
                 )
                 state.effects.append(ev.Reply(ticket, refusal))
                 return
-            answer = worker.memory.recall(ticket.request_id)
+            answer = self._first_answer(worker, event)
             if answer is not None:
                 state.effects.append(ev.Reply(ticket, answer))
                 return
-            repeats = worker.memory.waiting.get(ticket.request_id)
-            if repeats is not None:
-                repeats.append(ticket)
+            under_way = worker.memory.waiting.get(ticket.request_id)
+            if under_way is not None:
+                under_way.append(ticket)
                 return
         try:
             result = self._requests[type(event)](worker, event)
@@ -201,6 +203,17 @@ class Store:
                 state.effects.append(ev.Reply(ticket, result))
         elif remembered and worker.memory.recall(ticket.request_id) is None:
             worker.memory.waiting[ticket.request_id] = []
+
+    def _first_answer(self, worker: Worker, event: Any) -> ev.Answer | None:
+        """What a request of this number was answered; None: it is new, or to be carried out again."""
+        number = event.ticket.request_id
+        kept = worker.memory.recall(number)
+        if not isinstance(kept, Outline):
+            return kept
+        answer = repeats.again(self.state, self.sessions, worker, event, kept)
+        if answer is None:
+            worker.memory.forget(number)
+        return answer
 
     def _open(self, worker: Worker, event: ev.Open) -> ev.Opened:
         """The namespace of this spec, for the caller's tenant; a newer epoch retires the older one."""
@@ -306,7 +319,7 @@ class Store:
             event.rank,
             event.admin,
             event.remote,
-            Memory(state.limits.remembered_answers_max),
+            Memory(state.limits.remembered_answers_max, state.limits.remembered_rows_max),
         )
 
     def _left(self, event: ev.WorkerLeft) -> None:
