@@ -37,6 +37,7 @@ import numpy.typing as npt
 from prometheus_client.core import Metric
 
 from kvstore import __version__
+from kvstore.callers import TcpCallers
 from kvstore.config import MORE_SEGMENTS, ONE_SEGMENT, StoreConfig
 from kvstore.core import events
 from kvstore.core.events import Ticket
@@ -87,10 +88,8 @@ DESCRIPTORS_OF_OUR_OWN = 256
 
 SELF = WorkerId(-1)
 """The daemon as a client of its own core: metrics, draining. Workers on the descriptor socket are numbered from 1."""
-ANONYMOUS = WorkerId(-2)
-"""All TCP callers without a token."""
-FIRST_GUEST = -3
-"""And on downwards: guests of Get and Put."""
+FIRST_GUEST = -2
+"""And on downwards: TCP callers without a token, and guests of Get and Put."""
 
 
 class RunDirectory:
@@ -329,6 +328,14 @@ class Daemon:
             grpc_target=self._grpc_target,
             open_lane=(lambda worker: self._service.open_lane(worker)) if config.fast_lane else None,
         )
+        self._callers: TcpCallers | None = None
+        if self._tcp is not None:
+            self._callers = TcpCallers(
+                self.loop,
+                lambda: WorkerId(next(self._numbers)),
+                port=self._tcp.port,
+                tenant=DEFAULT_TENANT,
+            )
         peer_timeout_s = config.peer_timeout_ms / 1000
         self._service = Service(
             self.loop,
@@ -337,7 +344,7 @@ class Daemon:
             welcome=store_pb2.AttachWelcome(
                 lease_ttl_ms=config.lease_ttl_ms, reservation_ttl_ms=config.reservation_ttl_ms
             ),
-            anonymous=ANONYMOUS if self._tcp is not None else None,
+            tcp=self._callers,
             peer_timeout_s=peer_timeout_s,
             message_bytes_max=config.message_bytes_max,
             discard=self._regions.discard,
@@ -374,9 +381,6 @@ class Daemon:
         self._catch_signals()
         self.loop.start()
         self.loop.post(events.WorkerJoined(SELF, tenant=DEFAULT_TENANT, engine_group="", admin=True))
-        if self._tcp is not None:
-            anonymous = events.WorkerJoined(ANONYMOUS, tenant=DEFAULT_TENANT, engine_group="", remote=True)
-            self.loop.post(anonymous)
         await self._start_grpc()
         await self._descriptors.start()
         if self.config.metrics_port:
@@ -537,6 +541,8 @@ class Daemon:
     async def _close(self) -> None:
         """Each step bounded; the last is the lock, so that no successor meets our remains."""
         self._metrics.close()
+        if self._callers is not None:
+            self._callers.close()
         self._service.close()
         if self._server is not None:
             with contextlib.suppress(TimeoutError):
