@@ -67,6 +67,10 @@ class AsyncClient:
         return self._client.boot_id
 
     @property
+    def lease_ttl_ms(self) -> int:
+        return self._client.lease_ttl_ms
+
+    @property
     def counters(self) -> dict[str, int]:
         return self._client.counters
 
@@ -77,6 +81,26 @@ class AsyncClient:
 
     async def adopt(self, fd: int, size_bytes: int, *, timeout_s: float | None = None) -> Region:
         return await asyncio.to_thread(self._client.adopt, fd, size_bytes, timeout_s=timeout_s)
+
+    async def publish_queue(
+        self,
+        model: str,
+        hints: Sequence[Hint],
+        *,
+        removed: Sequence[bytes] = (),
+        snapshot: bool = True,
+        ttl_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> QueueAccepted:
+        return await asyncio.to_thread(
+            self._client.publish_queue,
+            model,
+            hints,
+            removed=removed,
+            snapshot=snapshot,
+            ttl_ms=ttl_ms,
+            timeout_s=timeout_s,
+        )
 
     async def stats(self, *, timeout_s: float | None = None) -> stats_pb2.StatsReply:
         return await asyncio.to_thread(self._client.stats, timeout_s=timeout_s)
