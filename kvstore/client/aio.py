@@ -312,7 +312,7 @@ class AsyncReadLease:
         return await _in_thread(copy)
 
     async def copy_many(self, pieces: Sequence[tuple[int, int, int, Any]]) -> bool:
-        if sum(_size(out) for *_, out in pieces) < COPY_INLINE_MAX:
+        if _size_of(pieces) < COPY_INLINE_MAX:
             return self._lease.copy_many(pieces)
         return await _in_thread(lambda: self._lease.copy_many(pieces))
 
@@ -359,7 +359,7 @@ class AsyncWriteBatch:
             await _in_thread(lambda: self._batch.copy_from(index, source, shard=shard))
 
     async def copy_many(self, pieces: Sequence[tuple[int, int | None, Any]]) -> None:
-        if sum(_size(source) for _, _, source in pieces) < COPY_INLINE_MAX:
+        if _size_of(pieces) < COPY_INLINE_MAX:
             self._batch.copy_many(pieces)
         else:
             await _in_thread(lambda: self._batch.copy_many(pieces))
@@ -400,8 +400,20 @@ async def _in_thread(copy: Callable[[], T]) -> T:
 
 
 def _size(out: Any) -> int:
-    size: int = getattr(out, "nbytes", 0) or memoryview(out).nbytes
+    """In bytes; 0 for what is no buffer: whoever copies it says so."""
+    try:
+        size: int = getattr(out, "nbytes", 0) or memoryview(out).nbytes
+    except TypeError:
+        return 0
     return size
+
+
+def _size_of(pieces: Sequence[Any]) -> int:
+    """Of all that stands last in its piece."""
+    try:
+        return sum(_size(piece[-1]) for piece in pieces)
+    except (TypeError, IndexError, KeyError):
+        return 0
 
 
 async def connect_async(
