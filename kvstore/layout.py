@@ -147,7 +147,7 @@ class NamespaceSpec:
                 )
         if not self.weights_digest:
             raise BadRequest(
-                "is missing: it must not be empty",
+                "must not be empty; it is missing",
                 field="namespace.weights_digest",
                 value="0 bytes",
                 remedy="send a digest of the model's config and weight files, so that other weights never match",
@@ -178,7 +178,7 @@ def _tuple_of(values: Any) -> Any:
 
 def _check_text(field: str, value: str, bytes_max: int) -> None:
     if not text(field, value):
-        raise BadRequest(f"is missing: it must have 1 to {bytes_max} bytes", field=field, value='""')
+        raise BadRequest(f"must have 1 to {bytes_max} bytes; it is missing", field=field, value='""')
     if len(value.encode()) > bytes_max:
         raise BadRequest(f"must have 1 to {bytes_max} bytes", field=field, value=value)
 
@@ -220,8 +220,8 @@ def _validate_group(group: GroupSpec, where: str) -> None:
 
 
 def _in_range(field: str, value: int, low: int, high: int) -> None:
-    if low and type(value) is int and value == 0:
-        raise BadRequest(f"is missing, or 0: it must be between {low} and {high}", field=field, value=value)
+    if value == 0 < low:  # as protobuf reads what was not sent
+        raise BadRequest(f"must be between {low} and {high}; it is missing, or 0", field=field, value=0)
     whole(field, value, low, high)
 
 
