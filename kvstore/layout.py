@@ -157,7 +157,9 @@ class NamespaceSpec:
         for name in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
             _in_range(f"namespace.{name}", getattr(self, name), 1, 65_536)
         if not listed("namespace.groups", self.groups, "GroupSpec"):
-            raise BadRequest("is missing: name at least one group", field="namespace.groups", value="()")
+            raise BadRequest(
+                "must name at least one group; it is missing", field="namespace.groups", value="()"
+            )
         for index, group in enumerate(self.groups):
             _check_group_types(group, f"namespace.groups[{index}]")
         if len({group.name for group in self.groups}) != len(self.groups):
