@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -46,7 +47,8 @@ def engine_of(folder: Path, *, run_dir: str = "", dtype: torch.dtype = torch.flo
     """An engine for the model saved in `folder`, with the store of the daemon at `run_dir` ("": without)."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
-    client = (lambda: connect(run_dir, timeout_s=CONNECT_TIMEOUT_S)) if run_dir else None
+    where = os.path.abspath(run_dir)  # also after a change of the working directory
+    client = (lambda: connect(where, timeout_s=CONNECT_TIMEOUT_S)) if run_dir else None
     return Engine(model, client, weights=weights)
 
 

@@ -72,6 +72,8 @@ TOUCHED_BYTES = 2 << 20
 SCM_MAX_FD = 253
 """Descriptors that the kernel lets a packet have."""
 PACKET_BYTES_MAX = 64 << 10
+FRAME_PREFIX_BYTES = 4
+"""Before each packet that goes over a SOCK_STREAM socket: its length."""
 """Longest packet on the descriptor socket, either way."""
 
 # The libc calls themselves: mmap.mmap would keep a duplicate of every descriptor, and its madvise() holds the
@@ -133,6 +135,19 @@ def create_memfd(name: str, size_bytes: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def allocate(
+    fd: int, size_bytes: int, *, step_bytes: int = 256 << 20, cancelled: Callable[[], bool] = lambda: False
+) -> bool:
+    """Gives a memfd all its pages without touching one, which takes a tenth of the time of faulting them in: so memory
+    that is not there is an error now, and no SIGBUS later. Looks at `cancelled` before each step; returns False when it
+    stopped for that. Raises OSError (ENOMEM, ENOSPC)."""
+    for offset in range(0, size_bytes, step_bytes):
+        if cancelled():
+            return False
+        os.posix_fallocate(fd, offset, min(step_bytes, size_bytes - offset))
+    return True
 
 
 def add_seals(fd: int, seals: int) -> None:
@@ -216,6 +231,13 @@ class SharedMapping:
             elif code:
                 raise OSError(code, f"faulting {length} bytes in: {os.strerror(code)}")
         return True
+
+    def fault_in(self, offset: int, length: int) -> None:
+        """As `populate`, of memory that is in use already: its bytes stay. Where the kernel cannot (before 5.14), or
+        has no memory now, nothing happens: pages come when they are touched."""
+        code = errno.EINTR
+        while code == errno.EINTR:
+            code = self._advise(MADV_POPULATE_WRITE, offset, length)
 
     def map_pages(self, *, step_bytes: int = 8 << 20, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Enters all pages in this process' page table, so that the first access to each is no page fault; without
@@ -379,6 +401,24 @@ def fence() -> None:
 # -------------------------------------------------------------------------------------------------------- memory limit
 
 
+def huge_pages_by_advice(root: str | os.PathLike[str] = "/") -> bool:
+    """Whether shared memory gets huge pages where they are asked for, by faults alone: not by allocating a file."""
+    try:
+        text = (Path(root) / "sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    except OSError:
+        return False
+    return "[advise]" in text
+
+
+def promises_are_kept(root: str | os.PathLike[str] = "/") -> bool:
+    """Whether the kernel gives no more memory than it has (vm.overcommit_memory = 2): then a page of shared memory that
+    is touched first and cannot be had is a SIGBUS, else the out-of-memory killer's matter."""
+    try:
+        return (Path(root) / "proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    except OSError:
+        return False
+
+
 def memory_limit_bytes(root: str | os.PathLike[str] = "/") -> int:
     """The most memory this process can ever have: the machine's, or the lowest limit of its cgroup and of those above.
 
@@ -470,11 +510,11 @@ def receive_packet(
     return data, fds
 
 
-def peek_fds(sock: socket.socket) -> list[int]:
-    """Duplicates of the descriptors that come with the next packet, which stays where it is. Raises OSError (EMSGSIZE)
-    when not all could be opened."""
+def peek_fds(sock: socket.socket, *, bytes_max: int = 1) -> list[int]:
+    """Duplicates of the descriptors that come with the next packet, or with what is next received of `bytes_max` bytes
+    of a stream, which stays where it is. Raises OSError (EMSGSIZE) when not all could be opened."""
     _, ancillary, flags, _ = sock.recvmsg(
-        1, socket.CMSG_LEN(SCM_MAX_FD * 4), socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC
+        bytes_max, socket.CMSG_LEN(SCM_MAX_FD * 4), socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC
     )
     fds = [fd for message in ancillary for fd in _fds_of(*message)]
     if flags & socket.MSG_CTRUNC:
@@ -482,6 +522,77 @@ def peek_fds(sock: socket.socket) -> list[int]:
             os.close(fd)
         raise OSError(errno.EMSGSIZE, "descriptors that cannot be opened")
     return fds
+
+
+class Frames:
+    """Packets over a SOCK_STREAM socket, for languages that have no other: each after its length in bytes (u32,
+    little-endian), with its descriptors. What receives one reads no byte beyond it, so that a descriptor is always that
+    of the packet with whose bytes it came."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._fds: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"Frames({len(self._received)} bytes and {len(self._fds)} descriptors of the next packet)"
+
+    @property
+    def begun(self) -> bool:
+        """A part of a packet is here."""
+        return bool(self._received)
+
+    @property
+    def wanted(self) -> int:
+        """Bytes to be received next. Raises OSError (EMSGSIZE) for a packet that is too long."""
+        have = len(self._received)
+        if have < FRAME_PREFIX_BYTES:
+            return FRAME_PREFIX_BYTES - have
+        length = int.from_bytes(self._received[:FRAME_PREFIX_BYTES], "little")
+        if length > PACKET_BYTES_MAX:
+            raise OSError(errno.EMSGSIZE, f"a packet with {length} bytes, over {PACKET_BYTES_MAX}")
+        return FRAME_PREFIX_BYTES + length - have
+
+    def receive(
+        self,
+        sock: socket.socket,
+        *,
+        fds_max: int = 0,
+        discard: Callable[[int], None] = os.close,
+        leave_fds: bool = False,
+    ) -> tuple[bytes, list[int]] | None:
+        """As `receive_packet`, of what is there; None: that is not all of it. No bytes: the other end closed, or sent
+        an empty packet. Raises OSError, BlockingIOError among them."""
+        data, fds = receive_packet(
+            sock, bytes_max=self.wanted, fds_max=fds_max, discard=discard, leave_fds=leave_fds
+        )
+        self._fds += fds
+        if len(self._fds) > fds_max:
+            self.drop(discard)
+            raise OSError(errno.EMSGSIZE, f"a packet with over {fds_max} descriptors")
+        self._received += data
+        if data and self.wanted:
+            return None
+        packet, fds = bytes(self._received[FRAME_PREFIX_BYTES:]), self._fds
+        self._received, self._fds = bytearray(), []
+        if not data:  # in the middle of a packet, if one had begun
+            packet = b""
+        return packet, fds
+
+    def drop(self, discard: Callable[[int], None] = os.close) -> None:
+        """The rest of a packet will not come."""
+        fds, self._fds = self._fds, []
+        self._received.clear()
+        for fd in fds:
+            discard(fd)
+
+
+def send_frame(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
+    """A packet for `Frames`. Raises OSError; BlockingIOError when the socket took a part of it or nothing, and then
+    there can be no other."""
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))
+    frame = len(data).to_bytes(FRAME_PREFIX_BYTES, "little") + data
+    if sock.sendmsg([frame], [rights] if fds else []) < len(frame):
+        raise BlockingIOError(errno.EAGAIN, "the peer does not read")
 
 
 def _fds_of(level: int, kind: int, data: Any) -> list[int]:

@@ -84,6 +84,8 @@ _EXPECTS = {
     "heartbeat": "done",
 }
 
+NOBODY_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED, errno.EACCES, errno.EPERM, errno.ENOTSOCK)
+"""Why a socket's path cannot be connected to: no process listens there, or not to us."""
 WELCOME_S = 5.0
 """How long a new stream may take until the daemon welcomes us."""
 ASK_AGAIN_S = 1.0
@@ -903,6 +905,12 @@ def _notice(kind: str, ids: list[int]) -> Any:
             return store_pb2.AbortRequest(reservation_ids=ids)
         case _:
             return store_pb2.SegmentsUnmappedRequest(segments=ids)
+
+
+def nobody_there(problem: StoreError) -> bool:
+    """Whether it was raised because no daemon listens, or not to us: trying on helps only while one is starting."""
+    cause = problem.__cause__
+    return isinstance(cause, OSError) and cause.errno in NOBODY_THERE
 
 
 def _connect(path: str, deadline: float) -> socket.socket:

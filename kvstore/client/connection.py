@@ -25,7 +25,7 @@ import grpc
 
 from kvstore import wire
 from kvstore.arguments import NUMBER_MAX, seconds, text, whole, wrong_type
-from kvstore.client.attachment import Attachment
+from kvstore.client.attachment import Attachment, nobody_there
 from kvstore.client.call import FORKED, closed, gone
 from kvstore.client.renewals import alive
 from kvstore.client.stream import status_error
@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 BACKOFF_MIN_S = 0.05
 BACKOFF_MAX_S = 1.0
 HELLO_TIMEOUT_S = 5.0
+NOBODY_S = 0.5
+"""How long the first connection is tried for where no daemon listens: one may be starting at this moment."""
 CLOSE_TIMEOUT_S = 1.0
 """How long `close()` may wait for the daemon to confirm, and then for each of the two threads."""
 
@@ -78,8 +80,8 @@ class Connection:
         text("engine_group", engine_group)
         if not run_dir or not isinstance(run_dir, (str, bytes, os.PathLike)):
             raise wrong_type("run_dir", run_dir, "the path of the daemon's directory")
-        run_dir = os.fsdecode(run_dir)
-        self.run_dir = run_dir
+        # Where it is now: this process may change its working directory before it has to connect again.
+        self.run_dir = run_dir = os.path.abspath(os.fsdecode(run_dir))
         self.timeout_s = timeout_s
         self.staging_bytes = staging_bytes
         self.counters: dict[str, int] = defaultdict(int)
@@ -118,7 +120,8 @@ class Connection:
         return self._attachment
 
     def start(self) -> None:
-        """Raises StoreError when there is no connection within `timeout_s`: at once if trying again cannot help."""
+        """Raises StoreError when there is no connection within `timeout_s`: at once if trying again cannot help, and
+        after NOBODY_S where no daemon listens."""
         global _first_pid
         if _first_pid is None:
             _first_pid = self._pid
@@ -151,11 +154,14 @@ class Connection:
         whatever the daemon refused us for."""
         if os.getpid() != self._pid:
             raise gone(FORKED)
+        began = time.monotonic()
         with self._changed:
             while not ready():
                 if self._closing.is_set():
                     raise closed()
                 problem, left = self._problem, deadline - time.monotonic()
+                if setting_up and nobody_there(problem):
+                    left = min(left, began + NOBODY_S - time.monotonic())
                 if setting_up and not isinstance(problem, (Unavailable, DeadlineExceeded)):
                     raise problem
                 if left <= 0:

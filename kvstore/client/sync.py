@@ -196,8 +196,9 @@ def connect(
 
     `engine_group` names the engine whose scheduler and ranks hold leases together ("": this process alone). `timeout_s`
     bounds connecting, and is the default of every later call. `staging_bytes` of memory for saves are asked for when
-    the first save needs them. Raises StoreError: Unavailable when no daemon answers in time, Denied when it does not
-    serve this user.
+    the first save needs them. A relative `run_dir` means where it is now, also for later reconnections. Raises
+    StoreError: Unavailable when no daemon answers in time, and within a second where none listens; Denied when it does
+    not serve this user.
     """
     connection = Connection(
         run_dir, engine_group=engine_group, rank=rank, timeout_s=timeout_s, staging_bytes=staging_bytes

@@ -407,6 +407,7 @@ class Store:
 
     def _tick(self) -> None:
         self.saves.tick()
+        self.reads.tick()
         self.segments.tick()
         self.disk.tick()
         self.queue.tick()

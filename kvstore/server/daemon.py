@@ -17,6 +17,7 @@ import fcntl
 import ipaddress
 import itertools
 import logging
+import math
 import os
 import resource
 import secrets
@@ -27,6 +28,7 @@ import sys
 import threading
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,7 +45,7 @@ from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.core.ssd import restart
 from kvstore.core.store import Store
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, StoreError
 from kvstore.memory import fix_mmap_threshold, keep_freed_memory, memory_limit_bytes
 from kvstore.server.garbage import ShortSearches, no_searches
 from kvstore.server.health import NOT_SERVING, SERVING, SSD, Health
@@ -68,10 +70,28 @@ from kvstore.v1 import store_pb2
 log = logging.getLogger(__name__)
 
 EXIT_BUG = 70
+EXIT_UNAVAILABLE = 1
+"""What the daemon needs is not to be had any more."""
+DRAINING = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
+    *(signal.SIGQUIT, signal.SIGXCPU, signal.SIGPWR),
+)
+"""Each ends the daemon in good order: who closes a terminal, or types Ctrl-\\, loses nothing of what was saved."""
+UNLESS_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
+"""Whoever started us with these ignored (nohup, a shell's background job) means that."""
+MEANINGLESS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGIO)
+"""By default they would end the process at once. SIGPIPE and SIGXFSZ are ignored by Python itself."""
+WATCH_S = 0.2
+"""How often it is looked whether lock and sockets are still in the run directory."""
+REMADE_MAX = 64
+"""So often they are made again; each time costs a gRPC server."""
+TELL_AGAIN_S = 60.0
+BOUND_AS = "grpc.new"
+"""Under this name, not longer than the others in the run directory, gRPC binds its socket."""
 CLOSE_TIMEOUT_S = 5.0
 """Bound on each step of closing; what has not ended then ends with the process."""
-FIRST_SEGMENT_TIMEOUT_S = 10.0
-"""How long being ready waits for the first segment of the arena."""
+PROGRESS_S = 5.0
+"""How often it is told how much of the arena is there, before the daemon is ready."""
 POLL_S = 0.01
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter's lock that others want; Python's own choice is 5 ms. The threads of the
@@ -92,14 +112,54 @@ FIRST_GUEST = -2
 """And on downwards: TCP callers without a token, and guests of Get and Put."""
 
 
+class DirectoryTaken(ConfigError):
+    """Another daemon holds the run directory."""
+
+
 class RunDirectory:
-    """The directory of sockets and lock, held exclusively from construction to `close`."""
+    """The directory of sockets and lock, held exclusively from construction to `close`.
+
+    What is held is the lock *file*, so whoever cleans the directory (of files in /tmp that look old) lets another
+    daemon in. `gone` notices that, `take_again` makes it good as long as nobody else came, and nothing is ever removed
+    that is not ours: each file is known by its inode, and an open descriptor keeps its number from going to another.
+    """
 
     def __init__(self, config: StoreConfig) -> None:
         """Raises ConfigError, naming the pid of the daemon that holds the directory, and leaves nothing behind."""
         self._shared = bool({int(uid) for uid in config.tenants} - {0, os.geteuid()})
         """Whether other users may come in: their peer credentials decide then what they may see."""
-        path = config.run_dir
+        self._path = config.run_dir
+        self._lock_file = config.lock_file
+        self._sockets: dict[str, int] = {}
+        """By path: a descriptor (O_PATH) of each socket that is there by us."""
+        self._lock = self._take()
+        for path in (config.descriptor_socket, config.stream_socket, config.grpc_socket):
+            self.clear(path)  # left by a daemon that was killed: whoever holds the lock owns them
+
+    def _take(self) -> int:
+        """The lock file, locked. Raises ConfigError."""
+        while True:
+            lock = self._open_lock()
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
+                os.close(lock)
+                raise DirectoryTaken(
+                    f"another daemon uses this directory (pid {holder or 'unknown'})",
+                    field="run_dir",
+                    value=self._path,
+                    remedy="stop it, or choose another directory",
+                ) from None
+            if _is_at(lock, self._lock_file):
+                break
+            os.close(lock)  # it was removed between being opened and being locked
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, b"%d\n" % os.getpid(), 0)
+        return lock
+
+    def _open_lock(self) -> int:
+        path = self._path
         try:
             with contextlib.suppress(FileExistsError):
                 os.makedirs(path, mode=0o700)
@@ -118,9 +178,7 @@ class RunDirectory:
                     value=f"{path} (mode {stat.S_IMODE(status.st_mode):o})",
                     remedy="choose a directory of the daemon's own, or chmod go-w",
                 )
-            self._lock = os.open(
-                config.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-            )
+            return os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as problem:
             raise ConfigError(
                 f"cannot be used: {problem.strerror}",
@@ -128,35 +186,55 @@ class RunDirectory:
                 value=path,
                 remedy="choose another directory",
             ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip()
-            os.close(self._lock)
-            raise ConfigError(
-                f"another daemon uses this directory (pid {holder or 'unknown'})",
-                field="run_dir",
-                value=path,
-                remedy="stop it, or choose another directory",
-            ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)
-        self._sockets = (config.descriptor_socket, config.grpc_socket)
-        self._remove_sockets()  # left by a daemon that was killed: whoever holds the lock owns them
 
-    def open_to_peers(self, path: str) -> None:
-        """Let in whom the directory lets in: everybody where other users are tenants, else our own user."""
+    def opened(self, path: str) -> None:
+        """A socket of ours is at this path now. Lets in whom the directory lets in: everybody where other users are
+        tenants, else our own user. Raises OSError."""
         os.chmod(path, 0o666 if self._shared else 0o600)
+        fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        earlier = self._sockets.pop(path, -1)
+        self._sockets[path] = fd
+        if earlier >= 0:
+            os.close(earlier)
+
+    def gone(self) -> list[str]:
+        """What of ours, lock and sockets, is not at its path any more."""
+        ours = {str(self._lock_file): self._lock, **self._sockets}
+        return [path for path, fd in ours.items() if not _is_at(fd, path)]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the directory is still ours alone: our lock is at its path."""
+        return _is_at(self._lock, self._lock_file)
+
+    def take_again(self) -> None:
+        """After `holds` turned false. Raises ConfigError: DirectoryTaken when another daemon was faster."""
+        lock = self._take()
+        os.close(self._lock)
+        self._lock = lock
+
+    def clear(self, path: str) -> None:
+        """For who holds the lock."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
     def close(self) -> None:
-        self._remove_sockets()
+        if self.holds:  # else what is there is another daemon's
+            for path, fd in self._sockets.items():
+                if _is_at(fd, path):
+                    self.clear(path)
+        for fd in self._sockets.values():
+            os.close(fd)
         os.ftruncate(self._lock, 0)
         os.close(self._lock)  # the file stays: removing it could take away the lock of a successor
 
-    def _remove_sockets(self) -> None:
-        for path in self._sockets:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+
+def _is_at(fd: int, path: str | os.PathLike[str]) -> bool:
+    """Whether the open file is the one at this path."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,21 +339,25 @@ class Daemon:
             check_port_is_free("metrics_port", "127.0.0.1", config.metrics_port)
         self.boot_id = secrets.token_bytes(16)
         self._started_at = time.monotonic()
+        self._ready = False
         self._grpc_target = f"unix:{self.config.grpc_socket}"
         self._numbers = itertools.count(FIRST_GUEST, -1)
-        self._server: grpc.aio.Server | None = None
+        self._servers: list[grpc.aio.Server] = []
+        """More than one where the run directory was cleaned: those who are connected to the first stay there."""
+        self._watching: asyncio.Task[None] | None = None
         self._directory = RunDirectory(self.config)
 
     async def run(self) -> int:
-        """Serve until SIGTERM or SIGINT, then drain and close. Returns the exit status."""
+        """Serve until a signal says stop (DRAINING), then drain and close. Returns the exit status."""
         self._stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._build()
         try:
             await self._start()
-            await self._first_segment()
-            self._announce()
+            await self._half_the_arena()
+            if not self._stop.done():
+                self._announce()
             status = await self._stop
-            if status == 0:
+            if status != EXIT_BUG:
                 await self._drain()
                 if log.isEnabledFor(
                     logging.DEBUG
@@ -316,7 +398,7 @@ class Daemon:
             ssd=tier,
             on_forget=lambda worker: self._descriptors.forget(worker),
             on_fatal=lambda: self._end(EXIT_BUG),
-            on_disk=lambda state: self._health.set(SSD, SERVING if state is DiskState.OK else NOT_SERVING),
+            on_disk=self._show_disk,
         )
         self._descriptors = DescriptorServer(
             config,
@@ -383,10 +465,27 @@ class Daemon:
         self.loop.post(events.WorkerJoined(SELF, tenant=DEFAULT_TENANT, engine_group="", admin=True))
         await self._start_grpc()
         await self._descriptors.start()
+        for path in (self.config.descriptor_socket, self.config.stream_socket):
+            self._directory.opened(path)
+        self._watching = asyncio.create_task(self._watch_directory())
         if self.config.metrics_port:
             await self._metrics.start(self.config.metrics_port)
 
     async def _start_grpc(self) -> None:
+        bytes_service = BytesService(self._service, self._numbers)
+        names = (STORE_SERVICE, HINTS_SERVICE, STATS_SERVICE, ADMIN_SERVICE, BYTES_SERVICE)
+        for name in names:
+            self._health.set(name, NOT_SERVING)
+        if self.config.ssd_dir:
+            self._health.set(SSD, NOT_SERVING)
+        shown = Reflection((*names, HEALTH_SERVICE), peer_timeout_s=self._service.peer_timeout_s)
+        parts = (self._service, bytes_service, self._health, shown)
+        self._handlers = tuple(part.handlers() for part in parts)
+        self._served = names
+        await self._serve_grpc(tcp=self._tcp)
+
+    async def _serve_grpc(self, *, tcp: TcpAddress | None) -> None:
+        """One more gRPC server, on the socket in the run directory. Raises ConfigError."""
         server = grpc.aio.server(
             maximum_concurrent_rpcs=RPCS_MAX,
             options=[
@@ -397,30 +496,45 @@ class Daemon:
                 ("grpc.keepalive_timeout_ms", 10_000),
             ],
         )
-        bytes_service = BytesService(self._service, self._numbers)
-        names = (STORE_SERVICE, HINTS_SERVICE, STATS_SERVICE, ADMIN_SERVICE, BYTES_SERVICE)
-        for name in names:
-            self._health.set(name, SERVING)
-        if self.config.ssd_dir:
-            self._health.set(SSD, SERVING)
-        shown = Reflection((*names, HEALTH_SERVICE), peer_timeout_s=self._service.peer_timeout_s)
-        server.add_generic_rpc_handlers(
-            tuple(part.handlers() for part in (self._service, bytes_service, self._health, shown))
-        )
-        self._bind(server, self._grpc_target, field="run_dir")
-        self._directory.open_to_peers(self.config.grpc_socket)
-        if self._tcp is not None:
-            self._bind(server, str(self._tcp), field="tcp_address")
+        server.add_generic_rpc_handlers(self._handlers)
+        # Bound under another name: gRPC removes what is at the path that it bound when it ends, whoever's it is then.
+        path = os.path.join(self.config.run_dir, BOUND_AS)
+        self._bind(server, f"unix:{path}", field="run_dir")
+        try:
+            os.rename(path, self.config.grpc_socket)
+            self._directory.opened(self.config.grpc_socket)
+        except OSError as problem:
+            raise ConfigError(
+                f"cannot be used: {problem.strerror}", field="run_dir", value=self.config.run_dir
+            ) from None
+        if tcp is not None:
+            self._bind(server, str(tcp), field="tcp_address")
         await server.start()
-        self._server = server
+        self._servers.append(server)
 
-    async def _first_segment(self) -> None:
-        """Ready means that something can be saved; the other segments come while we serve."""
-        deadline = time.monotonic() + FIRST_SEGMENT_TIMEOUT_S
-        while not (await self._own_stats()).values["arena"]["ready_bytes"] and not self._stop.done():
-            if time.monotonic() > deadline:
-                log.warning("no segment of the arena is ready yet: everything is a miss until then")
+    async def _half_the_arena(self) -> None:
+        """Ready means that half of the arena can be saved to, at once; the rest comes while we serve. That takes
+        milliseconds, unless pages are huge or the kernel cannot allocate without touching: then it is told how it goes.
+        Where memory is short, what there is has to do."""
+        config = self.config
+        wanted = (config.limits.segment_count + 1) // 2 * config.segment_bytes
+        told_at, told = time.monotonic(), 0
+        while not self._stop.done():
+            stats = (await self._own_stats()).values
+            ready = stats["arena"]["ready_bytes"]
+            if ready >= wanted:
                 return
+            if stats["counters"].get("segment_create_failures") and not self.loop.store.segments.creating:
+                log.warning(
+                    "the arena is smaller than it should be: memory is short",
+                    extra=fields(ready_bytes=ready, dram_bytes=config.dram_bytes),
+                )
+                return
+            if time.monotonic() - told_at >= PROGRESS_S:
+                log.info("the arena is being made", extra=fields(ready_bytes=ready, wanted_bytes=wanted))
+                if ready > told:  # else systemd's patience may end
+                    sd_notify(f"EXTEND_TIMEOUT_USEC={int(3e6 * PROGRESS_S)}")
+                told_at, told = time.monotonic(), ready
             await asyncio.sleep(POLL_S)
 
     @staticmethod
@@ -430,14 +544,22 @@ class Daemon:
         except RuntimeError as problem:
             raise ConfigError(f"cannot be bound: {problem}", field=field, value=address) from None
 
+    def _show_disk(self, state: DiskState) -> None:
+        if self.config.ssd_dir and self._ready:
+            self._health.set(SSD, SERVING if state is DiskState.OK else NOT_SERVING)
+
     def _worker_of(self, token: bytes) -> WorkerId | None:
         identity = self._descriptors.worker_of(token)
         return None if identity is None else identity.worker
 
     def _announce(self) -> None:
-        """Say what this daemon uses, to people and to machines, and that it is ready."""
+        """That it is ready, to health, log and systemd at once; and what this daemon uses, to people and machines."""
         config = self.config
         settings = asdict(config)
+        self._ready = True
+        for name in ("", *self._served):
+            self._health.set(name, SERVING)
+        self._show_disk(self.loop.store.state.disk_state)
         log.info(
             "ready",
             extra=fields(
@@ -448,6 +570,7 @@ class Daemon:
                 uid=os.getuid(),
             ),
         )
+        sd_notify("READY=1")
         segments = config.limits.segment_count
         if segments < 2:
             log.warning(
@@ -470,7 +593,6 @@ class Daemon:
         saying = threading.Thread(target=partial(print, text, flush=True), name="kvstored-hello", daemon=True)
         saying.start()
         saying.join(STDOUT_TIMEOUT_S)
-        sd_notify("READY=1")
 
     def _ssd_text(self) -> str:
         config = self.config
@@ -488,21 +610,90 @@ class Daemon:
         )
 
     def _catch_signals(self) -> None:
+        """What would end the process by default must not cost what DRAM has: it drains, or means nothing here."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in DRAINING:
+            if number in UNLESS_IGNORED and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: it is to outlive its terminal
             loop.add_signal_handler(number, self._signalled, number)
+        for number in MEANINGLESS:
+            loop.add_signal_handler(number, self._ignored, number)
 
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
         if self._stop.done():
             log.warning("%s again: leaving at once", name)
             leave(128 + number)
-        log.info("%s: draining", name, extra=fields(drain_ms=self.config.drain_ms))
+        if self._ready:
+            log.info("%s: draining", name, extra=fields(drain_ms=self.config.drain_ms))
+        else:
+            log.info("%s: stopping before it was ready", name)
         self._end(0)
+
+    def _ignored(self, number: int) -> None:
+        log.warning(
+            "%s means nothing here, and is ignored",
+            signal.Signals(number).name,
+            extra=fields(remedy="SIGTERM drains and ends; logs go to standard error and need no rotation"),
+        )
 
     def _end(self, status: int) -> None:
         if not self._stop.done():
             self._stop.set_result(status)
+
+    # -------------------------------------------------------------------------------------- the run directory
+
+    async def _watch_directory(self) -> None:
+        """Whoever cleans the directory (of files that look old, in /tmp) takes lock and sockets away from under us:
+        then they are made anew, because connected workers are served all the time and newcomers should be, too. Where
+        another daemon was faster, we stop: nobody could find us any more, and `drain` saves what DRAM has."""
+        remade = 0
+        told_at = -math.inf
+        while True:
+            await asyncio.sleep(WATCH_S)
+            gone = self._directory.gone()
+            if not gone:
+                continue
+            try:
+                if remade >= REMADE_MAX:
+                    raise DirectoryTaken(
+                        f"lock and sockets were removed {remade} times",
+                        field="run_dir",
+                        value=self.config.run_dir,
+                        remedy="find out who removes them",
+                    )
+                await self._make_again(gone)
+                remade += 1
+            except DirectoryTaken as taken:
+                log.critical("the run directory is lost: stopping", extra=fields(why=str(taken), gone=gone))
+                self._end(EXIT_UNAVAILABLE)
+                return
+            except (StoreError, OSError) as problem:
+                if time.monotonic() - told_at >= TELL_AGAIN_S:
+                    told_at = time.monotonic()
+                    log.error(
+                        "the run directory was cleaned and cannot be made again: nobody new can connect",
+                        extra=fields(why=str(problem), gone=gone),
+                    )
+
+    async def _make_again(self, gone: Sequence[str]) -> None:
+        config = self.config
+        if not self._directory.holds:
+            self._directory.take_again()
+        for path in (config.descriptor_socket, config.stream_socket):
+            if path in gone:
+                self._directory.clear(path)
+                self._descriptors.listen_again(path)
+                self._directory.opened(path)
+        if config.grpc_socket in gone:
+            await self._serve_grpc(tcp=None)
+        log.warning(
+            "the run directory was cleaned under the daemon: made again",
+            extra=fields(
+                gone=gone,
+                remedy="use a directory that nobody cleans (/run), or name it to the cleaner (tmpfiles.d: x PATH)",
+            ),
+        )
 
     # ---------------------------------------------------------------------------------------------------- stop
 
@@ -544,9 +735,12 @@ class Daemon:
         if self._callers is not None:
             self._callers.close()
         self._service.close()
-        if self._server is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._server.stop(grace=0.5), CLOSE_TIMEOUT_S)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        stopping = [asyncio.ensure_future(server.stop(grace=0.5)) for server in self._servers]
+        if stopping:
+            await asyncio.wait(stopping, timeout=CLOSE_TIMEOUT_S)
         await self._descriptors.close()
         self.loop.close(CLOSE_TIMEOUT_S)
         self._regions.close(CLOSE_TIMEOUT_S)

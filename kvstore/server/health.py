@@ -28,12 +28,12 @@ READS_MAX = 8
 
 
 class Health:
-    """`""` stands for the daemon as a whole. Called on the asyncio thread; nothing here waits for a peer but its own
-    call."""
+    """`""` stands for the daemon as a whole. Nothing serves until `set` says so. Called on the asyncio thread; nothing
+    here waits for a peer but its own call."""
 
     def __init__(self, *, peer_timeout_s: float) -> None:
         self._peer_timeout_s = peer_timeout_s
-        self._status: dict[str, int] = {"": SERVING}
+        self._status: dict[str, int] = {"": NOT_SERVING}
         self._watchers: set[asyncio.Event] = set()
         self._ending = False
         self._places = CallLimit(calls_max=CALLS_MAX, reads_max=READS_MAX)

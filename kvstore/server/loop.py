@@ -105,7 +105,7 @@ class Loop:
         self._subscribers: dict[WorkerId, Callable[[Push], None]] = {}
         self._retired: dict[WorkerId, set[SegmentId]] = {}
         """What each worker was asked to unmap and has not confirmed: told again on its next stream."""
-        self._segment_work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._segment_work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._segment_thread = threading.Thread(
             target=self._run_segment_work, name="kvstored-segments", daemon=True
         )
@@ -414,9 +414,17 @@ class Loop:
         self._on_forget(effect.worker)
 
     def _run_segment_work(self) -> None:
-        while (work := self._segment_work.get()) is not None:
+        """What there is to do comes first; while nothing waits, the arena is faulted in, some at a time."""
+        more = False
+        while True:
             try:
-                work()
+                work = self._segment_work.get(block=not more)
+            except queue.Empty:
+                work = self.arena.fault_in
+            if work is None:
+                return
+            try:
+                more = work() is not False
             except Exception as problem:
                 self._call_threadsafe(partial(self._guarded, partial(_raise, problem)))
                 return

@@ -110,7 +110,7 @@ def render(families: Iterable[Metric]) -> bytes:
 
 ARENA = {
     "bytes": "Size of the arena.",
-    "ready_bytes": "Arena that is prefaulted and in service.",
+    "ready_bytes": "Arena that has its pages and is in service.",
     "assigned_bytes": "Arena in segments that belong to some namespace.",
     "retiring_bytes": "Arena in segments that wait for workers to unmap them.",
 }

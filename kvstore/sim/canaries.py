@@ -205,6 +205,17 @@ def _unchecked(original: Original) -> Any:
     return has_read
 
 
+def _failed_audit(original: Original) -> Any:
+    """A checksum that failed is taken for one that differs."""
+
+    def audited(audits: reads.Reads, op: OpId, checksums: Sequence[int] | None) -> int:
+        _, expected = audits.audits[op]
+        found: int = original(audits, op, [0] * len(expected) if checksums is None else checksums)
+        return found
+
+    return audited
+
+
 def _retired(original: Original) -> Any:
     """A segment is handed to another namespace although somebody maps it."""
 
@@ -235,6 +246,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "cross-tenant": (State, "namespace", _tenant),
     "keep-references": (State, "drop_ref", _stale_session),
     "evict-pinned": (Policy, "remove", _rank),
+    "failed-is-corrupt": (reads.Reads, "audited", _failed_audit),
     "trust-disk": (Disk, "_has_read", _unchecked),
     "mapped-elsewhere": (Segments, "_replace_if_unmapped", _retired),
     "keep-children": (ChunkTable, "leave_children", _forgets_parent),

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, QUEUED, STORED
-from kvstore.types import DiskPlace, Extent, GrantResult, Outcome, SegmentId, WorkerId
+from kvstore.types import DiskPlace, DiskResult, Extent, GrantResult, Outcome, SegmentId, Tier, WorkerId
 
 from .disk import DISK_OPS, GARBAGE, TORN, DiskWorld, Written
-from .world import CHUNK_TOKENS
+from .world import CHUNK_TOKENS, PAGE
 
 COPIES = (ev.CopyIn, ev.FillSlots, ev.Checksum, ev.MoveSlots, ev.RewriteSlots)
 HISTORY = 30
@@ -46,6 +46,8 @@ class Cluster(DiskWorld):
         """The last of them, with their numbers and times."""
         self.unanswered: dict[int, ev.Ticket] = {}
         """Deliveries of requests, by channel; each is answered once."""
+        self._called_corrupt: set[tuple[int, int]] = set()
+        """Places on SSD (slab file, slot) whose record a read did not find as it should be."""
         super().__init__(**limits)
         self.chance = chance
 
@@ -66,6 +68,11 @@ class Cluster(DiskWorld):
             self._asked[ticket.worker, ticket.request_id] = event
         super().step(event)
 
+    def refuse(self, op: Any) -> list[ev.Event]:
+        """The op does nothing: there are too many of its worker's already."""
+        self.held.remove(op)
+        return [ev.OpFailed(op.op, "refused")]
+
     def perform(self, op: Any, *, fails: str = "") -> list[ev.Event]:
         """The op does its work; what it has to report to the core comes back, for later."""
         self.held.remove(op)
@@ -75,6 +82,9 @@ class Cluster(DiskWorld):
         return reports
 
     def _perform_all(self, effects: Sequence[ev.Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, ev.Quarantined):
+                self._check_quarantined(effect)
         under_way = len(self.held)
         super()._perform_all(effects)
         for op in self.held[under_way:]:
@@ -220,6 +230,22 @@ class Cluster(DiskWorld):
         sessions = {name: session.version for name, session in state.sessions.by_name.items()}
         assert sessions == {name: session.version for name, session in self.platter.sessions.items()}
 
+    def _check_quarantined(self, effect: ev.Quarantined) -> None:
+        """Corrupt is what was found to be corrupt: an op that failed, was refused or came late says nothing."""
+        if effect.tier is Tier.SSD:
+            assert not self._called_corrupt.isdisjoint(effect.places), effect
+            return
+        pages = {
+            (SegmentId(number), page)
+            for number, slot in effect.places
+            for page in self._pages_of_slot(SegmentId(number), slot)
+        }
+        assert not self.damaged.isdisjoint(pages), f"a good chunk is called corrupt: {effect}"
+
+    def _pages_of_slot(self, number: SegmentId, slot: int) -> range:
+        size = self.store.state.pool.by_id[number].slot_bytes
+        return range(slot * size // PAGE, (slot + 1) * size // PAGE)
+
     # ------------------------------------------------------------------------------------------------------ damage
 
     def flip(self, segment: SegmentId, page: int) -> None:
@@ -233,6 +259,17 @@ class Cluster(DiskWorld):
                 hash(tuple(sorted(self.memory[extent.segment][page] for _, page in self._pages(extent)))) | 1
             )
         return super()._read(extent)
+
+    def _read_record(self, effect: ev.ReadRecords, number: int, result: DiskResult) -> DiskResult:
+        return self._noted(effect.sources[number], super()._read_record(effect, number, result))
+
+    def _scrub_record(self, effect: ev.ScrubRecords, number: int, result: DiskResult) -> DiskResult:
+        return self._noted(effect.sources[number], super()._scrub_record(effect, number, result))
+
+    def _noted(self, place: DiskPlace, result: DiskResult) -> DiskResult:
+        if result is DiskResult.CORRUPT:
+            self._called_corrupt.add((int(place.slab), place.slot))
+        return result
 
     def _found_at(self, place: DiskPlace) -> Written:
         found = super()._found_at(place)

@@ -52,6 +52,7 @@ KINDS = {
     "bit_flip": Kind(8, what="bits of a slot in DRAM flip (protection group: others can write there)"),
     "misdirected_read": Kind(6, what="the n-th read from now gets another record's bytes"),
     "copies_fail": Kind(4, (50, 300), "every third copy between slots fails"),
+    "copies_refused": Kind(8, (200, 2_000), "every second copy or checksum is refused before it began"),
     "copies_slow": Kind(4, (500, 15_000), "copies between slots take that long"),
     "no_memory": Kind(2, (500, 2_000), "no segment can be made"),
     "worker_dies": Kind(12, what="a worker's process is killed"),

@@ -333,6 +333,10 @@ class Simulation:
     # ---------------------------------------------------------------------------------------------------------- ops
 
     def begun(self, op: Any) -> None:
+        if isinstance(op, COPIES) and self.lasts("copies_refused") and op.op % 2:
+            boot = self._boots
+            self.after(0, lambda: self._refuse(op, boot))
+            return
         ms = self.random.choice((0, 1, 1, 2, 4))
         if isinstance(op, DISK_OPS):
             ms += self.random.choice((1, 3, 8, 20)) * (20 if self.lasts("disk_slow") else 1)
@@ -340,6 +344,11 @@ class Simulation:
             ms += self.random.randrange(12_000)
         boot = self._boots
         self.after(ms, lambda: self._perform(op, boot))
+
+    def _refuse(self, op: Any, boot: int) -> None:
+        if boot == self._boots:
+            for report in self.cluster.refuse(op):
+                self._report(report, boot)
 
     def _perform(self, op: Any, boot: int) -> None:
         """The call does its work. What it has to say reaches the core a little later."""
@@ -382,7 +391,9 @@ class Simulation:
         self._until[fault.kind] = max(self._until[fault.kind], self.clock + fault.ms)
 
     _sync_fails = _index_fails = _disk_errors = _disk_full = _disk_slow = _disk_hangs = _lasting
-    _copies_fail = _copies_slow = _no_memory = _requests_lost = _requests_twice = _requests_late = _lasting
+    _copies_fail = _copies_refused = _copies_slow = _no_memory = _requests_lost = _requests_twice = (
+        _requests_late
+    ) = _lasting
 
     def _somebody(self, fault: Fault, *kinds: str) -> Process | None:
         """Whom it strikes, of those who are connected."""

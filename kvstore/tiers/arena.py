@@ -13,8 +13,9 @@ import errno
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,9 @@ import numpy.typing as npt
 from kvstore import memory
 from kvstore.errors import BadRequest, Exhausted, NotFound
 from kvstore.types import Protection, SegmentId, WorkerId
+
+FAULT_BYTES = 16 << 20
+"""Faulted in at once, while segments that are to be made or unmade wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,13 @@ class _Segment:
 
 
 class Arena:
-    """All segments. `create` and `destroy` block (2 s and 0.2 s per GiB where pages are slow to come) and belong in a
-    thread; everything else takes microseconds and may be called from any thread meanwhile."""
+    """All segments. `create`, `fault_in` and `destroy` block and belong in one thread; everything else takes
+    microseconds and may be called from any thread meanwhile.
+
+    With `prefault` a new segment has all its pages at once (0.1 s per GiB), so that it can be used, and is faulted in
+    afterwards, bit by bit (0.5 to 10 s per GiB: the machine under a virtual one may have to find each page first). Who
+    touches a page before that waits for this one. Huge pages that have to be asked for come by faults alone.
+    """
 
     def __init__(self, *, protection: Protection, boot_id: bytes, huge_pages: bool, prefault: bool) -> None:
         self._data_seals = memory.SEALS_READ_ONLY if protection is Protection.SEALED else memory.SEALS_RESIZE
@@ -45,12 +54,15 @@ class Arena:
         self._prefault = prefault
         self._segments: dict[SegmentId, _Segment] = {}
         self._lock = threading.Lock()
-        """Held to change the table, so that close() and a create() in another thread agree."""
+        """Held to change the table, so that close() and a create() in another thread agree; and to duplicate
+        descriptors, which are closed only once they are out of the table."""
         self._closed = False
+        self._to_fault: deque[tuple[SegmentId, int]] = deque()
+        """Segments that are not faulted in yet, and from where on; of the creating thread alone."""
 
     def create(self, segment: SegmentId, segment_bytes: int, cells: int) -> None:
-        """Make a segment and fault its pages in; all or nothing. Raises OSError, ECANCELED when the arena is closed
-        meanwhile."""
+        """Make a segment with all its pages, unless they are to come when they are touched; all or nothing. Raises
+        OSError, ECANCELED when the arena is closed meanwhile."""
         header = memory.SegmentHeader(cells=cells, segment_bytes=segment_bytes, boot_id=self._boot_id)
         with ExitStack() as undo:
             data_fd, data = _new_memfd(f"kvs-data-{segment}", segment_bytes, self._data_seals, undo)
@@ -60,7 +72,7 @@ class Arena:
             memory.write_header(head.array, header)
             if self._huge_pages:
                 data.ask_for_huge_pages()
-            if self._prefault and not data.populate(cancelled=lambda: self._closed):
+            if self._prefault and not self._fill(data_fd, data):
                 raise OSError(errno.ECANCELED, "the arena was closed")
             made = _Segment(
                 data=data,
@@ -75,6 +87,35 @@ class Arena:
                 assert segment not in self._segments, segment
                 self._segments[segment] = made
             undo.pop_all()
+        if self._prefault:
+            self._to_fault.append((segment, 0))
+
+    def _fill(self, fd: int, data: memory.SharedMapping) -> bool:
+        """See to it that no page of a new segment can be missing later. False: the arena was closed meanwhile. Raises
+        OSError."""
+        if self._huge_pages and memory.huge_pages_by_advice():
+            return not memory.promises_are_kept() or data.populate(cancelled=lambda: self._closed)
+        try:
+            return memory.allocate(fd, data.size_bytes, cancelled=lambda: self._closed)
+        except OSError as problem:
+            if problem.errno in (errno.ENOMEM, errno.ENOSPC):
+                raise
+            return data.populate(cancelled=lambda: self._closed)  # a kernel that allocates by faults alone
+
+    def fault_in(self) -> bool:
+        """Some of what is not faulted in yet. Returns whether there is more."""
+        while self._to_fault and not self._closed:
+            segment, offset = self._to_fault.popleft()
+            found = self._segments.get(segment)
+            if found is None:
+                continue
+            size = found.data.size_bytes
+            with suppress(ValueError):  # the arena is being closed at this moment
+                found.data.fault_in(offset, min(FAULT_BYTES, size - offset))
+            if offset + FAULT_BYTES < size:
+                self._to_fault.appendleft((segment, offset + FAULT_BYTES))
+            break
+        return bool(self._to_fault) and not self._closed
 
     def destroy(self, segment: SegmentId) -> None:
         """The memory returns to the machine once no worker maps it and no view of it is left. Raises NotFound."""
@@ -100,9 +141,15 @@ class Arena:
             raise BadRequest(str(error), field="extent", value=f"segment {segment}") from None
 
     def descriptors(self, segment: SegmentId) -> tuple[int, int]:
-        """(data, header): the arena's own descriptors, to be sent at once and never closed. Raises NotFound."""
-        found = self._segment(segment)
-        return found.data_fd, found.header_fd
+        """(data, header): duplicates, which the caller sends and closes. Raises NotFound, OSError.
+
+        The arena's own would not do: another thread may destroy the segment before they are sent, and the next segment,
+        another tenant's, gets the same numbers.
+        """
+        with self._lock:  # the arena closes no descriptor of a segment that is in the table
+            found = self._segment(segment)
+            data_fd, header_fd = _duplicates(found.data_fd, found.header_fd)
+            return data_fd, header_fd
 
     def size_of(self, segment: SegmentId) -> tuple[int, int]:
         """(bytes, cells). Raises NotFound."""
@@ -128,6 +175,17 @@ class Arena:
         return (
             f"Arena({len(self._segments)} segments, {size_bytes} bytes{', closed' if self._closed else ''})"
         )
+
+
+def _duplicates(*fds: int) -> list[int]:
+    """A new descriptor of each, or none. Raises OSError."""
+    with ExitStack() as undo:
+        made: list[int] = []
+        for fd in fds:
+            made.append(os.dup(fd))
+            undo.callback(os.close, made[-1])
+        undo.pop_all()
+    return made
 
 
 def _new_memfd(name: str, size_bytes: int, seals: int, undo: ExitStack) -> tuple[int, memory.SharedMapping]:
@@ -171,7 +229,8 @@ class Staging:
     def create(self, worker: WorkerId, wanted: int) -> tuple[int, int]:
         """(descriptor, granted bytes), whole pages, less than `wanted` where the common bound leaves less.
 
-        The descriptor stays ours. Raises BadRequest for a second one, Exhausted when nothing is left, OSError.
+        The descriptor is a duplicate, which the caller sends and closes: ours may be closed by drop() in another thread
+        before that. Raises BadRequest for a second one, Exhausted when nothing is left, OSError.
         """
         if wanted <= 0:
             raise BadRequest("must be above 0", field="staging.bytes", value=wanted)
@@ -192,10 +251,12 @@ class Staging:
                 undo.callback(os.close, fd)
                 memory.add_seals(fd, memory.SEALS_RESIZE)
                 mapping = memory.map_shared(fd, granted)
+                undo.callback(mapping.close)
+                (lent,) = _duplicates(fd)
                 undo.pop_all()
             self._by_worker[worker] = _Staged(mapping, fd)
             self.bytes_granted += granted
-        return fd, granted
+        return lent, granted
 
     def view(self, worker: WorkerId, offset: int, length: int) -> npt.NDArray[np.uint8]:
         """Not to be written; the worker may change the bytes at any time. Raises NotFound, or BadRequest outside."""

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,8 @@ from kvstore.types import Extent, Extents, WorkerId
 log = logging.getLogger(__name__)
 
 OPS_MAX = 4096
-"""Ops that may be under way; one more fails at once, and with it the commit that wanted it."""
+"""Ops of one worker, or of the daemon itself, that may be under way; one more fails at once, and with it the commit
+that wanted it. Each has its own bound, so that nobody's ops fail for what others have under way."""
 BLOCK_BYTES = 2 << 20
 """What is copied and then checksummed at once: little enough to be in the cache still, and to stop soon when the daemon
 does; much enough that the interpreter's lock, taken twice a block, costs nothing."""
@@ -52,7 +53,8 @@ class Copier:
         self._staging = staging
         self._regions = regions
         self._queue = _FairQueue()
-        self._ops = 0
+        self._ops: Counter[WorkerId | None] = Counter()
+        """Under way, by worker; None: the daemon's own. Never a zero."""
         self._ops_lock = threading.Lock()
         self._closing = False
         self._out_of_time = False
@@ -66,8 +68,9 @@ class Copier:
 
     def submit(self, effect: Task, done: Done) -> None:
         """Never blocks and never raises. `done` is called once: from a copier thread, or, when the op is refused
-        (OPS_MAX are waiting, the region is not there, or the copier is closing), before this returns."""
-        refusal = self._refusal()
+        (OPS_MAX of its worker are waiting, the region is not there, or the copier is closing), before this returns."""
+        worker = effect.worker if isinstance(effect, CopyIn | FillSlots | Checksum) else None
+        refusal = self._refusal(worker)
         region = None
         if not refusal and isinstance(effect, FillSlots):
             try:
@@ -81,21 +84,23 @@ class Copier:
 
         def ended(answer: OpDone | OpFailed) -> None:
             with self._ops_lock:
-                self._ops -= 1
+                self._ops[worker] -= 1
+                if not self._ops[worker]:
+                    del self._ops[worker]
             done(answer)
 
         with self._ops_lock:
-            self._ops += 1
+            self._ops[worker] += 1
         parts = _parts(effect)
         joined = _Joined(effect, len(parts), ended)
-        worker = effect.worker if isinstance(effect, CopyIn | FillSlots) else None
         for number, part in enumerate(parts):
             self._queue.put(worker, (part, region, partial(joined.ended, number)))
 
-    def _refusal(self) -> str:
+    def _refusal(self, worker: WorkerId | None) -> str:
         if self._closing:
             return CLOSING
-        return f"{OPS_MAX} copies are under way already" if self._ops >= OPS_MAX else ""
+        whose = "the daemon's own" if worker is None else "this worker's"
+        return f"{OPS_MAX} of {whose} copies are under way already" if self._ops[worker] >= OPS_MAX else ""
 
     def close(self, timeout_s: float) -> None:
         """What was submitted has `timeout_s` to end; then what did not start fails, and what runs fails at its next
@@ -224,7 +229,7 @@ class Copier:
 
     def __repr__(self) -> str:
         alive = sum(thread.is_alive() for thread in self._threads)
-        return f"Copier({alive} threads, {self._ops} ops{', closing' if self._closing else ''})"
+        return f"Copier({alive} threads, {sum(list(self._ops.values()))} ops{', closing' if self._closing else ''})"
 
 
 _Entry = tuple[Task, Region | None, Done]

@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 
 from kvstore import memory
 from kvstore.errors import BadRequest, Exhausted, NotFound
-from kvstore.tiers.arena import Arena, Staging
+from kvstore.tiers.arena import FAULT_BYTES, Arena, Staging
 from kvstore.types import Protection, SegmentId, WorkerId
 
 SIZE = 1 << 20
@@ -40,6 +42,21 @@ def open_fds() -> set[str]:
 
 def mapped(name: str) -> bool:
     return f"/memfd:{name} " in Path("/proc/self/maps").read_text()
+
+
+@contextmanager
+def lent(arena: Arena, segment: SegmentId = ONE) -> Iterator[tuple[int, int]]:
+    """The descriptors of a segment, closed afterwards."""
+    fds = arena.descriptors(segment)
+    try:
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def name_of(fd: int) -> str:
+    return os.readlink(f"/proc/self/fd/{fd}").removeprefix("/memfd:").removesuffix(" (deleted)")
 
 
 def shared_rss_bytes() -> int:
@@ -75,22 +92,23 @@ def test_who_may_write_a_segment(protection: Protection, data: str) -> None:
     arena = make_arena(protection)
     arena.create(ONE, SIZE, CELLS)
     arena.view(ONE, 0, 2)[:] = [65, 1]
-    data_fd, header_fd = arena.descriptors(ONE)
-    said = in_worker(
-        TRY_TO_WRITE, data_fd, SIZE, header_fd, memory.header_bytes(CELLS), fds=(data_fd, header_fd)
-    )
-    assert said == f"65 {data}\n{ord('K')} refused\n"
-    assert arena.view(ONE, 1, 1)[0] == (66 if data == "written" else 1)
-    for fd in (data_fd, header_fd):
-        for length in (0, 2 * SIZE):
-            with pytest.raises(PermissionError):
-                os.ftruncate(fd, length)
+    with lent(arena) as (data_fd, header_fd):
+        said = in_worker(
+            TRY_TO_WRITE, data_fd, SIZE, header_fd, memory.header_bytes(CELLS), fds=(data_fd, header_fd)
+        )
+        assert said == f"65 {data}\n{ord('K')} refused\n"
+        assert arena.view(ONE, 1, 1)[0] == (66 if data == "written" else 1)
+        for fd in (data_fd, header_fd):
+            for length in (0, 2 * SIZE):
+                with pytest.raises(PermissionError):
+                    os.ftruncate(fd, length)
     arena.close()
 
 
 def test_header_says_what_the_segment_is(arena: Arena) -> None:
     arena.create(ONE, SIZE, CELLS)
-    header = memory.map_shared(arena.descriptors(ONE)[1], memory.header_bytes(CELLS))
+    with lent(arena) as (_, header_fd):
+        header = memory.map_shared(header_fd, memory.header_bytes(CELLS))
     assert memory.read_header(header.array) == memory.SegmentHeader(CELLS, SIZE, BOOT)
     assert not memory.generations(header.array, CELLS).any()
     assert arena.size_of(ONE) == (SIZE, CELLS)
@@ -99,7 +117,8 @@ def test_header_says_what_the_segment_is(arena: Arena) -> None:
 def test_generations_reach_a_reader_and_only_their_cells(arena: Arena) -> None:
     arena.create(ONE, SIZE, CELLS)
     arena.create(TWO, SIZE, CELLS)
-    maps = [memory.map_shared(arena.descriptors(each)[1], memory.header_bytes(CELLS)) for each in (ONE, TWO)]
+    with lent(arena, ONE) as first, lent(arena, TWO) as second:
+        maps = [memory.map_shared(fds[1], memory.header_bytes(CELLS)) for fds in (first, second)]
     arena.set_generations(ONE, (3, 0, CELLS - 1), (7, (1 << 64) - 1, 8))
     arena.set_generations(ONE, (), ())
     seen = memory.generations(maps[0].array, CELLS)
@@ -149,7 +168,10 @@ def test_destroyed_segments_leave_nothing() -> None:
     arena = make_arena(prefault=True)
     size = 32 << 20
     arena.create(ONE, size, size // 4096)
-    assert os.fstat(arena.descriptors(ONE)[0]).st_blocks * 512 == size
+    with lent(arena) as (data_fd, _):
+        assert os.fstat(data_fd).st_blocks * 512 == size
+    while arena.fault_in():
+        pass
     assert shared_rss_bytes() - resident >= size
     arena.destroy(ONE)
     assert open_fds() == before
@@ -160,10 +182,87 @@ def test_destroyed_segments_leave_nothing() -> None:
 
 def test_without_prefault_pages_come_when_touched(arena: Arena) -> None:
     arena.create(ONE, SIZE, CELLS)
-    data_fd = arena.descriptors(ONE)[0]
-    assert os.fstat(data_fd).st_blocks == 0
-    arena.view(ONE, 5 * 4096, 4096)[:] = 1
-    assert os.fstat(data_fd).st_blocks * 512 == 4096
+    with lent(arena) as (data_fd, _):
+        assert os.fstat(data_fd).st_blocks == 0
+        arena.view(ONE, 5 * 4096, 4096)[:] = 1
+        assert os.fstat(data_fd).st_blocks * 512 == 4096
+
+
+def test_a_new_segment_has_its_pages_and_is_faulted_in_while_it_is_used() -> None:
+    """Nobody waits for the faults before the first save, and they leave the bytes alone."""
+    arena = make_arena(prefault=True)
+    resident, size = shared_rss_bytes(), 3 * FAULT_BYTES + 4096
+    arena.create(ONE, size, size // 4096)
+    arena.create(TWO, SIZE, CELLS)
+    with lent(arena) as (data_fd, _):
+        assert os.fstat(data_fd).st_blocks * 512 == size, "memory that is not there is known now"
+    assert shared_rss_bytes() - resident < FAULT_BYTES
+    last = arena.view(ONE, size - 4096, 4096)
+    last[:] = 7
+    steps = [arena.fault_in() for _ in range(5)]
+    assert steps == [True] * 4 + [False], "one step of the second segment is left after the four of the first"
+    assert shared_rss_bytes() - resident >= size + SIZE
+    assert (last == 7).all()
+    assert arena.view(ONE, 0, size - 4096).max() == 0
+    assert not arena.fault_in()
+    arena.close()
+
+
+def test_a_segment_that_goes_is_not_faulted_in_further() -> None:
+    arena = make_arena(prefault=True)
+    arena.create(ONE, 2 * FAULT_BYTES, 1)
+    arena.create(TWO, 2 * FAULT_BYTES, 1)
+    assert arena.fault_in()
+    arena.destroy(ONE)
+    assert [arena.fault_in(), arena.fault_in()] == [True, False]
+    arena.create(ONE, 2 * FAULT_BYTES, 1)
+    arena.close()
+    assert not arena.fault_in()
+
+
+@pytest.mark.parametrize(("kept", "populated"), [(False, 0), (True, 1)])
+def test_huge_pages_that_must_be_asked_for_come_by_faults(
+    monkeypatch: pytest.MonkeyPatch, kept: bool, populated: int
+) -> None:
+    """An allocation would give small ones. Only where a page that cannot be had is a SIGBUS are they waited for."""
+    calls: list[str] = []
+    real = memory.SharedMapping.populate
+    monkeypatch.setattr(memory, "huge_pages_by_advice", lambda: True)
+    monkeypatch.setattr(memory, "promises_are_kept", lambda: kept)
+    monkeypatch.setattr(memory, "allocate", lambda *_, **__: pytest.fail("small pages"))
+    monkeypatch.setattr(
+        memory.SharedMapping, "populate", lambda it, **named: bool(calls.append("all")) or real(it, **named)
+    )
+    arena = Arena(protection=Protection.SEALED, boot_id=BOOT, huge_pages=True, prefault=True)
+    arena.create(ONE, SIZE, CELLS)
+    assert len(calls) == populated
+    assert not arena.fault_in(), "one step was left"
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "made"), [(errno.ENOMEM, False), (errno.ENOSPC, False), (errno.EPERM, True)]
+)
+def test_memory_that_is_not_there_is_an_error_at_once(
+    monkeypatch: pytest.MonkeyPatch, code: int, made: bool
+) -> None:
+    """A kernel that cannot allocate without touching (EPERM: glibc tries to write instead) touches all."""
+
+    def failing(*_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "posix_fallocate", failing)
+    arena = make_arena(prefault=True)
+    before = open_fds()
+    if made:
+        arena.create(ONE, SIZE, CELLS)
+        with lent(arena) as (data_fd, _):
+            assert os.fstat(data_fd).st_blocks * 512 == SIZE
+    else:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            arena.create(ONE, SIZE, CELLS)
+        assert open_fds() == before
+    arena.close()
 
 
 def test_a_view_outlives_destruction(arena: Arena) -> None:
@@ -204,15 +303,15 @@ def test_creation_is_all_or_nothing(
 def test_closing_stops_a_creation_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     before = open_fds()
     arena = make_arena(prefault=True)
-    real = memory.SharedMapping.populate
+    real = memory.allocate
     answers = []
 
-    def closing_meanwhile(mapping: memory.SharedMapping, **options: object) -> bool:
+    def closing_meanwhile(fd: int, size_bytes: int, **options: object) -> bool:
         arena.close()
-        answers.append(real(mapping, **options))  # type: ignore[arg-type]
+        answers.append(real(fd, size_bytes, **options))  # type: ignore[arg-type]
         return answers[0]
 
-    monkeypatch.setattr(memory.SharedMapping, "populate", closing_meanwhile)
+    monkeypatch.setattr(memory, "allocate", closing_meanwhile)
     with pytest.raises(OSError, match="closed") as caught:
         arena.create(ONE, SIZE, CELLS)
     assert caught.value.errno == errno.ECANCELED
@@ -240,6 +339,67 @@ def test_close_gives_everything_back() -> None:
     assert not mapped("kvs-data-8")
 
 
+def test_lent_descriptors_stay_what_they_are_when_the_segment_goes(arena: Arena) -> None:
+    """The numbers of the arena's own would be the next segment's, another tenant's."""
+    arena.create(ONE, SIZE, CELLS)
+    with lent(arena) as fds:
+        arena.destroy(ONE)
+        arena.create(TWO, SIZE, CELLS)
+        assert [name_of(fd) for fd in fds] == ["kvs-data-1", "kvs-header-1"]
+        assert not any(os.get_inheritable(fd) for fd in fds)
+
+
+@pytest.mark.parametrize("end", [lambda arena: arena.destroy(ONE), Arena.close], ids=["destroyed", "closed"])
+def test_nothing_is_closed_while_descriptors_are_duplicated(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, end: Callable[[Arena], None]
+) -> None:
+    """Another thread destroys the segment between the look into the table and each of the two duplicates."""
+    arena.create(ONE, SIZE, CELLS)
+    real = os.dup
+    threads: list[threading.Thread] = []
+    free: list[bool] = []
+
+    def destroying_meanwhile(fd: int) -> int:
+        free.append(arena._lock.acquire(blocking=False))
+        if free[-1]:
+            arena._lock.release()
+            end(arena)
+            arena.create(TWO, SIZE, CELLS)
+        else:
+            threads.append(threading.Thread(target=_tried, args=(end, arena)))
+            threads[-1].start()
+        return real(fd)
+
+    monkeypatch.setattr(os, "dup", destroying_meanwhile)
+    fds = arena.descriptors(ONE)
+    for thread in threads:
+        thread.join(30)
+    assert free == [False, False]
+    assert [name_of(fd) for fd in fds] == ["kvs-data-1", "kvs-header-1"]
+    for fd in fds:
+        os.close(fd)
+
+
+def _tried(end: Callable[[Arena], None], arena: Arena) -> None:
+    with suppress(NotFound):  # the other thread was faster
+        end(arena)
+
+
+def test_all_or_no_descriptors(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena.create(ONE, SIZE, CELLS)
+    before, real, calls = open_fds(), os.dup, iter(range(1, 9))
+
+    def failing(fd: int) -> int:
+        if next(calls) == 2:
+            raise OSError(errno.EMFILE, "too many")
+        return real(fd)
+
+    monkeypatch.setattr(os, "dup", failing)
+    with pytest.raises(OSError, match="too many"):
+        arena.descriptors(ONE)
+    assert open_fds() == before
+
+
 def test_nothing_of_it_is_in_a_file_system(arena: Arena) -> None:
     before = sorted(os.listdir("/dev/shm"))
     arena.create(ONE, SIZE, CELLS)
@@ -254,8 +414,19 @@ ALICE, BOB = WorkerId(1), WorkerId(2)
 @pytest.fixture
 def staging() -> Iterator[Staging]:
     staging = Staging(bytes_max=10 * 4096)
+    before = open_fds()
     yield staging
     staging.close()
+    for fd in open_fds() - before:  # what create() lent
+        os.close(int(fd))
+
+
+def test_a_lent_descriptor_stays_what_it_is_when_the_memory_is_dropped(staging: Staging) -> None:
+    fd, _ = staging.create(ALICE, 4096)
+    staging.drop(ALICE)
+    others = [staging.create(WorkerId(number), 4096)[0] for number in (2, 3)]
+    assert name_of(fd) == "kvs-staging-1"
+    assert fd not in others
 
 
 def test_a_worker_writes_and_the_daemon_reads(staging: Staging) -> None:
@@ -320,6 +491,7 @@ def test_drop_keeps_what_a_copy_runs_on() -> None:
     staging = Staging(bytes_max=SIZE)
     fd, _ = staging.create(ALICE, SIZE)
     os.pwrite(fd, b"abc", 0)
+    os.close(fd)
     view = staging.view(ALICE, 0, 3)
     staging.drop(ALICE)
     staging.drop(ALICE)

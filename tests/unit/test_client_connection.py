@@ -534,6 +534,74 @@ def test_the_last_word_of_a_daemon_that_hangs_up_is_heard(tmp_path: Path, hello_
         thread.join(BOUND_S)
 
 
+@pytest.mark.parametrize("there", ["nothing", "a directory", "a dead socket", "a file"])
+def test_where_nobody_listens_it_is_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    """However long the caller would wait for a daemon that is there and slow."""
+    waited: list[float] = []
+    real = threading.Condition.wait
+
+    def wait(condition: threading.Condition, timeout: float | None = None) -> bool:
+        if timeout is not None and timeout > 0 and threading.current_thread() is threading.main_thread():
+            waited.append(timeout)
+        return real(condition, timeout)
+
+    run_dir = tmp_path / "run"
+    if there != "nothing":
+        run_dir.mkdir()
+    if there == "a dead socket":
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+            dead.bind(str(run_dir / "kvstored.sock"))
+            dead.listen()
+    if there == "a file":
+        (run_dir / "kvstored.sock").write_text("no socket")
+    monkeypatch.setattr(threading.Condition, "wait", wait)
+    with pytest.raises(errors.Unavailable, match=r"no daemon answers there.*start kvstored") as refused:
+        connect(str(run_dir), timeout_s=BOUND_S)
+    assert refused.value.field == "run_dir" and refused.value.value == str(run_dir)
+    assert waited and max(waited[1:], default=0.0) <= connection.NOBODY_S, (
+        "the first wait is for the first try"
+    )
+
+
+def test_a_daemon_that_is_just_being_started_is_found(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "NOBODY_S", BOUND_S)
+    daemon.die()
+    tried = threading.Event()
+    real = attachment._connect
+
+    def connecting(path: str, deadline: float) -> socket.socket:
+        try:
+            return real(path, deadline)
+        finally:
+            tried.set()
+
+    monkeypatch.setattr(attachment, "_connect", connecting)
+
+    def later() -> None:
+        assert tried.wait(BOUND_S)
+        daemon.start()
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    with connect(str(daemon.run_dir), timeout_s=BOUND_S) as client:
+        assert client.connected
+    thread.join(BOUND_S)
+
+
+def test_a_relative_directory_means_where_it_was(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process changes its working directory, and then the daemon is started anew."""
+    monkeypatch.chdir(daemon.run_dir.parent)
+    with connect(daemon.run_dir.name, timeout_s=BOUND_S) as client:
+        monkeypatch.chdir("/")
+        daemon.die()
+        daemon.start()
+        eventually(lambda: daemon.hellos == 2 and client.connected)
+
+
 @pytest.mark.parametrize("fields", [{"protocol": 2}, {"protection": "none"}], ids=lambda f: next(iter(f)))
 def test_another_protocol_is_refused(daemon: FakeDaemon, fields: dict[str, Any]) -> None:
     daemon.hello = fields

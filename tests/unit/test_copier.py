@@ -1,6 +1,7 @@
 """The copier: right bytes, right checksums, one answer for every op, an end in bounded time."""
 
 import logging
+import os
 import queue
 import sys
 import threading
@@ -12,7 +13,7 @@ import pytest
 import xxhash
 
 from kvstore import memory
-from kvstore.core.events import Checksum, CopyIn, MoveSlots, OpDone, OpFailed
+from kvstore.core.events import Checksum, CopyIn, FillSlots, MoveSlots, OpDone, OpFailed
 from kvstore.tiers import copier as copier_module
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.copier import Copier, Task
@@ -38,6 +39,7 @@ class Fixture:
         self.staging = Staging(bytes_max=SIZE)
         fd, _ = self.staging.create(WORKER, SIZE)
         self.worker = memory.map_shared(fd, SIZE, writable=True)
+        os.close(fd)
         self.worker.array[:] = np.random.default_rng(7).integers(0, 256, SIZE, dtype=np.uint8)
         self.regions = Regions()
         self.copier = Copier(self.arena, self.staging, self.regions, threads=2)
@@ -206,9 +208,47 @@ def test_one_op_too_many_fails_at_once(it: Fixture, monkeypatch: pytest.MonkeyPa
     for op in range(3):
         it.copier.submit(Checksum(OpId(op), ()), it.answers.put)
     assert it.answers.empty()
-    assert it.run(Checksum(OpId(3), ())) == OpFailed(OpId(3), "3 copies are under way already")
+    assert it.run(Checksum(OpId(3), ())) == OpFailed(
+        OpId(3), "3 of the daemon's own copies are under way already"
+    )
     release()
     assert {it.answers.get(timeout=WAIT_S).op for _ in range(3)} == {OpId(0), OpId(1), OpId(2)}
+
+
+@pytest.mark.parametrize("kind", ["CopyIn", "FillSlots", "Checksum"])
+def test_who_has_too_much_under_way_fails_nobody_elses_ops(
+    it: Fixture, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Neither another worker's commit nor the daemon's own work."""
+    monkeypatch.setattr(copier_module, "OPS_MAX", 3)
+    other = WorkerId(2)
+    it.staging.bytes_max += SLOT
+    os.close(it.staging.create(other, SLOT)[0])
+    memfd = memory.create_memfd("region", SLOT)
+    region = it.regions.adopt(WORKER, memfd, SLOT)
+    target = slot(ONE, 0)
+
+    def one(op: int, worker: WorkerId) -> Task:
+        match kind:
+            case "CopyIn":
+                return copy_in((FITS, target), worker=worker, op=op)
+            case "FillSlots":
+                return FillSlots(OpId(op), worker, region, (StagedPiece(0, target.length),), (target,))
+            case _:
+                return Checksum(OpId(op), (target,), worker)
+
+    release = hold_all_threads(it)
+    for op in range(3):
+        it.copier.submit(one(op, WORKER), it.answers.put)
+    refused = it.run(one(3, WORKER))
+    assert refused == OpFailed(OpId(3), "3 of this worker's copies are under way already")
+    it.copier.submit(copy_in((FITS, target), worker=other, op=4), it.answers.put)
+    it.copier.submit(Checksum(OpId(5), (target,), other), it.answers.put)
+    it.copier.submit(Checksum(OpId(6), (target,)), it.answers.put)
+    assert it.answers.empty(), "none of them was refused"
+    release()
+    assert {type(it.answers.get(timeout=WAIT_S)) for _ in range(6)} == {OpDone}
+    assert isinstance(it.run(one(7, WORKER)), OpDone), "and what has ended counts no more"
 
 
 def test_close_lets_what_was_submitted_end(it: Fixture) -> None:
@@ -351,7 +391,7 @@ def test_an_op_has_ended_only_when_all_its_parts_have(it: Fixture, monkeypatch: 
 def test_a_worker_with_much_does_not_keep_the_others_waiting(it: Fixture) -> None:
     for worker in (2, 3):
         it.staging.bytes_max += SLOT
-        it.staging.create(WorkerId(worker), SLOT)
+        os.close(it.staging.create(WorkerId(worker), SLOT)[0])
     begun, release = threading.Event(), threading.Event()
 
     def hold(_: Ended) -> None:
@@ -368,12 +408,13 @@ def test_a_worker_with_much_does_not_keep_the_others_waiting(it: Fixture) -> Non
             one.submit(copy_in((FITS, slot(ONE, 0)), worker=WorkerId(2), op=op), it.answers.put)
         one.submit(copy_in((FITS, slot(ONE, 0)), worker=WorkerId(3), op=20), it.answers.put)
         one.submit(Checksum(OpId(30), ()), it.answers.put)
+        one.submit(Checksum(OpId(40), (), WorkerId(3)), it.answers.put)
         release.set()
-        order = [it.answers.get(timeout=WAIT_S).op for _ in range(9)]
+        order = [it.answers.get(timeout=WAIT_S).op for _ in range(10)]
     finally:
         release.set()
         one.close(WAIT_S)
-    assert order == [0, 10, 20, 30, 1, 11, 2, 3, 4]
+    assert order == [0, 10, 20, 30, 1, 11, 40, 2, 3, 4], "a checksum waits in the line of who wants it"
 
 
 def test_an_op_of_many_parts_counts_as_one(it: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The loop with a scripted core: order of effects, answers, deadlines, pushes, and what happens after a bug."""
 
 import asyncio
+import math
 import threading
 import typing
 
@@ -52,6 +53,15 @@ class Edge:
         self.gate = threading.Event()
         self.gate.set()
         self.create_error: Exception | None = None
+        self.to_fault: float = 0
+        """Steps that are left."""
+        self.faulted = 0
+
+    def fault_in(self) -> bool:
+        if self.to_fault:
+            self.to_fault -= 1
+            self.faulted += 1
+        return bool(self.to_fault)
 
     def create(self, segment: SegmentId, segment_bytes: int, cells: int) -> None:
         assert self.gate.wait(BOUND_S)
@@ -214,6 +224,23 @@ async def test_segments_are_made_and_unmade_in_a_thread(rig):
     rig.edge.gate.set()
     await rig.until(lambda: ev.SegmentReady(OpId(1)) in rig.core.events)
     await rig.until(lambda: rig.edge.done == [("create", 9), ("destroy", 8)])
+
+
+async def test_the_arena_is_faulted_in_while_its_thread_has_nothing_else_to_do(rig):
+    rig.edge.to_fault = 3
+    rig.core.script = [[ev.CreateSegment(OpId(1), SegmentId(9), 4096, 1)]]
+    rig.loop.post(ASK)
+    await rig.until(lambda: rig.edge.faulted == 3)
+    assert rig.edge.done == [("create", 9)]
+    rig.edge.to_fault = math.inf
+    rig.core.script = [[ev.CreateSegment(OpId(2), SegmentId(10), 4096, 1)]]
+    rig.loop.post(ASK)
+    await rig.until(lambda: rig.edge.faulted > 3)
+    rig.core.script = [[ev.DestroySegment(SegmentId(10))]]
+    rig.loop.post(ASK)
+    await rig.until(lambda: ("destroy", 10) in rig.edge.done)
+    rig.loop.close(BOUND_S)
+    assert not rig.loop._segment_thread.is_alive(), "it ends before the arena is faulted in"
 
 
 @pytest.mark.parametrize("problem", [OSError(12, "no memory"), BadRequest("no")])

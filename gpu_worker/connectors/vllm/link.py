@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ class Link:
     def __init__(
         self, run_dir: str, *, engine_group: str, rank: int, timeout_s: float, staging_bytes: int
     ) -> None:
-        self._run_dir = run_dir
+        self._run_dir = os.path.abspath(run_dir)  # the engine may change its working directory later
         self._engine_group = engine_group
         self._rank = rank
         self._timeout_s = timeout_s

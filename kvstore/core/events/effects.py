@@ -91,10 +91,12 @@ class FillSlots:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """Checksum slots in place (group protection, audits, reports). Answer: OpDone or OpFailed."""
+    """Checksum slots in place (group protection, audits, reports). Answer: OpDone or OpFailed, which says nothing about
+    the bytes. `worker`: for whom; None: for the daemon itself."""
 
     op: OpId
     extents: Sequence[Extent]
+    worker: WorkerId | None = None
 
 
 @dataclass(frozen=True, slots=True)

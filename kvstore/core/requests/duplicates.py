@@ -18,7 +18,7 @@ from kvstore.core.requests.reads import Reads, wanted_shards
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest
-from kvstore.types import ChunkKey, OpId
+from kvstore.types import ChunkKey, OpId, WorkerId
 
 AUDITS_MAX = 64
 """Of our own copies, under way. What differs beyond is told as it is: whoever reports much of it must not keep the
@@ -60,7 +60,7 @@ class Duplicates:
         differ = 0
         for number, key in enumerate(event.keys):
             mine = event.checksums[number * len(shards) : (number + 1) * len(shards)]
-            differ += self._compare(namespace, key, shards, mine, event.maker)
+            differ += self._compare(namespace, key, shards, mine, event.maker, worker.id)
         return ev.Done(differ)
 
     def _compare(
@@ -70,6 +70,7 @@ class Duplicates:
         shards: tuple[int, ...],
         checksums: tuple[int, ...],
         maker: bytes,
+        worker: WorkerId,
     ) -> bool:
         state = self.state
         chunks = state.chunks
@@ -94,13 +95,14 @@ class Duplicates:
             state.counters["duplicate_commits_differed"] += 1
         elif state.is_hit(row) and len(self.audits) < AUDITS_MAX:
             self._being_read.add(row)
-            self.audits[self._reads.audit(namespace, (row,), quiet=True)] = Difference(row, told)
+            audit = self._reads.audit(namespace, (row,), worker=worker, quiet=True)
+            self.audits[audit] = Difference(row, told)
         else:
             self._tell(told)
         return True
 
     def audited(self, op: OpId, corrupt: int) -> None:
-        """Our own copy has been read again."""
+        """Our own copy has been read again, or could not be: then it differs as far as anybody knows."""
         difference = self.audits.pop(op)
         self._being_read.remove(difference.row)
         if not corrupt:

@@ -11,9 +11,25 @@ from kvstore.core.namespaces import Namespace
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest, Exhausted
-from kvstore.types import NO_EXTENTS, ChunkKey, DiskState, LeaseId, Millis, OpId, Outcome, Reason, Tier
+from kvstore.types import (
+    NO_EXTENTS,
+    ChunkKey,
+    DiskState,
+    LeaseId,
+    Millis,
+    OpId,
+    Outcome,
+    Reason,
+    Tier,
+    WorkerId,
+)
 
 Found = tuple[int, Outcome, Reason]
+AUDITS_AGAIN_MAX = 16
+"""So often an audit that failed is tried again."""
+AUDITS_WAITING_MAX = 4_096
+"""Chunks that wait for that."""
+AUDITS_PER_OP_MAX = 16
 _PENDING = (Reason.BEING_SAVED, Reason.ON_SSD)
 _REASONS = tuple(Reason)
 _OUTCOMES = tuple(
@@ -56,6 +72,10 @@ class Reads:
         """Rows in `audits`: however often a chunk is reported, it is read once."""
         self._quiet: set[OpId] = set()
         """Of `audits`, those that are no use of the chunk."""
+        self._again: dict[int, int] = {}
+        """Rows whose audit failed, to be audited again at the next tick, and how often that is still tried."""
+        self._repeats: set[OpId] = set()
+        """Of `audits`, such second ones."""
 
     def match(self, worker: Worker, event: ev.Match) -> ev.Matched:
         """Longest usable boundary (invariant 4), what is on SSD included. Never promotes, never pins, is no use."""
@@ -197,12 +217,19 @@ class Reads:
         state.counters["loads_reported_bad"] += len(event.keys)
         if rows:
             self._audited.update(rows)
-            self.audit(namespace, rows)
+            self.audit(namespace, rows, worker=worker.id)
         return ev.Done(len(rows))
 
-    def audit(self, namespace: Namespace, rows: Sequence[int], *, quiet: bool = False) -> OpId:
-        """Have the slots of these hits read again; `audited` is called with what they hold. `quiet`: that is no use of
-        them."""
+    def audit(
+        self,
+        namespace: Namespace,
+        rows: Sequence[int],
+        *,
+        worker: WorkerId | None = None,
+        quiet: bool = False,
+    ) -> OpId:
+        """Have the slots of these hits read again, for `worker` or for the daemon itself; `audited` is called with what
+        they hold. `quiet`: that is no use of them."""
         state = self.state
         state.pin_all(namespace, rows)
         extents = state.extents(namespace, rows, range(namespace.shards))
@@ -210,26 +237,58 @@ class Reads:
         self.audits[op] = (list(rows), list(extents.checksum))
         if quiet:
             self._quiet.add(op)
-        state.effects.append(ev.Checksum(op, extents))
+        state.effects.append(ev.Checksum(op, extents, worker))
         return op
 
     def audited(self, op: OpId, checksums: Sequence[int] | None) -> int:
-        """End of an audit's checksum; None: it failed, and what cannot be read is not trusted. Returns how many were
-        corrupt."""
+        """End of an audit's checksum. Returns how many were corrupt. None: the op failed (the copier was busy, or is
+        closing), and nothing is known of the bytes; they are read again later."""
         state = self.state
         rows, expected = self.audits.pop(op)
         self._audited.difference_update(rows)
         namespace = state.namespace_of(rows[0])
         corrupt = 0
-        for index, row in enumerate(rows):
-            mine = slice(index * namespace.shards, (index + 1) * namespace.shards)
-            if checksums is None or list(checksums[mine]) != expected[mine]:
-                corrupt += 1
-                state.found_corrupt(row, Tier.DRAM, "its bytes do not match their checksum")
-                state.doom(row, Reason.CORRUPT)
+        if checksums is None:
+            state.counters["audits_failed"] += 1
+            for row in rows:
+                self._audit_again(row)
+        else:
+            for index, row in enumerate(rows):
+                self._again.pop(row, None)
+                mine = slice(index * namespace.shards, (index + 1) * namespace.shards)
+                if list(checksums[mine]) != expected[mine]:
+                    corrupt += 1
+                    state.found_corrupt(row, Tier.DRAM, "its bytes do not match their checksum")
+                    state.doom(row, Reason.CORRUPT)
         state.unpin(namespace, rows, used=op not in self._quiet)
         self._quiet.discard(op)
+        self._repeats.discard(op)
         return corrupt
+
+    def _audit_again(self, row: int) -> None:
+        left = self._again.get(row, AUDITS_AGAIN_MAX)
+        if left and (row in self._again or len(self._again) < AUDITS_WAITING_MAX):
+            self._again[row] = left - 1
+        else:
+            self._again.pop(row, None)  # whoever loads it verifies it, and reports it again
+
+    def tick(self) -> None:
+        """Audits that failed are repeated, with one op for each namespace at a time. A row may have become another
+        chunk's: its audit does no harm."""
+        state = self.state
+        if not self._again or self._repeats:
+            return
+        due: dict[int, list[int]] = {}
+        for row in list(self._again):
+            if state.chunks.namespace[row] == NONE or not state.is_hit(row):
+                del self._again[row]
+            elif row not in self._audited:
+                rows = due.setdefault(state.chunks.namespace[row], [])
+                if len(rows) < AUDITS_PER_OP_MAX:
+                    rows.append(row)
+        for rows in due.values():
+            self._audited.update(rows)
+            self._repeats.add(self.audit(state.namespace_of(rows[0]), rows, quiet=True))
 
     def revoke(self, namespace: Namespace) -> bool:
         """Take the pins of the lease that expired first, if its grace is over. Its loads are void: the generations of

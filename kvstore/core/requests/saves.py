@@ -395,7 +395,7 @@ class Saves:
         if event.region:
             state.effects.append(ev.FillSlots(op, worker.id, event.region, pieces, targets))
         elif in_place:
-            state.effects.append(ev.Checksum(op, targets))
+            state.effects.append(ev.Checksum(op, targets, worker.id))
         else:
             state.effects.append(ev.CopyIn(op, worker.id, pieces, targets))
         for number in numbers if reservation.filled else ():
@@ -496,7 +496,7 @@ class Saves:
             if state.limits.protection is Protection.SEALED:
                 state.effects.append(ev.CopyIn(op, worker.id, pieces, targets))
             else:
-                state.effects.append(ev.Checksum(op, targets))
+                state.effects.append(ev.Checksum(op, targets, worker.id))
             self._copy(reservation, op, Copying(rest, ticket=None))
         return None
 

@@ -322,9 +322,15 @@ class Scrubber:
         state.effects.append(ev.Checksum(op, extents))
 
     def audited(self, op: OpId, checksums: Sequence[int] | None) -> None:
-        """None: it failed, and nothing is known."""
+        """None: it failed, and nothing is known of the bytes; the next round looks at them again."""
         state = self.state
         slots = self.audits.pop(op)
+        if checksums is None and self._is_there(
+            slots
+        ):  # else they went meanwhile, perhaps with their segment
+            assert self._round is not None
+            self._round.failed += len(slots.extents)
+            state.counters["scrub_read_errors"] += len(slots.extents)
         expected = tuple(extent.checksum for extent in slots.extents)
         if checksums is not None and tuple(checksums) != expected and self._is_there(slots):
             assert self._round is not None

@@ -102,6 +102,19 @@ def test_damage_of_our_own_is_no_difference() -> None:
     assert world.outcomes(worker, namespace, chain("k", 1)) == ["CORRUPT"]
 
 
+def test_our_own_copy_that_could_not_be_read_again_is_no_damage() -> None:
+    world, worker, namespace, seen = start()
+    world.hold = {ev.Checksum}
+    report(world, worker, namespace, chain("k", 1), checksums(namespace, chain("k", 1), 1))
+    assert [held.worker for held in world.held] == [worker]
+    world.finish(fails="busy")
+    assert len(seen) == 1 and world.store.state.counters["duplicate_commits_differed"] == 1
+    assert world.outcomes(worker, namespace, chain("k", 1)) == ["HIT"]
+    world.tick(100)
+    world.finish()
+    assert len(seen) == 1 and world.store.state.counters["chunks_corrupt"] == 0
+
+
 def test_what_is_on_ssd_only_is_compared_with_its_checksum() -> None:
     world, worker, namespace = small()
     cold(world, worker, namespace)

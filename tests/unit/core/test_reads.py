@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.core import events as ev
+from kvstore.core.requests.reads import AUDITS_AGAIN_MAX
 from kvstore.errors import BadRequest, Exhausted, NotFound
 from kvstore.sim.world import CHUNK_TOKENS, PAGE, World, chain, spec
 from kvstore.types import NamespaceId, Outcome, Protection, Reason
@@ -349,15 +350,92 @@ def test_reported_bytes_that_are_whole_stay() -> None:
     assert world.store.state.counters["loads_reported_bad"] == 3
 
 
-def test_bytes_that_cannot_be_read_are_not_trusted() -> None:
+@pytest.mark.parametrize(
+    "why", ["4096 of this worker's copies are under way already", "the copier is closing", "EIO"]
+)
+@pytest.mark.parametrize("protection", list(Protection))
+def test_a_checksum_that_failed_says_nothing_of_the_bytes(protection: Protection, why: str) -> None:
+    world = World(protection=protection)
+    worker = world.join()
+    namespace = world.open(spec(shards=2), worker)
+    world.save(worker, namespace, chain("k", 2))
+    world.hold = {ev.Checksum}
+    world.ask(ev.ReportLoad, worker, namespace, chain("k", 2))
+    world.finish(fails=why)
+    assert world.outcomes(worker, namespace, chain("k", 2)) == ["HIT", "HIT"]
+    counters = world.store.state.counters
+    assert (counters["audits_failed"], counters["chunks_corrupt"], counters["slots_quarantined"]) == (1, 0, 0)
+    assert not any(world.store.state.chunks.pins), "it waits without a pin"
+
+
+def test_an_audit_that_failed_is_repeated_and_finds_what_is_damaged() -> None:
+    world = World()
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    world.save(worker, namespace, chain("k", 2))
+    (extent, *_) = world.acquire(worker, namespace, chain("k", 1)).extents
+    world.leases.clear()
+    world.memory[extent.segment][extent.offset // PAGE] ^= 1  # a stray write
+    world.damaged.add((extent.segment, extent.offset // PAGE))
+    world.hold = {ev.Checksum}
+    world.ask(ev.ReportLoad, worker, namespace, chain("k", 2))
+    for _ in range(3):
+        world.finish(fails="busy")
+        assert world.held == []
+        world.tick(100)
+        (again,) = world.held
+        assert len(again.extents) == 2 and again.worker is None, "the daemon's own by now"
+        world.tick(100)
+        assert world.held == [again], "one at a time"
+    world.finish()
+    assert world.outcomes(worker, namespace, chain("k", 2)) == ["CORRUPT", "HIT"]
+    world.tick(100)
+    assert world.held == []
+
+
+def test_an_audit_that_always_fails_is_given_up() -> None:
     world = World()
     worker = world.join()
     namespace = world.open(spec(), worker)
     world.save(worker, namespace, chain("k", 1))
     world.hold = {ev.Checksum}
     world.ask(ev.ReportLoad, worker, namespace, chain("k", 1))
-    world.finish(fails="EIO")
-    assert world.outcomes(worker, namespace, chain("k", 1)) == ["CORRUPT"]
+    for _ in range(AUDITS_AGAIN_MAX):
+        world.finish(fails="busy")
+        world.tick(100)
+    world.finish(fails="busy")
+    world.tick(100)
+    assert world.held == []
+    assert world.outcomes(worker, namespace, chain("k", 1)) == ["HIT"]
+    world.ask(ev.ReportLoad, worker, namespace, chain("k", 1))
+    assert len(world.held) == 1, "who finds it bad again is heard"
+
+
+def test_what_waits_to_be_audited_again_may_be_evicted() -> None:
+    world = World(segments=1, segment_bytes=4 * PAGE, reserve_share_max=1.0)
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    world.save(worker, namespace, chain("k", 4))
+    world.hold = {ev.Checksum}
+    world.ask(ev.ReportLoad, worker, namespace, chain("k", 4))
+    world.finish(fails="busy")
+    world.save(worker, namespace, chain("new", 4))
+    world.tick(100)
+    assert sum(len(held.extents) for held in world.held) <= 4
+    while world.held:
+        world.finish()
+    assert world.outcomes(worker, namespace, chain("new", 4)) == ["HIT"] * 4
+
+
+def test_who_reports_is_named_with_the_checksum() -> None:
+    """The copier bounds what each worker has under way."""
+    world = World()
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    world.save(worker, namespace, chain("k", 1))
+    world.hold = {ev.Checksum}
+    world.ask(ev.ReportLoad, worker, namespace, chain("k", 1))
+    assert [held.worker for held in world.held] == [worker]
 
 
 def test_a_chunk_is_checked_once_however_often_it_is_reported() -> None:

@@ -296,6 +296,27 @@ def test_under_group_dram_is_looked_at_too() -> None:
     assert order == [chain("k", 3)[2], chain("k", 3)[0]]
 
 
+def test_a_checksum_that_failed_finds_nothing_and_the_next_round_looks_again() -> None:
+    world = World(protection=Protection.GROUP)
+    worker, admin = world.join(), world.join(admin=True)
+    namespace = world.open(spec(shards=2), worker)
+    world.save(worker, namespace, chain("k", 1))
+    world.hold = {ev.Checksum}
+    asked = world.ask(ev.Scrub, admin, start=True)
+    while world.held:
+        assert world.held[0].worker is None
+        world.finish(fails="4096 of the daemon's own copies are under way already")
+    world.tick(1_000)
+    found = world.ask(ev.Scrub, admin, round=asked.round)
+    assert (found.running, found.corrupt, found.failed) == (False, 0, 2)
+    assert world.outcomes(worker, namespace, chain("k", 1)) == ["HIT"]
+    world.hold = set()
+    asked = world.ask(ev.Scrub, admin, start=True)
+    world.tick(1_000)
+    found = world.ask(ev.Scrub, admin, round=asked.round)
+    assert (found.running, found.corrupt, found.failed) == (False, 0, 0)
+
+
 def test_a_slot_in_dram_that_was_given_away_meanwhile_is_no_corruption() -> None:
     world = World(
         protection=Protection.GROUP,
