@@ -1263,6 +1263,21 @@ def test_accepting_is_resumed_by_itself(daemon: Daemon, monkeypatch: pytest.Monk
     assert next(refusals, None) is None
 
 
+def test_a_socket_that_was_removed_is_made_again(daemon: Daemon) -> None:
+    """Who is connected stays, and the other socket is none the worse."""
+    path = Client.path(daemon)
+    with Client(daemon) as before:
+        before.hello()
+        os.unlink(path)
+        daemon.call(lambda: daemon.server.listen_again(path))
+        with Client(daemon) as client:
+            assert client.hello().hello.token
+        assert before.hello().error.code == Code.FAILED_PRECONDITION.value, "it has said so already"
+    Client.streams = not Client.streams
+    with Client(daemon) as client:
+        assert client.hello().hello.token
+
+
 def test_second_server_on_the_same_path_is_refused(daemon: Daemon) -> None:
     rival = Daemon(daemon.config.run_dir, daemon.loop_factory)
     with pytest.raises(ConfigError, match="cannot be bound: Address already in use"):
