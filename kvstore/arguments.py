@@ -15,6 +15,8 @@ from typing import Any
 from kvstore.errors import BadRequest
 
 NUMBER_MAX = (1 << 63) - 1
+SIZE_MAX = 1 << 128
+"""Whatever is larger is refused by the bound that is told."""
 SECONDS_MAX = 1e9
 """Longer is as good as for ever, and more than the system's locks take."""
 
@@ -52,17 +54,12 @@ def whole(field: str, value: Any, low: int = 0, high: int = NUMBER_MAX) -> int:
 
 
 def wholes(field: str, values: Any, low: int = 0, high: int = NUMBER_MAX) -> Sequence[int]:
-    """Each of them. Raises BadRequest."""
+    """Each of them. Raises BadRequest: a wrong type names its place, too."""
     found = listed(field, values, "whole numbers")
-    for index, value in enumerate(found):
-        if type(value) is not int or not low <= value <= high:
-            return [
-                *found[:index],
-                *(
-                    whole(f"{field}[{index + at}]", other, low, high)
-                    for at, other in enumerate(found[index:])
-                ),
-            ]
+    if any(type(value) is not int for value in found):
+        found = [whole(f"{field}[{index}]", value, -SIZE_MAX, SIZE_MAX) for index, value in enumerate(found)]
+    for value in found:
+        whole(field, value, low, high)
     return found
 
 

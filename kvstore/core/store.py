@@ -242,7 +242,8 @@ class Store:
                 value=max(spec.shard_bytes),
                 remedy="raise the daemon's dram_bytes or reserve_share_max",
             )
-        _check_engine_group(worker.group, spec)
+        if not worker.remote:  # it has no ranks, and a connection may carry the calls of several callers
+            _check_engine_group(worker.group, spec)
         family = spec.digest(worker.tenant)
         namespace = state.newest_epoch.get(family)
         if namespace is not None and namespace.spec.weights_epoch > spec.weights_epoch:

@@ -210,6 +210,16 @@ def test_one_engine_may_have_other_models_adapters_weights_and_epochs() -> None:
         world.open(replace(base, weights_epoch=2, tensor_parallel=2), second)
 
 
+def test_a_remote_caller_is_no_engine() -> None:
+    """Its connection may be a proxy's, with several callers behind it."""
+    world = World()
+    worker = world.join(remote=True)
+    numbers = {
+        world.open(replace(spec(), layout_fingerprint=layout), worker) for layout in ("one", "two", "one")
+    }
+    assert len(numbers) == 2
+
+
 def test_what_is_remembered_of_an_engine_s_namespaces_is_bounded() -> None:
     world = World()
     worker = world.join()
