@@ -13,6 +13,7 @@ import inspect
 import itertools
 import logging
 import os
+import signal
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -130,6 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         logs.setup(config.log_level)
         os.umask(0o077)
+        # Until the daemon catches signals there is nothing to lose: Ctrl-C ends it at once, and without a traceback.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         owned = Daemon(config)
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             logs.leave(runner.run(owned.run()))

@@ -48,7 +48,7 @@ class StoreConfig:
     staging_bytes_max: int = 1 << 30
     """Staging memory of all workers together; beyond it a worker gets less, or a clear refusal."""
     prefault: bool = True
-    """Touch the arena's pages in the background after the start; segments serve as they become ready."""
+    """Allocate the arena's pages at the start, and touch them in the background while they serve already."""
     huge_pages: bool = True
     """Ask for transparent huge pages where the kernel offers them for shared memory."""
     copy_threads: int = 2

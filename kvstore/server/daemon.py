@@ -340,6 +340,8 @@ class Daemon:
         self.boot_id = secrets.token_bytes(16)
         self._started_at = time.monotonic()
         self._ready = False
+        self._signals = 0
+        """That asked us to stop."""
         self._grpc_target = f"unix:{self.config.grpc_socket}"
         self._numbers = itertools.count(FIRST_GUEST, -1)
         self._servers: list[grpc.aio.Server] = []
@@ -621,13 +623,14 @@ class Daemon:
 
     def _signalled(self, number: int) -> None:
         name = signal.Signals(number).name
-        if self._stop.done():
+        if self._signals:
             log.warning("%s again: leaving at once", name)
             leave(128 + number)
         if self._ready:
             log.info("%s: draining", name, extra=fields(drain_ms=self.config.drain_ms))
         else:
             log.info("%s: stopping before it was ready", name)
+        self._signals += 1
         self._end(0)
 
     def _ignored(self, number: int) -> None:

@@ -10,6 +10,7 @@ Nobody but the daemon ever maps a header writable, and nobody at all can resize 
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import threading
@@ -23,7 +24,10 @@ import numpy.typing as npt
 
 from kvstore import memory
 from kvstore.errors import BadRequest, Exhausted, NotFound
+from kvstore.server.logs import fields
 from kvstore.types import Protection, SegmentId, WorkerId
+
+log = logging.getLogger(__name__)
 
 FAULT_BYTES = 16 << 20
 """Faulted in at once, while segments that are to be made or unmade wait."""
@@ -114,6 +118,8 @@ class Arena:
                 found.data.fault_in(offset, min(FAULT_BYTES, size - offset))
             if offset + FAULT_BYTES < size:
                 self._to_fault.appendleft((segment, offset + FAULT_BYTES))
+            else:
+                log.debug("segment faulted in", extra=fields(segment=segment))
             break
         return bool(self._to_fault) and not self._closed
 

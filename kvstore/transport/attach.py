@@ -1,8 +1,9 @@
 """What a worker asks and is told, whatever carries it: a gRPC stream (`service.py`) or a fast lane (`lane.py`).
 
 Both bring serialised AttachRequests to `handle` and take serialised AttachReplies to the worker, in the order in which
-they come ready. At most OUTSTANDING_MAX requests may be read and not answered; beyond, the carrier reads no further.
-Pushes cannot be held back so: too many that are not taken end the connection.
+they come ready. At most OUTSTANDING_MAX requests may be read and not answered, and UNSENT_PAUSE_BYTES of answers be
+unsent; beyond, the carrier reads no further. With UNSENT_BYTES_MAX unsent the connection ends, and with too many
+pushes, which cannot be held back.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ LAST_WRITE_TIMEOUT_S = 1.0
 """How long what is on its way when a connection ends may take."""
 OUTSTANDING_MAX = 1_024
 PUSHES_MAX = 1_024
+UNSENT_PAUSE_BYTES = 1 << 20
+"""With so much to be sent, nothing more is read."""
+UNSENT_BYTES_MAX = 32 << 20
+"""With more, in answers to what it had asked before, the peer is cut off."""
 
 STARTS_SOMETHING = frozenset({events.Open, events.Match, events.Acquire, events.Reserve})
 """Refused while the daemon drains; whatever ends something goes on."""

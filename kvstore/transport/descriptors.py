@@ -152,6 +152,8 @@ class DescriptorServer:
         self._pause: asyncio.TimerHandle | None = None
         self._spare = -1
         """A descriptor to be closed when there is no other left; -1: none."""
+        self._lendable: list[int] = []
+        """Likewise, for the duplicates of one reply: who is in is served when others have used up the rest."""
         self._closing = False
 
     async def start(self) -> None:
@@ -164,6 +166,7 @@ class DescriptorServer:
             self._stop_listening()
             raise
         self._spare_one()
+        self._spare_lendable()
         self._resume()
 
     def listen_again(self, path: str) -> None:
@@ -216,6 +219,7 @@ class DescriptorServer:
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
+        self._drop_lendable()
         if self._pause is not None:
             self._pause.cancel()
         tasks = [peer.task for peer in self._peers if peer.task is not None]
@@ -291,6 +295,15 @@ class DescriptorServer:
     def _spare_one(self) -> None:
         with contextlib.suppress(OSError):  # somebody was faster
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _spare_lendable(self) -> None:
+        with contextlib.suppress(OSError):
+            while len(self._lendable) < 2 * SEGMENTS_PER_REQUEST_MAX:
+                self._lendable.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+    def _drop_lendable(self) -> None:
+        while self._lendable:
+            os.close(self._lendable.pop())
 
     def _admit(self, sock: socket.socket) -> None:
         """Whose connection it is; what it may do is decided when it says hello, so that it gets an answer."""
@@ -475,11 +488,12 @@ class DescriptorServer:
         # The thread that makes and unmakes segments may destroy one at any time, so duplicates are sent.
         reply = descriptor_pb2.SegmentsReply()
         with contextlib.ExitStack() as lent:
+            lent.callback(self._spare_lendable)  # once the others are closed
             fds: list[int] = []
             for segment in answer.segments:
                 try:
                     segment_bytes, cells = self._arena.size_of(segment)
-                    pair = self._arena.descriptors(segment)
+                    pair = self._lend(segment)
                 except NotFound:
                     continue
                 except OSError as error:
@@ -496,6 +510,16 @@ class DescriptorServer:
                 reply.bytes.append(segment_bytes)
                 reply.cells.append(cells)
             self._send(peer, descriptor_pb2.DescriptorReply(segments=reply), fds)
+
+    def _lend(self, segment: SegmentId) -> tuple[int, int]:
+        """Raises NotFound, OSError."""
+        try:
+            return self._arena.descriptors(segment)
+        except OSError as error:
+            if error.errno not in OUT_OF_DESCRIPTORS or not self._lendable:
+                raise
+        self._drop_lendable()
+        return self._arena.descriptors(segment)
 
     def _hand_over_staging(
         self, peer: _Peer, worker: WorkerId, request: descriptor_pb2.StagingRequest

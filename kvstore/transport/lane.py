@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING
 from kvstore.errors import BadRequest, DeadlineExceeded, Exhausted, StoreError
 from kvstore.memory import SCM_MAX_FD
 from kvstore.server.logs import fields
-from kvstore.transport.attach import FINISH_TIMEOUT_S, LAST_WRITE_TIMEOUT_S, OUTSTANDING_MAX, Attached
+from kvstore.transport.attach import (
+    FINISH_TIMEOUT_S,
+    LAST_WRITE_TIMEOUT_S,
+    OUTSTANDING_MAX,
+    UNSENT_BYTES_MAX,
+    UNSENT_PAUSE_BYTES,
+    Attached,
+)
 from kvstore.transport.rpc import INTERNAL
 from kvstore.v1 import store_pb2
 from kvstore.wire import LANE_PREFIX_BYTES, error_to_proto, lane_frame
@@ -34,10 +41,6 @@ log = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 16
 """Of one peer in one turn of the event loop."""
-UNSENT_PAUSE_BYTES = 1 << 20
-"""With so much to be sent, nothing more is read."""
-UNSENT_BYTES_MAX = 32 << 20
-"""With more, in answers to what it had asked before, the peer is cut off."""
 FRAMES_PER_WRITE = 64
 FDS_SPACE = socket.CMSG_LEN(SCM_MAX_FD * 4)
 

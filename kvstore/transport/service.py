@@ -44,6 +44,8 @@ from kvstore.transport.attach import (
     OUTSTANDING_MAX,
     REQUEST_TIMEOUT_S,
     STARTS_SOMETHING,
+    UNSENT_BYTES_MAX,
+    UNSENT_PAUSE_BYTES,
     Attached,
 )
 from kvstore.transport.decoding import Call
@@ -374,6 +376,8 @@ class AttachStream(Attached):
         self._context = context
         self._outbox: deque[tuple[bytes, bool]] = deque()
         """Serialised replies, and whether each answers a request (else it is a push)."""
+        self._unsent_bytes = 0
+        """In the outbox, and in the message that is being sent."""
         self._write_began: float | None = None
         """Since when the peer has not accepted the message that is being sent."""
         self._stopping = False
@@ -412,6 +416,14 @@ class AttachStream(Attached):
             self._ended.set_result(error)
 
     def deliver(self, data: bytes, *, answers: bool) -> None:
+        if self._ended.done():
+            return
+        if self._unsent_bytes > UNSENT_BYTES_MAX:
+            self.end(
+                Exhausted(f"{self._unsent_bytes} bytes were not read", remedy="read the stream; attach again")
+            )
+            return
+        self._unsent_bytes += len(data)
         self._outbox.append((data, answers))
         self._wake.set()
 
@@ -424,7 +436,7 @@ class AttachStream(Attached):
             except StoreError as error:  # not even the request id could be read
                 self.end(error)
                 return
-            while self._outstanding >= OUTSTANDING_MAX:
+            while self._outstanding >= OUTSTANDING_MAX or self._unsent_bytes >= UNSENT_PAUSE_BYTES:
                 self._written.clear()
                 await self._written.wait()
 
@@ -436,7 +448,9 @@ class AttachStream(Attached):
                 self._write_began = time.monotonic()
                 await write(data)
                 self._write_began = None
+                self._unsent_bytes -= len(data)
                 self.written(answers=answers)
+                self._written.set()
             self._written.set()
             self._wake.clear()
             if not outbox and not self._stopping:

@@ -40,14 +40,20 @@ SMALL = {
 class Daemon:
     """One `kvstored` process. Its log is read all the time, so that it never blocks on a full pipe."""
 
-    def __init__(self, run_dir: Path, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, run_dir: Path, arguments: list[str], environment: dict[str, str], prelude: str = ""
+    ) -> None:
+        """`prelude`: Python that its process runs first."""
         self.run_dir = run_dir
         self.lines: list[dict[str, Any]] = []
         self.text: list[str] = []
         """Lines on stderr that are no JSON."""
         self._changed = threading.Condition()
+        program = (
+            ["-c", f"{prelude}\nfrom kvstore.__main__ import main\nmain()"] if prelude else ["-m", "kvstore"]
+        )
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvstore", *arguments],
+            [sys.executable, "-P", *program, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -83,6 +89,13 @@ class Daemon:
             assert self._changed.wait_for(look, BOUND_S), f"no {message!r} in {self.lines}"
         assert found[0]["message"] == message, f"no {message!r}, the log ended: {self.lines} {self.text}"
         return found[0]
+
+    def wait_for_count(self, message: str, count: int) -> None:
+        """Until the log has so many lines with this message."""
+        with self._changed:
+            assert self._changed.wait_for(
+                lambda: sum(line["message"] == message for line in self.lines) >= count, BOUND_S
+            ), self.lines
 
     def exit_status(self) -> int:
         status = self.process.wait(BOUND_S)
@@ -145,7 +158,9 @@ def launch(run_dir: Path, fast_lane: bool) -> Iterator[Callable[..., Daemon]]:
     gone after the test."""
     started: list[Daemon] = []
 
-    def start(*arguments: str, environment: dict[str, str] | None = None, **settings: Any) -> Daemon:
+    def start(
+        *arguments: str, environment: dict[str, str] | None = None, prelude: str = "", **settings: Any
+    ) -> Daemon:
         settings = {"run_dir": run_dir, **SMALL, "fast_lane": fast_lane, **settings}
         flags = [
             f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not None
@@ -157,6 +172,7 @@ def launch(run_dir: Path, fast_lane: bool) -> Iterator[Callable[..., Daemon]]:
             Path(settings["run_dir"] or run_dir),
             [*flags, *arguments],
             {**clean, "PYTHONSAFEPATH": "1", **(environment or {})},
+            prelude,
         )
         started.append(daemon)
         return daemon

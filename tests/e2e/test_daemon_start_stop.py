@@ -16,10 +16,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvstore import wire
 from kvstore.errors import Unavailable
 from kvstore.memory import memory_limit_bytes
+from kvstore.server.daemon import DRAINING, MEANINGLESS
+from kvstore.types import GrantResult
 from kvstore.v1 import store_pb2
 
 from .ssd_tools import SMALL_SSD, SPEC, client_of, eventually, keys_of, save
 
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICES = ("", "kvstore.v1.Store", "kvstore.v1.Stats", "kvstore.v1.Bytes")
 
 
@@ -91,6 +95,110 @@ def test_tells_systemd(start_daemon, run_dir):
         assert notify.recv(100) == b"READY=1"
         daemon.stop()
         assert notify.recv(100) == b"STOPPING=1"
+
+
+SLOW_ARENA = """
+from kvstore.server import daemon
+from kvstore.tiers.arena import Arena
+
+real = Arena.create
+made = iter(range(1_000))
+
+def create(arena, *args):
+    if next(made) >= {at_once}:
+        open({gate!r}).close()  # until somebody opens it for writing
+    real(arena, *args)
+
+Arena.create = create
+daemon.PROGRESS_S = 0.01
+"""
+"""A daemon that makes so many segments at once, and each of the others when it is told to."""
+
+
+def test_ready_means_that_half_of_the_arena_can_be_saved_to(start_daemon, launch, run_dir):
+    """Health, log and systemd say so together; and a save is never told that it is full of what is still being made."""
+    gate, address = str(run_dir.parent / "gate"), str(run_dir.parent / "notify")
+    os.mkfifo(gate)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+        notify.bind(address)
+        notify.settimeout(20)
+        daemon = launch(
+            prelude=SLOW_ARENA.format(at_once=1, gate=gate),
+            environment={"NOTIFY_SOCKET": address},
+            **SMALL_SSD | {"reserve_share_max": 1.0, "staging_bytes": 4 << 20},
+        )
+        said = daemon.wait_for("the arena is being made")
+        assert said["wanted_bytes"] == 2 << 20
+        for service in SERVICES:
+            assert health(daemon.grpc_target, service) == NOT_SERVING
+        assert "ready" not in [line["message"] for line in daemon.lines]
+        open(gate, "w").close()  # the second of four
+        daemon.wait_for("ready")
+        while (told := notify.recv(100)) != b"READY=1":
+            assert told.startswith(b"EXTEND_TIMEOUT_USEC=")
+        for service in SERVICES:
+            assert health(daemon.grpc_target, service) == SERVING
+        with client_of(daemon, staging_bytes=4 << 20) as client:
+            space = client.open(SPEC)
+            with space.write(keys_of(space, 32)) as batch:
+                assert set(batch.results) == {GrantResult.GRANTED}
+
+
+def test_the_whole_arena_is_there_at_once(start_daemon):
+    """Pages are allocated first, and faulted in later: at this size all of them can be saved to when it is ready."""
+    daemon = start_daemon(dram_bytes=512 << 20, segment_bytes=64 << 20, reserve_share_max=1.0)
+    with client_of(daemon) as client:
+        arena = client.stats().arena
+        assert arena.ready_bytes >= arena.bytes // 2
+
+
+@pytest.mark.parametrize("number", DRAINING, ids=lambda number: number.name)
+def test_a_signal_before_it_is_ready_ends_it(launch, run_dir, number):
+    gate = str(run_dir.parent / "gate")
+    os.mkfifo(gate)
+    daemon = launch(prelude=SLOW_ARENA.format(at_once=0, gate=gate))
+    daemon.wait_for("the arena is being made")
+    daemon.process.send_signal(number)
+    assert daemon.exit_status() == 0
+    said = [line["message"] for line in daemon.lines]
+    assert f"{number.name}: stopping before it was ready" in said
+    assert "ready" not in said and f"{number.name}: draining" not in said
+    assert daemon.process.stdout.read() == ""
+
+
+def test_an_arena_that_cannot_be_made_whole_is_told_and_what_there_is_serves(launch):
+    broken = """
+from kvstore.tiers.arena import Arena
+real = Arena.create
+def create(arena, segment, *args):
+    if segment:
+        raise OSError(12, "Cannot allocate memory")
+    real(arena, segment, *args)
+Arena.create = create
+"""
+    daemon = launch(prelude=broken)
+    daemon.wait_for("ready")
+    daemon.wait_for("the arena is smaller than it should be: memory is short")
+    assert health(daemon.grpc_target) == SERVING
+
+
+def test_ctrl_c_before_anything_has_begun_is_no_traceback(launch, run_dir):
+    gate = str(run_dir.parent / "gate")
+    os.mkfifo(gate)
+    waiting = f"""
+from kvstore.server.daemon import Daemon
+real = Daemon._build
+def build(daemon):
+    open({gate!r}).read()  # until nobody has it open for writing
+    real(daemon)
+Daemon._build = build
+"""
+    daemon = launch(prelude=waiting)
+    with open(gate, "w"):  # it has come to that
+        daemon.process.send_signal(signal.SIGINT)
+        assert daemon.process.wait(20) == -signal.SIGINT
+    daemon._reader.join(20)
+    assert daemon.text == []
 
 
 def test_a_second_daemon_is_refused(daemon, launch, run_dir):
@@ -251,12 +359,51 @@ def test_flags_over_environment_over_toml(start_daemon, run_dir):
 # ----------------------------------------------------------------------------------------------------------- stopping
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", DRAINING, ids=lambda number: number.name)
 def test_a_signal_ends_it_cleanly(daemon, run_dir, number):
     daemon.process.send_signal(number)
     assert daemon.exit_status() == 0
+    daemon.wait_for(f"{number.name}: draining")
     assert [path.name for path in run_dir.iterdir()] == ["lock"]
     assert daemon.text == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
+def test_a_terminal_that_closes_loses_nothing(start_daemon, tmp_path, number):
+    """Whatever was saved and is not on SSD yet is there after the next start."""
+    slow = SMALL_SSD | {"durable_within_ms": 240_000, "drain_ms": 15_000}
+    daemon = start_daemon(ssd_dir=tmp_path / "ssd", **slow)
+    with client_of(daemon) as client:
+        save(space := client.open(SPEC), keys := keys_of(space, 32))
+    daemon.process.send_signal(number)
+    assert daemon.exit_status() == 0
+    daemon = start_daemon(ssd_dir=tmp_path / "ssd", **slow)
+    with client_of(daemon) as client:
+        assert client.open(SPEC).match(keys).usable == 32
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
+def test_what_it_was_started_to_ignore_is_ignored(start_daemon, number):
+    """nohup: it is to outlive its terminal."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        daemon = start_daemon()
+    finally:
+        signal.signal(number, before)
+    daemon.process.send_signal(number)
+    daemon.process.send_signal(signal.SIGUSR1)
+    daemon.wait_for("SIGUSR1 means nothing here, and is ignored")  # it came later
+    assert daemon.stop() == 0
+    assert f"{number.name}: draining" not in [line["message"] for line in daemon.lines]
+
+
+@pytest.mark.parametrize("number", [*MEANINGLESS, signal.SIGPIPE], ids=lambda number: number.name)
+def test_a_signal_that_means_nothing_ends_nothing(daemon, number):
+    daemon.process.send_signal(number)
+    if number is not signal.SIGPIPE:
+        said = daemon.wait_for(f"{number.name} means nothing here, and is ignored")
+        assert "SIGTERM" in said["remedy"]
+    assert health(daemon.grpc_target) == SERVING
 
 
 def test_drain_waits_for_open_leases(start_daemon, connect, spec):

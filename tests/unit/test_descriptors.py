@@ -725,6 +725,30 @@ def test_without_descriptors_left_a_segment_is_refused_and_the_connection_goes_o
             os.close(fd)
 
 
+def test_who_is_in_gets_segments_also_when_others_have_used_up_the_descriptors(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many are spared as one reply takes, and spared again when it is sent."""
+    real = os.dup
+
+    def refusing(fd: int) -> int:
+        if daemon.server._lendable:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(fd)
+
+    with Client(daemon) as client:
+        client.hello()
+        spared = daemon.call(lambda: len(daemon.server._lendable))
+        assert spared == 32
+        monkeypatch.setattr(os, "dup", refusing)
+        for _ in range(2):
+            _, fds = client.segments(1, 2, 3)
+            assert [name_of(fd) for fd in fds[::2]] == ["kvs-data-1", "kvs-data-2", "kvs-data-3"]
+            for fd in fds:
+                os.close(fd)
+            daemon.until(lambda: len(daemon.server._lendable) == spared)
+
+
 @pytest.mark.parametrize("count", [0, 17])
 def test_number_of_segments_is_bounded(daemon: Daemon, count: int) -> None:
     with Client(daemon) as client:

@@ -151,6 +151,46 @@ async def test_a_stream_that_is_not_read_by_its_peer_is_not_read_on(rig):
     await rig.until(lambda: len(rig.peer.replies) == OUTSTANDING_MAX + 9)
 
 
+def long_answer() -> ev.Matched:
+    """Of some 4 KiB on the wire."""
+    return ev.Matched(0, (Outcome.MISS,) * 2_000, (Reason.NEVER_SEEN,) * 2_000)
+
+
+async def test_with_many_bytes_unsent_no_more_is_read(rig, monkeypatch):
+    """Few requests may have long answers: memory is bounded by bytes, not by their number alone."""
+    monkeypatch.setattr("kvstore.transport.service.UNSENT_PAUSE_BYTES", 1 << 14)
+    rig.peer.reading.clear()
+    for number in range(1, 101):
+        rig.peer.send("match", match(number))
+        await rig.settle()
+        while rig.core.channels:
+            rig.core.answer(long_answer())
+    assert 2 <= rig.peer.reads <= 12
+    assert 1 << 14 <= rig.stream._unsent_bytes < (1 << 14) + 10_000, "one more was asked for by then"
+    rig.peer.reading.set()
+    while len(rig.peer.replies) < 100:
+        await rig.settle()
+        while rig.core.channels:
+            rig.core.answer(long_answer())
+    assert rig.stream._unsent_bytes == 0
+
+
+async def test_too_many_bytes_unread_end_the_stream(rig, monkeypatch):
+    """Requests that were read before their answers came: each may have the longest there is."""
+    monkeypatch.setattr("kvstore.transport.service.UNSENT_BYTES_MAX", 1 << 16)
+    monkeypatch.setattr("kvstore.transport.service.LAST_WRITE_TIMEOUT_S", 0.01)
+    rig.peer.reading.clear()
+    for number in range(1, 101):
+        rig.peer.send("match", match(number))
+    await rig.until(lambda: len(rig.core.posted) == 100)
+    for number in range(1, 101):
+        if number in rig.core.channels:  # else the stream has ended
+            rig.core.answer(long_answer(), number)
+    assert rig.stream._unsent_bytes < (1 << 16) + 5_000
+    with pytest.raises(errors.Exhausted, match="bytes were not read"):
+        await asyncio.wait_for(rig.task, BOUND_S)
+
+
 async def test_too_many_pushes_end_the_stream(rig):
     rig.peer.reading.clear()
     push = ev.ChunksSettled(WORKER, NamespaceId(1), (), ())
