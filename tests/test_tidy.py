@@ -24,7 +24,7 @@ SIDES = ("kvstore.gpu_worker", "kvstore.scheduler", "kvstore.kernels")
 HEAVY = ("torch", "triton", "transformers", "vllm", "sglang", "lmcache")
 ENGINES = ("vllm", "sglang", "lmcache")
 """Not installed where our own code runs: only their connectors import them, and nothing imports those."""
-BOTTOM = ("types", "errors", "keys", "layout", "answers")
+BOTTOM = ("types", "errors", "keys", "layout", "answers", "arguments")
 """Modules of kvstore that everybody may import: nouns, failures, chunk keys, geometry, answers."""
 INNER_ROOMS = tuple(f"kvstore.{room}" for room in ("core", "server", "transport", "tiers", "sim", "cli"))
 """Rooms of the daemon: an engine's process, which has the client, needs nothing of them."""

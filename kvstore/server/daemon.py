@@ -60,6 +60,7 @@ from kvstore.tiers.index import ChunkBatch
 from kvstore.tiers.regions import Regions
 from kvstore.tiers.ssd import SsdTier
 from kvstore.transport.bytes_service import BYTES_SERVICE, BytesService
+from kvstore.transport.callers import TcpCallers
 from kvstore.transport.descriptors import DEFAULT_TENANT, DescriptorServer
 from kvstore.transport.reflection import Reflection
 from kvstore.transport.service import ADMIN_SERVICE, HINTS_SERVICE, STATS_SERVICE, STORE_SERVICE, Service
@@ -107,10 +108,8 @@ DESCRIPTORS_OF_OUR_OWN = 256
 
 SELF = WorkerId(-1)
 """The daemon as a client of its own core: metrics, draining. Workers on the descriptor socket are numbered from 1."""
-ANONYMOUS = WorkerId(-2)
-"""All TCP callers without a token."""
-FIRST_GUEST = -3
-"""And on downwards: guests of Get and Put."""
+FIRST_GUEST = -2
+"""And on downwards: TCP callers without a token, and guests of Get and Put."""
 
 
 class DirectoryTaken(ConfigError):
@@ -134,7 +133,7 @@ class RunDirectory:
         self._sockets: dict[str, int] = {}
         """By path: a descriptor (O_PATH) of each socket that is there by us."""
         self._lock = self._take()
-        for path in (config.descriptor_socket, config.grpc_socket):
+        for path in (config.descriptor_socket, config.stream_socket, config.grpc_socket):
             self.clear(path)  # left by a daemon that was killed: whoever holds the lock owns them
 
     def _take(self) -> int:
@@ -418,6 +417,14 @@ class Daemon:
             grpc_target=self._grpc_target,
             open_lane=(lambda worker: self._service.open_lane(worker)) if config.fast_lane else None,
         )
+        self._callers: TcpCallers | None = None
+        if self._tcp is not None:
+            self._callers = TcpCallers(
+                self.loop,
+                lambda: WorkerId(next(self._numbers)),
+                port=self._tcp.port,
+                tenant=DEFAULT_TENANT,
+            )
         peer_timeout_s = config.peer_timeout_ms / 1000
         self._service = Service(
             self.loop,
@@ -426,7 +433,7 @@ class Daemon:
             welcome=store_pb2.AttachWelcome(
                 lease_ttl_ms=config.lease_ttl_ms, reservation_ttl_ms=config.reservation_ttl_ms
             ),
-            anonymous=ANONYMOUS if self._tcp is not None else None,
+            tcp=self._callers,
             peer_timeout_s=peer_timeout_s,
             message_bytes_max=config.message_bytes_max,
             discard=self._regions.discard,
@@ -463,12 +470,10 @@ class Daemon:
         self._catch_signals()
         self.loop.start()
         self.loop.post(events.WorkerJoined(SELF, tenant=DEFAULT_TENANT, engine_group="", admin=True))
-        if self._tcp is not None:
-            anonymous = events.WorkerJoined(ANONYMOUS, tenant=DEFAULT_TENANT, engine_group="", remote=True)
-            self.loop.post(anonymous)
         await self._start_grpc()
         await self._descriptors.start()
-        self._directory.opened(self.config.descriptor_socket)
+        for path in (self.config.descriptor_socket, self.config.stream_socket):
+            self._directory.opened(path)
         self._watching = asyncio.create_task(self._watch_directory())
         if self.config.metrics_port:
             await self._metrics.start(self.config.metrics_port)
@@ -683,10 +688,11 @@ class Daemon:
         config = self.config
         if not self._directory.holds:
             self._directory.take_again()
-        if config.descriptor_socket in gone:
-            self._directory.clear(config.descriptor_socket)
-            self._descriptors.listen_again()
-            self._directory.opened(config.descriptor_socket)
+        for path in (config.descriptor_socket, config.stream_socket):
+            if path in gone:
+                self._directory.clear(path)
+                self._descriptors.listen_again(path)
+                self._directory.opened(path)
         if config.grpc_socket in gone:
             await self._serve_grpc(tcp=None)
         log.warning(
@@ -734,6 +740,8 @@ class Daemon:
     async def _close(self) -> None:
         """Each step bounded; the last is the lock, so that no successor meets our remains."""
         self._metrics.close()
+        if self._callers is not None:
+            self._callers.close()
         self._service.close()
         if self._watching is not None:
             self._watching.cancel()

@@ -107,6 +107,7 @@ class Simulation:
             incomplete_ttl_ms=1_500,
             ghosts_max=60,
             remembered_answers_max=64,
+            remembered_rows_max=0 if self.seed // 4 % 2 else 16_384,
             sessions_max=70,
             manifest_entries_max=1_000,
             waits_per_worker_max=16,

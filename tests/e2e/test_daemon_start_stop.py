@@ -67,7 +67,13 @@ def test_says_what_it_uses(start_daemon, run_dir):
 
 def test_the_directory_and_its_sockets_are_for_us_alone(daemon, run_dir):
     modes = {path.name: path.stat().st_mode & 0o777 for path in (run_dir, *run_dir.iterdir())}
-    assert modes == {"run": 0o700, "kvstored.sock": 0o600, "grpc.sock": 0o600, "lock": 0o600}
+    assert modes == {
+        "run": 0o700,
+        "kvstored.sock": 0o600,
+        "stream.sock": 0o600,
+        "grpc.sock": 0o600,
+        "lock": 0o600,
+    }
 
 
 def test_tenants_that_are_named_later_can_come_in_too(start_daemon, run_dir):
@@ -80,7 +86,13 @@ def test_tenants_that_are_named_later_can_come_in_too(start_daemon, run_dir):
 def test_other_tenants_can_come_in(start_daemon, run_dir):
     start_daemon(tenants="12345=alice")
     modes = {path.name: path.stat().st_mode & 0o777 for path in (run_dir, *run_dir.iterdir())}
-    assert modes == {"run": 0o755, "kvstored.sock": 0o666, "grpc.sock": 0o666, "lock": 0o600}
+    assert modes == {
+        "run": 0o755,
+        "kvstored.sock": 0o666,
+        "stream.sock": 0o666,
+        "grpc.sock": 0o666,
+        "lock": 0o600,
+    }
 
 
 def test_tells_systemd(start_daemon, run_dir):
