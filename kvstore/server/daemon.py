@@ -309,6 +309,7 @@ class Daemon:
         self._searches = ShortSearches()
         with no_searches():
             store, tier = self._open_ssd() if config.ssd_dir else (Store(config.limits), None)
+        self._tier = tier
         self.loop = Loop(
             store,
             self._arena,
@@ -373,6 +374,8 @@ class Daemon:
     async def _start(self) -> None:
         self._catch_signals()
         self.loop.start()
+        if self._tier is not None:
+            self._tier.watch()
         self.loop.post(events.WorkerJoined(SELF, tenant=DEFAULT_TENANT, engine_group="", admin=True))
         if self._tcp is not None:
             anonymous = events.WorkerJoined(ANONYMOUS, tenant=DEFAULT_TENANT, engine_group="", remote=True)
