@@ -2,6 +2,9 @@
 
 Exit status: 0 after a drain, 1 when what it needs is not to be had now (a full or failing disk), 2 for settings that
 cannot work (one line on stderr says which), 70 after an internal error.
+
+Standard error is the log from the first line to the last: one JSON object a line, whoever wrote it. Only a refusal to
+start is a plain line on a terminal.
 """
 
 from __future__ import annotations
@@ -9,10 +12,12 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import contextlib
 import inspect
 import itertools
 import logging
 import os
+import signal
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +27,25 @@ from typing import Any, NoReturn
 
 from kvstore import __version__
 from kvstore.config import CONFIG_VARIABLE, ENVIRONMENT_PREFIX, StoreConfig, load, parse_setting
-from kvstore.errors import ConfigError, StoreError
+from kvstore.errors import ConfigError, StoreError, Unavailable
 from kvstore.server import logs
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, remedy="see kvstored --help")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Argparse itself says nothing when it cannot write its help."""
+        rest = memoryview(message.encode("utf-8", "backslashreplace"))
+        try:
+            while rest:
+                rest = rest[os.write(1, rest) :]
+        except OSError as problem:
+            raise Unavailable(
+                f"standard output cannot be written: {problem.strerror}",
+                remedy="free some space there, or write elsewhere",
+            ) from None
 
 
 def parser() -> Parser:
@@ -113,12 +130,26 @@ def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return uvloop.new_event_loop
 
 
+def refuse(error: StoreError) -> None:
+    """Say why the daemon does not start."""
+    if os.isatty(2):
+        with contextlib.suppress(OSError):
+            os.write(2, f"kvstored: {error}\n".encode("utf-8", "backslashreplace"))
+        return
+    told = logs.fields(field=error.field, value=error.value, remedy=error.remedy)
+    logging.getLogger("kvstored").critical("%s", error, extra=told)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Never returns: the process ends with the daemon."""
+    logs.setup("info")
+    logs.catch_the_rest()
     try:
         config = configuration(sys.argv[1:] if arguments is None else arguments, os.environ)
         # gRPC's core writes what a peer says to standard error as it is: lines could be forged.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        if os.environ["GRPC_VERBOSITY"].upper() != "NONE" or os.environ.get("GRPC_TRACE"):
+            logs.catch_native()
         # Imported now: --help and a wrong flag are answered before gRPC is loaded.
         try:
             from kvstore.server.daemon import Daemon
@@ -128,17 +159,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 remedy="pip install 'attnstore[daemon]'",
             ) from None
 
-        logs.setup(config.log_level)
+        logs.set_level(config.log_level)
         os.umask(0o077)
         owned = Daemon(config)
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             logs.leave(runner.run(owned.run()))
     except ConfigError as error:
-        print(f"kvstored: {error}", file=sys.stderr, flush=True)
+        refuse(error)
         logs.leave(2)
     except StoreError as error:
-        print(f"kvstored: {error}", file=sys.stderr, flush=True)
+        refuse(error)
         logs.leave(1)
+    except KeyboardInterrupt:  # before it has begun to serve
+        logs.leave(128 + signal.SIGINT)
     except Exception:
         logging.getLogger(__name__).critical("the daemon ended by a bug", exc_info=True)
         logs.leave(70)

@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     # On both sides of the command's name; what is not given leaves the other's value alone.
-    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    common = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     common.add_argument(
         "--run-dir", metavar="DIR", help=f"the daemon's directory (environment: {RUN_DIR_VARIABLE})"
     )

@@ -99,7 +99,11 @@ def _write_out(data: bytes) -> None:
         try:
             fd = sys.stdout.fileno()
         except io.UnsupportedOperation:  # memory: somebody calls us within a process of his own
-            sys.stdout.buffer.write(data)
+            buffer = getattr(sys.stdout, "buffer", None)
+            if buffer is not None:
+                buffer.write(data)
+            else:
+                sys.stdout.write(data.decode())
             return
         rest = memoryview(data)
         while rest:

@@ -38,7 +38,6 @@ def _watch(client: Client, options: argparse.Namespace) -> int:
     """One line a tick, for ever; the first is of the time since the daemon's start, as `vmstat` has it."""
     before: stats_pb2.StatsReply | None = None
     lines = 0
-    due = time.monotonic()
     while True:
         reply = _get(client)
         if options.json:
@@ -49,8 +48,7 @@ def _watch(client: Client, options: argparse.Namespace) -> int:
             say(_cells(watch_row(rates(before, reply), reply)))
         before = reply
         lines += 1
-        due = max(due + options.watch, time.monotonic())
-        time.sleep(max(0.0, due - time.monotonic()))
+        time.sleep(options.watch)
 
 
 WATCH_HEAD = (
@@ -83,7 +81,7 @@ def watch_row(change: Rates, reply: stats_pb2.StatsReply) -> tuple[str, ...]:
         rate(change.bytes_loaded_per_s),
         rate(per_s["bytes_saved"]) if "bytes_saved" in per_s else "-",
         count(promoted) if per_s else "-",
-        count(per_s["chunks_evicted"]) if "chunks_evicted" in per_s else "-" if not per_s else "0",
+        count(per_s.get("chunks_evicted", 0.0) + per_s.get("chunks_evicted_from_ssd", 0.0)) if per_s else "-",
         {"read_only": "rdonly", "absent": "-"}.get(reply.ssd.state, peer_text(reply.ssd.state)),
     )
 

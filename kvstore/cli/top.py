@@ -15,7 +15,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -46,7 +46,7 @@ def top(client: Client, options: argparse.Namespace) -> int:
 
 def _frames(client: Client, options: argparse.Namespace) -> int:
     """For pipes and programs: whole frames, one after the other."""
-    for reply, before in _ticks(client, options, lambda left: time.sleep(left)):
+    for reply, before in _ticks(client, options):
         if options.json:
             say_json(_as_dict(rates(before, reply), reply))
         else:
@@ -58,7 +58,6 @@ def _live(client: Client, options: argparse.Namespace, screen: Screen) -> int:
     """Until `q`. A daemon that goes away may come back: the last figures stay, and the first line says so."""
     lines: list[str] = []
     before: stats_pb2.StatsReply | None = None
-    due = time.monotonic()
     shown = 0
     while True:
         try:
@@ -73,17 +72,15 @@ def _live(client: Client, options: argparse.Namespace, screen: Screen) -> int:
         shown += 1
         if options.count and shown >= options.count:
             return 0
-        due = max(due + options.interval, time.monotonic())
-        if screen.wait_for_q(due):
+        if screen.wait_for_q(options.interval):
             return 0
 
 
 def _ticks(
-    client: Client, options: argparse.Namespace, wait: Callable[[float], None]
+    client: Client, options: argparse.Namespace
 ) -> Iterator[tuple[stats_pb2.StatsReply, stats_pb2.StatsReply | None]]:
     """Each reply with the one before."""
     before: stats_pb2.StatsReply | None = None
-    due = time.monotonic()
     shown = 0
     while True:
         reply: stats_pb2.StatsReply = ask_stats(client, "GetStats", stats_pb2.GetStatsRequest())
@@ -92,8 +89,7 @@ def _ticks(
         shown += 1
         if options.count and shown >= options.count:
             return
-        due = max(due + options.interval, time.monotonic())
-        wait(max(0.0, due - time.monotonic()))
+        time.sleep(options.interval)
 
 
 def _as_dict(change: Rates, reply: stats_pb2.StatsReply) -> dict[str, Any]:
@@ -158,7 +154,7 @@ def frame(reply: stats_pb2.StatsReply, before: stats_pb2.StatsReply | None, inte
         new, old = now.counters_per_s, ever.counters_per_s
         pairs += [
             ("saved KV/s", size(new.get("bytes_saved", 0)), size(old.get("bytes_saved", 0))),
-            ("evicted chunks/s", count(new.get("chunks_evicted", 0)), count(old.get("chunks_evicted", 0))),
+            ("evicted chunks/s", count(_evicted(new)), count(_evicted(old))),
         ]
     lines += [_figure(*pair) for pair in pairs]
     lines += ["", *_moving(reply, now), *_queue(reply)]
@@ -169,6 +165,11 @@ def frame(reply: stats_pb2.StatsReply, before: stats_pb2.StatsReply | None, inte
 
 def _of_all(of: Rates, counts: Mapping[str, int]) -> str:
     return share(of.share(sum(counts.values())))
+
+
+def _evicted(per_s: Mapping[str, float]) -> float:
+    """From either tier."""
+    return per_s.get("chunks_evicted", 0.0) + per_s.get("chunks_evicted_from_ssd", 0.0)
 
 
 def _both(left: str, right: str) -> str:
@@ -309,8 +310,9 @@ class Screen:
         self._drawn = len(lines)
         say(start + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J", end="")
 
-    def wait_for_q(self, until: float) -> bool:
-        """Until then, or until somebody presses q."""
+    def wait_for_q(self, time_s: float) -> bool:
+        """For so long, or until somebody presses q."""
+        until = time.monotonic() + time_s
         while (left := until - time.monotonic()) > 0:
             if self._saved is None:
                 time.sleep(left)

@@ -602,7 +602,7 @@ def test_the_daemon_does_not_start_on_a_page_that_is_none(
     daemon = launch(**SETTINGS, ssd_dir=left.ssd)
     with pytest.raises(AssertionError, match="the log ended"):
         daemon.wait_for("ready")
-    assert daemon.exit_status() == 2 and "kvctl check --fix" in " ".join(daemon.text), daemon.text
+    assert daemon.exit_status() == 2 and "kvctl check --fix" in " ".join(daemon.refusals), daemon.text
 
 
 def test_a_page_that_looks_like_one_may_cost_rows_but_serves_no_wrong_byte(

@@ -84,8 +84,9 @@ def test_tells_systemd(start_daemon, run_dir):
 def test_a_second_daemon_is_refused(daemon, launch, run_dir):
     second = launch()
     assert second.exit_status() == 2
-    assert second.text == [
-        f"kvstored: run_dir={run_dir}: another daemon uses this directory (pid {daemon.pid})"
+    assert second.text == []
+    assert second.refusals == [
+        f"run_dir={run_dir}: another daemon uses this directory (pid {daemon.pid})"
         " (stop it, or choose another directory)"
     ]
     assert health(daemon.grpc_target) == health_pb2.HealthCheckResponse.SERVING
@@ -125,9 +126,10 @@ def test_tcp_port_of_another_daemon(start_daemon, launch, run_dir, port):
 def refused(daemon, start: str) -> None:
     """Exit status 2 and one clear line, no traceback, no log."""
     assert daemon.exit_status() == 2
-    (line,) = daemon.text
-    assert line.startswith(f"kvstored: {start}"), line
-    assert [entry["message"] for entry in daemon.lines] == ["<end of log>"]
+    (line,) = daemon.refusals
+    assert line.startswith(start), line
+    assert daemon.text == []
+    assert [entry["message"] for entry in daemon.lines] == [line, "<end of log>"]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_too_long_a_socket_path_says_so(launch):
     refused(daemon, "run_dir=")
     assert (
         "makes the socket path 119 bytes long; a unix socket allows 107 (choose a shorter directory)"
-        in daemon.text[0]
+        in daemon.refusals[0]
     )
 
 
