@@ -124,7 +124,9 @@ class DiskWatch:
 
     def look(self) -> None:
         """Once; whatever is new is logged."""
-        found = self._files() | self._limit() | self._room()
+        found = self._files()
+        if "directory" not in found:  # else all the rest follows from it
+            found |= self._limit() | self._room()
         for kind, problem in found.items():
             if kind not in self._problems:
                 say = log.error if problem.severe else log.warning
@@ -174,7 +176,10 @@ class DiskWatch:
         }
 
     def _room(self) -> dict[str, Problem]:
-        self.free_bytes = free = self._disk.free_bytes(self._config.ssd_dir)
+        try:
+            self.free_bytes = free = self._disk.free_bytes(self._config.ssd_dir)
+        except OSError as problem:
+            return {"room": Problem(f"its file system cannot be asked: {describe(problem)}", RESTART)}
         with self._lock:
             no_space = dict(self._no_space)
         if no_space:
