@@ -5,6 +5,9 @@ import os
 import signal
 import socket
 import stat
+import subprocess
+import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -377,3 +380,41 @@ def test_every_log_line_is_json(daemon):
     for line in daemon.lines[:-1]:
         assert {"time", "level", "logger", "message"} <= line.keys(), json.dumps(line)
         assert Path(line["logger"]).suffix != ".py"
+
+
+@pytest.mark.parametrize("verbosity", ["NONE", "debug"])
+def test_every_line_of_both_outputs_is_json(run_dir, port, verbosity):
+    """Into one file, as a supervisor has it; what gRPC itself says included."""
+    run_dir.parent.mkdir(exist_ok=True)
+    path = run_dir.parent / "log"
+    command = [sys.executable, "-P", "-m", "kvstore", f"--run-dir={run_dir}", "--dram-bytes=16M"]
+    command += ["--segment-bytes=16M", "--staging-bytes=8M", "--staging-bytes-max=16M"]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "GRPC_VERBOSITY": verbosity, "GRPC_TRACE": ""}
+
+    def run(*arguments):
+        with path.open("ab") as log:
+            return subprocess.Popen(
+                [*command, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+
+    def said():
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    with run(f"--metrics-port={port}") as daemon:
+        deadline = time.monotonic() + 60
+        while not path.exists() or "kvstored 0.1.0 serves" not in path.read_text():
+            assert time.monotonic() < deadline and daemon.poll() is None, path.read_text()
+            time.sleep(0.01)
+        assert run().wait(60) == 2, "a second one"
+        assert run("--dram-bytes=none").wait(60) == 2
+        assert run("--nonsense").wait(60) == 2
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(60) == 0
+    lines = said()
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+    (words,) = [line for line in lines if line["message"].endswith("serves")]
+    assert words["ssd"] == "SSD off" and words["arena"].startswith("arena 16 MiB in 1 segments")
+    refused = [line for line in lines if line["level"] == "critical"]
+    assert [line["field"] for line in refused] == ["run_dir", "dram_bytes", ""]
+    assert all(line["remedy"] in line["message"] for line in refused)
+    assert any(line["logger"] == "stderr" for line in lines) == (verbosity == "debug")

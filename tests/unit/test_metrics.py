@@ -291,3 +291,14 @@ async def test_scrapes_at_one_time_are_bounded(server):
 async def test_a_port_that_is_taken_is_an_error(server):
     with pytest.raises(OSError, match="address already in use"):
         await MetricsServer(server.families).start(server.port)
+
+
+async def test_head_is_answered_as_get_is_without_its_body(server):
+    get = await server.ask(b"GET /metrics HTTP/1.1\r\n\r\n")
+    head = await server.ask(b"HEAD /metrics HTTP/1.1\r\n\r\n")
+    top, _, body = get.partition(b"\r\n\r\n")
+    assert (head, body[:1]) == (top + b"\r\n\r\n", b"#")
+    missing = await server.ask(b"HEAD /other HTTP/1.1\r\n\r\n")
+    assert missing.startswith(b"HTTP/1.1 404 ") and missing.endswith(b"\r\n\r\n")
+    other = await server.ask(b"POST /metrics HTTP/1.1\r\n\r\n")
+    assert other.startswith(b"HTTP/1.1 405 ") and b"\r\nAllow: GET, HEAD\r\n" in other
