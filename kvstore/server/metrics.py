@@ -248,6 +248,10 @@ def _ssd(ssd: Mapping[str, Any], counters: Mapping[str, int], disk: SsdStats | N
     yield _gauge("ssd_oldest_not_durable_seconds", "How long the index is behind.", (), {(): waited})
     yield _gauge("ssd_index_bytes", "Cap of the index.", (), {(): disk.index_bytes})
     yield _gauge("ssd_index_used_bytes", "Of that in use.", (), {(): disk.index_used_bytes})
+    yield _gauge("ssd_free_bytes", "What its file system has left, measured last.", (), {(): disk.free_bytes})
+    yield _gauge(
+        "ssd_problems", "Standing problems, as kvctl doctor tells them.", (), {(): len(disk.problems)}
+    )
     yield _counter("ssd_index_commits", "Transactions of the index.", (), {(): disk.index_commits})
     yield _counter(
         "ssd_index_commit_seconds", "Time in them, syncs included.", (), {(): disk.index_commit_seconds}

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.errors import Unavailable
 from kvstore.server.metrics import CONNECTIONS_MAX, NAMESPACES_MAX, MetricsServer, families, render
+from kvstore.tiers.disk_watch import Problem
 from kvstore.tiers.ssd import SsdStats
 
 PROCESS = {
@@ -162,12 +163,16 @@ def test_an_ssd_tier():
         index_bytes=36,
         slab_files=1,
         slab_bytes=50,
+        free_bytes=37,
+        problems=(Problem("a", "b"), Problem("c", "d")),
     )
     found = samples(values, disk)
     expected = {
         ("kvstored_ssd_state", ("state", "ok")): 0,
         ("kvstored_ssd_state", ("state", "read_only")): 1,
         ("kvstored_ssd_full",): 1,
+        ("kvstored_ssd_free_bytes",): 37,
+        ("kvstored_ssd_problems",): 2,
         ("kvstored_ssd_bytes",): 100,
         ("kvstored_ssd_slab_bytes",): 50,
         ("kvstored_ssd_slots", ("state", "free")): 4,
