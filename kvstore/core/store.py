@@ -31,7 +31,7 @@ from kvstore.core.ssd.rewrites import Rewrites
 from kvstore.core.ssd.scrub import Scrubber
 from kvstore.core.ssd.tier import Disk
 from kvstore.core.state import State
-from kvstore.core.stats import stats
+from kvstore.core.stats import stats, traffic
 from kvstore.core.workers import EngineGroup, Memory, Worker
 from kvstore.errors import BadRequest, Exhausted, Precondition, StoreError
 from kvstore.layout import NamespaceSpec
@@ -92,7 +92,7 @@ class Store:
             ev.Forget: self.sessions.forget,
             ev.ListSessions: self.sessions.list,
             ev.Explain: self.sessions.explain,
-            ev.GetStats: lambda worker, _: ev.Stats(stats(self.state, worker)),
+            ev.GetStats: lambda worker, _: self._stats(worker),
             ev.PublishQueue: self.queue.publish,
             ev.Scrub: self.scrub.ask,
             ev.ListQuarantine: self.rewrites.list,
@@ -110,6 +110,7 @@ class Store:
             ev.OpFailed: lambda event: self._op_ended(event.op, None, event.why),
             ev.SlabReady: lambda event: self.disk.slabs.ready(event.op),
             ev.DiskDone: self._disk_done,
+            ev.DiskTrouble: lambda event: self.disk.troubled(event.why),
             ev.Tick: lambda _: self._tick(),
             ev.Idle: lambda _: self._idle(),
         }
@@ -215,6 +216,12 @@ class Store:
         if answer is None:
             worker.memory.forget(number)
         return answer
+
+    def _stats(self, worker: Worker) -> ev.Stats:
+        values = stats(self.state, worker)
+        if worker.admin:
+            values["gauges"] |= traffic(self.queue, self.disk)
+        return ev.Stats(values)
 
     def _open(self, worker: Worker, event: ev.Open) -> ev.Opened:
         """The namespace of this spec, for the caller's tenant; a newer epoch retires the older one."""

@@ -16,6 +16,7 @@ import dataclasses
 import fcntl
 import ipaddress
 import itertools
+import json
 import logging
 import math
 import os
@@ -30,7 +31,6 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import grpc
@@ -49,7 +49,7 @@ from kvstore.memory import fix_mmap_threshold, keep_freed_memory, memory_limit_b
 from kvstore.server.garbage import ShortSearches, no_searches
 from kvstore.server.health import NOT_SERVING, SERVING, SSD, Health
 from kvstore.server.health import SERVICE as HEALTH_SERVICE
-from kvstore.server.logs import fields, leave
+from kvstore.server.logs import fields, leave, timestamp
 from kvstore.server.loop import Loop, monotonic_ms
 from kvstore.server.metrics import MetricsServer, families
 from kvstore.tiers import ssd
@@ -309,6 +309,24 @@ def check_memory(config: StoreConfig) -> None:
         )
 
 
+def check_file_limit(config: StoreConfig) -> None:
+    """Raises ConfigError when the system's limit of a file's size is below what workers map: it holds for memory files
+    too."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    names = ["segment_bytes"]
+    if config.protection == Protection.SEALED.value:
+        names.append("staging_bytes")
+    for name in names:
+        wanted = getattr(config, name)
+        if limit != resource.RLIM_INFINITY and wanted > limit:
+            raise ConfigError(
+                f"is more than the {limit} bytes that a file of this process may have (RLIMIT_FSIZE)",
+                field=name,
+                value=wanted,
+                remedy=f"lower {name}, or raise the limit (ulimit -f, LimitFSIZE=)",
+            )
+
+
 def raise_descriptor_limit(wanted: int) -> int:
     """Lift this process' limit of open descriptors to what it may have. Returns the limit; a warning where less than
     `wanted` is to be had."""
@@ -340,6 +358,7 @@ class Daemon:
         self._at_end = at_end
         self._tcp = TcpAddress.of(config)
         check_memory(config)
+        check_file_limit(config)
         if self._tcp is not None:
             check_port_is_free("tcp_address", self._tcp.host, self._tcp.port)
         if config.metrics_port:
@@ -397,6 +416,7 @@ class Daemon:
         self._searches = ShortSearches()
         with no_searches():
             store, tier = self._open_ssd() if config.ssd_dir else (Store(config.limits), None)
+        self._tier = tier
         self.loop = Loop(
             store,
             self._arena,
@@ -469,6 +489,8 @@ class Daemon:
     async def _start(self) -> None:
         self._catch_signals()
         self.loop.start()
+        if self._tier is not None:
+            self._tier.watch()
         self.loop.post(events.WorkerJoined(SELF, tenant=DEFAULT_TENANT, engine_group="", admin=True))
         await self._start_grpc()
         await self._descriptors.start()
@@ -587,19 +609,37 @@ class Daemon:
                     dram_bytes=config.dram_bytes, segment_bytes=config.segment_bytes, remedy=MORE_SEGMENTS
                 ),
             )
-        tcp = f"{self._tcp} (not authenticated)" if self._tcp else "off"
-        metrics = f"http://127.0.0.1:{config.metrics_port}/metrics" if config.metrics_port else "off"
-        text = (
-            f"kvstored {__version__}: arena {config.dram_bytes / 2**20:,.0f} MiB in {segments} segments"
-            f" ({config.protection}), staging at most {config.staging_bytes_max / 2**20:,.0f} MiB\n"
-            f"  SSD {self._ssd_text()}\n"
-            f"  directory {config.run_dir}, TCP {tcp}, metrics {metrics}\n"
-            f"  tenants by user id: {dict(config.tenants) or 'own user and root only'}"
-        )
         # On a thread: whoever should read standard output may stand still, or never have begun.
-        saying = threading.Thread(target=partial(print, text, flush=True), name="kvstored-hello", daemon=True)
+        saying = threading.Thread(target=_say, args=(self._words(),), name="kvstored-hello", daemon=True)
         saying.start()
         saying.join(STDOUT_TIMEOUT_S)
+
+    def _words(self) -> str:
+        """What this daemon uses: lines for people on a terminal, elsewhere one JSON object, as in the log that standard
+        output often ends in."""
+        config = self.config
+        parts = {
+            "arena": f"arena {config.dram_bytes / 2**20:,.0f} MiB in {config.limits.segment_count} segments"
+            f" ({config.protection}), staging at most {config.staging_bytes_max / 2**20:,.0f} MiB",
+            "ssd": f"SSD {self._ssd_text()}",
+            "directory": f"directory {config.run_dir}",
+            "tcp": f"TCP {self._tcp} (not authenticated)" if self._tcp else "TCP off",
+            "metrics": f"metrics http://127.0.0.1:{config.metrics_port}/metrics"
+            if config.metrics_port
+            else "metrics off",
+            "tenants": f"tenants by user id: {dict(config.tenants) or 'own user and root only'}",
+        }
+        if sys.stdout is not None and sys.stdout.isatty():
+            return f"kvstored {__version__}\n  " + "\n  ".join(parts.values())
+        return json.dumps(
+            {
+                "time": timestamp(time.time()),
+                "level": "info",
+                "logger": "kvstored",
+                "message": f"kvstored {__version__} serves",
+                **parts,
+            }
+        )
 
     def _ssd_text(self) -> str:
         config = self.config
@@ -757,6 +797,12 @@ class Daemon:
         self._searches.close()
         self._directory.close()
         log.info("stopped", extra=fields(uptime_s=round(time.monotonic() - self._started_at, 3)))
+
+
+def _say(text: str) -> None:
+    """In one call: standard output and the log may be the same file."""
+    with contextlib.suppress(OSError):  # nobody is there to hear it, or no space
+        os.write(1, f"{text}\n".encode("utf-8", "backslashreplace"))
 
 
 def sd_notify(state: str) -> None:

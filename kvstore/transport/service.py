@@ -228,7 +228,10 @@ class Service:
 
     async def _list_namespaces(self, worker: WorkerId, raw: bytes, context: Context) -> bytes:
         wire.parse(stats_pb2.ListNamespacesRequest, raw)
-        reply = await self._stats_of(worker, time_left(context))
+        answer: events.Stats = await self.loop.ask(events.GetStats(Ticket(worker)), time_left(context))
+        reply = stats_to_proto(answer)
+        for shown, row in zip(reply.namespaces, answer.values["namespaces"], strict=True):
+            shown.spec.CopyFrom(wire.spec_to_proto(row["spec"]))
         return stats_pb2.ListNamespacesReply(namespaces=reply.namespaces).SerializeToString()
 
     async def _stats_of(self, worker: WorkerId, timeout_s: float) -> stats_pb2.StatsReply:
@@ -244,6 +247,10 @@ class Service:
             reply.ssd.io_errors = disk.io_errors
             reply.ssd.no_space = disk.no_space
             reply.ssd.corrupt = disk.records_corrupt
+            reply.ssd.free_bytes = disk.free_bytes
+            reply.ssd.problems.extend(
+                stats_pb2.Problem(what=problem.what, remedy=problem.remedy) for problem in disk.problems
+            )
         reply.uptime_ms = monotonic_ms() - self._started_ms
         reply.version = __version__
         reply.boot_id = self._boot_id
@@ -485,6 +492,7 @@ def stats_to_proto(answer: events.Stats) -> stats_pb2.StatsReply:
     namespaces = []
     for row in values["namespaces"]:
         plain = dict(row)
+        del plain["spec"]  # long, and for ListNamespaces alone
         for reason, times in plain.pop("by_reason").items():
             counters[f"lookups{{namespace={row['namespace_id']},reason={reason}}}"] = times
         namespaces.append(stats_pb2.NamespaceStats(**plain))
