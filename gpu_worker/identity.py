@@ -714,7 +714,13 @@ class Identity:
     def check(self) -> Verdict:
         """What the model computes with in this thread now. Well below a millisecond unless something changed."""
         with self._lock:
-            if moved := self._moved():
+            try:
+                moved = self._moved()
+            except Exception:
+                # Whatever a model's attributes raise when they are compared: the examination says what it is
+                log.warning("a model could not be compared with what it was", exc_info=True)
+                moved = "structure"
+            if moved:
                 before = self._state.digest
                 if moved == _SILENT:
                     self._forget_contents()
@@ -856,7 +862,8 @@ class Identity:
             tensor: Any = holder.get(name)
             version, address, storage = record.token
             if (
-                record.tensor() is not tensor
+                tensor is None
+                or record.tensor() is not tensor
                 or tensor.data_ptr() != address
                 or tensor.untyped_storage()._cdata != storage
                 or (version != NO_VERSION and tensor._version != version)

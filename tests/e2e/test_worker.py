@@ -22,6 +22,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvstore.client import Client, Namespace, connect
 from kvstore.gpu_worker.engine import Engine
+from kvstore.gpu_worker.identity import Identity
 from kvstore.gpu_worker.layout import Geometry, namespace_of
 
 BOUND_S = 60.0
@@ -209,7 +210,7 @@ def client(daemon: Any) -> Iterator[Client]:
 @pytest.fixture
 def space(client: Client, folder: Path, model: LlamaForCausalLM) -> Namespace:
     """The workers' own namespace."""
-    spec = namespace_of(model, Geometry.of(model), weights=[folder / "model.safetensors"])
+    spec = namespace_of(model, Geometry.of(model), digest=Identity(model).check().digest)
     return client.open(spec)
 
 
@@ -360,7 +361,7 @@ def client_here(run_dir: Path) -> Iterator[Client]:
 
 @pytest.fixture
 def space_here(client_here: Client, folder: Path, model: LlamaForCausalLM) -> Namespace:
-    return client_here.open(namespace_of(model, Geometry.of(model), weights=[folder / "model.safetensors"]))
+    return client_here.open(namespace_of(model, Geometry.of(model), digest=Identity(model).check().digest))
 
 
 def test_a_daemon_killed_and_restarted_is_not_missed(
