@@ -445,11 +445,7 @@ class _Scan:
             return
         self._classes.add(cls)
         full = f"{cls.__module__}.{cls.__qualname__}"
-        home = sys.modules.get(cls.__module__)
-        found: Any = home
-        for part in cls.__qualname__.split("."):
-            found = getattr(found, part, None)
-        if not full.startswith(self._rules.classes) or found is not cls:
+        if not full.startswith(self._rules.classes) or not _is_at_home(cls):
             self.reasons.append(f"{where} is a {full}, which is not known")
             return
         for base in cls.__mro__[:-1]:
@@ -460,7 +456,7 @@ class _Scan:
             for name, value in vars(base).items():
                 for function in _functions(value):
                     self._function(f"{base.__qualname__}.{name}", function)
-        self._namespace(home)
+        self._namespace(sys.modules.get(cls.__module__))
 
     def _namespace(self, home: Any) -> None:
         """A package's module: its functions are called by their names there, which anybody can rebind."""
@@ -551,6 +547,8 @@ class _Scan:
             self._function(_name(value), function)
             if len(self.reasons) > before:
                 raise _Unexplained(self.reasons.pop())
+            if not isinstance(value, types.MethodType) and not _is_at_home(value):
+                raise _Unexplained(f"is a function made on the way: {_name(value)}")
             if isinstance(value, types.MethodType) and id(value.__self__) not in self._seen:
                 raise _Unexplained(f"is a method of another object: {_name(value)}")
         elif str(getattr(value, "__module__", "")).split(".")[0] not in self._rules.packages:
@@ -565,6 +563,14 @@ def _join(path: str, name: str) -> str:
 def _name(value: Any) -> str:
     known = value if hasattr(value, "__qualname__") else type(value)
     return f"{getattr(known, '__module__', '')}.{known.__qualname__}"
+
+
+def _is_at_home(value: Any) -> bool:
+    """Whether a class or a function is what its package has under its name."""
+    found: Any = sys.modules.get(value.__module__)
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value
 
 
 def _functions(value: object) -> list[types.FunctionType]:
@@ -859,11 +865,11 @@ class Identity:
         self._round += 1
         number, digest, small = self._round, xxhash.xxh3_64_intdigest, watch.small
         for holder, name, record in watch.tensors:
-            tensor: Any = holder.get(name)
+            tensor = record.tensor()
             version, address, storage = record.token
             if (
                 tensor is None
-                or record.tensor() is not tensor
+                or holder.get(name) is not tensor
                 or tensor.data_ptr() != address
                 or tensor.untyped_storage()._cdata != storage
                 or (version != NO_VERSION and tensor._version != version)

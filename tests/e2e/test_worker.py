@@ -22,7 +22,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvstore.client import Client, Namespace, connect
 from kvstore.gpu_worker.engine import Engine
-from kvstore.gpu_worker.identity import Identity
+from kvstore.gpu_worker.identity import Identity, inert
 from kvstore.gpu_worker.layout import Geometry, namespace_of
 
 BOUND_S = 60.0
@@ -447,7 +447,7 @@ def test_logits_are_bit_equal_to_those_of_an_engine_that_kept_its_kv(
     daemon = start_daemon(protection=protection)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     seen: list[torch.Tensor] = []
-    hook = model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.clone()))
+    hook = model.lm_head.register_forward_hook(inert(lambda module, args, out: seen.append(out.clone())))
     kept = DynamicCache(config=model.config)
     prompt = text(100)
     for number in range(4):
