@@ -175,7 +175,7 @@ def digest_of_tensor(tensor: torch.Tensor) -> bytes:
         return _mixed(flat.view(torch.uint8))
 
 
-MIX_WORDS = 1 << 24
+MIX_WORDS = 1 << 22
 _FACTORS = (-7046029254386353131, -4417276706812531889)  # odd 64-bit numbers, as torch's signed ones
 _MIX_1, _MIX_2 = -4658895280553007687, -7723592293110705685
 
@@ -245,6 +245,8 @@ class _Record:
     """A weak reference to the storage: while it is held, no other storage gets the same address (`token.storage`)."""
     digest: bytes
     bytes: int
+    whole: Any
+    """The ctypes array of its bytes; None where they are not one piece of memory."""
     samples: tuple[_Sample, ...]
 
     @classmethod
@@ -256,7 +258,8 @@ class _Record:
         samples = _samples(token.address, tensor.nbytes) if readable else ()
         if _Token.of(tensor) != token:
             raise ValueError(f"{path} changes while it is read")
-        return cls(path, weakref.ref(tensor), token, storage, digest, tensor.nbytes, samples)
+        whole = _array(tensor.nbytes) if readable else None
+        return cls(path, weakref.ref(tensor), token, storage, digest, tensor.nbytes, whole, samples)
 
 
 @functools.cache
@@ -724,7 +727,7 @@ class Identity:
                 moved = self._moved()
             except Exception:
                 # Whatever a model's attributes raise when they are compared: the examination says what it is
-                log.warning("a model could not be compared with what it was", exc_info=True)
+                log.debug("a model could not be compared with what it was", exc_info=True)
                 moved = "structure"
             if moved:
                 before = self._state.digest
@@ -790,8 +793,10 @@ class Identity:
             return self._look()
         except Exception as error:
             # A model may hold anything, and its attributes may raise anything: the turn must not fail for it.
-            log.warning("a model could not be examined", exc_info=True)
-            return _State(b"", [f"it could not be examined: {error!r}"], None)
+            reason = f"it could not be examined: {error!r}"
+            if reason not in self._told:
+                log.warning("a model could not be examined", exc_info=True)
+            return _State(b"", [reason], None)
 
     def _look(self) -> _State:
         scan = _Scan(self._model, self._rules)
@@ -825,7 +830,8 @@ class Identity:
             counts=list(map(len, holders)),
             soft=scan.soft,
             text=scan.text,
-            small=sum(record.bytes for record in records.values()) <= SMALL_BYTES,
+            small=all(record.whole for record in records.values())
+            and sum(record.bytes for record in records.values()) <= SMALL_BYTES,
         )
         return _State(state.digest(), scan.reasons, watch)
 
@@ -877,7 +883,7 @@ class Identity:
                 return "contents"
             # The memory is that of `record` and alive, for `tensor` is and the address is the same
             if small:
-                if digest_of_tensor(tensor) != record.digest:
+                if xxhash.xxh3_128_digest(record.whole.from_address(address)) != record.digest:
                     return _SILENT
             elif record.samples:
                 kind, start, value = record.samples[number % len(record.samples)]

@@ -49,7 +49,7 @@ def noise(tensor: torch.Tensor) -> torch.Tensor:
     return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(7)) * 0.3
 
 
-# -------------------------------------------------------------------------------------------- changes that are explained
+# ------------------------------------------------------------------------------------------ changes that are explained
 
 
 def trained(model: LlamaForCausalLM) -> None:
@@ -623,6 +623,18 @@ def test_reset_sees_what_moves_no_counter(
     engine.reset()
     turn = engine.turn("s", PROMPT, 8)
     assert (turn.tokens, turn.reused_tokens) == (plain(model), 0)
+
+
+@pytest.mark.parametrize("name", ["one_element", "data_replaced", "parameter_replaced"])
+def test_counters_and_addresses_show_what_samples_miss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(identity_module, "_samples", lambda *_: ())
+    model = tiny_llama(layers=2)
+    watched = Identity(model)
+    before = watched.check()
+    EXPLAINED[name](model)
+    assert watched.check() != before
+    assert watched.counters["identity_silent_changes"] == 0
 
 
 def test_a_verification_sees_what_moves_no_counter(monkeypatch: pytest.MonkeyPatch) -> None:
