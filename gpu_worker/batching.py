@@ -195,7 +195,10 @@ class BatchEngine:
             if epoch < self._epoch:
                 raise ValueError(f"epoch is {epoch}: must be at least {self._epoch}, which it was before")
             self._epoch = epoch
-        self._follow(self._identity.reset())
+        verdict = self._identity.reset()
+        if self._store is not None:
+            self._store.saver.follow(self._identity)
+        self._follow(verdict)
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all KV is saved or dropped; False if that took too long."""
@@ -212,6 +215,8 @@ class BatchEngine:
     def _recognise(self) -> bool:
         """Whether the model computes otherwise than at the step before; then all is computed again."""
         verdict = self._identity.check()
+        if self._store is not None:
+            self._store.saver.follow(self._identity)
         if verdict == self._verdict:
             return False
         self._follow(verdict)

@@ -196,6 +196,8 @@ class Engine:
                 raise ValueError(f"epoch is {epoch}: must be at least {self._epoch}, which it was before")
             self._epoch = epoch
         self._verdict = self._identity.reset()
+        if self.saver is not None:
+            self.saver.follow(self._identity)
         self._store.use(self._spec_of(self._verdict))
 
     def flush(self, timeout_s: float) -> bool:
@@ -223,6 +225,8 @@ class Engine:
         if self._store is None or self._identity is None:
             return None
         verdict = self._identity.check()
+        if self.saver is not None:
+            self.saver.follow(self._identity)
         if verdict != self._verdict:
             self._verdict = verdict
             self._store.use(self._spec_of(verdict))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, GrantResult
 
 if TYPE_CHECKING:
     from kvstore.client import Namespace, WriteBatch
+    from kvstore.gpu_worker.identity import Identity
 
 QUEUE_BYTES_MAX = 512 << 20
 """KV that may wait to be saved. It keeps the tensors of its turn alive meanwhile."""
@@ -39,6 +41,7 @@ BATCH_BYTES_MAX = 16 << 20
 """What is reserved, copied and committed at a time: well below the staging memory of a worker."""
 MANIFEST_TRIES = 3
 AUDIT_EVERY = 64
+UNVERIFIED_MAX = 16384
 IN_STORE = (GrantResult.GRANTED, GrantResult.ALREADY, GrantResult.BUSY)
 """BUSY: another worker is saving the very same tokens. Should it fail, the manifest is cut where the hole is."""
 log = logging.getLogger(__name__)
@@ -135,8 +138,8 @@ class Saver:
     """One thread that saves in the order in which things were queued.
 
     `counters` by name: chunks_saved, bytes_saved, chunks_already (others had saved them), chunks_dropped (queue full or
-    behind a hole), chunks_refused (the store had no room or was away), chunks_compared and chunks_differed (with what
-    others had saved), manifests, manifests_dropped.
+    behind a hole), chunks_recalled (forgotten again, see `follow`), chunks_refused (the store had no room or was away),
+    chunks_compared and chunks_differed (with what others had saved), manifests, manifests_dropped.
     """
 
     def __init__(
@@ -162,6 +165,10 @@ class Saver:
         self._busy = False
         self._closing = False
         self._error: Exception | None = None
+        self._unverified: deque[tuple[float, Namespace, list[ChunkKey]]] = deque(maxlen=UNVERIFIED_MAX)
+        """What was saved, by the time of its commit, that nobody has vouched for yet."""
+        self._recall = False
+        self._doubts = 0
         self._thread = threading.Thread(target=self._run, name="kv-saver", daemon=True)
         self._thread.start()
 
@@ -179,10 +186,23 @@ class Saver:
             self._changed.notify_all()
             return True
 
+    def follow(self, identity: Identity) -> None:
+        """Once contents of the model were others since nobody knows when, the store shall forget what was saved and not
+        verified since, after what is queued: it may have been computed with other weights already."""
+        with self._changed:
+            if identity.doubts != self._doubts:
+                self._doubts, self._recall = identity.doubts, True
+                self._changed.notify_all()
+            elif not self._recall:
+                while self._unverified and self._unverified[0][0] < identity.verified_at:
+                    self._unverified.popleft()
+
     def flush(self, timeout_s: float) -> bool:
         """Waits until all that was queued is saved or dropped; False if that took too long."""
         with self._changed:
-            idle = self._changed.wait_for(lambda: not self._saves and not self._busy, timeout=timeout_s)
+            idle = self._changed.wait_for(
+                lambda: not self._saves and not self._busy and not self._recall, timeout=timeout_s
+            )
             if self._error is not None:
                 raise RuntimeError("the saver failed") from self._error
             return idle
@@ -202,9 +222,14 @@ class Saver:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._saves or self._closing)
-                if not self._saves:
+                self._changed.wait_for(lambda: self._saves or self._recall or self._closing)
+                recall = self._recall and not self._saves
+                if not self._saves and not recall:
                     return
+            if recall:
+                self._recall_unverified()
+                continue
+            with self._changed:
                 save = self._saves.popleft()
                 self._busy = True
             try:
@@ -222,6 +247,24 @@ class Saver:
                     self._waiting_bytes -= self._bytes(save)
                     self._changed.notify_all()
                 del save  # and with it the tensors, while the thread sleeps
+
+    def _recall_unverified(self) -> None:
+        with self._changed:
+            suspect = list(self._unverified)
+            self._unverified.clear()
+        recalled = 0
+        try:
+            for _, namespace, keys in suspect:
+                recalled += namespace.forget(keys=keys, timeout_s=self._timeout_s)
+        except Exception as error:
+            log.exception("chunks of changed weights may still be in the store")
+            if not isinstance(error, StoreError):  # our bug
+                self._error = self._error or error
+        finally:
+            with self._changed:
+                self.counters["chunks_recalled"] += recalled
+                self._recall = False
+                self._changed.notify_all()
 
     def _do(self, save: _Save) -> None:
         if save.tokens:
@@ -288,6 +331,11 @@ class Saver:
         ] or [False] * len(keys)
         with self._changed:
             saved = sum(result is GrantResult.GRANTED for result in results) if committed else 0
+            if saved:
+                mine = [
+                    key for key, result in zip(keys, results, strict=True) if result is GrantResult.GRANTED
+                ]
+                self._unverified.append((time.monotonic(), save.turn.namespace, mine))
             self.counters["chunks_saved"] += saved
             self.counters["bytes_saved"] += saved * self.geometry.shard_bytes
             self.counters["chunks_already"] += sum(fine) - saved

@@ -93,6 +93,12 @@ class FakeNamespace:
     def has(self, key: ChunkKey) -> bool:
         return (self.salt, key) in self.store.chunks
 
+    def forget(
+        self, name: str | None = None, *, keys: Sequence[ChunkKey] = (), timeout_s: float | None = None
+    ) -> int:
+        found = [self.store.chunks.pop((self.salt, key), None) for key in keys]
+        return sum(shard is not None for shard in found)
+
     def report_duplicates(
         self,
         keys: Sequence[ChunkKey],

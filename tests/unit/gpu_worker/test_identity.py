@@ -668,7 +668,58 @@ def test_every_sample_is_looked_at_in_turn(monkeypatch: pytest.MonkeyPatch) -> N
     before = watched.check()
     model.model.embed_tokens.weight.detach().numpy()[-1, -1] += 1  # in the last sample of its tensor
     verdicts = {watched.check() for _ in range(identity_module.SAMPLES)}
-    assert verdicts == {before, watched.check()}
+    assert watched.check() != before and verdicts == {before, watched.check()}
+
+
+@pytest.mark.parametrize("found_by", ["verification", "reset"])
+@pytest.mark.parametrize("kind", ["one", "many"])
+def test_what_was_saved_before_a_silent_change_was_found_is_forgotten(
+    found_by: str,
+    kind: str,
+    store: FakeStore,
+    engines: MakeEngine,
+    plain: Plain,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It lies under the old weights' name, where engines that have them would find it."""
+    monkeypatch.setattr(identity_module, "SMALL_BYTES", 0)
+    monkeypatch.setattr(identity_module, "_samples", lambda *_: ())
+    model, prompts = tiny_llama(layers=2), (PROMPT, PROMPT[::-1])
+    engine: Any = (
+        engines(model, store, chunk_tokens=T)
+        if kind == "one"
+        else BatchEngine(model, store.connect, pool_chunks=40, chunk_tokens=T)
+    )
+
+    def run(prompt: list[int]) -> None:
+        if kind == "one":
+            engine.turn("s", prompt, 1)
+        else:
+            engine.add(prompt, 1)
+            list(engine.run())
+        assert engine.flush(10)
+
+    run(prompts[0])
+    assert engine._identity.verify()
+    run(PROMPT[:T])  # what the verification vouches for
+    kept = len(store.chunks)
+    shared_memory(model)
+    run(prompts[1])
+    assert len(store.chunks) > kept
+    if found_by == "reset":
+        engine.reset()
+    else:
+        assert not engine._identity.verify()
+        run(PROMPT[:4])
+    assert engine.flush(10)
+    old = engines(tiny_llama(layers=2), store, chunk_tokens=T)
+    if kind == "one":
+        for prompt, reused in zip(prompts, (96, 0), strict=True):
+            turn = old.turn("o", prompt, 8)
+            assert (turn.tokens, turn.reused_tokens) == (plain(old.model, prompt), reused)
+    assert sum(key[0] == next(iter(store.chunks))[0] for key in store.chunks) >= 6
+    if kind == "many":
+        engine.close()
 
 
 @pytest.mark.parametrize("epoch", [None, 3])
