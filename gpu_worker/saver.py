@@ -160,14 +160,14 @@ class Saver:
         self._maker = maker
         self._audit_every = audit_every
         self._changed = threading.Condition()  # guards all below, and `counters`
-        self._saves: deque[_Save] = deque()
+        self._saves: deque[_Save | None] = deque()
+        """None: forget what was saved before it and is not verified."""
         self._waiting_bytes = 0
         self._busy = False
         self._closing = False
         self._error: Exception | None = None
         self._unverified: deque[tuple[float, Namespace, list[ChunkKey]]] = deque(maxlen=UNVERIFIED_MAX)
         """What was saved, by the time of its commit, that nobody has vouched for yet."""
-        self._recall = False
         self._doubts = 0
         self._thread = threading.Thread(target=self._run, name="kv-saver", daemon=True)
         self._thread.start()
@@ -191,18 +191,17 @@ class Saver:
         verified since, after what is queued: it may have been computed with other weights already."""
         with self._changed:
             if identity.doubts != self._doubts:
-                self._doubts, self._recall = identity.doubts, True
+                self._doubts = identity.doubts
+                self._saves.append(None)
                 self._changed.notify_all()
-            elif not self._recall:
+            elif None not in self._saves:
                 while self._unverified and self._unverified[0][0] < identity.verified_at:
                     self._unverified.popleft()
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all that was queued is saved or dropped; False if that took too long."""
         with self._changed:
-            idle = self._changed.wait_for(
-                lambda: not self._saves and not self._busy and not self._recall, timeout=timeout_s
-            )
+            idle = self._changed.wait_for(lambda: not self._saves and not self._busy, timeout=timeout_s)
             if self._error is not None:
                 raise RuntimeError("the saver failed") from self._error
             return idle
@@ -214,57 +213,52 @@ class Saver:
         finally:
             with self._changed:
                 self._closing = True
-                while self._saves:
-                    self._drop(self._saves.popleft())
+                for save in filter(None, self._saves):
+                    self._drop(save)
+                self._saves.clear()
                 self._changed.notify_all()
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._saves or self._recall or self._closing)
-                recall = self._recall and not self._saves
-                if not self._saves and not recall:
+                self._changed.wait_for(lambda: self._saves or self._closing)
+                if not self._saves:
                     return
-            if recall:
-                self._recall_unverified()
-                continue
-            with self._changed:
                 save = self._saves.popleft()
                 self._busy = True
             try:
-                self._do(save)
+                if save is None:
+                    self._recall()
+                else:
+                    self._do(save)
             except Exception as error:
                 # Our bug. It must not stop the model, nor pass unseen: it is logged here and raised by flush and close.
                 log.exception("saving failed")
-                save.turn.whole = False
                 with self._changed:
                     self._error = self._error or error
-                    self._drop(save)
+                    if save is not None:
+                        save.turn.whole = False
+                        self._drop(save)
             finally:
                 with self._changed:
                     self._busy = False
-                    self._waiting_bytes -= self._bytes(save)
+                    self._waiting_bytes -= self._bytes(save) if save is not None else 0
                     self._changed.notify_all()
                 del save  # and with it the tensors, while the thread sleeps
 
-    def _recall_unverified(self) -> None:
+    def _recall(self) -> None:
         with self._changed:
             suspect = list(self._unverified)
             self._unverified.clear()
-        recalled = 0
-        try:
-            for _, namespace, keys in suspect:
-                recalled += namespace.forget(keys=keys, timeout_s=self._timeout_s)
-        except Exception as error:
-            log.exception("chunks of changed weights may still be in the store")
-            if not isinstance(error, StoreError):  # our bug
-                self._error = self._error or error
-        finally:
+        for _, namespace, keys in suspect:
+            try:
+                recalled = namespace.forget(keys=keys, timeout_s=self._timeout_s)
+            except StoreError as error:
+                log.warning("%d chunks of changed weights may still be in the store: %s", len(keys), error)
+                continue
             with self._changed:
                 self.counters["chunks_recalled"] += recalled
-                self._recall = False
-                self._changed.notify_all()
 
     def _do(self, save: _Save) -> None:
         if save.tokens:
