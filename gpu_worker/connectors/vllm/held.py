@@ -1,8 +1,9 @@
 """A rank's side of the identity: what this process really holds, weights and adapters, digested in full.
 
 The digest covers every byte of all parameters and buffers of the model runner's model, and its classes; a model with
-hooks is refused. Of weights that vLLM packs out of sight it covers the bytes that were loaded (see `loading`). An adapter's
-digest is that of the files it was loaded from, known only if they were the same before and after vLLM read them.
+hooks is refused. Of weights that vLLM packs out of sight it covers the bytes that were loaded (see `loading`). An
+adapter's digest is that of the files it was loaded from, known only if they were the same before and after vLLM read
+them.
 
 `generation` counts changes: of the weights, and of an adapter whose place (name and path, by which vLLM's own cache
 goes) got other contents. The scheduler's side says with every step for which generation it has named chunks (`weights`

@@ -11,8 +11,8 @@ Only tokens that are accepted are saved: a block is named by vLLM's hash of its 
 alone; a rejected draft is in no hash.
 
 Chunks are named for the weights that the ranks hold (see `weights`). When these have changed, what is in vLLM's own
-cache was computed with others: its blocks are `_doubtful`, each until it is filled anew, and nothing that follows one is
-saved.
+cache was computed with others: its blocks are `_doubtful`, each until it is filled anew, and nothing that follows one
+is saved.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Everything that vLLM does to its ranks goes through `collective_rpc` of its executor, which is in the scheduler's
 process: `reload_weights`, weight transfer, `sleep` and `wake_up`, methods of extensions, functions of users. `Watch`
-stands in between. A call that is not known to leave the weights alone (INERT) makes them unknown; before the next request or step
-the ranks are asked for digests of all they hold (`held.rank_weights`). Equal digests are the same weights: a model that
-slept and was loaded again finds its KV. While weights are asleep or in the middle of an update nothing is named, so
-everything is computed.
+stands in between. A call that is not known to leave the weights alone (INERT) makes them unknown; before the next
+request or step the ranks are asked for digests of all they hold (`held.rank_weights`). Equal digests are the same
+weights: a model that slept and was loaded again finds its KV. While weights are asleep or in the middle of an update
+nothing is named, so everything is computed.
 
 What is changed without a call, by a program that reaches into the model, the ranks find themselves (`held.Held.check`).
 """
