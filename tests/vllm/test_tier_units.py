@@ -448,6 +448,95 @@ def test_a_reset_drains_and_begins_a_new_epoch(launch: Callable[..., Rig]) -> No
     assert rig.find(rig.request("last", other), other) == [LookupResult.HIT]
 
 
+def update(rig: Rig, value: float) -> None:
+    """Through vLLM's call, into the same tensors."""
+    rig.spec.executor.collective_rpc("update_weights", None, (value,))
+
+
+def test_updated_weights_are_another_model(launch: Callable[..., Rig]) -> None:
+    keys = keys_of("weights", 2)
+    first = launch()
+    first.put(first.request("one", keys), dict.fromkeys(keys, 1))
+    first.forget()
+    second = launch()
+    update(second, 1)
+    assert second.find(second.request("two", keys), keys) == [LookupResult.MISS]
+    second.put(second.contexts["two"], dict.fromkeys(keys, 2))
+    second.forget()
+    context = second.request("three", keys)
+    assert second.find(context, keys) == [LookupResult.HIT] * 2
+    assert second.value(keys[0], context) == 2
+    first.forget()
+    context = first.request("four", keys)
+    assert first.find(context, keys) == [LookupResult.HIT] * 2
+    assert first.value(keys[0], context) == 1
+
+
+def test_rows_of_before_an_update_are_not_saved_after_it(launch: Callable[..., Rig]) -> None:
+    """vLLM's own memory keeps them until it is reset, and they may be the ground of new ones."""
+    old, new, last = keys_of("old", 1), keys_of("mixed", 1), keys_of("last", 1)
+    rig = launch()
+    rig.put(rig.request("one", old), {old[0]: 1})
+    rig.idle()
+    update(rig, 1)
+    rig.put(rig.request("two", new), {new[0]: 2})
+    rig.idle()
+    assert rig.tier.tally.total["blocks_dropped"] == 1
+    rig.manager.on_request_finished(rig.contexts["one"])
+    rig.manager.on_request_finished(rig.contexts["two"])
+    rig.manager.reset_cache()
+    rig.put(rig.request("three", last), {last[0]: 3})
+    rig.forget()
+    assert rig.find(rig.request("four", last), last) == [LookupResult.HIT]
+    assert rig.find(rig.request("five", new), new) == [LookupResult.MISS]
+
+
+def test_a_save_under_way_is_of_the_weights_before(launch: Callable[..., Rig], daemon: Daemon) -> None:
+    keys = keys_of("under way", 2)
+    rig = launch(save_ms=600_000)
+    rig.put(rig.request("zero", keys_of("pre way", 1)), dict.fromkeys(keys_of("pre way", 1), 1))
+    rig.idle()
+    daemon.signal(signal.SIGSTOP)
+    try:
+        rig.put(rig.request("one", keys), dict.fromkeys(keys, 1))
+        update(rig, 1)
+        rig.step()
+        rig.request("two", keys)
+        assert not rig.tier._saver.transfers, "it has failed"
+    finally:
+        daemon.signal(signal.SIGCONT)
+    rig.idle()
+    other = launch()
+    update(other, 1)
+    assert other.find(other.request("three", keys), keys) == [LookupResult.MISS]
+
+
+def test_weights_that_are_asleep_have_no_name(launch: Callable[..., Rig]) -> None:
+    keys, meanwhile = keys_of("asleep", 1), keys_of("meanwhile", 1)
+    rig = launch()
+    rig.put(rig.request("one", keys), {keys[0]: 1})
+    rig.forget()
+    rig.spec.executor.collective_rpc("sleep", kwargs={"level": 1})
+    assert rig.find(rig.request("two", keys), keys) == [LookupResult.MISS]
+    rig.put(rig.request("three", meanwhile), {meanwhile[0]: 1})
+    rig.idle()
+    assert rig.tier.tally.total["blocks_dropped"] == 1
+    rig.spec.executor.collective_rpc("wake_up", kwargs={"tags": ["weights"]})
+    rig.forget()
+    assert rig.find(rig.request("four", keys), keys) == [LookupResult.HIT], "the same weights"
+
+
+def test_weights_that_change_without_a_call_are_found(launch: Callable[..., Rig]) -> None:
+    keys = keys_of("silent", 1)
+    rig = launch()
+    rig.put(rig.request("one", keys), {keys[0]: 1})
+    rig.forget()
+    with torch.no_grad():
+        rig.spec.executor.models[0].weight.add_(1.0)
+    rig.tier._poll_at = 0.0  # the time has come
+    assert rig.find(rig.request("two", keys), keys) == [LookupResult.MISS]
+
+
 def test_a_reset_does_not_wait_for_a_daemon_that_hangs(launch: Callable[..., Rig], daemon: Daemon) -> None:
     keys = keys_of("hang", 2)
     rig = launch(drain_ms=100, save_ms=600_000)

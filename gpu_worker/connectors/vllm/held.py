@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.connectors.loading import Loaded, loaded_into, watch
 from kvstore.gpu_worker.connectors.vllm.identity import adapter_digest
+from kvstore.gpu_worker.connectors.vllm.metadata import HeldAdapter
 from kvstore.gpu_worker.identity import absorb, digest_of_tensor
 
 FULL_EVERY_S = 60.0
@@ -76,6 +77,7 @@ class Held:
         self._marks: tuple[object, ...] = ()
         self._full_at = 0.0
         self._adapters: dict[int, bytes] = {}
+        self._news: dict[int, HeldAdapter] = {}
         self._places: dict[tuple[str, str], bytes] = {}
         """What an adapter of this name and path was when it was loaded last; b"": not known."""
         self._watch_adapters()
@@ -212,6 +214,12 @@ class Held:
                 log.info("adapter %s has other contents now", request.lora_name)
                 self.generation += 1
         self._adapters[number] = self._places[place] = digest
+        self._news[number] = HeldAdapter(*place, digest)
+
+    def take_news(self) -> dict[tuple[int, int], HeldAdapter]:
+        """Adapters loaded since the last call, by rank and id."""
+        news, self._news = self._news, {}
+        return {(self.rank, number): adapter for number, adapter in news.items()}
 
 
 def _files(request: Any) -> bytes:

@@ -29,6 +29,15 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldAdapter:
+    """An adapter as a rank has loaded it. `digest`: 32 bytes; b"": not known."""
+
+    name: str
+    path: str
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Fill `blocks` (numbers in the paged cache) with the chunks `keys`, one each."""
 
@@ -110,10 +119,16 @@ class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     changes: list[Change] = field(default_factory=list)
     generations: dict[int, int] = field(default_factory=dict)
     """Of ranks, by number, that hold something else than the step's metadata said."""
+    adapters: dict[tuple[int, int], HeldAdapter] = field(default_factory=dict)
+    """By rank and id: those that were loaded."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         assert isinstance(other, RankReport), other
-        return RankReport(self.changes + other.changes, self.generations | other.generations)
+        return RankReport(
+            self.changes + other.changes,
+            self.generations | other.generations,
+            self.adapters | other.adapters,
+        )
 
 
 class Changes:
@@ -129,8 +144,7 @@ class Changes:
             with self._lock:
                 self._changes.append(Change(spec, tuple(keys), shard))
 
-    def take(self, generations: dict[int, int] | None = None) -> RankReport | None:
-        """`generations`: to be reported with them."""
+    def take(self) -> list[Change]:
         with self._lock:
             changes, self._changes = self._changes, []
-        return RankReport(changes, generations or {}) if changes or generations else None
+        return changes

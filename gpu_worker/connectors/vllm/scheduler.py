@@ -36,6 +36,7 @@ from kvstore.gpu_worker.connectors.vllm.lookups import Lookup, Lookups
 from kvstore.gpu_worker.connectors.vllm.metadata import (
     IDLE_S,
     Adapter,
+    HeldAdapter,
     Load,
     RankLayout,
     RankReport,
@@ -110,8 +111,8 @@ class SchedulerSide:
         """What the ranks hold; None: not known, and nothing is named."""
         self._stepped = False
         """vLLM's own cache may hold something."""
-        self._adapters: dict[int, tuple[str, str, bytes]] = {}
-        """Adapters as all ranks hold them, by id: name, path and digest."""
+        self._adapters: dict[tuple[int, int], HeldAdapter] = {}
+        """As the ranks have loaded them, by rank and id. A rank may have loaded another one since: it looks."""
         self._base: NamespaceSpec | None = None
         self._spec: NamespaceSpec | None = None
         self._spec_to_send: NamespaceSpec | None = None
@@ -144,7 +145,6 @@ class SchedulerSide:
             return
         if self._stepped:
             self._doubtful = set(range(self._blocks))
-        self._adapters.clear()
         base = self._name(self._known.digest) if self._known is not None else None
         if base is not None and base == self._base and self._spec is not None:
             return  # the same weights, another adapter
@@ -246,23 +246,31 @@ class SchedulerSide:
         did is seen before anything is loaded (`_hold`), and by each rank before it loads or saves."""
         if lora is None:
             return bytes
-        name, path, digest = self._adapters.get(lora.lora_int_id, ("", "", b""))
-        if (name, path) == (lora.lora_name, lora.lora_path):
+        if digest := self._held(lora):
             return lambda: digest
         return lambda: adapter_digest(lora)
+
+    def _held(self, lora: Any) -> bytes:
+        """Digest of the adapter as all ranks hold it; b"": they do not, or it is not known."""
+        ranks = self._known.generations if self._known is not None else ()
+        held = {self._adapters.get((rank, lora.lora_int_id)) for rank in ranks}
+        known = held.pop() if len(held) == 1 else None
+        return known.digest if known and (known.name, known.path) == (lora.lora_name, lora.lora_path) else b""
 
     def _hold(self, lora: Any, digest: bytes | None) -> bool:
         """Whether all ranks hold the adapter that chunks are named by. The first time they are made to load it, as they
         would with the request's first step."""
-        held = self._adapters.get(lora.lora_int_id)
-        if held is None or held[:2] != (lora.lora_name, lora.lora_path):
+        held = self._held(lora)
+        if not held:
             assert self._watch is not None
-            told, generations = self._watch.adapter(lora)
-            if not told or self._known is None or generations != self._known.generations:
+            held, generations = self._watch.adapter(lora)
+            if not held or self._known is None or generations != self._known.generations:
                 self._watch.moved = True
                 return False
-            held = self._adapters[lora.lora_int_id] = (lora.lora_name, lora.lora_path, told)
-        return held[2] == digest
+            for rank in generations:
+                adapter = HeldAdapter(lora.lora_name, lora.lora_path, held)
+                self._adapters[rank, lora.lora_int_id] = adapter
+        return held == digest
 
     def _end_lookup(self, tracked: Tracked) -> None:
         if tracked.lookup is not None:
@@ -411,6 +419,7 @@ class SchedulerSide:
 
     def reported(self, report: RankReport) -> None:
         """What became of chunks, and what the ranks hold, as they say."""
+        self._adapters.update(report.adapters)
         if self._known is not None and self._watch is not None:
             known = self._known.generations
             self._watch.moved |= any(known.get(rank) != now for rank, now in report.generations.items())

@@ -253,9 +253,12 @@ class WorkerSide:
 
     def report(self) -> RankReport | None:
         """For the scheduler's side."""
-        moved = self.held is not None and self._trusted != self.held.generation
-        told = {self.held.rank: self.held.generation} if self.held is not None and moved else None
-        return self.changes.take(told)
+        report = RankReport(self.changes.take())
+        if self.held is not None:
+            report.adapters = self.held.take_news()
+            if self._trusted != self.held.generation:
+                report.generations = {self.held.rank: self.held.generation}
+        return report if report.changes or report.adapters or report.generations else None
 
     def take_failed(self) -> set[int]:
         failed, self._bad_unreported = self._bad_unreported, set()
