@@ -38,7 +38,14 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstore.client import connect
 from kvstore.gpu_worker.connectors.vllm.loader import BATCH_BLOCKS, LayerLoad
-from kvstore.gpu_worker.connectors.vllm.metadata import Change, Changes, Load, RankReport, StepMetadata
+from kvstore.gpu_worker.connectors.vllm.metadata import (
+    Change,
+    Changes,
+    HeldAdapter,
+    Load,
+    RankReport,
+    StepMetadata,
+)
 from kvstore.gpu_worker.connectors.vllm.saver import Copied, Saver
 from kvstore.gpu_worker.connectors.vllm.scheduler import _usable
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
@@ -726,6 +733,22 @@ def test_weights_change_while_a_request_loads(rig: Callable[..., Rig]) -> None:
     assert updated
 
 
+def test_weights_change_between_a_load_and_its_use(rig: Callable[..., Rig]) -> None:
+    tokens = prompt(75, 300)
+    rig().run(tokens)
+    second = rig()
+    side = second.scheduler.connector.scheduler_side
+    updated = []
+
+    def update_once() -> None:
+        if second.loads and not side._loading and not updated:
+            updated.append(update(second, 1))
+
+    assert second.run(tokens, between=update_once) == 0
+    assert updated
+    assert second.workers[0].worker_side.tally.total["blocks_loaded"] == 9
+
+
 @pytest.mark.parametrize("sleeps", [True, False])
 def test_what_is_asleep_or_half_loaded_has_no_name(rig: Callable[..., Rig], sleeps: bool) -> None:
     tokens = prompt(66 + sleeps, 300)
@@ -778,13 +801,21 @@ def test_an_adapter_is_what_the_ranks_have_loaded(rig: Callable[..., Rig], tmp_p
     assert second.run(tokens, lora=adapter) == 0
     assert second.scheduler.reset_prefix_cache() and first.scheduler.reset_prefix_cache()
     assert second.run(tokens, lora=adapter) == 288
-    assert first.run(tokens, lora=adapter) == 0, "what lies there now is not what it holds"
-    assert saved_blocks(first) == 9
-    assert first.scheduler.reset_prefix_cache()
     assert first.run(tokens, lora=adapter) == 288, "what it holds is what it finds"
-    assert {load.adapter.digest for load in first.loads}.isdisjoint(
-        load.adapter.digest for load in second.loads
-    )
+    (mine,), (its,) = ({load.adapter.digest for load in each.loads} for each in (first, second))
+    assert mine != its
+    side = first.scheduler.connector.scheduler_side
+    # Had the scheduler's side not heard of that, it would go by the files, and ask before it loads.
+    side._adapters.clear()
+    assert first.scheduler.reset_prefix_cache()
+    assert first.run(tokens, lora=adapter) == 0
+    # Were it wrong about the ranks, they would not load.
+    for rank in (0, 1):
+        side._adapters[rank, 1] = HeldAdapter("mine", str(tmp_path), its)
+    assert first.scheduler.reset_prefix_cache()
+    assert first.run(tokens, lora=adapter) == 0
+    assert first.loads[-1].adapter.digest == its
+    assert saved_blocks(first) == 9
 
 
 def test_an_adapter_that_is_replaced_in_place(rig: Callable[..., Rig], tmp_path: Path) -> None:
@@ -966,9 +997,7 @@ def test_what_was_not_committed_is_not_said_to_be_there(ok: bool) -> None:
     saver.put([Copied(None, key, ChunkKey(b"p"), shard) for key, shard in zip(keys, shards, strict=True)])
     assert saver.flush(BOUND_S)
     saver.close(BOUND_S)
-    report = changes.take()
-    assert report is not None
-    assert [change.keys for change in report.changes] == [tuple(keys[:2] if ok else keys[1:2])]
+    assert [change.keys for change in changes.take()] == [tuple(keys[:2] if ok else keys[1:2])]
     counts = {name: tally.total[name] for name in ("blocks_saved", "blocks_already", "blocks_refused")}
     assert counts == {"blocks_saved": int(ok), "blocks_already": 1, "blocks_refused": 1 + (not ok)}
 
