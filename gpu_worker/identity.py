@@ -175,7 +175,7 @@ def digest_of_tensor(tensor: torch.Tensor) -> bytes:
         return _mixed(flat.view(torch.uint8))
 
 
-MIX_WORDS = 1 << 24
+MIX_WORDS = 1 << 22
 _FACTORS = (-7046029254386353131, -4417276706812531889)  # odd 64-bit numbers, as torch's signed ones
 _MIX_1, _MIX_2 = -4658895280553007687, -7723592293110705685
 
@@ -245,6 +245,8 @@ class _Record:
     """A weak reference to the storage: while it is held, no other storage gets the same address (`token.storage`)."""
     digest: bytes
     bytes: int
+    whole: Any
+    """The ctypes array of its bytes; None where they are not one piece of memory."""
     samples: tuple[_Sample, ...]
 
     @classmethod
@@ -256,7 +258,8 @@ class _Record:
         samples = _samples(token.address, tensor.nbytes) if readable else ()
         if _Token.of(tensor) != token:
             raise ValueError(f"{path} changes while it is read")
-        return cls(path, weakref.ref(tensor), token, storage, digest, tensor.nbytes, samples)
+        whole = _array(tensor.nbytes) if readable else None
+        return cls(path, weakref.ref(tensor), token, storage, digest, tensor.nbytes, whole, samples)
 
 
 @functools.cache
@@ -445,11 +448,7 @@ class _Scan:
             return
         self._classes.add(cls)
         full = f"{cls.__module__}.{cls.__qualname__}"
-        home = sys.modules.get(cls.__module__)
-        found: Any = home
-        for part in cls.__qualname__.split("."):
-            found = getattr(found, part, None)
-        if not full.startswith(self._rules.classes) or found is not cls:
+        if not full.startswith(self._rules.classes) or not _is_at_home(cls):
             self.reasons.append(f"{where} is a {full}, which is not known")
             return
         for base in cls.__mro__[:-1]:
@@ -460,7 +459,7 @@ class _Scan:
             for name, value in vars(base).items():
                 for function in _functions(value):
                     self._function(f"{base.__qualname__}.{name}", function)
-        self._namespace(home)
+        self._namespace(sys.modules.get(cls.__module__))
 
     def _namespace(self, home: Any) -> None:
         """A package's module: its functions are called by their names there, which anybody can rebind."""
@@ -551,6 +550,8 @@ class _Scan:
             self._function(_name(value), function)
             if len(self.reasons) > before:
                 raise _Unexplained(self.reasons.pop())
+            if not isinstance(value, types.MethodType) and not _is_at_home(value):
+                raise _Unexplained(f"is a function made on the way: {_name(value)}")
             if isinstance(value, types.MethodType) and id(value.__self__) not in self._seen:
                 raise _Unexplained(f"is a method of another object: {_name(value)}")
         elif str(getattr(value, "__module__", "")).split(".")[0] not in self._rules.packages:
@@ -565,6 +566,14 @@ def _join(path: str, name: str) -> str:
 def _name(value: Any) -> str:
     known = value if hasattr(value, "__qualname__") else type(value)
     return f"{getattr(known, '__module__', '')}.{known.__qualname__}"
+
+
+def _is_at_home(value: Any) -> bool:
+    """Whether a class or a function is what its package has under its name."""
+    found: Any = sys.modules.get(value.__module__)
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is value
 
 
 def _functions(value: object) -> list[types.FunctionType]:
@@ -714,7 +723,13 @@ class Identity:
     def check(self) -> Verdict:
         """What the model computes with in this thread now. Well below a millisecond unless something changed."""
         with self._lock:
-            if moved := self._moved():
+            try:
+                moved = self._moved()
+            except Exception:
+                # Whatever a model's attributes raise when they are compared: the examination says what it is
+                log.debug("a model could not be compared with what it was", exc_info=True)
+                moved = "structure"
+            if moved:
                 before = self._state.digest
                 if moved == _SILENT:
                     self._forget_contents()
@@ -778,8 +793,10 @@ class Identity:
             return self._look()
         except Exception as error:
             # A model may hold anything, and its attributes may raise anything: the turn must not fail for it.
-            log.warning("a model could not be examined", exc_info=True)
-            return _State(b"", [f"it could not be examined: {error!r}"], None)
+            reason = f"it could not be examined: {error!r}"
+            if reason not in self._told:
+                log.warning("a model could not be examined", exc_info=True)
+            return _State(b"", [reason], None)
 
     def _look(self) -> _State:
         scan = _Scan(self._model, self._rules)
@@ -813,7 +830,8 @@ class Identity:
             counts=list(map(len, holders)),
             soft=scan.soft,
             text=scan.text,
-            small=sum(record.bytes for record in records.values()) <= SMALL_BYTES,
+            small=all(record.whole for record in records.values())
+            and sum(record.bytes for record in records.values()) <= SMALL_BYTES,
         )
         return _State(state.digest(), scan.reasons, watch)
 
@@ -853,10 +871,11 @@ class Identity:
         self._round += 1
         number, digest, small = self._round, xxhash.xxh3_64_intdigest, watch.small
         for holder, name, record in watch.tensors:
-            tensor: Any = holder.get(name)
+            tensor = record.tensor()
             version, address, storage = record.token
             if (
-                record.tensor() is not tensor
+                tensor is None
+                or holder.get(name) is not tensor
                 or tensor.data_ptr() != address
                 or tensor.untyped_storage()._cdata != storage
                 or (version != NO_VERSION and tensor._version != version)
@@ -864,7 +883,7 @@ class Identity:
                 return "contents"
             # The memory is that of `record` and alive, for `tensor` is and the address is the same
             if small:
-                if digest_of_tensor(tensor) != record.digest:
+                if xxhash.xxh3_128_digest(record.whole.from_address(address)) != record.digest:
                     return _SILENT
             elif record.samples:
                 kind, start, value = record.samples[number % len(record.samples)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -63,9 +63,12 @@ class TurnSave:
         session: str,
         base: SessionInfo | None,
         chain: Sequence[ChunkKey],
+        *,
+        valid: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`base`: the session's manifest as this turn found it. `chain`: keys of the leading full chunks that are in
-        the store already, because they were restored from it."""
+        """`session`: "" for a turn that no session names. `base`: the session's manifest as this turn found it.
+        `chain`: keys of the leading full chunks that are in the store already, because they were restored from it.
+        `valid`: asked whenever KV is queued, whether the model still computes what `namespace` stands for."""
         chunk_tokens = saver.geometry.chunk_tokens
         self.namespace = namespace
         self.session = session
@@ -80,6 +83,7 @@ class TurnSave:
         """Set when all of the turn was saved or dropped."""
         self._saver = saver
         self._queued = len(chain) * chunk_tokens
+        self._valid = valid
         self._cut = False
 
     def extend(self, cache: Source, tokens: Sequence[int]) -> None:
@@ -90,12 +94,20 @@ class TurnSave:
     def finish(self, cache: Source, tokens: Sequence[int]) -> None:
         """Queues what is left, as a tail, and the session's manifest. Nothing may be queued after it."""
         self.extend(cache, tokens)
-        self._queue(cache, tokens, len(tokens))
+        if self.session:  # nobody would find a tail without its session
+            self._queue(cache, tokens, len(tokens))
         self._saver.put(_Save(self, cut=self._cut))
+
+    def abandon(self) -> None:
+        """The turn broke off: nothing more of it is saved."""
+        self.saved.set()
 
     def _queue(self, cache: Source, tokens: Sequence[int], end: int) -> None:
         if end > self._queued:
             layers = cache.snapshot(self._queued)
+            # All of it was computed before this is asked: a change on the way is seen. What autocast or a layer of
+            # another type makes has not the bytes of the namespace's type.
+            self._cut |= not self._valid() or layers[0][0].dtype != self._saver.geometry.dtype
             save = _Save(self, self._queued, tuple(tokens[self._queued : end]), layers, cut=self._cut)
             self._cut = not self._saver.put(save)
             self._queued = end
@@ -323,6 +335,8 @@ class Saver:
     def _publish(self, turn: TurnSave) -> None:
         """The session's manifest becomes the history that is in the store, as far as one request can name it."""
         info, entries = turn.base, turn.entries[:KEYS_PER_REQUEST_MAX]
+        if not turn.session:
+            return
         for _ in range(MANIFEST_TRIES):
             old = info.entries if info is not None else ()
             keep = _common(old, entries)

@@ -32,7 +32,7 @@ class Loaded:
         """Names of parameters of the model, as far as the model says which it has filled."""
         self.broken = ""
         """Why the contents are not known."""
-        self._contents = contents
+        self.contents = contents
         self._digests: dict[str, bytes] = {}
 
     def digest(self) -> bytes:
@@ -59,7 +59,7 @@ class Loaded:
         from kvstore.gpu_worker.identity import digest_of_tensor
 
         for name, tensor in weights:
-            if self._contents:
+            if self.contents:
                 described = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
                 self._digests[name] = described + digest_of_tensor(tensor)
                 seen.add(name)

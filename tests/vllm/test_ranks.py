@@ -715,6 +715,27 @@ def test_a_change_that_moves_no_counter_is_found_in_time(rig: Callable[..., Rig]
     assert second.run(tokens) == 0
 
 
+def test_weights_that_change_all_the_time_have_no_name(rig: Callable[..., Rig]) -> None:
+    """Nobody waits for their digest in every step."""
+    first = rig()
+    model = first.model_executor.models[0]
+
+    def change() -> None:
+        with torch.no_grad():
+            model.weight.add_(1.0)
+
+    first.checks = False
+    for number in range(12):
+        first.run(prompt(760 + number, 100), between=change)
+    assert not first.workers[0].worker_side.held.weights(anew=False).digest
+    assert first.scheduler.connector.scheduler_side._known is None
+    first.model_executor.collective_rpc("reload_weights")
+    tokens = prompt(76, 300)
+    first.run(tokens)
+    assert first.scheduler.reset_prefix_cache()
+    assert first.run(tokens) == 288
+
+
 def test_weights_change_while_a_request_loads(rig: Callable[..., Rig]) -> None:
     tokens = prompt(65, 300)
     rig().run(tokens)
@@ -776,7 +797,14 @@ def test_weights_that_no_rank_can_tell_need_a_name(rig: Callable[..., Rig]) -> N
     tokens = prompt(68, 300)
 
     for _ in range(2):
-        assert rig(hidden=True).run(tokens) == 0
+        first = rig(hidden=True)
+        assert first.run(tokens) == 0
+    for model in first.model_executor.models:  # vLLM loads them anew, with nobody having seen the first time
+        model.load_weights([("weight", torch.ones(4, 4))])
+    first.model_executor.collective_rpc("reload_weights")
+    for found in (0, 288):
+        assert first.scheduler.reset_prefix_cache()
+        assert first.run(tokens) == found
     assert rig(hidden=True, weights_digest="mine").run(tokens) == 0
     second = rig(hidden=True, weights_digest="mine")
     assert second.run(tokens) == 288

@@ -151,8 +151,9 @@ def test_adapters_are_those_that_were_loaded(
     first = launch_engine("adapters-first", daemon.run_dir, **options)
     equal(says(first, 0, lora=mine), with_one)
     replace_file(place / "adapter_model.safetensors", two / "adapter_model.safetensors")
-    equal(says(first, 0, lora=mine), with_one)  # it holds the one before, which does not lie there any more
-    equal(says(first, CACHED, lora=mine), with_one)
+    equal(
+        says(first, CACHED, lora=mine), with_one
+    )  # it holds the one before, which does not lie there any more
 
     second = launch_engine("adapters-second", daemon.run_dir, **options)
     equal(says(second, 0, lora=mine), with_two)

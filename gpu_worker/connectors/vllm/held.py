@@ -36,6 +36,8 @@ FULL_EVERY_S = 60.0
 """Between two digests of everything that look for changes which move no counter."""
 FULL_SHARE = 100
 """They take at most this part of the time."""
+STRANGE_MAX = 8
+"""So many changes by no known call are followed; then the weights have no name until a known one."""
 log = logging.getLogger(__name__)
 _all: weakref.WeakSet[Held] = weakref.WeakSet()
 
@@ -70,7 +72,9 @@ class Held:
         self.config = config
         self._runner = runner
         self._model: nn.Module = runner.get_model()
-        self._loaded: Loaded = watch(self._model, contents=False)
+        self._loaded = _watched(self._model)
+        self._strange = 0
+        """Changes by no known call, since the last known one."""
         self._known: RankWeights | None = None
         self._watched: list[tuple[Any, str]] = []
         """Where its parameters and buffers are: the dictionary, and the name there."""
@@ -91,6 +95,7 @@ class Held:
             before = self._known
             begun = time.monotonic()
             digest, reason = b"", ""
+            self._strange = 0 if anew else self._strange
             try:
                 digest = self._digest()
             except (Unsupported, ValueError, RuntimeError, OSError) as error:
@@ -110,15 +115,19 @@ class Held:
         if self._known is None:
             return self.generation
         if self._look() != self._marks:
-            self._changed("weights were changed by no call that is known")
+            self._changed()
         elif self._known.digest and time.monotonic() >= self._full_at:
             digest = self._known.digest
             if self.weights(anew=True).digest != digest:
                 log.warning("weights were changed behind the engine's back: they are told apart from now on")
         return self.generation
 
-    def _changed(self, why: str) -> None:
-        log.info("%s: what was computed before is used no more", why)
+    def _changed(self) -> None:
+        self._strange += 1
+        if self._strange <= STRANGE_MAX:
+            log.info(
+                "weights were changed by no call that is known: what was computed before is used no more"
+            )
         self._marks = self._look()
         self._known = None
         self.generation += 1
@@ -129,9 +138,14 @@ class Held:
 
     def _digest(self) -> bytes:
         """Raises Unsupported."""
+        if self._strange > STRANGE_MAX:
+            raise Unsupported(
+                "weights or buffers change all the time, by no call that is known",
+                field="model",
+                value=type(self._model).__name__,
+            )
         self._model = model = self._runner.get_model()
-        # A model that was made before the plug-in could look has no such contents, and a new one is another.
-        self._loaded = watch(model, contents=False)
+        self._loaded = _watched(model)
         self._watched = [
             (holder, name)
             for module in model.modules()
@@ -158,7 +172,7 @@ class Held:
 
     def _loaded_digest(self, hidden: list[str]) -> bytes:
         loaded = loaded_into(self._model)
-        if loaded is None or not loaded.filled:
+        if loaded is None or not loaded.contents or not loaded.filled:
             raise Unsupported(
                 "vLLM has packed weights out of sight, and nobody saw them being loaded",
                 field="model",
@@ -222,6 +236,11 @@ class Held:
         return {(self.rank, number): adapter for number, adapter in news.items()}
 
 
+def _watched(model: nn.Module) -> Loaded:
+    """Of a model that was made before the plug-in could look, nothing is known but what is loaded from now on."""
+    return watch(model, contents=all(tensor.device.type in ("cpu", "meta") for _, tensor in _tensors(model)))
+
+
 def _files(request: Any) -> bytes:
     try:
         return adapter_digest(request)
@@ -232,7 +251,7 @@ def _files(request: Any) -> bytes:
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers; of one that wraps others, those."""
-    waiting: list[tuple[str, torch.Tensor]] = [
+    waiting: list[tuple[str, Any]] = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
