@@ -17,6 +17,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -238,17 +239,28 @@ def test_settings_are_checked() -> None:
 
 
 def test_adapters_differ_by_their_files(tmp_path: Path) -> None:
-    request = SimpleNamespace(lora_path=str(tmp_path), load_inplace=False)
-    with pytest.raises(Unsupported):
+    request = LoRARequest("mine", 1, str(tmp_path))
+    with pytest.raises(Unsupported, match="no weight files"):
         identity.adapter_digest(request)
     (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "adapter_model.bin").write_bytes(b"one")
-    first = identity.adapter_digest(request)
-    (tmp_path / "adapter_model.bin").write_bytes(b"two")
-    assert identity.adapter_digest(request) != first
-    assert identity.adapted_key(first, b"hash") != b"hash"
-    with pytest.raises(Unsupported):
-        identity.adapter_digest(SimpleNamespace(lora_path=str(tmp_path), load_inplace=True))
+    file = tmp_path / "adapter_model.bin"
+    digests = []
+    for content in (b"one", b"two", b"one"):
+        file.unlink(missing_ok=True)
+        file.write_bytes(content)
+        os.utime(file, ns=(1, 1))
+        digests.append(identity.adapter_digest(request))
+    assert digests[0] == digests[2] != digests[1]
+    file.write_bytes(b"six")  # into the same file
+    os.utime(file, ns=(1, 1))
+    assert identity.adapter_digest(request) not in digests
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    digests.append(identity.adapter_digest(request))
+    fused = LoRARequest("mine", 1, str(tmp_path), is_3d_lora_weight=True)
+    assert identity.adapter_digest(fused) not in digests, "read otherwise"
+    assert identity.adapted_key(digests[0], b"hash") != b"hash"
+    with pytest.raises(Unsupported, match="no folder"):
+        identity.adapter_digest(LoRARequest("mine", 1, "owner/name"))
 
 
 @pytest.fixture(scope="module")
