@@ -61,7 +61,7 @@ PATIENT = {"lookup_ms": 20_000, "load_ms": 20_000, "save_ms": 20_000}
 
 @pytest.fixture(scope="module")
 def daemon(folder: Path) -> Iterator[Daemon]:
-    daemon = Daemon(folder / "ranks")
+    daemon = Daemon(folder / "ranks", segment_bytes=1 << 20)  # room for many namespaces
     yield daemon
     daemon.stop()
 
@@ -857,6 +857,7 @@ def test_an_adapter_that_is_replaced_in_place(rig: Callable[..., Rig], tmp_path:
     file.write_bytes(b"two")
     swap = LoRARequest("mine", 1, str(tmp_path), load_inplace=True)
     first.model_executor.collective_rpc("add_lora", args=(swap,))
+    first.run(prompt(77, 40), lora=adapter)  # the scheduler's side hears of it with a step
     assert first.run(tokens, lora=adapter) == 160, "by vLLM's own cache"
     assert saved_blocks(first) == 5, "nothing of the mixture"
     assert first.scheduler.reset_prefix_cache()

@@ -531,6 +531,8 @@ def test_weights_that_change_without_a_call_are_found(launch: Callable[..., Rig]
     rig = launch()
     rig.put(rig.request("one", keys), {keys[0]: 1})
     rig.forget()
+    assert rig.find(rig.request("before", keys), keys) == [LookupResult.HIT]
+    rig.forget()
     with torch.no_grad():
         rig.spec.executor.models[0].weight.add_(1.0)
     rig.tier._poll_at = 0.0  # the time has come
