@@ -72,8 +72,8 @@ class Engine:
     What the model computes with may change between turns, and during one: the namespace follows. What cannot be
     explained is computed without the store (`identity.Identity`, which adds its counters).
 
-    `counters` by name: turns, prompt_tokens, reused_tokens, loaded_bytes, load_failures, promotions_awaited; refused_turns
-    (of a model that cannot be explained), unnamed_turns (whose session no store could name).
+    `counters` by name: turns, prompt_tokens, reused_tokens, loaded_bytes, load_failures, promotions_awaited;
+    refused_turns (of a model that cannot be explained), unnamed_turns (whose session no store could name).
     """
 
     def __init__(
