@@ -67,7 +67,7 @@ def test_the_daemon_that_the_page_starts_may_be_started():
     """With its flags, which kvstored knows and finds possible."""
     from kvstore.__main__ import configuration
 
-    commands = re.findall(r"(?m)^kvstored (.*)$", README.read_text())
+    commands = re.findall(r"(?m)^kvstored ([^>&\n]*?)(?: 2>.*)?$", README.read_text())
     assert commands
     for command in commands:
         assert configuration(command.split(), {}).limits.segment_count > 3
