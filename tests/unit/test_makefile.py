@@ -88,7 +88,7 @@ def test_two_at_once_take_turns(folder: Path, start: Start) -> None:
 
 @pytest.mark.parametrize("developer", [True, False])
 def test_the_wheel_needs_no_torch(folder: Path, developer: bool) -> None:
-    """Who only installs it does not wait for .venv; a developer's wheel is built by .venv, without a look at the net."""
+    """Who only installs it does not wait for .venv. A developer's wheel is built by .venv, without the net."""
     for name in ("README.md", "LICENSE", "kvstore", "gpu_worker", "scheduler", "kernels"):
         (folder / name).touch()
     if developer:
