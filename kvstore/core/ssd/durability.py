@@ -7,6 +7,7 @@ returned, and nothing of a failed transaction counts. An index that is full asks
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +17,7 @@ from kvstore.core import events as ev
 from kvstore.core.chunks import DERIVED, DOOMED, DURABLE, NONE, STORED, TAIL, TRANSIENT
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase
+from kvstore.core.ssd.row_bytes import chunk_bytes, session_bytes
 from kvstore.core.ssd.slabs import Degrade, Slabs, long_deadline_ms
 from kvstore.core.state import State
 from kvstore.errors import DeadlineExceeded, Unavailable
@@ -34,6 +36,9 @@ from kvstore.types import (
 INDEX_BATCH_MAX = 4096
 INDEX_ENTRIES_MAX = 16_384
 """Of the sessions in one transaction; a longer one goes alone."""
+ROOM_SHARE = 64
+"""The chunks, and the sessions, of one transaction take at most what is free in the index, or one part in so many of
+it: what finds no room is then little, and little gives way to it."""
 GONE_WAITS_MAX = 1_024
 """Requests that wait for what they forgot to leave the index; one more is told that it is not durable."""
 GONE_PATIENCE_MS = 2_000
@@ -269,25 +274,28 @@ class Durability:
         until = next(iter(state.deleted_chunks.values()), state.now + 1)
         puts: list[ev.ChunkRecord] = []
         rows: list[tuple[int, int]] = []
+        bytes_max = bytes_left = self._batch_bytes_max()
         for (namespace_id, key), since in list(islice(state.dirty_chunks.items(), INDEX_BATCH_MAX)):
-            if since >= until:
+            if since >= until or bytes_left <= 0:
                 break
             namespace = state.namespaces.get(namespace_id)
             row = NONE if namespace is None else namespace.index.get(key, NONE)
             if namespace is not None and row != NONE and chunks.flags[row] & (STORED | DOOMED) == STORED:
+                bytes_left -= chunk_bytes(len(key), namespace.shards)
                 puts.append(self._chunk_record(namespace, row))
                 rows.append((row, chunks.disk_generation[chunks.shard0[row]]))
             del state.dirty_chunks[namespace_id, key]
         sessions: list[ev.SessionRecord] = []
-        entries_left = INDEX_ENTRIES_MAX
+        entries_left, bytes_left = INDEX_ENTRIES_MAX, bytes_max
         for namespace_id, name in list(islice(state.dirty_sessions, INDEX_BATCH_MAX)):
             session = state.sessions.by_name.get((namespace_id, name))
             if (namespace_id, name) in state.deleted_sessions:
                 continue
             if session is not None:
-                if entries_left <= 0:
+                if entries_left <= 0 or bytes_left <= 0:
                     break
                 entries_left -= len(session.manifest)
+                bytes_left -= session_bytes(len(name), len(session.manifest))
                 entries = session.manifest.entries(chunks.key)
                 sessions.append(ev.SessionRecord(namespace_id, name, session.version, entries))
                 session.indexed = True
@@ -311,6 +319,12 @@ class Durability:
         )
         self.unsynced = set()
         return effect, rows
+
+    def _batch_bytes_max(self) -> int:
+        usage = self.state.index_usage
+        if usage is None:
+            return sys.maxsize
+        return max(usage.bytes_max - usage.used, usage.bytes_max // ROOM_SHARE)
 
     def _chunk_record(self, namespace: Namespace, row: int) -> ev.ChunkRecord:
         chunks = self.state.chunks

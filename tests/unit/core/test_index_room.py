@@ -289,6 +289,50 @@ def test_a_full_file_system_lets_nobody_give_way() -> None:
     assert world.counters["chunks_evicted_from_ssd"] == world.counters["sessions_dropped"] == 0
 
 
+def test_little_more_gives_way_than_is_needed_however_much_comes_at_once() -> None:
+    """Eight times what the index holds, in one burst: in the end it is nearly full, of the newest."""
+    world, worker, namespace = full(chunks=4, sessions=100)
+    fill(world, worker, namespace, 4, 50)
+    for number in range(800):
+        world.append(worker, namespace, b"new %d" % number, chain("chunk 0", 1))
+    fullest = 0.0
+    for _ in range(200):
+        world.tick(10)
+        used = world.platter.usage.used / world.platter.index_bytes
+        fullest = max(fullest, used)
+        assert fullest < 0.95 or used > 7 / 8
+    assert fullest > 0.95 and not world.store.state.dirty_sessions
+    names = {name for _, name in world.platter.sessions}
+    assert names == {name for _, name in world.store.state.sessions.by_name} and len(names) > 87
+    assert names == {b"new %d" % number for number in range(800 - len(names), 800)}
+    assert world.counters["sessions_dropped_for_index"] == 850 - len(names)
+    assert len(world.platter.chunks) == 4, "none of them had more than its share"
+
+
+def test_chunks_that_come_in_a_burst_let_few_others_leave_the_index() -> None:
+    world, worker, namespace = full(chunks=200, sessions=0)
+    for number in range(0, 400, 40):
+        for chunk in range(number, number + 40):
+            world.save(worker, namespace, chain(f"chunk {chunk}", 1))
+        world.settle(1_000)
+        if number >= 200:
+            assert len(world.platter.chunks) > 175
+    assert {key for _, key in world.platter.chunks} >= {chain(f"chunk {n}", 1)[0] for n in range(360, 400)}
+
+
+def test_a_session_that_would_take_the_share_of_all_ends_and_no_other() -> None:
+    world, worker, namespace = full(chunks=40, sessions=40)
+    fill(world, worker, namespace, 40, 40)
+    keys = [chain(f"chunk {number % 40}", 1)[0] for number in range(200)]
+    entries = [ev.SessionEntry(key, 4 * number, 4, approximate=True) for number, key in enumerate(keys)]
+    world.ask(ev.UpdateSession, worker, namespace, b"endless", 0, 0, tuple(entries))
+    world.settle(1_000)
+    names = {name for _, name in world.store.state.sessions.by_name}
+    assert names == {b"session %d" % number for number in range(40)}
+    assert len(world.platter.chunks) == len(world.platter.sessions) == 40
+    assert world.health() is DiskState.OK
+
+
 def test_makers_that_nobody_carries_leave_the_index() -> None:
     world = DiskWorld(durable_within_ms=400, makers_max=8)
     ranks = [world.join(group="engine", rank=rank) for rank in range(2)]
