@@ -8,10 +8,10 @@ returned, and nothing of a failed transaction counts. An index that is full asks
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DERIVED, DOOMED, DURABLE, NONE, STORED, TAIL, TRANSIENT
@@ -48,6 +48,8 @@ MAKERS_SWEEP_SHARE = 8
 AGAIN = "it is remembered until the daemon ends, and tried again; ask again to see it done"
 PERSISTENT_FLAGS = DERIVED | TAIL | TRANSIENT
 
+_Row = TypeVar("_Row")
+
 
 @dataclass(slots=True)
 class IndexWrite:
@@ -81,6 +83,15 @@ class GoneWait:
     count: int
     since: Millis
     deadline: Millis
+
+
+def _older_first(again: Iterable[_Row], since: Millis, waiting: Mapping[_Row, Millis]) -> dict[_Row, Millis]:
+    """What is to be done again stands first, and is as old as it was, also if it came once more meanwhile: the first
+    entry tells how old the oldest is."""
+    merged = dict.fromkeys(again, since)
+    for row, asked in waiting.items():
+        merged.setdefault(row, asked)
+    return merged
 
 
 class Durability:
@@ -393,9 +404,9 @@ class Durability:
         chunks = [(NamespaceId(number), key) for number, key in effect.chunks_deleted]
         names = [(NamespaceId(number), name) for number, name in effect.sessions_deleted]
         cut = set(write.cut)
-        state.deleted_chunks = dict.fromkeys(chunks, since) | state.deleted_chunks
-        again = dict.fromkeys((name for name in names if name not in cut), since)
-        state.deleted_sessions = again | state.deleted_sessions
+        state.deleted_chunks = _older_first(chunks, since, state.deleted_chunks)
+        again = (name for name in names if name not in cut)
+        state.deleted_sessions = _older_first(again, since, state.deleted_sessions)
         self._cut_again(write.cut)
         self.deleted_namespaces += [NamespaceId(number) for number in effect.namespaces_deleted]
         self.deleted_makers += effect.makers_deleted
@@ -418,10 +429,10 @@ class Durability:
             for record, row in zip(effect.chunks, write.rows, strict=True)
             if self._is_stored(*row)
         ]
-        state.dirty_chunks = dict.fromkeys(again, since) | state.dirty_chunks
+        state.dirty_chunks = _older_first(again, since, state.dirty_chunks)
         names = [(NamespaceId(session.namespace), session.session) for session in effect.sessions]
         names = [name for name in names if name in state.sessions.by_name]
-        state.dirty_sessions = dict.fromkeys(names, since) | state.dirty_sessions
+        state.dirty_sessions = _older_first(names, since, state.dirty_sessions)
         self._cut_again(write.cut)
         for new in effect.namespaces:
             namespace = state.namespaces.get(NamespaceId(new.number))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
+from kvstore.core.requests import sessions
 from kvstore.errors import Exhausted
 from kvstore.sim.disk import CHUNK_ROW_BYTES, ENTRY_BYTES, NAMESPACE_ROW_BYTES, SESSION_ROW_BYTES, DiskWorld
 from kvstore.sim.world import chain, spec
@@ -133,6 +134,54 @@ def test_a_forget_that_is_not_durable_says_so_is_remembered_and_is_carried_out_l
     world.settle(5_000)
     assert not world.platter.sessions and not world.platter.chunks
     assert answer(world, ev.Forget, worker, namespace, b"s") == ev.Done(0)
+
+
+def test_a_deletion_that_failed_is_as_old_as_it_was_whatever_is_forgotten_again_meanwhile() -> None:
+    world, worker, namespace = start(durable_within_ms=400)
+    keys = (*chain("k", 1), *chain("l", 1))
+    for key in keys:
+        world.save(worker, namespace, (key,))
+    world.settle(1_000)
+    world.hold = {ev.WriteIndex, ev.ProbeDisk}
+    assert world.ask(ev.Forget, worker, namespace, b"", keys) is None
+    assert world.of(ev.WriteIndex)[0].chunks_deleted == tuple((namespace, key) for key in keys)
+    world.tick(10)
+    world.save(worker, namespace, keys[:1])
+    world.tick(10)
+    assert world.ask(ev.Forget, worker, namespace, b"", keys[:1]) is None
+    world.faults = {ev.WriteIndex: DiskResult.IO_ERROR}
+    world.finish()
+    done = [reply.answer for reply in world.replies if isinstance(reply.answer, ev.Done)]
+    assert done[-2].not_durable and done[-1].not_durable and len(world.platter.chunks) == 2
+
+
+def test_a_session_that_is_still_being_forgotten_is_not_said_to_be_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its record is the last to go: who asks in between for the same name waits for it too."""
+    monkeypatch.setattr(sessions, "FORGOTTEN_PER_STEP", 2)
+    world, worker, namespace = start(durable_within_ms=400)
+    keys = chain("k", 9)
+    world.save(worker, namespace, keys)
+    world.append(worker, namespace, b"s", keys)
+    world.settle(1_000)
+    assert world.ask(ev.Forget, worker, namespace, b"s") is None
+    assert world.ask(ev.Forget, worker, namespace, b"s") is None
+    world.save(worker, namespace, chain("j", 1))
+    world.append(worker, namespace, b"s", chain("j", 1))
+    assert world.ask(ev.Forget, worker, namespace, b"s") is None
+    assert (namespace, b"s") in world.platter.sessions
+    assert answer(world, ev.Forget, worker, namespace, b"another") == ev.Done(0), (
+        "who asks for another does not"
+    )
+    assert not [reply for reply in world.replies if reply.answer in (ev.Done(10), ev.Done(2))]
+    world.settle(2_000)
+    assert [reply.answer for reply in world.replies if isinstance(reply.answer, ev.Done)][-3:] == [
+        ev.Done(10),
+        ev.Done(0),
+        ev.Done(2),
+    ]
+    assert kept(world, namespace) == ([], [])
 
 
 def test_a_forget_while_the_tier_is_off_is_tried_all_the_same() -> None:
