@@ -28,7 +28,7 @@ from kvstore.core.state import State
 from kvstore.types import NamespaceId
 
 ROUND_SHARE = 16
-"""Room that is made at once: two parts in ROOM_SHARE of the index, and each time that it was not enough twice as much,
+"""Room that is made at once: one part in ROOM_SHARE of the index, and each time that it was not enough twice as much,
 because rows that go from pages all over the index leave many a page half full; but never more than one part in so many,
 or the largest row. What gives way is hence little more than what is needed."""
 ROWS_PER_STEP_MAX = 4_096
@@ -61,7 +61,7 @@ class IndexRoom:
         # Of the batch an earlier part may be there: the whole does not tell what is lacking.
         least = usage.bytes_max // ROOM_SHARE
         most = max(usage.bytes_max // ROUND_SHARE, *chunks, *sessions, 1)
-        wanted = min(max(least, 1) << min(durability.full_rounds, ROUND_SHARE), most)
+        wanted = min(max(least, 1) << min(durability.full_rounds - 1, ROUND_SHARE), most)
         first, second = self._drop_chunks, self._drop_sessions
         if self._sessions_give_way(sum(chunks), sum(sessions)):
             first, second = second, first
