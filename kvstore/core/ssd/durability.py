@@ -147,7 +147,8 @@ class Durability:
     @property
     def forgetting(self) -> bool:
         """Whether a restart now could bring back what was dropped."""
-        return bool(self.state.deleted_chunks or self.state.deleted_sessions)
+        deleting = self.index is not None and self.index[1].effect.deletes
+        return bool(deleting or self.state.deleted_chunks or self.state.deleted_sessions)
 
     @property
     def in_flight(self) -> frozenset[tuple[NamespaceId, ChunkKey]]:

@@ -184,6 +184,31 @@ def test_a_session_that_is_still_being_forgotten_is_not_said_to_be_gone(
     assert kept(world, namespace) == ([], [])
 
 
+def test_a_daemon_that_ends_in_good_order_waits_for_what_is_being_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions, "FORGOTTEN_PER_STEP", 2)
+    world, worker, namespace = start(durable_within_ms=400)
+    keys = chain("k", 6)
+    world.save(worker, namespace, keys)
+    world.append(worker, namespace, b"s", keys)
+    world.settle(1_000)
+    assert not world.store.behind
+    world.faults = {ev.WriteRecords: DiskResult.IO_ERROR, ev.ProbeDisk: DiskResult.IO_ERROR}
+    world.save(worker, namespace, chain("l", 1))
+    world.tick(10)
+    assert world.health() is DiskState.READ_ONLY
+    world.hold = {ev.WriteIndex}
+    assert world.ask(ev.Forget, worker, namespace, b"s") is None
+    while world.platter.sessions:
+        assert world.store.behind, f"{len(world.held)} deletions are under way"
+        if world.held:
+            world.finish()
+        else:
+            world.tick(200)
+    assert not world.store.behind and not world.platter.chunks
+
+
 def test_a_forget_while_the_tier_is_off_is_tried_all_the_same() -> None:
     world, worker, namespace = small(durable_within_ms=400)
     cold(world, worker, namespace)
