@@ -245,7 +245,7 @@ class Durability:
         )
 
     def _deletions(self, op: OpId) -> tuple[ev.WriteIndex, list[tuple[NamespaceId, bytes]]]:
-        """What is to go, the oldest first. A slab file or a namespace goes with the last row that names it."""
+        """What is to go, the oldest first. A slab file, a namespace, a digest goes with the last row that names it."""
         state = self.state
         chunks = list(islice(state.deleted_chunks, INDEX_BATCH_MAX))
         names = list(islice(state.deleted_sessions, INDEX_BATCH_MAX))
@@ -266,16 +266,16 @@ class Durability:
             op,
             (),
             namespaces_deleted=tuple(self.deleted_namespaces) if last else (),
-            makers_deleted=tuple(self.deleted_makers),
+            makers_deleted=tuple(self.deleted_makers) if last else (),
             chunks_deleted=tuple(chunks),
             sessions_deleted=tuple(dict.fromkeys((*names, *cut))),
             slabs_deleted=(*(SlabId(slab.id) for slab in self._slabs.retiring), *self._slabs.unusable)
             if last
             else (),
         )
-        self.deleted_makers = []
         if last:
             self.deleted_namespaces = []
+            self.deleted_makers = []
         return effect, cut
 
     def _batch(self, op: OpId) -> tuple[ev.WriteIndex, list[tuple[int, int]]]:
@@ -315,17 +315,15 @@ class Durability:
             state.cut_sessions.pop((namespace_id, name), None)
         state.dirty_chunks = state.dirty_chunks or {}
         state.dirty_sessions = state.dirty_sessions or {}
+        makers = state.makers.keys() & {put.maker for put in puts} - self.indexed_makers
+        self.deleted_makers = [digest for digest in self.deleted_makers if digest not in makers]
         new = tuple(ev.NamespaceRecord(n.id, n.tenant, n.spec) for n in self.dirty_namespaces.values())
         self.dirty_namespaces = {}
         effect = ev.WriteIndex(
             op,
             tuple(sorted(self.unsynced)),
             namespaces=new,
-            makers=tuple(
-                (maker, state.makers[maker])
-                for maker in {put.maker for put in puts} - self.indexed_makers
-                if maker in state.makers
-            ),
+            makers=tuple((digest, state.makers[digest]) for digest in makers),
             chunks=tuple(puts),
             sessions=tuple(sessions),
         )

@@ -9,10 +9,11 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core.requests import sessions
+from kvstore.core.ssd import durability
 from kvstore.errors import Exhausted
 from kvstore.sim.disk import CHUNK_ROW_BYTES, ENTRY_BYTES, NAMESPACE_ROW_BYTES, SESSION_ROW_BYTES, DiskWorld
 from kvstore.sim.world import chain, spec
-from kvstore.types import DiskResult, DiskState, NamespaceId, WorkerId
+from kvstore.types import DiskResult, DiskState, NamespaceId, Reason, WorkerId
 
 from .test_disk import cold, small, start
 from .test_recall import SICK, recalled
@@ -419,6 +420,42 @@ def test_makers_that_nobody_carries_leave_the_index() -> None:
         world.ask(ev.Forget, ranks[0], namespace, b"", chain(f"{number}", 1))
         world.settle(500)
     assert len(world.platter.makers) <= 8 and len(world.store.state.makers) <= 8
+
+
+def made_by_two(world: DiskWorld, ranks: list[WorkerId], namespace: NamespaceId, name: str) -> None:
+    for rank, worker in enumerate(ranks):
+        world.save(worker, namespace, chain(name, 1), shards=(rank,), maker=b"%016d" % rank)
+
+
+@pytest.mark.parametrize("batch", [4_096, 2])
+def test_the_index_explains_every_maker_that_it_names(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when a digest is used again before its deletion; and until the last row goes that names it."""
+    monkeypatch.setattr(durability, "INDEX_BATCH_MAX", batch)
+    world = DiskWorld(durable_within_ms=400, ghosts_max=0)
+    ranks = [world.join(group="engine", rank=rank) for rank in range(2)]
+    namespace = world.open(spec(shards=2), *ranks)
+
+    def finish() -> None:
+        world.finish()
+        assert {chunk.maker for chunk in world.platter.chunks.values()} <= world.platter.makers.keys()
+
+    for name in "abcdef":
+        made_by_two(world, ranks, namespace, name)
+    world.settle(1_000)
+    assert len(world.platter.makers) == 1 and len(world.platter.chunks) == 6
+    state = world.store.state
+    world.hold = {ev.WriteIndex}
+    for row in list(state.namespaces[namespace].index.values()):
+        state.doom(row, Reason.EVICTED)
+    world.tick(200)
+    world.store.disk.durability.forget_makers()
+    if batch > 2:
+        made_by_two(world, ranks, namespace, "e")
+    for _ in range(20):
+        world.tick(100)
+        if world.held:
+            finish()
+    assert len(world.platter.chunks) == len(world.platter.makers) == (batch > 2)
 
 
 def test_what_is_evicted_all_the_time_does_not_keep_anything_from_being_written() -> None:
