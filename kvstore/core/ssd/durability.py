@@ -7,7 +7,6 @@ returned, and nothing of a failed transaction counts. An index that is full asks
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -333,7 +332,7 @@ class Durability:
     def _batch_bytes_max(self) -> int:
         usage = self.state.index_usage
         if usage is None:
-            return sys.maxsize
+            return 1 << 62
         return max(usage.bytes_max - usage.used, usage.bytes_max // ROOM_SHARE)
 
     def _chunk_record(self, namespace: Namespace, row: int) -> ev.ChunkRecord:
