@@ -28,9 +28,10 @@ from kvstore.core.state import State
 from kvstore.types import NamespaceId
 
 ROUND_SHARE = 16
-"""Room that is made at once: one part in ROOM_SHARE of the index, and each time that it was not enough twice as much,
-because rows that go from pages all over the index leave many a page half full; but never more than one part in so many,
-or the largest row. What gives way is hence little more than what is needed."""
+ROOM_BYTES_MAX = 256 << 10
+"""Room that is made at once: one part in ROOM_SHARE of the index, ROOM_BYTES_MAX at most. Each time that it was
+not enough, twice as much, because rows that go from pages all over the index leave many a page half full; but never
+more than one part in ROUND_SHARE, or the largest row. What gives way is hence little more than what is needed."""
 ROWS_PER_STEP_MAX = 4_096
 ENTRIES_PER_STEP_MAX = 20_000
 NEARLY_FULL = 0.8
@@ -59,7 +60,7 @@ class IndexRoom:
         chunks = [chunk_bytes(len(record.key), len(record.places)) for record in refused.chunks]
         sessions = [session_bytes(len(record.session), len(record.entries)) for record in refused.sessions]
         # Of the batch an earlier part may be there: the whole does not tell what is lacking.
-        least = usage.bytes_max // ROOM_SHARE
+        least = min(usage.bytes_max // ROOM_SHARE, ROOM_BYTES_MAX)
         most = max(usage.bytes_max // ROUND_SHARE, *chunks, *sessions, 1)
         wanted = min(max(least, 1) << min(durability.full_rounds - 1, ROUND_SHARE), most)
         first, second = self._drop_chunks, self._drop_sessions
