@@ -160,6 +160,12 @@ class Store:
             or self.disk.slabs.going
         )
 
+    @property
+    def behind(self) -> bool:
+        """Whether a restart now would forget what a healthy disk is about to remember, or bring back what is about to
+        be forgotten."""
+        return self.disk.behind or bool(self.sessions.forgetting) or self.recalls.going
+
     def hurry(self) -> None:
         """The daemon is about to stop: what the index lacks is written as soon as it can be, from now on."""
         self.disk.durability.hurry += 1

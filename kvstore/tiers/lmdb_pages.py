@@ -64,6 +64,10 @@ class Root:
     depth: int
 
 
+UNDONE = "the last change of the index may be undone, so what was forgotten last is to be forgotten again"
+"""Where a meta page is damaged: the other one may be that of the transaction before."""
+
+
 class Unreadable(Exception):
     """Nothing can be told of the file: it is no LMDB file, or neither of its meta pages is whole."""
 
@@ -179,7 +183,7 @@ class LmdbPages:
                     found.append(meta)
                     break
             else:  # LMDB opens no file of which one is damaged, or takes what it says there
-                self.damage.append(Damage(number, "should be a meta page, but is none"))
+                self.damage.append(Damage(number, f"should be a meta page, but is none: {UNDONE}"))
         if not found:
             raise Unreadable("neither of its meta pages is whole")
         _, size, last, free_list, names = max(found, key=lambda meta: meta[0])

@@ -6,7 +6,7 @@ the oracle knows of a chunk, from what its worker wrote down before and after ea
     durable   acknowledged by Commit(wait=DURABLE), or found after a crash: is there, for ever
     visible   acknowledged: is there if that was more than durable_within_ms before the kill
     maybe     sent, not acknowledged: there or not
-    gone      forgotten more than durable_within_ms before the kill, or found missing after a crash: stays away
+    gone      forgotten for good, as its answer said, or found missing after a crash: stays away
 
 and of a session: at least what was acknowledged so long ago, at most what was ever sent. In lives with too small an SSD
 (`pressure`: slab files change hands, the index runs full) nothing has to be there. Whatever is there is bit-exact. A
@@ -223,11 +223,13 @@ class Worker:
         space = self.spaces[talk[0]]
         try:
             with contextlib.suppress(NotFound):  # lost with an earlier crash
-                space.forget(session_of(talk))
-            space.forget(keys=[key_of(*talk, number) for number in range(CHAIN)])
+                if space.forget(session_of(talk)).not_durable:
+                    return True
+            if space.forget(keys=[key_of(*talk, number) for number in range(CHAIN)]).not_durable:
+                return True
         except StoreError:
             return False
-        self.tell("forgotten", *talk, time.monotonic())
+        self.tell("forgotten", *talk)
         return True
 
     def read(self) -> bool:
@@ -297,7 +299,7 @@ class Known:
     visible_at: float | None = None
     durable: bool = False
     forgetting: bool = False
-    forgotten_at: float | None = None
+    forgotten: bool = False
 
 
 @dataclass
@@ -307,7 +309,7 @@ class Named:
     sent: int = 0
     acknowledged: list[tuple[float, int]] = field(default_factory=list)
     forgetting: bool = False
-    forgotten_at: float | None = None
+    forgotten: bool = False
 
 
 class Oracle:
@@ -343,15 +345,14 @@ class Oracle:
                     self.sessions[talk].acknowledged.append((rest[4], rest[3]))
                     self.counts["sessions updated"] += 1
                 case "forgetting" | "forgotten":
-                    at = rest[3] if kind == "forgotten" else None
-                    self.counts["sessions forgotten"] += at is not None
+                    self.counts["sessions forgotten"] += kind == "forgotten"
                     records: list[Known | Named] = [
                         known for chunk, known in self.chunks.items() if chunk[:3] == talk
                     ]
                     records += [named] if (named := self.sessions.get(talk)) else []
                     for record in records:
                         record.forgetting = True
-                        record.forgotten_at = at
+                        record.forgotten = kind == "forgotten"
 
 
 # ------------------------------------------------------------------------------------------------------------- lives
@@ -541,11 +542,7 @@ class Life:
             if not known.forgetting
             and (known.durable or (known.visible_at is not None and known.visible_at < since))
         }
-        must_not = {
-            chunk
-            for chunk, known in chunks.items()
-            if known.forgotten_at is not None and known.forgotten_at < since
-        }
+        must_not = {chunk for chunk, known in chunks.items() if known.forgotten}
         again = set(self.chance.sample(sorted(oracle.gone), min(REMEMBERED // 4, len(oracle.gone))))
         had = self.had([*chunks, *again])
         if lost := sorted(must - had) if not self.pressure else []:
@@ -623,7 +620,7 @@ class Life:
         least = max((count for at, count in named.acknowledged if at < since), default=0)
         if named.forgetting or self.pressure:
             least = 0
-        most = 0 if named.forgotten_at is not None and named.forgotten_at < since else named.sent
+        most = 0 if named.forgotten else named.sent
         if not least <= entries <= most:
             raise Wrong(f"session {talk} has {entries} entries, not {least} to {most}: {named}")
         if info is not None and [entry.key for entry in info.entries] != [

@@ -10,7 +10,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kvstore.tiers.lmdb_pages import Damage, LmdbPages, Unreadable
+from kvstore.tiers.lmdb_pages import UNDONE, Damage, LmdbPages, Unreadable
 
 TABLES = ("empty", "large", "small")
 SEED = random.SystemRandom().randrange(1 << 32)
@@ -179,7 +179,7 @@ def test_one_whole_meta_page_is_enough(fd: int) -> None:
         pages = LmdbPages(fd)
         assert set(pages.tables) == set(TABLES)
         assert [(damage.page, damage.why) for damage in pages.damage] == [
-            (start // 4096, "should be a meta page, but is none")
+            (start // 4096, f"should be a meta page, but is none: {UNDONE}")
         ]
         os.pwrite(fd, good, start)
 

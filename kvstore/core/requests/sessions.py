@@ -283,6 +283,14 @@ class Sessions:
         if session is not None:
             self._take_session(job, session)
             job.count = 1
+        if any(
+            one.session and (one.namespace, one.session) == (namespace, event.session)
+            for one in self.forgetting
+        ):
+            # Of this name the index has a record until the one before is through.
+            job.ticket = event.ticket
+            self.forgetting.append(job)
+            return None
         return self._begin(job, event.ticket)
 
     def _take_session(self, job: Forgetting, session: Session) -> None:

@@ -7,15 +7,16 @@ returned, and nothing of a failed transaction counts. An index that is full asks
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DERIVED, DOOMED, DURABLE, NONE, STORED, TAIL, TRANSIENT
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase
+from kvstore.core.ssd.row_bytes import chunk_bytes, session_bytes
 from kvstore.core.ssd.slabs import Degrade, Slabs, long_deadline_ms
 from kvstore.core.state import State
 from kvstore.errors import DeadlineExceeded, Unavailable
@@ -34,6 +35,9 @@ from kvstore.types import (
 INDEX_BATCH_MAX = 4096
 INDEX_ENTRIES_MAX = 16_384
 """Of the sessions in one transaction; a longer one goes alone."""
+ROOM_SHARE = 64
+"""The chunks, and the sessions, of one transaction take at most what is free in the index, or one part in so many of
+it: what finds no room is then little, and little gives way to it."""
 GONE_WAITS_MAX = 1_024
 """Requests that wait for what they forgot to leave the index; one more is told that it is not durable."""
 GONE_PATIENCE_MS = 2_000
@@ -42,6 +46,8 @@ MAKERS_SWEEP_SHARE = 8
 """When so large a part of all makers' digests has come since the last look, those that nobody carries are dropped."""
 AGAIN = "it is remembered until the daemon ends, and tried again; ask again to see it done"
 PERSISTENT_FLAGS = DERIVED | TAIL | TRANSIENT
+
+_Row = TypeVar("_Row")
 
 
 @dataclass(slots=True)
@@ -76,6 +82,15 @@ class GoneWait:
     count: int
     since: Millis
     deadline: Millis
+
+
+def _older_first(again: Iterable[_Row], since: Millis, waiting: Mapping[_Row, Millis]) -> dict[_Row, Millis]:
+    """What is to be done again stands first, and is as old as it was, also if it came once more meanwhile: the first
+    entry tells how old the oldest is."""
+    merged = dict.fromkeys(again, since)
+    for row, asked in waiting.items():
+        merged.setdefault(row, asked)
+    return merged
 
 
 class Durability:
@@ -131,7 +146,8 @@ class Durability:
     @property
     def forgetting(self) -> bool:
         """Whether a restart now could bring back what was dropped."""
-        return bool(self.state.deleted_chunks or self.state.deleted_sessions)
+        deleting = self.index is not None and self.index[1].effect.deletes
+        return bool(deleting or self.state.deleted_chunks or self.state.deleted_sessions)
 
     @property
     def in_flight(self) -> frozenset[tuple[NamespaceId, ChunkKey]]:
@@ -228,7 +244,7 @@ class Durability:
         )
 
     def _deletions(self, op: OpId) -> tuple[ev.WriteIndex, list[tuple[NamespaceId, bytes]]]:
-        """What is to go, the oldest first. A slab file or a namespace goes with the last row that names it."""
+        """What is to go, the oldest first. A slab file, a namespace, a digest goes with the last row that names it."""
         state = self.state
         chunks = list(islice(state.deleted_chunks, INDEX_BATCH_MAX))
         names = list(islice(state.deleted_sessions, INDEX_BATCH_MAX))
@@ -249,16 +265,16 @@ class Durability:
             op,
             (),
             namespaces_deleted=tuple(self.deleted_namespaces) if last else (),
-            makers_deleted=tuple(self.deleted_makers),
+            makers_deleted=tuple(self.deleted_makers) if last else (),
             chunks_deleted=tuple(chunks),
             sessions_deleted=tuple(dict.fromkeys((*names, *cut))),
             slabs_deleted=(*(SlabId(slab.id) for slab in self._slabs.retiring), *self._slabs.unusable)
             if last
             else (),
         )
-        self.deleted_makers = []
         if last:
             self.deleted_namespaces = []
+            self.deleted_makers = []
         return effect, cut
 
     def _batch(self, op: OpId) -> tuple[ev.WriteIndex, list[tuple[int, int]]]:
@@ -269,25 +285,28 @@ class Durability:
         until = next(iter(state.deleted_chunks.values()), state.now + 1)
         puts: list[ev.ChunkRecord] = []
         rows: list[tuple[int, int]] = []
+        bytes_max = bytes_left = self._batch_bytes_max()
         for (namespace_id, key), since in list(islice(state.dirty_chunks.items(), INDEX_BATCH_MAX)):
-            if since >= until:
+            if since >= until or bytes_left <= 0:
                 break
             namespace = state.namespaces.get(namespace_id)
             row = NONE if namespace is None else namespace.index.get(key, NONE)
             if namespace is not None and row != NONE and chunks.flags[row] & (STORED | DOOMED) == STORED:
+                bytes_left -= chunk_bytes(len(key), namespace.shards)
                 puts.append(self._chunk_record(namespace, row))
                 rows.append((row, chunks.disk_generation[chunks.shard0[row]]))
             del state.dirty_chunks[namespace_id, key]
         sessions: list[ev.SessionRecord] = []
-        entries_left = INDEX_ENTRIES_MAX
+        entries_left, bytes_left = INDEX_ENTRIES_MAX, bytes_max
         for namespace_id, name in list(islice(state.dirty_sessions, INDEX_BATCH_MAX)):
             session = state.sessions.by_name.get((namespace_id, name))
             if (namespace_id, name) in state.deleted_sessions:
                 continue
             if session is not None:
-                if entries_left <= 0:
+                if entries_left <= 0 or bytes_left <= 0:
                     break
                 entries_left -= len(session.manifest)
+                bytes_left -= session_bytes(len(name), len(session.manifest))
                 entries = session.manifest.entries(chunks.key)
                 sessions.append(ev.SessionRecord(namespace_id, name, session.version, entries))
                 session.indexed = True
@@ -295,22 +314,26 @@ class Durability:
             state.cut_sessions.pop((namespace_id, name), None)
         state.dirty_chunks = state.dirty_chunks or {}
         state.dirty_sessions = state.dirty_sessions or {}
+        makers = state.makers.keys() & {put.maker for put in puts} - self.indexed_makers
+        self.deleted_makers = [digest for digest in self.deleted_makers if digest not in makers]
         new = tuple(ev.NamespaceRecord(n.id, n.tenant, n.spec) for n in self.dirty_namespaces.values())
         self.dirty_namespaces = {}
         effect = ev.WriteIndex(
             op,
             tuple(sorted(self.unsynced)),
             namespaces=new,
-            makers=tuple(
-                (maker, state.makers[maker])
-                for maker in {put.maker for put in puts} - self.indexed_makers
-                if maker in state.makers
-            ),
+            makers=tuple((digest, state.makers[digest]) for digest in makers),
             chunks=tuple(puts),
             sessions=tuple(sessions),
         )
         self.unsynced = set()
         return effect, rows
+
+    def _batch_bytes_max(self) -> int:
+        usage = self.state.index_usage
+        if usage is None:
+            return 1 << 62
+        return max(usage.bytes_max - usage.used, usage.bytes_max // ROOM_SHARE)
 
     def _chunk_record(self, namespace: Namespace, row: int) -> ev.ChunkRecord:
         chunks = self.state.chunks
@@ -379,9 +402,9 @@ class Durability:
         chunks = [(NamespaceId(number), key) for number, key in effect.chunks_deleted]
         names = [(NamespaceId(number), name) for number, name in effect.sessions_deleted]
         cut = set(write.cut)
-        state.deleted_chunks = dict.fromkeys(chunks, since) | state.deleted_chunks
-        again = dict.fromkeys((name for name in names if name not in cut), since)
-        state.deleted_sessions = again | state.deleted_sessions
+        state.deleted_chunks = _older_first(chunks, since, state.deleted_chunks)
+        again = (name for name in names if name not in cut)
+        state.deleted_sessions = _older_first(again, since, state.deleted_sessions)
         self._cut_again(write.cut)
         self.deleted_namespaces += [NamespaceId(number) for number in effect.namespaces_deleted]
         self.deleted_makers += effect.makers_deleted
@@ -404,10 +427,10 @@ class Durability:
             for record, row in zip(effect.chunks, write.rows, strict=True)
             if self._is_stored(*row)
         ]
-        state.dirty_chunks = dict.fromkeys(again, since) | state.dirty_chunks
+        state.dirty_chunks = _older_first(again, since, state.dirty_chunks)
         names = [(NamespaceId(session.namespace), session.session) for session in effect.sessions]
         names = [name for name in names if name in state.sessions.by_name]
-        state.dirty_sessions = dict.fromkeys(names, since) | state.dirty_sessions
+        state.dirty_sessions = _older_first(names, since, state.dirty_sessions)
         self._cut_again(write.cut)
         for new in effect.namespaces:
             namespace = state.namespaces.get(NamespaceId(new.number))

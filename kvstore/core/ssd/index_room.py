@@ -17,25 +17,23 @@ from collections.abc import Iterator
 from itertools import islice
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DOOMED, NONE, PROMOTING, STORED, STORING
+from kvstore.core.chunks import DOOMED, DURABLE, NONE, PROMOTING, STORED, STORING
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase
 from kvstore.core.requests.sessions import Sessions
-from kvstore.core.ssd.durability import Durability
+from kvstore.core.ssd.durability import ROOM_SHARE, Durability
+from kvstore.core.ssd.row_bytes import chunk_bytes, session_bytes
 from kvstore.core.ssd.slabs import Slabs
 from kvstore.core.state import State
+from kvstore.types import NamespaceId
 
-ROOM_SHARE = 64
+ROUND_SHARE = 16
 ROOM_BYTES_MAX = 256 << 10
-"""Room that is made at once: one part in so many of the index, but no more than this, or twice what found none. Each
-time that it was not enough, twice as much: rows that go from pages all over the index leave many a page half full."""
-ROUNDS_MAX = 12
+"""Room that is made at once: one part in ROOM_SHARE of the index, ROOM_BYTES_MAX at most. Each time that it was
+not enough, twice as much, because rows that go from pages all over the index leave many a page half full; but never
+more than one part in ROUND_SHARE, or the largest row. What gives way is hence little more than what is needed."""
 ROWS_PER_STEP_MAX = 4_096
 ENTRIES_PER_STEP_MAX = 20_000
-ROW_BYTES = 64
-"""Of a row beside its key, its shards and its entries, about."""
-SHARD_BYTES = 24
-ENTRY_BYTES = 40
 NEARLY_FULL = 0.8
 """Of what may be in use: worth telling an operator."""
 REMEDY = "raise ssd_index_bytes; or lower session_ttl_ms, so that sessions end sooner"
@@ -56,19 +54,37 @@ class IndexRoom:
             return
         durability.wants_room = None
         durability.forget_makers()
-        chunks = sum(ROW_BYTES + len(r.key) + SHARD_BYTES * len(r.places) for r in refused.chunks)
-        sessions = sum(ROW_BYTES + len(r.session) + ENTRY_BYTES * len(r.entries) for r in refused.sessions)
-        rounds = min(durability.full_rounds - 1, ROUNDS_MAX)
-        usage = self.state.index_usage
-        bytes_max = usage.bytes_max if usage is not None else 0
-        wanted = max(2 * (chunks + sessions), min(bytes_max // ROOM_SHARE, ROOM_BYTES_MAX)) << rounds
+        usage = self.state.index_usage or ev.IndexUsage(0)
+        if self._drop_too_long(refused, usage):
+            return
+        chunks = [chunk_bytes(len(record.key), len(record.places)) for record in refused.chunks]
+        sessions = [session_bytes(len(record.session), len(record.entries)) for record in refused.sessions]
+        # Of the batch an earlier part may be there: the whole does not tell what is lacking.
+        least = min(usage.bytes_max // ROOM_SHARE, ROOM_BYTES_MAX)
+        most = max(usage.bytes_max // ROUND_SHARE, *chunks, *sessions, 1)
+        wanted = min(max(least, 1) << min(durability.full_rounds - 1, ROUND_SHARE), most)
         first, second = self._drop_chunks, self._drop_sessions
-        if self._sessions_give_way(chunks, sessions):
+        if self._sessions_give_way(sum(chunks), sum(sessions)):
             first, second = second, first
         if not (first(wanted) or second(wanted) or durability.deleted_makers):
             durability.has_no_room(
-                f"the index is full ({bytes_max} bytes), and nothing can leave it: {REMEDY}"
+                f"the index is full ({usage.bytes_max} bytes), and nothing can leave it: {REMEDY}"
             )
+
+    def _drop_too_long(self, refused: ev.WriteIndex, usage: ev.IndexUsage) -> bool:
+        """A session that alone takes more than the share of all sessions does not push out the others: it ends."""
+        state = self.state
+        most = usage.bytes_max * state.limits.index_sessions_share
+        names = [
+            (NamespaceId(record.namespace), record.session)
+            for record in refused.sessions
+            if session_bytes(len(record.session), len(record.entries)) > most
+        ]
+        found = [session for name in names if (session := state.sessions.by_name.get(name)) is not None]
+        for session in found:
+            self._sessions.drop(session)
+        state.counters["sessions_dropped_for_index"] += len(found)
+        return bool(found)
 
     def _sessions_give_way(self, chunks: int, sessions: int) -> bool:
         """With so many bytes more of each, have sessions more than their share, and more so than chunks of theirs?"""
@@ -85,7 +101,7 @@ class IndexRoom:
         while wanted > 0 and book.by_name and dropped < ROWS_PER_STEP_MAX and entries < ENTRIES_PER_STEP_MAX:
             session = book.oldest()
             entries += len(session.manifest)
-            wanted -= ROW_BYTES + len(session.name) + ENTRY_BYTES * len(session.manifest)
+            wanted -= session_bytes(len(session.name), len(session.manifest))
             dropped += 1
             self._sessions.drop(session)
         self.state.counters["sessions_dropped_for_index"] += dropped
@@ -106,15 +122,22 @@ class IndexRoom:
         return bool(dropped)
 
     def _bytes(self, namespace: Namespace, row: int) -> int:
-        return ROW_BYTES + len(self.state.chunks.key[row]) + SHARD_BYTES * namespace.shards
+        return chunk_bytes(len(self.state.chunks.key[row]), namespace.shards)
 
     def _stored(self) -> Iterator[int]:
         """Rows that are on SSD and can leave it: what is on SSD only and no queued job needs, what is in DRAM too, and
-        what jobs need last."""
+        what jobs need last. Of those in DRAM first those that the index has, then what was used longest ago."""
         state = self.state
         chunks = state.chunks
         cold = self._slabs.coldest(ROWS_PER_STEP_MAX)
         yield from (row for row in cold if row not in state.policy.rank)
+        resident = list(islice(self._stored_in_dram(), ROWS_PER_STEP_MAX))
+        yield from sorted(resident, key=lambda row: (not chunks.flags[row] & DURABLE, chunks.used_at[row]))
+        yield from (row for row in cold if row in state.policy.rank)
+
+    def _stored_in_dram(self) -> Iterator[int]:
+        """Rows in DRAM that are on SSD too, from the slab files that were written longest ago."""
+        state = self.state
         slabs = [slab for slab in state.disk.segments if slab.phase is Phase.ASSIGNED]
         seen: set[int] = set()
         for slab in sorted(slabs, key=lambda slab: slab.touched_at):
@@ -122,9 +145,8 @@ class IndexRoom:
                 if row == NONE or row in seen or not state.is_resident(row):
                     continue
                 seen.add(row)
-                if chunks.flags[row] & (STORED | STORING | PROMOTING | DOOMED) == STORED:
+                if state.chunks.flags[row] & (STORED | STORING | PROMOTING | DOOMED) == STORED:
                     yield row
-        yield from (row for row in cold if row in state.policy.rank)
 
 
 def describe(usage: ev.IndexUsage) -> str:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
+from kvstore.core.requests import sessions
+from kvstore.core.ssd import durability
 from kvstore.errors import Exhausted
 from kvstore.sim.disk import CHUNK_ROW_BYTES, ENTRY_BYTES, NAMESPACE_ROW_BYTES, SESSION_ROW_BYTES, DiskWorld
 from kvstore.sim.world import chain, spec
-from kvstore.types import DiskResult, DiskState, NamespaceId, WorkerId
+from kvstore.types import DiskResult, DiskState, NamespaceId, Reason, WorkerId
 
 from .test_disk import cold, small, start
 from .test_recall import SICK, recalled
@@ -133,6 +135,79 @@ def test_a_forget_that_is_not_durable_says_so_is_remembered_and_is_carried_out_l
     world.settle(5_000)
     assert not world.platter.sessions and not world.platter.chunks
     assert answer(world, ev.Forget, worker, namespace, b"s") == ev.Done(0)
+
+
+def test_a_deletion_that_failed_is_as_old_as_it_was_whatever_is_forgotten_again_meanwhile() -> None:
+    world, worker, namespace = start(durable_within_ms=400)
+    keys = (*chain("k", 1), *chain("l", 1))
+    for key in keys:
+        world.save(worker, namespace, (key,))
+    world.settle(1_000)
+    world.hold = {ev.WriteIndex, ev.ProbeDisk}
+    assert world.ask(ev.Forget, worker, namespace, b"", keys) is None
+    assert world.of(ev.WriteIndex)[0].chunks_deleted == tuple((namespace, key) for key in keys)
+    world.tick(10)
+    world.save(worker, namespace, keys[:1])
+    world.tick(10)
+    assert world.ask(ev.Forget, worker, namespace, b"", keys[:1]) is None
+    world.faults = {ev.WriteIndex: DiskResult.IO_ERROR}
+    world.finish()
+    done = [reply.answer for reply in world.replies if isinstance(reply.answer, ev.Done)]
+    assert done[-2].not_durable and done[-1].not_durable and len(world.platter.chunks) == 2
+
+
+def test_a_session_that_is_still_being_forgotten_is_not_said_to_be_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its record is the last to go: who asks in between for the same name waits for it too."""
+    monkeypatch.setattr(sessions, "FORGOTTEN_PER_STEP", 2)
+    world, worker, namespace = start(durable_within_ms=400)
+    keys = chain("k", 9)
+    world.save(worker, namespace, keys)
+    world.append(worker, namespace, b"s", keys)
+    world.settle(1_000)
+    assert world.ask(ev.Forget, worker, namespace, b"s") is None
+    assert world.ask(ev.Forget, worker, namespace, b"s") is None
+    world.save(worker, namespace, chain("j", 1))
+    world.append(worker, namespace, b"s", chain("j", 1))
+    assert world.ask(ev.Forget, worker, namespace, b"s") is None
+    assert (namespace, b"s") in world.platter.sessions
+    assert answer(world, ev.Forget, worker, namespace, b"another") == ev.Done(0), (
+        "who asks for another does not"
+    )
+    assert not [reply for reply in world.replies if reply.answer in (ev.Done(10), ev.Done(2))]
+    world.settle(2_000)
+    assert [reply.answer for reply in world.replies if isinstance(reply.answer, ev.Done)][-3:] == [
+        ev.Done(10),
+        ev.Done(0),
+        ev.Done(2),
+    ]
+    assert kept(world, namespace) == ([], [])
+
+
+def test_a_daemon_that_ends_in_good_order_waits_for_what_is_being_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions, "FORGOTTEN_PER_STEP", 2)
+    world, worker, namespace = start(durable_within_ms=400)
+    keys = chain("k", 6)
+    world.save(worker, namespace, keys)
+    world.append(worker, namespace, b"s", keys)
+    world.settle(1_000)
+    assert not world.store.behind
+    world.faults = {ev.WriteRecords: DiskResult.IO_ERROR, ev.ProbeDisk: DiskResult.IO_ERROR}
+    world.save(worker, namespace, chain("l", 1))
+    world.tick(10)
+    assert world.health() is DiskState.READ_ONLY
+    world.hold = {ev.WriteIndex}
+    assert world.ask(ev.Forget, worker, namespace, b"s") is None
+    while world.platter.sessions:
+        assert world.store.behind, f"{len(world.held)} deletions are under way"
+        if world.held:
+            world.finish()
+        else:
+            world.tick(200)
+    assert not world.store.behind and not world.platter.chunks
 
 
 def test_a_forget_while_the_tier_is_off_is_tried_all_the_same() -> None:
@@ -289,6 +364,50 @@ def test_a_full_file_system_lets_nobody_give_way() -> None:
     assert world.counters["chunks_evicted_from_ssd"] == world.counters["sessions_dropped"] == 0
 
 
+def test_little_more_gives_way_than_is_needed_however_much_comes_at_once() -> None:
+    """Eight times what the index holds, in one burst: in the end it is nearly full, of the newest."""
+    world, worker, namespace = full(chunks=4, sessions=100)
+    fill(world, worker, namespace, 4, 50)
+    for number in range(800):
+        world.append(worker, namespace, b"new %d" % number, chain("chunk 0", 1))
+    fullest = 0.0
+    for _ in range(200):
+        world.tick(10)
+        used = world.platter.usage.used / world.platter.index_bytes
+        fullest = max(fullest, used)
+        assert fullest < 0.95 or used > 7 / 8
+    assert fullest > 0.95 and not world.store.state.dirty_sessions
+    names = {name for _, name in world.platter.sessions}
+    assert names == {name for _, name in world.store.state.sessions.by_name} and len(names) > 87
+    assert names == {b"new %d" % number for number in range(800 - len(names), 800)}
+    assert world.counters["sessions_dropped_for_index"] == 850 - len(names)
+    assert len(world.platter.chunks) == 4, "none of them had more than its share"
+
+
+def test_chunks_that_come_in_a_burst_let_few_others_leave_the_index() -> None:
+    world, worker, namespace = full(chunks=200, sessions=0)
+    for number in range(0, 400, 40):
+        for chunk in range(number, number + 40):
+            world.save(worker, namespace, chain(f"chunk {chunk}", 1))
+        world.settle(1_000)
+        if number >= 200:
+            assert len(world.platter.chunks) > 175
+    assert {key for _, key in world.platter.chunks} >= {chain(f"chunk {n}", 1)[0] for n in range(360, 400)}
+
+
+def test_a_session_that_would_take_the_share_of_all_ends_and_no_other() -> None:
+    world, worker, namespace = full(chunks=40, sessions=40)
+    fill(world, worker, namespace, 40, 40)
+    keys = [chain(f"chunk {number % 40}", 1)[0] for number in range(200)]
+    entries = [ev.SessionEntry(key, 4 * number, 4, approximate=True) for number, key in enumerate(keys)]
+    world.ask(ev.UpdateSession, worker, namespace, b"endless", 0, 0, tuple(entries))
+    world.settle(1_000)
+    names = {name for _, name in world.store.state.sessions.by_name}
+    assert names == {b"session %d" % number for number in range(40)}
+    assert len(world.platter.chunks) == len(world.platter.sessions) == 40
+    assert world.health() is DiskState.OK
+
+
 def test_makers_that_nobody_carries_leave_the_index() -> None:
     world = DiskWorld(durable_within_ms=400, makers_max=8)
     ranks = [world.join(group="engine", rank=rank) for rank in range(2)]
@@ -301,6 +420,42 @@ def test_makers_that_nobody_carries_leave_the_index() -> None:
         world.ask(ev.Forget, ranks[0], namespace, b"", chain(f"{number}", 1))
         world.settle(500)
     assert len(world.platter.makers) <= 8 and len(world.store.state.makers) <= 8
+
+
+def made_by_two(world: DiskWorld, ranks: list[WorkerId], namespace: NamespaceId, name: str) -> None:
+    for rank, worker in enumerate(ranks):
+        world.save(worker, namespace, chain(name, 1), shards=(rank,), maker=b"%016d" % rank)
+
+
+@pytest.mark.parametrize("batch", [4_096, 2])
+def test_the_index_explains_every_maker_that_it_names(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when a digest is used again before its deletion; and until the last row goes that names it."""
+    monkeypatch.setattr(durability, "INDEX_BATCH_MAX", batch)
+    world = DiskWorld(durable_within_ms=400, ghosts_max=0)
+    ranks = [world.join(group="engine", rank=rank) for rank in range(2)]
+    namespace = world.open(spec(shards=2), *ranks)
+
+    def finish() -> None:
+        world.finish()
+        assert {chunk.maker for chunk in world.platter.chunks.values()} <= world.platter.makers.keys()
+
+    for name in "abcdef":
+        made_by_two(world, ranks, namespace, name)
+    world.settle(1_000)
+    assert len(world.platter.makers) == 1 and len(world.platter.chunks) == 6
+    state = world.store.state
+    world.hold = {ev.WriteIndex}
+    for row in list(state.namespaces[namespace].index.values()):
+        state.doom(row, Reason.EVICTED)
+    world.tick(200)
+    world.store.disk.durability.forget_makers()
+    if batch > 2:
+        made_by_two(world, ranks, namespace, "e")
+    for _ in range(20):
+        world.tick(100)
+        if world.held:
+            finish()
+    assert len(world.platter.chunks) == len(world.platter.makers) == (batch > 2)
 
 
 def test_what_is_evicted_all_the_time_does_not_keep_anything_from_being_written() -> None:
