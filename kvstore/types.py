@@ -1,6 +1,6 @@
 """The shared nouns. Imports nothing of ours, so everything may import it.
 
-Words are those of ARCHITECTURE.md, "Words": a *chunk* is the KV of a fixed number of tokens, a *shard* its bytes for
+The words are those of ARCHITECTURE.md: a *chunk* is the KV of a fixed number of tokens, a *shard* its bytes for
 one group on one distinct rank, a *slot* the place of a shard in a *segment* of the arena.
 """
 
@@ -106,7 +106,7 @@ class Wait(enum.IntEnum):
 
 
 class Protection(enum.Enum):
-    """Who may write a segment's bytes (ARCHITECTURE.md, "Shared memory")."""
+    """Who may write a segment's bytes (docs/formats.md, "Shared memory")."""
 
     SEALED = "sealed"
     GROUP = "group"
