@@ -1,5 +1,5 @@
-"""Writes docs/performance.md out of the reports in benchmarks/results/: every table of a report is exactly its JSON. What
-limits what, and what was tried, follows from benchmarks/limits.md.
+"""Writes docs/performance.md out of the reports in benchmarks/results/: every table of a report is exactly its JSON.
+The page ends with benchmarks/limits.md: what limits what, and what was tried.
 
 A report is called BENCH-MACHINE.json, or BENCH.json. Those of benchmarks that have no words here yet get a plain table.
 
