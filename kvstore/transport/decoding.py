@@ -1,9 +1,9 @@
 """Requests -> events: the one place where every field that a peer sends is checked against its bound.
 
-REQUESTS has a row for each request: its unary method, its field on the Attach stream, how its message becomes an event,
-and which answer it gets (`wire.ANSWERS` says how that becomes a reply). The stream and the unary calls share the rows, so
-they cannot differ. What is checked here needs no state; what does (an unknown lease, a tenant's namespace, the number of
-shards) is the core's.
+REQUESTS has a row for each request: its unary method, its field on the Attach stream, how its message becomes an
+event, and which answer it gets (`wire.ANSWERS` says how that becomes a reply). The stream and the unary calls share the
+rows, so they cannot differ. What is checked here needs no state; what does (an unknown lease, a tenant's namespace, the
+number of shards) is the core's.
 """
 
 from __future__ import annotations
