@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +20,12 @@ from kvstore import wire
 from kvstore.arguments import NUMBER_MAX, one_of, rows_of, seconds, whole, wholes
 from kvstore.client.call import FORKED, Call, Operation, Reply, drive, gone
 from kvstore.client.destination import gather, groups, origin
+from kvstore.client.line import Line
 from kvstore.client.region import Region
 from kvstore.client.staging import Staging, footprint
 from kvstore.errors import BadRequest, DeadlineExceeded, StoreError, Unavailable
 from kvstore.types import CommitResult, GrantResult, Wait
 from kvstore.v1 import store_pb2
-
-if TYPE_CHECKING:
-    from kvstore.client.attachment import Attachment
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -148,7 +146,7 @@ class WriteBatch:
         results: Sequence[GrantResult],
         *,
         shards: tuple[int, ...] = (),
-        attachment: Attachment | None = None,
+        attachment: Line | None = None,
         timeout_s: float = 0.0,
         reservation_id: int = 0,
         lengths: Sequence[int] = (),
@@ -513,7 +511,7 @@ class WriteBatch:
         )
 
     def _has_answered(
-        self, attachment: Attachment, pieces: StagedPieces | None, starts: Sequence[int], answer: Reply
+        self, attachment: Line, pieces: StagedPieces | None, starts: Sequence[int], answer: Reply
     ) -> None:
         _were_read(pieces, starts)
         # What the daemon has refused it still keeps for us; what is visible and not durable in time it has taken.
@@ -543,7 +541,7 @@ def _were_read(pieces: StagedPieces | None, starts: Sequence[int], _: Reply | No
         pieces.read(starts)
 
 
-def _give_back(attachment: Attachment, reservation_id: int, pieces: StagedPieces | None) -> None:
+def _give_back(attachment: Line, reservation_id: int, pieces: StagedPieces | None) -> None:
     """Of a batch whose commit was never sent. What was handed over comes back when the daemon has answered."""
     if pieces is not None:
         pieces.end()

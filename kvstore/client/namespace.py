@@ -20,9 +20,11 @@ from kvstore.arguments import NUMBER_MAX, binary, flag, listed, one_of, shown, t
 from kvstore.client.attachment import Attachment
 from kvstore.client.batch import StagedPieces, WriteBatch
 from kvstore.client.call import Operation, Reply, drive, gone
+from kvstore.client.connection import Connection
 from kvstore.client.geometry import Geometry
 from kvstore.client.lease import Grant, ReadLease, Waiter
 from kvstore.client.mapped_extents import MappedExtents
+from kvstore.client.mappings import Mappings
 from kvstore.client.reads import Reads
 from kvstore.client.staging import footprint
 from kvstore.errors import BadRequest, DeadlineExceeded, NotFound, StoreError, Unavailable
@@ -44,10 +46,8 @@ from kvstore.types import (
 )
 from kvstore.v1 import hints_pb2, store_pb2
 
-if TYPE_CHECKING:
-    from kvstore.client import Client
-    from kvstore.client.connection import Connection
-    from kvstore.client.mappings import Mappings
+if TYPE_CHECKING:  # the public way back from a namespace to the client that opened it
+    from kvstore.client.sync import Client
 
 log = logging.getLogger(__name__)
 

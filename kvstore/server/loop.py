@@ -18,18 +18,16 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvstore.core import events
+from kvstore.core.store import Store
 from kvstore.errors import DeadlineExceeded, Exhausted, StoreError, Unavailable
 from kvstore.server.logs import fields
+from kvstore.tiers.arena import Arena, Staging
+from kvstore.tiers.copier import Copier
+from kvstore.tiers.ssd import SsdStats, SsdTier
 from kvstore.types import DiskState, Millis, SegmentId, Tier, WorkerId
-
-if TYPE_CHECKING:
-    from kvstore.core.store import Store
-    from kvstore.tiers.arena import Arena, Staging
-    from kvstore.tiers.copier import Copier
-    from kvstore.tiers.ssd import SsdStats, SsdTier
 
 log = logging.getLogger(__name__)
 
