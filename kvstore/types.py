@@ -76,7 +76,7 @@ class Reason(enum.IntEnum):
     """PENDING: being read from SSD, because an Acquire or a hint asked for it. MISS: on SSD, and nobody asked
     for it to be promoted."""
     SLOW = 16
-    """The chunk is on SSD, but could not be read in time: the tier is slow, failing or off, or DRAM has no slot to spare."""
+    """On SSD, but not read in time: the tier is slow, failing or off, or DRAM has no slot to spare."""
     LOST = 17
     """The chunk was in DRAM only when the daemon stopped, or its bytes on SSD did not survive a failed sync."""
     RECALLED = 18
