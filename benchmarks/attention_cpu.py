@@ -21,16 +21,21 @@ from __future__ import annotations
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness import Goal, arguments, finish, heading
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch reads it
 
 import torch
 import torch.nn.functional as F
 
-from kvstore.benchmark import Goal, arguments, finish, heading
 from kvstore.kernels.decode import decode_attention
 from kvstore.kernels.forest import Forest
 from kvstore.kernels.prefill import prefill_attention

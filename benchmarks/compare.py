@@ -25,7 +25,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.benchmark import machine
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 SIDES = ("gpu_worker", "kernels", "scheduler")
@@ -79,7 +81,6 @@ def main() -> int:
     reports: tuple[list[Any], list[Any]] = ([], [])
     with tempfile.TemporaryDirectory(prefix="kvs-") as name:
         trees = [lay_out(ref, Path(name) / side) for ref, side in zip(refs, "ab", strict=True)]
-        shutil.copy(trees[1] / "site/kvstore/benchmark.py", trees[0] / "site/kvstore/benchmark.py")
         for number in range(chosen.rounds):
             for side in (0, 1) if number % 2 == 0 else (1, 0):
                 reports[side].append(run(trees[side], trees[1] / "benchmarks" / f"{chosen.bench}.py", theirs))

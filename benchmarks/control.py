@@ -24,11 +24,14 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from kvstore.benchmark import Goal, arena_ready, arguments, connected, finish, heading
+import numpy as np
+from harness import Goal, arena_ready, arguments, connected, finish, heading
+
 from kvstore.client import AsyncNamespace, Client, Namespace, connect_async
 from kvstore.config import DESCRIPTOR_SOCKET
 from kvstore.core.events import Hint

@@ -14,13 +14,17 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from kvstore.benchmark import Goal, arguments, finish, heading
+import torch
+from harness import Goal, arguments, finish, heading
+
 from kvstore.kernels.pages import BlockTable, gather, scatter
 from kvstore.kernels.rotate import rotate, rotation
 

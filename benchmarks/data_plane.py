@@ -32,9 +32,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from harness import Goal, arguments, finish, keep
 from peers import Server, Shape
-
-from kvstore.benchmark import Goal, arguments, finish, keep
 
 PEERS = Path(__file__).resolve().parent / "peers"
 STORES: dict[str, tuple[str, dict[str, str]]] = {

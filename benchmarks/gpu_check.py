@@ -25,6 +25,7 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,10 +33,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 import torch
 import torch.nn.functional as F
+from harness import report
 
-from kvstore.benchmark import report
 from kvstore.kernels import tiles
 from kvstore.kernels.decode import decode_attention
 from kvstore.kernels.decode.naive import naive_decode_attention

@@ -23,9 +23,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from kvstore.benchmark import Goal, arguments, finish
+import numpy as np
+from harness import Goal, arguments, finish
+
 from kvstore.client import Client, Namespace, connect
 from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec, NamespaceSpec

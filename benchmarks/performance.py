@@ -1,4 +1,5 @@
-"""Writes docs/performance.md out of the reports in benchmarks/results/: every table there is exactly its JSON.
+"""Writes docs/performance.md out of the reports in benchmarks/results/: every table of a report is exactly its JSON.
+The page ends with benchmarks/limits.md: what limits what, and what was tried.
 
 A report is called BENCH-MACHINE.json, or BENCH.json. Those of benchmarks that have no words here yet get a plain table.
 
@@ -32,7 +33,7 @@ again, rather than edit this page. `benchmarks/README.md` says which benchmark a
 Ratios of one run mean more than times: what is compared took turns in that run, so that a machine whose speed drifts
 favours nobody. Figures are medians, and so are ratios: of the rounds of a run, so they are not always the quotient of
 the speeds beside them. "×" is "times as fast as". A goal that is **missed** stays here until it is met; what limits it
-is said below its table, or in section 9 of ARCHITECTURE.md.
+is said below its table, or in the last section, whose text is `benchmarks/limits.md`.
 """
 
 
@@ -50,8 +51,13 @@ class Section:
 
 
 def main() -> int:
-    (ROOT / "docs/performance.md").write_text(page(reports(ROOT / "benchmarks/results")))
+    (ROOT / "docs/performance.md").write_text(whole_page())
     return 0
+
+
+def whole_page() -> str:
+    limits = (ROOT / "benchmarks/limits.md").read_text()
+    return page(reports(ROOT / "benchmarks/results")) + "\n" + limits
 
 
 def reports(folder: Path) -> list[tuple[str, Report]]:

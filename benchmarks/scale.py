@@ -33,10 +33,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 import numpy as np
 import xxhash
+from harness import Goal, arguments, connected, finish, heading, keep
 
-from kvstore.benchmark import Goal, arguments, connected, finish, heading, keep
 from kvstore.client import Namespace
 from kvstore.core import events as ev
 from kvstore.core.limits import Limits

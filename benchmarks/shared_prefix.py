@@ -22,9 +22,14 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness import Goal, arguments, finish, heading
 
 # As many threads compute as there are cores: waiting ones spin for a moment only
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -34,7 +39,6 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvstore.benchmark import Goal, arguments, finish, heading
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.layout import CHUNK_TOKENS
 

@@ -41,9 +41,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from kvstore.benchmark import Goal, arena_ready, arguments, connected, finish
+import numpy as np
+from harness import Goal, arena_ready, arguments, connected, finish
+
 from kvstore.client import Client, Namespace, ReadLease, WriteBatch
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.tiers import format

@@ -20,6 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness import Goal, arguments, connected, finish
+
 # See examples/demo.py: compute threads that spin would fight the threads that load and save for the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -27,7 +31,6 @@ import numpy as np
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvstore.benchmark import Goal, arguments, connected, finish
 from kvstore.client import connect
 from kvstore.gpu_worker.engine import Engine
 

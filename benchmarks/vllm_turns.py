@@ -21,9 +21,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import vllm
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from kvstore.benchmark import arguments, finish, heading
+import vllm
+from harness import arguments, finish, heading
 
 FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 640, 160, 32
 BLOCK = 32

@@ -113,13 +113,6 @@ class NamespaceSpec:
             start += spec.shard_count
         raise BadRequest("no such group in the namespace", field="group", value=group)
 
-    def layers_of(self, shard: int) -> tuple[LayerSlice, ...]:
-        for spec in self.groups:
-            if shard < spec.shard_count:
-                return spec.layers
-            shard -= spec.shard_count
-        raise BadRequest(f"the namespace has {self.shard_count} shards", field="shard", value=shard)
-
     def digest(self, tenant: str) -> bytes:
         """32 bytes over every field but the epoch: two specs share KV only if tenant and digest are equal."""
         state = hashlib.blake2b(digest_size=32, person=b"kvs.namespc.v1")

@@ -1,6 +1,6 @@
-"""The shared nouns. Imports nothing of ours, so everything may import it.
+"""The shared nouns. This module imports nothing of ours, so everything may import it.
 
-Words are those of ARCHITECTURE.md, "Words": a *chunk* is the KV of a fixed number of tokens, a *shard* its bytes for
+The words are those of ARCHITECTURE.md: a *chunk* is the KV of a fixed number of tokens, a *shard* its bytes for
 one group on one distinct rank, a *slot* the place of a shard in a *segment* of the arena.
 """
 
@@ -34,11 +34,11 @@ MAKER_BYTES = 16
 SESSION_NAME_BYTES_MAX = 256
 KEYS_PER_REQUEST_MAX = 4096
 EXTENTS_PER_ANSWER_MAX = 16_384
-"""Of a lease or a reservation: (key, shard) pairs. More would keep everybody else waiting while they are handled."""
+"""(key, shard) pairs of one lease or reservation. Handling more would keep everybody else waiting."""
 
 
 class Outcome(enum.IntEnum):
-    """What a lookup of one key found."""
+    """The result of looking one key up."""
 
     HIT = 0
     PENDING = 1
@@ -52,11 +52,11 @@ class Reason(enum.IntEnum):
     NONE = 0
     NEVER_SEEN = 1
     EVICTED = 2
-    """Its slots were given to newer chunks."""
+    """Newer chunks got the slots."""
     EXPIRED = 3
-    """Its time to live ended."""
+    """The time to live ended."""
     CORRUPT = 4
-    """Its bytes no longer matched their checksum; the slots are quarantined."""
+    """The bytes no longer matched their checksum; the slots are quarantined."""
     INCOMPLETE = 5
     """Some shard was never committed, or was lost."""
     LAYOUT_MISMATCH = 6
@@ -76,9 +76,9 @@ class Reason(enum.IntEnum):
     """PENDING: being read from SSD, because an Acquire or a hint asked for it. MISS: on SSD, and nobody asked
     for it to be promoted."""
     SLOW = 16
-    """It is on SSD, but could not be read in time: the tier is slow, failing or off, or DRAM has no slot to spare."""
+    """On SSD, but not read in time: the tier is slow, failing or off, or DRAM has no slot to spare."""
     LOST = 17
-    """It was in DRAM only when the daemon stopped, or its bytes on SSD did not survive a failed sync."""
+    """The chunk was in DRAM only when the daemon stopped, or its bytes on SSD did not survive a failed sync."""
     RECALLED = 18
     """An operator recalled all that its maker had made."""
 
@@ -106,7 +106,7 @@ class Wait(enum.IntEnum):
 
 
 class Protection(enum.Enum):
-    """Who may write a segment's bytes (ARCHITECTURE.md, "Shared memory")."""
+    """Who may write a segment's bytes (docs/formats.md, "Shared memory")."""
 
     SEALED = "sealed"
     GROUP = "group"
@@ -279,7 +279,7 @@ class DiskPlace:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a record on disk says about itself, beside its bytes: enough to refuse a torn, stale or misdirected one."""
+    """The header of a record on disk: enough to refuse a torn, stale or misdirected one."""
 
     namespace: bytes
     """32 bytes: digest of tenant, spec and epoch."""

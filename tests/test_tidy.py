@@ -305,3 +305,42 @@ def test_names_of_tests_in_pages_are_seen() -> None:
         ("unit/core/test_c.py", ""),
         ("test_tidy.py", ""),
     ]
+
+
+LATER = {
+    (
+        "kvstore.__main__",
+        "kvstore.core.store",
+    ): "loaded only when a daemon starts: `--help` and errors come at once",
+    ("kvstore.__main__", "kvstore.tiers.disk_port"): "loaded only when a daemon starts",
+    (
+        "kvstore.cli.check",
+        "kvstore.tiers.check",
+    ): "needs what only the daemon's install has; `kvctl` works without",
+    ("kvstore.client.namespace", "kvstore.client.sync"): "the public way back to the client that opened it",
+    ("kvstore.core.bulk.needed", "kvstore.core.policy"): "what is done in bulk is part of what it belongs to",
+    ("kvstore.core.bulk.needed", "kvstore.core.state"): "so too",
+    ("kvstore.core.bulk.batch", "kvstore.core.policy"): "so too",
+    ("kvstore.core.bulk.batch", "kvstore.core.state"): "so too",
+    ("kvstore.core.bulk.ghosts", "kvstore.core.state"): "so too",
+}
+"""Why the first module imports the second for type checkers alone. Anything else is a circle to be dissolved:
+hand over what a class needs, or say at the bottom what it must be able to do (a Protocol, see `client/line.py`)."""
+
+
+def imported_for_types(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for line in node.body:
+                assert isinstance(line, ast.ImportFrom) and line.module and not line.level, ast.unparse(line)
+                yield line.module
+
+
+def test_no_circles_are_hidden_behind_type_checking() -> None:
+    found = {
+        (name, target)
+        for name, path in modules("kvstore")
+        for target in imported_for_types(path)
+        if within(target, "kvstore")
+    }
+    assert found == set(LATER)

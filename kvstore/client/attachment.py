@@ -19,15 +19,18 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
 
 import kvstore
 from kvstore import memory, wire
+from kvstore.client.batch import WriteBatch
 from kvstore.client.call import FORKED, Call, Reply, closed, gone
 from kvstore.client.lane import Lane, readable
+from kvstore.client.lease import ReadLease, Waiter
+from kvstore.client.line import Settles
 from kvstore.client.mappings import Mappings
 from kvstore.client.renewals import Renewals, alive
 from kvstore.client.staging import Staging
@@ -35,11 +38,6 @@ from kvstore.client.stream import Carrier, GrpcStream
 from kvstore.errors import DeadlineExceeded, StoreError, Unavailable, Unsupported
 from kvstore.types import Protection
 from kvstore.v1 import descriptor_pb2, store_pb2
-
-if TYPE_CHECKING:
-    from kvstore.client.batch import WriteBatch
-    from kvstore.client.connection import Connection
-    from kvstore.client.lease import ReadLease, Waiter
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +106,18 @@ class _NotSent(Unavailable):
     """A request did not even get on the descriptor socket, so no reply to it will come."""
 
 
+class Owner(Protocol):
+    """What an attachment tells the connection that made it."""
+
+    def attached(self, attachment: Attachment) -> None:
+        """The stream was welcomed. Called on the thread that receives."""
+
+    def wake(self) -> None:
+        """There is something to be done before the next tick."""
+
+    def count(self, name: str, number: int = 1) -> None: ...
+
+
 class Attachment:
     """Thread-safe. `alive` turns false once and for ever; `attached` says whether the stream is up."""
 
@@ -118,7 +128,7 @@ class Attachment:
         engine_group: str,
         rank: int,
         deadline: float,
-        owner: Connection,
+        owner: Owner,
     ) -> None:
         """Connect and say hello. Raises StoreError: Unavailable, DeadlineExceeded, Denied, Unsupported, Exhausted."""
         self.pid = os.getpid()
@@ -130,7 +140,7 @@ class Attachment:
         """Everything is being given back, and nothing new is asked for."""
         self.lease_ttl_ms = 0
         self.staging: Staging | None = None
-        self._waiters: list[Waiter] = []
+        self._waiters: list[Settles] = []
         self.renewals = Renewals()
         self.batches: weakref.WeakValueDictionary[int, WriteBatch] = weakref.WeakValueDictionary()
         """By the number of their reservation."""
@@ -760,7 +770,7 @@ class Attachment:
             self._waiters.append(waiter)
         return waiter
 
-    def forget_waiter(self, waiter: Waiter) -> None:
+    def forget_waiter(self, waiter: Settles) -> None:
         if os.getpid() != self.pid:
             return  # as in `call`: the lock may be held for ever
         with self._lock:

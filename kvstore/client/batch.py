@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +20,12 @@ from kvstore import wire
 from kvstore.arguments import NUMBER_MAX, one_of, rows_of, seconds, whole, wholes
 from kvstore.client.call import FORKED, Call, Operation, Reply, drive, gone
 from kvstore.client.destination import gather, groups, origin
+from kvstore.client.line import Line
 from kvstore.client.region import Region
 from kvstore.client.staging import Staging, footprint
 from kvstore.errors import BadRequest, DeadlineExceeded, StoreError, Unavailable
 from kvstore.types import CommitResult, GrantResult, Wait
 from kvstore.v1 import store_pb2
-
-if TYPE_CHECKING:
-    from kvstore.client.attachment import Attachment
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -148,7 +146,7 @@ class WriteBatch:
         results: Sequence[GrantResult],
         *,
         shards: tuple[int, ...] = (),
-        attachment: Attachment | None = None,
+        attachment: Line | None = None,
         timeout_s: float = 0.0,
         reservation_id: int = 0,
         lengths: Sequence[int] = (),
@@ -173,8 +171,8 @@ class WriteBatch:
         self._chunk_bytes = sum(lengths)
         self._in_place = bool(slots)
         self._staged = self._in_place or pieces is not None
-        # By place: the number of a key among the granted ones.
-        self._places = {index: place for place, index in enumerate(self.granted)}
+        # By row: the number of a key among the granted ones.
+        self._rows = {index: row for row, index in enumerate(self.granted)}
         self._starts: dict[int, int] = {}
         """Piece of each that has one."""
         self._begun: set[int] = set()
@@ -184,7 +182,7 @@ class WriteBatch:
         self._written: list[int] = []
         self._handed_over: set[int] = set()
         self._checksums: dict[tuple[int, int], int] = {}
-        """By place and column, of what we copied in place: the daemon would have to read from memory what is in our
+        """By row and column, of what we copied in place: the daemon would have to read from memory what is in our
         cache now."""
         self._filled = False
         self._copying = 0
@@ -212,12 +210,12 @@ class WriteBatch:
             self._attachment.later(partial(_give_back, self._attachment, self.reservation_id, self._pieces))
 
     def buffer(self, index: int, shard: int | None = None) -> Bytes:
-        """Where to put the bytes of key number `index`, shard `shard` (default: the first wanted): a writable row of
+        """Where to put the bytes of key number `index`, shard `shard` (default: the first): a writable row of
         uint8, not zeroed, valid until `written`, commit or abort; writing later corrupts other saves of this process.
 
         Raises BadRequest for a key that was not granted or a batch that has ended, Unavailable in a forked child.
         """
-        return self._buffer(*self._place(index, shard))
+        return self._buffer(*self._row_and_column(index, shard))
 
     def copy_from(self, index: int, source: Any, *, shard: int | None = None) -> None:
         """Copy `source` into the buffer: a numpy array (any strides), CPU tensor or other buffer of the shard's bytes;
@@ -229,7 +227,7 @@ class WriteBatch:
         does; whatever is wrong with an index, a shard or a size before anything is copied."""
         plan = []
         for index, shard, source in rows_of("pieces", pieces, "(index, shard, source)", 3):
-            place, column = self._place(index, shard)
+            row, column = self._row_and_column(index, shard)
             bits = origin(source)
             if bits.nbytes != self._lengths[column]:
                 raise BadRequest(
@@ -237,31 +235,31 @@ class WriteBatch:
                     field="source",
                     value=f"{bits.nbytes} bytes",
                 )
-            plan.append((place, column, bits))
+            plan.append((row, column, bits))
         for group in groups([bits.nbytes for _, _, bits in plan]):
             mine = plan[group]
             with self._lock:
-                pairs = [(self._target(place, column), bits) for place, column, bits in mine]
+                pairs = [(self._target(row, column), bits) for row, column, bits in mine]
                 self._copying += 1
             try:
                 gather(pairs)
                 checksums = [_checksum(target) for target, _ in pairs] if self._in_place else []
             finally:
                 self._copied()
-            self._note_written([(place, column) for place, column, _ in mine], checksums)
+            self._note_written([(row, column) for row, column, _ in mine], checksums)
 
     def written(self, index: int, shard: int | None = None) -> None:
         """The buffer has its bytes, and is not touched any more: the daemon may copy and checksum them while the next
         ones are being written. Optional: `commit` hands over the rest. Raises as `buffer`."""
-        place, column = self._place(index, shard)
-        self._buffer(place, column)
-        self._note_written([(place, column)])
+        row, column = self._row_and_column(index, shard)
+        self._buffer(row, column)
+        self._note_written([(row, column)])
 
-    def _place(self, index: int, shard: int | None) -> tuple[int, int]:
-        """The key's number among the granted ones, and the shard's among the wanted ones."""
+    def _row_and_column(self, index: int, shard: int | None) -> tuple[int, int]:
+        """The key's number among the granted ones, and the shard's among those of the batch."""
         self._check_open()
-        place = self._places.get(index if type(index) is int else whole("index", index))
-        if place is None:
+        row = self._rows.get(index if type(index) is int else whole("index", index))
+        if row is None:
             raise BadRequest("this key was not granted", field="index", value=index)
         if not self._staged:
             raise BadRequest(
@@ -271,59 +269,59 @@ class WriteBatch:
             raise BadRequest(f"the batch was asked for shards {self.shards}", field="shard", value=shard)
         if self._attachment is not None and os.getpid() != self._attachment.pid:
             raise gone(FORKED)  # the memory is not mapped here: touching it would be SIGSEGV
-        return place, 0 if shard is None else self.shards.index(shard)
+        return row, 0 if shard is None else self.shards.index(shard)
 
-    def _buffer(self, place: int, column: int) -> Bytes:
+    def _buffer(self, row: int, column: int) -> Bytes:
         with self._lock:
-            buffer = self._target(place, column)
-            self._begun.add(place * len(self.shards) + column)
+            buffer = self._target(row, column)
+            self._begun.add(row * len(self.shards) + column)
             return buffer
 
-    def _target(self, place: int, column: int) -> Bytes:
+    def _target(self, row: int, column: int) -> Bytes:
         """Under the lock."""
         self._check_open()
-        unwritten = self._unwritten.get(place)
+        unwritten = self._unwritten.get(row)
         if unwritten is None:
-            unwritten = self._unwritten[place] = set(range(len(self.shards)))
+            unwritten = self._unwritten[row] = set(range(len(self.shards)))
         if column not in unwritten:
-            index = self.granted[place]
+            index = self.granted[row]
             raise BadRequest("was said to be written", field="index", value=index, remedy="commit")
         if self._pieces is None:
-            return self._slots[place * len(self.shards) + column]
-        start = self._starts.get(place)
+            return self._slots[row * len(self.shards) + column]
+        start = self._starts.get(row)
         if start is None:
-            start = self._starts[place] = self._pieces.next()
+            start = self._starts[row] = self._pieces.next()
         start += self._columns[column]
         return self._pieces.staging.array[start : start + self._lengths[column]]
 
     def _note_written(self, written: Sequence[tuple[int, int]], checksums: Sequence[int] = ()) -> None:
-        """These (place, column) are; with `checksums` of all of them the daemon has nothing to do for them. Hand over
+        """These (row, column) are; with `checksums` of all of them the daemon has nothing to do for them. Hand over
         what is written, when it is much, and not the last: that goes with the commit."""
         attachment = self._attachment
         with self._lock:
             self._check_open()
             self._checksums.update(zip(written, checksums, strict=False))
-            for place, column in written:
-                self._begun.add(place * len(self.shards) + column)
-                unwritten = self._unwritten[place]
+            for row, column in written:
+                self._begun.add(row * len(self.shards) + column)
+                unwritten = self._unwritten[row]
                 if column in unwritten:
                     unwritten.discard(column)
                     if not unwritten and not checksums:
-                        self._written.append(place)
+                        self._written.append(row)
             much = len(self._written) * self._chunk_bytes >= FILL_AHEAD_BYTES
             last = len(self._written) + len(self._handed_over) == len(self.granted)
             if attachment is None or not much or last:
                 return
-            places = sorted(self._written)
+            rows = sorted(self._written)
             self._written.clear()
-            self._handed_over.update(places)
-            starts = self._hand_over(places)
+            self._handed_over.update(rows)
+            starts = self._hand_over(rows)
             pieces = self._pieces
         columns = range(len(self.shards))
         body = store_pb2.FillRequest(
             reservation_id=self.reservation_id,
             offsets=self._offsets(starts),
-            numbers=[place * len(columns) + column for place in places for column in columns],
+            numbers=[row * len(columns) + column for row in rows for column in columns],
         )
         limit = time.monotonic() + self._timeout_s
         answered = partial(_were_read, pieces, starts)
@@ -333,18 +331,18 @@ class WriteBatch:
         else:  # it was never sent: the commit, if it is, brings them all the same
             with self._lock:
                 if self._state is _State.OPEN:
-                    self._handed_over.difference_update(places)
+                    self._handed_over.difference_update(rows)
                     if pieces is not None:
                         pieces.take_back(starts)
-                        self._starts.update(zip(places, starts, strict=True))
+                        self._starts.update(zip(rows, starts, strict=True))
                     return
             answered()
 
-    def _hand_over(self, places: Sequence[int]) -> list[int]:
+    def _hand_over(self, rows: Sequence[int]) -> list[int]:
         """Their pieces, which are the daemon's from now on. Under the lock, or when nobody else writes any more."""
         if self._pieces is None:
             return []
-        starts = [self._starts.pop(place) for place in places]
+        starts = [self._starts.pop(row) for row in rows]
         self._pieces.handed_over(starts)
         return starts
 
@@ -504,16 +502,16 @@ class WriteBatch:
         if not self._staged or len(self._begun) == len(self.granted) * columns:
             return
         forgotten = next(n for n in range(len(self.granted) * columns) if n not in self._begun)
-        place, column = divmod(forgotten, columns)
+        row, column = divmod(forgotten, columns)
         raise BadRequest(
             f"shard {self.shards[column]} of this key was granted and never written",
             field="index",
-            value=self.granted[place],
+            value=self.granted[row],
             remedy="write all shards of every key in `granted`, or abort",
         )
 
     def _has_answered(
-        self, attachment: Attachment, pieces: StagedPieces | None, starts: Sequence[int], answer: Reply
+        self, attachment: Line, pieces: StagedPieces | None, starts: Sequence[int], answer: Reply
     ) -> None:
         _were_read(pieces, starts)
         # What the daemon has refused it still keeps for us; what is visible and not durable in time it has taken.
@@ -543,7 +541,7 @@ def _were_read(pieces: StagedPieces | None, starts: Sequence[int], _: Reply | No
         pieces.read(starts)
 
 
-def _give_back(attachment: Attachment, reservation_id: int, pieces: StagedPieces | None) -> None:
+def _give_back(attachment: Line, reservation_id: int, pieces: StagedPieces | None) -> None:
     """Of a batch whose commit was never sent. What was handed over comes back when the daemon has answered."""
     if pieces is not None:
         pieces.end()

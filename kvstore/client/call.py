@@ -13,13 +13,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvstore.errors import StoreError, Unavailable
 from kvstore.v1 import store_pb2
-
-if TYPE_CHECKING:
-    from kvstore.client.attachment import Attachment
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +33,20 @@ def gone(why: str) -> Unavailable:
 
 def closed() -> Unavailable:
     return Unavailable("the client is closed", remedy="connect again")
+
+
+class Answers(Protocol):
+    """What a call, and who gives one up, asks of the attachment that carries it."""
+
+    pid: int
+
+    def later(self, work: Callable[[], None]) -> None: ...
+
+    def listen(self) -> None: ...
+
+    def wait_for(self, call: Call) -> None: ...
+
+    def abandon(self, call: Call) -> None: ...
 
 
 class Call:
@@ -66,7 +77,7 @@ class Call:
 
     def __init__(
         self,
-        attachment: Attachment,
+        attachment: Answers,
         expects: str,
         deadline: float,
         must_end: bool = False,

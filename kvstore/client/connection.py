@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -39,9 +39,6 @@ from kvstore.errors import (
     Unavailable,
 )
 
-if TYPE_CHECKING:
-    from kvstore.client.namespace import Namespace
-
 log = logging.getLogger(__name__)
 
 BACKOFF_MIN_S = 0.05
@@ -60,6 +57,12 @@ class State(enum.Enum):
     CONNECTED = "connected"
     RECONNECTING = "reconnecting"
     CLOSED = "closed"
+
+
+class Reopened(Protocol):
+    """What outlives an attachment and is opened again under the next one: a `Namespace`."""
+
+    def reopen(self, attachment: Attachment, now: float) -> None: ...
 
 
 class Connection:
@@ -85,7 +88,7 @@ class Connection:
         self.timeout_s = timeout_s
         self.staging_bytes = staging_bytes
         self.counters: dict[str, int] = defaultdict(int)
-        self.namespaces: weakref.WeakValueDictionary[int, Namespace] = weakref.WeakValueDictionary()
+        self.namespaces: weakref.WeakValueDictionary[int, Reopened] = weakref.WeakValueDictionary()
         self._pid = os.getpid()
         self._engine_group = engine_group
         self._rank = rank

@@ -33,7 +33,7 @@ class Geometry:
                 else "load it whole: its layout is opaque",
             ) from None
 
-    def wanted(self, shards: tuple[int, ...]) -> tuple[int, ...]:
+    def shards_of(self, shards: tuple[int, ...]) -> tuple[int, ...]:
         """Shard numbers of a request; none means all. Raises BadRequest."""
         for shard in shards:
             if not 0 <= shard < len(self.shard_bytes):

@@ -23,18 +23,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
-from kvstore.client.call import gone
+from kvstore.client.call import Call, gone
 from kvstore.client.stream import Receive
 from kvstore.errors import StoreError
 from kvstore.v1 import store_pb2
 from kvstore.wire import LANE_PREFIX_BYTES, error_from_proto, lane_frame
-
-if TYPE_CHECKING:
-    from kvstore.client.call import Call
 
 log = logging.getLogger(__name__)
 

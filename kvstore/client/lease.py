@@ -10,21 +10,19 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import xxhash
 
 from kvstore.arguments import NUMBER_MAX, rows_of, seconds, whole
 from kvstore.client.destination import Bits, copy_pairs, destination
+from kvstore.client.geometry import Geometry
+from kvstore.client.line import Line
+from kvstore.client.mapped_extents import MappedExtents
 from kvstore.errors import BadRequest
 from kvstore.memory import fence
 from kvstore.types import ChunkKey, Outcome, Reason
 from kvstore.v1 import store_pb2
-
-if TYPE_CHECKING:
-    from kvstore.client.attachment import Attachment
-    from kvstore.client.geometry import Geometry
-    from kvstore.client.mapped_extents import MappedExtents
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +69,7 @@ class Waiter:
 class Grant:
     """What the daemon pinned."""
 
-    attachment: Attachment
+    attachment: Line
     namespace_id: int
     lease_id: int
     ttl_ms: int
@@ -289,7 +287,7 @@ class ReadLease:
             _give_back(grant.attachment, self.lease_id, grant.waiter)
 
 
-def _give_back(attachment: Attachment, lease_id: int, waiter: Waiter | None) -> None:
+def _give_back(attachment: Line, lease_id: int, waiter: Waiter | None) -> None:
     if waiter is not None:
         attachment.forget_waiter(waiter)
     if lease_id:

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.client.mappings import Mappings, Segment
 from kvstore.types import Extents
-
-if TYPE_CHECKING:
-    from kvstore.client.mappings import Mappings, Segment
 
 
 class MappedExtents:

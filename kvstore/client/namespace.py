@@ -20,9 +20,11 @@ from kvstore.arguments import NUMBER_MAX, binary, flag, listed, one_of, shown, t
 from kvstore.client.attachment import Attachment
 from kvstore.client.batch import StagedPieces, WriteBatch
 from kvstore.client.call import Operation, Reply, drive, gone
+from kvstore.client.connection import Connection
 from kvstore.client.geometry import Geometry
 from kvstore.client.lease import Grant, ReadLease, Waiter
 from kvstore.client.mapped_extents import MappedExtents
+from kvstore.client.mappings import Mappings
 from kvstore.client.reads import Reads
 from kvstore.client.staging import footprint
 from kvstore.errors import BadRequest, DeadlineExceeded, NotFound, StoreError, Unavailable
@@ -44,10 +46,8 @@ from kvstore.types import (
 )
 from kvstore.v1 import hints_pb2, store_pb2
 
-if TYPE_CHECKING:
-    from kvstore.client import Client
-    from kvstore.client.connection import Connection
-    from kvstore.client.mappings import Mappings
+if TYPE_CHECKING:  # the public way back from a namespace to the client that opened it
+    from kvstore.client.sync import Client
 
 log = logging.getLogger(__name__)
 
@@ -322,7 +322,7 @@ class Namespace:
         timeout_s: float | None,
     ) -> Operation[ReadLease]:
         keys = _checked_keys("keys", keys)
-        wanted = self._geometry.wanted(tuple(wholes("shards", shards)))
+        shard_numbers = self._geometry.shards_of(tuple(wholes("shards", shards)))
         wait_ms = whole("wait_ms", wait_ms)
         ttl_ms = whole("ttl_ms", ttl_ms)
         any_order = flag("any_order", any_order)
@@ -331,7 +331,7 @@ class Namespace:
         deadline = self._connection.deadline(timeout_s)
         binding = self._bound()
         if binding is None or not keys:
-            return self._no_lease(keys, wanted)
+            return self._no_lease(keys, shard_numbers)
         attachment, number = binding
         waiter = attachment.new_waiter(Waiter(number, keys)) if wait_ms else None
 
@@ -341,7 +341,7 @@ class Namespace:
         body = store_pb2.AcquireRequest(
             namespace_id=number,
             keys=keys,
-            shards=wanted,
+            shards=shard_numbers,
             ttl_ms=ttl_ms,
             wait_ms=wait_ms,
             any_order=any_order,
@@ -354,14 +354,14 @@ class Namespace:
             answer = call.answer
             if not isinstance(answer, store_pb2.AttachReply):
                 self._connection.count("reads_failed")
-                return self._no_lease(keys, wanted)
+                return self._no_lease(keys, shard_numbers)
             try:
                 acquired = wire.acquired_from_proto(answer.acquire)
                 missing = attachment.mappings.missing(set(acquired.extents.segment))
                 if missing:
                     yield partial(attachment.map_segments, missing, deadline)
                 outcomes, reasons, mapped, ranks = self._hits(
-                    acquired, keys, wanted, any_order, attachment.mappings
+                    acquired, keys, shard_numbers, any_order, attachment.mappings
                 )
                 grant = Grant(
                     attachment,
@@ -375,7 +375,7 @@ class Namespace:
                     call.sent_at + wait_ms / 1000,
                 )
                 lease = ReadLease(
-                    keys, outcomes, reasons, self._geometry, wanted, grant, self._verify_every(verify)
+                    keys, outcomes, reasons, self._geometry, shard_numbers, grant, self._verify_every(verify)
                 )
                 if lease.lease_id:
                     attachment.hold(lease)
@@ -389,7 +389,7 @@ class Namespace:
         if kept:
             return lease
         lease.release()
-        return self._no_lease(keys, wanted)
+        return self._no_lease(keys, shard_numbers)
 
     def _hits(
         self,
@@ -480,9 +480,9 @@ class Namespace:
                 raise BadRequest(
                     f"has one entry per key ({len(keys)}) or none", field=field, value=len(column)
                 )
-        wanted = self._geometry.wanted(tuple(wholes("shards", shards)))
+        shard_numbers = self._geometry.shards_of(tuple(wholes("shards", shards)))
         _check_maker(maker)
-        lengths = [self._geometry.shard_bytes[shard] for shard in wanted]
+        lengths = [self._geometry.shard_bytes[shard] for shard in shard_numbers]
         deadline = self._connection.deadline(timeout_s)
         binding = self._bound()
         if binding is None or not keys:
@@ -514,7 +514,7 @@ class Namespace:
             parent=parent,
             parents=parents[:asked],
             token_counts=token_counts[:asked],
-            shards=wanted,
+            shards=shard_numbers,
             derived=derived,
             maker=maker,
             transient=transient,
@@ -533,7 +533,7 @@ class Namespace:
                     missing = attachment.mappings.missing(set(reserved.extents.segment))
                     if missing:
                         yield partial(attachment.map_segments, missing, deadline)
-                batch = self._batch(reserved, keys, wanted, lengths, staged, pieces, attachment)
+                batch = self._batch(reserved, keys, shard_numbers, lengths, staged, pieces, attachment)
                 if batch is not None:
                     attachment.batches[batch.reservation_id] = batch
             finally:
@@ -685,7 +685,7 @@ class Namespace:
         body = store_pb2.ReportDuplicatesRequest(
             keys=_checked_keys("keys", keys),
             checksums=wholes("checksums", checksums, 0, CHECKSUM_MAX),
-            shards=self._geometry.wanted(tuple(wholes("shards", shards))),
+            shards=self._geometry.shards_of(tuple(wholes("shards", shards))),
             maker=_check_maker(maker),
         )
         answer = yield from self._asking("report_duplicates", body, timeout_s)

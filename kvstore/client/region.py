@@ -10,16 +10,14 @@ import threading
 import time
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from kvstore import wire
 from kvstore.arguments import NUMBER_MAX, whole
 from kvstore.client.call import FORKED, gone
+from kvstore.client.line import Line
 from kvstore.errors import BadRequest, StoreError, Unavailable
 from kvstore.v1 import descriptor_pb2
-
-if TYPE_CHECKING:
-    from kvstore.client.attachment import Attachment
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ class Region:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
-        self._lent: tuple[weakref.ref[Attachment], int] | None = None
+        self._lent: tuple[weakref.ref[Line], int] | None = None
         """To whom, and the number that it has there."""
         try:
             self._fd = os.dup(fd)
@@ -64,12 +62,12 @@ class Region:
             self._closed = True
             self._end()
 
-    def number(self, attachment: Attachment) -> int:
+    def number(self, attachment: Line) -> int:
         """The number that the daemon knows it by; 0 when it is not lent to this one."""
         lent = self._lent
         return lent[1] if lent is not None and lent[0]() is attachment else 0
 
-    def lend(self, attachment: Attachment, deadline: float) -> None:
+    def lend(self, attachment: Line, deadline: float) -> None:
         """Unless it is lent to this daemon already. Blocks. Raises StoreError."""
         if os.getpid() != self._pid:
             raise gone(FORKED)

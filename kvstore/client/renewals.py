@@ -5,10 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from kvstore.client.lease import ReadLease
+from typing import Protocol, TypeVar
 
 RENEW_FRACTION = 1 / 3
 """Of its time to live that passes before a lease is renewed: two renewals may get lost."""
@@ -22,17 +19,28 @@ def alive(things: weakref.WeakValueDictionary[int, T]) -> list[T]:
     return [thing for reference in things.valuerefs() if (thing := reference()) is not None]
 
 
+class Lease(Protocol):
+    """What is renewed: a `ReadLease`. Times are monotonic seconds."""
+
+    lease_id: int
+    ttl_ms: int
+    granted_at: float
+    expires_at: float
+
+    def release(self) -> None: ...
+
+
 class Renewals:
     """Holds leases weakly: one that was dropped without `release()` is not kept alive at the daemon either."""
 
     def __init__(self) -> None:
-        self._leases: weakref.WeakValueDictionary[int, ReadLease] = weakref.WeakValueDictionary()
+        self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
         self._renew_at: dict[int, float] = {}
 
     def __repr__(self) -> str:
         return f"Renewals({len(self._renew_at)} leases)"
 
-    def add(self, lease: ReadLease) -> float:
+    def add(self, lease: Lease) -> float:
         """Returns when it is due for the first time."""
         due = lease.granted_at + lease.ttl_ms / 1000 * RENEW_FRACTION
         self._leases[lease.lease_id] = lease
@@ -79,5 +87,5 @@ class Renewals:
             if lease is not None:
                 lease.expires_at = 0.0
 
-    def open_leases(self) -> list[ReadLease]:
+    def open_leases(self) -> list[Lease]:
         return alive(self._leases)

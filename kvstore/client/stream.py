@@ -5,17 +5,14 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import grpc
 
 from kvstore import wire
-from kvstore.client.call import gone
+from kvstore.client.call import Call, gone
 from kvstore.errors import StoreError
 from kvstore.v1 import store_pb2, store_pb2_grpc
-
-if TYPE_CHECKING:
-    from kvstore.client.call import Call
 
 Receive = Callable[[store_pb2.AttachReply], None]
 """What every reply is handed to, one after the other."""

@@ -28,21 +28,17 @@ import stat
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import grpc
 import grpc.aio
-import numpy.typing as npt
 from prometheus_client.core import Metric
 
 from kvstore import __version__
 from kvstore.config import MORE_SEGMENTS, ONE_SEGMENT, StoreConfig
 from kvstore.core import events
 from kvstore.core.events import Ticket
-from kvstore.core.ssd import restart
 from kvstore.core.store import Store
 from kvstore.errors import ConfigError, StoreError
 from kvstore.memory import fix_mmap_threshold, keep_freed_memory, memory_limit_bytes
@@ -52,11 +48,9 @@ from kvstore.server.health import SERVICE as HEALTH_SERVICE
 from kvstore.server.logs import fields, leave, timestamp
 from kvstore.server.loop import Loop, monotonic_ms
 from kvstore.server.metrics import MetricsServer, families
-from kvstore.tiers import ssd
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.copier import Copier
 from kvstore.tiers.disk_port import Disk, RealDisk
-from kvstore.tiers.index import ChunkBatch
 from kvstore.tiers.regions import Regions
 from kvstore.tiers.ssd import SsdTier
 from kvstore.transport.bytes_service import BYTES_SERVICE, BytesService
@@ -472,8 +466,8 @@ class Daemon:
         began = time.monotonic()
         snapshot = tier.open()
         limits = self.config.limits
-        store = Store(replace(limits, disk_slabs_max=min(limits.disk_slabs_max, snapshot.slabs_max)))
-        restored = store.restore(_core_snapshot(snapshot), monotonic_ms())
+        store = Store(replace(limits, disk_slabs_max=min(limits.disk_slabs_max, tier.slabs_max)))
+        restored = store.restore(snapshot, monotonic_ms())
         log.info(
             "SSD tier is open",
             extra=fields(
@@ -816,41 +810,3 @@ def sd_notify(state: str) -> None:
             notify.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
         except OSError as problem:
             log.warning("NOTIFY_SOCKET does not listen", extra=fields(address=address, why=str(problem)))
-
-
-def _core_snapshot(snapshot: ssd.Snapshot) -> restart.Snapshot:
-    """The index's arrays as the core's plain columns."""
-    return restart.Snapshot(
-        boot_count=snapshot.boot_count,
-        next_slab=snapshot.next_slab,
-        slabs=snapshot.slabs,
-        namespaces=snapshot.namespaces,
-        makers=snapshot.makers,
-        chunks=map(_core_batch, snapshot.chunks),
-        sessions=snapshot.sessions,
-        usage=snapshot.usage,
-    )
-
-
-def _core_batch(batch: ChunkBatch) -> restart.ChunkBatch:
-    makers = sorted(set(batch.maker) - {b""})
-    number = {maker: index for index, maker in enumerate(makers)} | {b"": -1}
-    return restart.ChunkBatch(
-        namespace=batch.namespace,
-        shards=batch.slab.shape[1],
-        keys=batch.keys,
-        token_count=_column("i", batch.token_count),
-        flags=_column("i", batch.flags),
-        maker=[number[maker] for maker in batch.maker],
-        makers=makers,
-        slab=_column("i", batch.slab),
-        slot=_column("i", batch.slot),
-        generation=_column("Q", batch.generation),
-        checksum=_column("Q", batch.checksum),
-    )
-
-
-def _column(code: str, values: npt.NDArray[Any]) -> array[int]:
-    column = array(code)
-    column.frombytes(values.astype(f"={code}").tobytes())
-    return column

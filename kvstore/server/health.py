@@ -36,7 +36,7 @@ class Health:
         self._status: dict[str, int] = {"": NOT_SERVING}
         self._watchers: set[asyncio.Event] = set()
         self._ending = False
-        self._places = CallLimit(calls_max=CALLS_MAX, reads_max=READS_MAX)
+        self._limit = CallLimit(calls_max=CALLS_MAX, reads_max=READS_MAX)
 
     def __repr__(self) -> str:
         return f"Health({self._status}, {len(self._watchers)} watchers)"
@@ -66,14 +66,14 @@ class Health:
             changed.set()
 
     async def _check(self, _: Any, context: Context) -> None:
-        with self._places.taken("Check") as reading:
+        with self._limit.taken("Check") as reading:
             service = await self._asked(context, reading)
             if service not in self._status:
                 raise NotFound("no such service here", field="service", value=service)
             await self._tell(context, self._status[service])
 
     async def _watch(self, _: Any, context: Context) -> None:
-        with self._places.taken("Watch") as reading:
+        with self._limit.taken("Watch") as reading:
             service = await self._asked(context, reading)
             changed = asyncio.Event()
             self._watchers.add(changed)

@@ -18,18 +18,16 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvstore.core import events
+from kvstore.core.store import Store
 from kvstore.errors import DeadlineExceeded, Exhausted, StoreError, Unavailable
 from kvstore.server.logs import fields
+from kvstore.tiers.arena import Arena, Staging
+from kvstore.tiers.copier import Copier
+from kvstore.tiers.ssd import SsdStats, SsdTier
 from kvstore.types import DiskState, Millis, SegmentId, Tier, WorkerId
-
-if TYPE_CHECKING:
-    from kvstore.core.store import Store
-    from kvstore.tiers.arena import Arena, Staging
-    from kvstore.tiers.copier import Copier
-    from kvstore.tiers.ssd import SsdStats, SsdTier
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +47,7 @@ Push = (
     | events.WorkerClosed
     | events.WorkerLeft
 )
-"""What a worker's stream is told: the core's pushes, and that the worker's connection or process has ended."""
+"""The pushes that go to a worker's stream: the core's own, and that the worker's connection or process has ended."""
 DiskEffect = (
     events.CreateSlab
     | events.WriteRecords
@@ -104,7 +102,7 @@ class Loop:
         self._next_channel = 1
         self._subscribers: dict[WorkerId, Callable[[Push], None]] = {}
         self._retired: dict[WorkerId, set[SegmentId]] = {}
-        """What each worker was asked to unmap and has not confirmed: told again on its next stream."""
+        """The segments that each worker was asked to unmap and has not confirmed: told again on its next stream."""
         self._segment_work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._segment_thread = threading.Thread(
             target=self._run_segment_work, name="kvstored-segments", daemon=True
@@ -233,7 +231,7 @@ class Loop:
             del self._subscribers[worker]
 
     def disk_stats(self) -> SsdStats | None:
-        """What the SSD tier did; None if there is none."""
+        """The work of the SSD tier; None without a tier."""
         return None if self._ssd is None else self._ssd.stats()
 
     # ------------------------------------------------------------------------------------------------- turns

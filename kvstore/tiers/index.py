@@ -69,8 +69,8 @@ class SlabRow(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkBatch:
-    """n chunks of one namespace; arrays of two dimensions are [n, shards]."""
+class IndexRows:
+    """n chunks of one namespace as the index has them; arrays of two dimensions are [n, shards]."""
 
     namespace: int
     keys: list[ChunkKey]
@@ -311,7 +311,7 @@ class Index:
 
     def chunks(
         self, namespaces: Mapping[int, NamespaceSpec], slabs: Iterable[SlabRow], *, direct: bool
-    ) -> Iterator[ChunkBatch]:
+    ) -> Iterator[IndexRows]:
         """All chunks of these namespaces whose shards lie in slots of these slabs that no other chunk names; the others
         are deleted. To be read to its end before anything is written."""
         places = _Places(slabs, direct=direct)
@@ -685,8 +685,8 @@ class _Places:
         return good
 
 
-def _batch(namespace: int, keys: list[bytes], columns: format.ChunkColumns) -> ChunkBatch:
-    return ChunkBatch(
+def _batch(namespace: int, keys: list[bytes], columns: format.ChunkColumns) -> IndexRows:
+    return IndexRows(
         namespace=namespace,
         keys=[ChunkKey(key[4:]) for key in keys],
         token_count=columns.token_count,
@@ -699,8 +699,8 @@ def _batch(namespace: int, keys: list[bytes], columns: format.ChunkColumns) -> C
     )
 
 
-def _select(batch: ChunkBatch, rows: npt.NDArray[np.intp]) -> ChunkBatch:
-    return ChunkBatch(
+def _select(batch: IndexRows, rows: npt.NDArray[np.intp]) -> IndexRows:
+    return IndexRows(
         namespace=batch.namespace,
         keys=[batch.keys[row] for row in rows],
         token_count=batch.token_count[rows],

@@ -26,8 +26,10 @@ import resource
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,16 +41,15 @@ from kvstore.core.events import (
     DiskDone,
     DiskTrouble,
     IndexUsage,
-    NamespaceRecord,
     ProbeDisk,
     ReadRecords,
     RewriteRecords,
     ScrubRecords,
-    SessionRecord,
     SlabReady,
     WriteIndex,
     WriteRecords,
 )
+from kvstore.core.ssd.restart import ChunkBatch, Snapshot
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.tiers import format
 from kvstore.tiers.base import SlotMemory
@@ -56,7 +57,7 @@ from kvstore.tiers.directory import DirectoryLock
 from kvstore.tiers.disk_port import Buffer, Disk, describe, disk_result, read_all, write_all
 from kvstore.tiers.disk_watch import DiskWatch, Problem
 from kvstore.tiers.format import PAGE_BYTES, Defect
-from kvstore.tiers.index import ChunkBatch, Index, SlabRow
+from kvstore.tiers.index import Index, IndexRows
 from kvstore.tiers.io_pool import CLOSING, OK, IoPool, Result, Row, Scratch, failed, is_aligned
 from kvstore.tiers.slab_files import SlabFile, SlabFiles
 from kvstore.tiers.verify import Verifier
@@ -84,25 +85,6 @@ FILES_SPARE = 4_096
 
 DiskEffect = CreateSlab | WriteRecords | ReadRecords | WriteIndex | ProbeDisk | ScrubRecords | RewriteRecords
 Done = Callable[[SlabReady | DiskDone | DiskTrouble], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What a restart knows. `chunks` reads the index as it is consumed: read it to its end before the first submit."""
-
-    slabs: list[SlabRow]
-    slabs_max: int
-    """How many slab files the cap leaves room for: fewer than the settings say if the index is larger than they do,
-    because what it once had it keeps."""
-    next_slab: SlabId
-    boot_count: int
-    """One higher at each open; generations of this boot start at boot_count << 32."""
-    namespaces: list[NamespaceRecord]
-    sessions: list[SessionRecord]
-    chunks: Iterator[ChunkBatch]
-    makers: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)
-    usage: IndexUsage | None = None
-    """Of the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +135,9 @@ class SsdTier:
         """Of the scrub thread, as is the next."""
         self._scrub_bytes_per_s = 0
         self._ending = threading.Event()
+        self.slabs_max = 0
+        """How many slab files the cap leaves room for, once it is open: fewer than the settings say if the index is
+        larger than they do, because what it once had it keeps."""
         self._watch = DiskWatch(
             config, self._slabs, disk, os.path.join(config.ssd_dir, INDEX_DIR), trouble=self._troubled
         )
@@ -160,7 +145,8 @@ class SsdTier:
     # ------------------------------------------------------------------------------------------------- start and end
 
     def open(self) -> Snapshot:
-        """Locks the directory and reads the index. Raises ConfigError (in use, a newer format, settings that cannot
+        """Locks the directory and reads the index: its chunks as they are consumed, which is to end before the first
+        submit. Raises ConfigError (in use, a newer format, settings that cannot
         work, a damaged index), Exhausted (the disk is full) or Unavailable (it fails); nothing is held then."""
         _check(self._config)
         self._lock = DirectoryLock(self._directory)
@@ -195,16 +181,16 @@ class SsdTier:
             shutil.rmtree(os.path.join(self._directory, NEW_INDEX_DIR), ignore_errors=True)
             namespaces = index.namespaces()
             specs = {namespace.number: namespace.spec for namespace in namespaces}
+            self.slabs_max = slabs_bytes_max // self._config.ssd_slab_bytes
             snapshot = Snapshot(
                 slabs=slabs,
-                slabs_max=slabs_bytes_max // self._config.ssd_slab_bytes,
                 next_slab=SlabId(index.next_slab),
                 boot_count=index.boot_count,
                 namespaces=namespaces,
                 sessions=index.sessions(specs),
                 makers=index.makers(),
                 usage=index.usage,
-                chunks=index.chunks(specs, slabs, direct=self._direct),
+                chunks=map(_batch, index.chunks(specs, slabs, direct=self._direct)),
             )
         except BaseException as problem:
             self._release_directory()
@@ -581,3 +567,28 @@ def _check(config: StoreConfig) -> None:
         )
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _batch(rows: IndexRows) -> ChunkBatch:
+    """The index's arrays as the core's plain columns."""
+    makers = sorted(set(rows.maker) - {b""})
+    number = {maker: index for index, maker in enumerate(makers)} | {b"": -1}
+    return ChunkBatch(
+        namespace=rows.namespace,
+        shards=rows.slab.shape[1],
+        keys=rows.keys,
+        token_count=_column("i", rows.token_count),
+        flags=_column("i", rows.flags),
+        maker=[number[maker] for maker in rows.maker],
+        makers=makers,
+        slab=_column("i", rows.slab),
+        slot=_column("i", rows.slot),
+        generation=_column("Q", rows.generation),
+        checksum=_column("Q", rows.checksum),
+    )
+
+
+def _column(code: str, values: npt.NDArray[Any]) -> array[int]:
+    column = array(code)
+    column.frombytes(values.astype(f"={code}").tobytes())
+    return column

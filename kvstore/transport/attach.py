@@ -9,21 +9,18 @@ pushes, which cannot be held back.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from kvstore import wire
 from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.errors import BadRequest, Exhausted, StoreError, Unauthenticated
 from kvstore.server.logs import fields
+from kvstore.server.loop import Loop, Push
 from kvstore.transport import decoding
 from kvstore.transport.rpc import INTERNAL
+from kvstore.types import WorkerId
 from kvstore.v1 import store_pb2
-
-if TYPE_CHECKING:
-    from kvstore.server.loop import Push
-    from kvstore.transport.service import Service
-    from kvstore.types import WorkerId
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +41,21 @@ STARTS_SOMETHING = frozenset({events.Open, events.Match, events.Acquire, events.
 """Refused while the daemon drains; whatever ends something goes on."""
 
 
+class Serving(Protocol):
+    """What all workers' requests have in common: a `Service`."""
+
+    loop: Loop
+    draining: bool
+    peer_timeout_s: float
+
+    def check_not_draining(self) -> None:
+        """Raises Unavailable."""
+
+
 class Attached:
     """One worker's requests, answers and pushes after it said who it is. `deliver` and `end` are the carrier's."""
 
-    def __init__(self, service: Service, worker: WorkerId) -> None:
+    def __init__(self, service: Serving, worker: WorkerId) -> None:
         self._service = service
         self._loop = service.loop
         self._worker = worker

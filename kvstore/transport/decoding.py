@@ -1,8 +1,9 @@
 """Requests -> events: the one place where every field that a peer sends is checked against its bound.
 
-CALLS says for each request of `Store` and `Stats` how its message becomes an event and its answer a reply. The Attach
-stream and the unary calls share it, so that they cannot differ. What is checked here needs no state; what does (an
-unknown lease, a tenant's namespace, the number of shards) is the core's.
+REQUESTS has a row for each request: its unary method, its field on the Attach stream, how its message becomes an
+event, and which answer it gets (`wire.ANSWERS` says how that becomes a reply). The stream and the unary calls share the
+rows, so they cannot differ. What is checked here needs no state; what does (an unknown lease, a tenant's namespace, the
+number of shards) is the core's.
 """
 
 from __future__ import annotations
@@ -50,13 +51,23 @@ SCRUB_BYTES_PER_S_MAX = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One kind of request. `event` raises BadRequest or Unsupported; None stands for a request that needs no core."""
+    """One kind of request."""
 
+    service: str
+    """Where its unary call is; "" if it comes over the Attach stream alone."""
+    method: str
+    field: str
+    """Of AttachRequest; "" if it is a unary call alone."""
     request: type[Message]
     event: Callable[[Any, Ticket], events.Event] | None
-    reply: Callable[..., Message]
+    """Raises BadRequest or Unsupported. None: the request needs no core."""
+    answer: type[Any]
     extents: bool = False
     """The reply has extents, which the request may want packed."""
+
+    @property
+    def reply(self) -> Callable[..., Message]:
+        return wire.ANSWERS[self.answer].to_proto
 
 
 def number(field: str, value: int, high: int, low: int = 0) -> int:
@@ -375,55 +386,6 @@ def _segments_unmapped(message: store_pb2.SegmentsUnmappedRequest, ticket: Ticke
     return events.SegmentsUnmapped(ticket, tuple(map(SegmentId, message.segments)))
 
 
-STORE_CALLS: dict[str, Call] = {
-    "Open": Call(store_pb2.OpenRequest, _open, wire.opened_to_proto),
-    "Match": Call(store_pb2.MatchRequest, _match, wire.matched_to_proto),
-    "Acquire": Call(store_pb2.AcquireRequest, _acquire, wire.acquired_to_proto, extents=True),
-    "Renew": Call(store_pb2.RenewRequest, _renew, wire.renewed_to_proto),
-    "Release": Call(store_pb2.ReleaseRequest, _release, wire.done_to_proto),
-    "Reserve": Call(store_pb2.ReserveRequest, _reserve, wire.reserved_to_proto, extents=True),
-    "Fill": Call(store_pb2.FillRequest, _fill, wire.filled_to_proto),
-    "Commit": Call(store_pb2.CommitRequest, _commit, wire.committed_to_proto),
-    "Abort": Call(store_pb2.AbortRequest, _abort, wire.done_to_proto),
-    "ReportLoad": Call(store_pb2.ReportLoadRequest, _report_load, wire.done_to_proto),
-    "ReportDuplicates": Call(store_pb2.ReportDuplicatesRequest, _report_duplicates, wire.done_to_proto),
-    "GetSession": Call(store_pb2.GetSessionRequest, _get_session, wire.session_to_proto),
-    "UpdateSession": Call(store_pb2.UpdateSessionRequest, _update_session, wire.session_to_proto),
-    "Truncate": Call(store_pb2.TruncateRequest, _truncate, wire.session_to_proto),
-    "Fork": Call(store_pb2.ForkRequest, _fork, wire.session_to_proto),
-    "Forget": Call(store_pb2.ForgetRequest, _forget, wire.done_to_proto),
-}
-"""The unary calls of service Store, by method name."""
-
-HINTS_CALLS: dict[str, Call] = {
-    "PublishQueue": Call(hints_pb2.PublishQueueRequest, _publish_queue, wire.queue_to_proto),
-}
-"""The unary calls of service Hints, by method name."""
-
-ATTACH_CALLS: dict[str, Call] = {
-    "open": STORE_CALLS["Open"],
-    "match": STORE_CALLS["Match"],
-    "acquire": STORE_CALLS["Acquire"],
-    "renew": STORE_CALLS["Renew"],
-    "release": STORE_CALLS["Release"],
-    "reserve": STORE_CALLS["Reserve"],
-    "fill": STORE_CALLS["Fill"],
-    "commit": STORE_CALLS["Commit"],
-    "abort": STORE_CALLS["Abort"],
-    "report_load": STORE_CALLS["ReportLoad"],
-    "report_duplicates": STORE_CALLS["ReportDuplicates"],
-    "get_session": STORE_CALLS["GetSession"],
-    "update_session": STORE_CALLS["UpdateSession"],
-    "truncate": STORE_CALLS["Truncate"],
-    "fork": STORE_CALLS["Fork"],
-    "forget": STORE_CALLS["Forget"],
-    "publish_queue": HINTS_CALLS["PublishQueue"],
-    "segments_unmapped": Call(store_pb2.SegmentsUnmappedRequest, _segments_unmapped, wire.done_to_proto),
-    "heartbeat": Call(store_pb2.HeartbeatRequest, None, wire.done_to_proto),
-}
-"""The bodies of AttachRequest, by field name; `hello` is the stream's own."""
-
-
 # ------------------------------------------------------------------------------------------------------------ Stats
 
 
@@ -473,14 +435,71 @@ def _recall(message: admin_pb2.RecallRequest, ticket: Ticket) -> events.Recall:
     )
 
 
-ADMIN_CALLS: dict[str, Call] = {
-    "Scrub": Call(admin_pb2.ScrubRequest, _scrub, wire.scrubbed_to_proto),
-    "ListQuarantine": Call(admin_pb2.ListQuarantineRequest, _list_quarantine, wire.quarantine_to_proto),
-    "Recall": Call(admin_pb2.RecallRequest, _recall, wire.recalled_to_proto),
-}
-"""The unary calls of service Admin, by method name."""
+# ----------------------------------------------------------------------------------------------------- all of them
 
-STATS_CALLS: dict[str, Call] = {
-    "ListSessions": Call(stats_pb2.ListSessionsRequest, _list_sessions, wire.sessions_to_proto),
-    "Explain": Call(stats_pb2.ExplainRequest, _explain, wire.explained_to_proto),
-}
+REQUESTS = (
+    Call("Store", "Open", "open", store_pb2.OpenRequest, _open, events.Opened),
+    Call("Store", "Match", "match", store_pb2.MatchRequest, _match, events.Matched),
+    Call("Store", "Acquire", "acquire", store_pb2.AcquireRequest, _acquire, events.Acquired, extents=True),
+    Call("Store", "Renew", "renew", store_pb2.RenewRequest, _renew, events.Renewed),
+    Call("Store", "Release", "release", store_pb2.ReleaseRequest, _release, events.Done),
+    Call("Store", "Reserve", "reserve", store_pb2.ReserveRequest, _reserve, events.Reserved, extents=True),
+    Call("Store", "Fill", "fill", store_pb2.FillRequest, _fill, events.Filled),
+    Call("Store", "Commit", "commit", store_pb2.CommitRequest, _commit, events.Committed),
+    Call("Store", "Abort", "abort", store_pb2.AbortRequest, _abort, events.Done),
+    Call("Store", "ReportLoad", "report_load", store_pb2.ReportLoadRequest, _report_load, events.Done),
+    Call(
+        "Store",
+        "ReportDuplicates",
+        "report_duplicates",
+        store_pb2.ReportDuplicatesRequest,
+        _report_duplicates,
+        events.Done,
+    ),
+    Call("Store", "GetSession", "get_session", store_pb2.GetSessionRequest, _get_session, events.SessionInfo),
+    Call(
+        "Store",
+        "UpdateSession",
+        "update_session",
+        store_pb2.UpdateSessionRequest,
+        _update_session,
+        events.SessionInfo,
+    ),
+    Call("Store", "Truncate", "truncate", store_pb2.TruncateRequest, _truncate, events.SessionInfo),
+    Call("Store", "Fork", "fork", store_pb2.ForkRequest, _fork, events.SessionInfo),
+    Call("Store", "Forget", "forget", store_pb2.ForgetRequest, _forget, events.Done),
+    Call("", "", "segments_unmapped", store_pb2.SegmentsUnmappedRequest, _segments_unmapped, events.Done),
+    Call("", "", "heartbeat", store_pb2.HeartbeatRequest, None, events.Done),
+    Call(
+        "Hints",
+        "PublishQueue",
+        "publish_queue",
+        hints_pb2.PublishQueueRequest,
+        _publish_queue,
+        events.QueueAccepted,
+    ),
+    Call("Stats", "ListSessions", "", stats_pb2.ListSessionsRequest, _list_sessions, events.SessionList),
+    Call("Stats", "Explain", "", stats_pb2.ExplainRequest, _explain, events.Explained),
+    Call("Admin", "Scrub", "", admin_pb2.ScrubRequest, _scrub, events.Scrubbed),
+    Call(
+        "Admin",
+        "ListQuarantine",
+        "",
+        admin_pb2.ListQuarantineRequest,
+        _list_quarantine,
+        events.QuarantineList,
+    ),
+    Call("Admin", "Recall", "", admin_pb2.RecallRequest, _recall, events.Recalled),
+)
+"""The one table of requests. `GetStats`, `ListNamespaces` and `WatchStats` are asked and answered in `service.py`, the
+streams of `Bytes` in `bytes_service.py`, `hello` by whoever carries the Attach stream."""
+
+
+def _unary(service: str) -> dict[str, Call]:
+    return {call.method: call for call in REQUESTS if call.service == service}
+
+
+STORE_CALLS, HINTS_CALLS, STATS_CALLS, ADMIN_CALLS = map(_unary, ("Store", "Hints", "Stats", "Admin"))
+"""The unary calls of each service, by method."""
+ATTACH_CALLS = {call.field: call for call in REQUESTS if call.field}
+"""The bodies of AttachRequest, by field; `hello` is the stream's own."""

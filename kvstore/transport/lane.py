@@ -16,7 +16,6 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kvstore.errors import BadRequest, DeadlineExceeded, Exhausted, StoreError
 from kvstore.memory import SCM_MAX_FD
@@ -28,14 +27,12 @@ from kvstore.transport.attach import (
     UNSENT_BYTES_MAX,
     UNSENT_PAUSE_BYTES,
     Attached,
+    Serving,
 )
 from kvstore.transport.rpc import INTERNAL
+from kvstore.types import WorkerId
 from kvstore.v1 import store_pb2
 from kvstore.wire import LANE_PREFIX_BYTES, error_to_proto, lane_frame
-
-if TYPE_CHECKING:
-    from kvstore.transport.service import Service
-    from kvstore.types import WorkerId
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +47,7 @@ class Lane(Attached):
 
     def __init__(
         self,
-        service: Service,
+        service: Serving,
         worker: WorkerId,
         sock: socket.socket,
         *,

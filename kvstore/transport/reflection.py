@@ -20,14 +20,14 @@ class Reflection:
         # its stubs have it awaited, where it is iterated
         self._answers: Any = reflection.aio.ReflectionServicer((*services, SERVICE))
         self._peer_timeout_s = peer_timeout_s
-        self._places = CallLimit(calls_max=CALLS_MAX, reads_max=CALLS_MAX)
+        self._limit = CallLimit(calls_max=CALLS_MAX, reads_max=CALLS_MAX)
 
     def handlers(self) -> Handlers:
         name = "ServerReflectionInfo"
         return Handlers({f"/{SERVICE}/{name}": rpc.stream(self._serve, name)})
 
     async def _serve(self, _: Any, context: Context) -> None:
-        with self._places.taken(SERVICE):
+        with self._limit.taken(SERVICE):
             async for reply in self._answers.ServerReflectionInfo(self._questions(context), context):
                 await rpc.write(context, reply.SerializeToString(), self._peer_timeout_s)
 

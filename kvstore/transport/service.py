@@ -114,7 +114,7 @@ class Service:
         self._streams: dict[WorkerId, Attached] = {}
         self._watchers = 0
         self._strangers = 0
-        self._places = CallLimit(calls_max=CALLS_PER_WORKER_MAX, reads_max=READS_PER_WORKER_MAX)
+        self._limit = CallLimit(calls_max=CALLS_PER_WORKER_MAX, reads_max=READS_PER_WORKER_MAX)
 
     def __repr__(self) -> str:
         return f"Service(streams={len(self._streams)}, watchers={self._watchers}, draining={self.draining})"
@@ -147,7 +147,7 @@ class Service:
             worker = self.caller(context)
             by_tcp = self._tcp is not None and worker in self._tcp
             # TCP callers read in the places of one worker: whoever wants to be many of them just connects again.
-            with self._places.taken(worker, TCP_CALLERS if by_tcp else worker) as reading:
+            with self._limit.taken(worker, TCP_CALLERS if by_tcp else worker) as reading:
                 raw = await rpc.read(context, self.peer_timeout_s, reading)
                 if raw is None:
                     raise BadRequest("the call ended before its request", field="message", value="absent")

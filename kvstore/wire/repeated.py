@@ -12,7 +12,7 @@ from kvstore.types import SessionEntries
 from kvstore.v1 import store_pb2
 
 Numbers = npt.NDArray[np.uint64]
-Places = npt.NDArray[np.intp]
+Offsets = npt.NDArray[np.intp]
 
 FIELD = store_pb2.SessionReply.DESCRIPTOR.fields_by_name["entries"].number
 KEY, FIRST, COUNT, DELTA, APPROXIMATE = (
@@ -46,7 +46,7 @@ def _together(entries: SessionEntries) -> bytes:
     assert size.max() < 128, size.max()
     end = np.cumsum(size + 2)
     out = np.zeros(int(end[-1]), np.uint8)
-    at: Places = end - size - 2
+    at: Offsets = end - size - 2
     out[at] = _tag(FIELD, BYTES)
     out[at + 1] = size
     at += 2
@@ -62,7 +62,7 @@ def _tag(field: int, kind: int) -> int:
     return field << 3 | kind
 
 
-def _size(values: Numbers) -> Places:
+def _size(values: Numbers) -> Offsets:
     """With the tag; 0 is left out."""
     size = (values > 0).astype(np.intp) * 2
     limit = 1 << 7
@@ -73,7 +73,7 @@ def _size(values: Numbers) -> Places:
     return size
 
 
-def _put_numbers(out: npt.NDArray[np.uint8], at: Places, field: int, values: Numbers) -> None:
+def _put_numbers(out: npt.NDArray[np.uint8], at: Offsets, field: int, values: Numbers) -> None:
     given = values > 0
     at, values = at[given], values[given]
     out[at] = _tag(field, VARINT)
@@ -84,7 +84,7 @@ def _put_numbers(out: npt.NDArray[np.uint8], at: Places, field: int, values: Num
         at, values = at[more], values[more] >> np.uint64(7)
 
 
-def _put_keys(out: npt.NDArray[np.uint8], at: Places, keys: list[Any], key_bytes: Places) -> None:
+def _put_keys(out: npt.NDArray[np.uint8], at: Offsets, keys: list[Any], key_bytes: Offsets) -> None:
     lengths = np.unique(key_bytes).tolist()
     for length in lengths:
         if not length:

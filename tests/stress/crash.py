@@ -49,6 +49,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # a script's own folder is not searched (PYTHONSAFEPATH)
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from common import (
     BOUND_S,
@@ -67,8 +68,8 @@ from common import (
     open_all,
     until,
 )
+from harness import commit, machine
 
-from kvstore.benchmark import commit, machine
 from kvstore.client import Namespace, SessionEntry
 from kvstore.errors import Conflict, NotFound, StoreError
 from kvstore.types import ChunkKey, GrantResult, Outcome, Reason, Wait

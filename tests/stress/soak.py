@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))  # a script's own folder is not searched (PYTHONSAFEPATH)
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from common import (
     BOUND_S,
@@ -55,8 +56,8 @@ from common import (
     space_of,
     until,
 )
+from harness import commit, machine
 
-from kvstore.benchmark import commit, machine
 from kvstore.client import Client, Hint, Namespace, SessionEntry
 from kvstore.client.lease import ReadLease
 from kvstore.errors import Conflict, NotFound, StoreError

@@ -38,7 +38,6 @@ from kvstore.core.chunks import DURABLE
 from kvstore.core.store import Store
 from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec, NamespaceSpec
-from kvstore.server.daemon import _core_snapshot
 from kvstore.sim.integrity import check_integrity
 from kvstore.tiers import ssd
 from kvstore.tiers.disk_port import Buffer, IndexCall, RealDisk
@@ -269,7 +268,7 @@ class Rig:
         self.store = Store(self.config.limits)
         self.tier = SsdTier(self.config, self, disk, done=self._returned.put)
         try:
-            self.store.restore(_core_snapshot(self.tier.open()), self.now)
+            self.store.restore(self.tier.open(), self.now)
             self.perform(self.store.start())
             self.step(ev.WorkerJoined(WORKER, "alice", ""))
             self.spaces = [self.ask(ev.Open, spec).namespace for spec in SPECS]

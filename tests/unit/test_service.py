@@ -3,8 +3,9 @@
 import asyncio
 import gc
 from collections.abc import Callable
+from inspect import signature
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import grpc
 import pytest
@@ -20,7 +21,7 @@ from kvstore.transport.callers import CLIENT_METADATA
 from kvstore.transport.rpc import DETAILS_MAX, STATUS, CallLimit, answering, read, write
 from kvstore.transport.service import AttachStream, Service, stats_to_proto
 from kvstore.types import ChunkKey, NamespaceId, Outcome, Reason, WorkerId
-from kvstore.v1 import hints_pb2, stats_pb2, store_pb2
+from kvstore.v1 import admin_pb2, hints_pb2, stats_pb2, store_pb2
 
 WORKER = WorkerId(1)
 BOUND_S = 20.0
@@ -488,6 +489,34 @@ def test_an_entry_that_is_wrong_is_named(entry, why):
         call.event(wrong, ev.Ticket(WORKER, 1))
     del wrong.append[1]
     assert len(call.event(wrong, ev.Ticket(WORKER, 1)).append) == 1
+
+
+def test_each_row_of_the_table_says_what_the_contract_says():
+    """What a request's call takes and returns, on its own and on the stream."""
+    services = {
+        name: file.DESCRIPTOR.services_by_name[name]
+        for name, file in (
+            ("Store", store_pb2),
+            ("Hints", hints_pb2),
+            ("Stats", stats_pb2),
+            ("Admin", admin_pb2),
+        )
+    }
+    bodies = store_pb2.AttachRequest.DESCRIPTOR.fields_by_name
+    replies = store_pb2.AttachReply.DESCRIPTOR.fields_by_name
+    for call in decoding.REQUESTS:
+        kind = wire.ANSWERS[call.answer]
+        reply = get_type_hints(kind.to_proto)["return"].DESCRIPTOR
+        if call.service:
+            method = services[call.service].methods_by_name[call.method]
+            assert (method.input_type, method.output_type) == (call.request.DESCRIPTOR, reply), call
+        if call.field:
+            assert bodies[call.field].message_type is call.request.DESCRIPTOR, call
+            assert replies[kind.field].message_type is reply, call
+            assert kind.from_proto is not None, call
+        assert call.extents == ("packed_extents" in call.request.DESCRIPTOR.fields_by_name), call
+        if call.event is not None and call.service:
+            assert call.extents == ("packed" in signature(kind.to_proto).parameters), call
 
 
 def test_every_body_of_the_stream_has_a_call():

@@ -1,0 +1,371 @@
+"""What the store answers <-> proto, and ANSWERS: where each kind of answer stands in the replies of Attach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from kvstore.answers import (
+    Acquired,
+    Answer,
+    Committed,
+    Done,
+    Explained,
+    Filled,
+    Matched,
+    Opened,
+    QuarantineList,
+    QueueAccepted,
+    Recalled,
+    Renewed,
+    Reserved,
+    Scrubbed,
+    SessionInfo,
+    SessionList,
+)
+from kvstore.errors import StoreError
+from kvstore.types import (
+    LeaseId,
+    NamespaceId,
+    ReservationId,
+    SessionEntries,
+)
+from kvstore.v1 import admin_pb2, hints_pb2, stats_pb2, store_pb2
+from kvstore.wire import repeated
+from kvstore.wire.errors import clean, error_from_proto, error_to_proto
+from kvstore.wire.nouns import (
+    commits_from_bytes,
+    entries_from_proto,
+    entries_to_proto,
+    extents_from_proto,
+    extents_to_proto,
+    grants_from_bytes,
+    hints_from_bytes,
+    outcomes_from_bytes,
+    reasons_from_bytes,
+)
+
+ENTRIES_MIN = 128
+"""From so many entries of a session on they are encoded together."""
+
+
+def opened_to_proto(answer: Opened) -> store_pb2.OpenReply:
+    return store_pb2.OpenReply(
+        namespace_id=answer.namespace,
+        salt=answer.salt,
+        weights_epoch=answer.epoch,
+        segment_bytes=answer.segment_bytes,
+        notes=[clean(note) for note in answer.notes],
+    )
+
+
+def opened_from_proto(message: store_pb2.OpenReply) -> Opened:
+    return Opened(
+        namespace=NamespaceId(message.namespace_id),
+        salt=message.salt,
+        epoch=message.weights_epoch,
+        segment_bytes=message.segment_bytes,
+        notes=tuple(message.notes),
+    )
+
+
+def matched_to_proto(answer: Matched) -> store_pb2.MatchReply:
+    return store_pb2.MatchReply(
+        usable=answer.usable, outcomes=bytes(answer.outcomes), reasons=bytes(answer.reasons)
+    )
+
+
+def matched_from_proto(message: store_pb2.MatchReply) -> Matched:
+    return Matched(
+        usable=message.usable,
+        outcomes=outcomes_from_bytes(message.outcomes),
+        reasons=reasons_from_bytes(message.reasons),
+    )
+
+
+def acquired_to_proto(answer: Acquired, *, packed: bool = False) -> store_pb2.AcquireReply:
+    return store_pb2.AcquireReply(
+        lease_id=answer.lease,
+        ttl_ms=answer.ttl_ms,
+        outcomes=bytes(answer.outcomes),
+        reasons=bytes(answer.reasons),
+        extents=extents_to_proto(answer.extents, packed=packed),
+    )
+
+
+def acquired_from_proto(message: store_pb2.AcquireReply) -> Acquired:
+    return Acquired(
+        lease=LeaseId(message.lease_id),
+        ttl_ms=message.ttl_ms,
+        outcomes=outcomes_from_bytes(message.outcomes),
+        reasons=reasons_from_bytes(message.reasons),
+        extents=extents_from_proto(message.extents),
+    )
+
+
+def renewed_to_proto(answer: Renewed) -> store_pb2.RenewReply:
+    return store_pb2.RenewReply(ttl_ms=answer.ttl_ms)
+
+
+def renewed_from_proto(message: store_pb2.RenewReply) -> Renewed:
+    return Renewed(ttl_ms=tuple(message.ttl_ms))
+
+
+def reserved_to_proto(answer: Reserved, *, packed: bool = False) -> store_pb2.ReserveReply:
+    return store_pb2.ReserveReply(
+        reservation_id=answer.reservation,
+        ttl_ms=answer.ttl_ms,
+        results=bytes(answer.results),
+        extents=extents_to_proto(answer.extents, packed=packed),
+    )
+
+
+def reserved_from_proto(message: store_pb2.ReserveReply) -> Reserved:
+    return Reserved(
+        reservation=ReservationId(message.reservation_id),
+        ttl_ms=message.ttl_ms,
+        results=grants_from_bytes(message.results),
+        extents=extents_from_proto(message.extents),
+    )
+
+
+def queue_to_proto(answer: QueueAccepted) -> hints_pb2.QueueReply:
+    return hints_pb2.QueueReply(
+        results=bytes(answer.results),
+        prefetch_window=answer.prefetch_window,
+        eviction_window=answer.eviction_window,
+    )
+
+
+def queue_from_proto(message: hints_pb2.QueueReply) -> QueueAccepted:
+    return QueueAccepted(
+        results=hints_from_bytes(message.results),
+        prefetch_window=message.prefetch_window,
+        eviction_window=message.eviction_window,
+    )
+
+
+def filled_to_proto(_: Filled) -> store_pb2.FillReply:
+    return store_pb2.FillReply()
+
+
+def filled_from_proto(_: store_pb2.FillReply) -> Filled:
+    return Filled()
+
+
+def committed_to_proto(answer: Committed) -> store_pb2.CommitReply:
+    return store_pb2.CommitReply(results=bytes(answer.results))
+
+
+def committed_from_proto(message: store_pb2.CommitReply) -> Committed:
+    return Committed(results=commits_from_bytes(message.results))
+
+
+def session_to_proto(
+    answer: SessionInfo, reply: store_pb2.SessionReply | None = None
+) -> store_pb2.SessionReply:
+    """`reply`: to be filled, where it is part of another message: a long one is not copied there then."""
+    if reply is None:
+        reply = store_pb2.SessionReply()
+    reply.session, reply.version, reply.usable = answer.session, answer.version, answer.usable
+    reply.entries_forgotten = answer.entries_forgotten
+    if isinstance(answer.entries, SessionEntries) and len(answer.entries) >= ENTRIES_MIN:
+        reply.MergeFromString(repeated.session_entries(answer.entries))
+    else:
+        reply.entries.extend(entries_to_proto(answer.entries))
+    return reply
+
+
+def session_from_proto(message: store_pb2.SessionReply) -> SessionInfo:
+    return SessionInfo(
+        session=message.session,
+        version=message.version,
+        entries=entries_from_proto(message.entries),
+        usable=message.usable,
+        entries_forgotten=message.entries_forgotten,
+    )
+
+
+def done_to_proto(answer: Done) -> store_pb2.DoneReply:
+    return store_pb2.DoneReply(count=answer.count, not_durable=answer.not_durable)
+
+
+def done_from_proto(message: store_pb2.DoneReply) -> Done:
+    return Done(count=message.count, not_durable=message.not_durable)
+
+
+def sessions_to_proto(answer: SessionList) -> stats_pb2.ListSessionsReply:
+    return stats_pb2.ListSessionsReply(
+        rows=[
+            stats_pb2.SessionRow(
+                session=row.session,
+                tenant=row.tenant,
+                namespace_id=row.namespace,
+                version=row.version,
+                entry_count=row.entry_count,
+                token_count=row.token_count,
+                usable=row.usable,
+                resident_bytes=row.resident_bytes,
+                idle_ms=row.idle_ms,
+                bytes=row.bytes,
+                ssd_bytes=row.ssd_bytes,
+                reason=row.reason,
+            )
+            for row in answer.rows
+        ],
+        total=answer.total,
+    )
+
+
+def explained_to_proto(answer: Explained) -> stats_pb2.ExplainReply:
+    return stats_pb2.ExplainReply(
+        version=answer.version,
+        chunks=[
+            stats_pb2.ChunkHistory(
+                key=chunk.key,
+                outcome=chunk.outcome,
+                reason=chunk.reason,
+                token_count=chunk.token_count,
+                shards_ready=chunk.shards_ready,
+                shards=chunk.shards,
+                pins=chunk.pins,
+                hits=chunk.hits,
+                age_ms=chunk.age_ms,
+                idle_ms=chunk.idle_ms,
+                manifests=chunk.manifests,
+                derived=chunk.derived,
+                maker=chunk.maker,
+                bytes=chunk.bytes,
+                tiers=sum(1 << tier for tier in chunk.tiers),
+                moving=chunk.moving,
+                durable=chunk.durable,
+                needed=chunk.needed,
+            )
+            for chunk in answer.chunks
+        ],
+    )
+
+
+def scrubbed_to_proto(answer: Scrubbed) -> admin_pb2.ScrubReply:
+    return admin_pb2.ScrubReply(
+        round=answer.round,
+        running=answer.running,
+        asked_for=answer.asked_for,
+        age_ms=answer.age_ms,
+        rows=answer.rows,
+        rows_in_all=answer.rows_in_all,
+        chunks=answer.chunks,
+        bytes=answer.bytes,
+        corrupt=answer.corrupt,
+        failed=answer.failed,
+        bytes_per_s=answer.bytes_per_s,
+        finished=answer.finished,
+        waits_for=answer.waits_for,
+    )
+
+
+def quarantine_to_proto(answer: QuarantineList) -> admin_pb2.ListQuarantineReply:
+    return admin_pb2.ListQuarantineReply(
+        rows=[
+            admin_pb2.QuarantinedSlot(
+                tier=row.tier.name.lower(),
+                place=row.place,
+                slot=row.slot,
+                slot_bytes=row.slot_bytes,
+                namespace_id=row.namespace,
+                key=row.key,
+                reason=row.reason,
+                age_ms=row.age_ms,
+                next=row.next,
+            )
+            for row in answer.rows
+        ],
+        dram=answer.dram,
+        ssd=answer.ssd,
+        returned=answer.returned,
+        failed=answer.failed,
+    )
+
+
+def recalled_to_proto(answer: Recalled) -> admin_pb2.RecallReply:
+    return admin_pb2.RecallReply(
+        chunks=answer.chunks,
+        bytes=answer.bytes,
+        pinned=answer.pinned,
+        sessions=[
+            admin_pb2.RecalledSession(
+                session=row.session,
+                tenant=row.tenant,
+                namespace_id=row.namespace,
+                version=row.version,
+                entry=row.entry,
+                first_token=max(0, row.first_token),
+            )
+            for row in answer.sessions
+        ],
+        sessions_in_all=answer.sessions_in_all,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerKind:
+    """How one kind of answer travels."""
+
+    to_proto: Callable[..., Message]
+    """With `packed=True` too, where the reply has extents."""
+    field: str = ""
+    """Of AttachReply; none for what only unary calls are answered with."""
+    from_proto: Callable[[Any], Answer] | None = None
+    """None: only what shows replies as they are (`kvctl`) reads it."""
+
+
+ANSWERS: dict[type[Any], AnswerKind] = {
+    Opened: AnswerKind(opened_to_proto, "open", opened_from_proto),
+    Matched: AnswerKind(matched_to_proto, "match", matched_from_proto),
+    Acquired: AnswerKind(acquired_to_proto, "acquire", acquired_from_proto),
+    Renewed: AnswerKind(renewed_to_proto, "renew", renewed_from_proto),
+    Reserved: AnswerKind(reserved_to_proto, "reserve", reserved_from_proto),
+    Filled: AnswerKind(filled_to_proto, "fill", filled_from_proto),
+    Committed: AnswerKind(committed_to_proto, "commit", committed_from_proto),
+    SessionInfo: AnswerKind(session_to_proto, "session", session_from_proto),
+    QueueAccepted: AnswerKind(queue_to_proto, "queue", queue_from_proto),
+    Done: AnswerKind(done_to_proto, "done", done_from_proto),
+    SessionList: AnswerKind(sessions_to_proto),
+    Explained: AnswerKind(explained_to_proto),
+    Scrubbed: AnswerKind(scrubbed_to_proto),
+    QuarantineList: AnswerKind(quarantine_to_proto),
+    Recalled: AnswerKind(recalled_to_proto),
+}
+"""The one table of answers. Which request gets which answer: `transport/decoding.py`, REQUESTS."""
+_BY_FIELD = {kind.field: kind.from_proto for kind in ANSWERS.values() if kind.field}
+
+
+def attach_reply(request_id: int, answer: Answer, *, packed: bool = False) -> store_pb2.AttachReply:
+    """`answer` (a StoreError too) as the reply on the Attach stream to request `request_id`; `packed`: its extents."""
+    if isinstance(answer, StoreError):
+        return store_pb2.AttachReply(request_id=request_id, error=error_to_proto(answer))
+    if isinstance(answer, SessionInfo):
+        reply = store_pb2.AttachReply(request_id=request_id)
+        reply.session.SetInParent()
+        session_to_proto(answer, reply.session)
+        return reply
+    kind = ANSWERS[type(answer)]
+    body: Any = kind.to_proto(answer, packed=True) if packed else kind.to_proto(answer)
+    return store_pb2.AttachReply(request_id=request_id, **{kind.field: body})
+
+
+def answer_of(reply: store_pb2.AttachReply) -> Answer:
+    """The answer inside a reply that is not a push (a StoreError is returned, not raised).
+
+    Raises StoreError (INTERNAL) for a body that this build does not know.
+    """
+    field = reply.WhichOneof("body")
+    if field == "error":
+        return error_from_proto(reply.error)
+    convert = _BY_FIELD.get(field or "")
+    if convert is None:
+        raise StoreError("unknown answer on the Attach stream", field="body", value=field)
+    return convert(getattr(reply, field))
