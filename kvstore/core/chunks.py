@@ -51,7 +51,7 @@ DURABLE = 128
 PROMOTING = 256
 """Waits to be read back from SSD, or is."""
 RANKED = 512
-"""Listed by its key (`Candidates.ranked`): not linked."""
+"""Listed by its key (`policies.lists.Ranked`): not linked."""
 QUEUED = 1024
 """Waits for its write to SSD: has an entry in `State.to_store`."""
 TRANSIENT = 2048

@@ -1,6 +1,6 @@
 """Many chunks of one namespace at a time, through views of their columns.
 
-Each function does what a loop over the methods of `State`, `Policy` and `ChunkTable` that it names would do, in a tenth
+Each function does what a loop over the methods of `State` and `ChunkTable` that it names would do, in a tenth
 of the time once there are a few dozen; the callers choose by `State.batch_min`. That both do the same, to the last slot
 and link, is what the tests of this file are about.
 
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.candidates import Candidates
 from kvstore.core.chunks import (
     COMMITTED,
     DOOMED,
@@ -25,9 +24,7 @@ from kvstore.core.chunks import (
     LISTED,
     NONE,
     QUEUED,
-    RANKED,
     STORED,
-    TAIL,
     ChunkTable,
     LinkedRows,
 )
@@ -36,7 +33,6 @@ from kvstore.core.pool import Pool, Segment, SlabClass
 from kvstore.types import ChunkKey, DiskState, Extents, Reason
 
 if TYPE_CHECKING:
-    from kvstore.core.policy import Policy
     from kvstore.core.state import State
 
 Rows = npt.NDArray[np.intp]
@@ -188,23 +184,6 @@ def link_oldest(chunks: ChunkTable, rows: LinkedRows, which: Rows) -> None:
     view.flags[which] |= LISTED
 
 
-def evictable(policy: Policy, chunks: ChunkTable, candidates: Candidates, rows: Sequence[int]) -> None:
-    """`Policy.add`; not by arrival."""
-    if not policy.rank.keys().isdisjoint(rows):
-        policy.add_each(candidates, [row for row in rows if row in policy.rank])
-        rows = [row for row in rows if row not in policy.rank]
-        if not rows:
-            return
-    which = as_rows(rows)
-    view = chunks.views
-    unnamed = (view.flags[which] & TAIL != 0) & (view.refs[which] == 0)
-    if unnamed.any():
-        policy.add_each(candidates, which[unnamed].tolist())
-        which = which[~unnamed]
-    if len(which):
-        link_newest(chunks, candidates.recency, which[::-1])
-
-
 # -------------------------------------------------------------------------------------------------------------- pins
 
 
@@ -220,13 +199,7 @@ def pin(state: State, namespace: Namespace, rows: Sequence[int]) -> None:
         return
     namespace.pinned += len(which)
     _count_pinned(state, namespace, which, +1)
-    ranked = view.flags[which] & RANKED != 0
-    if ranked.any():
-        for row in which[ranked].tolist():
-            state.policy.remove(namespace.dram, row)
-        which = which[~ranked]
-    if len(which):
-        unlink(state.chunks, namespace.dram.recency, which)
+    state.policy.remove_many(namespace.dram, which)
 
 
 def unpin(state: State, namespace: Namespace, rows: Sequence[int]) -> Sequence[int]:
@@ -326,8 +299,8 @@ def _begin(
 def take_over(
     state: State, namespace: Namespace, keys: Sequence[ChunkKey], victims: Sequence[int], *, stored: bool
 ) -> list[int]:
-    """A row for each of these new keys, which takes the slot of one of the oldest chunks of the namespace's recency
-    list: `begin` with `State.demote`, of those that are STORED, or `State.to_ghost` in between. All have one shard."""
+    """A row for each of these new keys, which takes the slot of one of the namespace's candidates in DRAM:
+    `begin` with `State.demote`, of those that are STORED, or `State.to_ghost` in between. All have one shard."""
     chunks = state.chunks
     gone = as_rows(victims)
     freed = chunks.views.shard0[gone].astype(np.intp)
@@ -356,8 +329,7 @@ def take_over(
 
 
 def leave_dram(state: State, namespace: Namespace, victims: Sequence[int], *, stored: bool) -> None:
-    """`State.demote`, of those that are STORED, or `State.to_ghost` for EVICTED, of chunks in the namespace's recency
-    list."""
+    """`State.demote`, of those that are STORED, or `State.to_ghost` for EVICTED, of candidates in DRAM."""
     chunks = state.chunks
     gone = as_rows(victims)
     start = chunks.views.shard0[gone]
@@ -379,7 +351,7 @@ def leave_dram(state: State, namespace: Namespace, victims: Sequence[int], *, st
 def _take_out(
     state: State, namespace: Namespace, gone: Rows, shard_rows: Rows, *, stored: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """These chunks of the recency list, with their shards, have no slots any more; (index of the segment, number)
+    """These candidates in DRAM, with their shards, have no slots any more; (index of the segment, number)
     of those. They are cold if they are `stored`, else nearly ghosts: whose room for shards, and who remembers them, is
     up to the caller."""
     chunks = state.chunks
@@ -390,16 +362,17 @@ def _take_out(
     if wasted := state.prefetched.intersection(victims):
         state.prefetched -= wasted
         state.counters["prefetch_wasted"] += len(wasted)
-    unlink(chunks, namespace.dram.recency, gone[::-1])
+    state.policy.remove_many(namespace.dram, gone[::-1])
     view.shard_segment[shard_rows] = view.shard_slot[shard_rows] = NONE
     view.shard_ready[shard_rows] = 0
     view.ready[gone] = 0
     namespace.visible -= len(victims)
     if stored:
         namespace.cold += len(victims)
-        link_newest(chunks, namespace.ssd.recency, gone)
+        state.policy.add_last_many(namespace.ssd, gone)
         state.counters["chunks_demoted"] += len(victims)
     else:
+        state.policy.forget_many(victims)
         view.shard_checksum[shard_rows] = 0
         view.shard0[gone] = NONE
         view.reason[gone] = Reason.EVICTED

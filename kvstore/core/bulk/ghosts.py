@@ -21,11 +21,10 @@ def forget_oldest(state: State, count: int) -> None:
     listed = state.ghosts
     rows = list(islice(chunks.walk(listed), count))
     which = batch.as_rows(rows)
-    key, namespace, rank = chunks.key, chunks.namespace, state.policy.rank
+    key, namespace = chunks.key, chunks.namespace
+    state.policy.forget_many(rows)
     index = {}
     for row in rows:
-        if rank:
-            rank.pop(row, None)
         number = namespace[row]
         if number not in index:
             index[number] = state.namespaces[NamespaceId(number)].index
