@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvstore.core.bulk import batch
+from kvstore.core.bulk import batch, equals
 from kvstore.core.chunks import NO_KEY, NONE, ChunkTable
 from kvstore.types import NamespaceId, Reason
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvstore.core.state import State
 
 
+@equals("state.State.remove_row")
 def forget_oldest(state: State, count: int) -> None:
     """There are so many."""
     chunks = state.chunks

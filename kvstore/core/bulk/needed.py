@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.bulk import batch
+from kvstore.core.bulk import batch, equals, helper
 from kvstore.core.chunks import DOOMED, LISTED, NONE, PROMOTING, RANKED, STORED, ChunkTable
 from kvstore.core.namespaces import Namespace
 from kvstore.types import NamespaceId
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Rows = npt.NDArray[np.intp]
 
 
+@equals("policies.hints.Hints._changed")
 def changed(
     policy: Hints,
     chunks: ChunkTable,
@@ -87,6 +88,7 @@ def _order(candidates: ByNeed, rows: Rows, positions: Rows, which: Rows) -> None
     candidates.ranked.replace(rows[last_first].tolist(), (-positions[last_first]).tolist())
 
 
+@equals("requests.queue.Queue._on_ssd_only")
 def on_ssd_only(chunks: ChunkTable, namespace: Namespace, rows: list[int]) -> list[int]:
     """Those of the rows that are STORED and not resident, PROMOTING or DOOMED."""
     view = chunks.views
@@ -97,6 +99,7 @@ def on_ssd_only(chunks: ChunkTable, namespace: Namespace, rows: list[int]) -> li
     return found
 
 
+@helper
 def needed_in(state: State) -> dict[int, int]:
     """How many shards of chunks that queued jobs need are in each slab file, by its index."""
     rank, chunks = state.policy.rank, state.chunks

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore.core.bulk import batch
+from kvstore.core.bulk import batch, equals
 from kvstore.core.chunks import NONE, TAIL, ChunkTable, LinkedRows
 
 
+@equals("policies.lru.Lru.add_each")
 def add(chunks: ChunkTable, rows_linked: LinkedRows, rows: Sequence[int]) -> None:
     """`rows` were used now; they stand in chain order."""
     view = chunks.views
@@ -22,6 +23,7 @@ def add(chunks: ChunkTable, rows_linked: LinkedRows, rows: Sequence[int]) -> Non
         batch.link_newest(chunks, rows_linked, which)
 
 
+@equals("policies.lru.Lru.put_back_each")
 def put_back(chunks: ChunkTable, rows_linked: LinkedRows, rows: Sequence[int]) -> None:
     """`rows` were not used: each to the end of the list that is nearer in time."""
     view = chunks.views

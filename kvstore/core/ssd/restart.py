@@ -13,6 +13,7 @@ from typing import cast
 
 import numpy as np
 
+from kvstore.core.bulk import table
 from kvstore.core.chunks import (
     COMMITTED,
     DERIVED,
@@ -186,7 +187,7 @@ def _chunks(
     chunks.namespace[rows] = array("i", [namespace.id]) * count
     chunks.used_at[rows] = chunks.born_at[rows] = array("q", [state.now]) * count
     chunks.tokens[rows] = _column("i", batch.token_count)
-    chunks.set_makers(first, batch.maker, batch.makers)
+    table.set_makers(chunks, first, batch.maker, batch.makers)
     chunks.shard0[rows] = array("i", range(places, places + count * shards, shards))
     flags = {kept: kept & PERSISTENT_FLAGS | FLAGS for kept in set(batch.flags)}
     chunks.flags[rows] = array("H", map(flags.__getitem__, batch.flags))

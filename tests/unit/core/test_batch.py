@@ -393,11 +393,11 @@ def test_columns_grow_after_they_were_viewed() -> None:
 
 def test_a_group_is_charged_for_many_chunks_or_for_none() -> None:
     group = EngineGroup("alice", "engine")
-    assert not group.charge_new([1, 2, 3], 10, 29)
-    assert group.charge_new([1, 2, 3], 10, 30)
+    assert not batch.charge_new(group, [1, 2, 3], 10, 29)
+    assert batch.charge_new(group, [1, 2, 3], 10, 30)
     assert (group.pins, group.pinned_bytes) == ({1: 1, 2: 1, 3: 1}, 30)
-    assert not group.charge_new([3, 4], 10, 100), "3 is pinned already"
-    assert not group.charge_new([5, 5], 10, 100), "named twice"
+    assert not batch.charge_new(group, [3, 4], 10, 100), "3 is pinned already"
+    assert not batch.charge_new(group, [5, 5], 10, 100), "named twice"
     assert group.charge(3, 10, 30) and not group.charge(4, 10, 30)
     group.discharge([2, 3], 10)
     assert (group.pins, group.pinned_bytes) == ({1: 1, 3: 1}, 20)
