@@ -161,7 +161,6 @@ class Reads:
 
     def _used(self, namespace: Namespace, rows: Sequence[int]) -> None:
         state = self.state
-        chunks = state.chunks
         if state.demanded:
             found = state.demanded.intersection(rows)
             state.demanded -= found
