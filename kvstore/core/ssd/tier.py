@@ -188,6 +188,13 @@ class Disk:
             self.demanded.clear()
             self.foreseen.clear()
 
+    def troubled(self, why: str) -> None:
+        """What is written now may not last: nothing new is, until a probe finds that it would."""
+        if not self.present:
+            return
+        self._degrade(DiskState.READ_ONLY, why)
+        self.state.disk_why = why  # it lasts, whatever else was wrong before
+
     # ---------------------------------------------------------------------------------------------------- writes
 
     def _start_writes(self) -> None:
