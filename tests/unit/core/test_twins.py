@@ -569,8 +569,16 @@ def _(life: Life, bulk: bool) -> None:
             life.state.pool.give_back(segment, slot)
 
 
+def _forgotten(life: Life) -> None:
+    """Rows, and room for their shards, that are to be used again."""
+    for row in life.rows(lambda row: life.unneeded(row) and not life.chunks.refs[row]):
+        life.state.to_ghost(row, Reason.NEVER_SEEN)
+    assert life.chunks.free_rows
+
+
 @case("table.new_rows")
 def _(life: Life, bulk: bool) -> Any:
+    _forgotten(life)
     keys, chunks = life.new_keys(), life.chunks
     if not bulk:
         return [chunks.new_row(life.space.id, key, life.state.now) for key in keys]
@@ -583,6 +591,7 @@ def _(life: Life, bulk: bool) -> Any:
 
 @case("table.new_shards")
 def _(life: Life, bulk: bool) -> None:
+    _forgotten(life)
     chunks = life.chunks
     rows = [chunks.new_row(life.space.id, key, life.state.now) for key in life.new_keys()]
     if bulk:
