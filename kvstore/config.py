@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.core.limits import Limits
+from kvstore.core.policies import POLICIES
 from kvstore.errors import ConfigError
 from kvstore.tiers.format import PAGE_BYTES, RECORD_HEADER_BYTES
 from kvstore.types import Protection
@@ -184,8 +185,9 @@ class StoreConfig:
             raise ConfigError(
                 "must be above 0 and at most 1", field="prefetch_share_max", value=self.prefetch_share_max
             )
-        if self.eviction not in ("hints", "lru", "fifo"):
-            raise ConfigError('must be "hints", "lru" or "fifo"', field="eviction", value=self.eviction)
+        if self.eviction not in POLICIES:
+            known = ", ".join(f'"{name}"' for name in POLICIES)
+            raise ConfigError(f"must be one of {known}", field="eviction", value=self.eviction)
         if self.ssd_slab_bytes % PAGE_BYTES:
             raise ConfigError(
                 f"must be a multiple of {PAGE_BYTES}", field="ssd_slab_bytes", value=self.ssd_slab_bytes

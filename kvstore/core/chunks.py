@@ -14,7 +14,6 @@ Row numbers are reused; whoever keeps one (lease, manifest, reservation, index) 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -51,7 +50,7 @@ DURABLE = 128
 PROMOTING = 256
 """Waits to be read back from SSD, or is."""
 RANKED = 512
-"""Listed by its key (`Candidates.ranked`): not linked."""
+"""Listed by its key (`policies.lists.Ranked`): not linked."""
 QUEUED = 1024
 """Waits for its write to SSD: has an entry in `State.to_store`."""
 TRANSIENT = 2048
@@ -120,14 +119,6 @@ class Views:
         self.shard_ready = _view(table.shard_ready)
 
 
-def _taken_from(stack: array[int], count: int) -> list[int]:
-    """The last `count` numbers, as so many calls of pop() would give them."""
-    taken = stack[len(stack) - count :].tolist()
-    del stack[len(stack) - count :]
-    taken.reverse()
-    return taken
-
-
 def _view(column: array[int] | bytearray) -> npt.NDArray[Any]:
     return np.frombuffer(column, column.typecode if isinstance(column, array) else np.uint8)
 
@@ -170,7 +161,7 @@ class ChunkTable:
         self.disk_slot = array("i")
         self.disk_generation = array("Q")
         self._shards = 0
-        self._free_shards: dict[int, array[int]] = {}
+        self.free_shards: dict[int, array[int]] = {}
         """By number of shards: where they start."""
 
         self._maker = array("i")
@@ -211,16 +202,6 @@ class ChunkTable:
         self.namespace[row] = namespace
         self.used_at[row] = self.born_at[row] = now
         return row
-
-    def new_rows_for(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """As many rows as `new_row` would give one after the other; only their keys are set."""
-        reused = min(len(keys), len(self.free_rows))
-        rows = _taken_from(self.free_rows, reused)
-        first = self.new_rows(len(keys) - reused)
-        rows += range(first, first + len(keys) - reused)
-        for row, key in zip(rows, keys, strict=True):
-            self.key[row] = key
-        return rows
 
     def new_rows(self, count: int) -> int:
         """`count` rows at the end of the columns, to be filled by the caller; the first of them."""
@@ -288,20 +269,11 @@ class ChunkTable:
     def give_shards(self, row: int, shards: int) -> None:
         """Give a ghost row room for `shards` shards, none of which has a slot yet."""
         assert self.shard0[row] == NONE, self.describe(row)
-        free = self._free_shards.get(shards)
+        free = self.free_shards.get(shards)
         if free:
             self.shard0[row] = free.pop()
             return
         self.shard0[row] = self.new_shards(shards)
-
-    def new_shards_for(self, count: int, shards: int) -> list[int]:
-        """Where the shards of `count` rows start that are given room, `shards` each."""
-        free = self._free_shards.get(shards, array("i"))
-        reused = min(count, len(free))
-        starts = _taken_from(free, reused)
-        first = self.new_shards((count - reused) * shards)
-        starts += range(first, first + (count - reused) * shards, shards)
-        return starts
 
     def new_shards(self, count: int) -> int:
         """Room for `count` shards at the end of their columns; where it starts."""
@@ -332,7 +304,7 @@ class ChunkTable:
 
     def give_back_shards(self, starts: Sequence[int], shards: int) -> None:
         """For other rows: `shards` at each."""
-        self._free_shards.setdefault(shards, array("i")).extend(starts)
+        self.free_shards.setdefault(shards, array("i")).extend(starts)
 
     # -------------------------------------------------------------------------------------------------- makers
 
@@ -372,16 +344,6 @@ class ChunkTable:
             del self._maker_numbers[self._makers[number]]
             self._makers[number] = b""
             self._free_makers.append(number)
-
-    def set_makers(self, first: int, numbers: Sequence[int], makers: Sequence[bytes]) -> None:
-        """Of many new rows, from `first` on: numbers index `makers`, NONE for nobody."""
-        own = {
-            number: self.number_of_maker(makers[number], uses)
-            for number, uses in Counter(numbers).items()
-            if number >= 0
-        }
-        own[NONE] = NONE
-        self._maker[first : first + len(numbers)] = array("i", [own[number] for number in numbers])
 
     def number_of_maker(self, maker: bytes, uses: int) -> int:
         """To be put into so many rows."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kvstore.core.candidates import Candidates
 from kvstore.layout import NamespaceSpec
 from kvstore.types import ChunkKey, Millis, NamespaceId, Reason
+
+if TYPE_CHECKING:
+    from kvstore.core.policies import Candidates
 
 
 @dataclass(slots=True, eq=False)
@@ -30,9 +33,9 @@ class Namespace:
     salt: bytes = field(init=False)
     """What its chunk hashes are keyed with, and its records on SSD begin with."""
     index: dict[ChunkKey, int] = field(default_factory=dict)
-    dram: Candidates = field(default_factory=Candidates)
-    """Resident unpinned chunks."""
-    ssd: Candidates = field(default_factory=Candidates)
+    dram: Candidates = field(init=False)
+    """Resident unpinned chunks, in the order of the policy."""
+    ssd: Candidates = field(init=False)
     """Chunks on SSD only, with those of the other namespaces whose slots there have the same sizes."""
     retired: bool = False
     """A newer weights epoch was opened: nothing is served any more."""

@@ -18,7 +18,6 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from kvstore.types import NamespaceId, SegmentId, SlotState, WorkerId
@@ -249,35 +248,9 @@ class Pool:
             del slab.with_free[segment.index]
         return segment, slot
 
-    def take_many(self, slab: SlabClass, owners: Slots) -> tuple[Segment, Slots]:
-        """As `take` for each of `owners`, until the first segment has no free slot left: the slots of as many."""
-        segment = next(iter(slab.with_free.values()))
-        count = min(len(owners), len(segment.free))
-        slots = np.array(segment.free[-count:], np.intp)[::-1]
-        del segment.free[-count:]
-        owner = np.frombuffer(segment.owner, np.int32)
-        assert (owner[slots] == NO_OWNER).all(), (segment, slots)
-        owner[slots] = owners[:count]
-        self._change_many(segment, slots, SlotState.FREE, SlotState.RESERVED)
-        self.empties.pop(segment.index, None)
-        slab.free -= count
-        if not segment.free:
-            segment.free = array("i")
-            del slab.with_free[segment.index]
-        return segment, slots
-
     def mark_ready(self, segment: Segment, slot: int) -> None:
         """RESERVED -> READY: the bytes are in."""
         self._change(segment, slot, SlotState.RESERVED, SlotState.READY)
-
-    def mark_ready_many(self, segment: Segment, slots: Slots) -> None:
-        self._change_many(segment, slots, SlotState.RESERVED, SlotState.READY)
-
-    def pass_on(self, segment: Segment, slots: Slots, owners: Slots) -> None:
-        """`give_back` and `take`: these READY slots are RESERVED for other rows, and their generations move on."""
-        self._change_many(segment, slots, SlotState.READY, SlotState.RESERVED)
-        np.frombuffer(segment.owner, np.int32)[slots] = owners
-        self._bump_many(segment, slots)
 
     def quarantine(self, segment: Segment, slot: int) -> None:
         """Out of service, still owned: somebody may yet write it, or its bytes are wrong. The generation moves on."""
@@ -303,42 +276,16 @@ class Pool:
             self.empties[segment.index] = segment
         slab.with_free[segment.index] = segment
 
-    def give_back_many(self, segment: Segment, slots: Slots) -> None:
-        """`give_back` for each of these READY slots."""
-        self._change_many(segment, slots, SlotState.READY, SlotState.FREE)
-        assert segment.phase is Phase.ASSIGNED, segment
-        np.frombuffer(segment.owner, np.int32)[slots] = NO_OWNER
-        self._bump_many(segment, slots)
-        segment.free.extend(slots.tolist())
-        slab = self.classes[segment.namespace, segment.slot_bytes]
-        slab.free += len(slots)
-        if segment.empty:
-            slab.with_free.pop(segment.index, None)
-            self.empties[segment.index] = segment
-        slab.with_free[segment.index] = segment
-
     def _change(self, segment: Segment, slot: int, before: int, after: SlotState) -> None:
         assert segment.state[slot] == before, (segment, slot, segment.state[slot], before)
         segment.state[slot] = after
         segment.counts[before] -= 1
         segment.counts[after] += 1
 
-    def _change_many(self, segment: Segment, slots: Slots, before: SlotState, after: SlotState) -> None:
-        state = np.frombuffer(segment.state, np.uint8)
-        assert (state[slots] == before).all(), (segment, slots, before)
-        state[slots] = after
-        segment.counts[before] -= len(slots)
-        segment.counts[after] += len(slots)
-
     def _bump(self, segment: Segment, slot: int) -> None:
         generation = segment.generation[slot] + 1
         segment.generation[slot] = generation
         segment.generation_floor = max(segment.generation_floor, generation)
-
-    def _bump_many(self, segment: Segment, slots: Slots) -> None:
-        generation = np.frombuffer(segment.generation, np.uint64)
-        generation[slots] += np.uint64(1)
-        segment.generation_floor = max(segment.generation_floor, int(generation[slots].max()))
 
     # ----------------------------------------------------------------------------------------------- integrity
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from kvstore.core import events as ev
 from kvstore.core import planner
 from kvstore.core.bulk import batch
-from kvstore.core.chunks import NONE, QUEUED, RANKED, STORED
+from kvstore.core.chunks import QUEUED, STORED
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment, SlabClass
 from kvstore.core.state import State
@@ -165,7 +165,7 @@ class Segments:
         """Where nothing is free: rows for the first of these new keys, in the slots of the oldest chunks. None where
         `allocate` has to look at them one by one, or where it would wait for a segment."""
         state = self.state
-        if namespace.shards > 1 or state.policy.kind == "fifo":
+        if namespace.shards > 1:
             return []
         if self.may_ask(namespace) or self._waits_for_segment(namespace):
             return []
@@ -186,7 +186,7 @@ class Segments:
         if self.used_last is None or not self.is_short():
             return
         (namespace, slot_bytes), self.used_last = self.used_last, None
-        if state.policy.kind == "fifo" or len(set(namespace.slot_bytes)) > 1:
+        if len(set(namespace.slot_bytes)) > 1:
             return
         if namespace.in_flight or self.may_ask(namespace):
             return
@@ -223,15 +223,15 @@ class Segments:
         """The chunks that go next, of those that no queued job needs, as far as all of them are on SSD (then True), or
         none is and none is about to be written there."""
         state = self.state
-        flags, newer = state.chunks.flags, state.chunks.newer
-        row = namespace.dram.recency.oldest
-        stored = row != NONE and bool(flags[row] & STORED)
+        flags = state.chunks.flags
+        stored = False
         victims: list[int] = []
-        while row != NONE and len(victims) < count:
+        for row in islice(state.policy.unneeded(namespace.dram), max(0, count)):
+            if not victims:
+                stored = bool(flags[row] & STORED)
             if bool(flags[row] & STORED) != stored or (state.storing and not stored and flags[row] & QUEUED):
                 break
             victims.append(row)
-            row = newer[row]
         return victims, stored
 
     def _waits_for_segment(self, namespace: Namespace) -> bool:
@@ -348,7 +348,7 @@ class Segments:
         """Evict every chunk of an unpinned segment, least recently used first and the ends of chains before their
         beginnings; False, and nothing happened, if one has to stay."""
         state = self.state
-        flags = state.chunks.flags
+        flags, rank = state.chunks.flags, state.policy.rank
         owners = (row for slot, row in enumerate(segment.owner) if segment.state[slot] == SlotState.READY)
         rows = list(dict.fromkeys(owners))
         if any(map(state.chunks.reserved.__getitem__, rows)) or any(map(self._has_to_stay, rows)):
@@ -357,8 +357,8 @@ class Segments:
         rows.sort(key=state.chunks.used_at.__getitem__)
         for wanted in (STORED, 0):
             mine = [row for row in rows if flags[row] & STORED == wanted]
-            ends = [row for row in mine if flags[row] & RANKED or not state.is_resident(row)]
-            many = [row for row in mine if not flags[row] & RANKED and state.is_resident(row)]
+            ends = [row for row in mine if row in rank or not state.is_resident(row)]
+            many = [row for row in mine if row not in rank and state.is_resident(row)]
             if len(many) >= state.limits.evict_min:
                 batch.leave_dram(state, state.namespace_of(many[0]), many, stored=bool(wanted))
             else:

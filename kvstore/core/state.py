@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from kvstore.core.bulk import batch, ghosts
-from kvstore.core.candidates import Cold
 from kvstore.core.chunks import (
     COMMITTED,
     DOOMED,
@@ -42,9 +41,10 @@ from kvstore.core.lease import Lease, LeaseBook
 from kvstore.core.limits import Limits
 from kvstore.core.manifests import SessionBook
 from kvstore.core.namespaces import Namespace
-from kvstore.core.policy import Policy
+from kvstore.core.policies import POLICIES, Policy
 from kvstore.core.pool import Phase, Pool, Segment
 from kvstore.core.reservation import Reservation
+from kvstore.core.ssd.cold import Cold
 from kvstore.core.ssd.quarantine import QuarantineBook
 from kvstore.core.workers import EngineGroup, Worker
 from kvstore.errors import Denied, NotFound, Unauthenticated
@@ -106,7 +106,7 @@ class State:
     """Of the groups that have a name; a worker that gave none is a group of its own, which nobody can join."""
     reservations: dict[ReservationId, Reservation] = field(default_factory=dict)
     ghosts: LinkedRows = field(default_factory=LinkedRows)
-    cold: Cold = field(default_factory=Cold)
+    cold: Cold = field(init=False)
     """Chunks on SSD only and not promoting: the candidates to leave the SSD."""
     room: int = 0
     """Counts whatever may give a chunk the DRAM slot that it did not get before: slots that become free, chunks that
@@ -156,7 +156,8 @@ class State:
             segment_bytes=limits.segment_bytes, count=limits.segment_count, alignment=limits.slot_alignment
         )
         self.batch_min = limits.batch_min
-        self.policy = Policy(self.chunks, limits.eviction, limits.batch_min)
+        self.policy = POLICIES[limits.eviction](self.chunks, limits.batch_min)
+        self.cold = Cold(self.policy.candidates)
         self.disk = Pool(
             segment_bytes=limits.disk_slab_bytes,
             count=limits.disk_slabs_max,
@@ -223,7 +224,7 @@ class State:
 
     def add_namespace(self, namespace: Namespace) -> None:
         self.namespaces[namespace.id] = namespace
-        namespace.dram.by_arrival = self.policy.kind == "fifo"
+        namespace.dram = self.policy.candidates()
         header = self.limits.disk_header_bytes
         sizes = frozenset(self.disk.slot_bytes(header + length) for length in namespace.shard_bytes)
         namespace.ssd = self.cold.of(sizes)
@@ -432,6 +433,8 @@ class State:
     def begin_chunk(self, namespace: Namespace, row: int) -> None:
         """ghost -> partial: room for its shards, none of them placed yet."""
         chunks = self.chunks
+        if chunks.reason[row] != Reason.NEVER_SEEN:
+            self.policy.came_back(row)
         if chunks.flags[row] & LISTED:
             chunks.unlink(self.ghosts, row)
         chunks.give_shards(row, namespace.shards)

@@ -38,20 +38,6 @@ class EngineGroup:
         self.pins[row] = pinned + 1
         return True
 
-    def charge_new(self, rows: Sequence[int], chunk_bytes: int, bytes_max: int) -> bool:
-        """The same for all `rows`, if they are different and the group pins none of them yet; else nothing is done."""
-        once = dict.fromkeys(rows, 1)
-        size = len(rows) * chunk_bytes
-        if (
-            len(once) < len(rows)
-            or self.pinned_bytes + size > bytes_max
-            or not self.pins.keys().isdisjoint(rows)
-        ):
-            return False
-        self.pinned_bytes += size
-        self.pins.update(once)
-        return True
-
     def discharge(self, rows: Sequence[int], chunk_bytes: int) -> None:
         """One pin less of each."""
         pins = self.pins

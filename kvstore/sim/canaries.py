@@ -8,10 +8,10 @@ from typing import Any
 from unittest import mock
 
 from kvstore.core import events as ev
-from kvstore.core.candidates import Candidates
 from kvstore.core.chunks import DOOMED, NONE, ChunkTable
 from kvstore.core.namespaces import Namespace
-from kvstore.core.policy import Policy
+from kvstore.core.policies import Candidates
+from kvstore.core.policies.hints import Hints
 from kvstore.core.pool import Pool, Segment
 from kvstore.core.requests import reads
 from kvstore.core.requests.saves import Saves
@@ -194,7 +194,7 @@ def _stale_session(original: Original) -> Any:
 def _rank(original: Original) -> Any:
     """Victims are taken although they are pinned: the list of candidates does not shrink."""
 
-    def remove(policy: Policy, candidates: Candidates, row: int) -> None:
+    def remove(policy: Hints, candidates: Candidates, row: int) -> None:
         if not policy._chunks.pins[row]:
             return
         original(policy, candidates, row)
@@ -252,7 +252,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "answer-twice": (State, "reply", _twice),
     "cross-tenant": (State, "namespace", _tenant),
     "keep-references": (State, "drop_ref", _stale_session),
-    "evict-pinned": (Policy, "remove", _rank),
+    "evict-pinned": (Hints, "remove", _rank),
     "failed-is-corrupt": (reads.Reads, "audited", _failed_audit),
     "trust-disk": (Disk, "_has_read", _unchecked),
     "mapped-elsewhere": (Segments, "_replace_if_unmapped", _retired),

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.core.candidates import STALE_IN_HEAP_MAX, Candidates, Ranked
 from kvstore.core.chunks import (
     DOOMED,
     DURABLE,
@@ -32,6 +31,8 @@ from kvstore.core.chunks import (
 )
 from kvstore.core.manifests import Manifest
 from kvstore.core.namespaces import Namespace
+from kvstore.core.policies import Candidates
+from kvstore.core.policies.lists import STALE_IN_HEAP_MAX, Ranked
 from kvstore.core.pool import Phase, Pool, Segment
 from kvstore.core.store import Store
 from kvstore.types import NamespaceId, SlotState
@@ -353,8 +354,8 @@ class Watch:
         if listed and (resident or stored):
             assert resident or not chunks.ready[row], chunks.describe(row)
             candidates = namespace.dram if resident else namespace.ssd
-            rows = candidates.ranked if flags & RANKED else candidates.recency
-            self._check_candidate(candidates, row)
+            rows = state.policy.check_row(candidates, row)
+            assert bool(flags & RANKED) == isinstance(rows, Ranked), chunks.describe(row)
         elif listed:
             assert not flags & RANKED, chunks.describe(row)
             rows = state.partials
@@ -387,14 +388,6 @@ class Watch:
             states=(*in_arena, *[SlotState.READY if stored else SlotState.RESERVED] * len(disk)),
             family=family,
         )
-
-    def _check_candidate(self, candidates: Candidates, row: int) -> None:
-        """What a job needs is never among what nobody does, nor the other way round; and it has its shard_row there."""
-        chunks, rank = self.state.chunks, self.state.policy.rank
-        key = candidates.ranked.keys.get(row)
-        wanted = chunks.born_at[row] if candidates.by_arrival else -rank[row] if row in rank else None
-        assert key == wanted, (chunks.describe(row), key, wanted)
-        assert bool(chunks.flags[row] & RANKED) == (key is not None), chunks.describe(row)
 
     def _check_arena(self, namespace: Namespace, row: int, shard_rows: range) -> None:
         chunks = self.state.chunks
@@ -477,7 +470,11 @@ class Watch:
         state = self.state
         yield from (state.ghosts, state.partials)
         for candidates in self._candidates():
-            yield candidates.recency
+            yield from (rows for rows in candidates.lists if isinstance(rows, LinkedRows))
+
+    def _ranked(self) -> Iterable[Ranked]:
+        for candidates in self._candidates():
+            yield from (rows for rows in candidates.lists if isinstance(rows, Ranked))
 
     def _candidates(self) -> Iterable[Candidates]:
         state = self.state
@@ -495,8 +492,7 @@ class Watch:
                 continue
             assert chunks.older[rows.oldest] == NONE == chunks.newer[rows.newest], rows
             assert self.facts[rows.oldest].rows is rows is self.facts[rows.newest].rows, rows
-        for candidates in self._candidates():
-            ranked = candidates.ranked
+        for ranked in self._ranked():
             assert len(ranked) == self._sums.lists[id(ranked)], (ranked, self._sums.lists[id(ranked)])
             assert ranked.entries <= 2 * len(ranked) + STALE_IN_HEAP_MAX, ranked
         assert self.state.ghosts.count <= self.state.limits.ghosts_max, self.state.ghosts

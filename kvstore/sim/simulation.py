@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from kvstore.core import events as ev
+from kvstore.core.policies import POLICIES
 from kvstore.core.pool import Phase
 from kvstore.layout import NamespaceSpec
 from kvstore.types import DiskPlace, DiskResult, DiskState, NamespaceId, Protection, SlotState, WorkerId
@@ -125,7 +126,7 @@ class Simulation:
             ahead_share_max=0.25,
             index_bytes=index.choice((1 << 40, 12_000, 20_000, 40_000)),
             index_sessions_share=index.choice((0.25, 0.5, 0.75)),
-            eviction=chance.choice(("hints", "hints", "lru", "fifo")),
+            eviction=chance.choice(("hints", *POLICIES)),
         )
         self.cluster.watch._full_every = FULL_EVERY
         self.members = self._people()

@@ -14,7 +14,7 @@ from kvstore.core.chunks import LISTED, NONE, RANKED, ChunkTable, LinkedRows
 from kvstore.core.events import ChunkRecord, NamespaceRecord, SessionEntry, SessionRecord, WriteIndex
 from kvstore.core.lease import Lease, LeaseBook
 from kvstore.core.namespaces import Namespace
-from kvstore.core.policy import Policy
+from kvstore.core.policies import POLICIES
 from kvstore.core.pool import Phase, Pool, Segment
 from kvstore.core.workers import EngineGroup
 from kvstore.layout import GroupSpec, NamespaceSpec
@@ -311,8 +311,9 @@ class PolicyMachine(RuleBasedStateMachine):
         self.table = ChunkTable()
         spec = NamespaceSpec("m", b"w", "l", 4, (GroupSpec("kv", 4096),))
         self.space = Namespace(NamespaceId(1), "alice", spec, b"f", 1, (4096,), 4096)
-        self.space.dram.by_arrival = kind == "fifo"
-        self.policy = Policy(self.table, kind, batch_min=2)
+        self.kind = kind
+        self.policy = POLICIES[kind](self.table, batch_min=2)
+        self.space.dram, self.space.ssd = self.policy.candidates(), self.policy.candidates()
         self.order: list[int] = []
         """Evictable rows, least recently used first; after ranks were taken back only what is in it counts."""
         self.exact = True
@@ -359,7 +360,7 @@ class PolicyMachine(RuleBasedStateMachine):
         rows = sorted(self.order + self.out)
         picked = dict.fromkeys(rows[pick % len(rows)] for pick in picks)
         rank = {row: place for place, row in enumerate(picked)}
-        if self.policy.kind == "hints":
+        if self.kind == "hints":
             self.exact = self.exact and self.rank.keys() <= rank.keys()
             self.rank = rank
         self.policy.set_ranks({self.space.id: self.space}, dict(rank))
@@ -369,7 +370,7 @@ class PolicyMachine(RuleBasedStateMachine):
         if not hasattr(self, "order"):
             return
         found = list(self.policy.victims(self.space.dram, 1_000))
-        if self.policy.kind == "fifo":
+        if self.kind == "fifo":
             assert found == sorted(self.order, key=lambda row: (self.table.born_at[row], row))
             return
         unneeded = [row for row in self.order if row not in self.rank]

@@ -1,6 +1,6 @@
 """Many chunks of one namespace at a time, through views of their columns.
 
-Each function does what a loop over the methods of `State`, `Policy` and `ChunkTable` that it names would do, in a tenth
+Each function does what a loop over the methods of `State` and `ChunkTable` that it names would do, in a tenth
 of the time once there are a few dozen; the callers choose by `State.batch_min`. That both do the same, to the last slot
 and link, is what the tests of this file are about.
 
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.candidates import Candidates
+from kvstore.core.bulk import equals, helper, table
+from kvstore.core.bulk import slots as slots_of
 from kvstore.core.chunks import (
     COMMITTED,
     DOOMED,
@@ -25,9 +26,7 @@ from kvstore.core.chunks import (
     LISTED,
     NONE,
     QUEUED,
-    RANKED,
     STORED,
-    TAIL,
     ChunkTable,
     LinkedRows,
 )
@@ -36,16 +35,18 @@ from kvstore.core.pool import Pool, Segment, SlabClass
 from kvstore.types import ChunkKey, DiskState, Extents, Reason
 
 if TYPE_CHECKING:
-    from kvstore.core.policy import Policy
     from kvstore.core.state import State
+    from kvstore.core.workers import EngineGroup
 
 Rows = npt.NDArray[np.intp]
 
 
+@helper
 def as_rows(rows: Sequence[int] | Rows) -> Rows:
     return np.array(rows, np.intp)
 
 
+@helper
 def distinct(rows: Sequence[int]) -> bool:
     return len(set(rows)) == len(rows)
 
@@ -53,6 +54,7 @@ def distinct(rows: Sequence[int]) -> bool:
 # ---------------------------------------------------------------------------------------------------------- looking
 
 
+@equals("requests.reads.lookup")
 def look_up(
     state: State, namespace: Namespace, keys: Sequence[ChunkKey]
 ) -> tuple[Rows, bytearray, list[int]]:
@@ -76,6 +78,7 @@ def look_up(
     return rows, bytearray(reasons), rest
 
 
+@equals("state.State.is_usable")
 def usable_leading(state: State, namespace: Namespace, rows: Sequence[int]) -> int:
     """How many of these, from the first, `State.is_usable`; NONE is not."""
     if not state.chunks.rows_ever:
@@ -91,6 +94,7 @@ def usable_leading(state: State, namespace: Namespace, rows: Sequence[int]) -> i
     return len(rows) if usable.all() else int(usable.argmin())
 
 
+@equals("state.State.extent")
 def extents(state: State, rows: Sequence[int], shards: Sequence[int], lengths: Sequence[int]) -> Extents:
     """Where these shards of each row are (`State.extent`)."""
     view = state.chunks.views
@@ -130,6 +134,7 @@ def _by_segment(pool: Pool, index: npt.NDArray[np.int32]) -> Iterator[tuple[Segm
 # ------------------------------------------------------------------------------------------------------------- lists
 
 
+@equals("chunks.ChunkTable.unlink")
 def unlink(chunks: ChunkTable, rows: LinkedRows, which: Rows) -> None:
     """`ChunkTable.unlink` for each; quick where neighbours of the list stand side by side, the newer one first."""
     view = chunks.views
@@ -152,6 +157,7 @@ def unlink(chunks: ChunkTable, rows: LinkedRows, which: Rows) -> None:
     rows.count -= len(which)
 
 
+@equals("chunks.ChunkTable.link_newest")
 def link_newest(chunks: ChunkTable, rows: LinkedRows, which: Rows) -> None:
     """`ChunkTable.link_newest` for each, one after the other."""
     view = chunks.views
@@ -170,6 +176,7 @@ def link_newest(chunks: ChunkTable, rows: LinkedRows, which: Rows) -> None:
     view.flags[which] |= LISTED
 
 
+@equals("chunks.ChunkTable.link_oldest")
 def link_oldest(chunks: ChunkTable, rows: LinkedRows, which: Rows) -> None:
     """`ChunkTable.link_oldest` for each, one after the other."""
     view = chunks.views
@@ -188,26 +195,10 @@ def link_oldest(chunks: ChunkTable, rows: LinkedRows, which: Rows) -> None:
     view.flags[which] |= LISTED
 
 
-def evictable(policy: Policy, chunks: ChunkTable, candidates: Candidates, rows: Sequence[int]) -> None:
-    """`Policy.add`; not by arrival."""
-    if not policy.rank.keys().isdisjoint(rows):
-        policy.add_each(candidates, [row for row in rows if row in policy.rank])
-        rows = [row for row in rows if row not in policy.rank]
-        if not rows:
-            return
-    which = as_rows(rows)
-    view = chunks.views
-    unnamed = (view.flags[which] & TAIL != 0) & (view.refs[which] == 0)
-    if unnamed.any():
-        policy.add_each(candidates, which[unnamed].tolist())
-        which = which[~unnamed]
-    if len(which):
-        link_newest(chunks, candidates.recency, which[::-1])
-
-
 # -------------------------------------------------------------------------------------------------------------- pins
 
 
+@equals("state.State.pin")
 def pin(state: State, namespace: Namespace, rows: Sequence[int]) -> None:
     """`State.pin` for each of these different rows."""
     view = state.chunks.views
@@ -220,15 +211,10 @@ def pin(state: State, namespace: Namespace, rows: Sequence[int]) -> None:
         return
     namespace.pinned += len(which)
     _count_pinned(state, namespace, which, +1)
-    ranked = view.flags[which] & RANKED != 0
-    if ranked.any():
-        for row in which[ranked].tolist():
-            state.policy.remove(namespace.dram, row)
-        which = which[~ranked]
-    if len(which):
-        unlink(state.chunks, namespace.dram.recency, which)
+    state.policy.remove_many(namespace.dram, which)
 
 
+@equals("state.State._unpin_each")
 def unpin(state: State, namespace: Namespace, rows: Sequence[int]) -> Sequence[int]:
     """`State.unpin` for each of these different rows, none of which is doomed, but for making those that nobody pins
     any more evictable: they are returned."""
@@ -246,6 +232,24 @@ def unpin(state: State, namespace: Namespace, rows: Sequence[int]) -> Sequence[i
     return rows
 
 
+@equals("workers.EngineGroup.charge")
+def charge_new(group: EngineGroup, rows: Sequence[int], chunk_bytes: int, bytes_max: int) -> bool:
+    """`EngineGroup.charge` for all `rows`, if they are different and the group pins none of them yet; else nothing
+    happens."""
+    once = dict.fromkeys(rows, 1)
+    size = len(rows) * chunk_bytes
+    if (
+        len(once) < len(rows)
+        or group.pinned_bytes + size > bytes_max
+        or not group.pins.keys().isdisjoint(rows)
+    ):
+        return False
+    group.pinned_bytes += size
+    group.pins.update(once)
+    return True
+
+
+@helper
 def any_flag(chunks: ChunkTable, rows: Sequence[int], flag: int) -> bool:
     return bool((chunks.views.flags[as_rows(rows)] & flag).any())
 
@@ -267,6 +271,7 @@ def _counts(index: npt.NDArray[np.int32]) -> Iterator[tuple[int, int]]:
     yield from zip(found.tolist(), counts.tolist(), strict=True)
 
 
+@equals("requests.reads.Reads._used_each")
 def used(state: State, namespace: Namespace, rows: Sequence[int]) -> None:
     """These different rows are used now, as far as their columns and segments tell."""
     view = state.chunks.views
@@ -282,20 +287,21 @@ def used(state: State, namespace: Namespace, rows: Sequence[int]) -> None:
 # ------------------------------------------------------------------------------------------------------------- saves
 
 
+@equals("chunks.ChunkTable.new_row", "state.State.begin_chunk", "pool.Pool.take", "state.State.place_shard")
 def begin(
     state: State, namespace: Namespace, keys: Sequence[ChunkKey], slab: SlabClass, shards: Sequence[int]
 ) -> list[int]:
     """A row for each of these new keys, with a RESERVED slot of `slab` for each of `shards`: `ChunkTable.new_row`,
     `State.begin_chunk`, `Pool.take`, `State.place_shard`. There are enough free slots."""
     chunks = state.chunks
-    rows = chunks.new_rows_for(keys)
-    which = _begin(state, namespace, keys, rows, chunks.new_shards_for(len(keys), namespace.shards))
+    rows = table.new_rows(chunks, keys)
+    which = _begin(state, namespace, keys, rows, table.new_shards(chunks, len(keys), namespace.shards))
     view = chunks.views
     shard_rows = _shard_rows(view.shard0[which], shards)
     owners = np.repeat(which, len(shards))
     at = 0
     while at < len(shard_rows):
-        segment, slots = state.pool.take_many(slab, owners[at:])
+        segment, slots = slots_of.take(state.pool, slab, owners[at:])
         part = slice(at, at + len(slots))
         view.shard_segment[shard_rows[part]] = segment.index
         view.shard_slot[shard_rows[part]] = slots
@@ -323,30 +329,31 @@ def _begin(
     return which
 
 
+@equals("state.State.demote", "state.State.to_ghost", "state.State.begin_chunk", "state.State.place_shard")
 def take_over(
     state: State, namespace: Namespace, keys: Sequence[ChunkKey], victims: Sequence[int], *, stored: bool
 ) -> list[int]:
-    """A row for each of these new keys, which takes the slot of one of the oldest chunks of the namespace's recency
-    list: `begin` with `State.demote`, of those that are STORED, or `State.to_ghost` in between. All have one shard."""
+    """A row for each of these new keys, which takes the slot of one of the namespace's candidates in DRAM:
+    `begin` with `State.demote`, of those that are STORED, or `State.to_ghost` in between. All have one shard."""
     chunks = state.chunks
     gone = as_rows(victims)
     freed = chunks.views.shard0[gone].astype(np.intp)
     index, slots = _take_out(state, namespace, gone, freed, stored=stored)
     if stored:
-        rows = chunks.new_rows_for(keys)
-        starts = chunks.new_shards_for(len(keys), 1)
+        rows = table.new_rows(chunks, keys)
+        starts = table.new_shards(chunks, len(keys), 1)
     else:
         rows, starts = [], []
         for key, victim, start in zip(keys, victims, freed.tolist(), strict=True):
             rows.append(chunks.new_row(namespace.id, key, state.now))
-            starts += chunks.new_shards_for(1, 1)
+            starts += table.new_shards(chunks, 1, 1)
             chunks.give_back_shards((start,), 1)
             if not chunks.refs[victim]:
                 state.remember_ghost(victim)
     which = _begin(state, namespace, keys, rows, starts)
     view = chunks.views
     for segment, mine in _by_first(state.pool, index):
-        state.pool.pass_on(segment, slots[mine], which[mine])
+        slots_of.pass_on(segment, slots[mine], which[mine])
         state.bump(segment, slots[mine].tolist())
     shard_rows = view.shard0[which]
     view.shard_segment[shard_rows] = index
@@ -355,9 +362,9 @@ def take_over(
     return rows
 
 
+@equals("state.State.demote", "state.State.to_ghost")
 def leave_dram(state: State, namespace: Namespace, victims: Sequence[int], *, stored: bool) -> None:
-    """`State.demote`, of those that are STORED, or `State.to_ghost` for EVICTED, of chunks in the namespace's recency
-    list."""
+    """`State.demote`, of those that are STORED, or `State.to_ghost` for EVICTED, of candidates in DRAM."""
     chunks = state.chunks
     gone = as_rows(victims)
     start = chunks.views.shard0[gone]
@@ -365,7 +372,7 @@ def leave_dram(state: State, namespace: Namespace, victims: Sequence[int], *, st
         state, namespace, gone, _shard_rows(start, range(namespace.shards)), stored=stored
     )
     for segment, mine in _by_first(state.pool, index):
-        state.pool.give_back_many(segment, slots[mine])
+        slots_of.give_back(state.pool, segment, slots[mine])
         state.bump(segment, slots[mine].tolist())
     state.room += 1
     if not stored:
@@ -379,7 +386,7 @@ def leave_dram(state: State, namespace: Namespace, victims: Sequence[int], *, st
 def _take_out(
     state: State, namespace: Namespace, gone: Rows, shard_rows: Rows, *, stored: bool
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """These chunks of the recency list, with their shards, have no slots any more; (index of the segment, number)
+    """These candidates in DRAM, with their shards, have no slots any more; (index of the segment, number)
     of those. They are cold if they are `stored`, else nearly ghosts: whose room for shards, and who remembers them, is
     up to the caller."""
     chunks = state.chunks
@@ -390,16 +397,17 @@ def _take_out(
     if wasted := state.prefetched.intersection(victims):
         state.prefetched -= wasted
         state.counters["prefetch_wasted"] += len(wasted)
-    unlink(chunks, namespace.dram.recency, gone[::-1])
+    state.policy.remove_many(namespace.dram, gone[::-1])
     view.shard_segment[shard_rows] = view.shard_slot[shard_rows] = NONE
     view.shard_ready[shard_rows] = 0
     view.ready[gone] = 0
     namespace.visible -= len(victims)
     if stored:
         namespace.cold += len(victims)
-        link_newest(chunks, namespace.ssd.recency, gone)
+        state.policy.add_last_many(namespace.ssd, gone)
         state.counters["chunks_demoted"] += len(victims)
     else:
+        state.policy.forget_many(victims)
         view.shard_checksum[shard_rows] = 0
         view.shard0[gone] = NONE
         view.reason[gone] = Reason.EVICTED
@@ -417,6 +425,7 @@ def _first(mine: Any) -> int:
     return 0 if isinstance(mine, slice) else int(mine[0])
 
 
+@equals("requests.saves.Saves._describe")
 def describe(
     chunks: ChunkTable, rows: Sequence[int], above: Sequence[int], tokens: Sequence[int], flags: Sequence[int]
 ) -> None:
@@ -434,11 +443,13 @@ def describe(
         chunks.attach(rows[number], above[number])
 
 
+@helper
 def may_mark_ready(chunks: ChunkTable, rows: Sequence[int]) -> bool:
     """Whether `mark_shards_ready` may be asked for these partial chunks: none of them is doomed."""
     return not (chunks.views.flags[as_rows(rows)] & DOOMED).any()
 
 
+@equals("state.State.mark_shard_ready")
 def mark_shards_ready(
     state: State, namespace: Namespace, rows: Sequence[int], shards: Sequence[int], checksums: Sequence[int]
 ) -> list[bool]:
@@ -450,7 +461,7 @@ def mark_shards_ready(
     shard_rows = _shard_rows(view.shard0[which], shards)
     slots = view.shard_slot[shard_rows]
     for segment, mine in _by_segment(state.pool, view.shard_segment[shard_rows]):
-        state.pool.mark_ready_many(segment, slots[mine])
+        slots_of.mark_ready(segment, slots[mine])
         segment.touched_at = state.now
     view.born_at[which] = state.now
     view.shard_checksum[shard_rows] = np.array(checksums, np.uint64)
@@ -477,6 +488,7 @@ def mark_shards_ready(
     return list(map(bool, whole))
 
 
+@equals("state.State.add_maker")
 def add_maker(state: State, rows: Sequence[int], maker: bytes) -> None:
     """`State.add_maker` for each of these different rows."""
     view = state.chunks.views

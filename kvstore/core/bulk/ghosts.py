@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvstore.core.bulk import batch
+from kvstore.core.bulk import batch, equals
 from kvstore.core.chunks import NO_KEY, NONE, ChunkTable
 from kvstore.types import NamespaceId, Reason
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from kvstore.core.state import State
 
 
+@equals("state.State.remove_row")
 def forget_oldest(state: State, count: int) -> None:
     """There are so many."""
     chunks = state.chunks
     listed = state.ghosts
     rows = list(islice(chunks.walk(listed), count))
     which = batch.as_rows(rows)
-    key, namespace, rank = chunks.key, chunks.namespace, state.policy.rank
+    key, namespace = chunks.key, chunks.namespace
+    state.policy.forget_many(rows)
     index = {}
     for row in rows:
-        if rank:
-            rank.pop(row, None)
         number = namespace[row]
         if number not in index:
             index[number] = state.namespaces[NamespaceId(number)].index

@@ -1,30 +1,30 @@
-"""Chunks that queued jobs need, thousands at a time: what `Policy.set_ranks` and `Policy.put_back` do with one after
-another, in a tenth of the time (see batch.py)."""
+"""Chunks that queued jobs need, thousands at a time: what `Hints.set_ranks` does with one after another, in a tenth
+of the time (see batch.py)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.bulk import batch
-from kvstore.core.candidates import Candidates
+from kvstore.core.bulk import batch, equals, helper
 from kvstore.core.chunks import DOOMED, LISTED, NONE, PROMOTING, RANKED, STORED, ChunkTable
 from kvstore.core.namespaces import Namespace
 from kvstore.types import NamespaceId
 
 if TYPE_CHECKING:
-    from kvstore.core.policy import Policy
+    from kvstore.core.policies.hints import ByNeed, Hints
     from kvstore.core.state import State
 
 Rows = npt.NDArray[np.intp]
 
 
+@equals("policies.hints.Hints._changed")
 def changed(
-    policy: Policy,
+    policy: Hints,
     chunks: ChunkTable,
     namespaces: Mapping[NamespaceId, Namespace],
     before: Mapping[int, int],
@@ -43,30 +43,36 @@ def changed(
         rows = gone[mine]
         view.flags[rows] &= ~np.uint16(RANKED | LISTED)
         resident = view.ready[rows] == namespace.shards
-        for candidates, part in ((namespace.dram, rows[resident]), (namespace.ssd, rows[~resident])):
+        for mine_in, part in zip(_lists(namespace), (rows[resident], rows[~resident]), strict=True):
             if len(part):
-                policy.put_back(candidates, part.tolist())
+                policy.put_back(mine_in, part.tolist())
     for namespace in namespaces.values():
-        namespace.dram.ranked.replace((), ())
-        namespace.ssd.ranked.replace((), ())
+        for candidates in _lists(namespace):
+            candidates.ranked.replace((), ())
     positions = np.fromiter(rank.values(), np.intp, len(rank))
-    on_ssd: dict[int, tuple[Candidates, list[Rows]]] = {}
+    on_ssd: dict[int, tuple[ByNeed, list[Rows]]] = {}
     """Numbers in `now`: namespaces share these lists."""
     for number, mine in _by_namespace(view.namespace, now):
         namespace = namespaces[number]
         rows = now[mine]
         resident = (view.ready[rows] == namespace.shards) & (view.shard0[rows] != NONE)
         stored = ~resident & (view.flags[rows] & STORED != 0)
-        kept = _ranked(chunks, namespace.dram, rows, resident)
-        _order(namespace.dram, now, positions, mine[kept])
-        kept = _ranked(chunks, namespace.ssd, rows, stored)
+        dram, ssd = _lists(namespace)
+        kept = _ranked(chunks, dram, rows, resident)
+        _order(dram, now, positions, mine[kept])
+        kept = _ranked(chunks, ssd, rows, stored)
         if len(kept):
-            on_ssd.setdefault(id(namespace.ssd), (namespace.ssd, []))[1].append(mine[kept])
+            on_ssd.setdefault(id(ssd), (ssd, []))[1].append(mine[kept])
     for candidates, parts in on_ssd.values():
         _order(candidates, now, positions, np.sort(np.concatenate(parts)))
 
 
-def _ranked(chunks: ChunkTable, candidates: Candidates, rows: Rows, which: npt.NDArray[np.bool_]) -> Rows:
+def _lists(namespace: Namespace) -> tuple[ByNeed, ByNeed]:
+    """In DRAM and on SSD, as `Hints` keeps them."""
+    return cast("ByNeed", namespace.dram), cast("ByNeed", namespace.ssd)
+
+
+def _ranked(chunks: ChunkTable, candidates: ByNeed, rows: Rows, which: npt.NDArray[np.bool_]) -> Rows:
     """Take those of `rows` that are `which` and listed out of the recency list; where they stand in `rows`."""
     view = chunks.views
     listed = which & (view.flags[rows] & LISTED != 0)
@@ -77,11 +83,12 @@ def _ranked(chunks: ChunkTable, candidates: Candidates, rows: Rows, which: npt.N
     return np.flatnonzero(listed)
 
 
-def _order(candidates: Candidates, rows: Rows, positions: Rows, which: Rows) -> None:
+def _order(candidates: ByNeed, rows: Rows, positions: Rows, which: Rows) -> None:
     last_first = which[::-1]
     candidates.ranked.replace(rows[last_first].tolist(), (-positions[last_first]).tolist())
 
 
+@equals("requests.queue.Queue._on_ssd_only")
 def on_ssd_only(chunks: ChunkTable, namespace: Namespace, rows: list[int]) -> list[int]:
     """Those of the rows that are STORED and not resident, PROMOTING or DOOMED."""
     view = chunks.views
@@ -92,21 +99,7 @@ def on_ssd_only(chunks: ChunkTable, namespace: Namespace, rows: list[int]) -> li
     return found
 
 
-def put_back(policy: Policy, chunks: ChunkTable, candidates: Candidates, rows: Rows) -> None:
-    """`Policy.put_back`, of rows that no job needs; not by arrival."""
-    view = chunks.views
-    oldest, newest = candidates.recency.oldest, candidates.recency.newest
-    long_unused = np.zeros(len(rows), np.bool_)
-    if oldest != NONE:
-        used_at = view.used_at[rows]
-        long_unused = used_at - chunks.used_at[oldest] < chunks.used_at[newest] - used_at
-    recent = rows[~long_unused]
-    if len(recent):
-        batch.evictable(policy, chunks, candidates, recent.tolist())
-    if long_unused.any():
-        batch.link_oldest(chunks, candidates.recency, rows[long_unused])
-
-
+@helper
 def needed_in(state: State) -> dict[int, int]:
     """How many shards of chunks that queued jobs need are in each slab file, by its index."""
     rank, chunks = state.policy.rank, state.chunks

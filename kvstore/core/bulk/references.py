@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore.core.bulk import batch
+from kvstore.core.bulk import batch, equals
 from kvstore.core.chunks import LISTED, NONE, TAIL
 from kvstore.core.state import State
 from kvstore.types import Reason
 
 
+@equals("state.State.add_ref")
 def add(state: State, rows: Sequence[int]) -> None:
     """One more for each of `rows`, which may name a chunk several times."""
     if len(rows) < state.batch_min:
@@ -28,6 +29,7 @@ def add(state: State, rows: Sequence[int]) -> None:
         batch.unlink(state.chunks, state.ghosts, np.unique(ghosts))
 
 
+@equals("state.State.drop_ref")
 def drop(state: State, rows: Sequence[int], reason: Reason) -> None:
     """One less for each of `rows`."""
     if len(rows) < state.batch_min:

@@ -235,7 +235,7 @@ class Queue:
             else:
                 windows.results[key] = HintResult.DEFERRED
         self.windows = windows
-        if limits.eviction == "hints":
+        if state.policy.uses_ranks:
             if rank != state.policy.rank:
                 state.room += 1  # what was needed may go now, or is needed later than something else
             state.policy.set_ranks(state.namespaces, rank, job_ends)

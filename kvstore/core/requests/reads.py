@@ -129,7 +129,7 @@ class Reads:
         pin_bytes_max = limits.pin_bytes_max
         if leading:
             first = rows[:leading]
-            if worker.group.charge_new(first, namespace.chunk_bytes, pin_bytes_max):
+            if batch.charge_new(worker.group, first, namespace.chunk_bytes, pin_bytes_max):
                 hits += first
                 reasons += found[:leading]
                 namespace.lookups[Reason.NONE] += leading
@@ -161,7 +161,6 @@ class Reads:
 
     def _used(self, namespace: Namespace, rows: Sequence[int]) -> None:
         state = self.state
-        chunks = state.chunks
         if state.demanded:
             found = state.demanded.intersection(rows)
             state.demanded -= found
@@ -172,7 +171,12 @@ class Reads:
             state.counters["prefetch_on_time"] += len(found)
         if len(rows) >= state.batch_min and batch.distinct(rows):
             batch.used(state, namespace, rows)
-            return
+        else:
+            self._used_each(namespace, rows)
+
+    def _used_each(self, namespace: Namespace, rows: Sequence[int]) -> None:
+        state = self.state
+        chunks = state.chunks
         for row in rows:
             chunks.used_at[row] = state.now
             if chunks.hits[row] < HITS_MAX:

@@ -11,16 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+import numpy as np
+
+from kvstore.core.bulk import table
 from kvstore.core.chunks import (
     COMMITTED,
     DERIVED,
     DURABLE,
-    LISTED,
     NONE,
     STORED,
     TAIL,
-    ChunkTable,
-    LinkedRows,
 )
 from kvstore.core.events import IndexUsage, NamespaceRecord, SessionEntry, SessionRecord
 from kvstore.core.manifests import Manifest, Session
@@ -31,7 +31,7 @@ from kvstore.core.ssd.tier import Disk
 from kvstore.core.state import DISK, State
 from kvstore.types import ChunkKey, NamespaceId, Reason, SegmentId, SlabId, SlotState
 
-FLAGS = COMMITTED | STORED | DURABLE | LISTED
+FLAGS = COMMITTED | STORED | DURABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +185,9 @@ def _chunks(
     keys = cast("Sequence[ChunkKey]", batch.keys)
     chunks.key[rows] = keys
     chunks.namespace[rows] = array("i", [namespace.id]) * count
-    chunks.older[rows] = array("i", range(first - 1, first + count - 1))
-    chunks.newer[rows] = array("i", range(first + 1, first + count + 1))
-    _link(chunks, namespace.ssd.recency, first, count)
     chunks.used_at[rows] = chunks.born_at[rows] = array("q", [state.now]) * count
     chunks.tokens[rows] = _column("i", batch.token_count)
-    chunks.set_makers(first, batch.maker, batch.makers)
+    table.set_makers(chunks, first, batch.maker, batch.makers)
     chunks.shard0[rows] = array("i", range(places, places + count * shards, shards))
     flags = {kept: kept & PERSISTENT_FLAGS | FLAGS for kept in set(batch.flags)}
     chunks.flags[rows] = array("H", map(flags.__getitem__, batch.flags))
@@ -202,6 +199,7 @@ def _chunks(
     chunks.disk_slot[of_shards] = _column("i", batch.slot)
     chunks.disk_generation[of_shards] = _column("Q", batch.generation)
     namespace.index.update(zip(keys, range(first, first + count), strict=True))
+    state.policy.add_last_many(namespace.ssd, np.arange(first, first + count))
     namespace.cold += count
     done.chunks += count
 
@@ -264,19 +262,6 @@ def _without(batch: ChunkBatch, bad: set[int]) -> ChunkBatch:
 def _column(code: str, values: Sequence[int]) -> array[int]:
     """As an array of this type, without a copy where it is one."""
     return values if isinstance(values, array) and values.typecode == code else array(code, values)
-
-
-def _link(chunks: ChunkTable, rows: LinkedRows, first: int, count: int) -> None:
-    """The new rows go at the newest end of the list, in order; their links are set but for the two ends."""
-    newest = rows.newest
-    chunks.older[first] = newest
-    chunks.newer[first + count - 1] = NONE
-    if newest != NONE:
-        chunks.newer[newest] = first
-    else:
-        rows.oldest = first
-    rows.newest = first + count - 1
-    rows.count += count
 
 
 def _count_slots(state: State, slab: Segment) -> None:

@@ -7,7 +7,6 @@ file: absent -> being made -> in use by one slab class -> being emptied, in step
 from __future__ import annotations
 
 import enum
-import heapq
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from itertools import islice
@@ -222,52 +221,46 @@ class Slabs:
         """At most `limit` chunks that are on SSD only, whatever the size of their slots: the next to go first."""
         state = self.state
         cold = list(state.cold.by_sizes.values())
-        unneeded = map(state.policy.unneeded, cold)
-        rows = list(islice(heapq.merge(*unneeded, key=state.chunks.used_at.__getitem__), limit))
-        needed = [row for mine in cold for row in mine.ranked.smallest(limit - len(rows))]
-        needed.sort(key=state.policy.rank.__getitem__, reverse=True)
-        return rows + needed[: limit - len(rows)]
+        rows = list(islice(state.policy.unneeded(*cold), limit))
+        left = limit - len(rows)
+        return rows + list(islice(state.policy.needed(*cold, limit=left), left))
 
     def _evict_unneeded(self, slot_bytes: int, closed: Container[int]) -> Looking:
         """Drop the chunk that left DRAM longest ago, of those that have a slot of this size and no queued job needs. In
         a file that takes no records its slot is of no use: such a chunk goes behind the others, and after so many the
         look goes on in the next step."""
         state = self.state
-        policy, chunks = state.policy, state.chunks
-        cold = [mine for mine in state.cold.with_slots_of(slot_bytes) if mine.recency.count]
+        policy = state.policy
+        cold = state.cold.with_slots_of(slot_bytes)
         for _ in range(VICTIMS_LOOKED_AT_MAX):
-            if self._passed_over >= sum(mine.recency.count for mine in cold):
+            if self._passed_over >= sum(mine.unneeded for mine in cold):
                 self._passed_over = 0
                 return Looking.NOTHING
-            oldest = min(cold, key=lambda mine: chunks.used_at[mine.recency.oldest])
-            row = oldest.recency.oldest
+            row = next(policy.unneeded(*cold))
             if self._has_slot_of(row, slot_bytes, closed):
                 self._passed_over = 0
                 state.evict_from_disk(row)
                 return Looking.FOUND
-            policy.remove(oldest, row)
-            policy.add_last(oldest, row)
+            mine = state.namespace_of(row).ssd
+            policy.remove(mine, row)
+            policy.add_last(mine, row)
             self._passed_over += 1
         return Looking.AGAIN
 
     def _evict_needed(self, slot_bytes: int, closed: Container[int]) -> bool:
         """The same of those that jobs need: the one that is needed last, on SSD only or in DRAM too, where it stays."""
         state = self.state
-        rank, flags = state.policy.rank, state.chunks.flags
-        if not rank:
+        flags = state.chunks.flags
+        if not state.policy.rank:
             return False
         cold = state.cold.with_slots_of(slot_bytes)
         resident = [space.dram for space in state.namespaces.values() if space.ssd in cold]
-        found: list[int] = []
-        for mine in (*cold, *resident):
-            for row in mine.ranked.smallest(VICTIMS_LOOKED_AT_MAX):
-                if flags[row] & STORED and self._has_slot_of(row, slot_bytes, closed):
-                    found.append(row)
-                    break
-        if found:
-            state.evict_from_disk(max(found, key=rank.__getitem__))
-            state.counters["needed_chunks_evicted_from_ssd"] += 1
-        return bool(found)
+        for row in state.policy.needed(*cold, *resident, limit=VICTIMS_LOOKED_AT_MAX):
+            if flags[row] & STORED and self._has_slot_of(row, slot_bytes, closed):
+                state.evict_from_disk(row)
+                state.counters["needed_chunks_evicted_from_ssd"] += 1
+                return True
+        return False
 
     def _has_slot_of(self, row: int, slot_bytes: int, closed: Container[int]) -> bool:
         chunks = self.state.chunks

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
+from kvstore.core.policies import POLICIES
 from kvstore.layout import GroupSpec
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, World, chain, spec
@@ -43,14 +44,15 @@ def misses(world: World, worker: WorkerId, namespace: NamespaceId, keys: Iterabl
     return {key for key, outcome in zip(keys, found, strict=True) if outcome is Outcome.MISS}
 
 
-def test_what_is_freed_is_what_the_next_saves_would_have_evicted() -> None:
-    idle, worker, namespace = full_world()
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_what_is_freed_is_what_the_next_saves_would_have_evicted(eviction: str) -> None:
+    idle, worker, namespace = full_world(eviction=eviction)
     idle.step(ev.Idle())
     assert free(idle) == AHEAD
     evicted = idle.store.state.counters["chunks_evicted"]
     idle.save(worker, namespace, chain("new", AHEAD))
     assert idle.store.state.counters["chunks_evicted"] == evicted == AHEAD
-    busy, worker, namespace = full_world()
+    busy, worker, namespace = full_world(eviction=eviction)
     busy.save(worker, namespace, chain("new", AHEAD))
     assert misses(idle, worker, namespace, OLD) == misses(busy, worker, namespace, OLD)
 
@@ -78,9 +80,7 @@ def test_it_looks_once_though_nothing_may_go() -> None:
     assert not world.store.has_ahead()
 
 
-@pytest.mark.parametrize(
-    "limits", [{"ahead_slots_max": 0}, {"ahead_share_max": 1 / (SLOTS + 1)}, {"eviction": "fifo"}]
-)
+@pytest.mark.parametrize("limits", [{"ahead_slots_max": 0}, {"ahead_share_max": 1 / (SLOTS + 1)}])
 def test_nothing_is_kept_free_where_that_is_not_wanted(limits: dict[str, Any]) -> None:
     world, _, _ = full_world(**limits)
     world.step(ev.Idle())

@@ -15,6 +15,7 @@ from kvstore.core import events as ev
 from kvstore.core.bulk import batch
 from kvstore.core.chunks import ChunkTable, LinkedRows
 from kvstore.core.limits import Limits
+from kvstore.core.policies import POLICIES
 from kvstore.core.ssd.restart import Restored, Snapshot
 from kvstore.core.store import Store
 from kvstore.core.workers import EngineGroup
@@ -99,7 +100,7 @@ CHAINS = [tuple(ChunkKey(b"%d %d" % (chain, place)) for place in range(90)) for 
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("eviction", ["hints", "lru", "fifo"])
+@pytest.mark.parametrize("eviction", POLICIES)
 def test_hundreds_of_keys_at_once(eviction: str, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of hits, of what is new and of what is gone, shared and repeated keys, full quotas, a full arena, rows and
     slots that are used again, tails, parents in any order, ranked chunks, ranks that commit their own shards."""
@@ -164,7 +165,7 @@ def test_hundreds_of_keys_at_once(eviction: str, shards: int, monkeypatch: pytes
     assert found > 100, found
 
 
-@pytest.mark.parametrize("eviction", ["hints", "lru", "fifo"])
+@pytest.mark.parametrize("eviction", POLICIES)
 def test_hundreds_of_keys_of_two_models_above_an_ssd(eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is stored, is promoted, is dropped once it is stored, or doomed while it is saved; a disk that is slow,
     full or hung; segments that change hands; a table of chunks that is full."""
@@ -393,11 +394,11 @@ def test_columns_grow_after_they_were_viewed() -> None:
 
 def test_a_group_is_charged_for_many_chunks_or_for_none() -> None:
     group = EngineGroup("alice", "engine")
-    assert not group.charge_new([1, 2, 3], 10, 29)
-    assert group.charge_new([1, 2, 3], 10, 30)
+    assert not batch.charge_new(group, [1, 2, 3], 10, 29)
+    assert batch.charge_new(group, [1, 2, 3], 10, 30)
     assert (group.pins, group.pinned_bytes) == ({1: 1, 2: 1, 3: 1}, 30)
-    assert not group.charge_new([3, 4], 10, 100), "3 is pinned already"
-    assert not group.charge_new([5, 5], 10, 100), "named twice"
+    assert not batch.charge_new(group, [3, 4], 10, 100), "3 is pinned already"
+    assert not batch.charge_new(group, [5, 5], 10, 100), "named twice"
     assert group.charge(3, 10, 30) and not group.charge(4, 10, 30)
     group.discharge([2, 3], 10)
     assert (group.pins, group.pinned_bytes) == ({1: 1, 3: 1}, 20)

@@ -383,11 +383,14 @@ def test_what_no_job_needs_any_more_goes_back_in_the_order_of_its_chain(batch_mi
     def order(rows: Any) -> list[bytes]:
         return [state.chunks.key[row] for row in rows]
 
-    assert order(of.dram.ranked.smallest(10)) == [*reversed(chain("b", 3)), *reversed(chain("a", 3))]
+    assert order(state.policy.needed(of.dram, limit=10)) == [
+        *reversed(chain("b", 3)),
+        *reversed(chain("a", 3)),
+    ]
     publish(world, worker, namespace)
     a, b, old, new = (list(reversed(chain(name, 3))) for name in ("a", "b", "old", "new"))
-    assert order(state.chunks.walk(of.dram.recency)) == [*a, *old, *new, *b]
-    assert not state.policy.rank and not of.dram.ranked.keys
+    assert order(state.policy.unneeded(of.dram)) == [*a, *old, *new, *b]
+    assert not state.policy.rank and not list(state.policy.needed(of.dram, limit=1))
 
 
 def test_a_job_that_names_nothing_is_rejected_and_forgotten() -> None:

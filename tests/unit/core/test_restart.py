@@ -474,4 +474,4 @@ def test_many_batches_make_one_list_in_the_order_of_the_index() -> None:
     assert restored.chunks == 4
     chunks = store.state.chunks
     (cold,) = store.state.cold.by_sizes.values()
-    assert [chunks.key[row] for row in chunks.walk(cold.recency)] == [b"a", b"b", b"x", b"y"]
+    assert [chunks.key[row] for row in store.state.policy.unneeded(cold)] == [b"a", b"b", b"x", b"y"]

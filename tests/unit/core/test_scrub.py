@@ -292,7 +292,7 @@ def test_under_group_dram_is_looked_at_too() -> None:
     assert (slot.tier, slot.place, slot.slot) == (Tier.DRAM, extent.segment, extent.cell)
     assert state.counters["chunks_corrupt"] == 1
     # Being looked at is no use: the order in which chunks leave is what it was.
-    order = [state.chunks.key[row] for row in state.chunks.walk(state.namespaces[namespace].dram.recency)]
+    order = [state.chunks.key[row] for row in state.policy.unneeded(state.namespaces[namespace].dram)]
     assert order == [chain("k", 3)[2], chain("k", 3)[0]]
 
 

@@ -1,12 +1,9 @@
-"""Chunks that may leave a pool, in the order in which they go: a namespace's in DRAM, those of one slot size on SSD.
-
-What no queued job needs stands in `recency`, what is needed in `ranked`. `Policy` puts them there and says who goes
-next; nobody else walks these lists.
-"""
+"""What policies share: rows by a key, and what everybody may know of the candidates that a policy keeps."""
 
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 from kvstore.core.chunks import LinkedRows
@@ -76,48 +73,25 @@ class Ranked:
                     heapq.heappush(self._heap, (key, row))
 
 
-class Candidates:
-    __slots__ = ("by_arrival", "ranked", "recency")
+class Candidates(ABC):
+    """Chunks that may leave a pool: a namespace's in DRAM, those of one slot size on SSD. A policy makes them, and it
+    alone knows in which order they go."""
 
-    def __init__(self) -> None:
-        self.recency = LinkedRows()
-        """Those that no queued job needs: the next to go first."""
-        self.ranked = Ranked()
-        """Those that queued jobs need, the chunk that is needed last first; or all, by arrival."""
-        self.by_arrival = False
+    __slots__ = ()
 
     def __repr__(self) -> str:
-        return f"Candidates({self.recency.count} by recency, {len(self.ranked)} ranked)"
+        return f"{type(self).__name__}({self.count} rows, {self.unneeded} of them unneeded)"
+
+    @property
+    @abstractmethod
+    def lists(self) -> Sequence[LinkedRows | Ranked]:
+        """All that they are kept in, for checkers. A row is in one of them."""
+
+    @property
+    @abstractmethod
+    def unneeded(self) -> int:
+        """How many no queued job needs."""
 
     @property
     def count(self) -> int:
-        return self.recency.count + len(self.ranked)
-
-
-class Cold:
-    """Chunks on SSD only and not promoting: one `Candidates` for the namespaces whose shards take slots of equal sizes
-    there. A chunk of another size gives way in vain."""
-
-    __slots__ = ("by_sizes",)
-
-    def __init__(self) -> None:
-        self.by_sizes: dict[frozenset[int], Candidates] = {}
-
-    def __repr__(self) -> str:
-        return f"Cold({self.count} chunks of {len(self.by_sizes)} kinds)"
-
-    @property
-    def count(self) -> int:
-        return sum(candidates.count for candidates in self.by_sizes.values())
-
-    def of(self, sizes: frozenset[int]) -> Candidates:
-        """Of chunks with shards of these slot sizes, in bytes."""
-        return self.by_sizes.setdefault(sizes, Candidates())
-
-    def with_slots_of(self, slot_bytes: int) -> list[Candidates]:
-        return [candidates for sizes, candidates in self.by_sizes.items() if slot_bytes in sizes]
-
-    def keep(self, used: Sequence[Candidates]) -> None:
-        """No namespace uses the others any more."""
-        kept = set(map(id, used))
-        self.by_sizes = {sizes: mine for sizes, mine in self.by_sizes.items() if id(mine) in kept}
+        return sum(rows.count if isinstance(rows, LinkedRows) else len(rows) for rows in self.lists)

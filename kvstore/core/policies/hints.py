@@ -1,0 +1,189 @@
+"""What no queued job needs goes first, least recently used first; then what is needed, latest job first, and of one job
+the end of the chain before its beginning."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+from kvstore.core.bulk import batch, needed
+from kvstore.core.chunks import LISTED, RANKED, STORED, ChunkTable, LinkedRows
+from kvstore.core.namespaces import Namespace
+from kvstore.core.policies.interface import Rows
+from kvstore.core.policies.lists import Candidates, Ranked
+from kvstore.core.policies.lru import ByRecency, Lru
+from kvstore.types import NamespaceId
+
+
+class ByNeed(ByRecency):
+    __slots__ = ("ranked",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranked = Ranked()
+        """Those that queued jobs need, the chunk that is needed last first; all others are in `recency`."""
+
+    @property
+    def lists(self) -> tuple[LinkedRows | Ranked, ...]:
+        return self.recency, self.ranked
+
+
+class Hints(Lru):
+    uses_ranks = True
+
+    def __init__(self, chunks: ChunkTable, batch_min: int) -> None:
+        super().__init__(chunks, batch_min)
+        self._job_ends: Sequence[int] = ()
+        """The last rank of each job that has any, ascending."""
+
+    def candidates(self) -> ByNeed:
+        return ByNeed()
+
+    # ------------------------------------------------------------------------------------------- coming and going
+
+    def add(self, candidates: Candidates, rows: Sequence[int]) -> None:
+        super().add(candidates, self._without_needed(candidates, rows))
+
+    def add_each(self, candidates: Candidates, rows: Sequence[int]) -> None:
+        super().add_each(candidates, self._without_needed(candidates, rows))
+
+    def add_last(self, candidates: Candidates, row: int) -> None:
+        if row in self.rank:
+            self._rank(ranked(candidates), row)
+        else:
+            super().add_last(candidates, row)
+
+    def add_last_many(self, candidates: Candidates, rows: Rows) -> None:
+        left = self._without_needed(candidates, rows.tolist()) if self.rank else rows
+        if len(left):
+            super().add_last_many(candidates, batch.as_rows(left))
+
+    def put_back(self, candidates: Candidates, rows: Sequence[int]) -> None:
+        super().put_back(candidates, self._without_needed(candidates, rows))
+
+    def put_back_each(self, candidates: Candidates, rows: Sequence[int]) -> None:
+        super().put_back_each(candidates, self._without_needed(candidates, rows))
+
+    def remove(self, candidates: Candidates, row: int) -> None:
+        chunks = self._chunks
+        flags = chunks.flags[row]
+        if flags & RANKED:
+            ranked(candidates).remove(row)
+            chunks.flags[row] = flags & ~(RANKED | LISTED)
+        elif flags & LISTED:
+            chunks.unlink(cast("ByNeed", candidates).recency, row)
+
+    def remove_many(self, candidates: Candidates, rows: Rows) -> None:
+        mine = self._chunks.views.flags[rows] & RANKED != 0
+        if mine.any():
+            for row in rows[mine].tolist():
+                self.remove(candidates, row)
+            rows = rows[~mine]
+        if len(rows):
+            super().remove_many(candidates, rows)
+
+    def forget(self, row: int) -> None:
+        self.rank.pop(row, None)
+
+    def forget_many(self, rows: Sequence[int]) -> None:
+        if self.rank:
+            for row in rows:
+                self.rank.pop(row, None)
+
+    def _without_needed(self, candidates: Candidates, rows: Sequence[int]) -> Sequence[int]:
+        """Rank those of `rows` that queued jobs need; the others."""
+        rank = self.rank
+        if not rank or rank.keys().isdisjoint(rows):
+            return rows
+        others: list[int] = []
+        for row in rows:
+            if row in rank:
+                self._rank(ranked(candidates), row)
+            else:
+                others.append(row)
+        return others
+
+    def _rank(self, rows: Ranked, row: int) -> None:
+        rows.add(row, -self.rank[row])
+        self._chunks.flags[row] |= LISTED | RANKED
+
+    # ----------------------------------------------------------------------------------------------------- victims
+
+    def needed(self, *lists: Candidates, limit: int, sooner_than: int = -1) -> Iterator[int]:
+        below = -sooner_than if sooner_than >= 0 else None
+        latest = [ranked(candidates).smallest(limit, below) for candidates in lists]
+        if len(latest) == 1:
+            return latest[0]
+        return heapq.merge(*latest, key=self.rank.__getitem__, reverse=True)
+
+    # ------------------------------------------------------------------------------------------------------- ranks
+
+    def job_end(self, row: int) -> int:
+        rank = self.rank.get(row, 0)
+        at = bisect_left(self._job_ends, rank)
+        return self._job_ends[at] if at < len(self._job_ends) else rank
+
+    def set_ranks(
+        self,
+        namespaces: Mapping[NamespaceId, Namespace],
+        rank: dict[int, int],
+        job_ends: Sequence[int] = (),
+    ) -> None:
+        before, self.rank, self._job_ends = self.rank, rank, job_ends
+        if len(before) + len(rank) >= self._batch_min:
+            needed.changed(self, self._chunks, namespaces, before, rank)
+        else:
+            self._changed(namespaces, before, rank)
+
+    def _changed(
+        self, namespaces: Mapping[NamespaceId, Namespace], before: Mapping[int, int], rank: Mapping[int, int]
+    ) -> None:
+        """What is needed no more goes back among the others, what is new leaves them; and what is needed is ordered
+        anew."""
+        chunks = self._chunks
+        flags = chunks.flags
+        gone: dict[tuple[NamespaceId, bool], list[int]] = {}
+        for row in before:
+            if row not in rank and flags[row] & RANKED:
+                namespace = namespaces[NamespaceId(chunks.namespace[row])]
+                cold = chunks.ready[row] != namespace.shards
+                gone.setdefault((namespace.id, cold), []).append(row)
+        for number, cold in sorted(gone):
+            candidates = namespaces[number].ssd if cold else namespaces[number].dram
+            for row in gone[number, cold]:
+                self.remove(candidates, row)
+            self.put_back(candidates, gone[number, cold])
+        for namespace in namespaces.values():
+            ranked(namespace.dram).replace((), ())
+            ranked(namespace.ssd).replace((), ())
+        for row in rank:
+            if not flags[row] & LISTED:
+                continue
+            namespace = namespaces[NamespaceId(chunks.namespace[row])]
+            if chunks.ready[row] == namespace.shards:
+                candidates = namespace.dram
+            elif flags[row] & STORED:
+                candidates = namespace.ssd
+            else:
+                continue
+            if not flags[row] & RANKED:
+                chunks.unlink(cast("ByNeed", candidates).recency, row)
+            self._rank(ranked(candidates), row)
+
+    # ------------------------------------------------------------------------------------------------- for checkers
+
+    def check_row(self, candidates: Candidates, row: int) -> LinkedRows | Ranked:
+        """What a job needs is never among what nobody does, nor the other way round; and it has its place there."""
+        chunks, mine = self._chunks, ranked(candidates)
+        key = mine.keys.get(row)
+        wanted = -self.rank[row] if row in self.rank else None
+        assert key == wanted, (chunks.describe(row), key, wanted)
+        assert bool(chunks.flags[row] & RANKED) == (key is not None), chunks.describe(row)
+        return cast("ByNeed", candidates).recency if key is None else mine
+
+
+def ranked(candidates: Candidates) -> Ranked:
+    """What queued jobs need, the latest first."""
+    return cast("ByNeed", candidates).ranked

@@ -1,0 +1,138 @@
+"""What a policy promises. The store owns pins, capacity and the final say; a policy says in which order chunks leave.
+
+A chunk that may leave a pool is a row in some `Candidates`: of DRAM, where it is resident and unpinned, one for each
+namespace; of SSD, where it is there alone and not promoting, one for all namespaces whose slots there have the same
+sizes. The same policy orders both. Nobody but the policy looks into its candidates.
+
+A policy keeps its rows in the lists that the checkers know: `LinkedRows`, whose links are columns of the table of
+chunks, and `Ranked`, by a key. Linked rows carry the flag LISTED, rows with a key LISTED and RANKED; a row without
+LISTED is nowhere.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.core.chunks import ChunkTable, LinkedRows
+from kvstore.core.namespaces import Namespace
+from kvstore.core.policies.lists import Candidates, Ranked
+from kvstore.types import Millis, NamespaceId
+
+Rows = npt.NDArray[np.intp]
+
+
+class Policy(ABC):
+    """Single-row methods are what a policy has to say. The bulk methods beside them say the same for many rows: here
+    one by one, in a policy that is used for hundreds at a time through views of the columns (`core/bulk`)."""
+
+    uses_ranks: ClassVar[bool] = False
+    """Whether it heeds what queued jobs need. If not, nobody plans: nothing is ranked, and nothing fetched ahead."""
+
+    def __init__(self, chunks: ChunkTable, batch_min: int) -> None:
+        self._chunks = chunks
+        self._batch_min = batch_min
+        self.rank: dict[int, int] = {}
+        """By chunk row, of what the queue needs: 0 is needed first. Others may look, `set_ranks` alone changes it."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.rank)} chunks ranked)"
+
+    @abstractmethod
+    def candidates(self) -> Candidates:
+        """None yet, of a pool that is new."""
+
+    # ------------------------------------------------------------------------------------------- coming and going
+
+    @abstractmethod
+    def add(self, candidates: Candidates, rows: Sequence[int]) -> None:
+        """`rows`, listed nowhere, may go from now on: they arrived, or their last pin went. They were used together and
+        stand in chain order: descendants should go before their ancestors."""
+
+    @abstractmethod
+    def add_last(self, candidates: Candidates, row: int) -> None:
+        """`row`, listed nowhere, goes after all others that are there now, unless a queued job needs any of these
+        later, or none needs it."""
+
+    def add_last_many(self, candidates: Candidates, rows: Rows) -> None:
+        """`add_last` for each, one after the other."""
+        for row in rows.tolist():
+            self.add_last(candidates, row)
+
+    @abstractmethod
+    def put_back(self, candidates: Candidates, rows: Sequence[int]) -> None:
+        """`rows` may go again without having been used, as if they had not been away. They stand in chain order, and
+        as with `add` descendants should go before their ancestors."""
+
+    @abstractmethod
+    def remove(self, candidates: Candidates, row: int) -> None:
+        """`row` may not go any more; nothing happens if it is not listed."""
+
+    def remove_many(self, candidates: Candidates, rows: Rows) -> None:
+        """`remove` for each of these different rows, all of which are listed."""
+        for row in rows.tolist():
+            self.remove(candidates, row)
+
+    def came_back(self, row: int) -> None:  # noqa: B027  # who has nothing to learn from it, says nothing
+        """The bytes of a ghost are about to be written again: `reason` still says why they went, and `used_at` when."""
+
+    def forget(self, row: int) -> None:  # noqa: B027
+        """The row's bytes are gone, or its number is about to be reused. It is in no candidates any more."""
+
+    def forget_many(self, rows: Sequence[int]) -> None:
+        """`forget` for each."""
+        for row in rows:
+            self.forget(row)
+
+    # ----------------------------------------------------------------------------------------------------- victims
+
+    @abstractmethod
+    def unneeded(self, *lists: Candidates) -> Iterator[int]:
+        """The candidates in all of `lists` that no queued job needs, the next victim first. The one that was given last
+        may go, or move, meanwhile."""
+
+    def needed(self, *lists: Candidates, limit: int, sooner_than: int = -1) -> Iterator[int]:
+        """The candidates that queued jobs need, the latest first: at most `limit` of each of `lists`, and only those
+        with a rank after `sooner_than`. The one that was given last may go meanwhile."""
+        return iter(())
+
+    def victims(self, candidates: Candidates, limit: int, sooner_than: int = -1) -> Iterator[int]:
+        """At most `limit` rows, the next victim first: `unneeded`, then `needed`. With the `sooner_than` of `job_end` a
+        prefetch never pushes out what is needed before it."""
+        for row in islice(self.unneeded(candidates), limit):
+            yield row
+            limit -= 1
+        if limit > 0:
+            yield from self.needed(candidates, limit=limit, sooner_than=sooner_than)
+
+    def oldest_use(self, candidates: Candidates) -> Millis | None:
+        """When the next victim was last used."""
+        for row in self.victims(candidates, 1):
+            return self._chunks.used_at[row]
+        return None
+
+    # ------------------------------------------------------------------------------------------------------- ranks
+
+    def set_ranks(  # noqa: B027
+        self,
+        namespaces: Mapping[NamespaceId, Namespace],
+        rank: dict[int, int],
+        job_ends: Sequence[int] = (),
+    ) -> None:
+        """The queue changed: `rank` is all that is needed now, in ascending order, and `job_ends` the last rank of each
+        job in it, ascending. Chunks of one job stand in the order of its chain."""
+
+    def job_end(self, row: int) -> int:
+        """The rank of the last chunk of the soonest job that needs `row`; 0 if none does."""
+        return 0
+
+    # -------------------------------------------------------------------------------------------------- for checkers
+
+    @abstractmethod
+    def check_row(self, candidates: Candidates, row: int) -> LinkedRows | Ranked:
+        """Assert what the policy promises about one listed row; the list of the candidates' that it has to be in."""
