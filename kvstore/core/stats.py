@@ -69,7 +69,7 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
             "protection": state.limits.protection.value,
             "segment_bytes": bytes_each,
         },
-        "ssd": _ssd(state),
+        "ssd": _cold_tier(state),
         "pools": pools,
         "namespaces": namespaces,
         "counters": dict(state.counters) if worker.admin else {},
@@ -89,29 +89,14 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
     }
 
 
-def _ssd(state: State) -> dict[str, Any]:
+def _cold_tier(state: State) -> dict[str, Any]:
     if state.disk_state is DiskState.ABSENT:
         return {"state": "absent"}
-    pool = state.disk
-    assigned = [segment for segment in pool.segments if segment.phase is Phase.ASSIGNED]
-    counts = [sum(segment.counts[kind] for segment in assigned) for kind in SlotState]
-    waiting = (state.dirty_chunks, state.dirty_sessions, state.deleted_chunks, state.deleted_sessions)
-    oldest = [next(iter(dirty.values()), state.now) for dirty in waiting]
-    if state.indexing_since is not None:  # until it has ended, nothing of it is durable
-        oldest.append(state.indexing_since)
     return {
         "state": state.disk_state.name.lower(),
         "why": state.disk_why,
         "full": state.disk_full,
-        "bytes": pool.segment_bytes * len(pool.segments),
-        "slab_bytes": pool.segment_bytes * len(assigned),
-        "capacity": sum(segment.capacity for segment in assigned),
-        "free": counts[SlotState.FREE],
-        "reserved": counts[SlotState.RESERVED],
-        "ready": counts[SlotState.READY],
-        "quarantined": counts[SlotState.QUARANTINED],
         "to_store": len(state.to_store),
-        "oldest_not_durable_ms": state.now - min(oldest),
         "cold_chunks": state.cold.count,
-        "to_forget": len(state.deleted_chunks) + len(state.deleted_sessions),
+        **state.cold_tier.stats(),
     }

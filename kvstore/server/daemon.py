@@ -718,7 +718,7 @@ class Daemon:
 
     async def _open_work(self) -> int:
         gauges = (await self._own_stats()).values["gauges"]
-        return int(gauges["leases"] + gauges["reservations"] + self.loop.store.disk.behind)
+        return int(gauges["leases"] + gauges["reservations"] + self.loop.store.transfers.behind)
 
     async def _families(self) -> list[Metric]:
         lent = self._regions.stats()

@@ -13,14 +13,15 @@ than its own gives way, so that neither pushes out all of the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, PROMOTING, STORED, STORING
+from kvstore.core.manifests import Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase
-from kvstore.core.requests.sessions import Sessions
 from kvstore.core.ssd.durability import Durability
 from kvstore.core.ssd.slabs import Slabs
 from kvstore.core.state import State
@@ -42,13 +43,12 @@ REMEDY = "raise ssd_index_bytes; or lower session_ttl_ms, so that sessions end s
 
 
 class IndexRoom:
-    def __init__(self, state: State, durability: Durability, slabs: Slabs, sessions: Sessions) -> None:
+    def __init__(self, state: State, durability: Durability, slabs: Slabs) -> None:
         self.state = state
         self._durability = durability
         self._slabs = slabs
-        self._sessions = sessions
 
-    def pump(self) -> None:
+    def pump(self, end_session: Callable[[Session], None]) -> None:
         """After every step: make room, if something found none."""
         durability = self._durability
         refused = durability.wants_room
@@ -62,7 +62,7 @@ class IndexRoom:
         usage = self.state.index_usage
         bytes_max = usage.bytes_max if usage is not None else 0
         wanted = max(2 * (chunks + sessions), min(bytes_max // ROOM_SHARE, ROOM_BYTES_MAX)) << rounds
-        first, second = self._drop_chunks, self._drop_sessions
+        first, second = self._drop_chunks, partial(self._drop_sessions, end_session)
         if self._sessions_give_way(chunks, sessions):
             first, second = second, first
         if not (first(wanted) or second(wanted) or durability.deleted_makers):
@@ -78,7 +78,7 @@ class IndexRoom:
         share = self.state.limits.index_sessions_share
         return (usage.sessions + sessions) * (1 - share) > (usage.chunks + chunks) * share
 
-    def _drop_sessions(self, wanted: int) -> bool:
+    def _drop_sessions(self, end_session: Callable[[Session], None], wanted: int) -> bool:
         """End the sessions that were used longest ago, those of them that the index has, or is to have."""
         book = self.state.sessions
         entries = dropped = 0
@@ -87,7 +87,7 @@ class IndexRoom:
             entries += len(session.manifest)
             wanted -= ROW_BYTES + len(session.name) + ENTRY_BYTES * len(session.manifest)
             dropped += 1
-            self._sessions.drop(session)
+            end_session(session)
         self.state.counters["sessions_dropped_for_index"] += dropped
         return bool(dropped)
 
@@ -101,7 +101,7 @@ class IndexRoom:
             namespace = state.namespace_of(row)
             wanted -= self._bytes(namespace, row)
             dropped += 1
-            state.evict_from_disk(row)
+            state.evict_copy(row)
         state.counters["chunks_dropped_for_index"] += dropped
         return bool(dropped)
 
@@ -115,7 +115,7 @@ class IndexRoom:
         chunks = state.chunks
         cold = self._slabs.coldest(ROWS_PER_STEP_MAX)
         yield from (row for row in cold if row not in state.policy.rank)
-        slabs = [slab for slab in state.disk.segments if slab.phase is Phase.ASSIGNED]
+        slabs = [slab for slab in state.ssd_slots.segments if slab.phase is Phase.ASSIGNED]
         seen: set[int] = set()
         for slab in sorted(slabs, key=lambda slab: slab.touched_at):
             for row in slab.owner:
