@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.core import events as ev
+from kvstore.core.chunks import STORED
 from kvstore.types import DiskPlace, DiskResult, SlabId
 
 from .cluster import OPS, Cluster
@@ -114,6 +115,8 @@ class MemoryWorld(DiskWorld):
     def _check_stored(self, row: int) -> None:
         """What is STORED is there as it was committed."""
         chunks, tier = self.store.state.chunks, self._tier()
+        if not chunks.flags[row] & STORED:
+            return
         start = chunks.shard0[row]
         for shard, name in enumerate(tier.names((row,))):
             if name not in self.spoilt:

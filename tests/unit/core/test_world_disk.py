@@ -170,7 +170,7 @@ class DiskFuzz(Fuzz):
         super().settle()
         for _ in range(100):
             world.tick(200)
-        state, disk = world.store.state, world.store.disk
+        state, disk = world.store.state, world.store.transfers
         assert world.health() is DiskState.OK, disk
         assert not (
             disk.writes or disk.reads or disk.durability.index or disk.probe or disk.slabs.creating
@@ -184,7 +184,7 @@ class DiskFuzz(Fuzz):
         assert (
             len(stored)
             == len(world.platter.chunks)
-            == sum(slab.counts[2] for slab in state.disk.segments) - self.extra_shards()
+            == sum(slab.counts[2] for slab in state.ssd_slots.segments) - self.extra_shards()
         ), disk
         world.promised |= {
             (NamespaceId(where[0]), where[1])
@@ -207,7 +207,7 @@ class DiskFuzz(Fuzz):
                 # What lay in the cache over a slot may have been lost since, and the old owner's bytes are back.
                 wanted = ["HIT"] if (number, key) in world.promised else ["HIT", "CORRUPT"]
                 found = world.fetch(worker, NamespaceId(number), (key,), tries=50)
-                assert found[0] in wanted, (number, key, found, world.store.disk)
+                assert found[0] in wanted, (number, key, found, world.store.transfers)
             world.kill(worker)
 
     def is_on_disk(self, number: int, key: Any) -> bool:
