@@ -759,7 +759,9 @@ def test_a_full_slot_size_does_not_hold_up_another() -> None:
     wide = world.open(spec("wide", shard_bytes=2 * PAGE), worker)
     cold(world, worker, namespace)
     world.rot(
-        world.store.cold_tier.slabs.place_of(world.store.state.namespaces[namespace].index[chain("k", 1)[0]], 0)
+        world.store.cold_tier.slabs.place_of(
+            world.store.state.namespaces[namespace].index[chain("k", 1)[0]], 0
+        )
     )
     assert world.fetch(worker, namespace, chain("k", 1)) == ["CORRUPT"]
     insist(world, worker, wide, "w")
@@ -775,7 +777,9 @@ def test_what_finds_no_place_on_a_full_ssd_does_not_hold_its_dram_slot() -> None
     wide = world.open(spec("wide", shard_bytes=2 * PAGE), worker)
     cold(world, worker, namespace)
     world.rot(
-        world.store.cold_tier.slabs.place_of(world.store.state.namespaces[namespace].index[chain("k", 1)[0]], 0)
+        world.store.cold_tier.slabs.place_of(
+            world.store.state.namespaces[namespace].index[chain("k", 1)[0]], 0
+        )
     )
     assert world.fetch(worker, namespace, chain("k", 1)) == ["CORRUPT"]  # the slab cannot change class
     insist(world, worker, wide, "w")

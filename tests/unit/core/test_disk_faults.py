@@ -589,7 +589,9 @@ def test_what_was_evicted_before_a_crash_is_a_miss_and_no_alarm() -> None:
     assert world.fetch(worker, namespace, chain("k", 1)) == ["EVICTED"]
     assert (world.counters["chunks_corrupt"], world.counters["chunks_reused"]) == (0, 1)
     assert world.health() is DiskState.OK
-    assert sum(slab.counts[2] for slab in world.store.state.ssd_slots.segments) == ready - 1, "the slot is free"
+    assert sum(slab.counts[2] for slab in world.store.state.ssd_slots.segments) == ready - 1, (
+        "the slot is free"
+    )
     assert sum(slab.counts[3] for slab in world.store.state.ssd_slots.segments) == 0
     world.faults.clear()
     world.save(worker, namespace, chain("k", 1))

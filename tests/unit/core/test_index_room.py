@@ -159,7 +159,9 @@ def test_what_is_to_be_forgotten_is_bounded_by_what_the_index_holds() -> None:
         world.append(worker, namespace, b"new %d" % number, chain("k", 1))
         world.tick(100)
     state = world.store.state
-    waiting = len(state.deleted_sessions) + len(world.store.cold_tier.durability.index[1].effect.sessions_deleted)
+    waiting = len(state.deleted_sessions) + len(
+        world.store.cold_tier.durability.index[1].effect.sessions_deleted
+    )
     assert waiting <= 10 and len(state.dirty_sessions) <= 10
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
+from kvstore.core import transfers
 from kvstore.core.candidates import STALE_IN_HEAP_MAX, Ranked
 from kvstore.core.ssd import slabs
-from kvstore.core.ssd import tier as disk
 from kvstore.core.ssd.slabs import Failing
 from kvstore.errors import DeadlineExceeded
 from kvstore.sim.disk import DiskWorld
@@ -341,8 +341,8 @@ def test_a_chunk_that_the_disk_cannot_read_is_read_again_less_and_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Though others can be read: the tier stays up."""
-    monkeypatch.setattr(disk, "CHUNKS_PER_OP_MAX", 1)
-    monkeypatch.setattr(disk, "READ_ERRORS_MAX", 1_000)
+    monkeypatch.setattr(transfers, "CHUNKS_PER_OP_MAX", 1)
+    monkeypatch.setattr(transfers, "READ_ERRORS_MAX", 1_000)
     world, worker, namespace = start(prefetch_share_max=1.0)
     save(world, worker, namespace, chain("a", 32))
     world.settle(200)
@@ -363,7 +363,7 @@ def test_a_chunk_that_the_disk_cannot_read_is_read_again_less_and_less_often(
 
 
 def test_stale_entries_of_the_queues_are_passed_some_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "LOOKED_AT_PER_STEP_MAX", 3)
+    monkeypatch.setattr(transfers, "LOOKED_AT_PER_STEP_MAX", 3)
     world, worker, namespace = start(segments=4, segment_bytes=8 * PAGE)
     world.hold = {ev.CreateSlab}
     save(world, worker, namespace, chain("a", 12))
