@@ -138,8 +138,8 @@ bench-lmcache: bench-vllm_lmcache  ## our connector against LMCache's in vLLM (A
 bench-vllm_lmcache: vllm-installed $(LMCACHE)/ready
 	$(LMCACHE)/bin/python -P benchmarks/vllm_lmcache.py $(ARGS)
 
-# Stores that data_plane compares with ours. The servers are packages of the distribution, which only root can install;
-# the clients have an environment of their own.
+# Stores that data_plane compares with ours. The servers are packages of the distribution, which only root can install,
+# and so is a library that Mooncake's wheel links and does not bring; the clients have an environment of their own.
 PEERS := .cache/peers-venv
 
 .PHONY: bench-peers bench-check bench-docs
@@ -150,9 +150,11 @@ $(PEERS)/ready:
 	touch $@
 
 bench-peers: $(PEERS)/ready $(LMCACHE)/ready  ## install what data_plane compares with: Redis, memcached, Mooncake, LMCache
-	@{ command -v redis-server && command -v memcached; } > /dev/null \
-	  || apt-get install --yes --no-install-recommends redis-server memcached \
-	  || echo "as root: apt-get install redis-server memcached; without them the benchmark leaves them out"
+	@{ command -v redis-server && command -v memcached \
+	    && $(PEERS)/bin/python -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")'; } > /dev/null 2>&1 \
+	  || apt-get install --yes --no-install-recommends redis-server memcached libibverbs1 \
+	  || echo "as root: apt-get install redis-server memcached libibverbs1; without them the benchmark leaves out what" \
+	    "needs them"
 
 BASE ?= HEAD~1
 HEAD ?= .

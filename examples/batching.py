@@ -36,7 +36,6 @@ def main() -> None:
         AutoModelForCausalLM.from_pretrained(model.folder),
         (lambda: connect(chosen.run_dir)) if chosen.run_dir else None,
         pool_chunks=200,
-        weights=list(model.folder.glob("*.safetensors")),
     )
     answers: dict[int, list[int]] = {}
     for seed, question in enumerate(QUESTIONS):

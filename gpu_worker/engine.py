@@ -21,13 +21,16 @@ from transformers import PreTrainedModel
 
 from kvstore.client import SessionEntry, SessionInfo
 from kvstore.errors import Unavailable, Unsupported
+from kvstore.gpu_worker.identity import Identity, Verdict
 from kvstore.gpu_worker.layout import CHUNK_TOKENS, Bits, Geometry, namespace_of
 from kvstore.gpu_worker.loader import Load, Loader, Piece
 from kvstore.gpu_worker.restored_cache import LoadFailed, RestoredCache
+from kvstore.gpu_worker.sampling import NotNumbers, check_numbers
 from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, Saver, TurnSave
 from kvstore.gpu_worker.store import Store
 from kvstore.keys import ROOT
-from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome
+from kvstore.layout import NamespaceSpec
+from kvstore.types import KEYS_PER_REQUEST_MAX, SESSION_NAME_BYTES_MAX, ChunkKey, Outcome
 
 if TYPE_CHECKING:
     from kvstore.client import Client, Namespace
@@ -66,7 +69,11 @@ class _Found:
 class Engine:
     """One turn at a time, from one thread. Loading and saving run on threads of their own, one each.
 
-    `counters` by name: turns, prompt_tokens, reused_tokens, loaded_bytes, load_failures, promotions_awaited.
+    What the model computes with may change between turns, and during one: the namespace follows. What cannot be
+    explained is computed without the store (`identity.Identity`, which adds its counters).
+
+    `counters` by name: turns, prompt_tokens, reused_tokens, loaded_bytes, load_failures, promotions_awaited;
+    refused_turns (of a model that cannot be explained), unnamed_turns (whose session no store could name).
     """
 
     def __init__(
@@ -86,9 +93,10 @@ class Engine:
         save_queue_bytes_max: int = QUEUE_BYTES_MAX,
     ) -> None:
         """`connect` makes the client, which the engine closes; while no daemon answers, everything is computed, and now
-        and then it is called again, in the background. `weights`: the files the model was loaded from (see
-        `namespace_of`). `prefill_tokens`: how many tokens of a prompt go through the model at once.
-        `promote_timeout_s`: how long a turn waits for KV that is on SSD; what is late is computed.
+        and then it is called again, in the background. `weights`: not read any more, since the weights that count are
+        those in the model. `weights_epoch`, `salt`: of the namespace. `prefill_tokens`: how many tokens of a prompt go
+        through the model at once. `promote_timeout_s`: how long a turn waits for KV that is on SSD; what is late is
+        computed.
 
         Raises Unsupported for a model whose KV cannot be stored, naming the field, ValueError for a number of tokens
         below 1, and whatever else the daemon has against us or the namespace.
@@ -105,6 +113,7 @@ class Engine:
         self._saving: dict[str, TurnSave] = {}
         self.saver: Saver | None = None
         self._loader: Loader | None = None
+        self._identity: Identity | None = None
         self._closed = False
         if connect is None:
             return
@@ -112,9 +121,12 @@ class Engine:
             raise Unsupported(
                 "KV is stored from CPU memory only, so far", field="model.device", value=model.device
             )
+        self._epoch, self._salt = weights_epoch, salt
+        self._identity = Identity(model, counters=self.counters)
+        self._verdict = self._identity.check()
         self._store = Store(
             connect,
-            namespace_of(model, self.geometry, weights=weights, weights_epoch=weights_epoch, salt=salt),
+            self._spec_of(self._verdict),
             lookup_timeout_s=lookup_timeout_s,
             promote_timeout_s=promote_timeout_s,
             counters=self.counters,
@@ -126,7 +138,9 @@ class Engine:
         self, session: str, prompt: Sequence[int], max_new_tokens: int, *, stop_tokens: Sequence[int] = ()
     ) -> TurnResult:
         """Answers `prompt`, the whole conversation so far, with 1 to `max_new_tokens` tokens, the last perhaps a stop
-        token. Raises ValueError for what the model cannot take, and Unavailable once the engine is closed."""
+        token. `session`: names the conversation, with 1 to 256 bytes; without such a name only full chunks are kept.
+        Raises ValueError for what the model cannot take, NotNumbers where its logits lead to no token, and Unavailable
+        once the engine is closed."""
         if self._closed:
             raise Unavailable("the engine is closed", remedy="make another one")
         begun = time.perf_counter()
@@ -138,21 +152,25 @@ class Engine:
             )
 
         # Three cases: the store has a history and it arrives; it has none; it has one and it gets lost on the way.
-        store = self._store.namespace() if self._store is not None else None
+        session = self._named(session)
+        store = self._recognise()
         found = self._find(store, session, prompt, capacity) if store is not None else _Found(None)
         result: TurnResult | None = None
         failure = ""
-        if found.cache is not None and found.load is not None:
+        if found.cache is not None and (load := found.load) is not None:
             try:
                 save = self._begin(store, session, found.base, found.chain)
                 result = self._answer(prompt, max_new_tokens, stop_tokens, found.cache, save, begun)
-                result = replace(result, reused_tokens=found.cache.restored, loaded_bytes=found.load.bytes)
-            except LoadFailed as error:
-                # No token was chosen yet: every layer awaits its history in the first forward call.
-                failure = str(error)
+                result = replace(result, reused_tokens=found.cache.restored, loaded_bytes=load.bytes)
+                if not self._holds():
+                    raise LoadFailed("the model changed after its history was looked up")
+            except (LoadFailed, NotNumbers) as error:
+                result, failure = None, str(error)
                 log.info("the history of a session is computed anew: %s", failure)
+                if (now := self._recognise()) is not store:
+                    store, found = now, _Found(None)  # the session's manifest is another namespace's
             finally:
-                found.load.cancel("the turn is over")
+                load.cancel("the turn is over")
         if result is None:
             save = self._begin(store, session, found.base, ())
             cache = RestoredCache(self.geometry, capacity=capacity)
@@ -160,11 +178,27 @@ class Engine:
             result = replace(result, load_failure=failure)
 
         self.counters["turns"] += 1
+        self.counters["refused_turns"] += self._store is not None and self._store.spec is None
         self.counters["prompt_tokens"] += result.prompt_tokens
         self.counters["reused_tokens"] += result.reused_tokens
         self.counters["loaded_bytes"] += result.loaded_bytes
         self.counters["load_failures"] += bool(failure)
         return replace(result, seconds=time.perf_counter() - begun)
+
+    def reset(self, epoch: int | None = None) -> None:
+        """For programs that have changed weights: all of them are digested again, and what was computed with others is
+        not used any more. `epoch`: the namespace's weights epoch from now on; the store then drops the older one of the
+        same weights. Raises ValueError for one that is lower than before."""
+        if self._store is None or self._identity is None:
+            return
+        if epoch is not None:
+            if epoch < self._epoch:
+                raise ValueError(f"epoch is {epoch}: must be at least {self._epoch}, which it was before")
+            self._epoch = epoch
+        self._verdict = self._identity.reset()
+        if self.saver is not None:
+            self.saver.follow(self._identity)
+        self._store.use(self._spec_of(self._verdict))
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all KV is saved or dropped; False if that took too long."""
@@ -181,6 +215,58 @@ class Engine:
         finally:
             if self._store is not None:
                 self._store.close()
+            if self._identity is not None:
+                self._identity.close()
+
+    # ---------------------------------------------------------------------------------------------------- identity
+
+    def _recognise(self) -> Namespace | None:
+        """The namespace of what the model computes with now."""
+        if self._store is None or self._identity is None:
+            return None
+        verdict = self._identity.check()
+        if self.saver is not None:
+            self.saver.follow(self._identity)
+        if verdict != self._verdict:
+            self._verdict = verdict
+            self._store.use(self._spec_of(verdict))
+        return self._store.namespace()
+
+    def _holds(self) -> bool:
+        return self._identity is None or self._identity.check() == self._verdict
+
+    def _spec_of(self, verdict: Verdict) -> NamespaceSpec | None:
+        """None if its KV cannot be stored."""
+        if not verdict.explained:
+            return None
+        try:
+            geometry = Geometry.of(self.model, self.geometry.chunk_tokens)
+        except Unsupported as error:
+            log.warning("computing without the store: %s", error)
+            return None
+        if geometry != self.geometry:
+            log.warning("computing without the store: the model's shape or type changed; make another engine")
+            return None
+        return namespace_of(
+            self.model, geometry, digest=verdict.digest, weights_epoch=self._epoch, salt=self._salt
+        )
+
+    def _named(self, session: str) -> str:
+        """The session's name, "" where it is none that the store takes."""
+        try:
+            fine = 0 < len(session.encode()) <= SESSION_NAME_BYTES_MAX
+        except (AttributeError, UnicodeEncodeError):  # no text, or half a character
+            fine = False
+        if fine or self._store is None:
+            return session
+        if not self.counters["unnamed_turns"]:
+            log.warning(
+                "a session's name has 1 to %d bytes of text: of turns without one only full chunks are kept: %.80r",
+                SESSION_NAME_BYTES_MAX,
+                session,
+            )
+        self.counters["unnamed_turns"] += 1
+        return ""
 
     # ------------------------------------------------------------------------------------------------------- model
 
@@ -193,7 +279,24 @@ class Engine:
         save: TurnSave | None,
         begun: float,
     ) -> TurnResult:
-        """Prefills what `cache` does not hold yet, then decodes. Raises LoadFailed before the first token or never."""
+        """Prefills what `cache` does not hold yet, then decodes. Raises LoadFailed, mostly before the first token, and
+        NotNumbers."""
+        try:
+            return self._generate(prompt, max_new_tokens, stop_tokens, cache, save, begun)
+        except BaseException:
+            if save is not None:
+                save.abandon()
+            raise
+
+    def _generate(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        stop_tokens: Sequence[int],
+        cache: RestoredCache,
+        save: TurnSave | None,
+        begun: float,
+    ) -> TurnResult:
         tokens: list[int] = []
         gaps: list[float] = []
         known = list(
@@ -222,10 +325,11 @@ class Engine:
         return TurnResult(tuple(tokens), tuple(gaps), ttft_s, 0.0, len(prompt))
 
     def _forward(self, tokens: Sequence[int], cache: RestoredCache) -> torch.Tensor:
-        """Logits [vocabulary] after the last of `tokens`, in fp32."""
+        """Logits [vocabulary] after the last of `tokens`, in fp32. Raises NotNumbers."""
         ids = torch.tensor([list(tokens)], dtype=torch.long, device=self.model.device)
         out = self.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
         logits: torch.Tensor = out.logits[0, -1].float()
+        check_numbers(logits)  # before the KV that led to them is saved
         return logits
 
     # ------------------------------------------------------------------------------------------------------- store
@@ -236,7 +340,7 @@ class Engine:
         if store is None or self.saver is None:
             return None
         self._saving = {name: save for name, save in self._saving.items() if not save.saved.is_set()}
-        self._saving[session] = save = TurnSave(self.saver, store, session, base, chain)
+        self._saving[session] = save = TurnSave(self.saver, store, session, base, chain, valid=self._holds)
         return save
 
     def _find(self, store: Namespace, session: str, prompt: Sequence[int], capacity: int) -> _Found:
@@ -245,7 +349,7 @@ class Engine:
         if (last := self._saving.get(session)) is not None:
             last.saved.wait(self._lookup_timeout_s)  # our own save of the turn before, still under way
         chunk_tokens = self.geometry.chunk_tokens
-        base = store.get_session(session, timeout_s=self._lookup_timeout_s)
+        base = store.get_session(session, timeout_s=self._lookup_timeout_s) if session else None
         # As many as the store takes at once, the tail included: of a longer prompt the rest is computed
         whole = min((len(prompt) - 1) // chunk_tokens, KEYS_PER_REQUEST_MAX - 1)
         keys = store.keys(prompt[: whole * chunk_tokens])

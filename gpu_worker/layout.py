@@ -12,9 +12,6 @@ key alone (two workers that save the same tail write the same shard).
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +21,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvstore.errors import BadRequest, Unsupported
+from kvstore.errors import Unsupported
 from kvstore.layout import GroupSpec, LayerSlice, NamespaceSpec
 
 GROUP = "kv"
 CHUNK_TOKENS = 64
-GGUF_HEAD_BYTES = 8 << 20
-"""How much of a GGUF file is digested: its header with vocabulary and tensor list, and the first tensors."""
-
 SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 """`config.model_type` of the families whose KV is known to be what the keys say: K and V of a token depend on its
 position, on the tokens before it, and on nothing else."""
@@ -113,7 +107,14 @@ def bits(tensor: torch.Tensor) -> Bits:
 
 def check_supported(model: PreTrainedModel) -> None:
     """Raises Unsupported, naming the field of the model's config that stands in the way."""
-    config = model.config
+    config = getattr(model, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        raise Unsupported(
+            "this is no model of transformers",
+            field="model",
+            value=type(model).__qualname__,
+            remedy="give the model that is wrapped (model.module)",
+        )
     _refuse_unless(
         config.model_type in SUPPORTED_MODELS, "config.model_type", config.model_type, SUPPORTED_MODELS
     )
@@ -130,24 +131,20 @@ def check_supported(model: PreTrainedModel) -> None:
         )
     rope = getattr(config, "rope_parameters", None) or {}
     _refuse_unless(rope.get("rope_type") in SUPPORTED_ROPE, "config.rope_parameters", rope, SUPPORTED_ROPE)
-    # The digest of the weight files says nothing about an adapter that was put on top of them.
-    _refuse_unless(
-        not getattr(model, "_hf_peft_config_loaded", False), "model.peft_config", "loaded", ("no adapter",)
-    )
 
 
 def namespace_of(
     model: PreTrainedModel,
     geometry: Geometry,
     *,
-    weights: Sequence[Path] = (),
+    digest: bytes,
+    attention: str = "",
     weights_epoch: int = 0,
     salt: bytes = b"",
 ) -> NamespaceSpec:
-    """What makes this model's KV comparable. Without `weights`, the files it was loaded from, every parameter is
-    digested (about a second per GB)."""
-    digest = digest_of_files(model, weights) if weights else digest_of_parameters(model)
-    attention = model.config._attn_implementation
+    """What makes this model's KV comparable. `digest`: of what it computes with (see `identity.Identity`). `attention`:
+    by which it is computed, if not by the one that its config names."""
+    attention = attention or model.config._attn_implementation
     dtype = str(geometry.dtype).removeprefix("torch.")
     spec = NamespaceSpec(
         model=model_name(model),
@@ -166,63 +163,6 @@ def model_name(model: PreTrainedModel) -> str:
     """What operators and schedulers call it: its name on the hub, the folder it was loaded from, or else its type."""
     name = str(getattr(model, "name_or_path", "") or model.config.model_type)
     return Path(name).name if Path(name).is_dir() else name
-
-
-def digest_of_files(model: PreTrainedModel, weights: Sequence[Path]) -> bytes:
-    """Config, and of each weight file its name, header, size and time of modification: cheap, and changed by every
-    reload of other weights. Raises BadRequest for a file of unknown format."""
-    state = _state(model)
-    for path in sorted(weights):
-        status = path.stat()
-        _absorb(
-            state, path.name.encode(), _header(path), struct.pack("<QQ", status.st_size, status.st_mtime_ns)
-        )
-    return state.digest()
-
-
-def digest_of_parameters(model: PreTrainedModel) -> bytes:
-    """Config and every byte of the weights."""
-    state = _state(model)
-    for name, tensor in sorted(model.state_dict().items()):
-        plain = tensor.detach().cpu().contiguous()
-        _absorb(state, name.encode(), f"{plain.dtype}{list(plain.shape)}".encode(), bits(plain).tobytes())
-    return state.digest()
-
-
-def _state(model: PreTrainedModel) -> hashlib.blake2b:
-    state = hashlib.blake2b(digest_size=32, person=b"kvs.weights.v1")
-    config = model.config.to_dict()
-    for name in (
-        "_name_or_path",
-        "transformers_version",
-    ):  # where it was read from, and by what: not what it is
-        config.pop(name, None)
-    _absorb(state, json.dumps(config, sort_keys=True, default=str).encode())
-    return state
-
-
-def _header(path: Path) -> bytes:
-    with path.open("rb") as file:
-        if path.suffix == ".safetensors":
-            length = int.from_bytes(file.read(8), "little")
-            if not 0 < length < path.stat().st_size:
-                raise BadRequest("is not a safetensors file", field="weights", value=path)
-            return file.read(length)
-        if path.suffix == ".gguf":
-            return file.read(GGUF_HEAD_BYTES)
-        if path.name.endswith(".index.json"):
-            return file.read()
-    raise BadRequest(
-        "is a weight file of unknown format",
-        field="weights",
-        value=path,
-        remedy="known: .safetensors, .gguf, .index.json; or give none, and all parameters are digested",
-    )
-
-
-def _absorb(state: hashlib.blake2b, *parts: bytes) -> None:
-    for part in parts:
-        state.update(struct.pack("<Q", len(part)) + part)
 
 
 def _refuse_unless(fine: bool, field: str, value: object, supported: Sequence[str]) -> None:

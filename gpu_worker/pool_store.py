@@ -11,19 +11,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
 from kvstore.errors import Unsupported
-from kvstore.gpu_worker.attention import paged
 from kvstore.gpu_worker.hbm_pool import HbmPool
-from kvstore.gpu_worker.layout import Bits, bits, namespace_of
+from kvstore.gpu_worker.layout import Bits, bits
 from kvstore.gpu_worker.loader import Load, Loader, Piece
 from kvstore.gpu_worker.saver import Layers, Saver, TurnSave
 from kvstore.gpu_worker.store import CONNECT_AGAIN_S, Store
 from kvstore.kernels.pages import BlockTable, gather
+from kvstore.layout import NamespaceSpec
 from kvstore.types import KEYS_PER_REQUEST_MAX, Outcome, Reason
 
 if TYPE_CHECKING:
@@ -42,13 +41,14 @@ class PoolStore:
         pool: HbmPool,
         connect: Callable[[], Client],
         *,
-        weights: Sequence[Path],
+        spec: NamespaceSpec | None,
         counters: Counter[str],
         lookup_timeout_s: float = 0.5,
         promote_timeout_s: float = 1.0,
         save_timeout_s: float = 5.0,
     ) -> None:
-        """Raises Unsupported for a model that is not in CPU memory, and whatever the daemon has against us."""
+        """`spec`: of the namespace; None: none for now (see `use`). Raises Unsupported for a model that is not in CPU
+        memory, and whatever the daemon has against us."""
         if model.device.type != "cpu":
             raise Unsupported(
                 "KV is stored from CPU memory only, so far", field="model.device", value=model.device
@@ -56,8 +56,6 @@ class PoolStore:
         self._pool = pool
         self._chunk_tokens = pool.geometry.chunk_tokens
         self._lookup_timeout_s = lookup_timeout_s
-        with paged(model):  # other attention rounds otherwise: a namespace of its own
-            spec = namespace_of(model, pool.geometry, weights=weights)
         self._store = Store(
             connect,
             spec,
@@ -69,6 +67,10 @@ class PoolStore:
         self._no_lookup_before = 0.0
         self._loader = Loader(pool.geometry)
         self.saver = Saver(pool.geometry, timeout_s=save_timeout_s)
+
+    def use(self, spec: NamespaceSpec | None) -> None:
+        """From now on loads and saves are those of this namespace; None: there are none."""
+        self._store.use(spec)
 
     def look_up(self, tokens: Sequence[int]) -> Future[ReadLease | None] | None:
         """Of the full chunks of `tokens`, leaving at least one to compute; None if the store is not there."""

@@ -86,6 +86,8 @@ class GrowingLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
+        if self._arriving and self._room is not None and key_states.dtype != self._room.dtype:
+            raise LoadFailed(f"the model computes {key_states.dtype}, the history is {self._room.dtype}")
         if self._room is None or end > self._room.shape[-2]:
             self._grow(key_states, end)
         assert self._room is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,17 @@ class Sampling:
 GREEDY = Sampling()
 
 
+class NotNumbers(ArithmeticError):
+    """The largest of the logits is NaN or infinite: no token follows from them."""
+
+
+def check_numbers(logits: torch.Tensor) -> None:
+    """Raises NotNumbers for logits [vocabulary] that no token follows from."""
+    largest = float(logits.amax())  # NaN if any is
+    if not math.isfinite(largest):
+        raise NotNumbers(f"the largest logit is {largest}: the model's weights or its precision are at fault")
+
+
 class Sampler:
     """Draws the tokens of one request. One random number a token, from a generator of its own, and tokens laid out by
     id, not by rank: what the neighbours in a batch are changes logits by rounding only, and so hardly ever a token."""
@@ -41,13 +53,12 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(sampling.seed)
 
     def choose(self, logits: torch.Tensor) -> int:
-        """The next token, from logits [vocabulary]."""
+        """The next token, from logits [vocabulary]. Raises NotNumbers."""
+        check_numbers(logits)
         if self.sampling.temperature == 0:
             return int(logits.argmax())
         shares = probabilities(logits, self.sampling).cumsum(0)
         drawn = torch.rand((), dtype=torch.float64, generator=self._generator) * shares[-1]
-        if not drawn.isfinite():  # NaN or infinity: none is drawn, but one of the vocabulary is taken
-            return int(logits.argmax())
         # The first token whose share ends above the number drawn: one of no probability has no share. Rounding may
         # bring the number up to the end of the last share, which is that token's still.
         return min(

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,6 +32,7 @@ from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, GrantResult
 
 if TYPE_CHECKING:
     from kvstore.client import Namespace, WriteBatch
+    from kvstore.gpu_worker.identity import Identity
 
 QUEUE_BYTES_MAX = 512 << 20
 """KV that may wait to be saved. It keeps the tensors of its turn alive meanwhile."""
@@ -39,6 +41,7 @@ BATCH_BYTES_MAX = 16 << 20
 """What is reserved, copied and committed at a time: well below the staging memory of a worker."""
 MANIFEST_TRIES = 3
 AUDIT_EVERY = 64
+UNVERIFIED_MAX = 16384
 IN_STORE = (GrantResult.GRANTED, GrantResult.ALREADY, GrantResult.BUSY)
 """BUSY: another worker is saving the very same tokens. Should it fail, the manifest is cut where the hole is."""
 log = logging.getLogger(__name__)
@@ -63,9 +66,12 @@ class TurnSave:
         session: str,
         base: SessionInfo | None,
         chain: Sequence[ChunkKey],
+        *,
+        valid: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`base`: the session's manifest as this turn found it. `chain`: keys of the leading full chunks that are in
-        the store already, because they were restored from it."""
+        """`session`: "" for a turn that no session names. `base`: the session's manifest as this turn found it.
+        `chain`: keys of the leading full chunks that are in the store already, because they were restored from it.
+        `valid`: asked whenever KV is queued, whether the model still computes what `namespace` stands for."""
         chunk_tokens = saver.geometry.chunk_tokens
         self.namespace = namespace
         self.session = session
@@ -80,6 +86,7 @@ class TurnSave:
         """Set when all of the turn was saved or dropped."""
         self._saver = saver
         self._queued = len(chain) * chunk_tokens
+        self._valid = valid
         self._cut = False
 
     def extend(self, cache: Source, tokens: Sequence[int]) -> None:
@@ -90,12 +97,20 @@ class TurnSave:
     def finish(self, cache: Source, tokens: Sequence[int]) -> None:
         """Queues what is left, as a tail, and the session's manifest. Nothing may be queued after it."""
         self.extend(cache, tokens)
-        self._queue(cache, tokens, len(tokens))
+        if self.session:  # nobody would find a tail without its session
+            self._queue(cache, tokens, len(tokens))
         self._saver.put(_Save(self, cut=self._cut))
+
+    def abandon(self) -> None:
+        """The turn broke off: nothing more of it is saved."""
+        self.saved.set()
 
     def _queue(self, cache: Source, tokens: Sequence[int], end: int) -> None:
         if end > self._queued:
             layers = cache.snapshot(self._queued)
+            # All of it was computed before this is asked: a change on the way is seen. What autocast or a layer of
+            # another type makes has not the bytes of the namespace's type.
+            self._cut |= not self._valid() or layers[0][0].dtype != self._saver.geometry.dtype
             save = _Save(self, self._queued, tuple(tokens[self._queued : end]), layers, cut=self._cut)
             self._cut = not self._saver.put(save)
             self._queued = end
@@ -123,8 +138,8 @@ class Saver:
     """One thread that saves in the order in which things were queued.
 
     `counters` by name: chunks_saved, bytes_saved, chunks_already (others had saved them), chunks_dropped (queue full or
-    behind a hole), chunks_refused (the store had no room or was away), chunks_compared and chunks_differed (with what
-    others had saved), manifests, manifests_dropped.
+    behind a hole), chunks_recalled (forgotten again, see `follow`), chunks_refused (the store had no room or was away),
+    chunks_compared and chunks_differed (with what others had saved), manifests, manifests_dropped.
     """
 
     def __init__(
@@ -145,11 +160,15 @@ class Saver:
         self._maker = maker
         self._audit_every = audit_every
         self._changed = threading.Condition()  # guards all below, and `counters`
-        self._saves: deque[_Save] = deque()
+        self._saves: deque[_Save | None] = deque()
+        """None: forget what was saved before it and is not verified."""
         self._waiting_bytes = 0
         self._busy = False
         self._closing = False
         self._error: Exception | None = None
+        self._unverified: deque[tuple[float, Namespace, list[ChunkKey]]] = deque(maxlen=UNVERIFIED_MAX)
+        """What was saved, by the time of its commit, that nobody has vouched for yet."""
+        self._doubts = 0
         self._thread = threading.Thread(target=self._run, name="kv-saver", daemon=True)
         self._thread.start()
 
@@ -167,6 +186,18 @@ class Saver:
             self._changed.notify_all()
             return True
 
+    def follow(self, identity: Identity) -> None:
+        """Once contents of the model were others since nobody knows when, the store shall forget what was saved and not
+        verified since, after what is queued: it may have been computed with other weights already."""
+        with self._changed:
+            if identity.doubts != self._doubts:
+                self._doubts = identity.doubts
+                self._saves.append(None)
+                self._changed.notify_all()
+            elif None not in self._saves:
+                while self._unverified and self._unverified[0][0] < identity.verified_at:
+                    self._unverified.popleft()
+
     def flush(self, timeout_s: float) -> bool:
         """Waits until all that was queued is saved or dropped; False if that took too long."""
         with self._changed:
@@ -182,8 +213,9 @@ class Saver:
         finally:
             with self._changed:
                 self._closing = True
-                while self._saves:
-                    self._drop(self._saves.popleft())
+                for save in filter(None, self._saves):
+                    self._drop(save)
+                self._saves.clear()
                 self._changed.notify_all()
             self._thread.join(timeout_s)
 
@@ -196,20 +228,37 @@ class Saver:
                 save = self._saves.popleft()
                 self._busy = True
             try:
-                self._do(save)
+                if save is None:
+                    self._recall()
+                else:
+                    self._do(save)
             except Exception as error:
                 # Our bug. It must not stop the model, nor pass unseen: it is logged here and raised by flush and close.
                 log.exception("saving failed")
-                save.turn.whole = False
                 with self._changed:
                     self._error = self._error or error
-                    self._drop(save)
+                    if save is not None:
+                        save.turn.whole = False
+                        self._drop(save)
             finally:
                 with self._changed:
                     self._busy = False
-                    self._waiting_bytes -= self._bytes(save)
+                    self._waiting_bytes -= self._bytes(save) if save is not None else 0
                     self._changed.notify_all()
                 del save  # and with it the tensors, while the thread sleeps
+
+    def _recall(self) -> None:
+        with self._changed:
+            suspect = list(self._unverified)
+            self._unverified.clear()
+        for _, namespace, keys in suspect:
+            try:
+                recalled = namespace.forget(keys=keys, timeout_s=self._timeout_s)
+            except StoreError as error:
+                log.warning("%d chunks of changed weights may still be in the store: %s", len(keys), error)
+                continue
+            with self._changed:
+                self.counters["chunks_recalled"] += recalled
 
     def _do(self, save: _Save) -> None:
         if save.tokens:
@@ -276,6 +325,11 @@ class Saver:
         ] or [False] * len(keys)
         with self._changed:
             saved = sum(result is GrantResult.GRANTED for result in results) if committed else 0
+            if saved:
+                mine = [
+                    key for key, result in zip(keys, results, strict=True) if result is GrantResult.GRANTED
+                ]
+                self._unverified.append((time.monotonic(), save.turn.namespace, mine))
             self.counters["chunks_saved"] += saved
             self.counters["bytes_saved"] += saved * self.geometry.shard_bytes
             self.counters["chunks_already"] += sum(fine) - saved
@@ -323,6 +377,8 @@ class Saver:
     def _publish(self, turn: TurnSave) -> None:
         """The session's manifest becomes the history that is in the store, as far as one request can name it."""
         info, entries = turn.base, turn.entries[:KEYS_PER_REQUEST_MAX]
+        if not turn.session:
+            return
         for _ in range(MANIFEST_TRIES):
             old = info.entries if info is not None else ()
             keep = _common(old, entries)

@@ -131,6 +131,17 @@ class Scheduler:
         self.waiting = deque(waiting for waiting in self.waiting if waiting.number != number)
         return len(self.waiting) < before
 
+    def restart(self, *, share: bool) -> None:
+        """What runs goes back to the queue and is computed again, in the same order; the pool knows no tokens any more.
+        `share`: whether sequences may share chunks from now on."""
+        self._share = share
+        while self.running:
+            newest = self.running[-1]
+            self.stop(newest)
+            self.waiting.appendleft(newest)
+        for sequence in self.waiting:
+            sequence.save = None  # of another namespace
+
     def stop_all(self) -> None:
         self.waiting.clear()
         while self.running:

@@ -18,45 +18,68 @@ if TYPE_CHECKING:
 
 CONNECT_AGAIN_S = 5.0
 """How long an engine works without a store before it looks again whether there is one."""
+NAMESPACES_MAX = 8
+"""Of one model under other settings: they come back."""
 log = logging.getLogger(__name__)
 
 
 class Store:
-    """`counters` gets promotions_awaited."""
+    """One client, and one namespace at a time. `counters` gets promotions_awaited."""
 
     def __init__(
         self,
         connect: Callable[[], Client],
-        spec: NamespaceSpec,
+        spec: NamespaceSpec | None,
         *,
         lookup_timeout_s: float,
         promote_timeout_s: float,
         counters: Counter[str],
     ) -> None:
-        """`connect` makes the client, which `close` closes. Raises whatever the daemon has against us or the namespace;
-        not that there is none."""
+        """`connect` makes the client, which `close` closes. `spec`: of the namespace; None: no namespace for now.
+        Raises whatever the daemon has against us or the namespace; not that there is none."""
         self.spec = spec
         self._connect = connect
         self._lookup_timeout_s = lookup_timeout_s
         self._rise_timeout_s = promote_timeout_s
         self._counters = counters
         self._client: Client | None = None
-        self._namespace: Namespace | None = None
+        self._namespaces: dict[NamespaceSpec, Namespace] = {}
         self._connecting: threading.Thread | None = None
         self._connect_at = 0.0
+        if spec is None:
+            return
         try:
-            self._open()
+            self._open(spec)
         except (Unavailable, DeadlineExceeded) as error:
+            log.warning("working without a store for now: %s", error)
+            self._connect_at = time.monotonic() + CONNECT_AGAIN_S
+
+    def use(self, spec: NamespaceSpec | None) -> None:
+        """From now on `namespace` is that of `spec`; None: there is none. If a daemon is there, its answer is waited
+        for, no longer than for a look-up."""
+        self.spec = spec
+        if spec is None or spec in self._namespaces or self._client is None:
+            return
+        while len(self._namespaces) >= NAMESPACES_MAX:
+            del self._namespaces[next(iter(self._namespaces))]
+        try:
+            self._open(spec, timeout_s=self._lookup_timeout_s)
+        except StoreError as error:
             log.warning("working without a store for now: %s", error)
             self._connect_at = time.monotonic() + CONNECT_AGAIN_S
 
     def namespace(self) -> Namespace | None:
         """None while there is no daemon; never waits for one."""
+        if self.spec is None:
+            return None
+        known = self._namespaces.get(self.spec)
         idle = self._connecting is None or not self._connecting.is_alive()
-        if self._namespace is None and idle and time.monotonic() >= self._connect_at:
-            self._connecting = threading.Thread(target=self._open_again, name="kv-connect", daemon=True)
+        if known is None and idle and time.monotonic() >= self._connect_at:
+            self._connecting = threading.Thread(
+                target=self._open_again, args=(self.spec,), name="kv-connect", daemon=True
+            )
             self._connecting.start()
-        return self._namespace
+        return known
 
     def read(self, namespace: Namespace, keys: Sequence[ChunkKey], *, any_order: bool = False) -> ReadLease:
         """A lease on what is in DRAM, and on what is promoted from SSD in time; up to the first key that is not
@@ -76,13 +99,13 @@ class Store:
         if self._client is not None:
             self._client.close()
 
-    def _open_again(self) -> None:
+    def _open_again(self, spec: NamespaceSpec) -> None:
         try:
-            self._open()
+            self._open(spec)
         except StoreError as error:
             log.warning("still working without a store: %s", error)
             self._connect_at = time.monotonic() + CONNECT_AGAIN_S
 
-    def _open(self) -> None:
+    def _open(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> None:
         self._client = self._client or self._connect()
-        self._namespace = self._client.open(self.spec)
+        self._namespaces[spec] = self._client.open(spec, timeout_s=timeout_s)

@@ -46,10 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def engine_of(folder: Path, *, run_dir: str = "", dtype: torch.dtype = torch.float32) -> Engine:
     """An engine for the model saved in `folder`, with the store of the daemon at `run_dir` ("": without)."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
     where = os.path.abspath(run_dir)  # also after a change of the working directory
     client = (lambda: connect(where, timeout_s=CONNECT_TIMEOUT_S)) if run_dir else None
-    return Engine(model, client, weights=weights)
+    return Engine(model, client)
 
 
 def answer(engine: Engine, line: str) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def answer(engine: Engine, line: str) -> dict[str, Any]:
             request["max_new_tokens"],
             stop_tokens=request.get("stop_tokens", ()),
         )
-    except (ValueError, KeyError, TypeError, RecursionError, BadRequest) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, ArithmeticError, BadRequest) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return asdict(result)
 

@@ -2,6 +2,9 @@
 
 Exit status: 0 after a drain, 1 when what it needs is not to be had now (a full or failing disk), 2 for settings that
 cannot work (one line on stderr says which), 70 after an internal error.
+
+Standard error is the log from the first line to the last: one JSON object a line, whoever wrote it. Only a refusal to
+start is a plain line on a terminal.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import contextlib
 import inspect
 import itertools
 import logging
@@ -23,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvstore import __version__
 from kvstore.config import CONFIG_VARIABLE, ENVIRONMENT_PREFIX, StoreConfig, load, parse_setting
-from kvstore.errors import ConfigError, StoreError
+from kvstore.errors import ConfigError, StoreError, Unavailable
 from kvstore.server import logs
 
 if TYPE_CHECKING:  # loaded only when a daemon starts
@@ -34,6 +38,18 @@ if TYPE_CHECKING:  # loaded only when a daemon starts
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, remedy="see kvstored --help")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Argparse itself says nothing when it cannot write its help."""
+        rest = memoryview(message.encode("utf-8", "backslashreplace"))
+        try:
+            while rest:
+                rest = rest[os.write(1, rest) :]
+        except OSError as problem:
+            raise Unavailable(
+                f"standard output cannot be written: {problem.strerror}",
+                remedy="free some space there, or write elsewhere",
+            ) from None
 
 
 def parser() -> Parser:
@@ -118,6 +134,16 @@ def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return uvloop.new_event_loop
 
 
+def refuse(error: StoreError) -> None:
+    """Say why the daemon does not start."""
+    if os.isatty(2):
+        with contextlib.suppress(OSError):
+            os.write(2, f"kvstored: {error}\n".encode("utf-8", "backslashreplace"))
+        return
+    told = logs.fields(field=error.field, value=error.value, remedy=error.remedy)
+    logging.getLogger("kvstored").critical("%s", error, extra=told)
+
+
 def main(
     arguments: Sequence[str] | None = None,
     *,
@@ -126,10 +152,14 @@ def main(
 ) -> None:
     """Never returns: the process ends with the daemon. `disk` instead of the operating system's, and `at_end`, which is
     called before an end in good order, are for simulations."""
+    logs.setup("info")
+    logs.catch_the_rest()
     try:
         config = configuration(sys.argv[1:] if arguments is None else arguments, os.environ)
         # gRPC's core writes what a peer says to standard error as it is: lines could be forged.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        if os.environ["GRPC_VERBOSITY"].upper() != "NONE" or os.environ.get("GRPC_TRACE"):
+            logs.catch_native()
         # Imported now: --help and a wrong flag are answered before gRPC is loaded.
         try:
             from kvstore.server.daemon import Daemon
@@ -139,7 +169,7 @@ def main(
                 remedy="pip install 'attnstore[daemon]'",
             ) from None
 
-        logs.setup(config.log_level)
+        logs.set_level(config.log_level)
         os.umask(0o077)
         # Until the daemon catches signals there is nothing to lose: Ctrl-C ends it at once, and without a traceback.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -148,11 +178,13 @@ def main(
         with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
             logs.leave(runner.run(owned.run()))
     except ConfigError as error:
-        print(f"kvstored: {error}", file=sys.stderr, flush=True)
+        refuse(error)
         logs.leave(2)
     except StoreError as error:
-        print(f"kvstored: {error}", file=sys.stderr, flush=True)
+        refuse(error)
         logs.leave(1)
+    except KeyboardInterrupt:  # before it has begun to serve
+        logs.leave(128 + signal.SIGINT)
     except Exception:
         logging.getLogger(__name__).critical("the daemon ended by a bug", exc_info=True)
         logs.leave(70)

@@ -90,6 +90,9 @@ class SessionInfo:
     entries: Sequence[SessionEntry]
     usable: int
     """Leading entries that are whole: what can be loaded now."""
+    entries_forgotten: bool = False
+    """Of a repeated request: it was carried out, as `version`, but the session has moved on since, and what it held at
+    that version is not remembered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from kvstore.types import Protection
 SOCKET_PATH_BYTES_MAX = 107
 """sun_path of a unix socket, less its terminating zero."""
 DESCRIPTOR_SOCKET = "kvstored.sock"
+STREAM_SOCKET = "stream.sock"
+"""The same as the descriptor socket, for languages that have no SOCK_SEQPACKET."""
 GRPC_SOCKET = "grpc.sock"
 LOCK_FILE = "lock"
 ENVIRONMENT_PREFIX = "KVSTORED_"
@@ -204,7 +206,7 @@ class StoreConfig:
                 raise ConfigError(
                     "maps a numeric user id to a tenant's name", field="tenants", value=f"{uid}={tenant}"
                 )
-        for path in (self.descriptor_socket, self.grpc_socket):
+        for path in (self.descriptor_socket, self.stream_socket, self.grpc_socket):
             length = len(os.fsencode(path))
             if length > SOCKET_PATH_BYTES_MAX:
                 raise ConfigError(
@@ -217,6 +219,10 @@ class StoreConfig:
     @property
     def descriptor_socket(self) -> str:
         return os.path.join(self.run_dir, DESCRIPTOR_SOCKET)
+
+    @property
+    def stream_socket(self) -> str:
+        return os.path.join(self.run_dir, STREAM_SOCKET)
 
     @property
     def grpc_socket(self) -> str:

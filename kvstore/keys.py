@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.arguments import binary, shown, whole, wrong_type
 from kvstore.errors import BadRequest
 from kvstore.types import ChunkKey
 
@@ -38,13 +39,17 @@ def exact_key(salt: bytes, parent: ChunkKey, tokens: Tokens, extra_keys: Iterabl
 
     `extra_keys` are whatever else the KV depends on at these tokens (image digests, say), in order.
     """
-    return _keyed(salt, _EXACT, (parent, encode_tokens(tokens)), tuple(extra_keys))
+    extra = tuple(extra_keys)
+    for index, part in enumerate(extra):
+        binary(f"extra_keys[{index}]", part)
+    return _keyed(salt, _EXACT, (binary("parent", parent), encode_tokens(tokens)), extra)
 
 
 def exact_chain(salt: bytes, tokens: Tokens, chunk_tokens: int, parent: ChunkKey = ROOT) -> list[ChunkKey]:
     """Keys of all *full* chunks of `tokens`, which follow the chain that ends in `parent`."""
     packed = encode_tokens(tokens)
-    step = 4 * chunk_tokens
+    binary("parent", parent)
+    step = 4 * whole("chunk_tokens", chunk_tokens, 1)
     keys: list[ChunkKey] = []
     for start in range(0, len(packed) - step + 1, step):
         parent = _keyed(salt, _EXACT, (parent, packed[start : start + step]), ())
@@ -54,7 +59,7 @@ def exact_chain(salt: bytes, tokens: Tokens, chunk_tokens: int, parent: ChunkKey
 
 def derived_key(salt: bytes, manifest: bytes, tokens: Tokens) -> ChunkKey:
     """Key of KV computed while attending to the manifest prefix whose digest is `manifest`."""
-    return _keyed(salt, _DERIVED, (manifest, encode_tokens(tokens)), ())
+    return _keyed(salt, _DERIVED, (binary("manifest", manifest), encode_tokens(tokens)), ())
 
 
 def manifest_digest(entries: Iterable[tuple[bytes, int, int, int, bool]]) -> bytes:
@@ -69,12 +74,15 @@ def manifest_digest(entries: Iterable[tuple[bytes, int, int, int, bool]]) -> byt
 
 def encode_tokens(tokens: Tokens) -> bytes:
     """Token ids as little-endian u32; a negative or huge id is an error, never a wrapped number."""
-    array = np.asarray(tokens)
-    if array.size == 0:
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # rows of different lengths, a GPU's tensor
+        raise wrong_type("tokens", tokens, "one row of integers: token ids") from None
+    if array.size == 0 and array.ndim == 1:
         return b""
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise BadRequest(
-            "token ids must be one row of integers",
+            f"token ids must be one row of integers, not {shown(tokens)}",
             field="tokens",
             value=f"{array.dtype} of shape {array.shape}",
         )
@@ -87,7 +95,7 @@ def encode_tokens(tokens: Tokens) -> bytes:
 
 
 def _keyed(salt: bytes, person: bytes, parts: tuple[bytes, bytes], extra_keys: tuple[bytes, ...]) -> ChunkKey:
-    if len(salt) != SALT_BYTES:
+    if len(binary("salt", salt)) != SALT_BYTES:
         raise BadRequest(f"a salt has {SALT_BYTES} bytes", field="salt", value=f"{len(salt)} bytes")
     state = hashlib.blake2b(digest_size=DIGEST_BYTES, key=salt, person=person)
     for part in parts:

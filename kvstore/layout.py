@@ -6,7 +6,9 @@ import enum
 import hashlib
 import struct
 from dataclasses import dataclass, fields
+from typing import Any
 
+from kvstore.arguments import NUMBER_MAX, binary, listed, one_of, text, whole
 from kvstore.errors import BadRequest, Unsupported
 
 CHUNK_TOKENS_MAX = 65_536
@@ -56,6 +58,9 @@ class GroupSpec:
     layers: tuple[LayerSlice, ...] = ()
     position_rule: str = "rope"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", _tuple_of(self.layers))
+
 
 @dataclass(frozen=True, slots=True)
 class NamespaceSpec:
@@ -80,6 +85,9 @@ class NamespaceSpec:
     context_parallel: int = 1
     salt: bytes = b""
     """Caller's own separation inside its tenant (an engine's cache_salt)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", _tuple_of(self.groups))
 
     @property
     def shard_count(self) -> int:
@@ -131,28 +139,29 @@ class NamespaceSpec:
     def validate(self) -> None:
         """Raises BadRequest or Unsupported, naming the first field that cannot work."""
         for name in ("model", "layout_fingerprint", "hash_protocol"):
-            text = getattr(self, name)
-            if not text or len(text.encode()) > TEXT_BYTES_MAX:
-                raise BadRequest(
-                    f"must have 1 to {TEXT_BYTES_MAX} bytes", field=f"namespace.{name}", value=text
-                )
+            _check_text(f"namespace.{name}", getattr(self, name), TEXT_BYTES_MAX)
         for name in ("weights_digest", "adapter_digest", "kv_scales_digest", "salt"):
-            if len(getattr(self, name)) > 64:
+            if len(binary(f"namespace.{name}", getattr(self, name))) > 64:
                 raise BadRequest(
                     "must have at most 64 bytes", field=f"namespace.{name}", value=getattr(self, name)
                 )
         if not self.weights_digest:
             raise BadRequest(
-                "must not be empty",
+                "must not be empty; it is missing",
                 field="namespace.weights_digest",
+                value="0 bytes",
                 remedy="send a digest of the model's config and weight files, so that other weights never match",
             )
         _in_range("namespace.weights_epoch", self.weights_epoch, 0, EPOCH_MAX)
         _in_range("namespace.chunk_tokens", self.chunk_tokens, 1, CHUNK_TOKENS_MAX)
         for name in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
             _in_range(f"namespace.{name}", getattr(self, name), 1, 65_536)
-        if not self.groups:
-            raise BadRequest("must name at least one group", field="namespace.groups", value="()")
+        if not listed("namespace.groups", self.groups, "GroupSpec"):
+            raise BadRequest(
+                "must name at least one group; it is missing", field="namespace.groups", value="()"
+            )
+        for index, group in enumerate(self.groups):
+            _check_group_types(group, f"namespace.groups[{index}]")
         if len({group.name for group in self.groups}) != len(self.groups):
             raise BadRequest(
                 "group names must differ", field="namespace.groups", value=[g.name for g in self.groups]
@@ -164,9 +173,28 @@ class NamespaceSpec:
         _in_range("namespace.groups: shards in all", self.shard_count, 1, SHARDS_MAX)
 
 
+def _tuple_of(values: Any) -> Any:
+    """A list as a tuple, so that equal specs are equal; anything else is judged by `validate`."""
+    return tuple(values) if isinstance(values, list) else values
+
+
+def _check_text(field: str, value: str, bytes_max: int) -> None:
+    if not text(field, value):
+        raise BadRequest(f"must have 1 to {bytes_max} bytes; it is missing", field=field, value='""')
+    if len(value.encode()) > bytes_max:
+        raise BadRequest(f"must have 1 to {bytes_max} bytes", field=field, value=value)
+
+
+def _check_group_types(group: GroupSpec, where: str) -> None:
+    one_of(where, group, GroupSpec)
+    _check_text(f"{where}.name", group.name, 64)
+    one_of(f"{where}.kind", group.kind, GroupKind, "name it GroupKind.FULL, or GroupKind.LATENT")
+    text(f"{where}.position_rule", group.position_rule)
+    for number, piece in enumerate(listed(f"{where}.layers", group.layers, "LayerSlice")):
+        one_of(f"{where}.layers[{number}]", piece, LayerSlice)
+
+
 def _validate_group(group: GroupSpec, where: str) -> None:
-    if not group.name or len(group.name.encode()) > 64:
-        raise BadRequest("must have 1 to 64 bytes", field=f"{where}.name", value=group.name)
     if group.kind not in SUPPORTED_KINDS:
         raise Unsupported(
             "this kind of group is not supported yet",
@@ -182,6 +210,8 @@ def _validate_group(group: GroupSpec, where: str) -> None:
     _in_range(f"{where}.shard_count", group.shard_count, 1, SHARDS_MAX)
     end = 0
     for number, piece in enumerate(group.layers):
+        for name in ("layer", "offset", "length"):
+            whole(f"{where}.layers[{number}].{name}", getattr(piece, name), -NUMBER_MAX)
         if piece.offset < end or piece.length <= 0 or piece.offset + piece.length > group.shard_bytes:
             raise BadRequest(
                 f"layer slices must be in order, apart, and inside the shard's {group.shard_bytes} bytes",
@@ -192,8 +222,9 @@ def _validate_group(group: GroupSpec, where: str) -> None:
 
 
 def _in_range(field: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise BadRequest(f"must be between {low} and {high}", field=field, value=value)
+    if value == 0 < low:  # as protobuf reads what was not sent
+        raise BadRequest(f"must be between {low} and {high}; it is missing, or 0", field=field, value=0)
+    whole(field, value, low, high)
 
 
 def _canonical(spec: NamespaceSpec) -> list[bytes]:

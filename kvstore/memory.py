@@ -72,6 +72,8 @@ TOUCHED_BYTES = 2 << 20
 SCM_MAX_FD = 253
 """Descriptors that the kernel lets a packet have."""
 PACKET_BYTES_MAX = 64 << 10
+FRAME_PREFIX_BYTES = 4
+"""Before each packet that goes over a SOCK_STREAM socket: its length."""
 """Longest packet on the descriptor socket, either way."""
 
 # The libc calls themselves: mmap.mmap would keep a duplicate of every descriptor, and its madvise() holds the
@@ -508,11 +510,11 @@ def receive_packet(
     return data, fds
 
 
-def peek_fds(sock: socket.socket) -> list[int]:
-    """Duplicates of the descriptors that come with the next packet, which stays where it is. Raises OSError (EMSGSIZE)
-    when not all could be opened."""
+def peek_fds(sock: socket.socket, *, bytes_max: int = 1) -> list[int]:
+    """Duplicates of the descriptors that come with the next packet, or with what is next received of `bytes_max` bytes
+    of a stream, which stays where it is. Raises OSError (EMSGSIZE) when not all could be opened."""
     _, ancillary, flags, _ = sock.recvmsg(
-        1, socket.CMSG_LEN(SCM_MAX_FD * 4), socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC
+        bytes_max, socket.CMSG_LEN(SCM_MAX_FD * 4), socket.MSG_PEEK | socket.MSG_CMSG_CLOEXEC
     )
     fds = [fd for message in ancillary for fd in _fds_of(*message)]
     if flags & socket.MSG_CTRUNC:
@@ -520,6 +522,77 @@ def peek_fds(sock: socket.socket) -> list[int]:
             os.close(fd)
         raise OSError(errno.EMSGSIZE, "descriptors that cannot be opened")
     return fds
+
+
+class Frames:
+    """Packets over a SOCK_STREAM socket, for languages that have no other: each after its length in bytes (u32,
+    little-endian), with its descriptors. What receives one reads no byte beyond it, so that a descriptor is always that
+    of the packet with whose bytes it came."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._fds: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"Frames({len(self._received)} bytes and {len(self._fds)} descriptors of the next packet)"
+
+    @property
+    def begun(self) -> bool:
+        """A part of a packet is here."""
+        return bool(self._received)
+
+    @property
+    def wanted(self) -> int:
+        """Bytes to be received next. Raises OSError (EMSGSIZE) for a packet that is too long."""
+        have = len(self._received)
+        if have < FRAME_PREFIX_BYTES:
+            return FRAME_PREFIX_BYTES - have
+        length = int.from_bytes(self._received[:FRAME_PREFIX_BYTES], "little")
+        if length > PACKET_BYTES_MAX:
+            raise OSError(errno.EMSGSIZE, f"a packet with {length} bytes, over {PACKET_BYTES_MAX}")
+        return FRAME_PREFIX_BYTES + length - have
+
+    def receive(
+        self,
+        sock: socket.socket,
+        *,
+        fds_max: int = 0,
+        discard: Callable[[int], None] = os.close,
+        leave_fds: bool = False,
+    ) -> tuple[bytes, list[int]] | None:
+        """As `receive_packet`, of what is there; None: that is not all of it. No bytes: the other end closed, or sent
+        an empty packet. Raises OSError, BlockingIOError among them."""
+        data, fds = receive_packet(
+            sock, bytes_max=self.wanted, fds_max=fds_max, discard=discard, leave_fds=leave_fds
+        )
+        self._fds += fds
+        if len(self._fds) > fds_max:
+            self.drop(discard)
+            raise OSError(errno.EMSGSIZE, f"a packet with over {fds_max} descriptors")
+        self._received += data
+        if data and self.wanted:
+            return None
+        packet, fds = bytes(self._received[FRAME_PREFIX_BYTES:]), self._fds
+        self._received, self._fds = bytearray(), []
+        if not data:  # in the middle of a packet, if one had begun
+            packet = b""
+        return packet, fds
+
+    def drop(self, discard: Callable[[int], None] = os.close) -> None:
+        """The rest of a packet will not come."""
+        fds, self._fds = self._fds, []
+        self._received.clear()
+        for fd in fds:
+            discard(fd)
+
+
+def send_frame(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
+    """A packet for `Frames`. Raises OSError; BlockingIOError when the socket took a part of it or nothing, and then
+    there can be no other."""
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))
+    frame = len(data).to_bytes(FRAME_PREFIX_BYTES, "little") + data
+    if sock.sendmsg([frame], [rights] if fds else []) < len(frame):
+        raise BlockingIOError(errno.EAGAIN, "the peer does not read")
 
 
 def _fds_of(level: int, kind: int, data: Any) -> list[int]:

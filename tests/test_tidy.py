@@ -24,7 +24,7 @@ SIDES = ("kvstore.gpu_worker", "kvstore.scheduler", "kvstore.kernels")
 HEAVY = ("torch", "triton", "transformers", "vllm", "sglang", "lmcache")
 ENGINES = ("vllm", "sglang", "lmcache")
 """Not installed where our own code runs: only their connectors import them, and nothing imports those."""
-BOTTOM = ("types", "errors", "keys", "layout", "answers")
+BOTTOM = ("types", "errors", "keys", "layout", "answers", "arguments")
 """Modules of kvstore that everybody may import: nouns, failures, chunk keys, geometry, answers."""
 INNER_ROOMS = tuple(f"kvstore.{room}" for room in ("core", "server", "transport", "tiers", "sim", "cli"))
 """Rooms of the daemon: an engine's process, which has the client, needs nothing of them."""
@@ -95,7 +95,9 @@ def allowed(package: str, name: str) -> bool:
             connectors = "kvstore.gpu_worker.connectors"
             if package != connectors and within(name, connectors, *ENGINES):
                 return False
-            names = ("client", "types", "layout", "keys", "errors", "kernels")
+            names = ["client", "types", "layout", "keys", "errors", "kernels"]
+            if package == connectors:
+                names.append("gpu_worker.identity")  # the one module that digests what computes
             return own or not ours or within(name, *(f"kvstore.{module}" for module in names))
         case "kvstore.kernels":
             standard = name.partition(".")[0] in sys.stdlib_module_names
@@ -140,6 +142,8 @@ def test_imports_flow_one_way(package: str) -> None:
         ("kvstore.gpu_worker", "kvstore.gpu_worker.connectors.vllm", False),
         ("kvstore.gpu_worker.connectors", "vllm.config", True),
         ("kvstore.gpu_worker.connectors", "kvstore.client.Client", True),
+        ("kvstore.gpu_worker.connectors", "kvstore.gpu_worker.identity.absorb", True),
+        ("kvstore.gpu_worker.connectors", "kvstore.gpu_worker.engine", False),
         ("kvstore.gpu_worker.connectors", "kvstore.core.store", False),
         ("kvstore.kernels", "torch.nn", True),
         ("kvstore.kernels", "kvstore.types", False),

@@ -19,6 +19,7 @@ A module imports what is foreign inside its Client only, so that the benchmark i
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import socket
 import subprocess
@@ -133,6 +134,15 @@ def not_installed(*programs: str | Path) -> str:
     """Why something that needs these programs cannot take part; "" when all are there."""
     absent = [str(program) for program in programs if shutil.which(program) is None]
     return f"{', '.join(absent)} not installed (make bench-peers)" if absent else ""
+
+
+def no_library(name: str) -> str:
+    """Why something that links this shared library cannot take part; "" when it can be loaded."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return f"{name} not installed (make bench-peers)"
+    return ""
 
 
 def free_port() -> int:

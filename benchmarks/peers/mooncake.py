@@ -18,15 +18,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from peers import PEERS_PYTHON, ByKey, Item, Server, Shape, attempts, free_port, not_installed
+from peers import PEERS_PYTHON, ByKey, Item, Server, Shape, attempts, free_port, no_library, not_installed
 
 PYTHON = PEERS_PYTHON
 MASTER = str(Path(PYTHON).with_name("mooncake_master"))
 GIVES = "made for RDMA between machines, here over TCP; eviction, leases; no checksum"
 
 
+LIBRARY = "libibverbs.so.1"
+"""Its wheel links it and does not bring it."""
+
+
 def missing() -> str:
-    return not_installed(MASTER, PYTHON)
+    return not_installed(MASTER, PYTHON) or no_library(LIBRARY)
 
 
 def start(folder: Path, room_bytes: int) -> Server:

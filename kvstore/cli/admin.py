@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import time
 from typing import Any
 
 from google.protobuf.message import Message
 
+from kvstore.cli.command import Command, number
+from kvstore.cli.output import say, say_json
 from kvstore.cli.tables import age, name, peer_text, plain, size, table
 from kvstore.client import Client
 from kvstore.errors import DeadlineExceeded
@@ -64,12 +65,12 @@ def quarantine(client: Client, options: argparse.Namespace) -> int:
         admin_pb2.ListQuarantineRequest(limit=options.limit, retry=options.retry),
     )
     if options.json:
-        print(json.dumps(plain(reply)))
+        say_json(plain(reply))
         return 0
     if reply.rows:
         head = ("tier", "place", "slot", "size", "namespace", "key", "reason", "since", "back in service")
-        print(table(head, [_row(row) for row in reply.rows]))
-    print(
+        say(table(head, [_row(row) for row in reply.rows]))
+    say(
         f"{reply.dram:,} slots in DRAM, {reply.ssd:,} on SSD; since the start {reply.returned:,} returned to service,"
         f" {reply.failed:,} failed"
     )
@@ -107,7 +108,7 @@ def recall(client: Client, options: argparse.Namespace) -> int:
             if time.monotonic() > deadline:
                 raise
     if options.json:
-        print(json.dumps(plain(reply)))
+        say_json(plain(reply))
         return 0
     if reply.sessions:
         head = ("session", "tenant", "namespace", "version", "entry", "token")
@@ -122,11 +123,47 @@ def recall(client: Client, options: argparse.Namespace) -> int:
             )
             for row in reply.sessions
         ]
-        print(table(head, rows))
-        print("What these sessions computed from that token on may have come from the same source.")
+        say(table(head, rows))
+        say("What these sessions computed from that token on may have come from the same source.")
     what = "would be purged" if options.dry_run else "purged, and gone for good"
-    print(
+    say(
         f"{reply.chunks:,} chunks, {size(reply.bytes)} {what} ({reply.pinned:,} of them under a lease);"
         f" {reply.sessions_in_all:,} sessions name what it made"
     )
     return 0
+
+
+def _quarantine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--limit", type=number, default=1000, metavar="N")
+    parser.add_argument(
+        "--retry", action="store_true", help="rewrite and verify now what can be, also what failed it before"
+    )
+
+
+def _recall_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--maker", type=maker, required=True, metavar="HEX", help="see kvctl explain")
+    parser.add_argument(
+        "--since",
+        type=moment,
+        metavar="TIME",
+        help="only what was made since then (2026-01-31T12:00, or 15m, 2h, 3d ago); what an earlier start of the"
+        " daemon left has no known time, and goes too",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would go")
+    parser.add_argument("--limit", type=number, default=1000, metavar="N", help="sessions listed at most")
+
+
+COMMANDS = (
+    Command(
+        "quarantine",
+        "slots that are out of service: where, since when, and until when",
+        run=quarantine,
+        arguments=_quarantine_arguments,
+    ),
+    Command(
+        "recall",
+        "purge all that one maker made, from every tier, and name the sessions that read it",
+        run=recall,
+        arguments=_recall_arguments,
+    ),
+)

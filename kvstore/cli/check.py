@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -15,6 +14,8 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvstore.cli.command import Command
+from kvstore.cli.output import OutputClosed, note, say, say_json
 from kvstore.cli.tables import plain, size, table
 from kvstore.client import Client, connect
 from kvstore.config import StoreConfig, load, parse_setting
@@ -30,6 +31,7 @@ PROGRESS_S = 1.0
 POLL_S = 0.25
 WAIT_S = 3_600.0
 """For a daemon's round, unless --wait says otherwise."""
+WAIT_MAX_S = 30 * 86_400.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rate", type=_size, default=0, metavar="SIZE", help="bytes a second that a running daemon verifies"
     )
     parser.add_argument(
-        "--wait", type=float, default=WAIT_S, metavar="SECONDS", help="longest wait for a running daemon"
+        "--wait", type=_patience, default=WAIT_S, metavar="SECONDS", help="longest wait for a running daemon"
     )
+
+
+def _patience(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= WAIT_MAX_S:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {WAIT_MAX_S:.0f} seconds")
+    return value
 
 
 def _size(text: str) -> int:
@@ -77,8 +86,10 @@ def run(run_dir: str, options: argparse.Namespace) -> int:
             )
         with connect(run_dir, timeout_s=options.timeout) as client:
             return _online(client, options)
+    except OutputClosed:
+        return CANNOT
     except StoreError as error:
-        print(f"kvctl: {error}", file=sys.stderr)
+        note(f"kvctl: {error}")
         return CANNOT
 
 
@@ -112,11 +123,11 @@ class _Teller:
         if now >= self._next:
             self._next = now + PROGRESS_S
             end, start = ("", "\r\x1b[K") if self._terminal else ("\n", "")
-            print(f"{start}{progress}", end=end, file=sys.stderr, flush=True)
+            note(f"{start}{progress}", end=end)
 
     def end(self) -> None:
         if self._terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            note("\r\x1b[K", end="")
 
 
 def _offline(directory: str, bytes_max: int, options: argparse.Namespace) -> int:
@@ -150,31 +161,31 @@ def _offline(directory: str, bytes_max: int, options: argparse.Namespace) -> int
 
 def _show(found: Findings, options: argparse.Namespace) -> None:
     if options.json:
-        print(json.dumps(_plain(found)))
+        say_json(_plain(found))
         return
     if found.problems:
         rows = [
             (problem.kind, problem.where, problem.what, problem.remedy if options.fix else "")
             for problem in found.problems
         ]
-        print(table(("kind", "where", "what is wrong", "fix" if options.fix else ""), rows))
+        say(table(("kind", "where", "what is wrong", "fix" if options.fix else ""), rows))
         hidden = sum(found.counts.values()) - len(found.problems)
         if hidden:
-            print(f"... and {hidden:,} more")
-        print()
-    for note in found.notes[:20]:
-        print(f"note: {note}")
+            say(f"... and {hidden:,} more")
+        say("")
+    for remark in found.notes[:20]:
+        say(f"note: {remark}")
     if found.notes_count > 20:
-        print(f"note: ... and {found.notes_count - 20:,} more notes")
+        say(f"note: ... and {found.notes_count - 20:,} more notes")
     for done in found.fixed:
-        print(f"fixed: {done}")
+        say(f"fixed: {done}")
     total = sum(found.counts.values())
     counts = ", ".join(f"{count:,} {kind}" for kind, count in sorted(found.counts.items()))
-    print(
+    say(
         f"{found.directory}: {_chunks(found.progress)}, {found.slabs:,} slab files, {found.sessions:,} sessions,"
         f" {size(found.bytes_used)} used"
     )
-    print(f"{total:,} problems ({counts})" if total else "clean")
+    say(f"{total:,} problems ({counts})" if total else "clean")
 
 
 def _chunks(progress: Progress) -> str:
@@ -219,9 +230,9 @@ def _online(client: Client, options: argparse.Namespace) -> int:
         state = ask(round=wanted)
     tell.end()
     if options.json:
-        print(json.dumps(plain(state)))
+        say_json(plain(state))
     else:
-        print(
+        say(
             f"round {wanted}: {state.chunks:,} chunks, {size(state.bytes)} verified: {state.corrupt:,} corrupt"
             f" (see kvctl quarantine), {state.failed:,} records could not be read"
         )
@@ -234,3 +245,13 @@ def _progress(state: admin_pb2.ScrubReply) -> str:
         f"round {state.round}: {state.rows:,} of {state.rows_in_all:,} rows, {size(state.bytes)} verified,"
         f" {state.corrupt:,} corrupt{waits}"
     )
+
+
+COMMANDS = (
+    Command(
+        "check",
+        "verify all that is stored: by the running daemon, or a directory without one; perhaps --fix",
+        run_alone=run,
+        arguments=add_arguments,
+    ),
+)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.util
-import json
 import random
 import shutil
 import signal
@@ -27,6 +26,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.cli.command import Command
+from kvstore.cli.output import say, say_json
 from kvstore.cli.tables import size
 from kvstore.client import Client, Hint, Namespace, connect
 from kvstore.errors import StoreError, Unavailable
@@ -108,7 +109,7 @@ class Chat:
     """Keys whose commit was answered, so that each must be there or have been evicted."""
 
 
-def run(options: argparse.Namespace) -> int:
+def run(_: str, options: argparse.Namespace) -> int:
     """Raises StoreError: Unavailable when the daemon cannot be started, naming what is missing."""
     for module in ("lmdb", "prometheus_client", "uvloop", "grpc_health"):
         if importlib.util.find_spec(module) is None:
@@ -311,15 +312,15 @@ class Demo:
 
     def _say(self, text: str, row: Request | None = None) -> None:
         if not self._json:
-            print(text, flush=True)
+            say(text)
         elif row is not None:
-            print(json.dumps(asdict(row)), flush=True)
+            say_json(asdict(row))
 
     def _conclude(self) -> int:
         total = self._summary
         right = not total.wrong_bytes and not total.lost
         if self._json:
-            print(json.dumps(asdict(total)), flush=True)
+            say_json(asdict(total))
             return 0 if right else 1
         loaded = total.dram + total.ssd
         lost = f"{total.lost:,} durable tokens were LOST" if total.lost else "nothing durable was lost"
@@ -352,3 +353,8 @@ def kv(key: ChunkKey) -> npt.NDArray[np.uint8]:
     return np.random.Generator(np.random.SFC64(seed)).integers(
         0, 256, CHUNK_TOKENS * TOKEN_BYTES, dtype=np.uint8
     )
+
+
+COMMANDS = (
+    Command("demo", "a daemon of its own, chats that come back, kill -9: half a minute", run_alone=run),
+)

@@ -6,6 +6,7 @@ most time with; this looks for it in two seconds, and leaves nothing behind.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -14,13 +15,15 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from kvstore import __version__
-from kvstore.cli.objects import NO_ROOM, granted
+from kvstore.cli.command import Command
+from kvstore.cli.objects import NO_ROOM, granted, settled_read
+from kvstore.cli.output import say, say_json
 from kvstore.cli.tables import peer_text
 from kvstore.client import Client, Namespace, ReadLease, SessionEntry, connect
 from kvstore.config import DESCRIPTOR_SOCKET, LOCK_FILE, MORE_SEGMENTS, ONE_SEGMENT
@@ -37,6 +40,8 @@ ROUND_TRIPS = 50
 VLLM_DOCTOR = "kvstore.gpu_worker.connectors.vllm.doctor"
 FORGETTING_LATE_MS = 60_000
 """What was dropped leaves the index within seconds."""
+TEXT_LETTERS = 200
+"""Of what the daemon says of its disk."""
 ENGINE_S = 300.0
 """An engine's libraries take long to load on a busy machine."""
 
@@ -63,6 +68,27 @@ class Failed(Exception):
     def __init__(self, detail: str, remedy: str) -> None:
         super().__init__(detail)
         self.remedy = remedy
+
+
+def run(run_dir: str, options: argparse.Namespace) -> int:
+    """Findings as they come; the exit status is 1 with the first that is not ok."""
+    with contextlib.closing(_findings(run_dir, options)) as findings:  # whatever happens, it cleans up
+        for finding in findings:
+            if options.json:
+                say_json(asdict(finding))
+            else:
+                say(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.check:16} {finding.detail}")
+                if finding.remedy:
+                    say(f"      {'':16} -> {finding.remedy}")
+            if not finding.ok:
+                return 1  # no later check makes sense
+    return 0
+
+
+def _findings(run_dir: str, options: argparse.Namespace) -> Generator[Finding, None, None]:
+    yield from examine(run_dir, options.timeout)
+    if options.engine:
+        yield from ask_engine(run_dir, options.timeout, options.arguments)
 
 
 def examine(run_dir: str, timeout_s: float) -> Iterator[Finding]:
@@ -218,7 +244,7 @@ class Patient:
         return f"{CHUNKS} chunks committed in {1e3 * took:.1f} ms"
 
     def check_read_back(self) -> str:
-        with self.open_namespace.read(self.keys, verify=1.0) as lease:
+        with settled_read(self.open_namespace, self.keys) as lease:
             if lease.hits != CHUNKS:
                 reasons = ", ".join(reason.name for reason in lease.reasons)
                 raise Failed(f"{lease.hits} of {CHUNKS} chunks are hits ({reasons})", "see the daemon's log")
@@ -249,7 +275,7 @@ class Patient:
     def check_generations(self) -> str:
         """A reader that comes too late must see that its slot was given away."""
         namespace = self.open_namespace
-        lease = namespace.read(self.keys)
+        lease = settled_read(namespace, self.keys)
         grant, (row, _) = lease._grant, lease._row(0, None)
         if grant is None or row is None or not grant.mapped.intact((row,)):
             raise Failed("the generation of a leased slot does not match", "stop the daemon and report this")
@@ -279,10 +305,18 @@ class Patient:
         ssd = self.client.stats().ssd
         if ssd.state == "absent":
             return "off"
+        remedies = [peer_text(problem.remedy, TEXT_LETTERS) for problem in ssd.problems]
         if ssd.state != "ok":
             raise Failed(
-                f"{ssd.state.replace('_', ' ')}: {peer_text(ssd.why)}; what is saved is in DRAM alone",
-                "see to the disk of ssd_dir (room, health); the daemon tries again by itself",
+                f"{ssd.state.replace('_', ' ')}: {peer_text(ssd.why, TEXT_LETTERS)}; what is saved is in DRAM alone",
+                remedies[0]
+                if remedies
+                else "see to the disk of ssd_dir (room, health); the daemon tries again by itself",
+            )
+        if ssd.problems:
+            raise Failed(
+                "; ".join(peer_text(problem.what, TEXT_LETTERS) for problem in ssd.problems),
+                "; ".join(dict.fromkeys(remedies)),
             )
         found = f"ok, {ssd.slab_bytes >> 20} of {ssd.bytes >> 20} MiB are in slab files"
         usage = IndexUsage(ssd.index_max_bytes, ssd.index_chunks_bytes, ssd.index_sessions_bytes)
@@ -304,3 +338,20 @@ class Patient:
         with contextlib.suppress(StoreError):  # a finding has told it, or the daemon has just gone
             self.namespace.forget(self.session)
             self.namespace.forget(keys=self.keys)
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "engine",
+        nargs="?",
+        choices=["vllm"],
+        help="look at an engine's arguments too, in the engine's environment",
+    )
+    parser.add_argument(
+        "arguments", nargs="*", metavar="-- ARGUMENTS", help="what `vllm serve` is given, behind --"
+    )
+
+
+COMMANDS = (
+    Command("doctor", "a round trip through everything, with findings", run_alone=run, arguments=_arguments),
+)

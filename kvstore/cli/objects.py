@@ -11,11 +11,11 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 
-from kvstore.client import Client, Forgotten, Namespace, WriteBatch
-from kvstore.errors import BadRequest, Exhausted, NotFound, StoreError
+from kvstore.client import Client, Forgotten, Namespace, ReadLease, WriteBatch
+from kvstore.errors import BadRequest, Exhausted, NotFound, StoreError, Unavailable
 from kvstore.keys import ROOT, exact_key
 from kvstore.layout import GroupSpec, NamespaceSpec
-from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, GrantResult
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, GrantResult, Outcome, Reason
 
 PIECE_BYTES = 256 << 10
 PIECES_MAX = KEYS_PER_REQUEST_MAX
@@ -25,6 +25,23 @@ LENGTH = struct.Struct("<Q")
 NAME_BYTES = 16
 GRANT_PATIENCE_S = 5.0
 GRANT_POLL_S = 0.05
+PATIENCE_S = 30.0
+"""For the next piece of a file that is on SSD, unless --wait says otherwise."""
+WAIT_MAX_S = 5.0
+"""For one answer of the daemon about it."""
+POLL_S = 0.05
+COMING = frozenset(
+    (
+        Reason.ON_SSD,
+        Reason.SLOW,
+        Reason.BEING_SAVED,
+        Reason.BEING_MOVED,
+        Reason.BEYOND_MISS,
+        Reason.QUOTA,
+        Reason.UNAVAILABLE,
+    )
+)
+"""Why a key may be no hit now, though its bytes are there, or on their way."""
 NO_ROOM = (
     "see kvctl stats: is the arena pinned or reserved by others, or are there fewer segments than models? "
     "Raise dram_bytes, or lower segment_bytes"
@@ -80,13 +97,14 @@ def granted(namespace: Namespace, keys: Sequence[ChunkKey], parent: ChunkKey = R
         time.sleep(GRANT_POLL_S)
 
 
-def get(client: Client, name: bytes) -> bytes:
-    """A file by its name. Raises NotFound when any piece of it is gone."""
+def get(client: Client, name: bytes, patience_s: float = PATIENCE_S) -> bytes:
+    """A file by its name. A piece that is on SSD is waited for, `patience_s` since the last one came. Raises NotFound
+    when any piece of it is gone, Unavailable when one is not lost but did not come in time."""
     namespace = client.open(SPEC)
-    first = next(_load(namespace, name, keys_of(namespace, name, 1)))
+    first = next(_load(namespace, name, keys_of(namespace, name, 1), patience_s))
     (length,) = LENGTH.unpack(first[: LENGTH.size])
     count = -(-(LENGTH.size + length) // PIECE_BYTES)
-    body = b"".join((first, *_load(namespace, name, keys_of(namespace, name, count)[1:])))
+    body = b"".join((first, *_load(namespace, name, keys_of(namespace, name, count)[1:], patience_s)))
     data = body[LENGTH.size : LENGTH.size + length]
     if hashlib.blake2b(data, digest_size=NAME_BYTES).digest() != name:
         raise StoreError(
@@ -115,13 +133,65 @@ def keys_of(namespace: Namespace, name: bytes, count: int) -> list[ChunkKey]:
     return keys
 
 
-def _load(namespace: Namespace, name: bytes, keys: list[ChunkKey]) -> Iterator[bytes]:
+def _load(namespace: Namespace, name: bytes, keys: list[ChunkKey], patience_s: float) -> Iterator[bytes]:
     for start in range(0, len(keys), BATCH):
-        batch = keys[start : start + BATCH]
-        with namespace.read(batch, verify=1.0) as lease:
-            for index in range(len(batch)):
+        yield from _load_batch(namespace, name, keys[start : start + BATCH], patience_s)
+
+
+def _load_batch(
+    namespace: Namespace, name: bytes, keys: Sequence[ChunkKey], patience_s: float
+) -> Iterator[bytes]:
+    """Each piece is copied as soon as it is in DRAM, so that a batch need not fit there at once."""
+    pieces: dict[int, bytes] = {}
+    deadline = time.monotonic() + patience_s
+    while len(pieces) < len(keys):
+        left = [number for number in range(len(keys)) if number not in pieces]
+        wait_s = min(max(deadline - time.monotonic(), POLL_S), WAIT_MAX_S)
+        with namespace.read(
+            [keys[number] for number in left], wait_ms=int(1000 * wait_s), any_order=True, verify=1.0
+        ) as lease:
+            known = len(pieces)
+            for index, number in enumerate(left):
                 piece = bytearray(PIECE_BYTES)
-                if index >= lease.hits or not lease.copy_to(index, piece):
-                    why = lease.reasons[min(index, lease.hits)].name if lease.reasons else "UNAVAILABLE"
-                    raise NotFound(f"a piece of it is not there: {why}", field="KEY", value=name)
-                yield bytes(piece)
+                if lease.outcomes[index] is Outcome.HIT and lease.copy_to(index, piece):
+                    pieces[number] = bytes(piece)
+            reasons = [
+                reason
+                for number, reason in zip(left, lease.reasons, strict=True)
+                if number not in pieces and reason is not Reason.NONE
+            ]
+            if gone := [reason for reason in reasons if reason not in COMING]:
+                raise NotFound(
+                    f"a piece of it is not there: {gone[0].name}",
+                    field="KEY",
+                    value=name,
+                    remedy="put the file again",
+                )
+            if len(pieces) > known:
+                deadline = time.monotonic() + patience_s
+            elif time.monotonic() >= deadline or not namespace.client.connected:
+                why = reasons[0].name if reasons else "its slot was given away"
+                raise Unavailable(
+                    f"a piece of it is stored, but was not to be had within {patience_s:g} s: {why}",
+                    field="KEY",
+                    value=name,
+                    remedy="try again, with a longer --wait; see kvctl doctor",
+                )
+            elif not lease.settled():
+                time.sleep(POLL_S)  # the daemon does not say when it will be there
+    yield from (pieces[number] for number in range(len(keys)))
+
+
+def settled_read(namespace: Namespace, keys: Sequence[ChunkKey], patience_s: float = PATIENCE_S) -> ReadLease:
+    """As `Namespace.read`, every load verified, once all of `keys` are in DRAM; or as they are after `patience_s`, or
+    when one of them is gone."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        wait_s = min(max(deadline - time.monotonic(), POLL_S), WAIT_MAX_S)
+        lease = namespace.read(keys, wait_ms=int(1000 * wait_s), verify=1.0)
+        coming = all(reason in COMING for reason in lease.reasons if reason is not Reason.NONE)
+        if lease.hits == len(keys) or not coming or time.monotonic() >= deadline:
+            return lease
+        with lease:
+            if not lease.settled():
+                time.sleep(POLL_S)

@@ -67,6 +67,10 @@ class AsyncClient:
         return self._client.boot_id
 
     @property
+    def lease_ttl_ms(self) -> int:
+        return self._client.lease_ttl_ms
+
+    @property
     def counters(self) -> dict[str, int]:
         return self._client.counters
 
@@ -77,6 +81,26 @@ class AsyncClient:
 
     async def adopt(self, fd: int, size_bytes: int, *, timeout_s: float | None = None) -> Region:
         return await asyncio.to_thread(self._client.adopt, fd, size_bytes, timeout_s=timeout_s)
+
+    async def publish_queue(
+        self,
+        model: str,
+        hints: Sequence[Hint],
+        *,
+        removed: Sequence[bytes] = (),
+        snapshot: bool = True,
+        ttl_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> QueueAccepted:
+        return await asyncio.to_thread(
+            self._client.publish_queue,
+            model,
+            hints,
+            removed=removed,
+            snapshot=snapshot,
+            ttl_ms=ttl_ms,
+            timeout_s=timeout_s,
+        )
 
     async def stats(self, *, timeout_s: float | None = None) -> stats_pb2.StatsReply:
         return await asyncio.to_thread(self._client.stats, timeout_s=timeout_s)
@@ -288,7 +312,7 @@ class AsyncReadLease:
         return await _in_thread(copy)
 
     async def copy_many(self, pieces: Sequence[tuple[int, int, int, Any]]) -> bool:
-        if sum(_size(out) for *_, out in pieces) < COPY_INLINE_MAX:
+        if _size_of(pieces) < COPY_INLINE_MAX:
             return self._lease.copy_many(pieces)
         return await _in_thread(lambda: self._lease.copy_many(pieces))
 
@@ -335,7 +359,7 @@ class AsyncWriteBatch:
             await _in_thread(lambda: self._batch.copy_from(index, source, shard=shard))
 
     async def copy_many(self, pieces: Sequence[tuple[int, int | None, Any]]) -> None:
-        if sum(_size(source) for _, _, source in pieces) < COPY_INLINE_MAX:
+        if _size_of(pieces) < COPY_INLINE_MAX:
             self._batch.copy_many(pieces)
         else:
             await _in_thread(lambda: self._batch.copy_many(pieces))
@@ -376,8 +400,20 @@ async def _in_thread(copy: Callable[[], T]) -> T:
 
 
 def _size(out: Any) -> int:
-    size: int = getattr(out, "nbytes", 0) or memoryview(out).nbytes
+    """In bytes; 0 for what is no buffer: whoever copies it says so."""
+    try:
+        size: int = getattr(out, "nbytes", 0) or memoryview(out).nbytes
+    except TypeError:
+        return 0
     return size
+
+
+def _size_of(pieces: Sequence[Any]) -> int:
+    """Of all that stands last in its piece."""
+    try:
+        return sum(_size(piece[-1]) for piece in pieces)
+    except (TypeError, IndexError, KeyError):
+        return 0
 
 
 async def connect_async(

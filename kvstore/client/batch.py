@@ -17,8 +17,10 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore import wire
+from kvstore.arguments import NUMBER_MAX, one_of, rows_of, seconds, whole, wholes
 from kvstore.client.call import FORKED, Call, Operation, Reply, drive, gone
 from kvstore.client.destination import gather, groups, origin
+from kvstore.client.region import Region
 from kvstore.client.staging import Staging, footprint
 from kvstore.errors import BadRequest, DeadlineExceeded, StoreError, Unavailable
 from kvstore.types import CommitResult, GrantResult, Wait
@@ -26,7 +28,6 @@ from kvstore.v1 import store_pb2
 
 if TYPE_CHECKING:
     from kvstore.client.attachment import Attachment
-    from kvstore.client.region import Region
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -227,7 +228,7 @@ class WriteBatch:
         """`copy_from` for all of (index, shard, source), in less time where they are many and small. Raises as that
         does; whatever is wrong with an index, a shard or a size before anything is copied."""
         plan = []
-        for index, shard, source in pieces:
+        for index, shard, source in rows_of("pieces", pieces, "(index, shard, source)", 3):
             place, column = self._place(index, shard)
             bits = origin(source)
             if bits.nbytes != self._lengths[column]:
@@ -259,14 +260,14 @@ class WriteBatch:
     def _place(self, index: int, shard: int | None) -> tuple[int, int]:
         """The key's number among the granted ones, and the shard's among the wanted ones."""
         self._check_open()
-        place = self._places.get(index)
+        place = self._places.get(index if type(index) is int else whole("index", index))
         if place is None:
             raise BadRequest("this key was not granted", field="index", value=index)
         if not self._staged:
             raise BadRequest(
                 "the batch has no buffers", field="staged", value=False, remedy="use fill, or write staged"
             )
-        if shard is not None and shard not in self.shards:
+        if shard is not None and (shard if type(shard) is int else whole("shard", shard)) not in self.shards:
             raise BadRequest(f"the batch was asked for shards {self.shards}", field="shard", value=shard)
         if self._attachment is not None and os.getpid() != self._attachment.pid:
             raise gone(FORKED)  # the memory is not mapped here: touching it would be SIGSEGV
@@ -368,12 +369,13 @@ class WriteBatch:
         self._check_open()
         if self._staged:
             raise BadRequest("the batch has buffers", field="staged", value=True, remedy="write staged=False")
+        offsets = wholes("offsets", offsets, -NUMBER_MAX)
         self._check_rows(region, offsets)
         self._filled = False
         attachment = self._attachment
         if attachment is None or not self.granted:
             return
-        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        deadline = time.monotonic() + self._seconds(timeout_s)
         if not region.number(attachment):
             yield partial(region.lend, attachment, deadline)
         body = store_pb2.FillRequest(
@@ -387,6 +389,7 @@ class WriteBatch:
         self._filled = True
 
     def _check_rows(self, region: Region, offsets: Sequence[int]) -> None:
+        one_of("region", region, Region)
         if len(offsets) != len(self.granted) * len(self._lengths):
             raise BadRequest(
                 f"has one entry for each of {len(self.granted)} keys and {len(self._lengths)} shards",
@@ -457,7 +460,12 @@ class WriteBatch:
         if self._state is not _State.OPEN:
             raise BadRequest("the batch has ended", field="batch", value=self._state.value)
 
+    def _seconds(self, timeout_s: float | None) -> float:
+        return self._timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
+
     def _send_commit(self, wait: Wait, timeout_s: float | None) -> Call | CommitOutcome:
+        whole("wait", wait, 0, max(Wait))
+        timeout = self._seconds(timeout_s)
         with self._lock:
             self._check_open()
             if self.granted and not self._staged and not self._filled and self._attachment is not None:
@@ -482,7 +490,7 @@ class WriteBatch:
             wait=wait,
             checksums=checksums,
         )
-        limit = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        limit = time.monotonic() + timeout
         answered = partial(self._has_answered, attachment, pieces, starts)
         call = attachment.call("commit", body, limit, must_end=True, on_reply=answered)
         if call.request is None and os.getpid() == attachment.pid:  # it was never sent

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from kvstore import wire
+from kvstore.arguments import NUMBER_MAX, seconds, text, whole, wrong_type
 from kvstore.client.attachment import Attachment, nobody_there
 from kvstore.client.call import FORKED, closed, gone
 from kvstore.client.renewals import alive
@@ -67,14 +68,20 @@ class Connection:
     def __init__(
         self, run_dir: str, *, engine_group: str, rank: int, timeout_s: float, staging_bytes: int
     ) -> None:
+        timeout_s = seconds("timeout_s", timeout_s)
         if timeout_s <= 0:
             raise BadRequest("must be above 0", field="timeout_s", value=timeout_s)
+        staging_bytes = whole("staging_bytes", staging_bytes, -NUMBER_MAX)
         if staging_bytes <= 0:
             raise BadRequest("must be above 0", field="staging_bytes", value=staging_bytes)
+        rank = whole("rank", rank, -NUMBER_MAX)
         if not 0 <= rank < 1 << 32:
             raise BadRequest("must be a small number, not negative", field="rank", value=rank)
+        text("engine_group", engine_group)
+        if not run_dir or not isinstance(run_dir, (str, bytes, os.PathLike)):
+            raise wrong_type("run_dir", run_dir, "the path of the daemon's directory")
         # Where it is now: this process may change its working directory before it has to connect again.
-        self.run_dir = run_dir = os.path.abspath(run_dir)
+        self.run_dir = run_dir = os.path.abspath(os.fsdecode(run_dir))
         self.timeout_s = timeout_s
         self.staging_bytes = staging_bytes
         self.counters: dict[str, int] = defaultdict(int)
@@ -139,9 +146,7 @@ class Connection:
 
     def deadline(self, timeout_s: float | None) -> float:
         """On the monotonic clock, in seconds."""
-        wanted = self.timeout_s if timeout_s is None else timeout_s
-        if wanted < 0:
-            raise BadRequest("must not be negative", field="timeout_s", value=timeout_s)
+        wanted = self.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
         return time.monotonic() + wanted
 
     def wait_until(self, ready: Callable[[], bool], deadline: float, *, setting_up: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvstore.arguments import whole
 from kvstore.errors import BadRequest
 from kvstore.layout import NamespaceSpec
 
@@ -20,7 +21,7 @@ class Geometry:
         if layer is None:
             return 0, self.shard_bytes[shard]
         try:
-            return self._layers[shard][layer]
+            return self._layers[shard][layer if type(layer) is int else whole("layer", layer)]
         except KeyError:
             known = sorted(self._layers[shard])
             raise BadRequest(

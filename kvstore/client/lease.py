@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import xxhash
 
+from kvstore.arguments import NUMBER_MAX, rows_of, seconds, whole
 from kvstore.client.destination import Bits, copy_pairs, destination
 from kvstore.errors import BadRequest
 from kvstore.memory import fence
@@ -167,6 +168,7 @@ class ReadLease:
         bits = destination(out)
         start, length = self._geometry.span(shard, layer)
         if offset is not None:
+            offset = whole("offset", offset, -NUMBER_MAX)
             _check_range(offset, bits.nbytes, length)
             start += offset
         elif bits.nbytes != length:
@@ -180,9 +182,11 @@ class ReadLease:
         False: at least one is no hit or void, and all outs are undefined. Raises BadRequest before copying anything.
         """
         plan: list[tuple[int, int, int, Bits]] = []
-        for index, shard, offset, out in pieces:
+        for index, shard, offset, out in rows_of("pieces", pieces, "(index, shard, offset, out)", 4):
             row, shard = self._row(index, shard)
             bits = destination(out)
+            if type(offset) is not int:
+                offset = whole("offset", offset, -NUMBER_MAX)
             _check_range(offset, bits.nbytes, self._geometry.shard_bytes[shard])
             if row is not None:
                 plan.append((index, row, offset, bits))
@@ -245,6 +249,10 @@ class ReadLease:
 
     def _row(self, index: int, shard: int | None) -> tuple[int | None, int]:
         """Where the shard is among those granted (None: the key is no hit), and its number. Raises BadRequest."""
+        if type(index) is not int:
+            index = whole("index", index, -NUMBER_MAX)
+        if shard is not None and type(shard) is not int:
+            shard = whole("shard", shard, -NUMBER_MAX)
         if not 0 <= index < len(self.keys):
             raise BadRequest(f"the lease has keys 0 to {len(self.keys) - 1}", field="index", value=index)
         if shard is None:
@@ -265,8 +273,9 @@ class ReadLease:
         if grant is None or grant.waiter is None or not pending:
             return ()
         limit = grant.settled_by + SETTLE_SLACK_S
-        deadline = limit if timeout_s is None else min(limit, time.monotonic() + timeout_s)
-        ready = grant.waiter.wait([self.keys[number] for number in pending], deadline)
+        if timeout_s is not None:
+            limit = min(limit, time.monotonic() + seconds("timeout_s", timeout_s))
+        ready = grant.waiter.wait([self.keys[number] for number in pending], limit)
         return tuple(number for number in pending if self.keys[number] in ready)
 
     def release(self) -> None:

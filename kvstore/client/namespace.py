@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvstore import wire
 from kvstore.answers import Acquired, Matched, Opened, QueueAccepted, Reserved, SessionInfo
+from kvstore.arguments import NUMBER_MAX, binary, flag, listed, one_of, shown, text, whole, wholes, wrong_type
 from kvstore.client.attachment import Attachment
 from kvstore.client.batch import StagedPieces, WriteBatch
 from kvstore.client.call import Operation, Reply, drive, gone
@@ -55,7 +56,7 @@ REOPEN_AGAIN_S = 1.0
 GROUP_VERIFY_EVERY = 64
 """Under protection `group` other workers can write what we read: one load in so many is compared with its checksum."""
 READS_AHEAD_MAX = 16
-NUMBER_MAX = (1 << 63) - 1
+CHECKSUM_MAX = (1 << 64) - 1
 JOB_NAME_BYTES_MAX = 64
 QUEUE_POSITION_MAX = 1 << 31
 
@@ -157,7 +158,8 @@ class Namespace:
         being copied. Whoever ends before the last closes the iterator, or uses it with `with`: what was pinned ahead is
         given back. What `read` raises is raised in the batch's turn.
         """
-        _check_number("ahead", ahead, high=READS_AHEAD_MAX)
+        ahead = whole("ahead", ahead, 0, READS_AHEAD_MAX)
+        _check_iterable("batches", batches)
 
         def read(keys: Sequence[ChunkKey]) -> Operation[ReadLease]:
             return self.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s)
@@ -294,8 +296,8 @@ class Namespace:
     def matching(
         self, keys: Sequence[ChunkKey], token_count: int, timeout_s: float | None
     ) -> Operation[Matched]:
-        _check_keys("keys", keys)
-        _check_number("token_count", token_count)
+        keys = _checked_keys("keys", keys)
+        token_count = whole("token_count", token_count)
         binding = self._bound()
         if binding is not None and keys:
             attachment, number = binding
@@ -319,12 +321,13 @@ class Namespace:
         verify: float | None,
         timeout_s: float | None,
     ) -> Operation[ReadLease]:
-        _check_keys("keys", keys)
-        wanted = self._geometry.wanted(tuple(shards))
-        _check_number("wait_ms", wait_ms)
-        _check_number("ttl_ms", ttl_ms)
-        if verify is not None and not 0 <= verify <= 1:
-            raise BadRequest("must be between 0 and 1", field="verify", value=verify)
+        keys = _checked_keys("keys", keys)
+        wanted = self._geometry.wanted(tuple(wholes("shards", shards)))
+        wait_ms = whole("wait_ms", wait_ms)
+        ttl_ms = whole("ttl_ms", ttl_ms)
+        any_order = flag("any_order", any_order)
+        if verify is not None:
+            _check_share("verify", verify)
         deadline = self._connection.deadline(timeout_s)
         binding = self._bound()
         if binding is None or not keys:
@@ -464,19 +467,21 @@ class Namespace:
         staged: bool,
         timeout_s: float | None,
     ) -> Operation[WriteBatch]:
-        _check_keys("keys", keys)
-        _check_keys("parent", (parent,), empty=True)
-        _check_keys("parents", parents, empty=True)
+        keys = _checked_keys("keys", keys)
+        _check_parent(parent)
+        parents = _checked_keys("parents", parents, empty=True)
+        token_counts = wholes("token_counts", token_counts, 1, self.spec.chunk_tokens)
+        derived, transient, staged = (
+            flag(field, value)
+            for field, value in (("derived", derived), ("transient", transient), ("staged", staged))
+        )
         for field, column in (("parents", parents), ("token_counts", token_counts)):
             if column and len(column) != len(keys):
                 raise BadRequest(
                     f"has one entry per key ({len(keys)}) or none", field=field, value=len(column)
                 )
-        for count in token_counts:
-            _check_number("token_counts", count, low=1, high=self.spec.chunk_tokens)
-        wanted = self._geometry.wanted(tuple(shards))
-        if len(maker) not in (0, MAKER_BYTES):
-            raise BadRequest(f"has {MAKER_BYTES} bytes or none", field="maker", value=maker)
+        wanted = self._geometry.wanted(tuple(wholes("shards", shards)))
+        _check_maker(maker)
         lengths = [self._geometry.shard_bytes[shard] for shard in wanted]
         deadline = self._connection.deadline(timeout_s)
         binding = self._bound()
@@ -621,17 +626,11 @@ class Namespace:
         append: Sequence[SessionEntry],
         timeout_s: float | None,
     ) -> Operation[SessionInfo]:
-        _check_number("expected_version", expected_version)
-        _check_number("keep", keep)
-        _check_keys("append", [entry.key for entry in append])
-        for entry in append:
-            _check_number("append.first_token", entry.first_token)
-            _check_number("append.token_count", entry.token_count, low=1)
-            _check_number("append.delta", entry.delta, low=-NUMBER_MAX)
+        _check_entries(append)
         body = store_pb2.UpdateSessionRequest(
             session=_name(name),
-            expected_version=expected_version,
-            keep=keep,
+            expected_version=whole("expected_version", expected_version),
+            keep=whole("keep", keep),
             append=wire.entries_to_proto(append),
         )
         answer = yield from self._asking("update_session", body, timeout_s)
@@ -646,15 +645,12 @@ class Namespace:
         close_gap: bool,
         timeout_s: float | None,
     ) -> Operation[SessionInfo]:
-        _check_number("expected_version", expected_version)
-        _check_number("first_token", first_token)
-        _check_number("token_count", token_count)
         body = store_pb2.TruncateRequest(
             session=_name(name),
-            expected_version=expected_version,
-            first_token=first_token,
-            token_count=token_count,
-            close_gap=close_gap,
+            expected_version=whole("expected_version", expected_version),
+            first_token=whole("first_token", first_token),
+            token_count=whole("token_count", token_count),
+            close_gap=flag("close_gap", close_gap),
         )
         answer = yield from self._asking("truncate", body, timeout_s)
         return wire.session_from_proto(answer.session)
@@ -669,7 +665,7 @@ class Namespace:
     def forgetting(
         self, name: str | bytes | None, keys: Sequence[ChunkKey], timeout_s: float | None
     ) -> Operation[Forgotten]:
-        _check_keys("keys", keys)
+        keys = _checked_keys("keys", keys)
         session = b"" if name is None else _name(name)
         if bool(session) == bool(keys):
             raise BadRequest("name either a session or keys", field="name", value=name)
@@ -686,8 +682,12 @@ class Namespace:
         maker: bytes,
         timeout_s: float | None,
     ) -> Operation[int]:
-        _check_keys("keys", keys)
-        body = store_pb2.ReportDuplicatesRequest(keys=keys, checksums=checksums, shards=shards, maker=maker)
+        body = store_pb2.ReportDuplicatesRequest(
+            keys=_checked_keys("keys", keys),
+            checksums=wholes("checksums", checksums, 0, CHECKSUM_MAX),
+            shards=self._geometry.wanted(tuple(wholes("shards", shards))),
+            maker=_check_maker(maker),
+        )
         answer = yield from self._asking("report_duplicates", body, timeout_s)
         return answer.done.count
 
@@ -775,64 +775,103 @@ def _check_count(field: str, items: Sequence[Any], what: str = "of them") -> Non
         )
 
 
-def _check_job(field: str, name: bytes) -> None:
-    if not 1 <= len(name) <= JOB_NAME_BYTES_MAX:
+def _check_job(field: str, name: bytes) -> bytes:
+    if not 1 <= len(binary(field, name)) <= JOB_NAME_BYTES_MAX:
         raise BadRequest(
             f"a job's name has 1 to {JOB_NAME_BYTES_MAX} bytes", field=field, value=f"{len(name)} bytes"
         )
+    return name
 
 
-def _check_keys(field: str, keys: Sequence[bytes], *, empty: bool = False) -> None:
+def _checked_keys(field: str, keys: Sequence[ChunkKey], *, empty: bool = False) -> Sequence[ChunkKey]:
+    """The keys, in a list or tuple."""
+    keys = listed(field, keys, "keys (bytes)")
     _check_count(field, keys, "keys")
     for index, key in enumerate(keys):
         if not isinstance(key, bytes) or len(key) > KEY_BYTES_MAX or not (key or empty):
             raise BadRequest(
                 f"a key is {0 if empty else 1} to {KEY_BYTES_MAX} bytes",
                 field=f"{field}[{index}]",
-                value=f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__,
+                value=f"{len(key)} bytes" if isinstance(key, bytes) else shown(key),
             )
+    return keys
 
 
-def _check_number(field: str, value: int, *, low: int = 0, high: int = NUMBER_MAX) -> None:
-    if not low <= value <= high:
-        raise BadRequest(f"must be between {low} and {high}", field=field, value=value)
+def _check_iterable(field: str, values: Any) -> None:
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
+        raise wrong_type(field, values, "an iterable of lists of keys")
+
+
+def _check_parent(parent: ChunkKey) -> None:
+    if len(binary("parent", parent)) > KEY_BYTES_MAX:
+        raise BadRequest(f"a key is 0 to {KEY_BYTES_MAX} bytes", field="parent", value=f"{len(parent)} bytes")
+
+
+def _check_share(field: str, value: float) -> None:
+    try:
+        good = 0 <= value <= 1
+    except TypeError:
+        raise wrong_type(field, value, "a number between 0 and 1, or None") from None
+    if not good:
+        raise BadRequest("must be between 0 and 1", field=field, value=value)
+
+
+def _check_maker(maker: bytes) -> bytes:
+    if len(binary("maker", maker)) not in (0, MAKER_BYTES):
+        raise BadRequest(f"has {MAKER_BYTES} bytes or none", field="maker", value=maker)
+    return maker
+
+
+def _check_entries(append: Sequence[SessionEntry]) -> None:
+    for index, entry in enumerate(listed("append", append, "SessionEntry")):
+        where = f"append[{index}]"
+        one_of(where, entry, SessionEntry)
+        whole(f"{where}.first_token", entry.first_token)
+        whole(f"{where}.token_count", entry.token_count, 1)
+        whole(f"{where}.delta", entry.delta, -NUMBER_MAX)
+        flag(f"{where}.approximate", entry.approximate)
+    _checked_keys("append", [entry.key for entry in append])
 
 
 def _name(name: str | bytes, field: str = "name") -> bytes:
-    data = name.encode() if isinstance(name, str) else name
-    if not 1 <= len(data) <= SESSION_NAME_BYTES_MAX:
+    if isinstance(name, str):
+        name = text(field, name).encode()
+    elif not isinstance(name, bytes):
+        raise wrong_type(field, name, "a str or bytes")
+    if not 1 <= len(name) <= SESSION_NAME_BYTES_MAX:
         raise BadRequest(
             f"a session's name has 1 to {SESSION_NAME_BYTES_MAX} bytes",
             field=field,
-            value=f"{len(data)} bytes",
+            value=f"{len(name)} bytes",
         )
-    return data
+    return name
 
 
 def queue_request(
     hints: Sequence[Hint], *, removed: Sequence[bytes], snapshot: bool, ttl_ms: int
 ) -> hints_pb2.PublishQueueRequest:
     """The message, without its namespace. Raises BadRequest."""
+    hints = listed("hints", hints, "Hint")
+    removed = listed("removed", removed, "names of jobs (bytes)")
     _check_count("hints", hints)
     _check_count("removed", removed)
-    _check_number("ttl_ms", ttl_ms)
-    for index, hint in enumerate(hints):
-        where = f"hints[{index}]"
-        _check_job(f"{where}.job", hint.job)
-        _check_number(f"{where}.position", hint.position, high=QUEUE_POSITION_MAX)
-        _check_keys(f"{where}.keys", hint.keys)
-        if hint.session:
-            _name(hint.session, f"{where}.session")
-    for job in removed:
-        _check_job("removed", job)
     return hints_pb2.PublishQueueRequest(
-        hints=[
-            hints_pb2.Hint(job=hint.job, position=hint.position, session=hint.session, keys=hint.keys)
-            for hint in hints
-        ],
-        removed=removed,
-        delta=not snapshot,
-        ttl_ms=ttl_ms,
+        hints=[_hint(f"hints[{index}]", hint) for index, hint in enumerate(hints)],
+        removed=[_check_job(f"removed[{index}]", job) for index, job in enumerate(removed)],
+        delta=not flag("snapshot", snapshot),
+        ttl_ms=whole("ttl_ms", ttl_ms),
+    )
+
+
+def _hint(where: str, hint: Hint) -> hints_pb2.Hint:
+    one_of(where, hint, Hint)
+    keys = _checked_keys(f"{where}.keys", hint.keys)
+    session = hint.session
+    return hints_pb2.Hint(
+        job=_check_job(f"{where}.job", hint.job),
+        position=whole(f"{where}.position", hint.position, 0, QUEUE_POSITION_MAX),
+        session=_name(session, f"{where}.session") if session or not isinstance(session, bytes) else b"",
+        keys=keys,
     )
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from kvstore import wire
+from kvstore.arguments import NUMBER_MAX, whole
 from kvstore.client.call import FORKED, gone
 from kvstore.errors import BadRequest, StoreError, Unavailable
 from kvstore.v1 import descriptor_pb2
@@ -33,6 +34,8 @@ class Region:
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         """Not lent to anybody yet. Raises BadRequest."""
+        fd = whole("fd", fd, -1, (1 << 31) - 1)
+        size_bytes = whole("size_bytes", size_bytes, -NUMBER_MAX)
         if size_bytes <= 0:
             raise BadRequest("must be above 0", field="size_bytes", value=size_bytes)
         self.size_bytes = size_bytes

@@ -9,6 +9,7 @@ from typing import Any, Self
 import grpc
 
 from kvstore.answers import QueueAccepted
+from kvstore.arguments import one_of, text
 from kvstore.client.attachment import Attachment
 from kvstore.client.call import drive
 from kvstore.client.connection import Connection, State
@@ -88,6 +89,7 @@ class Client:
 
     def unopened(self, spec: NamespaceSpec) -> Namespace:
         """Checked, but not known to the daemon yet. Raises BadRequest, Unsupported."""
+        one_of("spec", spec, NamespaceSpec)
         spec.validate()
         return Namespace(self, self._connection, spec)
 
@@ -131,6 +133,7 @@ class Client:
 
         Raises NotFound while no worker has opened one, and other StoreErrors.
         """
+        text("model", model)
         request = queue_request(hints, removed=removed, snapshot=snapshot, ttl_ms=ttl_ms)
         known = self._namespaces_by_model.get(model)
         for attempt in range(2):

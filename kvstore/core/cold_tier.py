@@ -159,6 +159,12 @@ class ColdTier(ABC):
             self.probe_at = state.now + state.limits.probe_interval_ms
             self.degraded(why)
 
+    def troubled(self, why: str) -> None:
+        """The edge says that what is written now may not last: nothing new is, until a probe finds that it would."""
+        if self.health is not DiskState.ABSENT:
+            self.degrade(DiskState.READ_ONLY, why)
+            self.state.disk_why = why  # it lasts, whatever else was wrong before
+
     def heal(self) -> None:
         """A probe succeeded."""
         state = self.state

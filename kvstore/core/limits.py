@@ -91,6 +91,9 @@ class Limits:
     waits_per_worker_max: int = 4096
     remembered_answers_max: int = 256
     """Per worker: how many answers are kept for repeated requests."""
+    remembered_rows_max: int = 16_384
+    """Extents and entries of those that are kept whole, the newest in any case; of the rest an outline is kept.
+    0: of all."""
     ghosts_max: int = 100_000
     """Keys remembered after their bytes went, to say why they are a miss."""
     sessions_max: int = 1_000_000

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore.core.pool import Phase
+from kvstore.core.requests.queue import Queue
 from kvstore.core.state import State
+from kvstore.core.transfers import Transfers
 from kvstore.core.workers import Worker
 from kvstore.types import DiskState, Reason, SlotState
 
@@ -41,6 +43,9 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
             "tenant": namespace.tenant,
             "model": namespace.spec.model,
             "weights_epoch": namespace.spec.weights_epoch,
+            "spec": namespace.spec,
+            "chunk_tokens": namespace.spec.chunk_tokens,
+            "chunk_bytes": namespace.payload_bytes,
             "chunks": namespace.visible,
             "incomplete": namespace.partial,
             "cold_chunks": namespace.cold,
@@ -86,6 +91,19 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
         }
         if worker.admin
         else {},
+    }
+
+
+def traffic(queue: Queue, transfers: Transfers) -> dict[str, float]:
+    """Gauges for admins: the queue and how far its windows reach, in jobs, and the chunks that are on their way between
+    the tiers. A chunk that waits for its read is counted with those that are being read, and may be gone meanwhile."""
+    reading = sum(len(read.rows) for read in transfers.reads.values())
+    return {
+        "queued_jobs": sum(map(len, queue.jobs.values())),
+        "prefetch_window_jobs": queue.windows.prefetch.total(),
+        "eviction_window_jobs": queue.windows.eviction.total(),
+        "chunks_being_promoted": reading + len(transfers.demanded) + len(transfers.foreseen),
+        "chunks_being_stored": sum(len(write.rows) for write in transfers.writes.values()),
     }
 
 

@@ -17,7 +17,9 @@ from kvstore.core.cold_tier import ColdTier, Restored
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
+from kvstore.core.requests import repeats
 from kvstore.core.requests.duplicates import Duplicates
+from kvstore.core.requests.outlines import Outline
 from kvstore.core.requests.queue import Queue
 from kvstore.core.requests.reads import Reads
 from kvstore.core.requests.recall import Recalls
@@ -28,7 +30,7 @@ from kvstore.core.ssd.rewrites import Rewrites
 from kvstore.core.ssd.scrub import Scrubber
 from kvstore.core.ssd.slab_tier import SlabTier
 from kvstore.core.state import State
-from kvstore.core.stats import stats
+from kvstore.core.stats import stats, traffic
 from kvstore.core.transfers import Transfers
 from kvstore.core.workers import EngineGroup, Memory, Worker
 from kvstore.errors import BadRequest, Exhausted, Precondition, StoreError
@@ -95,7 +97,7 @@ class Store:
             ev.Forget: self.sessions.forget,
             ev.ListSessions: self.sessions.list,
             ev.Explain: self.sessions.explain,
-            ev.GetStats: lambda worker, _: ev.Stats(stats(self.state, worker)),
+            ev.GetStats: lambda worker, _: self._stats(worker),
             ev.PublishQueue: self.queue.publish,
             ev.Scrub: self.scrub.ask,
             ev.ListQuarantine: self.rewrites.list,
@@ -112,6 +114,7 @@ class Store:
             ev.OpDone: lambda event: self._op_ended(event.op, event.checksums, ""),
             ev.OpFailed: lambda event: self._op_ended(event.op, None, event.why),
             ev.DiskDone: self._disk_done,
+            ev.DiskTrouble: lambda event: self.cold_tier.troubled(event.why),
             ev.Tick: lambda _: self._tick(),
             ev.Idle: lambda _: self._idle(),
             **self.cold_tier.facts(),
@@ -188,13 +191,13 @@ class Store:
                 )
                 state.effects.append(ev.Reply(ticket, refusal))
                 return
-            answer = worker.memory.recall(ticket.request_id)
+            answer = self._first_answer(worker, event)
             if answer is not None:
                 state.effects.append(ev.Reply(ticket, answer))
                 return
-            repeats = worker.memory.waiting.get(ticket.request_id)
-            if repeats is not None:
-                repeats.append(ticket)
+            under_way = worker.memory.waiting.get(ticket.request_id)
+            if under_way is not None:
+                under_way.append(ticket)
                 return
         try:
             result = self._requests[type(event)](worker, event)
@@ -207,6 +210,23 @@ class Store:
                 state.effects.append(ev.Reply(ticket, result))
         elif remembered and worker.memory.recall(ticket.request_id) is None:
             worker.memory.waiting[ticket.request_id] = []
+
+    def _first_answer(self, worker: Worker, event: Any) -> ev.Answer | None:
+        """What a request of this number was answered; None: it is new, or to be carried out again."""
+        number = event.ticket.request_id
+        kept = worker.memory.recall(number)
+        if not isinstance(kept, Outline):
+            return kept
+        answer = repeats.again(self.state, self.sessions, worker, event, kept)
+        if answer is None:
+            worker.memory.forget(number)
+        return answer
+
+    def _stats(self, worker: Worker) -> ev.Stats:
+        values = stats(self.state, worker)
+        if worker.admin:
+            values["gauges"] |= traffic(self.queue, self.transfers)
+        return ev.Stats(values)
 
     def _open(self, worker: Worker, event: ev.Open) -> ev.Opened:
         """The namespace of this spec, for the caller's tenant; a newer epoch retires the older one."""
@@ -235,7 +255,8 @@ class Store:
                 value=max(spec.shard_bytes),
                 remedy="raise the daemon's dram_bytes or reserve_share_max",
             )
-        _check_engine_group(worker.group, spec)
+        if not worker.remote:  # it has no ranks, and a connection may carry the calls of several callers
+            _check_engine_group(worker.group, spec)
         family = spec.digest(worker.tenant)
         namespace = state.newest_epoch.get(family)
         if namespace is not None and namespace.spec.weights_epoch > spec.weights_epoch:
@@ -311,7 +332,7 @@ class Store:
             event.rank,
             event.admin,
             event.remote,
-            Memory(state.limits.remembered_answers_max),
+            Memory(state.limits.remembered_answers_max, state.limits.remembered_rows_max),
         )
 
     def _left(self, event: ev.WorkerLeft) -> None:

@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.core.events import Acquired, Answer, Reserved, SessionInfo, Ticket
+from kvstore.core.events import Answer, Ticket
+from kvstore.core.requests.outlines import Outline, outline_of, rows_of
 from kvstore.layout import NamespaceSpec
 from kvstore.types import LeaseId, NamespaceId, ReservationId, SegmentId, WorkerId
-
-REMEMBERED_ROWS_MAX = 16_384
-"""Bound on the size of a worker's remembered answers: extents and entries are what can be many in them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,16 +73,25 @@ class EngineGroup:
 
 
 class Memory:
-    """Answers by request id, for repeated requests; oldest forgotten first."""
+    """The last `answers_max` answers by request id, for repeated requests; the oldest is forgotten first.
 
-    __slots__ = ("_answers", "_kinds", "_limit", "_rows", "waiting")
+    Answers with many rows (extents, entries) are kept whole up to `rows_max` rows together, the newest of them in any
+    case (unless `rows_max` is 0). Of the older ones an outline stays, out of which `repeats.again` makes the answer
+    once more: an answer is never forgotten because another one is large.
+    """
 
-    def __init__(self, limit: int) -> None:
-        self._answers: OrderedDict[int, Answer] = OrderedDict()
+    __slots__ = ("_answers", "_answers_max", "_kinds", "_large", "_rows", "_rows_max", "waiting")
+
+    def __init__(self, answers_max: int, rows_max: int) -> None:
+        self._answers: OrderedDict[int, Answer | Outline] = OrderedDict()
         self._kinds: dict[int, type[Any]] = {}
         """What was asked under each number: of those that are answered or wait."""
+        self._large: OrderedDict[int, int] = OrderedDict()
+        """Rows of each answer that has some and is kept whole."""
         self._rows = 0
-        self._limit = limit
+        """Of all of those."""
+        self._answers_max = answers_max
+        self._rows_max = rows_max
         self.waiting: dict[int, list[Ticket]] = {}
         """Requests that are not answered yet, with the tickets that repeated them."""
 
@@ -92,18 +99,36 @@ class Memory:
         """Note what is asked; False when the number was another kind of request's, whose answer would be nonsense."""
         return self._kinds.setdefault(request_id, kind) is kind
 
-    def recall(self, request_id: int) -> Answer | None:
+    def recall(self, request_id: int) -> Answer | Outline | None:
         return self._answers.get(request_id)
 
     def remember(self, request_id: int, answer: Answer) -> None:
+        self.forget(request_id)
         self._answers[request_id] = answer
-        self._rows += _rows(answer)
-        while len(self._answers) > 1 and (
-            len(self._answers) > self._limit or self._rows > REMEMBERED_ROWS_MAX
-        ):
-            number, oldest = self._answers.popitem(last=False)
-            self._kinds.pop(number, None)
-            self._rows -= _rows(oldest)
+        if rows := rows_of(answer):
+            self._large[request_id] = rows
+            self._rows += rows
+        while len(self._answers) > max(1, self._answers_max):
+            oldest = next(iter(self._answers))
+            self.forget(oldest)
+            self._kinds.pop(oldest, None)
+        while self._rows > self._rows_max and len(self._large) > bool(self._rows_max):
+            number, rows = self._large.popitem(last=False)
+            self._rows -= rows
+            self._answers[number] = outline_of(self._answers[number])
+
+    def forget(self, request_id: int) -> None:
+        """The answer, not what was asked. Unknown numbers are fine."""
+        self._answers.pop(request_id, None)
+        self._rows -= self._large.pop(request_id, 0)
+
+    def check(self) -> None:
+        """The bounds; raises AssertionError."""
+        whole = {number: rows for number, kept in self._answers.items() if (rows := rows_of(kept))}
+        assert whole == self._large and sum(whole.values()) == self._rows, (whole, self._large, self._rows)
+        assert len(self._answers) <= max(1, self._answers_max), len(self._answers)
+        assert self._rows <= self._rows_max or len(self._large) == 1, (self._rows, self._large)
+        assert self._kinds.keys() >= self._answers.keys() | self.waiting.keys(), self._kinds
 
 
 @dataclass(slots=True, eq=False)
@@ -129,12 +154,3 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"Worker({self.id} of {self.group.tenant}/{self.group.name} rank {self.rank}{' closed' * self.closed})"
-
-
-def _rows(answer: Answer) -> int:
-    match answer:
-        case Acquired() | Reserved():
-            return len(answer.extents)
-        case SessionInfo():
-            return len(answer.entries)
-    return 1

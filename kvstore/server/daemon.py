@@ -16,6 +16,7 @@ import dataclasses
 import fcntl
 import ipaddress
 import itertools
+import json
 import logging
 import math
 import os
@@ -30,7 +31,6 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import grpc
@@ -49,7 +49,7 @@ from kvstore.memory import fix_mmap_threshold, keep_freed_memory, memory_limit_b
 from kvstore.server.garbage import ShortSearches, no_searches
 from kvstore.server.health import NOT_SERVING, SERVING, SSD, Health
 from kvstore.server.health import SERVICE as HEALTH_SERVICE
-from kvstore.server.logs import fields, leave
+from kvstore.server.logs import fields, leave, timestamp
 from kvstore.server.loop import Loop, monotonic_ms
 from kvstore.server.metrics import MetricsServer, families
 from kvstore.tiers import ssd
@@ -60,6 +60,7 @@ from kvstore.tiers.index import ChunkBatch
 from kvstore.tiers.regions import Regions
 from kvstore.tiers.ssd import SsdTier
 from kvstore.transport.bytes_service import BYTES_SERVICE, BytesService
+from kvstore.transport.callers import TcpCallers
 from kvstore.transport.descriptors import DEFAULT_TENANT, DescriptorServer
 from kvstore.transport.reflection import Reflection
 from kvstore.transport.service import ADMIN_SERVICE, HINTS_SERVICE, STATS_SERVICE, STORE_SERVICE, Service
@@ -107,10 +108,8 @@ DESCRIPTORS_OF_OUR_OWN = 256
 
 SELF = WorkerId(-1)
 """The daemon as a client of its own core: metrics, draining. Workers on the descriptor socket are numbered from 1."""
-ANONYMOUS = WorkerId(-2)
-"""All TCP callers without a token."""
-FIRST_GUEST = -3
-"""And on downwards: guests of Get and Put."""
+FIRST_GUEST = -2
+"""And on downwards: TCP callers without a token, and guests of Get and Put."""
 
 
 class DirectoryTaken(ConfigError):
@@ -134,7 +133,7 @@ class RunDirectory:
         self._sockets: dict[str, int] = {}
         """By path: a descriptor (O_PATH) of each socket that is there by us."""
         self._lock = self._take()
-        for path in (config.descriptor_socket, config.grpc_socket):
+        for path in (config.descriptor_socket, config.stream_socket, config.grpc_socket):
             self.clear(path)  # left by a daemon that was killed: whoever holds the lock owns them
 
     def _take(self) -> int:
@@ -310,6 +309,24 @@ def check_memory(config: StoreConfig) -> None:
         )
 
 
+def check_file_limit(config: StoreConfig) -> None:
+    """Raises ConfigError when the system's limit of a file's size is below what workers map: it holds for memory files
+    too."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    names = ["segment_bytes"]
+    if config.protection == Protection.SEALED.value:
+        names.append("staging_bytes")
+    for name in names:
+        wanted = getattr(config, name)
+        if limit != resource.RLIM_INFINITY and wanted > limit:
+            raise ConfigError(
+                f"is more than the {limit} bytes that a file of this process may have (RLIMIT_FSIZE)",
+                field=name,
+                value=wanted,
+                remedy=f"lower {name}, or raise the limit (ulimit -f, LimitFSIZE=)",
+            )
+
+
 def raise_descriptor_limit(wanted: int) -> int:
     """Lift this process' limit of open descriptors to what it may have. Returns the limit; a warning where less than
     `wanted` is to be had."""
@@ -341,6 +358,7 @@ class Daemon:
         self._at_end = at_end
         self._tcp = TcpAddress.of(config)
         check_memory(config)
+        check_file_limit(config)
         if self._tcp is not None:
             check_port_is_free("tcp_address", self._tcp.host, self._tcp.port)
         if config.metrics_port:
@@ -398,6 +416,7 @@ class Daemon:
         self._searches = ShortSearches()
         with no_searches():
             store, tier = self._open_ssd() if config.ssd_dir else (Store(config.limits), None)
+        self._tier = tier
         self.loop = Loop(
             store,
             self._arena,
@@ -418,6 +437,14 @@ class Daemon:
             grpc_target=self._grpc_target,
             open_lane=(lambda worker: self._service.open_lane(worker)) if config.fast_lane else None,
         )
+        self._callers: TcpCallers | None = None
+        if self._tcp is not None:
+            self._callers = TcpCallers(
+                self.loop,
+                lambda: WorkerId(next(self._numbers)),
+                port=self._tcp.port,
+                tenant=DEFAULT_TENANT,
+            )
         peer_timeout_s = config.peer_timeout_ms / 1000
         self._service = Service(
             self.loop,
@@ -426,7 +453,7 @@ class Daemon:
             welcome=store_pb2.AttachWelcome(
                 lease_ttl_ms=config.lease_ttl_ms, reservation_ttl_ms=config.reservation_ttl_ms
             ),
-            anonymous=ANONYMOUS if self._tcp is not None else None,
+            tcp=self._callers,
             peer_timeout_s=peer_timeout_s,
             message_bytes_max=config.message_bytes_max,
             discard=self._regions.discard,
@@ -462,13 +489,13 @@ class Daemon:
     async def _start(self) -> None:
         self._catch_signals()
         self.loop.start()
+        if self._tier is not None:
+            self._tier.watch()
         self.loop.post(events.WorkerJoined(SELF, tenant=DEFAULT_TENANT, engine_group="", admin=True))
-        if self._tcp is not None:
-            anonymous = events.WorkerJoined(ANONYMOUS, tenant=DEFAULT_TENANT, engine_group="", remote=True)
-            self.loop.post(anonymous)
         await self._start_grpc()
         await self._descriptors.start()
-        self._directory.opened(self.config.descriptor_socket)
+        for path in (self.config.descriptor_socket, self.config.stream_socket):
+            self._directory.opened(path)
         self._watching = asyncio.create_task(self._watch_directory())
         if self.config.metrics_port:
             await self._metrics.start(self.config.metrics_port)
@@ -582,19 +609,37 @@ class Daemon:
                     dram_bytes=config.dram_bytes, segment_bytes=config.segment_bytes, remedy=MORE_SEGMENTS
                 ),
             )
-        tcp = f"{self._tcp} (not authenticated)" if self._tcp else "off"
-        metrics = f"http://127.0.0.1:{config.metrics_port}/metrics" if config.metrics_port else "off"
-        text = (
-            f"kvstored {__version__}: arena {config.dram_bytes / 2**20:,.0f} MiB in {segments} segments"
-            f" ({config.protection}), staging at most {config.staging_bytes_max / 2**20:,.0f} MiB\n"
-            f"  SSD {self._ssd_text()}\n"
-            f"  directory {config.run_dir}, TCP {tcp}, metrics {metrics}\n"
-            f"  tenants by user id: {dict(config.tenants) or 'own user and root only'}"
-        )
         # On a thread: whoever should read standard output may stand still, or never have begun.
-        saying = threading.Thread(target=partial(print, text, flush=True), name="kvstored-hello", daemon=True)
+        saying = threading.Thread(target=_say, args=(self._words(),), name="kvstored-hello", daemon=True)
         saying.start()
         saying.join(STDOUT_TIMEOUT_S)
+
+    def _words(self) -> str:
+        """What this daemon uses: lines for people on a terminal, elsewhere one JSON object, as in the log that standard
+        output often ends in."""
+        config = self.config
+        parts = {
+            "arena": f"arena {config.dram_bytes / 2**20:,.0f} MiB in {config.limits.segment_count} segments"
+            f" ({config.protection}), staging at most {config.staging_bytes_max / 2**20:,.0f} MiB",
+            "ssd": f"SSD {self._ssd_text()}",
+            "directory": f"directory {config.run_dir}",
+            "tcp": f"TCP {self._tcp} (not authenticated)" if self._tcp else "TCP off",
+            "metrics": f"metrics http://127.0.0.1:{config.metrics_port}/metrics"
+            if config.metrics_port
+            else "metrics off",
+            "tenants": f"tenants by user id: {dict(config.tenants) or 'own user and root only'}",
+        }
+        if sys.stdout is not None and sys.stdout.isatty():
+            return f"kvstored {__version__}\n  " + "\n  ".join(parts.values())
+        return json.dumps(
+            {
+                "time": timestamp(time.time()),
+                "level": "info",
+                "logger": "kvstored",
+                "message": f"kvstored {__version__} serves",
+                **parts,
+            }
+        )
 
     def _ssd_text(self) -> str:
         config = self.config
@@ -683,10 +728,11 @@ class Daemon:
         config = self.config
         if not self._directory.holds:
             self._directory.take_again()
-        if config.descriptor_socket in gone:
-            self._directory.clear(config.descriptor_socket)
-            self._descriptors.listen_again()
-            self._directory.opened(config.descriptor_socket)
+        for path in (config.descriptor_socket, config.stream_socket):
+            if path in gone:
+                self._directory.clear(path)
+                self._descriptors.listen_again(path)
+                self._directory.opened(path)
         if config.grpc_socket in gone:
             await self._serve_grpc(tcp=None)
         log.warning(
@@ -734,6 +780,8 @@ class Daemon:
     async def _close(self) -> None:
         """Each step bounded; the last is the lock, so that no successor meets our remains."""
         self._metrics.close()
+        if self._callers is not None:
+            self._callers.close()
         self._service.close()
         if self._watching is not None:
             self._watching.cancel()
@@ -749,6 +797,12 @@ class Daemon:
         self._searches.close()
         self._directory.close()
         log.info("stopped", extra=fields(uptime_s=round(time.monotonic() - self._started_at, 3)))
+
+
+def _say(text: str) -> None:
+    """In one call: standard output and the log may be the same file."""
+    with contextlib.suppress(OSError):  # nobody is there to hear it, or no space
+        os.write(1, f"{text}\n".encode("utf-8", "backslashreplace"))
 
 
 def sd_notify(state: str) -> None:

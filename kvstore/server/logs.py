@@ -11,6 +11,7 @@ lines go out on a thread, and what it cannot write is dropped and counted.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -23,6 +24,10 @@ from typing import Any, NoReturn, TextIO
 
 from kvstore.errors import shorten
 
+log = logging.getLogger(__name__)
+
+STDERR = "stderr"
+"""The logger of what others write to standard error."""
 TEXT_MAX = 2_000
 """Characters of one text in a line; a traceback may have ten times as many."""
 REPEATS_MAX = 20
@@ -111,6 +116,10 @@ class Writer(logging.Handler):
         self._dropped = 0
         threading.Thread(target=self._run, name="kvstored-log", daemon=True).start()
 
+    def write_to(self, stream: TextIO) -> None:
+        """From the next line on."""
+        self._stream = stream
+
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._lines.put_nowait(self.format(record))
@@ -148,14 +157,87 @@ class Writer(logging.Handler):
 
 def setup(level: str, stream: TextIO | None = None) -> None:
     """Route all that this process logs to `stream` (stderr) as JSON lines; `level` as in StoreConfig.log_level."""
-    handler = Writer(stream or sys.stderr)
+    handler = Writer(stream or sys.stderr or open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     handler.setFormatter(JsonFormatter())
     handler.addFilter(RateLimit())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    set_level(level)
     logging.raiseExceptions = False
     logging.captureWarnings(True)
+
+
+def set_level(level: str) -> None:
+    """As in StoreConfig.log_level."""
+    logging.getLogger().setLevel(level.upper())
+
+
+def catch_the_rest() -> None:
+    """After `setup`, for a process of our own: what Python and its libraries write to standard error past the log goes
+    into the log too, a line an object: tracebacks of threads, exceptions nobody could be told of, `print`."""
+    sys.excepthook = lambda kind, value, trace: log.critical("not caught", exc_info=(kind, value, trace))
+    sys.unraisablehook = _unraisable
+    threading.excepthook = _thread_ended
+    sys.stderr = Lines(STDERR)
+
+
+def _unraisable(problem: sys.UnraisableHookArgs) -> None:
+    what = problem.err_msg or "an exception that nobody could be told of"
+    told = (problem.exc_type, problem.exc_value or problem.exc_type(), problem.exc_traceback)
+    log.error("%s", what, exc_info=told, extra=fields(where=repr(problem.object)))
+
+
+def _thread_ended(problem: threading.ExceptHookArgs) -> None:
+    if problem.exc_type is SystemExit:
+        return
+    name = problem.thread.name if problem.thread is not None else "unknown"
+    told = (problem.exc_type, problem.exc_value or problem.exc_type(), problem.exc_traceback)
+    log.error("a thread ended by an exception", exc_info=told, extra=fields(thread=name))
+
+
+class Lines(io.TextIOBase):
+    """A text stream whose lines become lines of the log."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._log = logging.getLogger(name)
+        self._rest = ""
+        self._lock = threading.Lock()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str, /) -> int:
+        with self._lock:
+            *lines, rest = (self._rest + text).split("\n")
+            self._rest = rest[-TEXT_MAX:]
+        for line in lines:
+            if line.strip():
+                self._log.warning("%s", line.rstrip())
+        return len(text)
+
+    def fileno(self) -> int:
+        return 2
+
+
+def catch_native() -> None:
+    """After `catch_the_rest`: also what is written to the descriptor itself, as gRPC does when its own log is on. Only
+    then: what a process says while it crashes would be lost in the pipe."""
+    original = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, Writer):
+            handler.write_to(original)
+    os.dup2(writing, 2, inheritable=True)
+    os.close(writing)
+
+    def read() -> None:
+        lines = Lines(STDERR)
+        with os.fdopen(reading, encoding="utf-8", errors="backslashreplace") as pipe:
+            for line in pipe:
+                lines.write(line)
+
+    threading.Thread(target=read, name="kvstored-stderr", daemon=True).start()
 
 
 def leave(status: int) -> NoReturn:

@@ -1,8 +1,8 @@
 """/metrics in Prometheus format, on a loopback port.
 
-A small HTTP server of our own on the daemon's loop: one GET a connection, bounded in size, time and number, so that no
-scraper can hold the daemon up. What is reported comes from the core's own statistics at the moment of the scrape, and
-the number of time series is bounded whatever is opened and asked for.
+A small HTTP server of our own on the daemon's loop: one GET or HEAD a connection, bounded in size, time and number, so
+that no scraper can hold the daemon up. What is reported comes from the core's own statistics at the moment of the
+scrape, and the number of time series is bounded whatever is opened and asked for.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 CONNECTIONS_MAX = 16
 REQUEST_BYTES_MAX = 8_192
 TIMEOUT_S = 5.0
+METHODS = ("GET", "HEAD")
 
 
 NAMESPACES_MAX = 100
@@ -58,12 +59,15 @@ class MetricsServer:
         self._connections += 1
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                status, body = await self._answer(reader)
+                method, status, body = await self._answer(reader)
+                kind = CONTENT_TYPE_LATEST if status.startswith("200 ") else "text/plain; charset=utf-8"
+                allow = f"Allow: {', '.join(METHODS)}\r\n" if status.startswith("405 ") else ""
                 writer.write(
-                    f"HTTP/1.1 {status}\r\nContent-Type: {CONTENT_TYPE_LATEST}\r\n"
+                    f"HTTP/1.1 {status}\r\n{allow}Content-Type: {kind}\r\n"
                     f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
                 )
-                writer.write(body)
+                if method != "HEAD":
+                    writer.write(body)
                 await writer.drain()
         except (TimeoutError, ConnectionError):
             pass  # a scraper that is slow or went away
@@ -73,14 +77,18 @@ class MetricsServer:
             self._connections -= 1
             writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader) -> tuple[str, bytes]:
+    async def _answer(self, reader: asyncio.StreamReader) -> tuple[str, str, bytes]:
+        """The request's method, the status and the body that a GET has."""
         try:
             head = await reader.readuntil(b"\r\n\r\n")
         except (asyncio.LimitOverrunError, asyncio.IncompleteReadError):
-            return "400 Bad Request", b"one GET request of at most 8 KiB, please\n"
+            return "GET", "400 Bad Request", b"one GET request of at most 8 KiB, please\n"
         method, path, *_ = (*head.split(b"\r\n", 1)[0].split(b" "), b"", b"")
-        if method != b"GET":
-            return "405 Method Not Allowed", b"only GET\n"
+        return method.decode("ascii", "replace"), *await self._found(method, path)
+
+    async def _found(self, method: bytes, path: bytes) -> tuple[str, bytes]:
+        if method.decode("ascii", "replace") not in METHODS:
+            return "405 Method Not Allowed", b"only GET and HEAD\n"
         if path.split(b"?", 1)[0] != b"/metrics":
             return "404 Not Found", b"only /metrics\n"
         if self._connections > CONNECTIONS_MAX:
@@ -246,6 +254,10 @@ def _ssd(ssd: Mapping[str, Any], counters: Mapping[str, int], disk: SsdStats | N
     yield _gauge("ssd_index_share_bytes", "Of the index in use, by what is in it.", ("kind",), shares)
     waits = "Index records that are to go: a restart now could bring these back."
     yield _gauge("ssd_to_forget", waits, (), {(): ssd["to_forget"]})
+    yield _gauge("ssd_free_bytes", "What its file system has left, measured last.", (), {(): disk.free_bytes})
+    yield _gauge(
+        "ssd_problems", "Standing problems, as kvctl doctor tells them.", (), {(): len(disk.problems)}
+    )
     yield _counter("ssd_index_commits", "Transactions of the index.", (), {(): disk.index_commits})
     yield _counter(
         "ssd_index_commit_seconds", "Time in them, syncs included.", (), {(): disk.index_commit_seconds}

@@ -41,6 +41,8 @@ class Cluster(DiskWorld):
     """What the tier below DRAM writes and reads,"""
     GROWING_OPS: tuple[type, ...] = (ev.WriteRecords, ev.CreateSlab, ev.WriteIndex)
     """what takes room there,"""
+    PROBES: tuple[type, ...] = (ev.ProbeDisk,)
+    """what finds out whether it is well,"""
     FILLING_OPS: tuple[type, ...] = (ev.CopyIn, ev.FillSlots, ev.MoveSlots, ev.ReadRecords)
     """and, of all ops, those that write to DRAM and those of the scrubber."""
     SCRUBS: tuple[type, ...] = (ev.Checksum, ev.ScrubRecords)
@@ -127,11 +129,14 @@ class Cluster(DiskWorld):
         assert gone or ticket.channel in self.unanswered, f"answered twice: {effect}"
         self.unanswered.pop(ticket.channel, None)
         self.replies.clear()
-        if effect.answer is self.answers.get((ticket.worker, ticket.request_id)):
+        first = self.answers.get((ticket.worker, ticket.request_id))
+        if effect.answer is first:
             self._listener.replied(
                 ticket, effect.answer
             )  # asked again: the same answer, whatever happened since
             return
+        if not gone and first is not None:
+            self._check_again(self._asked[ticket.worker, ticket.request_id], first, effect.answer)
         super()._replied(effect)
         match effect.answer:
             case ev.Acquired():
@@ -161,6 +166,20 @@ class Cluster(DiskWorld):
                 ):  # else it was revoked by what the same event did later
                     assert not state.chunks.flags[row] & DOOMED, state.chunks.describe(row)
                     assert state.chunks.ready[row] == namespace.shards, state.chunks.describe(row)
+
+    def _check_again(self, event: Any, first: Any, answer: ev.Answer) -> None:
+        """Of a large answer the core keeps an outline: what it makes of that is the first answer, as far as what it
+        spoke of is there."""
+        state = self.store.state
+        match first:
+            case ev.Acquired() if first.lease in state.leases.leases:
+                assert answer == first, (event, first, answer)
+            case ev.Reserved() if first.reservation in state.reservations:
+                assert answer == first, (event, first, answer)
+            case ev.SessionInfo() if not isinstance(event, ev.GetSession):
+                assert isinstance(answer, ev.SessionInfo), (event, first, answer)
+                assert answer.version == first.version, (event, first, answer)
+                assert answer.entries_forgotten or answer.entries == first.entries, (event, first, answer)
 
     def _check_matched(self, ticket: ev.Ticket, answer: ev.Matched) -> None:
         """Invariant 4: the longest usable prefix, and one token at least is left to compute."""

@@ -46,6 +46,11 @@ KINDS = {
     "disk_error": Kind(10, what="EIO at the n-th disk call from now"),
     "disk_errors": Kind(4, (50, 500), "EIO at every second record"),
     "disk_full": Kind(6, (200, 2_000), "ENOSPC for records, slab files and the index"),
+    "files_touched": Kind(
+        3,
+        (200, 2_000),
+        "somebody removes or cuts files of the SSD tier: it is told, and probes fail meanwhile",
+    ),
     "disk_slow": Kind(6, (200, 1_000), "disk calls take 20 times as long"),
     "disk_hangs": Kind(6, (300, 1_500), "no disk call returns"),
     "bit_rot": Kind(8, what="bits of a record on SSD flip"),

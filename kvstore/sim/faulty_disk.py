@@ -153,6 +153,9 @@ class FaultyDisk:
     def size(self, fd: int) -> int:
         return self._disk.size(fd)
 
+    def is_at(self, fd: int, path: str) -> bool:
+        return self._disk.is_at(fd, path)
+
     def free_bytes(self, path: str) -> int:
         return self._disk.free_bytes(path)
 

@@ -516,6 +516,8 @@ class Watch:
                 assert row in self.facts and chunks.key[row] == key, chunks.describe(row)
         for pool in (state.pool, state.ssd_slots):
             pool.check_integrity()
+        for worker in state.workers.values():
+            worker.memory.check()
 
     # ------------------------------------------------------------------------------------------------------- slots
 

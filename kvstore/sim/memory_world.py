@@ -129,6 +129,7 @@ class MemoryWorld(DiskWorld):
 class MemoryCluster(MemoryWorld, Cluster):
     RECORD_OPS = (PutObjects, GetObjects)
     GROWING_OPS = (PutObjects,)
+    PROBES = (ProbeObjects,)
     FILLING_OPS = (*Cluster.FILLING_OPS, GetObjects)
     SCRUBS = (*Cluster.SCRUBS, ScrubObjects)
 

@@ -113,6 +113,7 @@ class Simulation:
             incomplete_ttl_ms=1_500,
             ghosts_max=60,
             remembered_answers_max=64,
+            remembered_rows_max=0 if self.seed // 4 % 2 else 16_384,
             sessions_max=70,
             manifest_entries_max=1_000,
             waits_per_worker_max=16,
@@ -384,6 +385,8 @@ class Simulation:
             cluster.faults = dict.fromkeys(cluster.RECORD_OPS, DiskResult.IO_ERROR)
         if self.lasts("disk_full"):
             cluster.faults |= dict.fromkeys(cluster.GROWING_OPS, DiskResult.NO_SPACE)
+        if self.lasts("files_touched"):
+            cluster.faults |= dict.fromkeys(cluster.PROBES, DiskResult.IO_ERROR)
         if self.lasts("index_fails") or self.lasts("sync_fails"):
             cluster.faults[ev.WriteIndex] = DiskResult.IO_ERROR
         if self._error_in:
@@ -400,6 +403,10 @@ class Simulation:
     _copies_fail = _copies_refused = _copies_slow = _no_memory = _requests_lost = _requests_twice = (
         _requests_late
     ) = _lasting
+
+    def _files_touched(self, fault: Fault) -> None:
+        self._lasting(fault)
+        self.cluster.step(ev.DiskTrouble("somebody removed a slab file"))
 
     def _somebody(self, fault: Fault, *kinds: str) -> Process | None:
         """Whom it strikes, of those who are connected."""

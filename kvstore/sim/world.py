@@ -212,12 +212,20 @@ class World:
 
     # ----------------------------------------------------------------------------------------------------- workers
 
-    def join(self, tenant: str = "alice", group: str = "", rank: int = 0, *, admin: bool = False) -> WorkerId:
+    def join(
+        self,
+        tenant: str = "alice",
+        group: str = "",
+        rank: int = 0,
+        *,
+        admin: bool = False,
+        remote: bool = False,
+    ) -> WorkerId:
         worker = WorkerId(self._next_worker)
         self._next_worker += 1
         self.mapped[worker] = set()
         self.groups[worker] = (tenant, group or f"only {worker}")
-        self.step(ev.WorkerJoined(worker, tenant, group, rank, admin))
+        self.step(ev.WorkerJoined(worker, tenant, group, rank, admin, remote))
         return worker
 
     def kill(self, worker: WorkerId) -> None:

@@ -60,6 +60,9 @@ class Disk(Protocol):
 
     def size(self, fd: int) -> int: ...
 
+    def is_at(self, fd: int, path: str) -> bool:
+        """Whether `path` names the open file still: it was neither removed, nor renamed, nor replaced by another."""
+
     def free_bytes(self, path: str) -> int:
         """What an unprivileged writer could still use of the file system."""
 
@@ -112,6 +115,13 @@ class RealDisk:
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
+
+    def is_at(self, fd: int, path: str) -> bool:
+        try:
+            named = os.stat(path, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return os.path.samestat(named, os.fstat(fd))
 
     def free_bytes(self, path: str) -> int:
         status = os.statvfs(path)

@@ -182,6 +182,27 @@ class SlabFiles:
     def path(self, number: SlabId) -> str:
         return os.path.join(self._directory, format.slab_name(number))
 
+    def damaged(self) -> list[tuple[str, str]]:
+        """Name of each file that others did something to, and what. May hang with the disk."""
+        with self._lock:
+            slabs = list(self._slabs.items())
+        found = []
+        for number, slab in slabs:
+            what = self._damage(slab, self.path(number))
+            with self._lock:
+                if what and self._slabs.get(number) is slab:  # else we ourselves removed it meanwhile
+                    found.append((format.slab_name(number), what))
+        return found
+
+    def _damage(self, slab: SlabFile, path: str) -> str:
+        try:
+            if not self._disk.is_at(slab.fd, path):
+                return "was removed or replaced under the daemon"
+            size = self._disk.size(slab.fd)
+        except OSError as problem:
+            return f"cannot be looked at: {describe(problem)}"
+        return f"was cut to {size} of {slab.bytes} bytes" if size < slab.bytes else ""
+
     # ------------------------------------------------------------------------------------------ what is written to them
 
     def at(self, place: DiskPlace) -> SlabFile:

@@ -37,6 +37,7 @@ from kvstore.config import SSD_OVERHEAD_BYTES, StoreConfig
 from kvstore.core.events import (
     CreateSlab,
     DiskDone,
+    DiskTrouble,
     IndexUsage,
     NamespaceRecord,
     ProbeDisk,
@@ -53,6 +54,7 @@ from kvstore.tiers import format
 from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.directory import DirectoryLock
 from kvstore.tiers.disk_port import Buffer, Disk, describe, disk_result, read_all, write_all
+from kvstore.tiers.disk_watch import DiskWatch, Problem
 from kvstore.tiers.format import PAGE_BYTES, Defect
 from kvstore.tiers.index import ChunkBatch, Index, SlabRow
 from kvstore.tiers.io_pool import CLOSING, OK, IoPool, Result, Row, Scratch, failed, is_aligned
@@ -81,7 +83,7 @@ FILES_SPARE = 4_096
 """Descriptors that the rest of the daemon may need beside one per slab file."""
 
 DiskEffect = CreateSlab | WriteRecords | ReadRecords | WriteIndex | ProbeDisk | ScrubRecords | RewriteRecords
-Done = Callable[[SlabReady | DiskDone], None]
+Done = Callable[[SlabReady | DiskDone | DiskTrouble], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,10 @@ class SsdStats:
     """Length that its file may have."""
     slab_files: int
     slab_bytes: int
+    free_bytes: int = 0
+    """Of the file system, as measured last."""
+    problems: tuple[Problem, ...] = ()
+    """Standing ones, severe ones first."""
 
 
 class SsdTier:
@@ -147,6 +153,9 @@ class SsdTier:
         """Of the scrub thread, as is the next."""
         self._scrub_bytes_per_s = 0
         self._ending = threading.Event()
+        self._watch = DiskWatch(
+            config, self._slabs, disk, os.path.join(config.ssd_dir, INDEX_DIR), trouble=self._troubled
+        )
 
     # ------------------------------------------------------------------------------------------------- start and end
 
@@ -205,7 +214,18 @@ class SsdTier:
                 ) from None
             raise
         self._pool.start(self._config.ssd_threads, index.close)
+        try:
+            self._watch.look()
+        except OSError as problem:
+            log.warning("%s cannot be looked at: %s", self._directory, describe(problem))
         return snapshot
+
+    def watch(self) -> None:
+        """From now on look at what others do to the directory, and say it by `done` as DiskTrouble."""
+        self._watch.start()
+
+    def _troubled(self, why: str) -> None:
+        self._deliver(DiskTrouble(why))
 
     def submit(self, effect: DiskEffect) -> None:
         """Never blocks, never raises because of I/O."""
@@ -238,6 +258,7 @@ class SsdTier:
         behind, and the lock with it, so that nobody opens a directory into which that thread may still write."""
         self._closing = True
         self._ending.set()
+        self._watch.close()
         if hung := self._pool.close(timeout_s):
             log.error("%s still in a call to the disk: left behind, with the lock", ", ".join(hung))
         else:
@@ -268,6 +289,8 @@ class SsdTier:
                 index_bytes=self._index.bytes_max if self._index else 0,
                 slab_files=len(self._slabs),
                 slab_bytes=self._slabs.bytes,
+                free_bytes=self._watch.free_bytes,
+                problems=self._watch.problems,
             )
 
     # --------------------------------------------------------------------------------------------------- the threads
@@ -279,7 +302,7 @@ class SsdTier:
                     self._counted.results[result] += 1
         self._deliver(answer)
 
-    def _deliver(self, answer: SlabReady | DiskDone) -> None:
+    def _deliver(self, answer: SlabReady | DiskDone | DiskTrouble) -> None:
         try:
             self._done(answer)
         except Exception:
@@ -451,7 +474,10 @@ class SsdTier:
         if lost := self._slabs.first_lost(effect.chunks):
             return Result(DiskResult.CORRUPT, f"slab {lost.slab}, slot {lost.slot}: a failed sync lost it")
         result, why = self._opened_index.write(effect)
+        if result == DiskResult.NO_SPACE:
+            self._watch.no_space("the index", why)
         if result == DiskResult.OK:
+            self._watch.has_space("the index")
             for number in effect.slabs_deleted:
                 self._slabs.delete(number)
             with self._counting:
@@ -468,7 +494,13 @@ class SsdTier:
 
     def _create_slab(self, effect: CreateSlab, scratch: Scratch) -> Result | None:
         """The file, and then its row in the index; None: the index thread answers."""
-        slab = self._slabs.make(effect, scratch)
+        try:
+            slab = self._slabs.make(effect, scratch)
+        except OSError as problem:
+            if disk_result(problem) is DiskResult.NO_SPACE:
+                self._watch.no_space("another slab file", describe(problem))
+            raise
+        self._watch.has_space("another slab file")
 
         def add(_: Scratch) -> Result | SlabReady:
             result, why = self._opened_index.add_slab(effect.slab, effect.slot_bytes, effect.slots)
@@ -485,6 +517,8 @@ class SsdTier:
 
     def _probe(self, effect: ProbeDisk, scratch: Scratch) -> Result | None:
         """The file stays, so that a full disk can be probed too."""
+        if severe := self._watch.severe:
+            return Result(DiskResult.IO_ERROR, severe)
         path = os.path.join(self._directory, PROBE_FILE)
         try:
             fd = self._disk.open(path, direct=self._direct)

@@ -61,7 +61,15 @@ class Call:
 
 def number(field: str, value: int, high: int, low: int = 0) -> int:
     if not low <= value <= high:
-        raise BadRequest(f"must be between {low} and {high}", field=field, value=value)
+        missing = "" if value else "; it is missing, or 0"
+        raise BadRequest(f"must be between {low} and {high}{missing}", field=field, value=value)
+    return value
+
+
+def given(field: str, value: int) -> int:
+    """A number that the daemon gave out, which never gives 0. What it stands for is looked up later."""
+    if not value:
+        raise BadRequest("is the daemon's number of something; it is missing, or 0", field=field, value=value)
     return value
 
 
@@ -91,7 +99,7 @@ def chunk_keys(field: str, keys: Sequence[bytes], *, empty: bool = False) -> tup
 
 def some_keys(keys: Sequence[bytes]) -> tuple[ChunkKey, ...]:
     if not keys:
-        raise BadRequest("name at least one key", field="keys", value="()")
+        raise BadRequest("name at least one key; they are missing", field="keys", value="()")
     return chunk_keys("keys", keys)
 
 
@@ -106,9 +114,13 @@ def shard_numbers(shards: Sequence[int]) -> tuple[int, ...]:
     return found
 
 
+def _wrong_length(rule: str, field: str, name: bytes) -> BadRequest:
+    return BadRequest(rule if name else f"{rule}; it is missing", field=field, value=f"{len(name)} bytes")
+
+
 def session_name(field: str, name: bytes) -> bytes:
     if not 1 <= len(name) <= SESSION_NAME_BYTES_MAX:
-        raise BadRequest(f"has 1 to {SESSION_NAME_BYTES_MAX} bytes", field=field, value=f"{len(name)} bytes")
+        raise _wrong_length(f"has 1 to {SESSION_NAME_BYTES_MAX} bytes", field, name)
     return name
 
 
@@ -131,6 +143,8 @@ def lease_ids(leases: Sequence[int]) -> tuple[LeaseId, ...]:
 
 
 def _open(message: store_pb2.OpenRequest, ticket: Ticket) -> events.Open:
+    if not message.HasField("namespace"):
+        raise BadRequest("is missing", field="namespace", value="absent")
     # before objects are made of them
     count("namespace.groups", message.namespace.groups, SHARDS_MAX)
     slices = sum(len(group.layers) for group in message.namespace.groups)
@@ -198,7 +212,7 @@ def _fill(message: store_pb2.FillRequest, ticket: Ticket) -> events.Fill:
     count("numbers", message.numbers, EXTENTS_PER_ANSWER_MAX)
     return events.Fill(
         ticket,
-        ReservationId(message.reservation_id),
+        ReservationId(given("reservation_id", message.reservation_id)),
         RegionId(message.region),
         _offsets("offsets", message.offsets),
         tuple(message.numbers),
@@ -210,7 +224,7 @@ def _commit(message: store_pb2.CommitRequest, ticket: Ticket) -> events.Commit:
     count("checksums", message.checksums, EXTENTS_PER_ANSWER_MAX)
     return events.Commit(
         ticket,
-        ReservationId(message.reservation_id),
+        ReservationId(given("reservation_id", message.reservation_id)),
         # the length is that of the shard, which the core knows
         staged=tuple(
             StagedPiece(offset, 0) for offset in _offsets("staging_offsets", message.staging_offsets)
@@ -352,7 +366,7 @@ def _hint(index: int, hint: hints_pb2.Hint) -> events.Hint:
 
 def job_name(field: str, name: bytes) -> bytes:
     if not 1 <= len(name) <= JOB_NAME_BYTES_MAX:
-        raise BadRequest(f"has 1 to {JOB_NAME_BYTES_MAX} bytes", field=field, value=f"{len(name)} bytes")
+        raise _wrong_length(f"has 1 to {JOB_NAME_BYTES_MAX} bytes", field, name)
     return name
 
 
@@ -449,7 +463,7 @@ def _list_quarantine(message: admin_pb2.ListQuarantineRequest, ticket: Ticket) -
 
 def _recall(message: admin_pb2.RecallRequest, ticket: Ticket) -> events.Recall:
     if len(message.maker) != MAKER_BYTES:
-        raise BadRequest(f"has {MAKER_BYTES} bytes", field="maker", value=message.maker)
+        raise _wrong_length(f"has {MAKER_BYTES} bytes", "maker", message.maker)
     return events.Recall(
         ticket,
         message.maker,

@@ -6,8 +6,9 @@ A peer is identified by what the kernel says (SO_PEERCRED), and alive as long as
         |                  |                                |
         +------------------+----- the process ends ---------+--> left
 
-One packet, one message of descriptor.proto; one request, one reply, in order. Runs on the daemon's asyncio loop with
-add_reader, because uvloop has no transport for SOCK_SEQPACKET.
+One packet, one message of descriptor.proto; one request, one reply, in order. There are two sockets for it:
+SOCK_SEQPACKET, and SOCK_STREAM with each packet after its length, for languages that have no other (`memory.Frames`).
+Runs on the daemon's asyncio loop with add_reader, because uvloop has no transport for SOCK_SEQPACKET.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from kvstore.errors import (
     Unavailable,
     Unsupported,
 )
-from kvstore.memory import peek_fds, receive_packet, send_packet
+from kvstore.memory import Frames, peek_fds, receive_packet, send_frame, send_packet
 from kvstore.server.logs import fields
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.regions import Regions, in_memory
@@ -107,6 +108,8 @@ class _Peer:
     connected: bool = True
     left_fds: bool = False
     """Descriptors that came with its last packet were not taken in."""
+    frames: Frames | None = None
+    """Of a SOCK_STREAM connection: what is here of its next packet."""
 
 
 class DescriptorServer:
@@ -144,7 +147,8 @@ class DescriptorServer:
         self._tokens: dict[bytes, Identity] = {}
         self._before_hello: Counter[int] = Counter()
         """Connections by uid."""
-        self._listener: socket.socket | None = None
+        self._listeners: dict[str, socket.socket] = {}
+        """By path."""
         self._pause: asyncio.TimerHandle | None = None
         self._spare = -1
         """A descriptor to be closed when there is no other left; -1: none."""
@@ -155,27 +159,31 @@ class DescriptorServer:
     async def start(self) -> None:
         """Raises ConfigError when the path cannot be bound."""
         self._asyncio = asyncio.get_running_loop()
-        self._listener = self._listen()
+        try:
+            for path in (self._config.descriptor_socket, self._config.stream_socket):
+                self._listeners[path] = self._listen(path)
+        except ConfigError:
+            self._stop_listening()
+            raise
         self._spare_one()
         self._spare_lendable()
         self._resume()
 
-    def listen_again(self) -> None:
-        """At the same path, where our socket is no longer: somebody has cleaned the directory. Those who are connected
-        stay; those who are about to be, too. Raises ConfigError, and then nothing has changed."""
-        before, listener = self._listener, self._listen()
+    def listen_again(self, path: str) -> None:
+        """Where our socket is no longer: somebody has cleaned the directory. Those who are connected stay; those who
+        are about to be, too. Raises ConfigError, and then nothing has changed."""
+        before, listener = self._listeners.get(path), self._listen(path)
         if before is not None:
-            self._accept()  # who knocked before
+            self._accept(before)  # who knocked before
             self._asyncio.remove_reader(before.fileno())
             before.close()
-        self._listener = listener
+        self._listeners[path] = listener
         if self._pause is None:  # else it is about to
             self._resume()
 
-    def _listen(self) -> socket.socket:
-        path = self._config.descriptor_socket
-        kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-        listener = socket.socket(socket.AF_UNIX, kind)
+    def _listen(self, path: str) -> socket.socket:
+        kind = socket.SOCK_STREAM if path == self._config.stream_socket else socket.SOCK_SEQPACKET
+        listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             listener.bind(path)
             # Before listen(), so that nobody gets in by the mode that the umask gave it. Credentials decide, so where
@@ -207,10 +215,7 @@ class DescriptorServer:
     async def close(self) -> None:
         """Hang up on everybody; nothing is posted about it. Needs no peer's cooperation."""
         self._closing = True
-        if self._listener is not None:
-            self._asyncio.remove_reader(self._listener.fileno())
-            self._listener.close()
-            self._listener = None
+        self._stop_listening()
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
@@ -225,6 +230,12 @@ class DescriptorServer:
             self._unwatch(peer)
         self._workers.clear()
 
+    def _stop_listening(self) -> None:
+        for listener in self._listeners.values():
+            self._asyncio.remove_reader(listener.fileno())
+            listener.close()
+        self._listeners.clear()
+
     def __repr__(self) -> str:
         return f"DescriptorServer({len(self._workers)} workers, {len(self._peers)} connections)"
 
@@ -234,22 +245,25 @@ class DescriptorServer:
         self._pause = None
         if self._spare < 0:
             self._spare_one()
-        if self._listener is not None:
-            self._asyncio.add_reader(self._listener.fileno(), self._accept)
+        for listener in self._listeners.values():
+            self._asyncio.add_reader(listener.fileno(), self._accept, listener)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(ACCEPTS_PER_TURN_MAX):
-            if self._listener is None:
+            if listener not in self._listeners.values():
                 return
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if error.errno in OUT_OF_DESCRIPTORS and self._turn_away():
+                if error.errno in OUT_OF_DESCRIPTORS and self._turn_away(listener):
                     return  # whoever else waits makes the listener readable again
                 log.warning("connections cannot be accepted", extra=fields(why=str(error)))
-                self._asyncio.remove_reader(self._listener.fileno())
+                for each in self._listeners.values():
+                    self._asyncio.remove_reader(each.fileno())
+                if self._pause is not None:
+                    self._pause.cancel()
                 self._pause = self._asyncio.call_later(ACCEPT_PAUSE_S, self._resume)
                 return
             try:
@@ -260,15 +274,15 @@ class DescriptorServer:
                     _say_full(sock)
                 self._close(sock)
 
-    def _turn_away(self) -> bool:
+    def _turn_away(self, listener: socket.socket) -> bool:
         """Out of descriptors: take one connection by the descriptor that was spared for this, say why, and hang up.
         Else it would wait, without a word, in the listener's queue. False: not even that is possible."""
-        if self._spare < 0 or self._listener is None:
+        if self._spare < 0:
             return False
         os.close(self._spare)
         self._spare = -1
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = listener.accept()
             with sock:
                 _say_full(sock)
             log.warning("a connection was refused: no descriptors are left")
@@ -299,7 +313,8 @@ class DescriptorServer:
         uid &= 0xFFFF_FFFF
         if self._before_hello[uid] >= HELLOS_PER_USER_MAX:
             raise OSError(errno.EUSERS, f"user {uid} has {HELLOS_PER_USER_MAX} connections without a hello")
-        peer = _Peer(sock, pid=pid, uid=uid, pidfd=_pidfd_of(sock, pid))
+        frames = Frames() if sock.type is socket.SOCK_STREAM else None
+        peer = _Peer(sock, pid=pid, uid=uid, pidfd=_pidfd_of(sock, pid), frames=frames)
         self._peers.add(peer)
         self._before_hello[uid] += 1
         self._asyncio.add_reader(peer.pidfd, self._died, peer)
@@ -348,24 +363,34 @@ class DescriptorServer:
         floods us waits like everybody else. A worker may send one descriptor along; more of them, or any from others,
         are an OSError, as a packet that is too long. While too many wait to be closed, which may be another worker's
         doing, none is taken in: then it only is not there."""
-        ready: asyncio.Future[None] = self._asyncio.create_future()
         fd = peer.sock.fileno()
-        self._asyncio.add_reader(fd, _wake, ready)
-        try:
-            await ready
-        finally:
-            self._asyncio.remove_reader(fd)
-        peer.left_fds = self._regions.full
+        while True:
+            ready: asyncio.Future[None] = self._asyncio.create_future()
+            self._asyncio.add_reader(fd, _wake, ready)
+            try:
+                await ready
+            finally:
+                self._asyncio.remove_reader(fd)
+            packet = self._take(peer)
+            if packet is not None:
+                return packet
+
+    def _take(self, peer: _Peer) -> tuple[bytes, list[int]] | None:
+        """What is there; None: a part of a packet. Raises OSError."""
+        frames = peer.frames
+        begun = frames is not None and frames.begun
+        peer.left_fds = self._regions.full or (begun and peer.left_fds)
         if peer.left_fds:
             self._check_left(peer)
-            return receive_packet(peer.sock, leave_fds=True)
-        fds_max = int(peer.identity is not None)
-        return receive_packet(peer.sock, fds_max=fds_max, discard=self._regions.discard)
+        fds_max, discard = int(peer.identity is not None), self._regions.discard
+        if frames is not None:
+            return frames.receive(peer.sock, fds_max=fds_max, discard=discard, leave_fds=peer.left_fds)
+        return receive_packet(peer.sock, fds_max=fds_max, discard=discard, leave_fds=peer.left_fds)
 
     def _check_left(self, peer: _Peer) -> None:
         """Raises OSError unless descriptors that came along, if any, are a worker's and of files in memory: the kernel
         closes those that are left to it at once, which must not last."""
-        fds = peek_fds(peer.sock)
+        fds = peek_fds(peer.sock, bytes_max=1 if peer.frames is None else peer.frames.wanted)
         foreign = [fd for fd in fds if not in_memory(fd)]
         for fd in fds:
             if fd in foreign:
@@ -541,7 +566,8 @@ class DescriptorServer:
     def _send(self, peer: _Peer, reply: descriptor_pb2.DescriptorReply, fds: Sequence[int] = ()) -> None:
         """Raises OSError, which drops the peer. Also when it would block: a reply has less than 1 KiB, so the peer has
         left hundreds unread, and waiting for it would keep descriptors in flight."""
-        send_packet(peer.sock, reply.SerializeToString(), fds)
+        send = send_packet if peer.frames is None else send_frame
+        send(peer.sock, reply.SerializeToString(), fds)
 
     def _refuse(self, peer: _Peer, error: StoreError) -> None:
         self._send(peer, descriptor_pb2.DescriptorReply(error=error_to_proto(error)))
@@ -560,6 +586,8 @@ class DescriptorServer:
     def _disconnected(self, peer: _Peer) -> None:
         """The end of `_serve`, for whatever reason."""
         peer.connected = False
+        if peer.frames is not None:
+            peer.frames.drop(self._regions.discard)
         self._close(peer.sock)
         self._peers.discard(peer)
         if peer.identity is None:
@@ -577,9 +605,12 @@ class DescriptorServer:
         unread = 0
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)  # the peer knows, and nothing can come any more
-            # So that a packet is told from the end: each has credentials, for which there is no room here.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            unread = sock.recvmsg(1, 0, socket.MSG_PEEK)[2] & socket.MSG_CTRUNC
+            if sock.type is socket.SOCK_STREAM:
+                unread = len(sock.recv(1, socket.MSG_PEEK))
+            else:
+                # So that a packet is told from the end: each has credentials, for which there is no room here.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+                unread = sock.recvmsg(1, 0, socket.MSG_PEEK)[2] & socket.MSG_CTRUNC
         if unread:
             self._regions.discard(sock.detach())
         else:
@@ -615,7 +646,8 @@ def _say_full(sock: socket.socket) -> None:
     reply = descriptor_pb2.DescriptorReply(error=error_to_proto(error))
     sock.setblocking(False)
     with contextlib.suppress(OSError):
-        send_packet(sock, reply.SerializeToString())
+        stream = sock.type is socket.SOCK_STREAM
+        (send_frame if stream else send_packet)(sock, reply.SerializeToString())
         receive_packet(sock)
 
 

@@ -57,24 +57,32 @@ class CallLimit:
         self._reads_max = reads_max
         self._calls: dict[Hashable, int] = {}
         self._reading: dict[Hashable, asyncio.Semaphore] = {}
+        self._readers: dict[Hashable, int] = {}
+        """Calls that may read in these places."""
 
     def __repr__(self) -> str:
         return f"CallLimit({sum(self._calls.values())} calls of {len(self._calls)} callers)"
 
     @contextlib.contextmanager
-    def taken(self, caller: Hashable) -> Iterator[asyncio.Semaphore]:
-        """A place for one call, and what to hold while its request is read. Raises Exhausted."""
+    def taken(self, caller: Hashable, reader: Hashable | None = None) -> Iterator[asyncio.Semaphore]:
+        """A place for one call, and what to hold while its request is read: of `reader`, where several callers receive
+        their requests in the places of one. Raises Exhausted."""
         calls = self._calls.get(caller, 0)
         if calls >= self._calls_max:
             raise Exhausted(f"{calls} calls of this caller are under way already", remedy="try again later")
+        reader = caller if reader is None else reader
         self._calls[caller] = calls + 1
-        reading = self._reading.setdefault(caller, asyncio.Semaphore(self._reads_max))
+        self._readers[reader] = self._readers.get(reader, 0) + 1
+        reading = self._reading.setdefault(reader, asyncio.Semaphore(self._reads_max))
         try:
             yield reading
         finally:
             self._calls[caller] -= 1
             if not self._calls[caller]:
-                del self._calls[caller], self._reading[caller]
+                del self._calls[caller]
+            self._readers[reader] -= 1
+            if not self._readers[reader]:
+                del self._readers[reader], self._reading[reader]
 
 
 async def read(context: Context, timeout_s: float, reading: asyncio.Semaphore | None = None) -> bytes | None:

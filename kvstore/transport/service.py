@@ -47,6 +47,7 @@ from kvstore.transport.attach import (
     UNSENT_PAUSE_BYTES,
     Attached,
 )
+from kvstore.transport.callers import CLIENT_METADATA, TcpCallers
 from kvstore.transport.decoding import Call
 from kvstore.transport.lane import Lane
 from kvstore.transport.rpc import CallLimit, Context, Handlers
@@ -69,6 +70,8 @@ MESSAGE_BYTES_MAX = 4 << 20
 CALLS_PER_WORKER_MAX = 512
 READS_PER_WORKER_MAX = 16
 """Requests of one worker that are being received: each may have message_bytes_max."""
+TCP_CALLERS = "over TCP"
+"""Whose places those are in which TCP callers receive their requests, all of them together."""
 STRANGERS_MAX = 64
 """Attach streams that have not said who they are; each may do so in HELLO_TIMEOUT_S."""
 WATCHERS_MAX = 64
@@ -83,7 +86,7 @@ Identify = Callable[[bytes], WorkerId | None]
 
 
 class Service:
-    """Handlers of Store and Stats. `anonymous` is the worker that TCP callers without a token act as; None: refused."""
+    """Handlers of Store and Stats. `tcp` knows TCP callers without a token; None: they are refused."""
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class Service:
         *,
         boot_id: bytes,
         welcome: store_pb2.AttachWelcome,
-        anonymous: WorkerId | None = None,
+        tcp: TcpCallers | None = None,
         peer_timeout_s: float = PEER_TIMEOUT_S,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         discard: Callable[[int], None] = os.close,
@@ -107,7 +110,7 @@ class Service:
         self._message_bytes_max = message_bytes_max
         self._discard = discard
         self._started_ms = monotonic_ms()
-        self._anonymous = anonymous
+        self._tcp = tcp
         self._streams: dict[WorkerId, Attached] = {}
         self._watchers = 0
         self._strangers = 0
@@ -142,7 +145,9 @@ class Service:
 
         async def serve(_: Any, context: Context) -> None:
             worker = self.caller(context)
-            with self._places.taken(worker) as reading:
+            by_tcp = self._tcp is not None and worker in self._tcp
+            # TCP callers read in the places of one worker: whoever wants to be many of them just connects again.
+            with self._places.taken(worker, TCP_CALLERS if by_tcp else worker) as reading:
                 raw = await rpc.read(context, self.peer_timeout_s, reading)
                 if raw is None:
                     raise BadRequest("the call ended before its request", field="message", value="absent")
@@ -155,20 +160,25 @@ class Service:
     # ------------------------------------------------------------------------------------------------ identity
 
     def caller(self, context: Context) -> WorkerId:
-        """Who calls, by the token in the metadata. Raises Unauthenticated."""
+        """Who calls: by the token in the metadata, or over TCP by the connection or the caller's own id. Raises
+        Unauthenticated; BadRequest, Exhausted and Unavailable over TCP."""
+        client = b""
         for key, value in context.invocation_metadata() or ():
+            data = value if isinstance(value, bytes) else value.encode()
+            if key == CLIENT_METADATA:
+                client = data
             if key == wire.TOKEN_METADATA:
-                worker = self._identify(value if isinstance(value, bytes) else value.encode())
+                worker = self._identify(data)
                 if worker is None:
                     raise Unauthenticated(
                         "unknown token: its connection was closed, or the daemon restarted",
                         field=wire.TOKEN_METADATA,
-                        value=f"{len(value)} bytes",
+                        value=f"{len(data)} bytes",
                         remedy="say hello on the descriptor socket again",
                     )
                 return worker
-        if self._anonymous is not None and is_tcp(context):
-            return self._anonymous
+        if self._tcp is not None and is_tcp(context):
+            return self._tcp.worker_of(context.peer(), client)
         raise Unauthenticated(
             "no token in the metadata",
             field=wire.TOKEN_METADATA,
@@ -218,7 +228,10 @@ class Service:
 
     async def _list_namespaces(self, worker: WorkerId, raw: bytes, context: Context) -> bytes:
         wire.parse(stats_pb2.ListNamespacesRequest, raw)
-        reply = await self._stats_of(worker, time_left(context))
+        answer: events.Stats = await self.loop.ask(events.GetStats(Ticket(worker)), time_left(context))
+        reply = stats_to_proto(answer)
+        for shown, row in zip(reply.namespaces, answer.values["namespaces"], strict=True):
+            shown.spec.CopyFrom(wire.spec_to_proto(row["spec"]))
         return stats_pb2.ListNamespacesReply(namespaces=reply.namespaces).SerializeToString()
 
     async def _stats_of(self, worker: WorkerId, timeout_s: float) -> stats_pb2.StatsReply:
@@ -234,6 +247,10 @@ class Service:
             reply.ssd.io_errors = disk.io_errors
             reply.ssd.no_space = disk.no_space
             reply.ssd.corrupt = disk.records_corrupt
+            reply.ssd.free_bytes = disk.free_bytes
+            reply.ssd.problems.extend(
+                stats_pb2.Problem(what=problem.what, remedy=problem.remedy) for problem in disk.problems
+            )
         reply.uptime_ms = monotonic_ms() - self._started_ms
         reply.version = __version__
         reply.boot_id = self._boot_id
@@ -475,6 +492,7 @@ def stats_to_proto(answer: events.Stats) -> stats_pb2.StatsReply:
     namespaces = []
     for row in values["namespaces"]:
         plain = dict(row)
+        del plain["spec"]  # long, and for ListNamespaces alone
         for reason, times in plain.pop("by_reason").items():
             counters[f"lookups{{namespace={row['namespace_id']},reason={reason}}}"] = times
         namespaces.append(stats_pb2.NamespaceStats(**plain))

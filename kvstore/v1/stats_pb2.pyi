@@ -1,3 +1,4 @@
+from kvstore.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -53,7 +54,7 @@ class StatsReply(_message.Message):
     def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., counters: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., uptime_ms: _Optional[int] = ..., version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., ssd: _Optional[_Union[Ssd, _Mapping]] = ...) -> None: ...
 
 class Ssd(_message.Message):
-    __slots__ = ("state", "full", "bytes", "slab_bytes", "capacity", "free", "reserved", "ready", "quarantined", "to_store", "oldest_not_durable_ms", "cold_chunks", "why", "index_used_bytes", "index_bytes", "io_errors", "no_space", "corrupt", "index_max_bytes", "index_sessions_bytes", "index_chunks_bytes", "to_forget")
+    __slots__ = ("state", "full", "bytes", "slab_bytes", "capacity", "free", "reserved", "ready", "quarantined", "to_store", "oldest_not_durable_ms", "cold_chunks", "why", "index_used_bytes", "index_bytes", "io_errors", "no_space", "corrupt", "index_max_bytes", "index_sessions_bytes", "index_chunks_bytes", "to_forget", "free_bytes", "problems")
     STATE_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +77,8 @@ class Ssd(_message.Message):
     INDEX_SESSIONS_BYTES_FIELD_NUMBER: _ClassVar[int]
     INDEX_CHUNKS_BYTES_FIELD_NUMBER: _ClassVar[int]
     TO_FORGET_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     state: str
     full: bool
     bytes: int
@@ -98,7 +101,17 @@ class Ssd(_message.Message):
     index_sessions_bytes: int
     index_chunks_bytes: int
     to_forget: int
-    def __init__(self, state: _Optional[str] = ..., full: bool = ..., bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., capacity: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., ready: _Optional[int] = ..., quarantined: _Optional[int] = ..., to_store: _Optional[int] = ..., oldest_not_durable_ms: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., why: _Optional[str] = ..., index_used_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., io_errors: _Optional[int] = ..., no_space: _Optional[int] = ..., corrupt: _Optional[int] = ..., index_max_bytes: _Optional[int] = ..., index_sessions_bytes: _Optional[int] = ..., index_chunks_bytes: _Optional[int] = ..., to_forget: _Optional[int] = ...) -> None: ...
+    free_bytes: int
+    problems: _containers.RepeatedCompositeFieldContainer[Problem]
+    def __init__(self, state: _Optional[str] = ..., full: bool = ..., bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., capacity: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., ready: _Optional[int] = ..., quarantined: _Optional[int] = ..., to_store: _Optional[int] = ..., oldest_not_durable_ms: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., why: _Optional[str] = ..., index_used_bytes: _Optional[int] = ..., index_bytes: _Optional[int] = ..., io_errors: _Optional[int] = ..., no_space: _Optional[int] = ..., corrupt: _Optional[int] = ..., index_max_bytes: _Optional[int] = ..., index_sessions_bytes: _Optional[int] = ..., index_chunks_bytes: _Optional[int] = ..., to_forget: _Optional[int] = ..., free_bytes: _Optional[int] = ..., problems: _Optional[_Iterable[_Union[Problem, _Mapping]]] = ...) -> None: ...
+
+class Problem(_message.Message):
+    __slots__ = ("what", "remedy")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
+    what: str
+    remedy: str
+    def __init__(self, what: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
 
 class Arena(_message.Message):
     __slots__ = ("bytes", "ready_bytes", "assigned_bytes", "retiring_bytes", "protection", "segment_bytes")
@@ -137,7 +150,7 @@ class PoolStats(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., capacity: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., ready: _Optional[int] = ..., quarantined: _Optional[int] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
-    __slots__ = ("namespace_id", "tenant", "model", "weights_epoch", "chunks", "incomplete", "resident_bytes", "pinned_bytes", "sessions", "lookups", "hits", "segments", "cold_chunks", "cold_bytes", "ssd_hits")
+    __slots__ = ("namespace_id", "tenant", "model", "weights_epoch", "chunks", "incomplete", "resident_bytes", "pinned_bytes", "sessions", "lookups", "hits", "segments", "cold_chunks", "cold_bytes", "ssd_hits", "spec", "chunk_tokens", "chunk_bytes")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +166,9 @@ class NamespaceStats(_message.Message):
     COLD_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     COLD_BYTES_FIELD_NUMBER: _ClassVar[int]
     SSD_HITS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     namespace_id: int
     tenant: str
     model: str
@@ -168,7 +184,10 @@ class NamespaceStats(_message.Message):
     cold_chunks: int
     cold_bytes: int
     ssd_hits: int
-    def __init__(self, namespace_id: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., weights_epoch: _Optional[int] = ..., chunks: _Optional[int] = ..., incomplete: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., lookups: _Optional[int] = ..., hits: _Optional[int] = ..., segments: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., cold_bytes: _Optional[int] = ..., ssd_hits: _Optional[int] = ...) -> None: ...
+    spec: _types_pb2.Namespace
+    chunk_tokens: int
+    chunk_bytes: int
+    def __init__(self, namespace_id: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., weights_epoch: _Optional[int] = ..., chunks: _Optional[int] = ..., incomplete: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., lookups: _Optional[int] = ..., hits: _Optional[int] = ..., segments: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., cold_bytes: _Optional[int] = ..., ssd_hits: _Optional[int] = ..., spec: _Optional[_Union[_types_pb2.Namespace, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ("namespace_id", "limit", "skip", "session")

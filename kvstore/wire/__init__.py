@@ -122,7 +122,8 @@ def spec_to_proto(spec: NamespaceSpec) -> types_pb2.Namespace:
 
 
 def spec_from_proto(message: types_pb2.Namespace) -> NamespaceSpec:
-    """Not validated, except that an unknown group kind is Unsupported; the receiver calls `validate()`."""
+    """Not validated, except that an unknown group kind is Unsupported; the receiver calls `validate()`. What was not
+    sent and has a default has it: one shard, one rank, full attention."""
     return NamespaceSpec(
         model=message.model,
         weights_digest=message.weights_digest,
@@ -131,9 +132,9 @@ def spec_from_proto(message: types_pb2.Namespace) -> NamespaceSpec:
         kv_scales_digest=message.kv_scales_digest,
         layout_fingerprint=message.layout_fingerprint,
         hash_protocol=message.hash_protocol,
-        tensor_parallel=message.tensor_parallel,
-        pipeline_parallel=message.pipeline_parallel,
-        context_parallel=message.context_parallel,
+        tensor_parallel=message.tensor_parallel or 1,
+        pipeline_parallel=message.pipeline_parallel or 1,
+        context_parallel=message.context_parallel or 1,
         chunk_tokens=message.chunk_tokens,
         groups=tuple(_group_from_proto(group, index) for index, group in enumerate(message.groups)),
         salt=message.salt,
@@ -142,7 +143,7 @@ def spec_from_proto(message: types_pb2.Namespace) -> NamespaceSpec:
 
 def _group_from_proto(message: types_pb2.Group, index: int) -> GroupSpec:
     try:
-        kind = GroupKind(message.kind)
+        kind = GroupKind(message.kind or GroupKind.FULL.value)
     except ValueError:
         raise Unsupported(
             "no such kind of group",
@@ -154,7 +155,7 @@ def _group_from_proto(message: types_pb2.Group, index: int) -> GroupSpec:
         name=message.name,
         kind=kind,
         shard_bytes=message.shard_bytes,
-        shard_count=message.shard_count,
+        shard_count=message.shard_count or 1,
         layers=tuple(LayerSlice(piece.layer, piece.offset, piece.length) for piece in message.layers),
         position_rule=message.position_rule,
     )
@@ -438,6 +439,7 @@ def session_to_proto(
     if reply is None:
         reply = store_pb2.SessionReply()
     reply.session, reply.version, reply.usable = answer.session, answer.version, answer.usable
+    reply.entries_forgotten = answer.entries_forgotten
     if isinstance(answer.entries, SessionEntries) and len(answer.entries) >= ENTRIES_MIN:
         reply.MergeFromString(repeated.session_entries(answer.entries))
     else:
@@ -451,6 +453,7 @@ def session_from_proto(message: store_pb2.SessionReply) -> SessionInfo:
         version=message.version,
         entries=entries_from_proto(message.entries),
         usable=message.usable,
+        entries_forgotten=message.entries_forgotten,
     )
 
 

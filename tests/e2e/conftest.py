@@ -117,6 +117,11 @@ class Daemon:
         assert ended, self.lines
 
     @property
+    def refusals(self) -> list[str]:
+        """Why it did not start."""
+        return [line["message"] for line in self.lines if line.get("logger") == "kvstored"]
+
+    @property
     def pid(self) -> int:
         return self.process.pid
 

@@ -588,7 +588,7 @@ def test_damaged_bytes_are_noticed_and_reported(
     save(space, keys)
     with space.read(keys, verify=1.0) as lease:
         assert whole(lease, 0)
-        lease._grant.places.data(1)[77] ^= 1  # what a worker of the same group can do
+        lease._grant.mapped.data(1)[77] ^= 1  # what a worker of the same group can do
         assert not lease.copy_to(1, bytearray(SHARD))
         assert client.counters["loads_corrupt"] == 1
     eventually(lambda: space.match(keys).reasons[1] is Reason.CORRUPT)

@@ -7,6 +7,9 @@ import os
 import signal
 import socket
 import stat
+import subprocess
+import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -67,7 +70,13 @@ def test_says_what_it_uses(start_daemon, run_dir):
 
 def test_the_directory_and_its_sockets_are_for_us_alone(daemon, run_dir):
     modes = {path.name: path.stat().st_mode & 0o777 for path in (run_dir, *run_dir.iterdir())}
-    assert modes == {"run": 0o700, "kvstored.sock": 0o600, "grpc.sock": 0o600, "lock": 0o600}
+    assert modes == {
+        "run": 0o700,
+        "kvstored.sock": 0o600,
+        "stream.sock": 0o600,
+        "grpc.sock": 0o600,
+        "lock": 0o600,
+    }
 
 
 def test_tenants_that_are_named_later_can_come_in_too(start_daemon, run_dir):
@@ -80,7 +89,13 @@ def test_tenants_that_are_named_later_can_come_in_too(start_daemon, run_dir):
 def test_other_tenants_can_come_in(start_daemon, run_dir):
     start_daemon(tenants="12345=alice")
     modes = {path.name: path.stat().st_mode & 0o777 for path in (run_dir, *run_dir.iterdir())}
-    assert modes == {"run": 0o755, "kvstored.sock": 0o666, "grpc.sock": 0o666, "lock": 0o600}
+    assert modes == {
+        "run": 0o755,
+        "kvstored.sock": 0o666,
+        "stream.sock": 0o666,
+        "grpc.sock": 0o666,
+        "lock": 0o600,
+    }
 
 
 def test_tells_systemd(start_daemon, run_dir):
@@ -201,8 +216,9 @@ Daemon._build = build
 def test_a_second_daemon_is_refused(daemon, launch, run_dir):
     second = launch()
     assert second.exit_status() == 2
-    assert second.text == [
-        f"kvstored: run_dir={run_dir}: another daemon uses this directory (pid {daemon.pid})"
+    assert second.text == []
+    assert second.refusals == [
+        f"run_dir={run_dir}: another daemon uses this directory (pid {daemon.pid})"
         " (stop it, or choose another directory)"
     ]
     assert health(daemon.grpc_target) == health_pb2.HealthCheckResponse.SERVING
@@ -242,9 +258,10 @@ def test_tcp_port_of_another_daemon(start_daemon, launch, run_dir, port):
 def refused(daemon, start: str) -> None:
     """Exit status 2 and one clear line, no traceback, no log."""
     assert daemon.exit_status() == 2
-    (line,) = daemon.text
-    assert line.startswith(f"kvstored: {start}"), line
-    assert [entry["message"] for entry in daemon.lines] == ["<end of log>"]
+    (line,) = daemon.refusals
+    assert line.startswith(start), line
+    assert daemon.text == []
+    assert [entry["message"] for entry in daemon.lines] == [line, "<end of log>"]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +302,7 @@ def test_too_long_a_socket_path_says_so(launch):
     refused(daemon, "run_dir=")
     assert (
         "makes the socket path 119 bytes long; a unix socket allows 107 (choose a shorter directory)"
-        in daemon.text[0]
+        in daemon.refusals[0]
     )
 
 
@@ -531,3 +548,41 @@ def test_every_log_line_is_json(daemon):
     for line in daemon.lines[:-1]:
         assert {"time", "level", "logger", "message"} <= line.keys(), json.dumps(line)
         assert Path(line["logger"]).suffix != ".py"
+
+
+@pytest.mark.parametrize("verbosity", ["NONE", "debug"])
+def test_every_line_of_both_outputs_is_json(run_dir, port, verbosity):
+    """Into one file, as a supervisor has it; what gRPC itself says included."""
+    run_dir.parent.mkdir(exist_ok=True)
+    path = run_dir.parent / "log"
+    command = [sys.executable, "-P", "-m", "kvstore", f"--run-dir={run_dir}", "--dram-bytes=16M"]
+    command += ["--segment-bytes=16M", "--staging-bytes=8M", "--staging-bytes-max=16M"]
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "GRPC_VERBOSITY": verbosity, "GRPC_TRACE": ""}
+
+    def run(*arguments):
+        with path.open("ab") as log:
+            return subprocess.Popen(
+                [*command, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+
+    def said():
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    with run(f"--metrics-port={port}") as daemon:
+        deadline = time.monotonic() + 60
+        while not path.exists() or "kvstored 0.1.0 serves" not in path.read_text():
+            assert time.monotonic() < deadline and daemon.poll() is None, path.read_text()
+            time.sleep(0.01)
+        assert run().wait(60) == 2, "a second one"
+        assert run("--dram-bytes=none").wait(60) == 2
+        assert run("--nonsense").wait(60) == 2
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(60) == 0
+    lines = said()
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+    (words,) = [line for line in lines if line["message"].endswith("serves")]
+    assert words["ssd"] == "SSD off" and words["arena"].startswith("arena 16 MiB in 1 segments")
+    refused = [line for line in lines if line["level"] == "critical"]
+    assert [line["field"] for line in refused] == ["run_dir", "dram_bytes", ""]
+    assert all(line["remedy"] in line["message"] for line in refused)
+    assert any(line["logger"] == "stderr" for line in lines) == (verbosity == "debug")

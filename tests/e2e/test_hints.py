@@ -13,6 +13,8 @@ import pytest
 
 from kvstore.client import Client, Hint, Namespace, SessionEntry, connect_async
 from kvstore.errors import BadRequest, NotFound, StoreError
+from kvstore.scheduler.hints import HintedQueue
+from kvstore.scheduler.job_queue import Job
 from kvstore.types import ChunkKey, HintResult, Outcome, Reason, Wait
 from kvstore.v1 import hints_pb2, hints_pb2_grpc
 
@@ -227,12 +229,30 @@ def test_what_the_caller_got_wrong(space: Namespace) -> None:
 def test_awaited(start: Callable[..., Any]) -> None:
     daemon = start()
 
-    async def publish() -> tuple[HintResult, ...]:
+    async def publish() -> list[tuple[HintResult, ...]]:
         async with await connect_async(str(daemon.run_dir), timeout_s=20) as client:
+            with pytest.raises(NotFound, match=f"model={SPEC.model}: no worker has opened it"):
+                await client.publish_queue(SPEC.model, [])
             space = await client.open(SPEC)
-            return (await space.publish_queue([Hint(b"job", 0, session=b"none")])).results
+            hints = [Hint(b"job", 0, session=b"none")]
+            answers = [await space.publish_queue(hints), await client.publish_queue(SPEC.model, hints)]
+            return [answer.results for answer in answers]
 
-    assert asyncio.run(publish()) == (REJECTED,)
+    assert asyncio.run(publish()) == [(REJECTED,)] * 2
+
+
+def test_a_queue_hears_of_sessions_that_nobody_recorded(
+    space: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    talk(space, 0)
+    queue = HintedQueue(space.client, SPEC.model)
+    queue.put(Job("talk 1", (1,), 1))
+    eventually(lambda: queue.rejected > 0)
+    before = queue.published
+    queue.put(Job("talk 0", (1,), 1))
+    eventually(lambda: queue.published > before)
+    queue.close()
+    assert ["no worker has recorded" in record.message for record in caplog.records] == [True]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as other users")

@@ -105,10 +105,43 @@ def test_watch(daemon, kvctl):
         watching.stdout.close()
 
 
+def test_a_watch_is_a_line_a_tick(daemon, kvctl, session):
+    watching = subprocess.Popen(
+        [sys.executable, "-P", "-m", "kvstore.cli.kvctl", "stats", "--watch", "0.1"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "KVSTORED_RUN_DIR": str(daemon.run_dir)},
+    )
+    try:
+        head, *lines = [watching.stdout.readline().split() for _ in range(4)]
+        assert head[:3] == ["time", "look/s", "hit%"]
+        assert all(len(line) == len(head) and line[0].count(":") == 2 for line in lines)
+    finally:
+        watching.kill()
+        watching.wait(20)
+        watching.stdout.close()
+
+
+def test_top_without_a_terminal(daemon, kvctl, session):
+    frames = kvctl("top", "--count", "2", "--interval", "0.1").decode().split("\n\nkvstored ")
+    assert len(frames) == 2 and "\x1b" not in "".join(frames)
+    assert "hit rate" in frames[0] and "queue         0 jobs" in frames[1]
+    told = [
+        json.loads(line) for line in kvctl("top", "--json", "--count", "2", "--interval", "0.1").splitlines()
+    ]
+    assert [one["since_start"] for one in told] == [True, False]
+    assert told[0]["counters_per_s"]["chunks_saved"] > 0 and told[1]["lookups"] == 0
+    assert told[1]["queued_jobs"] == told[1]["prefetch_window_jobs"] == 0
+
+
 def test_namespaces(daemon, kvctl, session):
     (row,) = json.loads(kvctl("namespaces", "--json"))["namespaces"]
     assert (row["model"], row["tenant"], row["chunks"], row["sessions"]) == ("tiny", "default", 2, 1)
     assert "tiny" in kvctl("namespaces").decode()
+    assert (row["spec"]["layout_fingerprint"], row["spec"]["weights_digest"]) == ("test:bytes", "77" * 32)
+    assert (row["chunk_tokens"], row["chunk_bytes"]) == (64, SHARD)
+    text = kvctl("namespaces", "--long").decode()
+    assert "its identity:\n" in text and "  layout_fingerprint: test:bytes\n" in text
 
 
 # ---------------------------------------------------------------------------------------------------------- sessions
@@ -158,6 +191,8 @@ def test_explain_says_why_a_chunk_is_gone(daemon, kvctl, session):
 def test_explain_keys(daemon, kvctl, session):
     (answer,) = json.loads(kvctl("explain", "--key", "61", "--key", "ff", "--json"))
     assert [chunk["shards_ready"] for chunk in answer["chunks"]] == [1, 0]
+    words = [(chunk["outcome"], chunk["reason"], chunk["tiers"]) for chunk in answer["chunks"]]
+    assert words == [("hit", "none", ["dram"]), ("miss", "never_seen", [])]
 
 
 def test_forget_a_session(daemon, kvctl, session, namespace):

@@ -73,4 +73,4 @@ def test_what_is_lost_after_a_kill_is_seen(
 def test_what_the_daemon_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None if name == "lmdb" else object())
     with pytest.raises(Unavailable, match=r"needs lmdb.*pip install 'attnstore\[daemon\]'"):
-        demo.run(argparse.Namespace(json=False))
+        demo.run("", argparse.Namespace(json=False))

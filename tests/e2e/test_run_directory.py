@@ -13,7 +13,7 @@ from .test_daemon_start_stop import SERVING, health
 
 MADE_AGAIN = "the run directory was cleaned under the daemon: made again"
 LOST = "the run directory is lost: stopping"
-FILES = {"kvstored.sock", "grpc.sock", "lock"}
+FILES = {"kvstored.sock", "stream.sock", "grpc.sock", "lock"}
 
 
 def names(run_dir) -> set[str]:
@@ -42,7 +42,7 @@ def test_what_was_cleaned_away_is_made_again(start_daemon, launch, run_dir, gone
         )
         assert names(run_dir) == FILES
         modes = {path.name: path.stat().st_mode & 0o777 for path in (run_dir, *run_dir.iterdir())}
-        assert modes == {"run": 0o700, "kvstored.sock": 0o600, "grpc.sock": 0o600, "lock": 0o600}
+        assert modes == {"run": 0o700, **dict.fromkeys(FILES, 0o600)}
         assert space.match(keys).usable == 4
         with client_of(daemon) as newcomer:
             assert newcomer.boot_id == client.boot_id

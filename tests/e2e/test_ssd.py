@@ -396,8 +396,8 @@ def test_no_room_even_for_the_index(launch: Callable[..., Any], small_disk: Path
     fill_up(small_disk)
     daemon = launch(**{**SMALL_SSD, "ssd_dir": small_disk / "ssd"})
     assert daemon.exit_status() == 1, "not a setting: a supervisor may try again"
-    (line,) = daemon.text
-    assert line.startswith(f"kvstored: ssd_dir={small_disk / 'ssd'}"), line
+    (line,) = daemon.refusals
+    assert line.startswith(f"ssd_dir={small_disk / 'ssd'}"), line
     assert "no space left" in line.lower() and "free some space" in line
 
 
@@ -467,7 +467,7 @@ def test_a_byte_that_was_flipped_while_nobody_looked(
 def refused(daemon: Any, *words: str) -> None:
     """Exit status 2 and one clear line."""
     assert daemon.exit_status() == 2, (daemon.lines, daemon.text)
-    (line,) = daemon.text
+    (line,) = daemon.refusals
     for word in words:
         assert word in line, line
 

@@ -138,7 +138,7 @@ def test_the_first_words(start: Callable[..., Any], start_daemon: Callable[..., 
     without = start_daemon()
     assert "SSD off" in kvctl(run_dir, "stats")
     without.stop()
-    assert "SSD off\n" in without.process.stdout.read()
+    assert json.loads(without.process.stdout.read())["ssd"] == "SSD off"
     forgotten = start_daemon(ssd_bytes="256M", ssd_threads=2)
     forgotten.stop()
     assert (

@@ -22,6 +22,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvstore.client import Client, Namespace, connect
 from kvstore.gpu_worker.engine import Engine
+from kvstore.gpu_worker.identity import Identity, inert
 from kvstore.gpu_worker.layout import Geometry, namespace_of
 
 BOUND_S = 60.0
@@ -211,7 +212,7 @@ def client(daemon: Any) -> Iterator[Client]:
 @pytest.fixture
 def space(client: Client, folder: Path, model: LlamaForCausalLM) -> Namespace:
     """The workers' own namespace."""
-    spec = namespace_of(model, Geometry.of(model), weights=[folder / "model.safetensors"])
+    spec = namespace_of(model, Geometry.of(model), digest=Identity(model).check().digest)
     return client.open(spec)
 
 
@@ -366,7 +367,7 @@ def client_here(run_dir: Path) -> Iterator[Client]:
 
 @pytest.fixture
 def space_here(client_here: Client, folder: Path, model: LlamaForCausalLM) -> Namespace:
-    return client_here.open(namespace_of(model, Geometry.of(model), weights=[folder / "model.safetensors"]))
+    return client_here.open(namespace_of(model, Geometry.of(model), digest=Identity(model).check().digest))
 
 
 @slow
@@ -458,7 +459,7 @@ def test_logits_are_bit_equal_to_those_of_an_engine_that_kept_its_kv(
     daemon = start_daemon(protection=protection)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     seen: list[torch.Tensor] = []
-    hook = model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.clone()))
+    hook = model.lm_head.register_forward_hook(inert(lambda module, args, out: seen.append(out.clone())))
     kept = DynamicCache(config=model.config)
     prompt = text(100)
     for number in range(4):

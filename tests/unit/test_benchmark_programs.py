@@ -273,6 +273,18 @@ def test_every_peer_has_what_a_peer_must_have():
         assert {"plan", "put", "get", "check", "forget", "close"} <= set(dir(module.Client))
 
 
+def test_a_peer_whose_library_is_absent_is_left_out(tmp_path, monkeypatch, shape):
+    mooncake = importlib.import_module("peers.mooncake")
+    for name in ("MASTER", "PYTHON"):
+        program = tmp_path / name
+        program.touch(mode=0o755)
+        monkeypatch.setattr(mooncake, name, str(program))
+    monkeypatch.setattr(mooncake, "LIBRARY", "libc.so.6")
+    assert mooncake.missing() == ""
+    monkeypatch.setattr(mooncake, "LIBRARY", "libnobody-has-it.so.1")
+    assert mooncake.missing() == "libnobody-has-it.so.1 not installed (make bench-peers)"
+
+
 # ----------------------------------------------------------------------------------------------------------- pages
 
 

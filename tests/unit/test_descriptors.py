@@ -158,6 +158,7 @@ class Daemon:
         self.arena.close()
         if self.bound:
             os.unlink(self.config.descriptor_socket)
+            os.unlink(self.config.stream_socket)
             self.bound = False
         assert self.problems == []
 
@@ -185,17 +186,40 @@ class Daemon:
 
 
 class Client:
+    streams = False
+    """Whether they use the socket for languages that have no SOCK_SEQPACKET."""
+
     def __init__(self, daemon: Daemon) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock = self.new_socket()
         self.sock.settimeout(WAIT_S)
-        self.sock.connect(daemon.config.descriptor_socket)
+        self.sock.connect(self.path(daemon))
+        self._frames = memory.Frames()
+
+    @classmethod
+    def new_socket(cls) -> socket.socket:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM if cls.streams else socket.SOCK_SEQPACKET)
+
+    @classmethod
+    def path(cls, daemon: Daemon) -> str:
+        return daemon.config.stream_socket if cls.streams else daemon.config.descriptor_socket
+
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        (memory.send_frame if self.streams else memory.send_packet)(self.sock, data, fds)
+
+    def receive(self) -> tuple[bytes, list[int]]:
+        if not self.streams:
+            return memory.receive_packet(self.sock, fds_max=32)
+        while True:
+            packet = self._frames.receive(self.sock, fds_max=32)
+            if packet is not None:
+                return packet
 
     def ask(self, **body: Any) -> tuple[DescriptorReply, list[int]]:
-        memory.send_packet(self.sock, DescriptorRequest(**body).SerializeToString())
+        self.send(DescriptorRequest(**body).SerializeToString())
         return self.reply()
 
     def reply(self) -> tuple[DescriptorReply, list[int]]:
-        data, fds = memory.receive_packet(self.sock, fds_max=32)
+        data, fds = self.receive()
         assert data, "the daemon closed the connection"
         return DescriptorReply.FromString(data), fds
 
@@ -211,7 +235,7 @@ class Client:
         """After whatever was still to be read."""
         while True:
             try:
-                data, fds = memory.receive_packet(self.sock, fds_max=32)
+                data, fds = self.receive()
             except ConnectionResetError:
                 return True
             for fd in fds:
@@ -230,10 +254,18 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def loop_factory(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
-    request.param().close()  # what a loop of this kind opens once for the whole process is open now
-    return request.param  # type: ignore[no-any-return]
+@pytest.fixture(
+    params=[(asyncio.new_event_loop, False), (uvloop.new_event_loop, False), (uvloop.new_event_loop, True)],
+    ids=["asyncio", "uvloop", "stream"],
+)
+def loop_factory(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], asyncio.AbstractEventLoop]:
+    """And by which of the two sockets the clients come."""
+    factory, streams = request.param
+    monkeypatch.setattr(Client, "streams", streams)
+    factory().close()  # what a loop of this kind opens once for the whole process is open now
+    return factory  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -616,7 +648,8 @@ def name_of(fd: int) -> str:
 
 def before_sending(monkeypatch: pytest.MonkeyPatch, body: str, work: Callable[[], None]) -> None:
     """Has `work` done by another thread between the making of such a reply and its sending."""
-    real = memory.send_packet
+    name = "send_frame" if Client.streams else "send_packet"
+    real = getattr(memory, name)
 
     def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
         if DescriptorReply.FromString(data).WhichOneof("body") == body:
@@ -625,7 +658,7 @@ def before_sending(monkeypatch: pytest.MonkeyPatch, body: str, work: Callable[[]
             other.join(WAIT_S)
         real(sock, data, fds)
 
-    monkeypatch.setattr(descriptors, "send_packet", send)
+    monkeypatch.setattr(descriptors, name, send)
 
 
 @pytest.mark.parametrize("protection", ["sealed", "group"])
@@ -827,7 +860,7 @@ def test_malformed_packet_ends_the_connection(
     with Client(daemon) as client, Client(daemon) as other:
         if said_hello:
             client.hello()
-        client.sock.send(packet)
+        client.send(packet)
         if code is not None:
             reply, _ = client.reply()
             assert reply.error.code == code
@@ -872,7 +905,7 @@ def test_too_many_descriptors_from_a_peer_end_its_connection(daemon: Daemon) -> 
     with Client(daemon) as client:
         client.hello()
         before = open_fds()
-        memory.send_packet(client.sock, HELLO, [client.sock.fileno()] * 200)
+        client.send(HELLO, [client.sock.fileno()] * 200)
         assert client.closed_by_peer()
         daemon.until(lambda: not daemon.server._peers and open_fds() == before - 1)  # and the connection
 
@@ -883,16 +916,18 @@ def test_descriptors_of_a_stranger_are_closed_by_a_thread(
     discarded: list[int] = []
     monkeypatch.setattr(daemon.regions, "discard", discarded.append)
     with Client(daemon) as client:
-        memory.send_packet(client.sock, HELLO, [client.sock.fileno()] * 3)
+        client.send(HELLO, [client.sock.fileno()] * 3)
         assert client.closed_by_peer()
-    assert len(discarded) == 3
+    daemon.until(lambda: not daemon.server._peers)
+    # of a stream's packet something was not read, so the connection is closed by that thread, too
+    assert len(discarded) == 3 + Client.streams
     for fd in discarded:
         os.close(fd)
 
 
 def adopt(client: Client, fds: Sequence[int], size: int = SIZE) -> DescriptorReply:
     request = DescriptorRequest(adopt=AdoptRequest(bytes=size))
-    memory.send_packet(client.sock, request.SerializeToString(), fds)
+    client.send(request.SerializeToString(), fds)
     reply, none = client.reply()
     assert none == []
     return reply
@@ -929,7 +964,7 @@ def test_a_region_needs_one_descriptor(daemon: Daemon, memfd: int) -> None:
         assert adopt(client, [memfd]).adopt.region, "and the connection lives on"
         request = DescriptorRequest(adopt=AdoptRequest(bytes=SIZE))
         before = open_fds()
-        memory.send_packet(client.sock, request.SerializeToString(), [memfd] * 2)
+        client.send(request.SerializeToString(), [memfd] * 2)
         assert client.closed_by_peer()
         daemon.until(lambda: open_fds() <= before - 2)  # its connection and its region; none is left behind
 
@@ -950,7 +985,7 @@ def test_a_descriptor_where_none_belongs_ends_the_connection_and_is_closed(
     with Client(daemon) as client:
         client.hello()
         before = open_fds()
-        memory.send_packet(client.sock, packet, [memfd])
+        client.send(packet, [memfd])
         assert client.closed_by_peer()
         daemon.until(lambda: not daemon.server._peers and open_fds() <= before - 1)  # but for the connection
 
@@ -981,11 +1016,118 @@ def test_no_descriptor_is_taken_in_while_too_many_wait_to_be_closed(
             assert daemon.regions.stats().regions == 0
         assert adopt(client, [memfd]).adopt.region
         crowded.setattr(regions, "CLOSING_MAX", 0)
-        memory.send_packet(
-            client.sock, DescriptorRequest(adopt=AdoptRequest(bytes=SIZE)).SerializeToString(), [0]
-        )
+        client.send(DescriptorRequest(adopt=AdoptRequest(bytes=SIZE)).SerializeToString(), [0])
         assert client.closed_by_peer(), "what is no file in memory is not left to the kernel either"
         crowded.undo()
+
+
+# ----------------------------------------------------------------------------------------------------- parts of packets
+
+ADOPT = DescriptorRequest(adopt=AdoptRequest(bytes=SIZE)).SerializeToString()
+
+
+def framed(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "little") + data
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch, loop_factory: object) -> None:
+    monkeypatch.setattr(Client, "streams", True)
+
+
+def send_part(client: Client, part: bytes, fds: Sequence[int] = ()) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(fd.to_bytes(4, "little") for fd in fds))]
+    assert client.sock.sendmsg([part], rights if fds else []) == len(part)
+
+
+def is_asleep(daemon: Daemon, received: int) -> Callable[[], bool]:
+    """The daemon has so many bytes of a packet whose rest is to come."""
+    return lambda: [peer.frames and len(peer.frames._received) for peer in daemon.server._peers] == [received]
+
+
+@pytest.mark.parametrize("with_byte", [0, 3, 4, -1], ids=["first", "prefix", "body", "last"])
+def test_packets_of_a_stream_come_in_any_parts(
+    daemon: Daemon, memfd: int, with_byte: int, streams: None
+) -> None:
+    """Their descriptors with any of them."""
+    with Client(daemon) as client:
+        client.hello()
+        frame = framed(ADOPT)
+        for at in range(len(frame)):
+            daemon.until(is_asleep(daemon, at))
+            send_part(client, frame[at : at + 1], [memfd] if at == with_byte % len(frame) else [])
+        assert client.reply()[0].adopt.region == 1
+        assert daemon.regions.of(WorkerId(1), RegionId(1)).size_bytes == SIZE
+
+
+def test_two_packets_of_a_stream_in_one_write_are_two(daemon: Daemon, memfd: int, streams: None) -> None:
+    with Client(daemon) as client:
+        client.hello()
+        staging = DescriptorRequest(staging=StagingRequest(bytes=4096)).SerializeToString()
+        send_part(client, framed(staging) + framed(ADOPT)[:3])
+        reply, fds = client.reply()
+        assert reply.staging.bytes == 4096
+        os.close(fds[0])
+        send_part(client, framed(ADOPT)[3:] + framed(staging), [memfd])
+        assert client.reply()[0].adopt.region == 1, "the descriptor is of the first packet that ends here"
+        assert client.reply()[0].error.code, "staging memory is had once"
+
+
+def test_a_stream_that_ends_in_the_middle_of_a_packet_leaves_no_descriptor(
+    daemon: Daemon, memfd: int, streams: None
+) -> None:
+    with Client(daemon) as client:
+        client.hello()
+        before = open_fds()
+        send_part(client, framed(ADOPT)[:5], [memfd])
+        daemon.until(is_asleep(daemon, 5))
+        daemon.until(lambda: open_fds() == before + 1)
+        client.sock.shutdown(socket.SHUT_WR)
+        assert client.closed_by_peer()
+        daemon.until(lambda: not daemon.server._peers and open_fds() <= before - 1)
+
+
+@pytest.mark.parametrize("parts", [(0, 5), (4, 5)])
+def test_a_packet_of_a_stream_has_one_descriptor_at_most(
+    daemon: Daemon, memfd: int, parts: tuple[int, int], streams: None
+) -> None:
+    with Client(daemon) as client:
+        client.hello()
+        before = open_fds()
+        frame = framed(ADOPT)
+        for at in range(len(frame)):
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                send_part(client, frame[at : at + 1], [memfd] if at in parts else [])
+        assert client.closed_by_peer()
+        daemon.until(lambda: not daemon.server._peers and open_fds() <= before - 1)
+
+
+@pytest.mark.parametrize("full_at", [0, 2])
+def test_a_descriptor_in_the_middle_of_a_packet_is_not_taken_in_while_too_many_wait(
+    daemon: Daemon, memfd: int, full_at: int, streams: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(daemon) as client:
+        client.hello()
+        before = open_fds()
+        with monkeypatch.context() as crowded:
+            frame = framed(ADOPT)
+            for at in range(len(frame)):
+                daemon.until(is_asleep(daemon, at))
+                if at == full_at:
+                    crowded.setattr(regions, "CLOSING_MAX", 0)
+                send_part(client, frame[at : at + 1], [memfd] if at == 2 else [])
+            assert "too many descriptors" in client.reply()[0].error.message
+        assert open_fds() == before
+        client.send(ADOPT, [memfd])
+        assert client.reply()[0].adopt.region
+
+
+@pytest.mark.parametrize("length", [memory.PACKET_BYTES_MAX + 1, 0xFFFF_FFFF])
+def test_a_length_that_no_packet_has_ends_the_stream(daemon: Daemon, length: int, streams: None) -> None:
+    with Client(daemon) as client:
+        client.hello()
+        send_part(client, length.to_bytes(4, "little"))
+        assert client.closed_by_peer()
 
 
 # ------------------------------------------------------------------------------------------------------------- bounds
@@ -1053,9 +1195,9 @@ def test_a_thousand_connections_come_and_go(daemon: Daemon) -> None:
                 client.hello()
                 workers += 1
             case 1:
-                client.sock.send(HELLO)  # and never read the answer
+                client.send(HELLO)  # and never read the answer
             case 2:
-                client.sock.send(b"garbage")
+                client.send(b"garbage")
         client.sock.close()
     daemon.until(lambda: not daemon.server._peers)
     with Client(daemon) as client:
@@ -1087,7 +1229,7 @@ def test_peer_that_never_reads_is_dropped_and_holds_nobody_up(daemon: Daemon) ->
 
         def ask_for_ever() -> None:
             while True:
-                hog.sock.send(request)
+                hog.send(request)
 
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             ask_for_ever()
@@ -1102,7 +1244,7 @@ def test_out_of_descriptors_says_so_and_goes_on(daemon: Daemon, caplog: pytest.L
     with contextlib.ExitStack() as stack:
         served = stack.enter_context(Client(daemon))
         served.hello()
-        waiting = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(5)]
+        waiting = [Client.new_socket() for _ in range(5)]
         for sock in waiting:
             stack.enter_context(sock)
         # the lowest number that is free is the next that is given: from now on there is none
@@ -1111,9 +1253,9 @@ def test_out_of_descriptors_says_so_and_goes_on(daemon: Daemon, caplog: pytest.L
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
         try:
             for sock in waiting:
-                sock.connect(daemon.config.descriptor_socket)
+                sock.connect(Client.path(daemon))
                 sock.settimeout(WAIT_S)
-                refusal = DescriptorReply.FromString(sock.recv(4096)).error
+                refusal = DescriptorReply.FromString(sock.recv(4096)[4 * Client.streams :]).error
                 assert refusal.code == Code.RESOURCE_EXHAUSTED.value
                 assert "the daemon has no descriptors left" in refusal.message
                 assert sock.recv(4096) == b""
@@ -1145,6 +1287,21 @@ def test_accepting_is_resumed_by_itself(daemon: Daemon, monkeypatch: pytest.Monk
     assert next(refusals, None) is None
 
 
+def test_a_socket_that_was_removed_is_made_again(daemon: Daemon) -> None:
+    """Who is connected stays, and the other socket is none the worse."""
+    path = Client.path(daemon)
+    with Client(daemon) as before:
+        before.hello()
+        os.unlink(path)
+        daemon.call(lambda: daemon.server.listen_again(path))
+        with Client(daemon) as client:
+            assert client.hello().hello.token
+        assert before.hello().error.code == Code.FAILED_PRECONDITION.value, "it has said so already"
+    Client.streams = not Client.streams
+    with Client(daemon) as client:
+        assert client.hello().hello.token
+
+
 def test_second_server_on_the_same_path_is_refused(daemon: Daemon) -> None:
     rival = Daemon(daemon.config.run_dir, daemon.loop_factory)
     with pytest.raises(ConfigError, match="cannot be bound: Address already in use"):
@@ -1160,9 +1317,7 @@ def test_close_hangs_up_on_everybody_without_a_word_to_the_core(start: Callable[
         client.hello()
         thinking.hello()
         daemon.core.hold = asyncio.Event()
-        memory.send_packet(
-            thinking.sock, DescriptorRequest(segments=SegmentsRequest(segments=[1])).SerializeToString()
-        )
+        thinking.send(DescriptorRequest(segments=SegmentsRequest(segments=[1])).SerializeToString())
         assert daemon.core.asked.acquire(timeout=WAIT_S)
         daemon.until(lambda: len(daemon.server._peers) == 3)
         for _ in range(2):

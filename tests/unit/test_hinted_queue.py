@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvstore.client import Hint
+from kvstore.client import Hint, QueueAccepted
 from kvstore.errors import NotFound, StoreError, Unavailable
-from kvstore.scheduler.hints import HintedQueue
+from kvstore.scheduler.hints import AsyncHintedQueue, HintedQueue
 from kvstore.scheduler.job_queue import Job
+from kvstore.types import HintResult
 
 
 class ScriptedClient:
@@ -22,18 +24,26 @@ class ScriptedClient:
         self.boot_id = b"first"
         self.calls = 0
         self.heard: list[list[str]] = []
+        self.unrecorded: set[str] = set()
+        """Sessions that the daemon does not know."""
         self._problems = list(problems)
         self._changed = threading.Condition()
 
-    def publish_queue(self, model: str, hints: Sequence[Hint], **options: Any) -> None:
+    def publish_queue(self, model: str, hints: Sequence[Hint], **options: Any) -> QueueAccepted:
         assert model == "m" and options["ttl_ms"] > 0 and options["timeout_s"] > 0
         with self._changed:
             self.calls += 1
             self._changed.notify_all()
             if self._problems:
                 raise self._problems.pop(0)
-            assert [hint.position for hint in hints] == list(range(len(hints)))
+            positions = [hint.position for hint in hints]
+            assert positions == sorted(set(positions))
             self.heard.append([hint.session.decode() for hint in hints])
+            results = [
+                HintResult.REJECTED if name in self.unrecorded else HintResult.ACCEPTED
+                for name in self.heard[-1]
+            ]
+            return QueueAccepted(tuple(results), 0, 0)
 
     def wait(self, condition: Callable[[], bool]) -> None:
         with self._changed:
@@ -51,6 +61,31 @@ def made() -> Iterator[list[HintedQueue]]:
 def queue_for(client: ScriptedClient, made: list[HintedQueue]) -> HintedQueue:
     made.append(HintedQueue(client, "m"))  # type: ignore[arg-type]  # all of a client that it uses
     return made[-1]
+
+
+class AsyncScriptedClient:
+    """The same, awaited."""
+
+    def __init__(self, client: ScriptedClient) -> None:
+        self._client = client
+        self.asked = asyncio.Event()
+
+    @property
+    def boot_id(self) -> bytes:
+        return self._client.boot_id
+
+    async def publish_queue(self, model: str, hints: Sequence[Hint], **options: Any) -> QueueAccepted:
+        await asyncio.sleep(0)
+        try:
+            return self._client.publish_queue(model, hints, **options)
+        finally:
+            self.asked.set()
+
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                self.asked.clear()
+                await self.asked.wait()
 
 
 def job(name: str) -> Job:
@@ -131,3 +166,74 @@ def test_a_model_that_is_opened_soon_is_no_matter(
     queue.put(job("a"))
     client.wait(lambda: client.heard == [["a"]])
     assert caplog.records == []
+
+
+def test_hints_of_sessions_that_nobody_recorded_are_counted_apart_and_told_once(
+    made: list[HintedQueue], caplog: pytest.LogCaptureFixture
+) -> None:
+    client = ScriptedClient()
+    client.unrecorded = {"a", "b"}
+    queue = queue_for(client, made)
+    queue.put(job("a"))
+    queue.put(job("b"))
+    client.wait(lambda: client.heard[-1:] == [["a", "b"]])
+    queue.put(job("c"))
+    client.wait(lambda: client.heard[-1:] == [["a", "b", "c"]])
+    queue.close()
+    taken = sum(not heard or "c" in heard for heard in client.heard)
+    assert queue.published == taken, "a snapshot of which nothing was taken is not published"
+    assert queue.rejected == sum(len(set(heard) & {"a", "b"}) for heard in client.heard) >= 4
+    assert queue.counters == {"published": taken, "rejected": queue.rejected, "failed": 0, "unknown": 0}
+    (record,) = caplog.records
+    assert (
+        "hints were rejected, because no worker has recorded their sessions (the first: b'a')"
+        in record.message
+    )
+    assert "Namespace.update_session" in record.message and record.levelname == "WARNING"
+
+
+def test_a_name_that_cannot_be_a_session_s_spoils_no_other_hint(made: list[HintedQueue]) -> None:
+    client = ScriptedClient()
+    queue = queue_for(client, made)
+    for name in ("", "x" * 257, "a"):
+        queue.put(job(name))
+    client.wait(lambda: client.heard[-1:] == [["a"]])
+
+
+async def test_the_queue_of_an_event_loop_tells_every_change() -> None:
+    client = ScriptedClient()
+    awaited = AsyncScriptedClient(client)
+    async with AsyncHintedQueue(awaited, "m") as queue:  # type: ignore[arg-type]
+        for name in "abc":
+            queue.put(job(name))
+        await awaited.wait(lambda: client.heard[-1:] == [["a", "b", "c"]])
+        running = queue.start()
+        queue.put(job("d"))
+        await awaited.wait(lambda: client.heard[-1:] == [["a", "b", "c", "d"]])
+        assert running is not None
+        queue.give_back(running)
+        assert queue.start() == running
+        queue.finish(running)
+        await awaited.wait(lambda: client.heard[-1:] == [["b", "c", "d"]])
+        before = client.calls
+        client.boot_id = b"second"
+        await awaited.wait(lambda: client.calls > before)
+    assert queue._task.done(), "closed: nothing is told"
+    queue.put(job("e"))
+    await queue.close()
+
+
+async def test_the_queue_of_an_event_loop_says_again_what_was_not_heard(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = ScriptedClient(Unavailable("away"), NotFound("no such model yet"), Unavailable("away"))
+    client.unrecorded = {"a", "b"}
+    awaited = AsyncScriptedClient(client)
+    async with AsyncHintedQueue(awaited, "m") as queue:  # type: ignore[arg-type]
+        queue.put(job("a"))
+        await awaited.wait(lambda: client.heard[-1:] == [["a"]])
+        queue.put(job("b"))
+        await awaited.wait(lambda: client.heard[-1:] == [["a", "b"]])
+        assert queue.published == 0 and queue.rejected > 0
+        assert (queue.counters["failed"], queue.counters["unknown"]) == (2, 1)
+    assert ["rejected" in record.message for record in caplog.records] == [False, True]

@@ -3,6 +3,8 @@
 import io
 import json
 import logging
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -163,3 +165,57 @@ def test_a_closed_log_ends_nothing():
     logger.warning("b")
     handler.flush()
     assert not handler._lines.unfinished_tasks
+
+
+# ---------------------------------------------------------------------------------------- past the log, in a process
+
+
+NOISE = """
+import os, sys, threading, traceback, warnings, weakref
+from kvstore.server import logs
+logs.setup("info")
+logs.catch_the_rest()
+if "native" in sys.argv:
+    logs.catch_native()
+    os.write(2, b"E1129 a library, in C\\n")
+print("printed\\nin two lines", file=sys.stderr)
+sys.stderr.write("by ")
+sys.stderr.write("parts\\n")
+try:
+    1 / 0
+except ZeroDivisionError:
+    traceback.print_exc()
+warnings.warn("of a library")
+def ends():
+    raise ValueError("in a thread")
+thread = threading.Thread(target=ends, name="mine")
+thread.start()
+thread.join()
+class Bad:
+    def __del__(self):
+        raise KeyError("while it goes")
+Bad()
+if "native" in sys.argv:
+    import time
+    time.sleep(0.5)
+raise RuntimeError("at last")
+"""
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_whatever_is_written_past_the_log_is_a_line_of_it(native):
+    arguments = ["native"] if native else []
+    done = subprocess.run(
+        [sys.executable, "-c", NOISE, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    found = [json.loads(line) for line in done.stderr.splitlines()]
+    messages = [line["message"] for line in found]
+    assert {"printed", "in two lines", "by parts", "ZeroDivisionError: division by zero"} <= set(messages)
+    assert any("of a library" in message for message in messages)
+    assert ("E1129 a library, in C" in messages) == native
+    by_message = {line["message"]: line for line in found}
+    assert by_message["a thread ended by an exception"]["thread"] == "mine"
+    assert by_message["a thread ended by an exception"]["exception"].endswith("ValueError: in a thread")
+    assert any("while it goes" in line.get("exception", "") for line in found)
+    assert by_message["not caught"]["exception"].endswith("RuntimeError: at last")

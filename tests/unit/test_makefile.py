@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -83,3 +84,21 @@ def test_two_at_once_take_turns(folder: Path, start: Start) -> None:
     (folder / "hold").unlink()
     assert (first.wait(BOUND_S), second.wait(BOUND_S)) == (0, 0)
     assert sum("torch" in line for line in asked(folder)) == 1
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_bench_peers_installs_the_library_that_a_wheel_forgets(folder: Path, there: bool) -> None:
+    for environment in ("peers", "lmcache", "vllm"):
+        write(folder / f".cache/{environment}-venv/bin/python", f"#!/bin/bash\nexit {int(not there)}\n")
+        (folder / f".cache/{environment}-venv/ready").touch()
+    for program in ("redis-server", "memcached"):
+        write(folder / "bin" / program, "#!/bin/bash\n")
+    write(folder / "bin/apt-get", f'#!/bin/bash\necho "$*" >> "{folder}/log"\n')
+    path = f"{folder}/bin:{os.environ['PATH']}"
+    touched = [f"--assume-old=.cache/{name}-venv/ready" for name in ("peers", "lmcache", "vllm")]
+    command = ["make", "bench-peers", *touched]
+    subprocess.run(command, cwd=folder, env={**os.environ, "PATH": path}, check=True, timeout=BOUND_S)
+    found = asked(folder) if (folder / "log").exists() else []
+    assert found == (
+        [] if there else ["install --yes --no-install-recommends redis-server memcached libibverbs1"]
+    )

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvstore.core.events import IndexUsage
 from kvstore.errors import Unavailable
 from kvstore.server.metrics import CONNECTIONS_MAX, NAMESPACES_MAX, MetricsServer, families, render
+from kvstore.tiers.disk_watch import Problem
 from kvstore.tiers.ssd import SsdStats
 
 PROCESS = {
@@ -164,12 +165,16 @@ def test_an_ssd_tier():
         index_bytes=36,
         slab_files=1,
         slab_bytes=50,
+        free_bytes=37,
+        problems=(Problem("a", "b"), Problem("c", "d")),
     )
     found = samples(values, disk)
     expected = {
         ("kvstored_ssd_state", ("state", "ok")): 0,
         ("kvstored_ssd_state", ("state", "read_only")): 1,
         ("kvstored_ssd_full",): 1,
+        ("kvstored_ssd_free_bytes",): 37,
+        ("kvstored_ssd_problems",): 2,
         ("kvstored_ssd_bytes",): 100,
         ("kvstored_ssd_slab_bytes",): 50,
         ("kvstored_ssd_slots", ("state", "free")): 4,
@@ -298,3 +303,14 @@ async def test_scrapes_at_one_time_are_bounded(server):
 async def test_a_port_that_is_taken_is_an_error(server):
     with pytest.raises(OSError, match="address already in use"):
         await MetricsServer(server.families).start(server.port)
+
+
+async def test_head_is_answered_as_get_is_without_its_body(server):
+    get = await server.ask(b"GET /metrics HTTP/1.1\r\n\r\n")
+    head = await server.ask(b"HEAD /metrics HTTP/1.1\r\n\r\n")
+    top, _, body = get.partition(b"\r\n\r\n")
+    assert (head, body[:1]) == (top + b"\r\n\r\n", b"#")
+    missing = await server.ask(b"HEAD /other HTTP/1.1\r\n\r\n")
+    assert missing.startswith(b"HTTP/1.1 404 ") and missing.endswith(b"\r\n\r\n")
+    other = await server.ask(b"POST /metrics HTTP/1.1\r\n\r\n")
+    assert other.startswith(b"HTTP/1.1 405 ") and b"\r\nAllow: GET, HEAD\r\n" in other

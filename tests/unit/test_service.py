@@ -16,6 +16,7 @@ from kvstore.core.store import Store
 from kvstore.errors import Code, DeadlineExceeded, Unavailable
 from kvstore.transport import decoding, rpc
 from kvstore.transport.attach import OUTSTANDING_MAX, PUSHES_MAX
+from kvstore.transport.callers import CLIENT_METADATA
 from kvstore.transport.rpc import DETAILS_MAX, STATUS, CallLimit, answering, read, write
 from kvstore.transport.service import AttachStream, Service, stats_to_proto
 from kvstore.types import ChunkKey, NamespaceId, Outcome, Reason, WorkerId
@@ -316,6 +317,8 @@ async def test_what_one_caller_may_have_going():
         for _ in range(3):
             peer.requests.put_nowait(b"request")
         assert await asyncio.wait_for(asyncio.gather(*reading), BOUND_S) == [b"request"] * 3
+    with places.taken("a", "all") as one, places.taken("b", "all") as two, places.taken("b") as own:
+        assert one is two is not own
     with places.taken("a"):
         pass
     assert repr(places) == "CallLimit(0 calls of 0 callers)"
@@ -560,28 +563,46 @@ async def test_a_bug_is_internal_and_tells_the_peer_nothing(caplog):
 TOKEN = ((wire.TOKEN_METADATA, b"good"),)
 
 
+class Callers:
+    """Stands for TcpCallers."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bytes]] = []
+
+    def worker_of(self, peer: str, client: bytes) -> WorkerId:
+        self.asked.append((peer, client))
+        return WorkerId(-2)
+
+
+TCP_PEER = "ipv4:127.0.0.1:1"
+
+
 @pytest.mark.parametrize(
-    ("anonymous", "call", "worker"),
+    ("tcp", "call", "worker", "asked"),
     [
-        (None, Call(metadata=TOKEN), 1),
-        (None, Call(), None),
-        (None, Call("ipv4:127.0.0.1:1"), None),
-        (WorkerId(-2), Call("ipv4:127.0.0.1:1"), -2),
-        (WorkerId(-2), Call("ipv6:[::1]:1"), -2),
-        (WorkerId(-2), Call("ipv4:127.0.0.1:1", TOKEN), 1),
-        (WorkerId(-2), Call("ipv4:127.0.0.1:1", ((wire.TOKEN_METADATA, b"bad"),)), None),
-        (WorkerId(-2), Call("unix:"), None),
+        (False, Call(metadata=TOKEN), 1, []),
+        (False, Call(), None, []),
+        (False, Call(TCP_PEER), None, []),
+        (True, Call(TCP_PEER), -2, [(TCP_PEER, b"")]),
+        (True, Call("ipv6:[::1]:1"), -2, [("ipv6:[::1]:1", b"")]),
+        (True, Call(TCP_PEER, ((CLIENT_METADATA, b"my own id"),)), -2, [(TCP_PEER, b"my own id")]),
+        (True, Call(TCP_PEER, TOKEN), 1, []),
+        (True, Call(TCP_PEER, ((wire.TOKEN_METADATA, b"bad"),)), None, []),
+        (True, Call("unix:"), None, []),
+        (True, Call("unix:", ((CLIENT_METADATA, b"my own id"),)), None, []),
     ],
 )
-def test_who_calls(anonymous, call, worker):
+def test_who_calls(tcp, call, worker, asked):
+    callers = Callers() if tcp else None
     service = Service(
-        Core(), {b"good": WORKER}.get, boot_id=b"", welcome=store_pb2.AttachWelcome(), anonymous=anonymous
+        Core(), {b"good": WORKER}.get, boot_id=b"", welcome=store_pb2.AttachWelcome(), tcp=callers
     )
     if worker is None:
         with pytest.raises(errors.Unauthenticated):
             service.caller(call)
     else:
         assert service.caller(call) == worker
+    assert (callers.asked if tcp else []) == asked
 
 
 def test_statistics_fit_the_message():

@@ -10,7 +10,9 @@ import pytest
 
 from kvstore import errors, wire
 from kvstore.core import events
+from kvstore.errors import BadRequest
 from kvstore.layout import GroupKind, GroupSpec, LayerSlice, NamespaceSpec
+from kvstore.transport import decoding
 from kvstore.types import (
     ChunkKey,
     CommitResult,
@@ -192,3 +194,69 @@ def test_lists_for_the_operator() -> None:
         True,
         2,
     )
+
+
+MINIMAL = types_pb2.Namespace(
+    model="m",
+    weights_digest=b"w",
+    layout_fingerprint="l",
+    hash_protocol="kvs.exact.v1",
+    chunk_tokens=4,
+    groups=[types_pb2.Group(name="kv", shard_bytes=64, position_rule="rope")],
+)
+"""What other languages must send: they have no defaults but protobuf's."""
+
+
+def test_what_was_not_sent_has_the_defaults_of_a_spec():
+    spec = wire.spec_from_proto(MINIMAL)
+    spec.validate()
+    assert spec == NamespaceSpec("m", b"w", "l", 4, (GroupSpec("kv", 64),))
+
+
+@pytest.mark.parametrize(
+    "field", ["model", "weights_digest", "layout_fingerprint", "hash_protocol", "chunk_tokens", "groups"]
+)
+def test_a_required_field_that_was_not_sent_is_named(field):
+    message = types_pb2.Namespace()
+    message.CopyFrom(MINIMAL)
+    message.ClearField(field)
+    with pytest.raises(BadRequest, match="it is missing") as error:
+        wire.spec_from_proto(message).validate()
+    assert error.value.field == f"namespace.{field}"
+
+
+@pytest.mark.parametrize("field", ["name", "shard_bytes"])
+def test_a_required_field_of_a_group_that_was_not_sent_is_named(field):
+    message = types_pb2.Namespace()
+    message.CopyFrom(MINIMAL)
+    message.groups[0].ClearField(field)
+    with pytest.raises(BadRequest, match="it is missing") as error:
+        wire.spec_from_proto(message).validate()
+    assert error.value.field == f"namespace.groups[0].{field}"
+
+
+@pytest.mark.parametrize(
+    ("call", "sent", "field"),
+    [
+        ("Open", {}, "namespace"),
+        ("Match", {"keys": [b"k"]}, "namespace_id"),
+        ("Match", {"namespace_id": 1}, "keys"),
+        ("Acquire", {"namespace_id": 1}, "keys"),
+        ("Reserve", {"keys": [b"k"]}, "namespace_id"),
+        ("Fill", {}, "reservation_id"),
+        ("Commit", {"staging_offsets": [0]}, "reservation_id"),
+        ("GetSession", {"namespace_id": 1}, "session"),
+        ("UpdateSession", {"session": b"s"}, "namespace_id"),
+        ("UpdateSession", {"namespace_id": 1}, "session"),
+        ("Truncate", {"namespace_id": 1}, "session"),
+        ("Fork", {"namespace_id": 1, "session": b"s"}, "new_session"),
+        ("Forget", {"session": b"s"}, "namespace_id"),
+        ("PublishQueue", {"hints": [{"position": 1}], "namespace_id": 1}, "hints[0].job"),
+        ("Recall", {}, "maker"),
+    ],
+)
+def test_a_required_field_of_a_request_that_was_not_sent_is_named(call, sent, field):
+    known = {**decoding.STORE_CALLS, **decoding.HINTS_CALLS, **decoding.ADMIN_CALLS}[call]
+    with pytest.raises(BadRequest, match="missing") as error:
+        known.event(known.request(**sent), events.Ticket(1))
+    assert error.value.field == field

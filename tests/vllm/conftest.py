@@ -4,6 +4,7 @@ An engine takes half a minute to start, so tests share them. What stands for a f
 prefix cache was emptied ("forget"); one test uses a really fresh one.
 """
 
+import functools
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -290,6 +292,61 @@ def same(control: Engine) -> Callable[..., None]:
                 assert output["logprobs"] == pytest.approx(cold["logprobs"], abs=1e-4)
 
     return check
+
+
+class Adapters:
+    """Stands for vLLM's manager of a rank's adapters; what it loads is of no account."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, str] = {}
+        self.reading: Callable[[], None] = lambda: None
+        """Happens while it reads the files."""
+
+    def _load_adapter(self, request: Any) -> Any:
+        self.reading()
+        return request
+
+    def add_adapter(self, request: Any) -> bool:
+        if request.lora_int_id not in self.held or request.load_inplace:
+            self.held[request.lora_int_id] = self._load_adapter(request).lora_path
+        return True
+
+    def list_adapters(self) -> set[int]:
+        return set(self.held)
+
+
+class Executor:
+    """Stands for vLLM's executor: ranks with a model of one parameter each, and calls to all of them."""
+
+    def __init__(self, config: Any, ranks: int = 1, *, hidden: bool = False) -> None:
+        """`hidden`: the weights are packed somewhere, and an empty parameter is left."""
+        import torch
+
+        self.models = [torch.nn.Linear(4, 4, bias=False) for _ in range(ranks)]
+        self.workers = []
+        for rank, model in enumerate(self.models):
+            runner = SimpleNamespace(get_model=lambda model=model: model, lora_manager=Adapters())
+            worker = SimpleNamespace(rank=rank, vllm_config=config, model_runner=runner)
+            worker.update_weights = functools.partial(self._fill, rank)
+            worker.add_lora = runner.lora_manager.add_adapter
+            for name in ("sleep", "wake_up", "reload_weights", "start_weight_update", "finish_weight_update"):
+                setattr(worker, name, lambda **_: None)
+            self.workers.append(worker)
+            self._fill(rank, 0.0)
+            if hidden:
+                model.weight = torch.nn.Parameter(torch.empty(0))
+                model.load_weights = lambda weights: {name for name, _ in weights}
+
+    def _fill(self, rank: int, value: float) -> None:
+        """As loaders do: no counter moves."""
+        self.models[rank].weight.data.fill_(value)
+
+    def collective_rpc(
+        self, method: Any, timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if callable(method):
+            return [method(worker, *args) for worker in self.workers]
+        return [getattr(worker, method)(*args, **(kwargs or {})) for worker in self.workers]
 
 
 def prompt(seed: int, count: int) -> list[int]:

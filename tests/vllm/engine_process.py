@@ -6,6 +6,10 @@
     {"flush": 5.0}      until all is saved          -> {"flushed": ..., "worker": {...}, "scheduler": {...}}
     {"forget": true}    what a restart would make it forget
     {"metrics": true}                               -> {"name": value}: vLLM's own counters
+    {"rpc": "reload_weights", "kwargs": {...}}      a call to all ranks      -> {"called": true}
+    {"lora": {"name": ..., "id": ..., "path": ..., "inplace": true}}   load an adapter   -> {"loaded": ...}
+    {"scale": 1.5, "counted": true}                 all embeddings, in place, by no call of vLLM's; does a counter move?
+    {"verify": true}                                the time has come to look at all weights -> {"verified": true}
 
 The first line it writes is {"ready": true}; it ends with its input.
 """
@@ -22,6 +26,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints is no answer
 
+    import torch
     from vllm import LLM
 
     llm = LLM(
@@ -49,6 +54,19 @@ def main() -> None:
                 offloading.primary_tier.reset_cache()
         elif "flush" in request:
             say(flush(llm, request["flush"]))
+        elif "rpc" in request:
+            llm.collective_rpc(request["rpc"], kwargs=request.get("kwargs"))
+            say({"called": True})
+        elif "lora" in request:
+            say({"loaded": llm.llm_engine.add_lora(adapter(request["lora"]))})
+        elif "scale" in request:
+            weight = runner_of(llm).get_model().model.embed_tokens.weight
+            with torch.no_grad():
+                (weight if request["counted"] else weight.data).mul_(request["scale"])
+            say({"scaled": True})
+        elif "verify" in request:
+            runner_of(llm)._attnstore_held._full_at = 0.0
+            say({"verified": True})
         elif "metrics" in request:
             say({metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")})
     llm.llm_engine.engine_core.shutdown()
@@ -79,6 +97,8 @@ def generate(llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int]) -> 
         if "kv_hints" in request:
             actions = [KvHintAction(**action) for action in request["kv_hints"]]
             more["kv_hints"] = KvHintsEnvelope(protocol_version="1.0", message_id=name, actions=actions)
+        if "lora" in request:
+            more["lora_request"] = adapter(request["lora"])
         names[engine.add_request(name, prompt, parameters, **more) or name] = number
         names[name] = number
     outputs: dict[int, dict[str, Any]] = {}
@@ -101,6 +121,18 @@ def generate(llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int]) -> 
                 }
         step += 1
     return [outputs.get(number, {"finish": "abort"}) for number in range(len(wanted))]
+
+
+def adapter(given: dict[str, Any]) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(
+        given["name"], given["id"], given["path"], load_inplace=bool(given.get("inplace", False))
+    )
+
+
+def runner_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def offloading_of(llm: Any) -> Any:

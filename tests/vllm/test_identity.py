@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -33,7 +33,7 @@ from kvstore.gpu_worker.connectors.vllm.metadata import LayerShape, RankLayout
 from kvstore.gpu_worker.connectors.vllm.settings import Settings
 from kvstore.layout import NamespaceSpec
 
-from .conftest import BLOCK, ENVIRONMENT, Daemon, make_model, transfer_config
+from .conftest import BLOCK, ENVIRONMENT, Daemon, transfer_config
 
 LAYOUT = RankLayout(
     "CPU_ATTN:vec/x86_64:AVX512", (LayerShape((2, 32, 128), (0, 1, 2), "float32", 32768),) * 4, 1
@@ -61,23 +61,21 @@ def spec(config: Any) -> Callable[..., NamespaceSpec]:
         settings: Settings = PLAIN,
         layout: RankLayout = LAYOUT,
         block: int = BLOCK,
+        weights: bytes = bytes(32),
     ) -> NamespaceSpec:
-        return identity.namespace_of(changed, settings, {(0, 0): layout}, block_tokens=block)
+        ranks = {(0, 0): layout}
+        return identity.namespace_of(changed, settings, ranks, block_tokens=block, weights=weights)
 
     return make
 
 
-def test_the_same_replica_is_the_same(
-    spec: Callable[..., NamespaceSpec], model: Path, tmp_path: Path
-) -> None:
+def test_the_same_replica_is_the_same(spec: Callable[..., NamespaceSpec]) -> None:
     assert spec() == spec()
 
 
 def test_whatever_differs_is_another_namespace(
     spec: Callable[..., NamespaceSpec],
     config: Any,
-    folder: Path,
-    model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def with_model(**changes: Any) -> Any:
@@ -87,11 +85,6 @@ def test_whatever_differs_is_another_namespace(
             setattr(other.model_config, name, value)
         return other
 
-    touched = folder / "touched"
-    shutil.copytree(model, touched, copy_function=shutil.copy2)
-    os.utime(touched / "model.safetensors", ns=(1, 1))
-    moved = folder / "moved"
-    shutil.copytree(model, moved, copy_function=shutil.copy2)
     quantised = copy.copy(config)
     quantised.cache_config = copy.copy(config.cache_config)
     quantised.cache_config.cache_dtype = "fp8"
@@ -100,8 +93,7 @@ def test_whatever_differs_is_another_namespace(
         LAYOUT, layers=(*LAYOUT.layers[:3], LayerShape((2, 128, 32), (0, 1, 2), "float32", 32768))
     )
     different = {
-        "other weights": spec(with_model(model=str(make_model(folder / "other", seed=1)))),
-        "weights written anew": spec(with_model(model=str(touched))),
+        "other weights": spec(weights=b"x" * 32),
         "dtype": spec(with_model(dtype=torch.bfloat16)),
         "cache dtype": spec(quantised),
         "block size": spec(block=2 * BLOCK),
@@ -120,7 +112,7 @@ def test_whatever_differs_is_another_namespace(
     monkeypatch.undo()
     digests = {name: other.digest("tenant") for name, other in {"": spec(), **different}.items()}
     assert len(set(digests.values())) == len(digests)
-    assert spec(with_model(model=str(moved))) == spec(), "but not where the files lie"
+    assert spec(with_model(model="/elsewhere")) == spec(), "but not where the files lie"
 
 
 @pytest.mark.parametrize(("kind", "differ"), [("dynamic", True), ("longrope", True), ("linear", False)])
@@ -152,11 +144,11 @@ def test_pipeline_stages_and_distinct_ranks(config: Any) -> None:
     small = replace(LAYOUT, replicas=2)
     large = replace(small, layers=LAYOUT.layers + LAYOUT.layers[:1])
     ranks = {(stage, rank): (small, large)[stage] for stage in range(2) for rank in range(4)}
-    spec = identity.namespace_of(changed, Settings(), ranks, block_tokens=BLOCK)
+    spec = identity.namespace_of(changed, Settings(), ranks, block_tokens=BLOCK, weights=bytes(32))
     assert spec.shard_bytes == (4 * 32768, 4 * 32768, 5 * 32768, 5 * 32768)
     ranks[1, 3] = small
     with pytest.raises(Unsupported, match="differently"):
-        identity.namespace_of(changed, Settings(), ranks, block_tokens=BLOCK)
+        identity.namespace_of(changed, Settings(), ranks, block_tokens=BLOCK, weights=bytes(32))
 
 
 def test_random_hashes_are_refused() -> None:
@@ -247,17 +239,28 @@ def test_settings_are_checked() -> None:
 
 
 def test_adapters_differ_by_their_files(tmp_path: Path) -> None:
-    request = SimpleNamespace(lora_path=str(tmp_path), load_inplace=False)
-    with pytest.raises(Unsupported):
+    request = LoRARequest("mine", 1, str(tmp_path))
+    with pytest.raises(Unsupported, match="no weight files"):
         identity.adapter_digest(request)
     (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "adapter_model.bin").write_bytes(b"one")
-    first = identity.adapter_digest(request)
-    (tmp_path / "adapter_model.bin").write_bytes(b"two")
-    assert identity.adapter_digest(request) != first
-    assert identity.adapted_key(first, b"hash") != b"hash"
-    with pytest.raises(Unsupported):
-        identity.adapter_digest(SimpleNamespace(lora_path=str(tmp_path), load_inplace=True))
+    file = tmp_path / "adapter_model.bin"
+    digests = []
+    for content in (b"one", b"two", b"one"):
+        file.unlink(missing_ok=True)
+        file.write_bytes(content)
+        os.utime(file, ns=(1, 1))
+        digests.append(identity.adapter_digest(request))
+    assert digests[0] == digests[2] != digests[1]
+    file.write_bytes(b"six")  # into the same file
+    os.utime(file, ns=(1, 1))
+    assert identity.adapter_digest(request) not in digests
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    digests.append(identity.adapter_digest(request))
+    fused = LoRARequest("mine", 1, str(tmp_path), is_3d_lora_weight=True)
+    assert identity.adapter_digest(fused) not in digests, "read otherwise"
+    assert identity.adapted_key(digests[0], b"hash") != b"hash"
+    with pytest.raises(Unsupported, match="no folder"):
+        identity.adapter_digest(LoRARequest("mine", 1, "owner/name"))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -37,13 +38,20 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstore.client import connect
 from kvstore.gpu_worker.connectors.vllm.loader import BATCH_BLOCKS, LayerLoad
-from kvstore.gpu_worker.connectors.vllm.metadata import Change, Changes, Load, RankReport
+from kvstore.gpu_worker.connectors.vllm.metadata import (
+    Change,
+    Changes,
+    HeldAdapter,
+    Load,
+    RankReport,
+    StepMetadata,
+)
 from kvstore.gpu_worker.connectors.vllm.saver import Copied, Saver
 from kvstore.gpu_worker.connectors.vllm.scheduler import _usable
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
 from kvstore.types import ChunkKey, GrantResult
 
-from .conftest import BLOCK, BOUND_S, Daemon, prompt, transfer_config
+from .conftest import BLOCK, BOUND_S, Daemon, Executor, prompt, transfer_config
 
 LAYERS, HEADS, WIDTH, BLOCKS = 3, 2, 8, 50
 STEPS_MAX = 20_000
@@ -53,7 +61,7 @@ PATIENT = {"lookup_ms": 20_000, "load_ms": 20_000, "save_ms": 20_000}
 
 @pytest.fixture(scope="module")
 def daemon(folder: Path) -> Iterator[Daemon]:
-    daemon = Daemon(folder / "ranks")
+    daemon = Daemon(folder / "ranks", segment_bytes=1 << 20)  # room for many namespaces
     yield daemon
     daemon.stop()
 
@@ -69,6 +77,7 @@ class Rig:
         ranks: int = 2,
         replicas: int = 1,
         role: str = "kv_both",
+        hidden: bool = False,
         **extra: Any,
     ) -> None:
         init_none_hash(sha256)
@@ -96,6 +105,9 @@ class Rig:
         cache = KVCacheConfig(BLOCKS, kv_cache_tensors=[], kv_cache_groups=[group], kv_tp_replicas=replicas)
         config.cache_config.num_gpu_blocks = BLOCKS
         self.replicas = replicas
+        self.model_executor = Executor(
+            config, ranks, hidden=hidden
+        )  # as vLLM's engine has one when it makes its scheduler
         self.scheduler = Scheduler(
             vllm_config=config,
             kv_cache_config=cache,
@@ -125,6 +137,7 @@ class Rig:
         self.checks = True
         self.keys: list[bytes] = []
         """Of the last request's full blocks."""
+        self.loads: list[Load] = []
 
     def close(self) -> None:
         for worker in self.workers:
@@ -191,7 +204,10 @@ class Rig:
         start = request.num_computed_tokens - count
         blocks = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0] if count else []
         results = []
+        self.loads += output.kv_connector_metadata.loads
         for rank, worker in enumerate(self.workers):
+            if count and request.lora_request is not None:
+                self.model_executor.workers[rank].model_runner.lora_manager.add_adapter(request.lora_request)
             worker.handle_preemptions(output.kv_connector_metadata)
             worker.bind_connector_metadata(output.kv_connector_metadata)
             if output.has_sync_kv_loads:
@@ -626,6 +642,256 @@ def test_adapters_of_one_place_never_meet(rig: Callable[..., Rig], tmp_path: Pat
     assert rig().run(tokens) == 0
 
 
+def saved_blocks(rig: Rig, rank: int = 0) -> int:
+    return int(rig.workers[rank].worker_side.tally.total["blocks_saved"])
+
+
+def update(rig: Rig, value: float) -> None:
+    """As a trainer does: through vLLM's call, into the same tensors, and no counter moves."""
+    rig.weights = int(value)
+    rig.model_executor.collective_rpc("update_weights", None, (value,))
+
+
+def test_updated_weights_are_another_model(rig: Callable[..., Rig]) -> None:
+    """The engine's own KV of before is not found, nor is what it computes taken for that; weights that come back find
+    theirs."""
+    tokens = prompt(60, 300)
+    first = rig()
+    assert first.run(tokens) == 0
+    update(first, 1)
+    assert first.scheduler.reset_prefix_cache()
+    assert first.run(tokens) == 0
+    assert first.scheduler.reset_prefix_cache()
+    assert first.run(tokens) == 288, "what it computed since"
+    assert rig().run(tokens) == 288, "who has the weights of before finds what is theirs"
+    second = rig()
+    update(second, 1)
+    assert second.run(tokens) == 288, "and who has the new ones, theirs"
+    update(first, 0)
+    assert first.scheduler.reset_prefix_cache()
+    assert first.run(tokens) == 288, "as before"
+
+
+def test_behind_blocks_of_other_weights_nothing_is_saved(rig: Callable[..., Rig]) -> None:
+    """vLLM's own cache was not reset: what follows its old blocks is KV of neither."""
+    tokens = prompt(61, 300)
+    first = rig()
+    assert first.run(tokens[:160]) == 0
+    update(first, 1)
+    first.checks = False
+    assert first.run(tokens) == 160, "by vLLM's own cache"
+    first.checks = True
+    assert saved_blocks(first) == 5, "nothing of the mixture"
+    third = prompt(62, 300)
+    assert first.run(third) == 0
+    other = rig()
+    update(other, 1)
+    assert other.run(third) == 288, "what is computed from the beginning is saved again"
+
+
+def test_weights_that_change_without_a_call(rig: Callable[..., Rig]) -> None:
+    """A program that reaches into one rank: it does not load what is named for others, and the engine hears of it."""
+    tokens = prompt(63, 300)
+    rig().run(tokens)
+    second = rig()
+    with torch.no_grad():
+        second.model_executor.models[1].weight.add_(1.0)
+    second.weights = 1
+    assert second.run(tokens) == 0
+    assert rig().run(tokens) == 288
+    assert second.scheduler.reset_prefix_cache()
+    assert second.run(tokens) == 288, "under a name of their own"
+
+
+def test_a_change_that_moves_no_counter_is_found_in_time(rig: Callable[..., Rig]) -> None:
+    tokens = prompt(64, 300)
+    rig().run(tokens)
+    second = rig()
+    second.model_executor.models[0].weight.data.fill_(1.0)
+    for worker in second.workers:
+        worker.worker_side.begin(StepMetadata())
+        worker.worker_side.held._full_at = 0.0  # the time has come
+    second.weights = 1
+    assert second.run(tokens) == 0
+
+
+def test_weights_that_change_all_the_time_have_no_name(rig: Callable[..., Rig]) -> None:
+    """Nobody waits for their digest in every step."""
+    first = rig()
+    model = first.model_executor.models[0]
+
+    def change() -> None:
+        with torch.no_grad():
+            model.weight.add_(1.0)
+
+    first.checks = False
+    for number in range(12):
+        first.run(prompt(760 + number, 100), between=change)
+    assert not first.workers[0].worker_side.held.weights(anew=False).digest
+    assert first.scheduler.connector.scheduler_side._known is None
+    first.model_executor.collective_rpc("reload_weights")
+    tokens = prompt(76, 300)
+    first.run(tokens)
+    assert first.scheduler.reset_prefix_cache()
+    assert first.run(tokens) == 288
+
+
+def test_weights_change_while_a_request_loads(rig: Callable[..., Rig]) -> None:
+    tokens = prompt(65, 300)
+    rig().run(tokens)
+    second = rig()
+    side = second.scheduler.connector.scheduler_side
+    gate = second.hold_loads()
+    updated = []
+
+    def update_once() -> None:
+        if side._loading and not updated:
+            updated.append(update(second, 1))
+        if updated:
+            gate.set()
+
+    assert second.run(tokens, between=update_once) == 0
+    assert updated
+
+
+def test_weights_change_between_a_load_and_its_use(rig: Callable[..., Rig]) -> None:
+    tokens = prompt(75, 300)
+    rig().run(tokens)
+    second = rig()
+    side = second.scheduler.connector.scheduler_side
+    updated = []
+
+    def update_once() -> None:
+        if second.loads and not side._loading and not updated:
+            updated.append(update(second, 1))
+
+    assert second.run(tokens, between=update_once) == 0
+    assert updated
+    assert second.workers[0].worker_side.tally.total["blocks_loaded"] == 9
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_what_is_asleep_or_half_loaded_has_no_name(rig: Callable[..., Rig], sleeps: bool) -> None:
+    tokens = prompt(66 + sleeps, 300)
+    first = rig()
+    first.run(tokens)
+    executor = first.model_executor
+    weights = [model.weight for model in executor.models]
+    if sleeps:
+        executor.collective_rpc("sleep", kwargs={"level": 2})
+    else:
+        executor.models[1].weight = torch.nn.Parameter(torch.empty(4, 4, device="meta"))
+        executor.collective_rpc("start_weight_update")
+    assert first.scheduler.reset_prefix_cache()
+    assert first.run(tokens) == 0
+    assert saved_blocks(first) == 9, "nothing was saved in between"
+    for model, weight in zip(executor.models, weights, strict=True):
+        model.weight = weight
+    executor.collective_rpc("wake_up" if sleeps else "finish_weight_update")
+    assert first.scheduler.reset_prefix_cache()
+    assert first.run(tokens) == 288, "the same weights are the same model"
+
+
+def test_weights_that_no_rank_can_tell_need_a_name(rig: Callable[..., Rig]) -> None:
+    """Packed out of sight: an empty parameter is left. A name counts until something changes."""
+    tokens = prompt(68, 300)
+
+    for _ in range(2):
+        first = rig(hidden=True)
+        assert first.run(tokens) == 0
+    for model in first.model_executor.models:  # vLLM loads them anew, with nobody having seen the first time
+        model.load_weights([("weight", torch.ones(4, 4))])
+    first.model_executor.collective_rpc("reload_weights")
+    for found in (0, 288):
+        assert first.scheduler.reset_prefix_cache()
+        assert first.run(tokens) == found
+    assert rig(hidden=True, weights_digest="mine").run(tokens) == 0
+    second = rig(hidden=True, weights_digest="mine")
+    assert second.run(tokens) == 288
+    second.model_executor.collective_rpc("reload_weights")
+    assert second.scheduler.reset_prefix_cache()
+    assert second.run(tokens) == 0
+
+
+def test_an_adapter_is_what_the_ranks_have_loaded(rig: Callable[..., Rig], tmp_path: Path) -> None:
+    """Other files under its name: this engine still computes with those that it read, and another one with these."""
+    tokens = prompt(69, 300)
+    adapter = LoRARequest("mine", 1, str(tmp_path))
+    file = tmp_path / "adapter_model.bin"
+    file.write_bytes(b"one")
+    first = rig()
+    assert first.run(tokens, lora=adapter) == 0
+    status = file.stat()
+    file.unlink()
+    file.write_bytes(b"two")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    second = rig()
+    assert second.run(tokens, lora=adapter) == 0
+    assert second.scheduler.reset_prefix_cache() and first.scheduler.reset_prefix_cache()
+    assert second.run(tokens, lora=adapter) == 288
+    assert first.run(tokens, lora=adapter) == 288, "what it holds is what it finds"
+    (mine,), (its,) = ({load.adapter.digest for load in each.loads} for each in (first, second))
+    assert mine != its
+    side = first.scheduler.connector.scheduler_side
+    # Had the scheduler's side not heard of that, it would go by the files, and ask before it loads.
+    side._adapters.clear()
+    assert first.scheduler.reset_prefix_cache()
+    assert first.run(tokens, lora=adapter) == 0
+    # Were it wrong about the ranks, they would not load.
+    for rank in (0, 1):
+        side._adapters[rank, 1] = HeldAdapter("mine", str(tmp_path), its)
+    assert first.scheduler.reset_prefix_cache()
+    assert first.run(tokens, lora=adapter) == 0
+    assert first.loads[-1].adapter.digest == its
+    assert saved_blocks(first) == 9
+
+
+def test_an_adapter_that_is_replaced_in_place(rig: Callable[..., Rig], tmp_path: Path) -> None:
+    """vLLM's own cache keeps blocks of the one before: nothing that follows them is saved."""
+    tokens = prompt(70, 300)
+    file = tmp_path / "adapter_model.bin"
+    file.write_bytes(b"one")
+    adapter = LoRARequest("mine", 1, str(tmp_path))
+    first = rig()
+    assert first.run(tokens[:160], lora=adapter) == 0
+    file.write_bytes(b"two")
+    swap = LoRARequest("mine", 1, str(tmp_path), load_inplace=True)
+    first.model_executor.collective_rpc("add_lora", args=(swap,))
+    first.run(prompt(77, 40), lora=adapter)  # the scheduler's side hears of it with a step
+    assert first.run(tokens, lora=adapter) == 160, "by vLLM's own cache"
+    assert saved_blocks(first) == 5, "nothing of the mixture"
+    assert first.scheduler.reset_prefix_cache()
+    assert first.run(tokens, lora=adapter) == 0
+    assert rig().run(tokens, lora=adapter) == 288
+
+
+@pytest.mark.parametrize("moment", ["while vLLM reads it", "brought along"])
+def test_an_adapter_that_cannot_be_known_is_computed(
+    rig: Callable[..., Rig], tmp_path: Path, moment: str
+) -> None:
+    tokens = prompt(71 + len(moment), 300)
+    file = tmp_path / "adapter_model.bin"
+    file.write_bytes(b"one")
+    adapter = LoRARequest("mine", 1, str(tmp_path))
+    if moment == "brought along":
+
+        class Bringing(LoRARequest):  # type: ignore[misc]
+            lora_tensors: Any = None
+
+        adapter = Bringing("mine", 1, str(tmp_path), lora_tensors=b"w")
+
+    def replaced() -> None:
+        file.write_bytes(file.read_bytes() + b"!")
+
+    for _ in range(2):
+        each = rig()
+        if moment == "while vLLM reads it":
+            for worker in each.model_executor.workers:
+                worker.model_runner.lora_manager.reading = replaced
+        assert each.run(tokens, lora=adapter) == 0
+        assert saved_blocks(each) == 0
+
+
 def test_what_is_not_to_be_read_is_not_looked_up(rig: Callable[..., Rig]) -> None:
     tokens = prompt(42, 300)
     rig().run(tokens)
@@ -760,9 +1026,7 @@ def test_what_was_not_committed_is_not_said_to_be_there(ok: bool) -> None:
     saver.put([Copied(None, key, ChunkKey(b"p"), shard) for key, shard in zip(keys, shards, strict=True)])
     assert saver.flush(BOUND_S)
     saver.close(BOUND_S)
-    report = changes.take()
-    assert report is not None
-    assert [change.keys for change in report.changes] == [tuple(keys[:2] if ok else keys[1:2])]
+    assert [change.keys for change in changes.take()] == [tuple(keys[:2] if ok else keys[1:2])]
     counts = {name: tally.total[name] for name in ("blocks_saved", "blocks_already", "blocks_refused")}
     assert counts == {"blocks_saved": int(ok), "blocks_already": 1, "blocks_refused": 1 + (not ok)}
 

@@ -49,7 +49,7 @@ from kvstore.gpu_worker.connectors.vllm.tier import COUNTERS, PREFIX, KVStoreTie
 from kvstore.gpu_worker.connectors.vllm.tier_identity import Engine, is_prefix_only, namespace_of_rows
 from kvstore.layout import NamespaceSpec
 
-from .conftest import BLOCK, Daemon, make_model, transfer_config
+from .conftest import BLOCK, Daemon, Executor, transfer_config
 
 LAYERS = [f"layer.{number}" for number in range(4)]
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32)
@@ -92,8 +92,16 @@ def make(vllm_config: Any, kv_cache_config: KVCacheConfig, *, rows: int = 6, **e
     }
     changed.kv_transfer_config.engine_id = f"kvs-test-{time.monotonic_ns()}"
     spec = CPUTieringSpec(build_offloading_config(changed, kv_cache_config))
-    spec.get_manager()
+    Core(changed, spec)
     return spec
+
+
+class Core:
+    """As vLLM's engine makes its scheduler, and that the tiers."""
+
+    def __init__(self, vllm_config: Any, spec: CPUTieringSpec) -> None:
+        self.model_executor = spec.executor = Executor(vllm_config)
+        spec.get_manager()
 
 
 def row_bytes(spec: CPUTieringSpec) -> int:
@@ -440,6 +448,97 @@ def test_a_reset_drains_and_begins_a_new_epoch(launch: Callable[..., Rig]) -> No
     assert rig.find(rig.request("last", other), other) == [LookupResult.HIT]
 
 
+def update(rig: Rig, value: float) -> None:
+    """Through vLLM's call, into the same tensors."""
+    rig.spec.executor.collective_rpc("update_weights", None, (value,))
+
+
+def test_updated_weights_are_another_model(launch: Callable[..., Rig]) -> None:
+    keys = keys_of("weights", 2)
+    first = launch()
+    first.put(first.request("one", keys), dict.fromkeys(keys, 1))
+    first.forget()
+    second = launch()
+    update(second, 1)
+    assert second.find(second.request("two", keys), keys) == [LookupResult.MISS]
+    second.put(second.contexts["two"], dict.fromkeys(keys, 2))
+    second.forget()
+    context = second.request("three", keys)
+    assert second.find(context, keys) == [LookupResult.HIT] * 2
+    assert second.value(keys[0], context) == 2
+    first.forget()
+    context = first.request("four", keys)
+    assert first.find(context, keys) == [LookupResult.HIT] * 2
+    assert first.value(keys[0], context) == 1
+
+
+def test_rows_of_before_an_update_are_not_saved_after_it(launch: Callable[..., Rig]) -> None:
+    """vLLM's own memory keeps them until it is reset, and they may be the ground of new ones."""
+    old, new, last = keys_of("old", 1), keys_of("mixed", 1), keys_of("last", 1)
+    rig = launch()
+    rig.put(rig.request("one", old), {old[0]: 1})
+    rig.idle()
+    update(rig, 1)
+    rig.put(rig.request("two", new), {new[0]: 2})
+    rig.idle()
+    assert rig.tier.tally.total["blocks_dropped"] == 1
+    rig.manager.on_request_finished(rig.contexts["one"])
+    rig.manager.on_request_finished(rig.contexts["two"])
+    rig.manager.reset_cache()
+    rig.put(rig.request("three", last), {last[0]: 3})
+    rig.forget()
+    assert rig.find(rig.request("four", last), last) == [LookupResult.HIT]
+    assert rig.find(rig.request("five", new), new) == [LookupResult.MISS]
+
+
+def test_a_save_under_way_is_of_the_weights_before(launch: Callable[..., Rig], daemon: Daemon) -> None:
+    keys = keys_of("under way", 2)
+    rig = launch(save_ms=600_000)
+    rig.put(rig.request("zero", keys_of("pre way", 1)), dict.fromkeys(keys_of("pre way", 1), 1))
+    rig.idle()
+    daemon.signal(signal.SIGSTOP)
+    try:
+        rig.put(rig.request("one", keys), dict.fromkeys(keys, 1))
+        update(rig, 1)
+        rig.step()
+        rig.request("two", keys)
+        assert not rig.tier._saver.transfers, "it has failed"
+    finally:
+        daemon.signal(signal.SIGCONT)
+    rig.idle()
+    other = launch()
+    update(other, 1)
+    assert other.find(other.request("three", keys), keys) == [LookupResult.MISS]
+
+
+def test_weights_that_are_asleep_have_no_name(launch: Callable[..., Rig]) -> None:
+    keys, meanwhile = keys_of("asleep", 1), keys_of("meanwhile", 1)
+    rig = launch()
+    rig.put(rig.request("one", keys), {keys[0]: 1})
+    rig.forget()
+    rig.spec.executor.collective_rpc("sleep", kwargs={"level": 1})
+    assert rig.find(rig.request("two", keys), keys) == [LookupResult.MISS]
+    rig.put(rig.request("three", meanwhile), {meanwhile[0]: 1})
+    rig.idle()
+    assert rig.tier.tally.total["blocks_dropped"] == 1
+    rig.spec.executor.collective_rpc("wake_up", kwargs={"tags": ["weights"]})
+    rig.forget()
+    assert rig.find(rig.request("four", keys), keys) == [LookupResult.HIT], "the same weights"
+
+
+def test_weights_that_change_without_a_call_are_found(launch: Callable[..., Rig]) -> None:
+    keys = keys_of("silent", 1)
+    rig = launch()
+    rig.put(rig.request("one", keys), {keys[0]: 1})
+    rig.forget()
+    assert rig.find(rig.request("before", keys), keys) == [LookupResult.HIT]
+    rig.forget()
+    with torch.no_grad():
+        rig.spec.executor.models[0].weight.add_(1.0)
+    rig.tier._poll_at = 0.0  # the time has come
+    assert rig.find(rig.request("two", keys), keys) == [LookupResult.MISS]
+
+
 def test_a_reset_does_not_wait_for_a_daemon_that_hangs(launch: Callable[..., Rig], daemon: Daemon) -> None:
     keys = keys_of("hang", 2)
     rig = launch(drain_ms=100, save_ms=600_000)
@@ -617,17 +716,23 @@ def test_what_is_queued_at_the_end_is_saved(launch: Callable[..., Rig]) -> None:
 
 
 def name_of(
-    config: Any, kv_cache_config: KVCacheConfig, extra: dict[str, Any] | None = None, **given: Any
+    config: Any,
+    kv_cache_config: KVCacheConfig,
+    extra: dict[str, Any] | None = None,
+    weights: bytes = bytes(32),
+    **given: Any,
 ) -> NamespaceSpec:
     changed = copy.copy(config)
     changed.kv_transfer_config = copy.copy(config.kv_transfer_config)
     changed.kv_transfer_config.kv_connector_extra_config = {"cpu_bytes_to_use": 1 << 24, **(extra or {})}
     spec = CPUTieringSpec(build_offloading_config(changed, kv_cache_config))
     settings = TierSettings.of({"run_dir": "/nowhere", **given})
-    return namespace_of_rows(Engine(changed, kv_cache_config), spec, settings, row_bytes=row_bytes(spec))
+    return namespace_of_rows(
+        Engine(changed, kv_cache_config), spec, settings, row_bytes=row_bytes(spec), weights=weights
+    )
 
 
-def test_whatever_differs_is_another_namespace(config: Any, folder: Path) -> None:
+def test_whatever_differs_is_another_namespace(config: Any) -> None:
     def changed(part: str, **changes: Any) -> Any:
         other = copy.copy(config)
         setattr(other, part, copy.copy(getattr(config, part)))
@@ -640,9 +745,7 @@ def test_whatever_differs_is_another_namespace(config: Any, folder: Path) -> Non
     large = replace(FULL, block_size=2 * BLOCK)
     names = {
         "plain": name_of(config, caches()),
-        "other weights": name_of(
-            changed("model_config", model=str(make_model(folder / "tier-other", seed=3))), caches()
-        ),
+        "other weights": name_of(config, caches(), weights=b"x" * 32),
         "an override": name_of(changed("model_config", hf_config=overridden), caches()),
         "named weights": name_of(config, caches(), weights_digest="x"),
         "epoch": name_of(config, caches(), weights_epoch=2),
@@ -694,10 +797,13 @@ def test_without_an_engine_the_weights_must_be_named(config: Any) -> None:
     for digest, works in (("", False), ("mine", True)):
         settings = TierSettings.of({"run_dir": "/nowhere", "weights_digest": digest})
         if works:
-            assert namespace_of_rows(None, spec, settings, row_bytes=row_bytes(spec)).chunk_tokens == BLOCK
+            assert (
+                namespace_of_rows(None, spec, settings, row_bytes=row_bytes(spec), weights=b"").chunk_tokens
+                == BLOCK
+            )
         else:
             with pytest.raises(ConfigError, match="weights_digest"):
-                namespace_of_rows(None, spec, settings, row_bytes=row_bytes(spec))
+                namespace_of_rows(None, spec, settings, row_bytes=row_bytes(spec), weights=b"")
 
 
 def _with_memory(config: Any, **extra: Any) -> Any:

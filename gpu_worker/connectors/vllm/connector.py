@@ -57,6 +57,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 settings,
                 link,
                 block_tokens=block_tokens,
+                blocks=kv_cache_config.num_blocks,
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
             )
@@ -158,13 +159,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.worker_side.end_forward(self._step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self.worker_side.forget(finished_req_ids)
         return None, self.worker_side.take_done() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker_side.take_failed()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self.worker_side.changes.take()
+        return self.worker_side.report()
 
     # ------------------------------------------------------------------------------------------------------- both
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
 import secrets
@@ -21,13 +22,13 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvstore.errors import StoreError
+from kvstore.gpu_worker.connectors.vllm.held import Held
 from kvstore.gpu_worker.connectors.vllm.identity import (
     build_of_vllm,
     check_settings,
     hash_protocol,
     namespace_of,
     vllm_version,
-    weights_digest,
 )
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.lookups import Lookups
@@ -42,9 +43,20 @@ from kvstore.types import ChunkKey
 TESTED = ("0.32", "0.33")
 MODULE = "kvstore.gpu_worker.connectors.vllm"
 CONNECTOR = "KVStoreConnector"
+PLUGINS, PLUGIN = "vllm.general_plugins", "attnstore"
 BLOCKS = 3
 BLOCK_TOKENS = 16
 """Where vLLM has not chosen yet."""
+
+
+class Modelless:
+    """A model runner that has loaded nothing."""
+
+    def __init__(self) -> None:
+        self._model = torch.nn.Module()
+
+    def get_model(self) -> torch.nn.Module:
+        return self._model
 
 
 class Failed(Exception):
@@ -156,7 +168,15 @@ class Patient:
         return f"{kind} attention in {model.get_total_num_hidden_layers()} layers, on {device}"
 
     def check_weights(self) -> str:
-        return f"digest {weights_digest(self.config, self.settings).hex()[:16]}"
+        known = {point.name for point in importlib.metadata.entry_points(group=PLUGINS)}
+        allowed = os.environ.get("VLLM_PLUGINS")
+        loaded = PLUGIN in known and (allowed is None or PLUGIN in allowed.split(","))
+        if not loaded and self.config.device_config.device_type == "cpu" and not self.settings.weights_digest:
+            raise Failed(
+                f"vLLM does not load the plug-in {PLUGIN}, and on a CPU nobody else sees the weights",
+                f"install attnstore where vLLM is, and name {PLUGIN} in VLLM_PLUGINS if that is set",
+            )
+        return "are read in full, out of the ranks' memory, once vLLM has loaded them"
 
     def check_hashes(self) -> str:
         return hash_protocol(self.config.cache_config.prefix_caching_hash_algo, os.environ)
@@ -179,12 +199,17 @@ class Patient:
             ranks = []
             for tensors in (given, got):
                 rank = WorkerSide(self.config, cache, settings, self._link(settings))
+                rank.held = Held(Modelless(), self.config, 0)
                 stack.callback(rank.close)
                 rank.register(dict(zip(layers, tensors, strict=True)))
                 ranks.append(rank)
             assert ranks[0].layout is not None and ranks[0].saver is not None
             name = namespace_of(
-                self.config, settings, {(0, 0): ranks[0].layout}, block_tokens=spec.block_size
+                self.config,
+                settings,
+                {(0, 0): ranks[0].layout},
+                block_tokens=spec.block_size,
+                weights=bytes(32),
             )
             link = self._link(settings)
             stack.callback(link.close)
@@ -220,6 +245,7 @@ class Patient:
         return f"{BLOCKS} blocks of {name.chunk_bytes >> 10} KiB saved, found and loaded in {took_ms:.0f} ms"
 
     def _step(self, rank: WorkerSide, metadata: StepMetadata) -> None:
+        metadata.weights = {0: 0}
         rank.begin(metadata)
         rank.load(metadata)
         rank.end_forward(metadata)

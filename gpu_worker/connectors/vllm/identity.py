@@ -1,7 +1,8 @@
 """What makes this replica's KV comparable with another's: the namespace, and what is refused because it could not be.
 
 vLLM's block hashes cover tokens, images, the adapter's name and the request's cache_salt; not the weights, not the
-layout, not an adapter's weights. The namespace covers the first two, `adapter_digest` the third.
+layout, not an adapter's weights. The namespace covers the first two, `adapted_key` the third. What the weights are is
+what the ranks hold in memory, never what lies in files by now: `held` digests it in each rank, `weights` asks for it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import struct
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from kvstore.errors import BadRequest, ConfigError, Unsupported
 from kvstore.gpu_worker.connectors.vllm.metadata import RankLayout
 from kvstore.gpu_worker.connectors.vllm.settings import Settings
+from kvstore.gpu_worker.identity import absorb, digest_of_files
 from kvstore.layout import GroupKind, GroupSpec, LayerSlice, NamespaceSpec
 
 GROUP = "kv"
@@ -37,7 +38,10 @@ DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 ROPE_BY_LENGTH = ("dynamic", "longrope")
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json")
 NOT_WEIGHTS = ("tokenizer", "special_tokens", "vocab", "added_tokens", "generation_config", "chat_template")
-HEADER_BYTES_MAX = 64 << 20
+ADAPTER_FIELDS = frozenset(
+    {"lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace", "is_3d_lora_weight"}
+)
+"""Of vLLM's requests for an adapter. One that has more may bring its weights with it."""
 
 
 def check_settings(config: Any) -> None:
@@ -135,9 +139,15 @@ def vllm_version() -> str:
 
 
 def namespace_of(
-    config: Any, settings: Settings, ranks: Mapping[tuple[int, int], RankLayout], *, block_tokens: int
+    config: Any,
+    settings: Settings,
+    ranks: Mapping[tuple[int, int], RankLayout],
+    *,
+    block_tokens: int,
+    weights: bytes,
 ) -> NamespaceSpec:
-    """The replica's namespace, from what all its ranks, by (pp, tp), say. Raises Unsupported, BadRequest."""
+    """The replica's namespace, from what all its ranks, by (pp, tp), say. `weights`: digest of those that all of them
+    hold (weights.Known). Raises Unsupported, BadRequest."""
     parallel = config.parallel_config
     stages, width = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     expected = {(stage, rank) for stage in range(stages) for rank in range(width)}
@@ -173,7 +183,7 @@ def namespace_of(
     cache = config.cache_config
     spec = NamespaceSpec(
         model=config.model_config.hf_config.model_type,
-        weights_digest=weights_digest(config, settings),
+        weights_digest=weights_digest(config, settings, weights),
         layout_fingerprint=(
             f"vllm-{vllm_version()}/{ranks[0, 0].backend}/{cache.cache_dtype}/{state.hexdigest()}"
         ),
@@ -240,85 +250,44 @@ def replicas_of(config: Any, kv_cache_config: Any) -> int:
 # ------------------------------------------------------------------------------------------------------------- weights
 
 
-def weights_digest(config: Any, settings: Settings) -> bytes:
-    """32 bytes over the model's config as vLLM runs it and its weight files: of each its name, header, size and time of
-    modification. Raises Unsupported where the files cannot be told."""
+def weights_digest(config: Any, settings: Settings, weights: bytes) -> bytes:
+    """32 bytes over the weights that the ranks hold, and the model's config as vLLM runs it."""
     model = config.model_config
     state = hashlib.blake2b(digest_size=32, person=b"kvs.vllm.weights")
     described = model.hf_config.to_dict()
     for name in ("_name_or_path", "transformers_version", "_commit_hash"):  # where from, read by what
         described.pop(name, None)
-    _absorb(state, json.dumps(described, sort_keys=True, default=str).encode())
-    _absorb(state, f"{model.dtype}/{model.quantization}/{config.load_config.load_format}".encode())
+    absorb(state, json.dumps(described, sort_keys=True, default=str).encode())
+    absorb(state, f"{model.dtype}/{model.quantization}".encode())
     rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
     if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ROPE_BY_LENGTH:
-        _absorb(state, f"max_model_len={model.max_model_len}".encode())
-    if settings.weights_digest:
-        _absorb(state, b"named", settings.weights_digest.encode())
-    elif config.load_config.load_format == "dummy":
-        raise Unsupported(
-            "weights without files cannot be told apart",
-            field="load_format",
-            value="dummy",
-            remedy="set weights_digest in kv_connector_extra_config",
-        )
-    elif os.path.isdir(model.model):
-        _absorb_folder(state, Path(model.model))
-    elif commit := getattr(model.hf_config, "_commit_hash", None):
-        _absorb(state, b"hub", str(model.model).encode(), str(commit).encode())
-    else:
-        raise Unsupported(
-            "its weight files are not in a folder and its revision is not known",
-            field="model",
-            value=model.model,
-            remedy="give the folder of the model, or set weights_digest in kv_connector_extra_config",
-        )
+        absorb(state, f"max_model_len={model.max_model_len}".encode())
+    absorb(state, weights, settings.weights_digest.encode())
     return state.digest()
 
 
 def adapter_digest(request: Any) -> bytes:
-    """32 bytes of a LoRA adapter's files. Raises Unsupported, OSError."""
-    if request.load_inplace:
+    """32 bytes over all contents of a LoRA adapter's files, as they are now; each is read once a process. Raises
+    Unsupported, OSError."""
+    if strange := set(getattr(request, "__struct_fields__", ())) - ADAPTER_FIELDS:
         raise Unsupported(
-            "adapters that are replaced in place", field="lora_request.load_inplace", value=True
+            "what an adapter is made of must lie in files", field="lora_request", value=sorted(strange)
         )
     folder = Path(request.lora_path)
     if not folder.is_dir():
         raise Unsupported("is no folder on this machine", field="lora_request.lora_path", value=folder)
+    files = {path for pattern in WEIGHT_FILES for path in folder.glob(pattern)}
+    files = {path for path in files if not path.name.startswith(NOT_WEIGHTS)}
+    if not any(path.suffix != ".json" for path in files):
+        raise Unsupported("has no weight files that we know", field="lora_request.lora_path", value=folder)
     state = hashlib.blake2b(digest_size=32, person=b"kvs.vllm.adapter")
-    _absorb_folder(state, folder)
+    absorb(state, digest_of_files(files), bytes([bool(request.is_3d_lora_weight)]))
     return state.digest()
 
 
 def adapted_key(adapter: bytes, block_hash: bytes) -> bytes:
     """A block's key under an adapter. vLLM's hash covers its name and path, where tomorrow another one may lie."""
     return hashlib.blake2b(block_hash, digest_size=32, key=adapter, person=b"kvs.vllm.lorakey").digest()
-
-
-def _absorb_folder(state: hashlib.blake2b, folder: Path) -> None:
-    files = sorted({path for pattern in WEIGHT_FILES for path in folder.glob(pattern)})
-    files = [path for path in files if not path.name.startswith(NOT_WEIGHTS)]
-    if not any(path.suffix != ".json" for path in files):
-        raise Unsupported("has no weight files that we know", field="model", value=folder)
-    for path in files:
-        status = path.stat()
-        head = _head(path, status.st_size)
-        _absorb(state, path.name.encode(), head, struct.pack("<QQ", status.st_size, status.st_mtime_ns))
-
-
-def _head(path: Path, size: int) -> bytes:
-    with path.open("rb") as file:
-        if path.suffix == ".json":
-            return file.read(HEADER_BYTES_MAX)
-        if path.suffix == ".safetensors":
-            length = int.from_bytes(file.read(8), "little")
-            return file.read(min(length, size, HEADER_BYTES_MAX))
-        return file.read(1 << 20)
-
-
-def _absorb(state: hashlib.blake2b, *parts: bytes) -> None:
-    for part in parts:
-        state.update(struct.pack("<Q", len(part)) + part)
 
 
 def build_of_vllm() -> str:

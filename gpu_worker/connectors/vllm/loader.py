@@ -103,6 +103,12 @@ class Loader:
             self._open += 1
         self._thread.submit(self._run, load, spec, time.monotonic() + self._load_s, self._generation)
 
+    def refuse(self, load: Load) -> None:
+        """It has ended, with nothing."""
+        with self._changed:
+            self._done.append((load, 0))
+            self._changed.notify_all()
+
     def take_done(self, wait_s: float = 0.0) -> tuple[set[str], set[int]]:
         """Requests whose loads have ended since the last call, and the blocks that are to be computed after all. Waits
         until there is one, if one is under way."""

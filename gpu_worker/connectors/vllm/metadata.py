@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,12 +21,30 @@ keeps the threads that work for it from the interpreter's lock. So each side wai
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """By which a request's chunks were named: a rank that holds another one under this id does not use them."""
+
+    number: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HeldAdapter:
+    """An adapter as a rank has loaded it. `digest`: 32 bytes; b"": not known."""
+
+    name: str
+    path: str
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Fill `blocks` (numbers in the paged cache) with the chunks `keys`, one each."""
 
     request: str
     keys: tuple[ChunkKey, ...]
     blocks: tuple[int, ...]
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +57,7 @@ class Save:
     blocks: tuple[int, ...]
     before: tuple[int, ...] = ()
     """Layer-wise only: the request's blocks in front of these."""
+    adapter: Adapter | None = None
 
 
 @dataclass
@@ -51,6 +70,11 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Sent when it changes: all ranks use the one that the scheduler's side made."""
     idle: bool = False
     """There is nothing to compute in this step."""
+    weights: Mapping[int, int] | None = None
+    """The ranks' generations (see held) for which chunks are named here; None: what they hold is not known, and nothing
+    may be loaded or saved."""
+    begun: tuple[str, ...] = ()
+    """Requests whose first step this is: what was loaded for them is used now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +117,18 @@ class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Changes since the report before; of one rank, or of all."""
 
     changes: list[Change] = field(default_factory=list)
+    generations: dict[int, int] = field(default_factory=dict)
+    """Of ranks, by number, that hold something else than the step's metadata said."""
+    adapters: dict[tuple[int, int], HeldAdapter] = field(default_factory=dict)
+    """By rank and id: those that were loaded."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         assert isinstance(other, RankReport), other
-        return RankReport(self.changes + other.changes)
+        return RankReport(
+            self.changes + other.changes,
+            self.generations | other.generations,
+            self.adapters | other.adapters,
+        )
 
 
 class Changes:
@@ -112,7 +144,7 @@ class Changes:
             with self._lock:
                 self._changes.append(Change(spec, tuple(keys), shard))
 
-    def take(self) -> RankReport | None:
+    def take(self) -> list[Change]:
         with self._lock:
             changes, self._changes = self._changes, []
-        return RankReport(changes) if changes else None
+        return changes

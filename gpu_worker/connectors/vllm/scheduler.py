@@ -9,6 +9,10 @@ there is something to compute.
 
 Only tokens that are accepted are saved: a block is named by vLLM's hash of its tokens, and vLLM hashes accepted ones
 alone; a rejected draft is in no hash.
+
+Chunks are named for the weights that the ranks hold (see `weights`). When these have changed, what is in vLLM's own
+cache was computed with others: its blocks are `_doubtful`, each until it is filled anew, and nothing that follows one
+is saved.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +35,8 @@ from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.lookups import Lookup, Lookups
 from kvstore.gpu_worker.connectors.vllm.metadata import (
     IDLE_S,
+    Adapter,
+    HeldAdapter,
     Load,
     RankLayout,
     RankReport,
@@ -38,6 +45,7 @@ from kvstore.gpu_worker.connectors.vllm.metadata import (
 )
 from kvstore.gpu_worker.connectors.vllm.settings import Settings
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
+from kvstore.gpu_worker.connectors.vllm.weights import Known, Watch, executor_under_construction
 from kvstore.keys import ROOT
 from kvstore.layout import NamespaceSpec
 from kvstore.types import ChunkKey
@@ -65,8 +73,18 @@ class Tracked:
 
 class SchedulerSide:
     def __init__(
-        self, config: Any, settings: Settings, link: Link, *, block_tokens: int, loads: bool, saves: bool
+        self,
+        config: Any,
+        settings: Settings,
+        link: Link,
+        *,
+        block_tokens: int,
+        blocks: int,
+        loads: bool,
+        saves: bool,
     ) -> None:
+        """`blocks`: how many vLLM's own cache has."""
+        self._blocks = blocks
         self._config = config
         self._settings = settings
         self._link = link
@@ -79,10 +97,22 @@ class SchedulerSide:
         self._loading: dict[str, Lookup] = {}
         """Pins of loads that the ranks have not reported yet."""
         self._doubtful: set[int] = set()
-        """Blocks that another connector (beside ours, in a MultiConnector) filled within a step. That such a load
-        failed is known only after the step, when they would be saved: so neither they are, nor what follows them."""
+        """Blocks that another connector (beside ours, in a MultiConnector) filled within a step: that such a load
+        failed is known only after the step, when they would be saved. And those that other weights have filled, or
+        another adapter of the same name. Neither they are saved, nor what follows them."""
         self._owner = secrets.token_bytes(16)
         self._resets = 0
+        self._ranks: dict[tuple[int, int], RankLayout] = {}
+        executor = executor_under_construction()
+        self._watch = Watch(executor, name=settings.weights_digest) if executor is not None else None
+        if self._watch is None:
+            log.warning("working without the store: this vLLM does not show what weights its ranks hold")
+        self._known: Known | None = None
+        """What the ranks hold; None: not known, and nothing is named."""
+        self._stepped = False
+        """vLLM's own cache may hold something."""
+        self._adapters: dict[tuple[int, int], HeldAdapter] = {}
+        """As the ranks have loaded them, by rank and id. A rank may have loaded another one since: it looks."""
         self._base: NamespaceSpec | None = None
         self._spec: NamespaceSpec | None = None
         self._spec_to_send: NamespaceSpec | None = None
@@ -93,37 +123,67 @@ class SchedulerSide:
 
     def meet_ranks(self, ranks: dict[tuple[int, int], RankLayout]) -> None:
         """Raises StoreError when their KV cannot be stored."""
-        self._base = namespace_of(self._config, self._settings, ranks, block_tokens=self._block_tokens)
-        self._use(self._base)
+        self._ranks = ranks
+        self._name(bytes(32))  # whatever the weights are
+        self._mind_weights()
+
+    def _name(self, weights: bytes) -> NamespaceSpec:
+        return namespace_of(
+            self._config, self._settings, self._ranks, block_tokens=self._block_tokens, weights=weights
+        )
 
     def _use(self, spec: NamespaceSpec) -> None:
         self._spec = self._spec_to_send = spec
         self._link.open(spec)
 
+    def _mind_weights(self) -> None:
+        """Before anything is named: what do the ranks hold, if that may have changed?"""
+        if self._watch is None or not self._watch.moved or not self._ranks:
+            return
+        before, self._known = self._known, self._watch.ask()
+        if self._known == before:
+            return
+        if self._stepped:
+            self._doubtful = set(range(self._blocks))
+        base = self._name(self._known.digest) if self._known is not None else None
+        if base is not None and base == self._base and self._spec is not None:
+            return  # the same weights, another adapter
+        self._base, self._spec = base, None
+        if base is not None:
+            self._use(reset_spec(base, self._owner, self._resets) if self._resets else base)
+        self._leave_the_past()
+
     def reset(self) -> bool:
         """The weights are others now, or whoever calls wants nothing of the past."""
-        if self._base is None:
+        if not self._ranks:
             return True
         self._resets += 1
         self.tally.add(resets=1)
-        self._use(reset_spec(self._base, self._owner, self._resets))
+        if self._base is not None:
+            self._use(reset_spec(self._base, self._owner, self._resets))
+        self._leave_the_past()
+        return True
+
+    def _leave_the_past(self) -> None:
+        """Nothing that was found or computed before counts any more."""
         if self.events is not None:
             self.events.reset()
         for tracked in self._requests.values():
             self._end_lookup(tracked)
             # Not one that still waits: its KV is yet to be computed. One that loads may have what it wanted already.
             tracked.stale = bool(tracked.blocks) or tracked.tried == tracked.request.num_preemptions
-        return True
 
     # ---------------------------------------------------------------------------------------------------- lookup
 
     def on_new_request(self, request: Any) -> None:
+        self._mind_weights()
         tracked = self._requests[request.request_id] = Tracked(request)
         if _usable(request):
             self._look_up(tracked)
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens beyond `num_computed_tokens` to load, whether the request is parked meanwhile); None: ask again."""
+        self._mind_weights()
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
             tracked.own = num_computed_tokens
@@ -154,6 +214,9 @@ class SchedulerSide:
         tokens = (hits - local) * self._block_tokens
         if tokens <= 0 or tokens < self._settings.load_tokens_min:
             return 0, False
+        if request.lora_request is not None and not self._hold(request.lora_request, lookup.adapter):
+            tracked.tried = request.num_preemptions  # computed; not asked again in the next step
+            return 0, False
         lookup.local = local
         return tokens, not self._settings.layerwise
 
@@ -171,16 +234,43 @@ class SchedulerSide:
         self._end_lookup(tracked)
         limit = (request.num_tokens - 1) // self._block_tokens
         hashes = [bytes(block_hash) for block_hash in request.block_hashes[:limit]]
-        lora = request.lora_request
         tracked.lookup = self._lookups.start(
-            self._spec,
-            hashes if self._may_load else [],
-            (lambda: adapter_digest(lora)) if lora is not None else bytes,
-            _key,
+            self._spec, hashes if self._may_load else [], self._digest_of(request.lora_request), _key
         )
         tracked.lookup.preemptions = request.num_preemptions
         self.tally.add(lookups=1)
         return tracked.lookup
+
+    def _digest_of(self, lora: Any) -> Callable[[], bytes]:
+        """Digest of a request's adapter: as the ranks hold it, else of the files that they would load. Whether they
+        did is seen before anything is loaded (`_hold`), and by each rank before it loads or saves."""
+        if lora is None:
+            return bytes
+        if digest := self._held(lora):
+            return lambda: digest
+        return lambda: adapter_digest(lora)
+
+    def _held(self, lora: Any) -> bytes:
+        """Digest of the adapter as all ranks hold it; b"": they do not, or it is not known."""
+        ranks = self._known.generations if self._known is not None else ()
+        held = {self._adapters.get((rank, lora.lora_int_id)) for rank in ranks}
+        known = held.pop() if len(held) == 1 else None
+        return known.digest if known and (known.name, known.path) == (lora.lora_name, lora.lora_path) else b""
+
+    def _hold(self, lora: Any, digest: bytes | None) -> bool:
+        """Whether all ranks hold the adapter that chunks are named by. The first time they are made to load it, as they
+        would with the request's first step."""
+        held = self._held(lora)
+        if not held:
+            assert self._watch is not None
+            held, generations = self._watch.adapter(lora)
+            if not held or self._known is None or generations != self._known.generations:
+                self._watch.moved = True
+                return False
+            for rank in generations:
+                adapter = HeldAdapter(lora.lora_name, lora.lora_path, held)
+                self._adapters[rank, lora.lora_int_id] = adapter
+        return held == digest
 
     def _end_lookup(self, tracked: Tracked) -> None:
         if tracked.lookup is not None:
@@ -207,8 +297,10 @@ class SchedulerSide:
                 request.request_id,
                 lookup.keys[first : first + count],
                 tuple(block_ids[first : first + count]),
+                _adapter(request, lookup.adapter),
             )
         )
+        self._doubtful.difference_update(block_ids[first : first + count])
         tracked.own = (first + count) * self._block_tokens
         tracked.tried = request.num_preemptions
         tracked.saved = max(tracked.saved, lookup.hits)
@@ -216,7 +308,14 @@ class SchedulerSide:
         self.tally.add(hit_tokens=num_external_tokens)
 
     def step(self, output: Any) -> StepMetadata:
-        metadata = StepMetadata(loads=self._loads, spec=self._spec_to_send)
+        self._mind_weights()
+        self._stepped = True
+        metadata = StepMetadata(
+            loads=self._loads,
+            spec=self._spec_to_send,
+            weights=self._known.generations if self._known is not None else None,
+            begun=tuple(new.req_id for new in output.scheduled_new_reqs),
+        )
         self._loads, self._spec_to_send = [], None
         if self._settings.layerwise:
             # Loaded in the step before; the ranks hold leases of their own.
@@ -280,7 +379,7 @@ class SchedulerSide:
             # Computed again, after a load that failed or a preemption.
             metadata.fresh.update(tracked.blocks[begun : tracked.saved])
             tracked.saved = begun
-        if not self._may_save or tracked.stale or not _usable(request):
+        if not self._may_save or self._spec is None or tracked.stale or not _usable(request):
             return
         full = min(len(request.block_hashes), (computed + count) // self._block_tokens, len(tracked.blocks))
         if full <= tracked.saved or not self._doubtful.isdisjoint(tracked.blocks[:full]):
@@ -298,6 +397,7 @@ class SchedulerSide:
                 keys=tuple(tracked.keys[first:full]),
                 blocks=tuple(tracked.blocks[first:full]),
                 before=tuple(tracked.blocks[:first]) if self._settings.layerwise else (),
+                adapter=_adapter(request, adapter),
             )
         )
         if self.events is not None:
@@ -318,7 +418,11 @@ class SchedulerSide:
                 lookup.end()
 
     def reported(self, report: RankReport) -> None:
-        """What became of chunks, as their ranks say."""
+        """What became of chunks, and what the ranks hold, as they say."""
+        self._adapters.update(report.adapters)
+        if self._known is not None and self._watch is not None:
+            known = self._known.generations
+            self._watch.moved |= any(known.get(rank) != now for rank, now in report.generations.items())
         if self.events is None or self._spec is None:
             return
         for change in report.changes:
@@ -346,6 +450,12 @@ class SchedulerSide:
 def _usable(request: Any) -> bool:
     """Prompts of embeddings have no tokens to name their KV by; sessions that are fed as they go change theirs."""
     return request.prompt_embeds is None and not getattr(request, "resumable", False)
+
+
+def _adapter(request: Any, digest: bytes | None) -> Adapter | None:
+    if request.lora_request is None:
+        return None
+    return Adapter(request.lora_request.lora_int_id, digest or b"")
 
 
 def _key(adapter: bytes, block_hash: bytes) -> bytes:

@@ -60,6 +60,7 @@ from kvstore.gpu_worker.connectors.vllm.tier_identity import (
     is_prefix_only,
     namespace_of_rows,
 )
+from kvstore.gpu_worker.connectors.vllm.weights import Known, Watch, executor_under_construction
 from kvstore.keys import ROOT
 from kvstore.types import KEY_BYTES_MAX, ChunkKey
 
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
     from kvstore.client import Namespace
+    from kvstore.layout import NamespaceSpec
 
 ASK_THREADS, LOAD_THREADS, SAVE_THREADS = 2, 2, 1
 WAITING_MAX = 1024
@@ -78,6 +80,8 @@ HINT_AFTER_S = 0.05
 HINT_AGAIN_S = 20.0
 REMEMBERED_MAX = 65_536
 """Keys that were announced as stored, so that their loss can be; events that nobody took yet."""
+POLL_S = 30.0
+"""Between two questions to the ranks whether their weights changed without a call."""
 VERDICTS = {
     Verdict.HIT: LookupResult.HIT,
     Verdict.MISS: LookupResult.MISS,
@@ -162,8 +166,20 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self.locality = _locality(settings.locality)
         engine = engine_under_construction()
         row_bytes = self.block_size_bytes
-        self._base = namespace_of_rows(engine, offloading_spec, settings, row_bytes=row_bytes)
-        self._spec = self._base
+        name = functools.partial(namespace_of_rows, engine, offloading_spec, settings, row_bytes=row_bytes)
+        self._name: Callable[[bytes], NamespaceSpec] = lambda weights: name(weights=weights)
+        executor = executor_under_construction()
+        self._watch = Watch(executor, name=settings.weights_digest) if executor is not None else None
+        self._known: Known | None = None
+        """What the ranks hold; None: not known, and nothing is named (where there is no watch: what settings say)."""
+        self._poll_at = 0.0
+        self._mixed = False
+        """vLLM's own memory has rows, or requests run, from before the last change of the weights: nothing is saved."""
+        self._used = False
+        """Whether there were requests since vLLM's own memory was emptied."""
+        self._base: NamespaceSpec | None = None
+        self._spec: NamespaceSpec | None = None
+        self._name(bytes(32) if self._watch is not None else b"")  # whatever the weights are
         self._settings = settings
         self._prefix = is_prefix_only(engine)
         self._groups = tuple(group.group_id for group in offloading_spec.config.groups)
@@ -216,16 +232,59 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         )
         self._finished: list[JobResult] = []
         """Not told yet."""
-        self._link.open(self._spec)
+        if self._watch is None:
+            self._base = self._spec = self._name(b"")
+            self._link.open(self._spec)
+        self._mind_weights()
 
     def _namespace(self, timeout_s: float) -> Namespace | None:
-        """For threads. Of the engine's present epoch."""
-        return self._link.namespace(self._spec, timeout_s)
+        """For threads. Of the engine's present weights and epoch."""
+        spec = self._spec
+        return self._link.namespace(spec, timeout_s) if spec is not None else None
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    def _mind_weights(self) -> None:
+        """Before anything is named: what do the ranks hold, if that may have changed?
+
+        vLLM's own memory keeps rows that other weights have made, until it is reset, and gives them to requests whose
+        next rows it then wants saved. So after a change nothing is saved before the reset.
+        """
+        if self._watch is None:
+            return
+        now = time.monotonic()
+        if self._known is not None and now >= self._poll_at:
+            self._poll_at = now + POLL_S
+            self._watch.poll(self._known)
+        if not self._watch.moved:
+            return
+        before, self._known = self._known, self._watch.ask()
+        self._poll_at = now + POLL_S
+        if self._known == before:
+            return
+        # Rows that are being saved are of the weights before; what is being loaded is too.
+        self._drain(now)
+        base = self._name(self._known.digest) if self._known is not None else None
+        self._base, self._spec = base, None
+        self._mixed = self._used or bool(self._requests)
+        if self._mixed:
+            log.info(
+                "the weights have changed: nothing is saved before reset_prefix_cache(reset_connector=True)"
+            )
+        if base is not None:
+            self._use(base)
+        self._leave_the_past()
+
+    def _use(self, base: NamespaceSpec) -> None:
+        self._spec = reset_spec(base, self._owner, self._resets) if self._resets else base
+        self._link.open(self._spec)
 
     # --------------------------------------------------------------------------------------------------- requests
 
     @harmless(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._mind_weights()
+        self._used = True
         self._inquiry(req_context.req_id)
         if req_context.kv_hints is not None:
             self._obey(req_context.req_id, req_context.kv_hints)
@@ -259,7 +318,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     @harmless(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if self._closed or not 0 < len(key) <= KEY_BYTES_MAX:
+        self._mind_weights()
+        if self._closed or self._spec is None or not 0 < len(key) <= KEY_BYTES_MAX:
             return LookupResult.MISS
         inquiry = self._inquiry(req_context.req_id)
         verdict = inquiry.verdict(ChunkKey(key), time.monotonic(), keys_max=self._rows.count)
@@ -328,7 +388,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _store(self, given: TransferJob) -> None:
         transfer, context = self._job(given, self._settings.save_ms), given.req_context
-        if self._closed or context.req_id in self._stale:
+        self._used = True
+        self._mind_weights()
+        if self._closed or self._mixed or self._spec is None or context.req_id in self._stale:
             self._saver.refuse(transfer)
         else:
             self._saver.start(transfer, self._parents(transfer.keys, context))
@@ -430,8 +492,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def _begin_epoch(self) -> None:
         self._resets += 1
         self.tally.add(resets=1)
-        self._spec = reset_spec(self._base, self._owner, self._resets)
-        self._link.open(self._spec)
+        if self._base is not None:
+            self._use(self._base)
+        # vLLM's own memory is empty now. What requests that run have computed is `_stale`.
+        self._mixed, self._used = False, bool(self._requests)
+        self._leave_the_past()
+
+    def _leave_the_past(self) -> None:
         for name, inquiry in self._requests.items():
             self._waits_no_more(name)
             inquiry.again()

@@ -49,7 +49,7 @@ def round_trip(config: Any, cache: KVCacheConfig, settings: TierSettings, timeou
     spec = OffloadingSpecFactory.create_spec(build_offloading_config(config, cache))
     settings = dataclasses.replace(settings, salt=f"doctor {secrets.token_hex(16)}")
     row_bytes = int(spec.kv_bytes_per_chunk)
-    name = namespace_of_rows(Engine(config, cache), spec, settings, row_bytes=row_bytes)
+    name = namespace_of_rows(Engine(config, cache), spec, settings, row_bytes=row_bytes, weights=bytes(32))
     keys = [ChunkKey(secrets.token_bytes(36)) for _ in range(ROWS)]
     with contextlib.ExitStack() as stack:
         fd = os.memfd_create("kvctl-doctor")

@@ -97,9 +97,15 @@ def is_prefix_only(engine: Engine | None) -> bool:
 
 
 def namespace_of_rows(
-    engine: Engine | None, offloading: OffloadingSpec, settings: TierSettings, *, row_bytes: int
+    engine: Engine | None,
+    offloading: OffloadingSpec,
+    settings: TierSettings,
+    *,
+    row_bytes: int,
+    weights: bytes,
 ) -> NamespaceSpec:
-    """Raises Unsupported, ConfigError, BadRequest."""
+    """`weights`: digest of those that all ranks hold (weights.Known); b"" where vLLM does not show its ranks. Raises
+    Unsupported, ConfigError, BadRequest."""
     given = offloading.config
     layout = {
         "row_bytes": row_bytes,
@@ -116,14 +122,14 @@ def namespace_of_rows(
             *(given.parallel.pcp_size, given.parallel.dcp_size),
         ],
     }
-    if engine is not None:
+    if engine is not None and (weights or settings.weights_digest):
         check_engine(engine)
         specs = [group.kv_cache_spec for group in engine.kv_cache_config.kv_cache_groups]
         layout["specs"] = [repr(spec) for spec in specs]
         model = engine.config.model_config.hf_config.model_type
         backend = _backend(engine, specs)
         dtype = str(engine.config.cache_config.cache_dtype)
-        digest = weights_digest(engine.config, Settings(weights_digest=settings.weights_digest))
+        digest = weights_digest(engine.config, Settings(weights_digest=settings.weights_digest), weights)
         protocol = hash_protocol(engine.config.cache_config.prefix_caching_hash_algo, os.environ)
         latent = all(isinstance(spec, MLAAttentionSpec) for spec in specs)
     else:

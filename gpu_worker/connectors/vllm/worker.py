@@ -13,10 +13,20 @@ import torch
 
 from kvstore.gpu_worker.connectors.vllm.blocks import PagedBlocks
 from kvstore.gpu_worker.connectors.vllm.events import events_wanted
+from kvstore.gpu_worker.connectors.vllm.held import Held, held_by
 from kvstore.gpu_worker.connectors.vllm.identity import backend_of, group_of, replicas_of, vllm_version
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.loader import LayerLoad, Loader
-from kvstore.gpu_worker.connectors.vllm.metadata import IDLE_S, Changes, RankLayout, Save, StepMetadata
+from kvstore.gpu_worker.connectors.vllm.metadata import (
+    IDLE_S,
+    Adapter,
+    Changes,
+    Load,
+    RankLayout,
+    RankReport,
+    Save,
+    StepMetadata,
+)
 from kvstore.gpu_worker.connectors.vllm.saver import Copied, Saver, Shard
 from kvstore.gpu_worker.connectors.vllm.settings import Settings
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
@@ -49,6 +59,13 @@ class WorkerSide:
         """Layer-wise: blocks that were not loaded and that attention may already have read; what is computed behind
         them is no KV of its tokens."""
         self._bad_unreported: set[int] = set()
+        self.held: Held | None = None
+        """What this rank holds; None: nobody has asked yet, and nothing is loaded or saved."""
+        self._rank = config.parallel_config.rank
+        self._trusted: int | None = None
+        """The generation at which this step's chunks are named; None: they are named for something else."""
+        self._arrived: dict[str, tuple[Load, int]] = {}
+        """Whole loads of requests that have not begun to compute, and the generation that they were begun at."""
 
     def register(self, tensors: dict[str, torch.Tensor]) -> None:
         """Raises Unsupported for tensors that cannot be stored."""
@@ -82,23 +99,65 @@ class WorkerSide:
 
     def begin(self, metadata: StepMetadata) -> None:
         self._idle = metadata.idle
+        if self.held is None:
+            self.held = held_by(self._config, self._rank)
+        before, self._trusted = self._trusted, self._generation(metadata)
+        if self._loader is not None and (metadata.spec is not None or before != self._trusted):
+            self._loader.void()
         if metadata.spec is not None:
-            if self._loader is not None:
-                self._loader.void()
             self._spec = metadata.spec
             self._link.open(metadata.spec)
         self._bad -= metadata.fresh
+        for name in metadata.begun:
+            self._use(name)
+
+    def _generation(self, metadata: StepMetadata) -> int | None:
+        """Of what this rank holds, if the step's chunks are named for that."""
+        if self.held is None or metadata.weights is None:
+            return None
+        generation = self.held.check()
+        return generation if metadata.weights.get(self.held.rank) == generation else None
+
+    def _is(self, adapter: Adapter | None) -> bool:
+        """Whether this rank holds the very adapter by which a chunk is named."""
+        if adapter is None:
+            return True
+        return self.held is not None and self.held.adapter(adapter.number) == adapter.digest != b""
+
+    def _use(self, name: str) -> None:
+        """A request computes from now on, behind what was loaded for it: unless that is another model's by now."""
+        load, generation = self._arrived.pop(name, (None, None))
+        if load is not None and (generation != self._trusted or not self._is(load.adapter)):
+            self._bad_unreported.update(load.blocks)
+            self.tally.add(blocks_failed=len(load.blocks))
 
     def load(self, metadata: StepMetadata) -> None:
         """Whole loads are begun and go on behind the steps to come; layer-wise ones are awaited in this step."""
         if self._loader is None or not metadata.loads:
             return
-        assert self._spec is not None, "nothing can be found before it is sent"
-        if self._settings.layerwise:
-            self._layer_loads = self._loader.start_layers(metadata.loads, self._spec)
-            return
+        good = [load for load in metadata.loads if self._trusted is not None and self._is(load.adapter)]
         for load in metadata.loads:
+            if load not in good:
+                self._refuse(load)
+        if not good:
+            return
+        assert self._spec is not None and self._trusted is not None, "nothing can be found before it is sent"
+        if self._settings.layerwise:
+            self._layer_loads = self._loader.start_layers(good, self._spec)
+            return
+        for load in good:
+            self._arrived[load.request] = (load, self._trusted)
             self._loader.start(load, self._spec)
+
+    def _refuse(self, load: Load) -> None:
+        """It is named for another model than this rank holds."""
+        assert self._loader is not None
+        self.tally.add(blocks_failed=len(load.blocks))
+        if self._settings.layerwise:
+            self._bad.update(load.blocks)
+            self._bad_unreported.update(load.blocks)
+        else:
+            self._loader.refuse(load)
 
     def await_layer(self, name: str) -> None:
         assert self.blocks is not None
@@ -137,7 +196,8 @@ class WorkerSide:
             return []
         taken = []
         for save in metadata.saves:
-            shards = self.saver.buffers(len(save.blocks)) if self._link.promising else []
+            good = self._trusted is not None and self._link.promising and self._is(save.adapter)
+            shards = self.saver.buffers(len(save.blocks)) if good else []
             self.tally.add(blocks_dropped=len(save.blocks) - len(shards))
             if shards:
                 taken.append((save, shards))
@@ -154,7 +214,9 @@ class WorkerSide:
         assert self.saver is not None
         spec = self._spec
         spoilt = not self._bad.isdisjoint((*save.before, *save.blocks))
-        if spec is None or spoilt:
+        # Weights may have changed beneath the step.
+        other = self.held is None or self._trusted != self.held.check() or not self._is(save.adapter)
+        if spec is None or spoilt or other:
             self.tally.add(blocks_dropped=len(shards))
             self.saver.give_back(shards)
             return
@@ -183,6 +245,20 @@ class WorkerSide:
         done, failed = self._loader.take_done(IDLE_S if self._idle else 0.0)
         self._bad_unreported |= failed
         return done
+
+    def forget(self, requests: set[str]) -> None:
+        """Requests that have ended."""
+        for name in requests:
+            self._arrived.pop(name, None)
+
+    def report(self) -> RankReport | None:
+        """For the scheduler's side."""
+        report = RankReport(self.changes.take())
+        if self.held is not None:
+            report.adapters = self.held.take_news()
+            if self._trusted != self.held.generation:
+                report.generations = {self.held.rank: self.held.generation}
+        return report if report.changes or report.adapters or report.generations else None
 
     def take_failed(self) -> set[int]:
         failed, self._bad_unreported = self._bad_unreported, set()

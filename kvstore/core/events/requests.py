@@ -402,6 +402,14 @@ class IndexUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskTrouble:
+    """Others did something to the SSD tier's files, or a limit of the system's stands against them: no call has failed,
+    but what is written now may not last. Probes fail until it is mended."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class DiskDone:
     """A disk op has returned: one result per record, or per op for ProbeDisk, CreateSlab's failure and WriteIndex.
 
@@ -464,6 +472,7 @@ Event = (
     | OpFailed
     | SlabReady
     | DiskDone
+    | DiskTrouble
     | Tick
     | Idle
 )

@@ -60,9 +60,10 @@ class Sessions:
         session = self.state.sessions.get(namespace.id, event.session, self.state.now)
         if session is None:
             return ev.SessionInfo(event.session, 0, (), 0)
-        return self._info(session)
+        return self.info(session)
 
-    def _info(self, session: Session) -> ev.SessionInfo:
+    def info(self, session: Session) -> ev.SessionInfo:
+        """The session as it is now; no use of it."""
         entries = session.manifest.entries(self.state.chunks.key)
         return ev.SessionInfo(session.name, session.version, entries, self._usable(session))
 
@@ -221,7 +222,7 @@ class Sessions:
             state.dirty_sessions.setdefault((namespace.id, name), state.now)
         while sessions.entries > state.limits.manifest_entries_max and sessions.oldest() is not session:
             self._drop_oldest()
-        return self._info(session)
+        return self.info(session)
 
     def _drop_oldest(self) -> None:
         self.state.counters["sessions_dropped"] += 1

@@ -521,7 +521,8 @@ class Durability:
         """Answer `ticket` when the chunks are on SSD and indexed; at once, with an error, if that cannot be now."""
         state = self.state
         if state.disk_state is not DiskState.OK:
-            self._answer_not_durable(ticket, f"the SSD tier is {state.disk_state.name.lower()}")
+            why = f": {state.disk_why}" if state.disk_why else ""
+            self._answer_not_durable(ticket, f"the SSD tier is {state.disk_state.name.lower()}{why}")
             return
         chunks = tuple((namespace.id, key) for key in keys)
         missing = {chunk for chunk in chunks if not self._is_durable(chunk)}

@@ -8,8 +8,9 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DURABLE
+from kvstore.errors import Unavailable
 from kvstore.sim.disk import DiskWorld
-from kvstore.sim.world import PAGE, chain, spec
+from kvstore.sim.world import PAGE, World, chain, spec
 from kvstore.types import DiskResult, DiskState, NamespaceId, Outcome, Reason, WorkerId
 
 from .test_disk import cold, small, start
@@ -123,6 +124,42 @@ def test_a_probe_that_fails_is_repeated_at_its_interval() -> None:
         world.tick(99)
         assert world.of(ev.ProbeDisk) == []
     assert world.health() is DiskState.READ_ONLY
+
+
+def test_files_that_somebody_touched_take_nothing_until_a_probe_finds_them_in_order() -> None:
+    """No call failed: what is there is served, nothing new is promised, and the reason is the last one told."""
+    world, worker, namespace = start(probe_interval_ms=100)
+    world.save(worker, namespace, chain("k", 1))
+    world.step(ev.DiskTrouble("a slab file was removed"))
+    assert world.health() is DiskState.READ_ONLY
+    assert world.store.state.disk_why == "a slab file was removed"
+    with pytest.raises(Unavailable, match="read_only: a slab file was removed"):
+        raise world.durable_answer(worker, world.save_durably(worker, namespace, chain("d", 1)))
+    assert world.where(namespace, chain("d", 1)) == ["dram"]
+    world.faults = {ev.ProbeDisk: DiskResult.IO_ERROR}
+    for _ in range(20):
+        world.tick(100)
+    world.step(ev.DiskTrouble("two slab files were removed"))
+    assert (world.health(), world.store.state.disk_why) == (
+        DiskState.READ_ONLY,
+        "two slab files were removed",
+    )
+    assert world.counters["ssd_degraded_read_only"] == 1
+    assert world.fetch(worker, namespace, chain("k", 1)) == ["HIT"]
+    world.faults = {}
+    world.tick(100)
+    assert (world.health(), world.store.state.disk_why) == (DiskState.OK, "")
+    assert world.where(namespace, chain("d", 1)) == ["dram+ssd"]
+
+
+def test_trouble_with_files_heals_no_tier_that_is_off_and_makes_none() -> None:
+    world, _, _, _ = late_read()
+    world.tick(400)
+    world.step(ev.DiskTrouble("a slab file was cut"))
+    assert world.health() is DiskState.OFF
+    without = World()
+    without.step(ev.DiskTrouble("nothing is there"))
+    assert without.store.state.disk_state is DiskState.ABSENT
 
 
 def test_what_waits_behind_a_late_read_is_told_too() -> None:

@@ -58,6 +58,7 @@ class Fuzz:
             incomplete_ttl_ms=700,
             ghosts_max=20,
             remembered_answers_max=8,
+            remembered_rows_max=self.random.choice((0, 4)),
             sessions_max=10,
             manifest_entries_max=200,
             waits_per_worker_max=4,
@@ -132,7 +133,7 @@ class Fuzz:
         answer = self.world.ask(kind, worker, *args, **named)
         remembered = kind not in (ev.Match, ev.GetSession, ev.ListSessions, ev.Explain, ev.GetStats)
         if remembered and answer is not None and self.random.random() < 0.2:
-            assert self.world.ask(kind, worker, *args, request_id=request, **named) is answer
+            assert self.world.ask(kind, worker, *args, request_id=request, **named) == answer
         return answer
 
     # -------------------------------------------------------------------------------------------------------- steps

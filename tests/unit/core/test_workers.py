@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
-from kvstore.core import workers as workers_module
+from kvstore.core.requests.outlines import Outline, SessionOutline
 from kvstore.errors import BadRequest, Conflict, NotFound, Precondition, Unauthenticated
 from kvstore.layout import GroupSpec
 from kvstore.sim.world import PAGE, World, chain, spec
@@ -210,6 +210,16 @@ def test_one_engine_may_have_other_models_adapters_weights_and_epochs() -> None:
         world.open(replace(base, weights_epoch=2, tensor_parallel=2), second)
 
 
+def test_a_remote_caller_is_no_engine() -> None:
+    """Its connection may be a proxy's, with several callers behind it."""
+    world = World()
+    worker = world.join(remote=True)
+    numbers = {
+        world.open(replace(spec(), layout_fingerprint=layout), worker) for layout in ("one", "two", "one")
+    }
+    assert len(numbers) == 2
+
+
 def test_what_is_remembered_of_an_engine_s_namespaces_is_bounded() -> None:
     world = World()
     worker = world.join()
@@ -329,9 +339,8 @@ def test_remembered_answers_are_bounded_in_number() -> None:
 
 
 @pytest.mark.parametrize("kind", ["extents", "entries"])
-def test_remembered_answers_are_bounded_in_size(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers_module, "REMEMBERED_ROWS_MAX", 20)
-    world = World()
+def test_answers_that_are_kept_whole_are_bounded_in_size(kind: str) -> None:
+    world = World(remembered_rows_max=20)
     worker = world.join()
     namespace = world.open(spec(), worker)
     world.save(worker, namespace, chain("k", 8))
@@ -339,22 +348,105 @@ def test_remembered_answers_are_bounded_in_size(kind: str, monkeypatch: pytest.M
         if kind == "extents":
             world.ask(ev.Acquire, worker, namespace, chain("k", 8), request_id=request)
         else:
-            entries = tuple(ev.SessionEntry(key, 4 * i, 4) for i, key in enumerate(chain("k", 8)))
             name = b"%d" % request
-            world.ask(ev.UpdateSession, worker, namespace, name, 0, 0, entries, request_id=request)
+            world.ask(ev.UpdateSession, worker, namespace, name, 0, 0, entries("k", 8), request_id=request)
     memory = world.store.state.workers[worker].memory
-    assert [number for number in range(900, 904) if memory.recall(number)] == [902, 903]
+    memory.check()
+    whole = [number for number in range(900, 904) if not isinstance(memory.recall(number), Outline)]
+    assert whole == [902, 903]
 
 
-def test_a_big_answer_is_remembered_all_the_same_until_the_next() -> None:
+def entries(name: str, count: int, *, first: int = 0) -> tuple[ev.SessionEntry, ...]:
+    return tuple(
+        ev.SessionEntry(key, 4 * (first + at), 4) for at, key in enumerate(chain(name, first + count)[first:])
+    )
+
+
+class Repeating:
+    """A worker whose answers are kept whole only if they are the newest, and eight chunks."""
+
+    def __init__(self) -> None:
+        self.world = World(remembered_rows_max=1)
+        self.worker = self.world.join()
+        self.namespace = self.world.open(spec(), self.worker)
+        self.world.save(self.worker, self.namespace, chain("k", 8))
+
+    def ask(self, number: int, kind: type, *args: Any) -> Any:
+        return self.world.ask(kind, self.worker, self.namespace, *args, request_id=number)
+
+    def forget_rows(self) -> None:
+        """Another large answer: of the ones before an outline is left."""
+        lease = self.world.ask(ev.Acquire, self.worker, self.namespace, chain("k", 8)).lease
+        self.world.ask(ev.Release, self.worker, (lease,))
+
+
+def test_a_large_answer_does_not_push_out_the_others() -> None:
+    repeating = Repeating()
+    world, worker, namespace = repeating.world, repeating.worker, repeating.namespace
+    reserved = world.ask(ev.Reserve, worker, namespace, chain("r", 2))
+    committed = world.ask(ev.Commit, worker, reserved.reservation, world.write(reserved), request_id=900)
+    repeating.forget_rows()
+    assert world.ask(ev.Commit, worker, reserved.reservation, (), request_id=900) is committed
+
+
+def test_a_repeated_update_of_which_only_an_outline_is_left_is_answered_as_carried_out() -> None:
+    repeating = Repeating()
+    update = (b"s", 0, 0, entries("k", 8))
+    first = repeating.ask(900, ev.UpdateSession, *update)
+    repeating.forget_rows()
+    assert repeating.ask(900, ev.UpdateSession, *update) == first
+    fork = repeating.ask(901, ev.Fork, b"s", b"t")
+    cut = repeating.ask(902, ev.Truncate, b"s", first.version, 4, 4)
+    repeating.forget_rows()
+    assert repeating.ask(901, ev.Fork, b"s", b"t") == fork
+    assert repeating.ask(902, ev.Truncate, b"s", first.version, 4, 4) == cut
+    # The session has moved on: the outcome is told all the same, and that its entries are not known any more.
+    moved_on = ev.SessionInfo(b"s", first.version, (), 0, entries_forgotten=True)
+    assert repeating.ask(900, ev.UpdateSession, *update) == moved_on
+    assert repeating.ask(990, ev.GetSession, b"s").version == cut.version, "nothing was carried out twice"
+    repeating.ask(903, ev.Forget, b"t")
+    forgotten = ev.SessionInfo(b"t", fork.version, (), 0, entries_forgotten=True)
+    assert repeating.ask(901, ev.Fork, b"s", b"t") == forgotten
+    assert repeating.ask(991, ev.GetSession, b"t").version == 0
+
+
+def test_a_repeated_acquire_of_which_only_an_outline_is_left_gets_the_same_lease() -> None:
+    repeating = Repeating()
+    leases = repeating.world.store.state.leases.leases
+    keys = (*chain("k", 8), *chain("x", 2))
+    first = repeating.ask(900, ev.Acquire, keys)
+    repeating.forget_rows()
+    assert repeating.ask(900, ev.Acquire, keys) == first and len(first.extents) == 8
+    assert list(leases) == [first.lease]
+    repeating.world.ask(ev.Release, repeating.worker, (first.lease,))
+    second = repeating.ask(900, ev.Acquire, keys)
+    assert list(leases) == [second.lease] and second.lease != first.lease, "the first one is gone"
+    assert repeating.ask(900, ev.Acquire, keys) == second
+
+
+def test_a_repeated_reserve_of_which_only_an_outline_is_left_gets_the_same_reservation() -> None:
+    repeating = Repeating()
+    reservations = repeating.world.store.state.reservations
+    keys = (*chain("k", 2), *chain("r", 4))
+    first = repeating.ask(900, ev.Reserve, keys)
+    repeating.forget_rows()
+    assert repeating.ask(900, ev.Reserve, keys) == first and len(first.extents) == 4
+    assert list(reservations) == [first.reservation]
+    repeating.world.ask(ev.Abort, repeating.worker, (first.reservation,))
+    second = repeating.ask(900, ev.Reserve, keys)
+    assert list(reservations) == [second.reservation] and second.results == first.results
+
+
+def test_a_big_answer_is_kept_whole_until_the_next() -> None:
     world = World()
     worker = world.join()
     memory = world.store.state.workers[worker].memory
     huge = ev.SessionInfo(b"s", 1, (ev.SessionEntry(chain("k", 1)[0], 0, 1),) * 20_000, 0)
     memory.remember(1, huge)
-    assert memory.recall(1) is huge
     memory.remember(2, ev.Done())
-    assert memory.recall(1) is None and memory.recall(2) == ev.Done()
+    assert memory.recall(1) is huge
+    memory.remember(3, huge)
+    assert memory.recall(1) == SessionOutline(b"s", 1) and memory.recall(2) == ev.Done()
 
 
 def test_a_conflict_of_two_commits_is_not_remembered_for_the_first() -> None:

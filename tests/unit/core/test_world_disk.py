@@ -244,7 +244,7 @@ def test_random_schedules_over_all_tiers(seed: int | str, protection: Protection
 def test_the_schedules_reach_what_they_are_for() -> None:
     """A canary: schedules in which nothing is stored, raised, degraded, corrupt or restored test nothing."""
     totals: Counter[str] = Counter()
-    for seed in range(20):
+    for seed in range(40):
         totals += run(seed, Protection.SEALED).totals
     wanted = (
         *("chunks_stored", "chunks_demoted", "chunks_promoted_on_demand", "chunks_promoted_ahead"),

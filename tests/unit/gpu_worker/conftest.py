@@ -17,6 +17,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from kvstore.core.events import Matched, SessionEntry, SessionInfo
 from kvstore.errors import BadRequest, Conflict, Precondition, StoreError, Unavailable
 from kvstore.gpu_worker.engine import Engine
+from kvstore.gpu_worker.identity import Identity, inert
 from kvstore.keys import ROOT, exact_chain, exact_key
 from kvstore.layout import NamespaceSpec
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, GrantResult, Outcome, Reason
@@ -91,6 +92,12 @@ class FakeNamespace:
 
     def has(self, key: ChunkKey) -> bool:
         return (self.salt, key) in self.store.chunks
+
+    def forget(
+        self, name: str | None = None, *, keys: Sequence[ChunkKey] = (), timeout_s: float | None = None
+    ) -> int:
+        found = [self.store.chunks.pop((self.salt, key), None) for key in keys]
+        return sum(shard is not None for shard in found)
 
     def report_duplicates(
         self,
@@ -272,6 +279,11 @@ def outcomes(hits: Sequence[bool]) -> tuple[Outcome, ...]:
     return tuple(Outcome.HIT if hit else Outcome.MISS for hit in hits)
 
 
+def digest_of(model: LlamaForCausalLM) -> bytes:
+    """Of what it computes with."""
+    return Identity(model).check().digest
+
+
 class InMemory:
     """An engine that keeps a session's KV, in Hugging Face's own cache: what a restored one is compared to."""
 
@@ -295,7 +307,11 @@ class InMemory:
 @contextmanager
 def recorded_logits(model: LlamaForCausalLM) -> Iterator[list[torch.Tensor]]:
     seen: list[torch.Tensor] = []
-    hook = model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.detach().clone()))
+
+    def record(module: object, args: object, out: torch.Tensor) -> None:
+        seen.append(out.detach().clone())
+
+    hook = model.lm_head.register_forward_hook(inert(record))
     try:
         yield seen
     finally:

@@ -13,6 +13,7 @@ from kvstore.errors import Unavailable, Unsupported
 from kvstore.gpu_worker import engine as engine_module
 from kvstore.gpu_worker import saver as saver_module
 from kvstore.gpu_worker.engine import Engine
+from kvstore.gpu_worker.identity import inert
 from kvstore.types import ChunkKey
 
 from .conftest import FakeStore, InMemory, recorded_logits, text, tiny_llama
@@ -245,7 +246,7 @@ def test_layer_0_computes_before_the_last_layer_is_there(store: FakeStore, engin
     assert engine.flush(10)
     computed = [threading.Event() for _ in model.model.layers]
     hooks = [
-        layer.register_forward_hook(lambda *args, number=number: computed[number].set())
+        layer.register_forward_hook(inert(lambda *args, number=number: computed[number].set()))
         for number, layer in enumerate(model.model.layers)
     ]
     store.on_copy = lambda number: number < 2 or computed[number - 2].wait(30)

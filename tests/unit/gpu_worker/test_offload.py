@@ -205,7 +205,7 @@ class Store:
         self, hints: Sequence[Hint], *, removed: Sequence[bytes], snapshot: bool, timeout_s: float
     ) -> QueueAccepted:
         assert not snapshot
-        self.heard.append(([hint.transfer for hint in hints], list(removed)))
+        self.heard.append(([hint.job for hint in hints], list(removed)))
         return QueueAccepted((HintResult.ACCEPTED,) * len(hints), 3, 5)
 
 

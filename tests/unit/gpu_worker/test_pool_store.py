@@ -374,4 +374,4 @@ def test_a_model_that_is_not_in_cpu_memory_is_refused(
     engine = BatchEngine(model, pool_chunks=4)
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     with pytest.raises(Unsupported, match=r"model\.device"):
-        PoolStore(model, engine.pool, store.connect, weights=(), counters=engine.counters)
+        PoolStore(model, engine.pool, store.connect, spec=None, counters=engine.counters)

@@ -304,7 +304,7 @@ def test_a_loader_without_positions_moves_nothing() -> None:
     loader = Loader(geometry)
     store = FakeStore(leases=1)
     lease = FakeLease(store, [np.zeros(geometry.shard_bytes, np.uint8)], (Outcome.HIT,))
-    with pytest.raises(Unsupported, match=r"wanted\.delta=5: this loader moves no keys"):
+    with pytest.raises(Unsupported, match=r"pieces\.delta=5: this loader moves no keys"):
         loader.start(
             lease, [Piece(0, 0, 8, delta=5)], lambda layer, piece: np.empty(0, np.int32), deadline_s=30
         )

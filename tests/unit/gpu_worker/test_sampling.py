@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from kvstore.gpu_worker.sampling import GREEDY, Sampler, Sampling, probabilities
+from kvstore.gpu_worker.sampling import GREEDY, NotNumbers, Sampler, Sampling, probabilities
 
 
 def logits(count: int = 200, seed: int = 0) -> torch.Tensor:
@@ -69,15 +69,26 @@ def test_what_is_out_of_range_is_refused(field: str, value: float) -> None:
         Sampling(**{field: value})
 
 
-@pytest.mark.parametrize(
-    "sampling", [GREEDY, Sampling(1.0), Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.5)]
-)
-@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+SAMPLINGS = (GREEDY, Sampling(1.0), Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.5))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 @pytest.mark.parametrize("count", [1, 20])
-def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary(
+def test_no_token_follows_from_logits_that_are_no_numbers(
     sampling: Sampling, broken: float, count: int
 ) -> None:
-    """One beyond it would end the next forward call, and those of all other requests with it."""
     few = logits(20)
     few[:count] = broken
-    assert 0 <= Sampler(sampling).choose(few) < 20
+    with pytest.raises(NotNumbers, match=f"the largest logit is {broken}"):
+        Sampler(sampling).choose(few)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_tokens_that_are_ruled_out_are_never_chosen(sampling: Sampling) -> None:
+    few = logits(20)
+    few[:19] = -float("inf")
+    assert Sampler(sampling).choose(few) == 19
+    few[19] = -float("inf")
+    with pytest.raises(NotNumbers, match="the largest logit is -inf"):
+        Sampler(sampling).choose(few)

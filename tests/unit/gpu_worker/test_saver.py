@@ -22,7 +22,7 @@ from .conftest import FakeNamespace, FakeStore, text, tiny_llama
 
 MODEL = tiny_llama()
 GEOMETRY = Geometry.of(MODEL)
-SPEC = namespace_of(MODEL, GEOMETRY)
+SPEC = namespace_of(MODEL, GEOMETRY, digest=b"d")
 
 
 @pytest.fixture

@@ -1,0 +1,310 @@
+"""A rank's side of the identity: what this process really holds, weights and adapters, digested in full.
+
+The digest covers every byte of all parameters and buffers of the model runner's model, and its classes; a model with
+hooks is refused. Of weights that vLLM packs out of sight it covers the bytes that were loaded (see `loading`). An
+adapter's digest is that of the files it was loaded from, known only if they were the same before and after vLLM read
+them.
+
+`generation` counts changes: of the weights, and of an adapter whose place (name and path, by which vLLM's own cache
+goes) got other contents. The scheduler's side says with every step for which generation it has named chunks (`weights`
+in StepMetadata); a rank that is at another one loads nothing, saves nothing and reports. So a change that came by no
+call that the scheduler's process sees (`weights.Watch`) costs hits, and never lets KV be taken for another model's.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from kvstore.errors import Unsupported
+from kvstore.gpu_worker.connectors.loading import Loaded, loaded_into, watch
+from kvstore.gpu_worker.connectors.vllm.identity import adapter_digest
+from kvstore.gpu_worker.connectors.vllm.metadata import HeldAdapter
+from kvstore.gpu_worker.identity import absorb, digest_of_tensor
+
+FULL_EVERY_S = 60.0
+"""Between two digests of everything that look for changes which move no counter."""
+FULL_SHARE = 100
+"""They take at most this part of the time."""
+STRANGE_MAX = 8
+"""So many changes by no known call are followed; then the weights have no name until a known one."""
+log = logging.getLogger(__name__)
+_all: weakref.WeakSet[Held] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class RankWeights:
+    """What one rank holds now."""
+
+    rank: int
+    generation: int
+    digest: bytes
+    """32 bytes; b"": not known."""
+    reason: str = ""
+    """Why it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankAdapter:
+    """One adapter as one rank holds it. `digest`: b"": not known."""
+
+    rank: int
+    generation: int
+    digest: bytes
+
+
+class Held:
+    """One per model runner. For the rank's main thread."""
+
+    def __init__(self, runner: Any, config: Any, rank: int) -> None:
+        self.rank = rank
+        self.generation = 0
+        self.config = config
+        self._runner = runner
+        self._model: nn.Module = runner.get_model()
+        self._loaded = _watched(self._model)
+        self._strange = 0
+        """Changes by no known call, since the last known one."""
+        self._known: RankWeights | None = None
+        self._watched: list[tuple[Any, str]] = []
+        """Where its parameters and buffers are: the dictionary, and the name there."""
+        self._marks: tuple[object, ...] = ()
+        self._full_at = 0.0
+        self._adapters: dict[int, bytes] = {}
+        self._news: dict[int, HeldAdapter] = {}
+        self._places: dict[tuple[str, str], bytes] = {}
+        """What an adapter of this name and path was when it was loaded last; b"": not known."""
+        self._watch_adapters()
+        _all.add(self)
+
+    # ------------------------------------------------------------------------------------------------------- weights
+
+    def weights(self, *, anew: bool) -> RankWeights:
+        """What the weights are; `anew`: digest all of them, whatever the counters say."""
+        if anew or self._known is None or self._look() != self._marks:
+            before = self._known
+            begun = time.monotonic()
+            digest, reason = b"", ""
+            self._strange = 0 if anew else self._strange
+            try:
+                digest = self._digest()
+            except (Unsupported, ValueError, RuntimeError, OSError) as error:
+                reason = str(error)
+            self._marks = self._look()
+            self._full_at = time.monotonic() + max(FULL_EVERY_S, FULL_SHARE * (time.monotonic() - begun))
+            if before is not None and (before.digest != digest or not digest):
+                self.generation += 1
+            self._known = RankWeights(self.rank, self.generation, digest, reason)
+        elif self._known.generation != self.generation:
+            self._known = RankWeights(self.rank, self.generation, self._known.digest, self._known.reason)
+        return self._known
+
+    def check(self) -> int:
+        """The generation. For every step: compares version counters, addresses and loads, and now and then
+        everything."""
+        if self._known is None:
+            return self.generation
+        if self._look() != self._marks:
+            self._changed()
+        elif self._known.digest and time.monotonic() >= self._full_at:
+            digest = self._known.digest
+            if self.weights(anew=True).digest != digest:
+                log.warning("weights were changed behind the engine's back: they are told apart from now on")
+        return self.generation
+
+    def _changed(self) -> None:
+        self._strange += 1
+        if self._strange <= STRANGE_MAX:
+            log.info(
+                "weights were changed by no call that is known: what was computed before is used no more"
+            )
+        self._marks = self._look()
+        self._known = None
+        self.generation += 1
+
+    def _look(self) -> tuple[object, ...]:
+        moving = (_mark(holder.get(name)) for holder, name in self._watched)
+        return (id(self._runner.get_model()), self._loaded.loads, *moving)
+
+    def _digest(self) -> bytes:
+        """Raises Unsupported."""
+        if self._strange > STRANGE_MAX:
+            raise Unsupported(
+                "weights or buffers change all the time, by no call that is known",
+                field="model",
+                value=type(self._model).__name__,
+            )
+        self._model = model = self._runner.get_model()
+        self._loaded = _watched(model)
+        self._watched = [
+            (holder, name)
+            for module in model.modules()
+            for holder in (module._parameters, module._buffers)
+            for name in holder
+        ]
+        state = hashlib.blake2b(digest_size=32, person=b"kvs.vllm.held")
+        for name, module in model.named_modules():
+            absorb(state, f"{name} {type(module).__module__}.{type(module).__qualname__}".encode())
+            if module._forward_hooks or module._forward_pre_hooks:
+                raise Unsupported(
+                    "a hook may compute anything", field="model", value=name or type(module).__name__
+                )
+        hidden = []
+        for name, tensor in _tensors(model):
+            if tensor.is_meta:
+                raise Unsupported("weights are just being loaded", field="model", value=name)
+            if tensor.numel() == 0 and isinstance(tensor, nn.Parameter):
+                hidden.append(name.replace(".base_layer.", "."))
+            absorb(state, f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_of_tensor(tensor))
+        if hidden:
+            absorb(state, self._loaded_digest(hidden))
+        return state.digest()
+
+    def _loaded_digest(self, hidden: list[str]) -> bytes:
+        loaded = loaded_into(self._model)
+        if loaded is None or not loaded.contents or not loaded.filled:
+            raise Unsupported(
+                "vLLM has packed weights out of sight, and nobody saw them being loaded",
+                field="model",
+                value=hidden[0],
+                remedy="let vLLM load the plug-in attnstore (VLLM_PLUGINS), load weights from files, or set "
+                "weights_digest",
+            )
+        missing = [name for name in hidden if name not in loaded.filled]
+        if loaded.broken or missing:
+            raise Unsupported(
+                loaded.broken or "vLLM has packed weights out of sight that it did not load",
+                field="model",
+                value=", ".join(missing[:3]),
+                remedy="load all weights again",
+            )
+        return loaded.digest()
+
+    # ------------------------------------------------------------------------------------------------------ adapters
+
+    def adapter(self, number: int) -> bytes:
+        """Digest of the adapter with this id, as it is loaded now; b"": it is not, or is not known."""
+        manager = getattr(self._runner, "lora_manager", None)
+        if manager is None or number not in manager.list_adapters():
+            return b""
+        return self._adapters.get(number, b"")
+
+    def hold(self, request: Any) -> RankAdapter:
+        """Has the adapter loaded, as vLLM would with the request's first step."""
+        number = request.lora_int_id
+        if number not in self._runner.lora_manager.list_adapters():
+            self._runner.lora_manager.add_adapter(request)
+        return RankAdapter(self.rank, self.generation, self.adapter(number))
+
+    def _watch_adapters(self) -> None:
+        manager = getattr(self._runner, "lora_manager", None)
+        if manager is None:
+            return
+        original = manager._load_adapter
+
+        @functools.wraps(original)
+        def load_adapter(request: Any) -> Any:
+            before = _files(request)
+            adapter = original(request)
+            self._adapter_loaded(request, before if before == _files(request) else b"")
+            return adapter
+
+        manager._load_adapter = load_adapter
+
+    def _adapter_loaded(self, request: Any, digest: bytes) -> None:
+        number, place = int(request.lora_int_id), (str(request.lora_name), str(request.lora_path))
+        for earlier in (self._adapters.get(number), self._places.get(place)):
+            if earlier is not None and not (earlier == digest != b""):
+                log.info("adapter %s has other contents now", request.lora_name)
+                self.generation += 1
+        self._adapters[number] = self._places[place] = digest
+        self._news[number] = HeldAdapter(*place, digest)
+
+    def take_news(self) -> dict[tuple[int, int], HeldAdapter]:
+        """Adapters loaded since the last call, by rank and id."""
+        news, self._news = self._news, {}
+        return {(self.rank, number): adapter for number, adapter in news.items()}
+
+
+def _watched(model: nn.Module) -> Loaded:
+    """Of a model that was made before the plug-in could look, nothing is known but what is loaded from now on."""
+    return watch(model, contents=all(tensor.device.type in ("cpu", "meta") for _, tensor in _tensors(model)))
+
+
+def _files(request: Any) -> bytes:
+    try:
+        return adapter_digest(request)
+    except (Unsupported, OSError) as error:
+        log.warning("requests with adapter %s are computed without the store: %s", request.lora_name, error)
+        return b""
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers; of one that wraps others, those."""
+    waiting: list[tuple[str, Any]] = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in waiting:
+        if is_traceable_wrapper_subclass(tensor):
+            for part in tensor.__tensor_flatten__()[0]:
+                waiting.append((f"{name}.{part}", getattr(tensor, part)))
+        else:
+            partitions = getattr(tensor, "partitions", None)
+            if isinstance(partitions, dict):
+                waiting += [(f"{name}.{index}", part) for index, part in partitions.items()]
+            else:
+                yield name, tensor
+
+
+def _mark(tensor: torch.Tensor | None) -> tuple[int, int, int]:
+    if tensor is None:
+        return 0, 0, 0
+    version = -1 if tensor.is_inference() else tensor._version
+    hidden = tensor.is_meta or is_traceable_wrapper_subclass(tensor)
+    return id(tensor), version, 0 if hidden else tensor.data_ptr()
+
+
+def held_by(config: Any, rank: int) -> Held | None:
+    """That of the engine with this configuration, in this process."""
+    for held in list(_all):
+        if held.rank == rank and held.config.model_config is config.model_config:
+            return held
+    return None
+
+
+# --------------------------------------------------------------------------------- run in each rank, by its executor
+
+
+def _held(worker: Any) -> Held:
+    runner = worker.model_runner
+    held = getattr(runner, "_attnstore_held", None)
+    if held is None:
+        held = runner._attnstore_held = Held(runner, worker.vllm_config, int(worker.rank))
+    assert isinstance(held, Held)
+    return held
+
+
+def rank_weights(worker: Any, anew: bool) -> RankWeights:
+    return _held(worker).weights(anew=anew)
+
+
+def rank_generation(worker: Any) -> RankWeights:
+    """Also what changed without a call."""
+    held = _held(worker)
+    held.check()
+    return held.weights(anew=False)
+
+
+def rank_adapter(worker: Any, request: Any) -> RankAdapter:
+    return _held(worker).hold(request)

@@ -1,0 +1,57 @@
+"""Clients in the documents, as they are pasted: proto/README.md's knows the sockets and the stubs, and nothing of our
+library; docs/asyncio.md's is the awaitable one."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "proto" / "README.md"
+
+
+def example(page: Path = README) -> str:
+    (found,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    return found
+
+
+def run(run_dir: Path, page: Path = README) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-P", "-c", example(page), str(run_dir)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/", check=False)
+
+
+def test_the_minimal_client_runs_as_pasted(start_daemon, run_dir):
+    start_daemon()
+    for _ in range(2):  # the second time all is there already
+        ended = run(run_dir)
+        assert (ended.stdout.splitlines(), ended.stderr) == (
+            ["saved 1048576 bytes", "loaded 1048576 bytes", "put and got 1048576 bytes"],
+            "",
+        )
+
+
+def test_the_minimal_client_says_why_it_is_refused(start_daemon, run_dir):
+    start_daemon(protection="group")
+    ended = run(run_dir)
+    assert ended.returncode == 1 and "workers write in place here" in ended.stderr
+
+
+def test_it_needs_the_stubs_alone():
+    imported = set(re.findall(r"^(?:import|from) ([\w., ]+?)(?: import|$)", example(), re.MULTILINE))
+    assert {name for name in imported if name.startswith("kvstore")} == {"kvstore.v1"}
+
+
+@pytest.mark.parametrize("name", ["kvstored.sock", "stream.sock", "grpc.sock"])
+def test_the_sockets_are_those_that_it_names(start_daemon, run_dir, name):
+    start_daemon()
+    assert (run_dir / name).is_socket()
+    assert f"| `{name}` |" in README.read_text()
+
+
+def test_the_awaitable_client_runs_as_pasted(start_daemon, run_dir):
+    start_daemon()
+    for _ in range(2):
+        ended = run(run_dir, ROOT / "docs" / "asyncio.md")
+        assert (ended.stdout.splitlines(), ended.stderr) == (["4 chunks loaded", "ACCEPTED"], "")
