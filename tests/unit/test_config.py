@@ -2,11 +2,12 @@
 
 import asyncio
 import dataclasses
+import subprocess
 import sys
 
 import pytest
 
-from kvstore.__main__ import configuration, descriptions, event_loop_factory, main, parser, read_toml
+from kvstore.__main__ import configuration, descriptions, event_loop_factory, parser, read_toml
 from kvstore.config import CONFIG_VARIABLE, StoreConfig, load, parse_setting
 from kvstore.errors import ConfigError
 
@@ -153,10 +154,10 @@ def test_the_variable_that_names_the_file_is_no_setting() -> None:
     assert load({}, {CONFIG_VARIABLE: "kvstored.toml"}, {}) == StoreConfig()
 
 
-def test_a_client_without_the_daemon_says_what_to_install(monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "kvstore.server.daemon", None)  # as if it were not there
-    monkeypatch.setattr("kvstore.server.logs.leave", sys.exit)
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    said = capsys.readouterr().err
-    assert "is not installed: this is the client alone (pip install 'attnstore[daemon]')" in said
+def test_a_client_without_the_daemon_says_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['kvstore.server.daemon'] = None; from kvstore.__main__ import main; main([])"
+    )
+    ended = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "is not installed: this is the client alone (pip install 'attnstore[daemon]')" in ended.stderr
