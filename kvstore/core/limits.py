@@ -51,6 +51,8 @@ class Limits:
     """Share of the index that sessions keep when it is full; chunks keep the rest. Either may use more while the other
     does not need it: who has more than its share gives way, the oldest first."""
 
+    cold_tier: str = "ssd"
+    """What is below DRAM: a name in `store.TIERS`."""
     disk_slab_bytes: int = 0
     disk_slabs_max: int = 0
     """0: no SSD tier."""

@@ -1,7 +1,7 @@
 """What the core knows, and the few transitions that everything else is made of.
 
 Every change of a chunk's condition, a pin or a slot goes through a method here, so that the invariants have one place
-each. `Reads`, `Saves`, `Segments`, `Disk`, `Queue` and `Sessions` decide; this file keeps the books.
+each. `Reads`, `Saves`, `Segments`, `Transfers`, `Queue` and `Sessions` decide; this file keeps the books.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvstore.core.chunks import (
     ChunkTable,
     LinkedRows,
 )
+from kvstore.core.cold_tier import ColdTier
 from kvstore.core.events import (
     ChunksSettled,
     Effect,
@@ -50,7 +51,6 @@ from kvstore.core.workers import EngineGroup, Worker
 from kvstore.errors import Denied, NotFound, Unauthenticated
 from kvstore.types import (
     ChunkKey,
-    DiskPlace,
     DiskState,
     Extent,
     Extents,
@@ -62,7 +62,6 @@ from kvstore.types import (
     Reason,
     ReservationId,
     SegmentId,
-    SlabId,
     SlotState,
     Tier,
     WorkerId,
@@ -88,8 +87,10 @@ class State:
     now: Millis = 0
     chunks: ChunkTable = field(default_factory=ChunkTable)
     pool: Pool = field(init=False)
-    disk: Pool = field(init=False)
+    ssd_slots: Pool = field(init=False)
     """Slots of the SSD tier; its segments are slab files, all of one namespace (nobody maps them)."""
+    cold_tier: ColdTier = field(init=False)
+    """Where chunks are that left DRAM; whoever makes the state makes it (`Store`)."""
     disk_state: DiskState = DiskState.ABSENT
     disk_why: str = ""
     """Why it is not OK."""
@@ -158,7 +159,7 @@ class State:
         self.batch_min = limits.batch_min
         self.policy = POLICIES[limits.eviction](self.chunks, limits.batch_min)
         self.cold = Cold(self.policy.candidates)
-        self.disk = Pool(
+        self.ssd_slots = Pool(
             segment_bytes=limits.disk_slab_bytes,
             count=limits.disk_slabs_max,
             alignment=limits.disk_alignment,
@@ -226,7 +227,7 @@ class State:
         self.namespaces[namespace.id] = namespace
         namespace.dram = self.policy.candidates()
         header = self.limits.disk_header_bytes
-        sizes = frozenset(self.disk.slot_bytes(header + length) for length in namespace.shard_bytes)
+        sizes = frozenset(self.ssd_slots.slot_bytes(header + length) for length in namespace.shard_bytes)
         namespace.ssd = self.cold.of(sizes)
 
     def remove_namespaces(self, gone: Sequence[Namespace]) -> None:
@@ -305,12 +306,12 @@ class State:
 
     def quarantine_slot(self, segment: Segment, slot: int, *, corrupt: bool = False) -> None:
         """Because somebody may still write it, or its bytes are wrong (`corrupt`)."""
-        self._book(Tier.DRAM, segment, slot, corrupt=corrupt)
+        self.book_quarantined(Tier.DRAM, segment, slot, corrupt=corrupt)
         self.pool.quarantine(segment, slot)
         self.bump(segment, (slot,))
         self.counters["slots_quarantined"] += 1
 
-    def _book(self, tier: Tier, segment: Segment, slot: int, *, corrupt: bool) -> None:
+    def book_quarantined(self, tier: Tier, segment: Segment, slot: int, *, corrupt: bool) -> None:
         """While the slot still has its owner."""
         row = segment.owner[slot]
         self.quarantine.add(
@@ -328,13 +329,15 @@ class State:
         """Bytes of a chunk are not those that were committed: counted, and logged once. What is done about it is up to
         the caller."""
         chunks = self.chunks
-        found = []
-        for shard_row in range(chunks.shard0[row], chunks.shard0[row] + self.namespace_of(row).shards):
-            pool, index, slot = self.pool, chunks.shard_segment[shard_row], chunks.shard_slot[shard_row]
-            if tier is Tier.SSD:
-                pool, index, slot = self.disk, chunks.disk_slab[shard_row], chunks.disk_slot[shard_row]
-            if index != NONE:
-                found.append((int(pool.segments[index].id), slot))
+        found: list[tuple[int, int]] = []
+        if tier is Tier.SSD:
+            found += self.cold_tier.places(row)
+        else:
+            shard_rows = range(chunks.shard0[row], chunks.shard0[row] + self.namespace_of(row).shards)
+            for shard_row in shard_rows:
+                if chunks.shard_segment[shard_row] != NONE:
+                    segment = self.pool.segments[chunks.shard_segment[shard_row]]
+                    found.append((int(segment.id), chunks.shard_slot[shard_row]))
         self.counters["chunks_corrupt"] += 1
         self.effects.append(
             Quarantined(tier, tuple(found), NamespaceId(chunks.namespace[row]), chunks.key[row], why, miss)
@@ -539,7 +542,7 @@ class State:
         self._tally(namespace, row, -1)
         nothing_lost = chunks.ready[row] == 0 and not chunks.flags[row] & STORED
         self._free_dram(namespace, row, quarantine=reason is Reason.CORRUPT)
-        self._free_disk(namespace, row, quarantine=reason is Reason.CORRUPT)
+        self._free_copy(namespace, row, quarantine=reason is Reason.CORRUPT)
         chunks.take_shards(row, namespace.shards)
         chunks.flags[row] &= ~DOOMED
         self.policy.forget(row)
@@ -607,59 +610,34 @@ class State:
                 else:
                     self.free_slot(segment, slot)
 
-    # ---------------------------------------------------------------------------------------------------- disk
+    # --------------------------------------------------------------------------------------------------- cold tier
 
-    def place_on_disk(self, row: int, shard: int, slab: Segment, slot: int, generation: int) -> None:
-        shard_row = self.chunks.shard0[row] + shard
-        assert self.chunks.disk_slab[shard_row] == NONE, self.chunks.describe(row)
-        self.chunks.disk_slab[shard_row] = slab.index
-        self.chunks.disk_slot[shard_row] = slot
-        self.chunks.disk_generation[shard_row] = generation
-
-    def disk_place(self, row: int, shard: int) -> DiskPlace:
-        chunks = self.chunks
-        shard_row = chunks.shard0[row] + shard
-        slab = self.disk.segments[chunks.disk_slab[shard_row]]
-        return DiskPlace(SlabId(slab.id), chunks.disk_slot[shard_row], chunks.disk_generation[shard_row])
-
-    def unplace_from_disk(self, row: int, shard: int, *, quarantine: bool = False) -> None:
-        chunks = self.chunks
-        shard_row = chunks.shard0[row] + shard
-        slab, slot = self.disk.segments[chunks.disk_slab[shard_row]], chunks.disk_slot[shard_row]
-        assert slab.owner[slot] == row, (chunks.describe(row), slab, slot)
-        chunks.disk_slab[shard_row] = chunks.disk_slot[shard_row] = NONE
-        if quarantine:
-            self._book(Tier.SSD, slab, slot, corrupt=True)
-            self.disk.quarantine(slab, slot)
-            self.counters["disk_slots_quarantined"] += 1
-        else:
-            self.disk.give_back(slab, slot)
-
-    def _free_disk(self, namespace: Namespace, row: int, *, quarantine: bool = False) -> None:
+    def _free_copy(self, namespace: Namespace, row: int, *, quarantine: bool = False) -> None:
         if not self.chunks.flags[row] & STORED:
             return
-        for shard in range(namespace.shards):
-            self.unplace_from_disk(row, shard, quarantine=quarantine)
+        self.cold_tier.drop(row, corrupt=quarantine)
         self.chunks.flags[row] &= ~(STORED | DURABLE)
         self.delete_record(namespace.id, self.chunks.key[row])
 
     def delete_record(self, namespace_id: NamespaceId, key: ChunkKey) -> None:
-        """The index is to forget this chunk, also if it does not know it yet."""
+        """The index, if the tier has one, is to forget this chunk, also if it does not know it yet."""
+        if not self.cold_tier.persistent:
+            return
         self.dirty_chunks.pop((namespace_id, key), None)
         self.deleted_chunks.setdefault((namespace_id, key), self.now)
 
-    def evict_from_disk(self, row: int) -> None:
+    def evict_copy(self, row: int) -> None:
         """Its SSD slots are wanted: a cold chunk becomes a ghost, a resident one stays in DRAM alone."""
         if not self.is_resident(row):
             self.to_ghost(row, Reason.EVICTED)
         else:
-            self.leave_disk(row)
+            self.drop_copy(row)
         self.counters["chunks_evicted_from_ssd"] += 1
 
-    def leave_disk(self, row: int, *, quarantine: bool = False) -> None:
+    def drop_copy(self, row: int, *, quarantine: bool = False) -> None:
         """The SSD copy of a resident chunk goes; its slots to quarantine, if their bytes are wrong."""
         assert self.is_resident(row), self.chunks.describe(row)
-        self._free_disk(self.namespace_of(row), row, quarantine=quarantine)
+        self._free_copy(self.namespace_of(row), row, quarantine=quarantine)
 
     def make_cold(self, rows: Sequence[int]) -> None:
         """Chunks whose read ended without bytes, or was never begun, are on SSD only, as before. They stand in chain

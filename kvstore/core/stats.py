@@ -6,8 +6,8 @@ from typing import Any
 
 from kvstore.core.pool import Phase
 from kvstore.core.requests.queue import Queue
-from kvstore.core.ssd.tier import Disk
 from kvstore.core.state import State
+from kvstore.core.transfers import Transfers
 from kvstore.core.workers import Worker
 from kvstore.types import DiskState, Reason, SlotState
 
@@ -74,7 +74,7 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
             "protection": state.limits.protection.value,
             "segment_bytes": bytes_each,
         },
-        "ssd": _ssd(state),
+        "ssd": _cold_tier(state),
         "pools": pools,
         "namespaces": namespaces,
         "counters": dict(state.counters) if worker.admin else {},
@@ -94,42 +94,27 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
     }
 
 
-def traffic(queue: Queue, disk: Disk) -> dict[str, float]:
+def traffic(queue: Queue, transfers: Transfers) -> dict[str, float]:
     """Gauges for admins: the queue and how far its windows reach, in jobs, and the chunks that are on their way between
     the tiers. A chunk that waits for its read is counted with those that are being read, and may be gone meanwhile."""
-    reading = sum(len(read.rows) for read in disk.reads.values())
+    reading = sum(len(read.rows) for read in transfers.reads.values())
     return {
         "queued_jobs": sum(map(len, queue.jobs.values())),
         "prefetch_window_jobs": queue.windows.prefetch.total(),
         "eviction_window_jobs": queue.windows.eviction.total(),
-        "chunks_being_promoted": reading + len(disk.demanded) + len(disk.foreseen),
-        "chunks_being_stored": sum(len(write.rows) for write in disk.writes.values()),
+        "chunks_being_promoted": reading + len(transfers.demanded) + len(transfers.foreseen),
+        "chunks_being_stored": sum(len(write.rows) for write in transfers.writes.values()),
     }
 
 
-def _ssd(state: State) -> dict[str, Any]:
+def _cold_tier(state: State) -> dict[str, Any]:
     if state.disk_state is DiskState.ABSENT:
         return {"state": "absent"}
-    pool = state.disk
-    assigned = [segment for segment in pool.segments if segment.phase is Phase.ASSIGNED]
-    counts = [sum(segment.counts[kind] for segment in assigned) for kind in SlotState]
-    waiting = (state.dirty_chunks, state.dirty_sessions, state.deleted_chunks, state.deleted_sessions)
-    oldest = [next(iter(dirty.values()), state.now) for dirty in waiting]
-    if state.indexing_since is not None:  # until it has ended, nothing of it is durable
-        oldest.append(state.indexing_since)
     return {
         "state": state.disk_state.name.lower(),
         "why": state.disk_why,
         "full": state.disk_full,
-        "bytes": pool.segment_bytes * len(pool.segments),
-        "slab_bytes": pool.segment_bytes * len(assigned),
-        "capacity": sum(segment.capacity for segment in assigned),
-        "free": counts[SlotState.FREE],
-        "reserved": counts[SlotState.RESERVED],
-        "ready": counts[SlotState.READY],
-        "quarantined": counts[SlotState.QUARANTINED],
         "to_store": len(state.to_store),
-        "oldest_not_durable_ms": state.now - min(oldest),
         "cold_chunks": state.cold.count,
-        "to_forget": len(state.deleted_chunks) + len(state.deleted_sessions),
+        **state.cold_tier.stats(),
     }

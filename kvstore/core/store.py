@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE
+from kvstore.core.cold_tier import ColdTier, Restored
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
@@ -25,13 +26,12 @@ from kvstore.core.requests.recall import Recalls
 from kvstore.core.requests.saves import Saves
 from kvstore.core.requests.sessions import Sessions
 from kvstore.core.segments import Segments
-from kvstore.core.ssd.index_room import IndexRoom
-from kvstore.core.ssd.restart import Restored, Snapshot, restore
 from kvstore.core.ssd.rewrites import Rewrites
 from kvstore.core.ssd.scrub import Scrubber
-from kvstore.core.ssd.tier import Disk
+from kvstore.core.ssd.slab_tier import SlabTier
 from kvstore.core.state import State
 from kvstore.core.stats import stats, traffic
+from kvstore.core.transfers import Transfers
 from kvstore.core.workers import EngineGroup, Memory, Worker
 from kvstore.errors import BadRequest, Exhausted, Precondition, StoreError
 from kvstore.layout import NamespaceSpec
@@ -56,22 +56,27 @@ READ_ONLY = (
 """Asked again, these are answered anew; everything else is remembered by request id."""
 
 
+TIERS: dict[str, Callable[[State], ColdTier]] = {"ssd": SlabTier}
+"""What may be below DRAM, by the name that `Limits.cold_tier` says."""
+
+
 class Store:
     def __init__(self, limits: Limits) -> None:
         self.state = State(limits)
+        self.cold_tier = self.state.cold_tier = TIERS[limits.cold_tier](self.state)
         self.reads = Reads(self.state)
         self.segments = Segments(self.state, self.reads.revoke)
-        self.saves = Saves(self.state, self.segments)
-        self.disk = Disk(self.state, self.segments)
-        self.queue = Queue(self.state, lambda row: self.disk.promote(row, demanded=False))
-        self.sessions = Sessions(self.state, self.disk.durability)
-        self.index_room = IndexRoom(self.state, self.disk.durability, self.disk.slabs, self.sessions)
+        self.saves = Saves(self.state, self.cold_tier, self.segments)
+        self.transfers = Transfers(self.state, self.cold_tier, self.segments)
+        self.queue = Queue(
+            self.state, self.cold_tier, lambda row: self.transfers.promote(row, demanded=False)
+        )
+        self.sessions = Sessions(self.state, self.cold_tier)
         self.duplicates = Duplicates(self.state, self.reads)
-        self.rewrites = Rewrites(self.state, self.disk.durability)
-        self.recalls = Recalls(self.state, self.disk.durability)
-        self.scrub = Scrubber(self.state, self.disk)
-        self.reads.promote = lambda row: self.disk.promote(row, demanded=True)
-        self.saves.await_durable = self.disk.durability.await_durable
+        self.rewrites = Rewrites(self.state, self.cold_tier)
+        self.recalls = Recalls(self.state, self.cold_tier)
+        self.scrub = Scrubber(self.state, self.cold_tier, self.transfers)
+        self.reads.promote = lambda row: self.transfers.promote(row, demanded=True)
         self._next_namespace = 1
         self._requests: dict[type, Callable[[Worker, Any], ev.Answer | None]] = {
             ev.Open: self._open,
@@ -108,22 +113,22 @@ class Store:
             ev.SegmentFailed: lambda event: self.segments.create_failed(event.op),
             ev.OpDone: lambda event: self._op_ended(event.op, event.checksums, ""),
             ev.OpFailed: lambda event: self._op_ended(event.op, None, event.why),
-            ev.SlabReady: lambda event: self.disk.slabs.ready(event.op),
             ev.DiskDone: self._disk_done,
-            ev.DiskTrouble: lambda event: self.disk.troubled(event.why),
+            ev.DiskTrouble: lambda event: self.cold_tier.troubled(event.why),
             ev.Tick: lambda _: self._tick(),
             ev.Idle: lambda _: self._idle(),
+            **self.cold_tier.facts(),
         }
 
     def __repr__(self) -> str:
         state = self.state
         return f"Store({state.chunks}, {state.pool}, {state.leases}, {len(state.workers)} workers)"
 
-    def restore(self, snapshot: Snapshot, now: Millis) -> Restored:
-        """Put what the SSD holds in place; before `start` and the first event. How old it is nobody knows: sessions and
-        chunks count as used at `now`, by the clock that `apply` goes on with."""
+    def restore(self, snapshot: Any, now: Millis) -> Restored:
+        """Put what the tier below DRAM holds in place (of the SSD: `Snapshot`); before `start` and the first event. How
+        old it is nobody knows: sessions and chunks count as used at `now`, by the clock that `apply` goes on with."""
         self.state.now = now
-        restored = restore(self.state, self.disk, snapshot)
+        restored = self.cold_tier.restore(snapshot)
         self._next_namespace = restored.next_namespace
         return restored
 
@@ -144,11 +149,11 @@ class Store:
             fact(event)
         else:
             self._request(event)
-        self.index_room.pump()
-        self.disk.pump()
+        self.cold_tier.make_room(self.sessions.drop)
+        self.transfers.pump()
         self.scrub.pump()
         self.recalls.pump()
-        self.disk.durability.tell_gone()
+        self.cold_tier.tell_gone()
         return state.take_effects()
 
     def has_ahead(self) -> bool:
@@ -157,18 +162,18 @@ class Store:
             self.segments.is_short()
             or bool(self.sessions.forgetting)
             or self.recalls.going
-            or self.disk.slabs.going
+            or self.cold_tier.going
         )
 
     @property
     def behind(self) -> bool:
         """Whether a restart now would forget what a healthy disk is about to remember, or bring back what is about to
         be forgotten."""
-        return self.disk.behind or bool(self.sessions.forgetting) or self.recalls.going
+        return self.transfers.behind or bool(self.sessions.forgetting) or self.recalls.going
 
     def hurry(self) -> None:
         """The daemon is about to stop: what the index lacks is written as soon as it can be, from now on."""
-        self.disk.durability.hurry += 1
+        self.cold_tier.hurry(+1)
 
     # ---------------------------------------------------------------------------------------------------- requests
 
@@ -226,7 +231,7 @@ class Store:
     def _stats(self, worker: Worker) -> ev.Stats:
         values = stats(self.state, worker)
         if worker.admin:
-            values["gauges"] |= traffic(self.queue, self.disk)
+            values["gauges"] |= traffic(self.queue, self.transfers)
         return ev.Stats(values)
 
     def _open(self, worker: Worker, event: ev.Open) -> ev.Opened:
@@ -306,8 +311,7 @@ class Store:
         self._next_namespace += 1
         state.add_namespace(namespace)
         state.newest_epoch[family] = namespace
-        if self.disk.present:
-            self.disk.durability.dirty_namespaces[namespace.id] = namespace
+        self.cold_tier.opened(namespace)
         return namespace
 
     def _reserve(self, worker: Worker, event: ev.Reserve) -> ev.Reserved:
@@ -387,7 +391,7 @@ class Store:
 
     def _segment_ready(self, op: OpId) -> None:
         self.segments.created(op)
-        self.disk.try_again()
+        self.transfers.try_again()
 
     def _op_ended(self, op: Any, checksums: tuple[int, ...] | None, why: str) -> None:
         if op in self.saves.copies:
@@ -413,7 +417,7 @@ class Store:
         elif event.op in self.rewrites.ops:
             self.rewrites.rewritten_ssd(event.op, event.results)
         else:
-            self.disk.ended(event.op, event.results, event.why, event.whys, event.slabs, event.usage)
+            self.transfers.ended(event)
 
     def _idle(self) -> None:
         self.segments.evict_ahead()
@@ -424,7 +428,7 @@ class Store:
         self.saves.tick()
         self.reads.tick()
         self.segments.tick()
-        self.disk.tick()
+        self.transfers.tick()
         self.queue.tick()
         self.sessions.tick()
         self.recalls.tick()
@@ -487,9 +491,7 @@ class Store:
             if namespace.id in opened and not namespace.retired:
                 continue
             gone.append(namespace)
-            if self.disk.present:
-                self.disk.durability.dirty_namespaces.pop(namespace.id, None)
-                self.disk.durability.deleted_namespaces.append(namespace.id)
+            self.cold_tier.closed(namespace.id)
             for worker in state.workers.values():
                 worker.opened.discard(namespace.id)
             if state.newest_epoch.get(namespace.family) is namespace:

@@ -11,7 +11,7 @@ from collections import Counter
 from kvstore.types import Protection
 
 from .canaries import CANARIES, planted
-from .simulation import Simulation, SimulationFailed, shrink
+from .simulation import CLUSTERS, Simulation, SimulationFailed, shrink
 
 STEPS = 5_000
 
@@ -23,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="events until the faults are healed")
     parser.add_argument("--total", type=int, help="as many seeds as make so many events in all")
     parser.add_argument("--protection", choices=[p.value for p in Protection], help="drawn if not given")
+    parser.add_argument("--tier", choices=[*CLUSTERS], help="what is below DRAM; drawn if not given")
     parser.add_argument("--only", help="numbers of the faults that happen, or none")
     parser.add_argument(
         "--canary", default="", choices=["", *CANARIES], help="plant a bug, which must be found"
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     with planted(args.canary):
         while steps < args.total if args.total is not None else seed + 1 < first + args.count:
             seed += 1
-            simulation = Simulation(seed, args.steps, protection=protection, only=only)
+            simulation = Simulation(seed, args.steps, protection=protection, tier=args.tier, only=only)
             try:
                 totals += simulation.run()
             except SimulationFailed as failure:

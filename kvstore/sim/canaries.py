@@ -17,8 +17,8 @@ from kvstore.core.requests import reads
 from kvstore.core.requests.saves import Saves
 from kvstore.core.segments import Segments
 from kvstore.core.ssd.durability import Durability
-from kvstore.core.ssd.tier import Disk, Read
 from kvstore.core.state import State
+from kvstore.core.transfers import Read, Transfers
 from kvstore.types import ChunkKey, DiskResult, NamespaceId, OpId, Outcome, Reason
 
 Original = Callable[..., Any]
@@ -92,10 +92,10 @@ def _but_the_last(free_slot: Original, count: int) -> Any:
 def _late_read(original: Original) -> Any:
     """The targets of a late read are used again at once, while it may still write them."""
 
-    def late(disk: Disk, op: OpId, read: Read) -> None:
-        original(disk, op, read)
+    def late(transfers: Transfers, op: OpId, read: Read) -> None:
+        original(transfers, op, read)
         for segment, slot in read.quarantined or ():
-            disk.state.free_slot(segment, slot)
+            transfers.state.free_slot(segment, slot)
         read.quarantined = []
 
     return late
@@ -205,8 +205,8 @@ def _rank(original: Original) -> Any:
 def _unchecked(original: Original) -> Any:
     """Bytes from SSD are taken for good whatever the disk says."""
 
-    def has_read(disk: Disk, op: OpId, results: Sequence[DiskResult], *args: Any) -> None:
-        original(disk, op, [DiskResult.OK] * len(results), *args)
+    def has_read(transfers: Transfers, op: OpId, results: Sequence[DiskResult], *args: Any) -> None:
+        original(transfers, op, [DiskResult.OK] * len(results), *args)
 
     return has_read
 
@@ -243,7 +243,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "serve-doomed": (reads, "lookup", _doomed),
     "serve-partial": (reads, "lookup", _partial),
     "leak-slot": (Saves, "_end", _leak),
-    "reuse-late-read": (Disk, "_late_read", _late_read),
+    "reuse-late-read": (Transfers, "_late_read", _late_read),
     "reuse-late-copy": (Saves, "_give_up_copies", _late_copy),
     "durable-too-early": (Durability, "await_durable", _early),
     "gone-too-early": (Durability, "await_gone", _gone_too_early),
@@ -254,7 +254,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "keep-references": (State, "drop_ref", _stale_session),
     "evict-pinned": (Hints, "remove", _rank),
     "failed-is-corrupt": (reads.Reads, "audited", _failed_audit),
-    "trust-disk": (Disk, "_has_read", _unchecked),
+    "trust-disk": (Transfers, "_has_read", _unchecked),
     "mapped-elsewhere": (Segments, "_replace_if_unmapped", _retired),
     "keep-children": (ChunkTable, "leave_children", _forgets_parent),
 }

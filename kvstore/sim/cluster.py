@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, QUEUED, STORED
+from kvstore.core.ssd.slab_tier import SlabTier
 from kvstore.types import DiskPlace, DiskResult, Extent, GrantResult, Outcome, SegmentId, Tier, WorkerId
 
 from .disk import DISK_OPS, GARBAGE, TORN, DiskWorld, Written
@@ -36,6 +37,16 @@ class Listener(Protocol):
 
 
 class Cluster(DiskWorld):
+    RECORD_OPS: tuple[type, ...] = (ev.WriteRecords, ev.ReadRecords)
+    """What the tier below DRAM writes and reads,"""
+    GROWING_OPS: tuple[type, ...] = (ev.WriteRecords, ev.CreateSlab, ev.WriteIndex)
+    """what takes room there,"""
+    PROBES: tuple[type, ...] = (ev.ProbeDisk,)
+    """what finds out whether it is well,"""
+    FILLING_OPS: tuple[type, ...] = (ev.CopyIn, ev.FillSlots, ev.MoveSlots, ev.ReadRecords)
+    """and, of all ops, those that write to DRAM and those of the scrubber."""
+    SCRUBS: tuple[type, ...] = (ev.Checksum, ev.ScrubRecords)
+
     def __init__(self, listener: Listener, chance: random.Random, **limits: Any) -> None:
         self._listener = listener
         self.misdirect_in = 0
@@ -88,8 +99,9 @@ class Cluster(DiskWorld):
         under_way = len(self.held)
         super()._perform_all(effects)
         for op in self.held[under_way:]:
-            if isinstance(op, (ev.CopyIn, ev.FillSlots, ev.MoveSlots, ev.ReadRecords)):
-                for target in op.targets:
+            filling: Any = op
+            if isinstance(op, self.FILLING_OPS):
+                for target in filling.targets:
                     self._write(target, GARBAGE, by=None)
             self._listener.begun(op)
         pushes, self.pushes = self.pushes, []
@@ -196,10 +208,11 @@ class Cluster(DiskWorld):
 
     def at_rest(self) -> None:
         """After healing: nobody waits, nothing is under way, nothing is pinned."""
-        state, disk, saves = self.store.state, self.store.disk, self.store.saves
+        state, transfers, saves = self.store.state, self.store.transfers, self.store.saves
         assert not self.unanswered, f"never answered: {list(self.unanswered.values())[:5]}"
-        scrubbing = (ev.Checksum, ev.ScrubRecords)  # goes on for ever
-        assert not [op for op in self.held if not isinstance(op, scrubbing)], self.held
+        assert not [op for op in self.held if not isinstance(op, self.SCRUBS)], (
+            self.held
+        )  # they go on for ever
         assert not (
             state.leases.leases or state.reservations or state.waits or state.workers or state.groups
         ), (
@@ -210,26 +223,28 @@ class Cluster(DiskWorld):
         )
         assert not any(state.chunks.pins), [row for row, pins in enumerate(state.chunks.pins) if pins]
         assert not (saves.copies or saves.late or self.store.segments.moves or self.store.reads.audits)
-        assert not (
-            disk.writes or disk.reads or disk.durability.index or disk.probe or disk.slabs.creating
-        ), disk
-        assert not (disk.demanded or disk.foreseen or disk.durability.waits), disk
-        assert disk.slabs.emptying is None and not disk.slabs.retiring, disk
-        assert not (state.dirty_chunks or state.dirty_sessions or disk.durability.deleted_namespaces), disk
-        assert not (state.deleted_chunks or state.deleted_sessions or state.cut_sessions), disk
-        assert not (disk.durability.gone_waits or disk.durability.wants_room), disk
+        assert not (transfers.writes or transfers.reads or transfers.probe), transfers
+        assert not (transfers.demanded or transfers.foreseen), transfers
         assert state.partials.count == 0, state.partials
         quarantined = sum(segment.counts[3] for segment in state.pool.segments)
         assert quarantined <= state.counters["slots_quarantined"], quarantined
         assert sum(segment.counts[1] for segment in state.pool.segments) == 0
         queued = [row for row, flags in enumerate(state.chunks.flags) if flags & QUEUED]
         assert state.disk_full or not queued, queued
-        stored = {
-            (facts.namespace.id, state.chunks.key[row])
-            for row, facts in self.watch.facts.items()
-            if state.chunks.flags[row] & STORED
-        }
-        assert stored == self.platter.chunks.keys(), stored ^ self.platter.chunks.keys()
+        self._tier_at_rest([row for row in self.watch.facts if state.chunks.flags[row] & STORED])
+
+    def _tier_at_rest(self, stored: Sequence[int]) -> None:
+        """Nothing of the tier's own is under way, and what it keeps is what these rows say."""
+        state, tier = self.store.state, self.store.cold_tier
+        assert isinstance(tier, SlabTier)
+        durability, slabs = tier.durability, tier.slabs
+        assert not (durability.index or slabs.creating or durability.waits), tier
+        assert slabs.emptying is None and not slabs.retiring, tier
+        assert not (state.dirty_chunks or state.dirty_sessions or durability.deleted_namespaces), tier
+        assert not (state.deleted_chunks or state.deleted_sessions or state.cut_sessions), tier
+        assert not (durability.gone_waits or durability.wants_room), tier
+        chunks = {(state.namespace_of(row).id, state.chunks.key[row]) for row in stored}
+        assert chunks == self.platter.chunks.keys(), chunks ^ self.platter.chunks.keys()
         sessions = {name: session.version for name, session in state.sessions.by_name.items()}
         assert sessions == {name: session.version for name, session in self.platter.sessions.items()}
 

@@ -14,8 +14,10 @@ from typing import Any
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, DURABLE, NONE, PROMOTING, STORED
-from kvstore.core.ssd.restart import ChunkBatch, Restored, Snapshot
-from kvstore.core.ssd.tier import BYTES_PER_OP_MAX, CHUNKS_PER_OP_MAX
+from kvstore.core.cold_tier import Restored
+from kvstore.core.ssd.restart import ChunkBatch, Snapshot
+from kvstore.core.ssd.slab_tier import SlabTier
+from kvstore.core.transfers import BYTES_PER_OP_MAX, CHUNKS_PER_OP_MAX
 from kvstore.types import (
     ChunkKey,
     DiskPlace,
@@ -54,10 +56,11 @@ DiskOp = (
     | ev.ProbeDisk
     | ev.ScrubRecords
     | ev.RewriteRecords
+    | ev.TierEffect
 )
 DISK_OPS = (
     *(ev.CreateSlab, ev.WriteRecords, ev.ReadRecords, ev.WriteIndex, ev.ProbeDisk),
-    *(ev.ScrubRecords, ev.RewriteRecords),
+    *(ev.ScrubRecords, ev.RewriteRecords, ev.TierEffect),
 )
 Slot = tuple[SlabId, int]
 
@@ -285,9 +288,10 @@ class DiskWorld(World):
         self.platter.boot_count += 1
         self.restored: Restored = self.store.restore(self.platter.snapshot(), self.now)
         self.watch.check()
-        Placement(self.store)
+        if isinstance(self.store.cold_tier, SlabTier):
+            Placement(self.store, self.store.cold_tier)
         assert set(self.platter.slabs) >= {
-            SlabId(s.id) for s in self.store.state.disk.segments if s.phase.value == "assigned"
+            SlabId(s.id) for s in self.store.state.ssd_slots.segments if s.phase.value == "assigned"
         }
         return super()._begin()
 
@@ -418,7 +422,9 @@ class DiskWorld(World):
         state, chunks = self.store.state, self.store.state.chunks
         if not chunks.flags[row] & STORED:
             return
-        places = [state.disk_place(row, shard) for shard in range(state.namespace_of(row).shards)]
+        assert isinstance(self.store.cold_tier, SlabTier)
+        slabs = self.store.cold_tier.slabs
+        places = [slabs.place_of(row, shard) for shard in range(state.namespace_of(row).shards)]
         if not self.platter.rotten.isdisjoint(places):
             return
         for place, checksum in zip(places, chunks.shard_checksum[chunks.shard0[row] :], strict=False):
@@ -450,7 +456,7 @@ class DiskWorld(World):
         session = state.sessions.by_name.get((event.namespace, event.session))
         known = self.platter.sessions.get((event.namespace, event.session))
         version = max(session.version if session else -1, known.version if known else -1)
-        generation = self.store.disk.newest_generation
+        generation = self.store.cold_tier.newest_generation
         generations = dict.fromkeys(event.keys, generation)
         self._forgetting.setdefault(asked, (version, generations))
 
@@ -604,6 +610,10 @@ class DiskWorld(World):
         )
         return DiskResult.OK if intact else DiskResult.CORRUPT
 
+    def _noted(self, place: DiskPlace, result: DiskResult) -> DiskResult:
+        """What a read has found."""
+        return result
+
     def _found_at(self, place: DiskPlace) -> Written:
         return self.platter.read(place) or TORN
 
@@ -620,7 +630,7 @@ class DiskWorld(World):
         """Nobody may find his record gone, not even after a power cut."""
         named = {(p.slab, p.slot) for chunk in self.platter.chunks.values() for p in chunk.places}
         assert (place.slab, place.slot) not in named, place
-        slab = next(slab for slab in self.store.state.disk.segments if SlabId(slab.id) == place.slab)
+        slab = next(slab for slab in self.store.state.ssd_slots.segments if SlabId(slab.id) == place.slab)
         assert slab.state[place.slot] == SlotState.QUARANTINED, (slab, place)
         self.platter.cached[place.slab, place.slot] = TORN
         return self._one_by_one(result)
@@ -628,6 +638,15 @@ class DiskWorld(World):
     def _one_by_one(self, result: DiskResult) -> DiskResult:
         spared = self.chance is not None and self.chance.random() < 0.5
         return DiskResult.OK if spared else result
+
+    def rot_some(self, pick: int) -> None:
+        """Whatever is kept, so much of it as there is: one of it goes bad."""
+        slots = sorted({**self.platter.synced, **self.platter.cached})
+        if slots:
+            slab, slot = slots[pick % len(slots)]
+            found = self.platter.read(DiskPlace(slab, slot, 0))
+            assert found is not None
+            self.rot(DiskPlace(slab, slot, found.generation))
 
     def rot(self, place: DiskPlace) -> None:
         """Bytes of a record change on the medium; whatever was promised of its chunk is void."""

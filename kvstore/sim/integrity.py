@@ -34,6 +34,7 @@ from kvstore.core.namespaces import Namespace
 from kvstore.core.policies import Candidates
 from kvstore.core.policies.lists import STALE_IN_HEAP_MAX, Ranked
 from kvstore.core.pool import Phase, Pool, Segment
+from kvstore.core.ssd.slab_tier import SlabTier
 from kvstore.core.store import Store
 from kvstore.types import NamespaceId, SlotState
 
@@ -215,7 +216,9 @@ class Watch:
         self.state = state = store.state
         self._saves = store.saves
         self._segments = store.segments
-        self._disk = store.disk
+        self._transfers = store.transfers
+        self._tier = store.cold_tier
+        self._slab_tier = store.cold_tier if isinstance(store.cold_tier, SlabTier) else None
         self._reads = store.reads
         self._full_every = full_every
         self.looks = 0
@@ -227,7 +230,7 @@ class Watch:
         self._rows = Columns(state.chunks, ROW_COLUMNS)
         self._shards = Columns(state.chunks, SHARD_COLUMNS)
         self._arena = Slots(state.pool)
-        self._slabs = Slots(state.disk)
+        self._slabs = Slots(state.ssd_slots)
         self._free_rows = b""
         self._pinning: list[Any] = []
         self._pins: Counter[tuple[str, int]] = Counter()
@@ -368,10 +371,12 @@ class Watch:
         self._check_arena(namespace, row, shard_rows)
         disk: tuple[Slot, ...] = ()
         if flags & (STORED | STORING):
+            self._tier.check_row(row)
+        if flags & (STORED | STORING) and self._slab_tier is not None:
             disk = tuple(
                 (chunks.disk_slab[shard_row], chunks.disk_slot[shard_row]) for shard_row in shard_rows
             )
-            self._check_disk(namespace, row, disk)
+            self._check_slabs(row, disk)
         else:
             assert all(chunks.disk_slab[shard_row] == NONE for shard_row in shard_rows), chunks.describe(row)
         doomed = bool(flags & DOOMED)
@@ -408,18 +413,14 @@ class Watch:
             wanted = SlotState.READY if chunks.shard_ready[shard_row] else SlotState.RESERVED
             assert segment.state[slot] == wanted, (chunks.describe(row), segment, slot)
 
-    def _check_disk(self, namespace: Namespace, row: int, shard_rows: tuple[Slot, ...]) -> None:
+    def _check_slabs(self, row: int, slots: tuple[Slot, ...]) -> None:
         """Every shard is on SSD, or on its way there."""
         chunks = self.state.chunks
         wanted = SlotState.READY if chunks.flags[row] & STORED else SlotState.RESERVED
-        for shard, (index, slot) in enumerate(shard_rows):
+        for index, slot in slots:
             assert index != NONE, chunks.describe(row)
-            slab = self.state.disk.segments[index]
+            slab = self.state.ssd_slots.segments[index]
             assert slab.owner[slot] == row, (chunks.describe(row), slab, slot)
-            assert slab.slot_bytes == self._disk.slabs.slot_bytes(namespace, shard), (
-                chunks.describe(row),
-                slab,
-            )
             assert slab.state[slot] == wanted, (chunks.describe(row), slab, slot)
 
     def _check_links(self, row: int) -> None:
@@ -509,7 +510,7 @@ class Watch:
         for namespace in state.namespaces.values():
             for key, row in namespace.index.items():
                 assert row in self.facts and chunks.key[row] == key, chunks.describe(row)
-        for pool in (state.pool, state.disk):
+        for pool in (state.pool, state.ssd_slots):
             pool.check_integrity()
         for worker in state.workers.values():
             worker.memory.check()
@@ -530,7 +531,7 @@ class Watch:
         moving = sum(len(move.targets) for move in self._segments.moves.values())
         for pool, owners, more in (
             (self.state.pool, self._sums.arena, moving),
-            (self.state.disk, self._sums.disk, 0),
+            (self.state.ssd_slots, self._sums.disk, 0),
         ):
             used = sum(
                 segment.counts[SlotState.RESERVED] + segment.counts[SlotState.READY]
@@ -541,7 +542,7 @@ class Watch:
 
     def _check_ops(self) -> None:
         chunks = self.state.chunks
-        for read in self._disk.reads.values():
+        for read in self._transfers.reads.values():
             for row in read.rows if read.quarantined is None else ():
                 assert chunks.flags[row] & PROMOTING, chunks.describe(row)
             for segment, slot in read.quarantined or ():
@@ -560,18 +561,25 @@ class Watch:
             queued = {row for row, key in to_store if state.is_queued(row, key)}
             assert queued == self._sums.queued, (queued, self._sums.queued)
         assert not state.demanded & state.prefetched, state.demanded & state.prefetched
-        durability = self._disk.durability
-        waiting = {(chunk, number) for number, wait in durability.waits.items() for chunk in wait.missing}
-        found = {(chunk, number) for chunk, waits in durability._waits_of.items() for number in waits}
-        assert waiting == found and all(wait.missing for wait in durability.waits.values()), waiting ^ found
-        emptying = self._disk.slabs.emptying
-        assert emptying is None or not emptying.slab.counts[SlotState.RESERVED], emptying
+        if self._slab_tier is not None:
+            self._check_slab_tier(self._slab_tier)
         for row in state.demanded:
             assert state.is_resident(row), chunks.describe(row)
         for row in state.prefetched:
             assert chunks.flags[row] & (PROMOTING | LISTED) or chunks.pins[row], chunks.describe(row)
         for row, waits in state.waits.items():
             assert waits and chunks.shard0[row] != NONE and not state.is_resident(row), chunks.describe(row)
+        if not self._tier.persistent:
+            noted = (state.dirty_chunks, state.dirty_sessions, state.deleted_chunks, state.deleted_sessions)
+            assert not any((*noted, state.cut_sessions)), "noted for an index, and there is none"
+
+    def _check_slab_tier(self, tier: SlabTier) -> None:
+        durability = tier.durability
+        waiting = {(chunk, number) for number, wait in durability.waits.items() for chunk in wait.missing}
+        found = {(chunk, number) for chunk, waits in durability._waits_of.items() for number in waits}
+        assert waiting == found and all(wait.missing for wait in durability.waits.values()), waiting ^ found
+        emptying = tier.slabs.emptying
+        assert emptying is None or not emptying.slab.counts[SlotState.RESERVED], emptying
 
     # -------------------------------------------------------------------------------------------------------- pins
 
@@ -584,7 +592,7 @@ class Watch:
         pinning: list[Any] = [
             *leases.values(),
             *self._segments.moves.values(),
-            *self._disk.writes.values(),
+            *self._transfers.writes.values(),
             *(rows for rows, _ in self._reads.audits.values()),
         ]
         if self.changed or pinning != self._pinning:

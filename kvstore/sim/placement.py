@@ -14,6 +14,7 @@ from collections.abc import Container, Iterator
 from kvstore.core.chunks import NONE, PROMOTING, STORED, STORING
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
+from kvstore.core.ssd.slab_tier import SlabTier
 from kvstore.core.store import Store
 from kvstore.types import Millis, NamespaceId, SlotState
 
@@ -21,10 +22,11 @@ from kvstore.types import Millis, NamespaceId, SlotState
 class Placement:
     """Looks over the shoulder of one store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, tier: SlabTier) -> None:
         self._store = store
+        self._slabs = tier.slabs
         self._no_slot: dict[NamespaceId, tuple[int, Millis]] = {}
-        slabs, segments = store.disk.slabs, store.segments
+        slabs, segments = tier.slabs, store.segments
         self._evict_needed, self._begin_to_empty = slabs._evict_needed, slabs._begin_to_empty
         self._allocate = segments.allocate
         slabs._evict_needed = self.evict_needed  # type: ignore[method-assign]
@@ -32,7 +34,7 @@ class Placement:
         segments.allocate = self.allocate  # type: ignore[method-assign]
 
     def evict_needed(self, slot_bytes: int, closed: Container[int]) -> bool:
-        if not self._store.disk.slabs.closed:
+        if not self._slabs.closed:
             spared = list(self._unneeded(slot_bytes, closed))
             assert not spared, [self._store.state.chunks.describe(row) for row in spared[:3]]
         return self._evict_needed(slot_bytes, closed)
@@ -47,18 +49,18 @@ class Placement:
             if chunks.flags[row] & (STORED | STORING | PROMOTING) != STORED:
                 continue
             for slab in chunks.disk_slab[start : start + state.namespace_of(row).shards]:
-                if state.disk.segments[slab].slot_bytes == slot_bytes and slab not in closed:
+                if state.ssd_slots.segments[slab].slot_bytes == slot_bytes and slab not in closed:
                     yield row
                     break
 
     def begin_to_empty(self, slab: Segment) -> None:
         files = [
             other
-            for other in self._store.state.disk.segments
+            for other in self._store.state.ssd_slots.segments
             if other.phase is Phase.ASSIGNED
             and not (other.counts[SlotState.RESERVED] or other.counts[SlotState.QUARANTINED])
             and other.slot_bytes == slab.slot_bytes
-            and other.index not in self._store.disk.slabs.closed
+            and other.index not in self._slabs.closed
         ]
         assert self._needed_in(slab) == min(map(self._needed_in, files)), slab
         self._begin_to_empty(slab)

@@ -21,11 +21,12 @@ from kvstore.core import events as ev
 from kvstore.core.policies import POLICIES
 from kvstore.core.pool import Phase
 from kvstore.layout import NamespaceSpec
-from kvstore.types import DiskPlace, DiskResult, DiskState, NamespaceId, Protection, SlotState, WorkerId
+from kvstore.types import DiskResult, DiskState, NamespaceId, Protection, SlotState, WorkerId
 
 from .cluster import COPIES, Cluster
 from .disk import DISK_OPS
 from .faults import Fault, draw, show
+from .memory_world import MemoryCluster
 from .processes import Answer, Conversation, Process, Settled
 from .world import PAGE, epoch_of, spec
 
@@ -42,6 +43,9 @@ REST_MS_MAX = 60_000
 REST_LOOK_MS = 1_000
 FULL_EVERY = 1_000
 
+CLUSTERS: dict[str, type[Cluster]] = {"ssd": Cluster, "memory": MemoryCluster}
+"""By what is below DRAM."""
+
 Action = Callable[[], None]
 
 
@@ -56,9 +60,10 @@ class Simulation:
         steps: int,
         *,
         protection: Protection | None = None,
+        tier: str | None = None,
         only: Sequence[int] | None = None,
     ) -> None:
-        """`only` these faults (their numbers) of the schedule happen."""
+        """`only` these faults (their numbers) of the schedule happen. `tier`, a key of `CLUSTERS`, is below DRAM."""
         self.seed = seed
         self.steps = steps
         self.only = only
@@ -66,6 +71,7 @@ class Simulation:
         self._idle = random.Random(f"idle {seed}")
         drawn = self.random.choice(list(Protection))  # also if it is given: a run is the same if it is named
         self.protection = protection or drawn
+        self.tier = tier or random.Random(f"tier {seed}").choice(("ssd", "ssd", "memory"))
         self.faults = [
             fault for fault in draw(seed, steps, self.protection) if only is None or fault.number in only
         ]
@@ -94,7 +100,7 @@ class Simulation:
         """Processes whose connection is closed: they live on with their mappings."""
         chance = self.random
         index = random.Random(f"index {seed}")
-        self.cluster = Cluster(
+        self.cluster = CLUSTERS[self.tier](
             self,
             random.Random(f"disk {seed}"),
             segments=chance.choice((8, 16, 24, 32)),
@@ -186,11 +192,11 @@ class Simulation:
             f"  {number} at {now} ms: {event}"[:300] for number, now, event in self.cluster.history
         )
         return (
-            f"seed {self.seed}, protection {self.protection.value}: step {step} fails\n"
+            f"seed {self.seed}, protection {self.protection.value}, tier {self.tier}: step {step} fails\n"
             f"{type(error).__name__} at {last.filename}:{last.lineno} in {last.name}: {str(error)[:2000]}\n"
             f"last events:\n{events}\nfaults until then:\n{show(self.faults, step)}\n"
             f"again: python -m kvstore.sim --seed {self.seed} --steps {self.steps} "
-            f"--protection {self.protection.value}{only}"
+            f"--protection {self.protection.value} --tier {self.tier}{only}"
         )
 
     def _next(self) -> None:
@@ -377,13 +383,11 @@ class Simulation:
         cluster.failing_syncs = self.lasts("sync_fails")
         cluster.faults = {}
         if self.lasts("disk_errors"):
-            cluster.faults = dict.fromkeys((ev.WriteRecords, ev.ReadRecords), DiskResult.IO_ERROR)
+            cluster.faults = dict.fromkeys(cluster.RECORD_OPS, DiskResult.IO_ERROR)
         if self.lasts("disk_full"):
-            cluster.faults |= dict.fromkeys(
-                (ev.WriteRecords, ev.CreateSlab, ev.WriteIndex), DiskResult.NO_SPACE
-            )
+            cluster.faults |= dict.fromkeys(cluster.GROWING_OPS, DiskResult.NO_SPACE)
         if self.lasts("files_touched"):
-            cluster.faults[ev.ProbeDisk] = DiskResult.IO_ERROR
+            cluster.faults |= dict.fromkeys(cluster.PROBES, DiskResult.IO_ERROR)
         if self.lasts("index_fails") or self.lasts("sync_fails"):
             cluster.faults[ev.WriteIndex] = DiskResult.IO_ERROR
         if self._error_in:
@@ -467,13 +471,7 @@ class Simulation:
         self.cluster.misdirect_in = 1 + fault.pick % 8
 
     def _bit_rot(self, fault: Fault) -> None:
-        platter = self.cluster.platter
-        slots = sorted({**platter.synced, **platter.cached})
-        if slots:
-            slab, slot = slots[fault.pick % len(slots)]
-            found = platter.read(DiskPlace(slab, slot, 0))
-            assert found is not None
-            self.cluster.rot(DiskPlace(slab, slot, found.generation))
+        self.cluster.rot_some(fault.pick)
 
     def _bit_flip(self, fault: Fault) -> None:
         ready = [
@@ -541,7 +539,7 @@ class Simulation:
         if self.processes or self.lingering:
             return False
         try:
-            assert self.cluster.health() is DiskState.OK, self.cluster.store.disk
+            assert self.cluster.health() is DiskState.OK, self.cluster.store.transfers
             self.cluster.at_rest()
         except AssertionError:
             if due:
@@ -566,7 +564,7 @@ class Simulation:
                 # What lay in the cache over a slot may have been lost since, and the old owner's bytes are back.
                 wanted = ["HIT"] if (number, key) in cluster.promised else ["HIT", "CORRUPT", "EVICTED"]
                 found = cluster.fetch(worker, NamespaceId(number), (key,), tries=50)
-                assert found[0] in wanted, (number, key, found, cluster.store.disk)
+                assert found[0] in wanted, (number, key, found, cluster.store.transfers)
             cluster.kill(worker)
 
 
@@ -591,7 +589,9 @@ def shrink(failed: Simulation) -> str:
 
 
 def _fails(failed: Simulation, only: Sequence[int]) -> str:
-    simulation = Simulation(failed.seed, failed.steps, protection=failed.protection, only=only)
+    simulation = Simulation(
+        failed.seed, failed.steps, protection=failed.protection, tier=failed.tier, only=only
+    )
     try:
         simulation.run()
     except SimulationFailed as failure:

@@ -19,7 +19,7 @@ import pytest
 from kvstore.sim.__main__ import main
 from kvstore.sim.canaries import CANARIES, planted
 from kvstore.sim.faults import KINDS
-from kvstore.sim.simulation import Simulation, SimulationFailed, shrink
+from kvstore.sim.simulation import CLUSTERS, Simulation, SimulationFailed, shrink
 from kvstore.types import Protection
 
 KEPT = [line.split("#")[0].split() for line in Path(__file__).with_name("seeds.txt").read_text().splitlines()]
@@ -31,22 +31,26 @@ CANARY_SEEDS = {"reuse-late-read": 24}
 
 
 @pytest.mark.parametrize("number", range(FRESH))
-def test_a_fresh_seed(number: int) -> None:
-    Simulation(random.SystemRandom().randrange(1 << 32), STEPS).run()
+@pytest.mark.parametrize("tier", CLUSTERS)
+def test_a_fresh_seed(number: int, tier: str) -> None:
+    Simulation(random.SystemRandom().randrange(1 << 32), STEPS, tier=tier).run()
 
 
 @pytest.mark.parametrize(("seed", "protection", "steps"), [line for line in KEPT if line])
 def test_a_seed_that_failed_once(seed: str, protection: str, steps: str) -> None:
-    Simulation(int(seed), int(steps), protection=Protection(protection)).run()
+    Simulation(int(seed), int(steps), protection=Protection(protection), tier="ssd").run()
 
 
-@pytest.mark.parametrize("name", CANARIES)
-def test_a_planted_bug_is_found(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "tier"),
+    [*((name, "ssd") for name in CANARIES), ("reuse-late-read", "memory"), ("trust-disk", "memory")],
+)
+def test_a_planted_bug_is_found(name: str, tier: str) -> None:
     """Within a bounded number of steps, and by what is checked, not by a planted bug that does not fit any more."""
     failure = None
     first = CANARY_SEEDS.get(name, 0)
     for seed in range(first, first + CANARY_RUNS_MAX):
-        simulation = Simulation(seed, STEPS)
+        simulation = Simulation(seed, STEPS, tier=tier)
         with planted(name), suppress(SimulationFailed):
             simulation.run()
         failure = simulation.failure
@@ -92,7 +96,7 @@ def test_the_runs_reach_what_they_are_for() -> None:
     totals: Counter[str] = Counter()
     chunks = 0
     for seed in range(100, 112):
-        simulation = Simulation(seed, 3_000)
+        simulation = Simulation(seed, 3_000, tier="ssd")
         while simulation.cluster.events < simulation.steps:
             simulation._next()
         spaces = simulation.cluster.store.state.namespaces.values()
@@ -103,11 +107,30 @@ def test_the_runs_reach_what_they_are_for() -> None:
     pytest.fail(f"{chunks} chunks; never: {[name for name in NEEDED if not totals[name]]}")
 
 
-def test_a_seed_repeats_itself(tmp_path: Path) -> None:
+NEEDED_OF_MEMORY = (
+    *("chunks_stored", "chunks_demoted", "chunks_promoted_on_demand", "chunks_promoted_ahead"),
+    *("chunks_evicted_from_ssd", "chunks_corrupt", "chunks_reused", "scrub_records"),
+    *("ssd_reads_late", "ssd_read_errors", "ssd_write_errors", "ssd_healed", "ssd_degraded_off"),
+    *("fault power_cut", "fault daemon_killed", "fault disk_hangs", "fault disk_full", "fault bit_rot"),
+)
+
+
+def test_the_runs_with_the_tier_in_memory_reach_what_they_are_for() -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(100, 112):
+        totals += Simulation(seed, 3_000, tier="memory").run()
+        assert not totals["chunks_restored"] and not totals["index_transactions"]
+        if all(totals[name] for name in NEEDED_OF_MEMORY):
+            return
+    pytest.fail(f"never: {[name for name in NEEDED_OF_MEMORY if not totals[name]]}")
+
+
+@pytest.mark.parametrize("tier", CLUSTERS)
+def test_a_seed_repeats_itself(tier: str) -> None:
     """In another process too, whose hashes of strings are others: the same events at the same times."""
     script = (
         "from kvstore.sim.simulation import Simulation\n"
-        "run = Simulation(7, 1500)\n"
+        f"run = Simulation(7, 1500, tier={tier!r})\n"
         "print(sorted(run.run().items()), run.cluster.history[-1], run.clock)\n"
     )
     outputs = {
@@ -124,7 +147,7 @@ def test_a_seed_repeats_itself(tmp_path: Path) -> None:
 
 
 def test_a_failure_says_how_to_see_it_again(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seed", "3", "--steps", "1500", "--canary", "durable-too-early"]) == 1
+    assert main(["--seed", "3", "--steps", "1500", "--tier", "ssd", "--canary", "durable-too-early"]) == 1
     report = capsys.readouterr().out
     assert "seed 3, protection" in report and "last events:" in report and "faults until then:" in report
     again = next(line for line in report.splitlines() if line.startswith("again: python -m kvstore.sim "))
@@ -139,7 +162,7 @@ def test_a_schedule_shrinks_to_what_matters() -> None:
     """The planted bug shows when bytes on SSD are not what they were, so a fault or two are all that it takes."""
     with planted("trust-disk"):
         for seed in range(20):
-            simulation = Simulation(seed, 600)
+            simulation = Simulation(seed, 600, tier="ssd")
             try:
                 simulation.run()
             except SimulationFailed:

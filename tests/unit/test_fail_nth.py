@@ -352,19 +352,19 @@ class Rig:
     def settle(self) -> None:
         """Until all that can be stored is stored, on a disk that may be failing."""
         until = self.now + PATIENCE_MS
-        while self.store.disk.behind and self.now < until:
+        while self.store.transfers.behind and self.now < until:
             self.tick()
 
     def heal(self) -> None:
         """The disk works again, and the tier finds out."""
         until = self.now + PATIENCE_MS
-        while self.store.state.disk_state is not DiskState.OK or self.store.disk.behind:
-            assert self.now < until, f"it does not heal: {self.store.disk} {self.store.state.disk_why}"
+        while self.store.state.disk_state is not DiskState.OK or self.store.transfers.behind:
+            assert self.now < until, f"it does not heal: {self.store.transfers} {self.store.state.disk_why}"
             self.tick()
 
     def close(self) -> None:
         """In good order; nothing is left of it."""
-        for pool in (self.store.state.pool, self.store.state.disk):
+        for pool in (self.store.state.pool, self.store.state.ssd_slots):
             left = [segment for segment in pool.segments if segment.counts[SlotState.RESERVED]]
             assert not left, f"slots that nobody will ever fill: {left}"
         self.tier.close(WAIT_S)
@@ -441,7 +441,7 @@ class Rig:
     @property
     def in_order(self) -> bool:
         """All that was asked for is on the disk."""
-        return self.store.state.disk_state is DiskState.OK and not self.store.disk.behind
+        return self.store.state.disk_state is DiskState.OK and not self.store.transfers.behind
 
 
 def first_half(rig: Rig) -> None:

@@ -55,6 +55,7 @@ from kvstore.core.events.effects import (
     SegmentsRetired,
     SessionRecord,
     SetGenerations,
+    TierEffect,
     WriteIndex,
     WriteRecords,
 )
@@ -188,6 +189,7 @@ __all__ = [
     "Stats",
     "Tick",
     "Ticket",
+    "TierEffect",
     "Truncate",
     "UpdateSession",
     "WantSegments",

@@ -307,6 +307,14 @@ class ForgetWorker:
     worker: WorkerId
 
 
+@dataclass(frozen=True, slots=True)
+class TierEffect:
+    """What a tier below DRAM of another kind than the SSD asks of its edge; each kind brings subclasses. Answer, unless
+    a subclass says that there is none: DiskDone."""
+
+    op: OpId
+
+
 Effect = (
     Reply
     | ChunksSettled
@@ -328,6 +336,7 @@ Effect = (
     | ScrubRecords
     | RewriteRecords
     | RewriteSlots
+    | TierEffect
     | Quarantined
     | DuplicateDiffers
     | DropStaging

@@ -18,6 +18,7 @@ from itertools import count, repeat
 from kvstore.core import events as ev
 from kvstore.core.bulk import batch, needed
 from kvstore.core.chunks import DOOMED, NONE, PROMOTING, STORED
+from kvstore.core.cold_tier import ColdTier
 from kvstore.core.namespaces import Namespace
 from kvstore.core.requests.reads import clip_ttl
 from kvstore.core.state import State
@@ -68,8 +69,9 @@ class Publication:
 
 
 class Queue:
-    def __init__(self, state: State, promote: Callable[[int], None]) -> None:
+    def __init__(self, state: State, tier: ColdTier, promote: Callable[[int], None]) -> None:
         self.state = state
+        self._tier = tier
         self._promote = promote
         self.jobs: dict[WorkerId, dict[tuple[NamespaceId, bytes], Job]] = {}
         self.windows = Windows()
@@ -183,7 +185,7 @@ class Queue:
         tenants = {state.workers[worker].tenant for worker in self.jobs}
         sharing = self._tenants_with_chunks()
         in_dram = int(limits.arena_bytes * limits.prefetch_share_max) // max(1, len(sharing))
-        in_all = limits.arena_bytes + limits.disk_slab_bytes * limits.disk_slabs_max
+        in_all = limits.arena_bytes + self._tier.bytes_max
         in_all //= max(1, len(sharing))
         windows = Windows()
         rank: dict[int, int] = {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, STORED
-from kvstore.core.ssd.durability import Durability
+from kvstore.core.cold_tier import ColdTier
 from kvstore.core.ssd.rewrites import check_admin
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
@@ -51,9 +51,9 @@ class Purge:
 
 
 class Recalls:
-    def __init__(self, state: State, durability: Durability) -> None:
+    def __init__(self, state: State, tier: ColdTier) -> None:
         self.state = state
-        self._durability = durability
+        self._tier = tier
         self.purges: list[Purge] = []
         self._barred: set[bytes] = set()
 
@@ -132,7 +132,7 @@ class Recalls:
             purge.deadline = self.state.now + PATIENCE_MS
             if not purge.event.dry_run:
                 self._guard()
-                self._durability.hurry += 1
+                self._tier.hurry(+1)
         if purge.dropped_at is not None:
             self._finish(purge)
 
@@ -214,7 +214,7 @@ class Recalls:
         )
         if not purge.event.dry_run and not self._is_durable(purge):
             why = f"{purge.chunks} chunks are misses now, but a restart could bring them back"
-            trouble = self._durability.why_not_gone(purge.dropped_at or 0, purge.deadline)
+            trouble = self._tier.why_not_gone(purge.dropped_at or 0, purge.deadline)
             if not trouble:
                 return
             if purge.deadline > state.now:
@@ -224,10 +224,10 @@ class Recalls:
                 answer = DeadlineExceeded(f"{why}: {trouble}", field="recall", remedy="ask again")
         self.purges.remove(purge)
         if not purge.event.dry_run:
-            self._durability.hurry -= 1
+            self._tier.hurry(-1)
         state.reply(purge.ticket, answer)
 
     def _is_durable(self, purge: Purge) -> bool:
         """Whether all that was dropped has left the index."""
         assert purge.dropped_at is not None, purge
-        return self._durability.is_gone(purge.dropped_at)
+        return self._tier.is_gone(purge.dropped_at)

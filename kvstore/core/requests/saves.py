@@ -9,13 +9,14 @@ for those, because it waits itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress, groupby
 
 from kvstore.core import events as ev
 from kvstore.core.bulk import batch
 from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, NONE, STORED, TAIL, TRANSIENT
+from kvstore.core.cold_tier import ColdTier
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
 from kvstore.core.requests.reads import clip_ttl, wanted_shards
@@ -79,13 +80,10 @@ class Ended:
 
 
 class Saves:
-    def __init__(self, state: State, segments: Segments) -> None:
+    def __init__(self, state: State, tier: ColdTier, segments: Segments) -> None:
         self.state = state
+        self._tier = tier
         self._segments = segments
-        self.await_durable: Callable[[ev.Ticket, Namespace, Sequence[ChunkKey], ev.Committed], None] = (
-            lambda ticket, namespace, keys, answer: None
-        )
-        """Answers a commit once its chunks are durable; set by the store, which knows the disk."""
         self.copies: dict[OpId, tuple[Reservation, Millis]] = {}
         """Running copies with their deadlines."""
         self.late: dict[OpId, LateCopy] = {}
@@ -546,7 +544,7 @@ class Saves:
             answer = ev.Committed((CommitResult.ALREADY,) * len(ended.keys))
             if event.wait is Wait.VISIBLE:
                 return answer
-            self.await_durable(event.ticket, namespace, ended.keys, answer)
+            self._tier.await_durable(event.ticket, namespace, ended.keys, answer)
             return None
         raise self._has_ended(worker, event.reservation)
 
@@ -610,7 +608,7 @@ class Saves:
         answer = ev.Committed(tuple(results))
         if wait is Wait.VISIBLE:
             return answer
-        self.await_durable(ticket, namespace, keys, answer)
+        self._tier.await_durable(ticket, namespace, keys, answer)
         return None
 
     def _mark_all_ready(

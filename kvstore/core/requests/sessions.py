@@ -9,10 +9,10 @@ from itertools import islice
 from kvstore.core import events as ev
 from kvstore.core.bulk import batch, references
 from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, DURABLE, NONE, PROMOTING, STORED, STORING
+from kvstore.core.cold_tier import ColdTier
 from kvstore.core.manifests import Manifest, Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.requests.reads import lookup
-from kvstore.core.ssd.durability import Durability
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition
@@ -48,9 +48,9 @@ class Forgetting:
 
 
 class Sessions:
-    def __init__(self, state: State, durability: Durability) -> None:
+    def __init__(self, state: State, tier: ColdTier) -> None:
         self.state = state
-        self._durability = durability
+        self._tier = tier
         self.forgetting: deque[Forgetting] = deque()
 
     # ------------------------------------------------------------------------------------------------------ reading
@@ -218,7 +218,7 @@ class Sessions:
         sessions.put(session, old)
         if old is not None:
             references.drop(state, old.manifest.rows[same:], Reason.TRUNCATED)
-        if state.disk_state is not DiskState.ABSENT:
+        if state.disk_state is not DiskState.ABSENT and self._tier.persistent:
             state.dirty_sessions.setdefault((namespace.id, name), state.now)
         while sessions.entries > state.limits.manifest_entries_max and sessions.oldest() is not session:
             self._drop_oldest()
@@ -300,7 +300,7 @@ class Sessions:
 
     def _begin(self, job: Forgetting, ticket: ev.Ticket | None = None) -> ev.Done | None:
         if self._forget_some(job):
-            return self._durability.await_gone(ticket, job.count)
+            return self._tier.await_gone(ticket, job.count)
         job.ticket = ticket
         self.forgetting.append(job)
         return None
@@ -310,7 +310,7 @@ class Sessions:
         if self.forgetting and self._forget_some(self.forgetting[0]):
             job = self.forgetting.popleft()
             if job.ticket is not None:
-                answer = self._durability.await_gone(job.ticket, job.count)
+                answer = self._tier.await_gone(job.ticket, job.count)
                 if answer is not None:
                     self.state.reply(job.ticket, answer)
 

@@ -344,7 +344,7 @@ class Durability:
             chunks.tokens[row],
             chunks.flags[row] & PERSISTENT_FLAGS,
             chunks.maker(row),
-            tuple(self.state.disk_place(row, shard) for shard in range(namespace.shards)),
+            tuple(self._slabs.place_of(row, shard) for shard in range(namespace.shards)),
             tuple(chunks.shard_checksum[start : start + namespace.shards]),
         )
 
@@ -380,7 +380,7 @@ class Durability:
         gone = set(effect.slabs_deleted)
         for slab in [slab for slab in self._slabs.retiring if SlabId(slab.id) in gone]:
             self._slabs.retiring.remove(slab)
-            state.disk.replace(slab, Phase.ABSENT)
+            state.ssd_slots.replace(slab, Phase.ABSENT)
         self._slabs.unusable = [slab_id for slab_id in self._slabs.unusable if slab_id not in gone]
         self.delete_trouble = ""
         self._delete_again_at = 0
@@ -438,7 +438,7 @@ class Durability:
                 self.dirty_namespaces[namespace.id] = namespace
         self.unsynced.update(set(effect.slabs).difference(failed))
         for slab_id in failed:
-            if (segment := state.disk.by_id.get(SegmentId(slab_id))) is not None:
+            if (segment := state.ssd_slots.by_id.get(SegmentId(slab_id))) is not None:
                 self._slabs.fails(segment)
         if result is DiskResult.CORRUPT:
             self._write_anew(write.rows)
@@ -526,7 +526,7 @@ class Durability:
             if not self._is_stored(row, generation):
                 continue
             if state.is_resident(row):
-                state.leave_disk(row)
+                state.drop_copy(row)
                 state.store_later(row)
             else:
                 state.doom(row, Reason.LOST)

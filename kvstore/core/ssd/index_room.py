@@ -13,14 +13,15 @@ than its own gives way, so that neither pushes out all of the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, DURABLE, NONE, PROMOTING, STORED, STORING
+from kvstore.core.manifests import Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase
-from kvstore.core.requests.sessions import Sessions
 from kvstore.core.ssd.durability import ROOM_SHARE, Durability
 from kvstore.core.ssd.row_bytes import chunk_bytes, session_bytes
 from kvstore.core.ssd.slabs import Slabs
@@ -40,13 +41,12 @@ REMEDY = "raise ssd_index_bytes; or lower session_ttl_ms, so that sessions end s
 
 
 class IndexRoom:
-    def __init__(self, state: State, durability: Durability, slabs: Slabs, sessions: Sessions) -> None:
+    def __init__(self, state: State, durability: Durability, slabs: Slabs) -> None:
         self.state = state
         self._durability = durability
         self._slabs = slabs
-        self._sessions = sessions
 
-    def pump(self) -> None:
+    def pump(self, end_session: Callable[[Session], None]) -> None:
         """After every step: make room, if something found none."""
         durability = self._durability
         refused = durability.wants_room
@@ -55,7 +55,7 @@ class IndexRoom:
         durability.wants_room = None
         durability.forget_makers()
         usage = self.state.index_usage or ev.IndexUsage(0)
-        if self._drop_too_long(refused, usage):
+        if self._drop_too_long(refused, usage, end_session):
             return
         chunks = [chunk_bytes(len(record.key), len(record.places)) for record in refused.chunks]
         sessions = [session_bytes(len(record.session), len(record.entries)) for record in refused.sessions]
@@ -63,7 +63,7 @@ class IndexRoom:
         least = min(usage.bytes_max // ROOM_SHARE, ROOM_BYTES_MAX)
         most = max(usage.bytes_max // ROUND_SHARE, *chunks, *sessions, 1)
         wanted = min(max(least, 1) << min(durability.full_rounds - 1, ROUND_SHARE), most)
-        first, second = self._drop_chunks, self._drop_sessions
+        first, second = self._drop_chunks, partial(self._drop_sessions, end_session)
         if self._sessions_give_way(sum(chunks), sum(sessions)):
             first, second = second, first
         if not (first(wanted) or second(wanted) or durability.deleted_makers):
@@ -71,7 +71,9 @@ class IndexRoom:
                 f"the index is full ({usage.bytes_max} bytes), and nothing can leave it: {REMEDY}"
             )
 
-    def _drop_too_long(self, refused: ev.WriteIndex, usage: ev.IndexUsage) -> bool:
+    def _drop_too_long(
+        self, refused: ev.WriteIndex, usage: ev.IndexUsage, end_session: Callable[[Session], None]
+    ) -> bool:
         """A session that alone takes more than the share of all sessions does not push out the others: it ends."""
         state = self.state
         most = usage.bytes_max * state.limits.index_sessions_share
@@ -82,7 +84,7 @@ class IndexRoom:
         ]
         found = [session for name in names if (session := state.sessions.by_name.get(name)) is not None]
         for session in found:
-            self._sessions.drop(session)
+            end_session(session)
         state.counters["sessions_dropped_for_index"] += len(found)
         return bool(found)
 
@@ -94,7 +96,7 @@ class IndexRoom:
         share = self.state.limits.index_sessions_share
         return (usage.sessions + sessions) * (1 - share) > (usage.chunks + chunks) * share
 
-    def _drop_sessions(self, wanted: int) -> bool:
+    def _drop_sessions(self, end_session: Callable[[Session], None], wanted: int) -> bool:
         """End the sessions that were used longest ago, those of them that the index has, or is to have."""
         book = self.state.sessions
         entries = dropped = 0
@@ -103,7 +105,7 @@ class IndexRoom:
             entries += len(session.manifest)
             wanted -= session_bytes(len(session.name), len(session.manifest))
             dropped += 1
-            self._sessions.drop(session)
+            end_session(session)
         self.state.counters["sessions_dropped_for_index"] += dropped
         return bool(dropped)
 
@@ -117,7 +119,7 @@ class IndexRoom:
             namespace = state.namespace_of(row)
             wanted -= self._bytes(namespace, row)
             dropped += 1
-            state.evict_from_disk(row)
+            state.evict_copy(row)
         state.counters["chunks_dropped_for_index"] += dropped
         return bool(dropped)
 
@@ -138,7 +140,7 @@ class IndexRoom:
     def _stored_in_dram(self) -> Iterator[int]:
         """Rows in DRAM that are on SSD too, from the slab files that were written longest ago."""
         state = self.state
-        slabs = [slab for slab in state.disk.segments if slab.phase is Phase.ASSIGNED]
+        slabs = [slab for slab in state.ssd_slots.segments if slab.phase is Phase.ASSIGNED]
         seen: set[int] = set()
         for slab in sorted(slabs, key=lambda slab: slab.touched_at):
             for row in slab.owner:

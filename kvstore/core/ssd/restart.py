@@ -22,12 +22,13 @@ from kvstore.core.chunks import (
     STORED,
     TAIL,
 )
+from kvstore.core.cold_tier import Restored
 from kvstore.core.events import IndexUsage, NamespaceRecord, SessionEntry, SessionRecord
 from kvstore.core.manifests import Manifest, Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
-from kvstore.core.ssd.durability import PERSISTENT_FLAGS
-from kvstore.core.ssd.tier import Disk
+from kvstore.core.ssd.durability import PERSISTENT_FLAGS, Durability
+from kvstore.core.ssd.slabs import Slabs
 from kvstore.core.state import DISK, State
 from kvstore.types import ChunkKey, NamespaceId, Reason, SegmentId, SlabId, SlotState
 
@@ -68,18 +69,7 @@ class Snapshot:
     usage: IndexUsage | None = None
 
 
-@dataclass(slots=True)
-class Restored:
-    chunks: int = 0
-    chunks_dropped: int = 0
-    """Their slab is gone, or the slot is another's: the index promised too much."""
-    sessions: int = 0
-    slabs_dropped: list[SlabId] = field(default_factory=list)
-    next_namespace: int = 1
-    """Above every number that anything in the index has."""
-
-
-def restore(state: State, disk: Disk, snapshot: Snapshot) -> Restored:
+def restore(state: State, files: Slabs, durability: Durability, snapshot: Snapshot) -> Restored:
     """Before the first event. Whatever does not fit together is dropped, never served, and deleted from the index:
     slabs of another size or beyond the cap, namespaces whose chunks no longer fit in the arena or that the index does
     not know, chunks whose slots are not there or another's."""
@@ -87,10 +77,9 @@ def restore(state: State, disk: Disk, snapshot: Snapshot) -> Restored:
     state.restored_at = state.now
     state.index_usage = snapshot.usage
     state.makers.update(snapshot.makers)
-    disk.durability.indexed_makers.update(snapshot.makers)
-    disk.begin_generations(snapshot.boot_count)
+    durability.indexed_makers.update(snapshot.makers)
     state.sessions.begin_versions(snapshot.boot_count)
-    slabs = _slabs(state, disk, snapshot, done)
+    slabs = _slabs(state, files, snapshot, done)
     unusable: set[NamespaceId] = set()
     for record in snapshot.namespaces:
         done.next_namespace = max(done.next_namespace, record.number + 1)
@@ -107,7 +96,7 @@ def restore(state: State, disk: Disk, snapshot: Snapshot) -> Restored:
         elif batch.shards != namespace.shards:
             _drop(state, namespace, batch.keys, done)
         else:
-            _chunks(state, disk, namespace, batch, slabs, done)
+            _chunks(state, files, namespace, batch, slabs, done)
     for slab in slabs.values():
         _count_slots(state, slab)
     for session in snapshot.sessions:
@@ -117,24 +106,24 @@ def restore(state: State, disk: Disk, snapshot: Snapshot) -> Restored:
             unusable.add(NamespaceId(session.namespace))
         else:
             _session(state, namespace, session, done)
-    disk.durability.deleted_namespaces += sorted(unusable)
-    disk.durability.forget_makers()
+    durability.deleted_namespaces += sorted(unusable)
+    durability.forget_makers()
     return done
 
 
-def _slabs(state: State, disk: Disk, snapshot: Snapshot, done: Restored) -> dict[int, Segment]:
+def _slabs(state: State, files: Slabs, snapshot: Snapshot, done: Restored) -> dict[int, Segment]:
     slabs: dict[int, Segment] = {}
-    absent = [segment for segment in state.disk.segments if segment.phase is Phase.ABSENT]
-    state.disk.number_from(snapshot.next_slab)
+    absent = [segment for segment in state.ssd_slots.segments if segment.phase is Phase.ABSENT]
+    state.ssd_slots.number_from(snapshot.next_slab)
     for slab_id, slot_bytes, slots in snapshot.slabs:
-        if len(slabs) == len(absent) or slots != state.disk.slots_of(slot_bytes):
+        if len(slabs) == len(absent) or slots != state.ssd_slots.slots_of(slot_bytes):
             done.slabs_dropped.append(slab_id)
             continue
         segment = absent[len(slabs)]
-        state.disk.restore(segment, SegmentId(slab_id))
-        state.disk.assign(segment, DISK, slot_bytes)
+        state.ssd_slots.restore(segment, SegmentId(slab_id))
+        state.ssd_slots.assign(segment, DISK, slot_bytes)
         slabs[slab_id] = segment
-    disk.slabs.unusable += done.slabs_dropped
+    files.unusable += done.slabs_dropped
     return slabs
 
 
@@ -163,7 +152,7 @@ def _drop(state: State, namespace: Namespace, keys: Iterable[bytes], done: Resto
 
 def _chunks(
     state: State,
-    disk: Disk,
+    files: Slabs,
     namespace: Namespace,
     batch: ChunkBatch,
     slabs: dict[int, Segment],
@@ -172,7 +161,7 @@ def _chunks(
     chunks = state.chunks
     shards = batch.shards
     first = chunks.new_rows(0)
-    bad = _claim(disk, namespace, batch, slabs, first)
+    bad = _claim(files, namespace, batch, slabs, first)
     if bad:
         _drop(state, namespace, (batch.keys[number] for number in sorted(bad)), done)
         batch = _without(batch, bad)
@@ -205,13 +194,13 @@ def _chunks(
 
 
 def _claim(
-    disk: Disk, namespace: Namespace, batch: ChunkBatch, slabs: dict[int, Segment], first: int
+    files: Slabs, namespace: Namespace, batch: ChunkBatch, slabs: dict[int, Segment], first: int
 ) -> set[int]:
     """Own the slots of each chunk, all or none: each in a slab that exists, of the right size, and free. Returns the
     numbers of those that cannot; the others are rows from `first` on."""
     owners = [
         {slab_id: slab.owner for slab_id, slab in slabs.items() if slab.slot_bytes == slot_bytes}
-        for slot_bytes in (disk.slabs.slot_bytes(namespace, shard) for shard in range(batch.shards))
+        for slot_bytes in (files.slot_bytes(namespace, shard) for shard in range(batch.shards))
     ]
     bad: set[int] = set()
     row = first
@@ -274,10 +263,10 @@ def _count_slots(state: State, slab: Segment) -> None:
         slab.state = bytearray([SlotState.READY]) * len(owner)
         slab.free = array("i")
     slab.counts = [len(slab.free), 0, len(owner) - len(slab.free), 0]
-    of_class = state.disk.classes[DISK, slab.slot_bytes]
+    of_class = state.ssd_slots.classes[DISK, slab.slot_bytes]
     of_class.free -= slab.counts[SlotState.READY]
     if not slab.empty:
-        state.disk.empties.pop(slab.index, None)
+        state.ssd_slots.empties.pop(slab.index, None)
     if not slab.free:
         of_class.with_free.pop(slab.index, None)
 

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from itertools import islice
 
 from kvstore.core import events as ev
+from kvstore.core.cold_tier import ColdTier
 from kvstore.core.pool import Phase, Segment
-from kvstore.core.ssd.durability import Durability
 from kvstore.core.ssd.quarantine import Entry, Hold
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import Denied
-from kvstore.types import DiskPlace, DiskResult, DiskState, Extent, OpId, SegmentId, SlabId, SlotState, Tier
+from kvstore.types import DiskResult, DiskState, Extent, OpId, SegmentId, SlotState, Tier
 
 SLOTS_PER_OP_MAX = 16
 BYTES_PER_OP_MAX = 8 << 20
@@ -30,9 +30,9 @@ def check_admin(worker: Worker, what: str) -> None:
 
 
 class Rewrites:
-    def __init__(self, state: State, durability: Durability) -> None:
+    def __init__(self, state: State, tier: ColdTier) -> None:
         self.state = state
-        self._durability = durability
+        self._tier = tier
         self.ops: dict[OpId, tuple[Tier, list[Entry]]] = {}
         """Under way."""
 
@@ -54,15 +54,10 @@ class Rewrites:
         state = self.state
         found: list[Entry] = []
         size = 0
-        # Those of the oldest transaction may be named by the index still, whatever is in it.
-        named = self._durability.in_flight if tier is Tier.SSD else frozenset()
         for entry in state.quarantine.entries.values():
             if entry.place[0] is not tier or entry.hold is not Hold.EMPTY or entry.retry_at > state.now:
                 continue
-            row = (entry.namespace, entry.key)
-            if tier is Tier.SSD and (
-                row in state.dirty_chunks or row in state.deleted_chunks or row in named
-            ):
+            if tier is Tier.SSD and not self._tier.may_rewrite(entry):
                 continue
             if found and size + entry.slot_bytes > BYTES_PER_OP_MAX:
                 break
@@ -75,7 +70,7 @@ class Rewrites:
     def _segment(self, entry: Entry) -> Segment:
         """Neither a segment nor a slab file changes hands while a slot of it is quarantined."""
         tier, number, slot = entry.place
-        pool = self.state.pool if tier is Tier.DRAM else self.state.disk
+        pool = self.state.pool if tier is Tier.DRAM else self.state.ssd_slots
         segment = pool.by_id[SegmentId(number)]
         assert segment.phase is Phase.ASSIGNED and segment.state[slot] == SlotState.QUARANTINED, (
             entry,
@@ -95,9 +90,8 @@ class Rewrites:
 
     def _rewrite_ssd(self, entries: list[Entry]) -> None:
         op = self.state.new_op()
-        places = [DiskPlace(SlabId(self._segment(entry).id), entry.place[2], 0) for entry in entries]
         self.ops[op] = (Tier.SSD, entries)
-        self.state.effects.append(ev.RewriteRecords(op, tuple(places)))
+        self._tier.rewrite(op, entries)
 
     def rewritten_dram(self, op: OpId, kept: Sequence[int] | None) -> None:
         """None: the op failed, and nothing is known of its slots; they are tried again later."""
@@ -122,7 +116,7 @@ class Rewrites:
                 if tier is Tier.DRAM:
                     state.free_slot(self._segment(entry), entry.place[2])
                 else:
-                    state.disk.give_back(self._segment(entry), entry.place[2])
+                    state.ssd_slots.give_back(self._segment(entry), entry.place[2])
             else:
                 entry.hold = Hold.BAD
                 state.counters["slots_bad"] += 1
@@ -158,7 +152,7 @@ class Rewrites:
         return ev.QuarantineList(
             rows,
             dram=_quarantined(state.pool.segments),
-            ssd=_quarantined(state.disk.segments),
+            ssd=_quarantined(state.ssd_slots.segments),
             returned=state.counters["slots_returned"],
             failed=state.counters["slots_bad"],
         )

@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, PROMOTING, STORED, STORING
+from kvstore.core.cold_tier import ColdTier
 from kvstore.core.pool import Phase
 from kvstore.core.ssd.rewrites import check_admin
 from kvstore.core.ssd.slabs import long_deadline_ms
-from kvstore.core.ssd.tier import Disk
 from kvstore.core.state import State
+from kvstore.core.transfers import Transfers
 from kvstore.core.workers import Worker
 from kvstore.errors import NotFound
 from kvstore.types import (
     ChunkKey,
-    DiskPlace,
     DiskResult,
     DiskState,
     Extent,
@@ -39,8 +39,6 @@ from kvstore.types import (
 BYTES_PER_OP_MAX = 1 << 20
 ROWS_PER_STEP_MAX = 2_000
 """Looked at in one step, so that rows without bytes cost no time at a stretch."""
-OPS_BESIDE_MAX = 1
-"""Writes that may be under way when the scrubber reads; reads: none."""
 ASKED_BYTES_PER_S = 64 << 20
 """Rate of a round that was asked for, unless it says otherwise, or the background's is higher."""
 ENDED_MAX = 64
@@ -70,7 +68,9 @@ class Looking:
 
     row: int
     key: ChunkKey
-    places: tuple[DiskPlace, ...]
+    shards: int
+    generation: int
+    """Of the copy."""
 
 
 @dataclass(slots=True)
@@ -82,9 +82,10 @@ class Slots:
 
 
 class Scrubber:
-    def __init__(self, state: State, disk: Disk) -> None:
+    def __init__(self, state: State, tier: ColdTier, transfers: Transfers) -> None:
         self.state = state
-        self._disk = disk
+        self._tier = tier
+        self._transfers = transfers
         self._round: Round | None = None
         self._finished = 0
         self._ended: OrderedDict[int, Round] = OrderedDict()
@@ -171,12 +172,12 @@ class Scrubber:
 
     def _waits_for(self) -> str:
         """Why nothing can be looked at now."""
-        state, disk = self.state, self._disk
+        state = self.state
         if self.op is not None or self.audits:
             return "what is being read"
         if state.disk_state is DiskState.OFF:
             return "the SSD tier, which is off"
-        if disk.reads or disk.demanded or disk.foreseen or len(disk.writes) > OPS_BESIDE_MAX:
+        if self._transfers.busy:
             return "other reads and writes of the disk"
         return ""
 
@@ -225,8 +226,8 @@ class Scrubber:
         namespace = state.namespace_of(row)
         found = 0
         if flags & (STORED | STORING | PROMOTING) == STORED:
-            places = tuple(state.disk_place(row, shard) for shard in range(namespace.shards))
-            self._looking.append(Looking(row, chunks.key[row], places))
+            generation = self._tier.generation_of(row)
+            self._looking.append(Looking(row, chunks.key[row], namespace.shards, generation))
             found += 1
         if state.limits.protection is Protection.GROUP and state.is_hit(row):
             in_dram.append(row)
@@ -236,18 +237,15 @@ class Scrubber:
         return found * namespace.payload_bytes
 
     def _read(self) -> None:
-        self.op = self.state.new_op()
-        records = []
-        for looking in self._looking:
-            namespace = self.state.namespace_of(looking.row)
-            records += [self._disk.record(namespace, looking.row, shard) for shard in range(namespace.shards)]
-        places = tuple(place for looking in self._looking for place in looking.places)
+        state = self.state
+        self.op = state.new_op()
+        rows = [looking.row for looking in self._looking]
         assert self._round is not None
         rate = self._round.bytes_per_s
         # The edge takes no longer than the rate allows, and may have slots to rewrite before.
-        size = sum(record.length for record in records)
-        self._disk.scrub_deadline = self.state.now + long_deadline_ms(self.state) + 1000 * size // rate
-        self.state.effects.append(ev.ScrubRecords(self.op, tuple(records), places, rate))
+        size = sum(state.namespace_of(row).payload_bytes for row in rows)
+        self._transfers.scrub_deadline = state.now + long_deadline_ms(state) + 1000 * size // rate
+        self._tier.scrub(self.op, rows, rate)
 
     # ------------------------------------------------------------------------------------------------------- results
 
@@ -256,14 +254,14 @@ class Scrubber:
         now = self._round
         assert now is not None
         looked, self._looking, self.op = self._looking, [], None
-        self._disk.scrub_deadline = None
+        self._transfers.scrub_deadline = None
         at = 0
         for looking in looked:
-            mine = slice(at, at + len(looking.places))
+            mine = slice(at, at + looking.shards)
             at = mine.stop
             if not self._is_same(looking):
                 continue  # it left the disk meanwhile, and its slots may be another's
-            state.counters["scrub_records"] += len(looking.places)
+            state.counters["scrub_records"] += looking.shards
             bad = [result for result in results[mine] if result is not DiskResult.OK]
             if DiskResult.REUSED in bad:
                 self._reused(looking.row)
@@ -277,15 +275,12 @@ class Scrubber:
         self._go_on()
 
     def _is_same(self, looking: Looking) -> bool:
-        """Every record still belongs to this chunk: a generation is never given twice."""
+        """The copy is still that one: a generation is never given twice."""
         chunks = self.state.chunks
         row = looking.row
         if chunks.key[row] != looking.key or chunks.shard0[row] == NONE or not chunks.flags[row] & STORED:
             return False
-        return all(
-            chunks.disk_generation[chunks.shard0[row] + shard] == place.generation
-            for shard, place in enumerate(looking.places)
-        )
+        return self._tier.generation_of(row) == looking.generation
 
     def _reused(self, row: int) -> None:
         """It was evicted before the last start, and only the index did not hear of it."""
@@ -294,7 +289,7 @@ class Scrubber:
             return
         state.counters["chunks_reused"] += 1
         if state.is_resident(row):
-            state.leave_disk(row)
+            state.drop_copy(row)
         else:
             state.to_ghost(row, Reason.EVICTED)
 
@@ -307,7 +302,7 @@ class Scrubber:
         state.found_corrupt(row, Tier.SSD, why, miss=not resident)
         if resident:
             # DRAM has good bytes: they are written once more, elsewhere.
-            state.leave_disk(row, quarantine=True)
+            state.drop_copy(row, quarantine=True)
             if not flags & DOOMED:
                 state.store_later(row)
         else:

@@ -17,7 +17,7 @@ from kvstore.core.chunks import NONE, PROMOTING, STORED, STORING
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
 from kvstore.core.state import DISK, State
-from kvstore.types import DiskResult, DiskState, Millis, OpId, SlabId, SlotState
+from kvstore.types import DiskPlace, DiskResult, DiskState, Millis, OpId, SlabId, SlotState, Tier
 
 VICTIMS_LOOKED_AT_MAX = 64
 """In one look for a chunk that has a slot in a file that takes records."""
@@ -105,12 +105,41 @@ class Slabs:
     def slot_bytes(self, namespace: Namespace, shard: int) -> int:
         """In a slab file: header, bytes, and padding to whole pages (`format.slot_bytes`)."""
         header = self.state.limits.disk_header_bytes
-        return self.state.disk.slot_bytes(header + namespace.shard_bytes[shard])
+        return self.state.ssd_slots.slot_bytes(header + namespace.shard_bytes[shard])
 
     def fits(self, namespace: Namespace) -> bool:
         """Whether a slab file has room for a slot of each size; if not, the chunks stay in DRAM alone."""
         largest = max(self.slot_bytes(namespace, shard) for shard in range(namespace.shards))
-        return self.state.disk.slots_of(largest) > 0
+        return self.state.ssd_slots.slots_of(largest) > 0
+
+    def place(self, row: int, shard: int, slab: Segment, slot: int, generation: int) -> None:
+        """A RESERVED slot for a shard that has none."""
+        chunks = self.state.chunks
+        shard_row = chunks.shard0[row] + shard
+        assert chunks.disk_slab[shard_row] == NONE, chunks.describe(row)
+        chunks.disk_slab[shard_row] = slab.index
+        chunks.disk_slot[shard_row] = slot
+        chunks.disk_generation[shard_row] = generation
+
+    def place_of(self, row: int, shard: int) -> DiskPlace:
+        chunks = self.state.chunks
+        shard_row = chunks.shard0[row] + shard
+        slab = self.state.ssd_slots.segments[chunks.disk_slab[shard_row]]
+        return DiskPlace(SlabId(slab.id), chunks.disk_slot[shard_row], chunks.disk_generation[shard_row])
+
+    def unplace(self, row: int, shard: int, *, quarantine: bool = False) -> None:
+        state = self.state
+        chunks, pool = state.chunks, state.ssd_slots
+        shard_row = chunks.shard0[row] + shard
+        slab, slot = pool.segments[chunks.disk_slab[shard_row]], chunks.disk_slot[shard_row]
+        assert slab.owner[slot] == row, (chunks.describe(row), slab, slot)
+        chunks.disk_slab[shard_row] = chunks.disk_slot[shard_row] = NONE
+        if quarantine:
+            state.book_quarantined(Tier.SSD, slab, slot, corrupt=True)
+            pool.quarantine(slab, slot)
+            state.counters["disk_slots_quarantined"] += 1
+        else:
+            pool.give_back(slab, slot)
 
     def take(self, slot_bytes: int, row: int) -> tuple[Segment, int] | None:
         """A RESERVED disk slot; None when one may come later (a slab is being made) or none can be had.
@@ -120,7 +149,7 @@ class Slabs:
           -> the SSD copies of resident chunks that no job needs -> the chunk that is needed last
           -> another slab class's file that holds the fewest chunks that jobs need
         """
-        pool = self.state.disk
+        pool = self.state.ssd_slots
         closed = self.closed
         if self.emptying is not None:
             closed |= {self.emptying.slab.index}
@@ -151,34 +180,34 @@ class Slabs:
 
     def _new_slab(self, slot_bytes: int) -> bool:
         state = self.state
-        if state.now < self.retry_at or state.disk.slots_of(slot_bytes) < 1:
+        if state.now < self.retry_at or state.ssd_slots.slots_of(slot_bytes) < 1:
             return False
-        for segment in state.disk.segments:
+        for segment in state.ssd_slots.segments:
             if segment.phase is Phase.ABSENT:
-                state.disk.begin(segment)
+                state.ssd_slots.begin(segment)
                 op = state.new_op()
                 self.creating[op] = NewSlab(segment, slot_bytes, state.now + long_deadline_ms(self.state))
                 state.effects.append(
-                    ev.CreateSlab(op, SlabId(segment.id), slot_bytes, state.disk.slots_of(slot_bytes))
+                    ev.CreateSlab(op, SlabId(segment.id), slot_bytes, state.ssd_slots.slots_of(slot_bytes))
                 )
                 return True
         return False
 
     def ready(self, op: OpId) -> None:
         new = self.creating.pop(op)
-        self.state.disk.created(new.segment)
-        self.state.disk.assign(new.segment, DISK, new.slot_bytes)
+        self.state.ssd_slots.created(new.segment)
+        self.state.ssd_slots.assign(new.segment, DISK, new.slot_bytes)
         self.state.disk_full = False
         self._not_made = 0
 
     def failed(self, op: OpId, result: DiskResult, why: str) -> None:
         """No room for another file: go on with those that exist; with none at all nothing can be written."""
         state = self.state
-        state.disk.replace(self.creating.pop(op).segment, Phase.ABSENT)
+        state.ssd_slots.replace(self.creating.pop(op).segment, Phase.ABSENT)
         self.retry_at = state.now + SLAB_RETRY_MS
         state.counters["ssd_slab_failures"] += 1
         self._not_made += result is not DiskResult.NO_SPACE
-        if self._not_made == 1 or not state.disk.classes:
+        if self._not_made == 1 or not state.ssd_slots.classes:
             self._degrade(DiskState.READ_ONLY, why)
 
     def healed(self) -> None:
@@ -211,7 +240,7 @@ class Slabs:
         """Of slabs that were in use again for long, or are other files now."""
         now = self.state.now
         for index, failing in list(self._failing.items()):
-            in_use = self.state.disk.segments[index].phase is Phase.ASSIGNED
+            in_use = self.state.ssd_slots.segments[index].phase is Phase.ASSIGNED
             if not in_use or failing.closed_until + FAILURES_IN_A_ROW_MS <= now:
                 del self._failing[index]
 
@@ -239,7 +268,7 @@ class Slabs:
             row = next(policy.unneeded(*cold))
             if self._has_slot_of(row, slot_bytes, closed):
                 self._passed_over = 0
-                state.evict_from_disk(row)
+                state.evict_copy(row)
                 return Looking.FOUND
             mine = state.namespace_of(row).ssd
             policy.remove(mine, row)
@@ -257,7 +286,7 @@ class Slabs:
         resident = [space.dram for space in state.namespaces.values() if space.ssd in cold]
         for row in state.policy.needed(*cold, *resident, limit=VICTIMS_LOOKED_AT_MAX):
             if flags[row] & STORED and self._has_slot_of(row, slot_bytes, closed):
-                state.evict_from_disk(row)
+                state.evict_copy(row)
                 state.counters["needed_chunks_evicted_from_ssd"] += 1
                 return True
         return False
@@ -275,14 +304,14 @@ class Slabs:
         """In the file of this slot size that was written longest ago, of those with such a chunk: the copies of what no
         queued job needs and is in DRAM too, where it stays."""
         state = self.state
-        slab_class = state.disk.classes.get((DISK, slot_bytes))
+        slab_class = state.ssd_slots.classes.get((DISK, slot_bytes))
         if slab_class is None:
             return False
         mine = [slab for slab in slab_class.segments.values() if slab.index not in closed]
         for slab in sorted(mine, key=lambda slab: slab.touched_at):
             copies = dict.fromkeys(islice(filter(self._is_spare, slab.owner), EMPTIED_PER_STEP_MAX))
             for row in copies:
-                state.evict_from_disk(row)
+                state.evict_copy(row)
             if copies:
                 return True
         return False
@@ -300,7 +329,7 @@ class Slabs:
         queued jobs need, then the one that was written longest ago."""
         files = [
             slab
-            for slab in self.state.disk.segments
+            for slab in self.state.ssd_slots.segments
             if slab.phase is Phase.ASSIGNED
             and slab.slot_bytes != slot_bytes
             and slab.index not in closed
@@ -352,7 +381,7 @@ class Slabs:
             self.emptying = None  # it has to keep its slots until they are well
         elif slab.empty:
             self.emptying = None
-            self.state.disk.retire(slab, DISK)
+            self.state.ssd_slots.retire(slab, DISK)
             self.retiring.append(slab)
 
     def _leave_file(self, slab: Segment, row: int) -> None:
@@ -366,7 +395,7 @@ class Slabs:
         if slab.index not in chunks.disk_slab[start : start + shards]:
             return
         needed = row in state.policy.rank
-        state.evict_from_disk(row)
+        state.evict_copy(row)
         if needed and state.is_hit(row):
             state.store_later(row)  # in another file
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
-from kvstore.core.ssd.tier import CHUNKS_PER_OP_MAX
+from kvstore.core.transfers import CHUNKS_PER_OP_MAX
 from kvstore.errors import DeadlineExceeded, Precondition, Unavailable
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import CHUNK_TOKENS, PAGE, World, chain, epoch_of, spec
@@ -58,7 +58,7 @@ def test_who_is_about_to_stop_waits_for_no_further_records() -> None:
     assert {key for _, key in world.platter.chunks} == set(chain("k", 1))
     world.save(worker, namespace, chain("j", 1))  # a commit that was under way
     world.tick(1)
-    assert not world.store.disk.behind
+    assert not world.store.transfers.behind
 
 
 def test_an_index_record_says_all_that_a_restart_needs() -> None:
@@ -595,7 +595,7 @@ def test_a_chunk_that_is_dropped_while_it_is_written_is_gone_from_both_tiers() -
     world.tick(400)
     assert [key for _, key in world.platter.chunks] == list(chain("k", 2)[1:])
     assert world.slots()["ready"] == 1
-    assert sum(slab.counts[2] for slab in world.store.state.disk.segments) == 1
+    assert sum(slab.counts[2] for slab in world.store.state.ssd_slots.segments) == 1
 
 
 def test_a_chunk_that_is_forgotten_under_a_lease_does_not_come_back_with_a_restart() -> None:
@@ -759,7 +759,9 @@ def test_a_full_slot_size_does_not_hold_up_another() -> None:
     wide = world.open(spec("wide", shard_bytes=2 * PAGE), worker)
     cold(world, worker, namespace)
     world.rot(
-        world.store.state.disk_place(world.store.state.namespaces[namespace].index[chain("k", 1)[0]], 0)
+        world.store.cold_tier.slabs.place_of(
+            world.store.state.namespaces[namespace].index[chain("k", 1)[0]], 0
+        )
     )
     assert world.fetch(worker, namespace, chain("k", 1)) == ["CORRUPT"]
     insist(world, worker, wide, "w")
@@ -775,7 +777,9 @@ def test_what_finds_no_place_on_a_full_ssd_does_not_hold_its_dram_slot() -> None
     wide = world.open(spec("wide", shard_bytes=2 * PAGE), worker)
     cold(world, worker, namespace)
     world.rot(
-        world.store.state.disk_place(world.store.state.namespaces[namespace].index[chain("k", 1)[0]], 0)
+        world.store.cold_tier.slabs.place_of(
+            world.store.state.namespaces[namespace].index[chain("k", 1)[0]], 0
+        )
     )
     assert world.fetch(worker, namespace, chain("k", 1)) == ["CORRUPT"]  # the slab cannot change class
     insist(world, worker, wide, "w")

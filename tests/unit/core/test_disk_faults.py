@@ -259,7 +259,7 @@ def test_after_a_failed_write_dram_goes_on_and_all_that_waited_is_stored_in_the_
         world.tick(100)
     assert world.counters["grants_full"] == 0
     assert world.where(namespace, chain("a", 2)) == ["EVICTED"] * 2
-    assert sum(slab.counts[1] for slab in world.store.state.disk.segments) == 0, "slots of failed writes"
+    assert sum(slab.counts[1] for slab in world.store.state.ssd_slots.segments) == 0, "slots of failed writes"
     world.faults.clear()
     world.settle(1_000)
     assert world.health() is DiskState.OK
@@ -296,7 +296,7 @@ def test_of_a_chunk_one_shard_of_which_fails_nothing_is_stored() -> None:
     world._write_record(write, 0, DiskResult.OK)
     world.step(ev.DiskDone(write.op, (DiskResult.OK, DiskResult.IO_ERROR), "EIO"))
     assert world.where(namespace, chain("k", 1)) == ["dram"]
-    assert sum(slab.counts[2] for slab in world.store.state.disk.segments) == 0
+    assert sum(slab.counts[2] for slab in world.store.state.ssd_slots.segments) == 0
 
 
 def test_what_cannot_be_written_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -566,13 +566,13 @@ def rotten(**limits: Any) -> tuple[DiskWorld, WorkerId, NamespaceId]:
     world, worker, namespace = small(durable_within_ms=400, **limits)
     cold(world, worker, namespace)
     world.tick(400)
-    world.rot(world.store.state.disk_place(row_of(world, namespace, "k", 1), 0))
+    world.rot(world.store.cold_tier.slabs.place_of(row_of(world, namespace, "k", 1), 0))
     return world, worker, namespace
 
 
 def test_bytes_that_rotted_are_a_miss_that_says_so_and_are_never_served_again() -> None:
     world, worker, namespace = rotten()
-    place = world.store.state.disk_place(row_of(world, namespace, "k", 1), 0)
+    place = world.store.cold_tier.slabs.place_of(row_of(world, namespace, "k", 1), 0)
     assert world.fetch(worker, namespace, chain("k", 3)) == ["HIT", "CORRUPT", "HIT"]
     assert world.counters["chunks_corrupt"] == 1
     assert world.health() is DiskState.OK
@@ -583,7 +583,7 @@ def test_bytes_that_rotted_are_a_miss_that_says_so_and_are_never_served_again() 
         world.tick(100)
     used = {p for chunk in world.platter.chunks.values() for p in chunk.places}
     assert not any((p.slab, p.slot) == (place.slab, place.slot) for p in used)
-    assert sum(slab.counts[3] for slab in world.store.state.disk.segments) == 1
+    assert sum(slab.counts[3] for slab in world.store.state.ssd_slots.segments) == 1
     assert world.slots()["quarantined"] == 0, "there is nothing wrong with the DRAM slot"
 
 
@@ -612,7 +612,7 @@ def test_one_rotten_shard_is_a_miss_of_the_chunk() -> None:
     world.save(worker, namespace, chain("k", 2))
     for number in range(2):
         world.save(worker, namespace, chain(f"{number}", 2))
-    world.rot(world.store.state.disk_place(row_of(world, namespace, "k"), 1))
+    world.rot(world.store.cold_tier.slabs.place_of(row_of(world, namespace, "k"), 1))
     assert world.fetch(worker, namespace, chain("k", 2)) == ["CORRUPT", "HIT"]
     assert world.slots()["reserved"] == 0
 
@@ -622,12 +622,14 @@ def test_what_was_evicted_before_a_crash_is_a_miss_and_no_alarm() -> None:
     world, worker, namespace = small()
     cold(world, worker, namespace)
     world.faults = {ev.ReadRecords: DiskResult.REUSED}
-    ready = sum(slab.counts[2] for slab in world.store.state.disk.segments)
+    ready = sum(slab.counts[2] for slab in world.store.state.ssd_slots.segments)
     assert world.fetch(worker, namespace, chain("k", 1)) == ["EVICTED"]
     assert (world.counters["chunks_corrupt"], world.counters["chunks_reused"]) == (0, 1)
     assert world.health() is DiskState.OK
-    assert sum(slab.counts[2] for slab in world.store.state.disk.segments) == ready - 1, "the slot is free"
-    assert sum(slab.counts[3] for slab in world.store.state.disk.segments) == 0
+    assert sum(slab.counts[2] for slab in world.store.state.ssd_slots.segments) == ready - 1, (
+        "the slot is free"
+    )
+    assert sum(slab.counts[3] for slab in world.store.state.ssd_slots.segments) == 0
     world.faults.clear()
     world.save(worker, namespace, chain("k", 1))
     world.settle(1_000)
@@ -637,7 +639,7 @@ def test_what_was_evicted_before_a_crash_is_a_miss_and_no_alarm() -> None:
 def test_a_chunk_that_rots_after_it_was_read_is_served_from_dram() -> None:
     world, worker, namespace = start()
     world.save(worker, namespace, chain("k", 1))
-    world.rot(world.store.state.disk_place(row_of(world, namespace, "k"), 0))
+    world.rot(world.store.cold_tier.slabs.place_of(row_of(world, namespace, "k"), 0))
     assert world.fetch(worker, namespace, chain("k", 1)) == ["HIT"]
 
 

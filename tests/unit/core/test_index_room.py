@@ -234,7 +234,9 @@ def test_what_is_to_be_forgotten_is_bounded_by_what_the_index_holds() -> None:
         world.append(worker, namespace, b"new %d" % number, chain("k", 1))
         world.tick(100)
     state = world.store.state
-    waiting = len(state.deleted_sessions) + len(world.store.disk.durability.index[1].effect.sessions_deleted)
+    waiting = len(state.deleted_sessions) + len(
+        world.store.cold_tier.durability.index[1].effect.sessions_deleted
+    )
     assert waiting <= 10 and len(state.dirty_sessions) <= 10
 
 
@@ -448,7 +450,7 @@ def test_the_index_explains_every_maker_that_it_names(batch: int, monkeypatch: p
     for row in list(state.namespaces[namespace].index.values()):
         state.doom(row, Reason.EVICTED)
     world.tick(200)
-    world.store.disk.durability.forget_makers()
+    world.store.cold_tier.durability.forget_makers()
     if batch > 2:
         made_by_two(world, ranks, namespace, "e")
     for _ in range(20):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvstore.core import events as ev
+from kvstore.core import transfers
 from kvstore.core.policies.lists import STALE_IN_HEAP_MAX, Ranked
 from kvstore.core.ssd import slabs
-from kvstore.core.ssd import tier as disk
 from kvstore.core.ssd.slabs import Failing
 from kvstore.errors import DeadlineExceeded
 from kvstore.sim.disk import DiskWorld
@@ -117,13 +117,13 @@ def test_a_chunk_in_a_file_that_takes_no_records_gives_way_in_vain(monkeypatch: 
     keys = chain("a", 128)
     save(world, worker, namespace, keys)
     need(world, worker, namespace, keys[32:64])
-    files = world.store.state.disk.segments
+    files = world.store.state.ssd_slots.segments
     places = [
-        world.store.state.disk_place(row, 0).slab
+        world.store.cold_tier.slabs.place_of(row, 0).slab
         for row in world.store.state.namespaces[namespace].index.values()
     ]
     (closed,) = [slab.index for slab in files if slab.id == places[0]]
-    world.store.disk.slabs._failing[closed] = Failing(2, world.now + 1_000_000)
+    world.store.cold_tier.slabs._failing[closed] = Failing(2, world.now + 1_000_000)
     before = lost(world, namespace, keys)
     save(world, worker, namespace, chain("b", 4))
     for _ in range(100):
@@ -139,7 +139,7 @@ def test_the_index_that_is_full_gives_up_last_what_jobs_need() -> None:
     save(world, worker, namespace, keys)
     need(world, worker, namespace, keys[:16], keys[16:32])
     index = world.store.state.namespaces[namespace].index
-    coldest = world.store.disk.slabs.coldest(48)
+    coldest = world.store.cold_tier.slabs.coldest(48)
     assert set(coldest[:24]) == {index[key] for key in keys[32:56]}
     assert coldest[24:] == [index[key] for key in reversed(keys[8:32])]
 
@@ -187,7 +187,7 @@ def test_a_file_is_emptied_in_steps_and_takes_no_records_meanwhile(monkeypatch: 
     def stepping(event: Any, now: int) -> Any:
         nonlocal most, steps, ready
         effects = apply(event, now)
-        emptying = world.store.disk.slabs.emptying
+        emptying = world.store.cold_tier.slabs.emptying
         if emptying is not None:
             free, reserved, left, _ = emptying.slab.counts
             assert not reserved and free + left == 32, emptying
@@ -200,7 +200,7 @@ def test_a_file_is_emptied_in_steps_and_takes_no_records_meanwhile(monkeypatch: 
     monkeypatch.setattr(world.store, "apply", stepping)
     other = wide(world, worker)
     save(world, worker, other, chain("w", 1))
-    assert world.store.disk.slabs.emptying is not None
+    assert world.store.cold_tier.slabs.emptying is not None
     for name in "xyz":
         save(world, worker, namespace, chain(name, 4))
     for _ in range(60):
@@ -217,7 +217,7 @@ def test_nobody_writes_into_a_file_that_is_being_emptied(monkeypatch: pytest.Mon
     save(world, worker, namespace, chain("a", 128))
     other = wide(world, worker)
     save(world, worker, other, chain("w", 1))
-    emptying = world.store.disk.slabs.emptying
+    emptying = world.store.cold_tier.slabs.emptying
     assert emptying is not None
     monkeypatch.setattr(slabs, "EMPTIED_PER_STEP_MAX", 0)  # it is not empty before somebody may try
     world.ask(ev.Forget, worker, other, b"", chain("w", 1))
@@ -226,7 +226,7 @@ def test_nobody_writes_into_a_file_that_is_being_emptied(monkeypatch: pytest.Mon
     monkeypatch.setattr(slabs, "EMPTIED_PER_STEP_MAX", 1)
     for _ in range(40):
         world.step(ev.Idle())
-    assert world.store.disk.slabs.emptying is None
+    assert world.store.cold_tier.slabs.emptying is None
     world.settle(200)
     assert world.where(namespace, chain("b", 4)) == ["dram+ssd"] * 4
 
@@ -241,7 +241,7 @@ def test_a_crash_while_a_file_is_emptied_loses_only_what_left_it(
     save(world, worker, namespace, keys)
     world.settle(200)
     save(world, worker, wide(world, worker), chain("w", 1))
-    assert world.store.disk.slabs.emptying is not None
+    assert world.store.cold_tier.slabs.emptying is not None
     left = set(lost(world, namespace, keys))
     assert 0 < len(left) < 32
     world.crash(random.Random(1), power=power)
@@ -278,7 +278,7 @@ def test_a_segment_is_emptied_wholly_or_not_at_all() -> None:
     state = world.store.state
     (segment,) = state.pool.segments
     row = state.namespaces[namespace].index[keys[2]]
-    state.leave_disk(row)
+    state.drop_copy(row)
     state.store_later(row)
     assert not world.store.segments._empty(segment)
     assert segment.counts[2] == 8
@@ -341,8 +341,8 @@ def test_a_chunk_that_the_disk_cannot_read_is_read_again_less_and_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Though others can be read: the tier stays up."""
-    monkeypatch.setattr(disk, "CHUNKS_PER_OP_MAX", 1)
-    monkeypatch.setattr(disk, "READ_ERRORS_MAX", 1_000)
+    monkeypatch.setattr(transfers, "CHUNKS_PER_OP_MAX", 1)
+    monkeypatch.setattr(transfers, "READ_ERRORS_MAX", 1_000)
     world, worker, namespace = start(prefetch_share_max=1.0)
     save(world, worker, namespace, chain("a", 32))
     world.settle(200)
@@ -355,7 +355,7 @@ def test_a_chunk_that_the_disk_cannot_read_is_read_again_less_and_less_often(
             world.finish(fails="IO_ERROR")
         world.tick(20)
     assert 3 <= reads <= 6, reads  # after 100, 200, 400 ms ...
-    world.store.disk._degrade(DiskState.READ_ONLY, "as if a write had failed")
+    world.store.cold_tier.degrade(DiskState.READ_ONLY, "as if a write had failed")
     world.hold = set()
     for _ in range(60):
         world.tick(20)
@@ -363,7 +363,7 @@ def test_a_chunk_that_the_disk_cannot_read_is_read_again_less_and_less_often(
 
 
 def test_stale_entries_of_the_queues_are_passed_some_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "LOOKED_AT_PER_STEP_MAX", 3)
+    monkeypatch.setattr(transfers, "LOOKED_AT_PER_STEP_MAX", 3)
     world, worker, namespace = start(segments=4, segment_bytes=8 * PAGE)
     world.hold = {ev.CreateSlab}
     save(world, worker, namespace, chain("a", 12))
@@ -479,14 +479,14 @@ def test_each_wait_for_durability_is_touched_once_for_each_of_its_chunks(count: 
         reserved = world.reserve(worker, namespace, (key,))
         staged = world.write(reserved)
         world.ask(ev.Commit, worker, reserved.reservation, staged, Wait.DURABLE)
-    waits = world.store.disk.durability.waits
+    waits = world.store.cold_tier.durability.waits
     assert len(waits) == count
     for wait in waits.values():
         wait.missing = Counting(wait.missing)
     Counting.looked_at = 0
     while world.held:
         world.finish()
-    assert not world.store.disk.durability.waits
+    assert not world.store.cold_tier.durability.waits
     assert Counting.looked_at == count
 
 
@@ -497,7 +497,7 @@ def test_waits_that_are_too_late_leave_nothing_behind() -> None:
         reserved = world.reserve(worker, namespace, (key,))
         world.ask(ev.Commit, worker, reserved.reservation, world.write(reserved), Wait.DURABLE)
     world.hold.add(ev.ProbeDisk)
-    durability = world.store.disk.durability
+    durability = world.store.cold_tier.durability
     assert len(durability.waits) == len(durability._waits_of) == 4
     durability.waits[0].deadline = world.now
     durability.end_waits()

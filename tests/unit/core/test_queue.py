@@ -523,7 +523,7 @@ def test_what_no_job_needs_makes_room_first_then_the_farthest() -> None:
 
 
 def test_demanded_reads_go_before_foreseen_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.core.ssd.tier.CHUNKS_PER_OP_MAX", 1)
+    monkeypatch.setattr("kvstore.core.transfers.CHUNKS_PER_OP_MAX", 1)
     world, worker, namespace = filled(disk_bytes_in_flight_max=1)
     world.hold = {ev.ReadRecords}
     publish(world, worker, namespace, hint("j", 0, names("abcd")))

@@ -414,7 +414,7 @@ def test_a_chunk_whose_place_is_not_its_own_is_dropped(place: tuple[int, int]) -
     assert set(index) == {b"a", b"c"}
     for key, slot in ((b"a", 1), (b"c", 2)):
         row = index[ChunkKey(key)]
-        assert store.state.disk_place(row, 0).slot == slot
+        assert store.cold_tier.slabs.place_of(row, 0).slot == slot
         assert store.state.chunks.shard_checksum[store.state.chunks.shard0[row]] == (
             100 if slot == 1 else 102
         )

@@ -46,7 +46,7 @@ def round_of(world: DiskWorld, admin: WorkerId) -> ev.Scrubbed:
 
 def place(world: DiskWorld, namespace: NamespaceId, key: ChunkKey, shard: int = 0) -> DiskPlace:
     state = world.store.state
-    return state.disk_place(state.namespaces[namespace].index[key], shard)
+    return world.store.cold_tier.slabs.place_of(state.namespaces[namespace].index[key], shard)
 
 
 def rot(world: DiskWorld, namespace: NamespaceId, key: ChunkKey) -> DiskPlace:

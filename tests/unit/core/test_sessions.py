@@ -324,7 +324,7 @@ def test_a_long_session_is_handled_without_an_object_for_each_entry(monkeypatch:
             world.ask(ev.Truncate, worker, namespace, b"s", version + 1, 4 * 299, 4),
         ]
         written = [store_pb2.SessionReply.FromString(_on_the_wire(answer)) for answer in answers]
-        record = world.store.disk.durability._batch(OpId(1 << 40))[0].sessions[0]
+        record = world.store.cold_tier.durability._batch(OpId(1 << 40))[0].sessions[0]
     assert [len(reply.entries) for reply in written] == [300, 300, 300, 299]
     assert record.entries == entries[:299]
 

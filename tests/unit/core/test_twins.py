@@ -161,7 +161,7 @@ class Life:
         for space in state.namespaces.values():
             names = ("visible", "cold", "partial", "pinned", "index")
             yield f"{space.id}", [getattr(space, name) for name in names]
-        for segment in (*state.pool.segments, *state.disk.segments):
+        for segment in (*state.pool.segments, *state.ssd_slots.segments):
             told = {field.name: getattr(segment, field.name) for field in fields(segment)}
             yield f"segment {segment.id}", repr(sorted((name, plain(value)) for name, value in told.items()))
         for key, slab in state.pool.classes.items():

@@ -170,22 +170,22 @@ class DiskFuzz(Fuzz):
         super().settle()
         for _ in range(100):
             world.tick(200)
-        state, disk = world.store.state, world.store.disk
-        assert world.health() is DiskState.OK, disk
-        assert not (
-            disk.writes or disk.reads or disk.durability.index or disk.probe or disk.slabs.creating
-        ), disk
-        assert not (disk.demanded or disk.foreseen or disk.durability.waits), disk
-        assert disk.slabs.emptying is None and not disk.slabs.retiring, disk
-        assert not (state.dirty_chunks or state.dirty_sessions or disk.durability.deleted_namespaces), disk
+        state, transfers, tier = world.store.state, world.store.transfers, world.store.cold_tier
+        durability, slabs = tier.durability, tier.slabs
+        assert world.health() is DiskState.OK, transfers
+        assert not (transfers.writes or transfers.reads or transfers.probe), transfers
+        assert not (durability.index or slabs.creating or durability.waits), transfers
+        assert not (transfers.demanded or transfers.foreseen), transfers
+        assert slabs.emptying is None and not slabs.retiring, transfers
+        assert not (state.dirty_chunks or state.dirty_sessions or durability.deleted_namespaces), transfers
         queued = [row for row, flags in enumerate(state.chunks.flags) if flags & QUEUED]
-        assert state.disk_full or not queued, (disk, queued)
+        assert state.disk_full or not queued, (transfers, queued)
         stored = {where for where in world.platter.chunks if self.is_on_disk(*where)}
         assert (
             len(stored)
             == len(world.platter.chunks)
-            == sum(slab.counts[2] for slab in state.disk.segments) - self.extra_shards()
-        ), disk
+            == sum(slab.counts[2] for slab in state.ssd_slots.segments) - self.extra_shards()
+        ), transfers
         world.promised |= {
             (NamespaceId(where[0]), where[1])
             for where, chunk in world.platter.chunks.items()
@@ -207,7 +207,7 @@ class DiskFuzz(Fuzz):
                 # What lay in the cache over a slot may have been lost since, and the old owner's bytes are back.
                 wanted = ["HIT"] if (number, key) in world.promised else ["HIT", "CORRUPT"]
                 found = world.fetch(worker, NamespaceId(number), (key,), tries=50)
-                assert found[0] in wanted, (number, key, found, world.store.disk)
+                assert found[0] in wanted, (number, key, found, world.store.transfers)
             world.kill(worker)
 
     def is_on_disk(self, number: int, key: Any) -> bool:

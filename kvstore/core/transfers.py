@@ -1,4 +1,4 @@
-"""The SSD tier as the core sees it: what is written, what is read back, and when the tier is healthy.
+"""Chunks on their way to the tier below DRAM (`ColdTier`) and back: which, when, how many at once, and how it ends.
 
     resident -> STORING -> STORED -> DURABLE        save-through: every committed chunk, soon after its commit
     resident and STORED -> cold                     demotion: the DRAM slots go (State.demote)
@@ -23,23 +23,19 @@ from kvstore.core.chunks import (
     STORED,
     STORING,
 )
+from kvstore.core.cold_tier import ColdTier
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Segment
 from kvstore.core.segments import Segments
-from kvstore.core.ssd.durability import Durability
-from kvstore.core.ssd.slabs import Slabs
 from kvstore.core.state import State
 from kvstore.types import (
     ChunkKey,
     DiskResult,
     DiskState,
-    Extent,
     Millis,
     NamespaceId,
     OpId,
     Reason,
-    Record,
-    SlabId,
     Tier,
 )
 
@@ -50,7 +46,7 @@ LOOKED_AT_PER_STEP_MAX = 1_024
 READ_RETRY_MS = 100
 READ_RETRY_MAX_MS = 60_000
 FAILED_READS_MAX = 1_024
-"""Chunks that are remembered for it; what the disk cannot read at all closes a file or turns the tier off."""
+"""Chunks that are remembered for it; what the tier cannot read at all closes a file or turns the tier off."""
 READ_ERRORS_MAX = 3
 """Failed reads in a row, after which the tier is off until a probe succeeds."""
 
@@ -78,34 +74,30 @@ class FailedRead:
     retry_at: Millis
 
 
-class Disk:
-    def __init__(self, state: State, segments: Segments) -> None:
+class Transfers:
+    def __init__(self, state: State, tier: ColdTier, segments: Segments) -> None:
         self.state = state
+        self._tier = tier
         self._segments = segments
         self.writes: dict[OpId, Write] = {}
         self.reads: dict[OpId, Read] = {}
         self.probe: OpId | None = None
         self.scrub_deadline: Millis | None = None
         """Of the scrubber's read, while one is under way."""
-        self.slabs = Slabs(state, self._degrade)
-        self.durability = Durability(state, self.slabs, self._degrade)
         self.demanded: deque[tuple[int, ChunkKey]] = deque()
         """Rising chunks whose read has not begun: asked for by an Acquire, or (below) by a hint."""
         self.foreseen: deque[tuple[int, ChunkKey]] = deque()
         self._without_slot: list[tuple[int, ChunkKey]] = []
         """Demanded chunks whose namespace waits for a segment; tried again when it has come, and with each tick."""
-        self._probe_at: Millis = 0
         self._read_errors = 0
-        self._unreadable: set[int] = set()
-        """Slabs (by index) of those reads."""
+        """In a row."""
         self._failed_reads: dict[int, FailedRead] = {}
         """By chunk row, the one that failed last at the end."""
-        self._next_generation = 1
 
     def __repr__(self) -> str:
         return (
-            f"Disk({self.state.disk_state.name}, {len(self.writes)} writes, {len(self.reads)} reads, "
-            f"{len(self.state.to_store)} chunks to store, {self.slabs}, {self.durability})"
+            f"Transfers({len(self.writes)} writes, {len(self.reads)} reads, "
+            f"{len(self.state.to_store)} chunks to store, {self._tier})"
         )
 
     @property
@@ -113,13 +105,20 @@ class Disk:
         return self.state.disk_state is not DiskState.ABSENT
 
     @property
+    def busy(self) -> bool:
+        """Whether a read is wanted or under way, or more than one write."""
+        return bool(self.reads or self.demanded or self.foreseen) or len(self.writes) > 1
+
+    @property
     def behind(self) -> bool:
-        """Whether a restart now would forget something that a healthy disk is about to remember."""
+        """Whether a restart now would forget something that a healthy tier is about to remember."""
         state = self.state
-        if state.disk_state is not DiskState.OK:
-            return self.durability.forgetting
+        if not self._tier.persistent:
+            return False
+        if self._tier.health is not DiskState.OK:
+            return self._tier.forgetting
         writing = self.writes or (state.to_store and not state.disk_full)
-        return bool(writing) or self.durability.behind
+        return bool(writing) or self._tier.behind
 
     # ------------------------------------------------------------------------------------------------ each step
 
@@ -127,12 +126,14 @@ class Disk:
         """At the end of every step: start what may be started."""
         if not self.present:
             return
-        state = self.state
-        if state.disk_state is DiskState.OK:
-            self.slabs.pump()
+        state, tier = self.state, self._tier
+        if tier.health is DiskState.OFF:
+            self._give_up()
+        if tier.health is DiskState.OK:
+            tier.pump()
             if state.to_store and not state.disk_full:
                 self._start_writes()
-        self.durability.write()
+        tier.persist()
         if self.demanded or self.foreseen:
             self._start_reads()
 
@@ -144,56 +145,33 @@ class Disk:
     def tick(self) -> None:
         if not self.present:
             return
-        state = self.state
+        state, tier = self.state, self._tier
         self.try_again()
         state.disk_full = False
-        self.slabs.forget_failures()
-        if state.disk_state is DiskState.OK:
-            self.slabs.tick()
         for op, read in self.reads.items():
             if read.quarantined is None and read.deadline <= state.now:
                 self._late_read(op, read)
         late = any(read.quarantined is not None for read in self.reads.values())
         if any(write.deadline <= state.now for write in self.writes.values()):
             late = True
-            self._degrade(DiskState.OFF, "a write missed its deadline")
+            tier.degrade(DiskState.OFF, "a write missed its deadline")
         if self.scrub_deadline is not None and self.scrub_deadline <= state.now:
             late = True
-            self._degrade(DiskState.OFF, "a read of the scrubber missed its deadline")
-        if self.durability.overdue:
-            late = True
-            self._degrade(DiskState.READ_ONLY, "an index transaction missed its deadline")
-        if self.slabs.overdue:
-            late = True
-            self._degrade(DiskState.READ_ONLY, "a slab file was not made in time")
-        self.durability.end_waits()
-        self.durability.tick()
-        unhealthy = state.disk_state is not DiskState.OK
-        if unhealthy and not late and self.probe is None and self._probe_at <= state.now:
+            tier.degrade(DiskState.OFF, "a read of the scrubber missed its deadline")
+        late = tier.tick() or late
+        unhealthy = tier.health is not DiskState.OK
+        if unhealthy and not late and self.probe is None and tier.probe_at <= state.now:
             self.probe = state.new_op()
-            state.effects.append(ev.ProbeDisk(self.probe))
+            tier.probe(self.probe)
 
-    def _degrade(self, to: DiskState, why: str) -> None:
-        state = self.state
-        if state.disk_state < to:
-            state.disk_state = to
-            state.disk_why = why
-            state.room += 1
-            state.counters[f"ssd_degraded_{to.name.lower()}"] += 1
-            self._probe_at = state.now + state.limits.probe_interval_ms
-            self.durability.fail_waits(why)
-        if to is DiskState.OFF:
-            self.try_again()
-            self._not_promoted([*self.demanded, *self.foreseen])
+    def _give_up(self) -> None:
+        """The tier is off: what is to be read is on it only, as before."""
+        self.try_again()
+        if self.demanded or self.foreseen:
+            waiting = [*self.demanded, *self.foreseen]
             self.demanded.clear()
             self.foreseen.clear()
-
-    def troubled(self, why: str) -> None:
-        """What is written now may not last: nothing new is, until a probe finds that it would."""
-        if not self.present:
-            return
-        self._degrade(DiskState.READ_ONLY, why)
-        self.state.disk_why = why  # it lasts, whatever else was wrong before
+            self._not_promoted(waiting)
 
     # ---------------------------------------------------------------------------------------------------- writes
 
@@ -210,7 +188,7 @@ class Disk:
                     break
                 row, key = state.to_store[0]
                 storable = self._storable(row, key)
-                if storable and not self._place(row):
+                if storable and not self._tier.place(row):
                     if state.disk_full:  # for this slot size at least: another may have room
                         state.to_store.rotate(-1)
                     break
@@ -218,6 +196,7 @@ class Disk:
                 if state.is_queued(row, key):
                     state.chunks.flags[row] &= ~QUEUED
                 if storable:
+                    state.chunks.flags[row] |= STORING
                     rows.append(row)
                     size += state.namespace_of(row).payload_bytes
             if not rows:
@@ -230,50 +209,15 @@ class Disk:
         flags = state.chunks.flags[row]
         if not state.is_queued(row, key) or not state.is_hit(row) or flags & (STORED | STORING):
             return False
-        return self.slabs.fits(state.namespace_of(row))
-
-    def _place(self, row: int) -> bool:
-        """Disk slots for all shards of a chunk, or none."""
-        state = self.state
-        namespace = state.namespace_of(row)
-        for shard in range(namespace.shards):
-            taken = self.slabs.take(self.slabs.slot_bytes(namespace, shard), row)
-            if taken is None:
-                for placed in range(shard):
-                    state.unplace_from_disk(row, placed)
-                return False
-            self._next_generation += 1
-            state.place_on_disk(row, shard, *taken, self._next_generation)
-        state.chunks.flags[row] |= STORING
-        return True
+        return self._tier.fits(state.namespace_of(row))
 
     def _write(self, rows: list[int], size: int) -> None:
         state = self.state
         op = state.new_op()
-        records: list[Record] = []
-        sources: list[Extent] = []
-        targets = []
         for row in rows:
-            namespace = state.namespace_of(row)
-            state.pin(namespace, row)
-            for shard in range(namespace.shards):
-                records.append(self.record(namespace, row, shard))
-                sources.append(state.extent(row, shard, namespace.shard_bytes[shard]))
-                targets.append(state.disk_place(row, shard))
+            state.pin(state.namespace_of(row), row)
         self.writes[op] = Write(rows, size, state.now + state.limits.disk_deadline_ms)
-        state.effects.append(ev.WriteRecords(op, tuple(records), tuple(sources), tuple(targets)))
-
-    def record(self, namespace: Namespace, row: int, shard: int) -> Record:
-        """What the record of a shard says of it, or is to say."""
-        chunks = self.state.chunks
-        return Record(
-            namespace=namespace.salt,
-            key=chunks.key[row],
-            shard=shard,
-            length=namespace.shard_bytes[shard],
-            checksum=chunks.shard_checksum[chunks.shard0[row] + shard],
-            maker=chunks.maker(row),
-        )
+        self._tier.write(op, rows)
 
     def _written(self, op: OpId, results: Sequence[DiskResult], why: str) -> None:
         state = self.state
@@ -287,22 +231,12 @@ class Disk:
             at += namespace.shards
             chunks.flags[row] &= ~STORING
             if all(result is DiskResult.OK for result in mine):
-                for shard in range(namespace.shards):
-                    shard_row = chunks.shard0[row] + shard
-                    slab = state.disk.segments[chunks.disk_slab[shard_row]]
-                    state.disk.mark_ready(slab, chunks.disk_slot[shard_row])
-                    slab.touched_at = state.now
-                    self.durability.unsynced.add(SlabId(slab.id))
+                self._tier.stored(row)
                 chunks.flags[row] |= STORED
-                state.dirty_chunks.pop((namespace.id, chunks.key[row]), None)  # of an earlier place
-                state.dirty_chunks[namespace.id, chunks.key[row]] = state.now
                 state.counters["chunks_stored"] += 1
             else:
                 worst = max(worst, *mine)
-                for shard, result in enumerate(mine):
-                    if result is DiskResult.IO_ERROR:
-                        self.slabs.fails(state.disk.segments[chunks.disk_slab[chunks.shard0[row] + shard]])
-                    state.unplace_from_disk(row, shard)
+                self._tier.not_stored(row, mine)
                 state.store_later(row)
         for namespace_id, group in groupby(write.rows, chunks.namespace.__getitem__):
             state.unpin(state.namespaces[NamespaceId(namespace_id)], list(group), used=False)
@@ -310,7 +244,7 @@ class Disk:
         state.counters["ssd_bytes_written"] += write.bytes
         if worst is not DiskResult.OK:
             state.counters["ssd_write_errors"] += 1
-            self._degrade(DiskState.READ_ONLY, why)
+            self._tier.degrade(DiskState.READ_ONLY, why)
 
     # ------------------------------------------------------------------------------------------------------ reads
 
@@ -442,21 +376,9 @@ class Disk:
         state.make_cold(rows)
 
     def _read(self, rows: list[int], size: int) -> None:
-        state = self.state
-        op = state.new_op()
-        records = []
-        sources = []
-        targets = []
-        for row in rows:
-            namespace = state.namespace_of(row)
-            for shard in range(namespace.shards):
-                length = namespace.shard_bytes[shard]
-                # The checksum at commit is kept with the shard while it is on SSD: it is what the read must match.
-                records.append(self.record(namespace, row, shard))
-                sources.append(state.disk_place(row, shard))
-                targets.append(state.extent(row, shard, length))
-        self.reads[op] = Read(rows, size, state.now + state.limits.disk_deadline_ms)
-        state.effects.append(ev.ReadRecords(op, tuple(records), tuple(sources), tuple(targets)))
+        op = self.state.new_op()
+        self.reads[op] = Read(rows, size, self.state.now + self.state.limits.disk_deadline_ms)
+        self._tier.read(op, rows)
 
     def _has_read(self, op: OpId, results: Sequence[DiskResult], whys: Sequence[str]) -> None:
         state = self.state
@@ -476,7 +398,7 @@ class Disk:
             at += namespace.shards
             if all(result is DiskResult.OK for result in mine) and not chunks.flags[row] & DOOMED:
                 self._read_errors = 0
-                self._unreadable.clear()
+                self._tier.reads_recover()
                 how = "ahead" if row in state.prefetched else "on_demand"
                 for shard in range(namespace.shards):
                     checksum = chunks.shard_checksum[chunks.shard0[row] + shard]
@@ -499,17 +421,11 @@ class Disk:
                 continue
             if not chunks.flags[row] & DOOMED:
                 state.counters["ssd_read_errors"] += 1
-                slabs = {
-                    chunks.disk_slab[chunks.shard0[row] + shard]
-                    for shard, result in enumerate(mine)
-                    if result is DiskResult.IO_ERROR
-                }
-                if slabs & self.slabs.closed:  # of this file it is known, and of the disk it says nothing
+                if self._tier.is_lost(row, mine):
                     state.counters["chunks_unreadable"] += 1
                     chunks.flags[row] &= ~PROMOTING
                     state.to_ghost(row, Reason.LOST)
                     continue
-                self._unreadable |= slabs
                 self._read_errors += 1
                 self._note_failed(row)
             failed.append(row)
@@ -518,10 +434,8 @@ class Disk:
         state.arrived(promoted)
         state.counters["ssd_bytes_read"] += read.bytes
         if self._read_errors >= READ_ERRORS_MAX:
-            for index in self._unreadable:
-                self.slabs.fails(state.disk.segments[index])
-            self._unreadable.clear()
-            self._degrade(DiskState.OFF, "reads fail")
+            self._tier.reads_fail()
+            self._tier.degrade(DiskState.OFF, "reads fail")
 
     def _drop_targets(self, row: int) -> None:
         state = self.state
@@ -540,50 +454,23 @@ class Disk:
         state.prefetched.difference_update(read.rows)
         state.make_cold(read.rows)
         state.counters["ssd_reads_late"] += 1
-        self._degrade(DiskState.OFF, "a read missed its deadline")
+        self._tier.degrade(DiskState.OFF, "a read missed its deadline")
 
     # ----------------------------------------------------------------------------------------------------- answers
 
-    def ended(
-        self,
-        op: OpId,
-        results: Sequence[DiskResult],
-        why: str,
-        whys: Sequence[str] = (),
-        slabs: Sequence[SlabId] = (),
-        usage: ev.IndexUsage | None = None,
-    ) -> None:
-        """A disk op has returned."""
-        state = self.state
-        if op in self.writes:
-            self._written(op, results, why)
-        elif op in self.reads:
-            self._has_read(op, results, whys)
-        elif self.durability.index is not None and self.durability.index[0] == op:
-            self.durability.ended(results[0], why, slabs, usage)
-        elif op in self.slabs.creating:
-            self.slabs.failed(op, results[0], why)
+    def ended(self, event: ev.DiskDone) -> None:
+        """An op of the tier has returned."""
+        if event.op in self.writes:
+            self._written(event.op, event.results, event.why)
+        elif event.op in self.reads:
+            self._has_read(event.op, event.results, event.whys)
+        elif event.op != self.probe:
+            self._tier.ended(event)
         else:
-            assert op == self.probe, f"disk op {op} is not under way"
             self.probe = None
-            if results[0] is DiskResult.OK:
-                state.disk_state = DiskState.OK
-                state.disk_why = ""
-                state.counters["ssd_healed"] += 1
-                state.disk_full = False
-                state.room += 1
+            if event.results[0] is DiskResult.OK:
+                self._tier.heal()
                 self._failed_reads.clear()
-                self.slabs.healed()
-                self.durability.healed()
                 self._read_errors = 0
             else:
-                self._probe_at = state.now + state.limits.probe_interval_ms
-
-    @property
-    def newest_generation(self) -> int:
-        """That any record has."""
-        return self._next_generation
-
-    def begin_generations(self, boot_count: int) -> None:
-        """Above whatever any earlier start of the daemon wrote."""
-        self._next_generation = boot_count << 32
+                self._tier.probe_at = self.state.now + self.state.limits.probe_interval_ms
