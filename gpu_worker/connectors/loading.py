@@ -1,9 +1,9 @@
 """What vLLM's loader gives to a model, digested as it goes by.
 
 On a CPU vLLM packs the weights of linear layers for its kernels and drops the tensors, so that nobody can look at them
-afterwards; so do quantised layers. `register` is vLLM's hook for that (entry point `vllm.general_plugins`): it runs in each of vLLM's processes
-before a model is made. It changes nothing but this: a model that will be used with the store notes what is loaded into
-it, at first and whenever weights are loaded anew.
+afterwards; quantised layers do so anywhere. `register` is vLLM's hook for that (entry point `vllm.general_plugins`): it
+runs in each of vLLM's processes before a model is made. It changes nothing but this: a model that will be used with the
+store notes what is loaded into it, at first and whenever weights are loaded anew.
 """
 
 from __future__ import annotations
