@@ -22,7 +22,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ class RankWeights:
     """32 bytes; b"": not known."""
     reason: str = ""
     """Why it is not known."""
+    unverified_s: float = field(default=0.0, compare=False)
+    """How long ago they were last seen to be those that they are named for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +376,8 @@ def rank_generation(worker: Any) -> RankWeights:
     """Also what changed without a call."""
     held = _held(worker)
     held.check()
-    return held.weights(anew=False)
+    unverified_s = time.monotonic() - held.verified_at
+    return replace(held.weights(anew=False), unverified_s=unverified_s)
 
 
 def rank_adapter(worker: Any, request: Any) -> RankAdapter:
