@@ -177,11 +177,15 @@ proto: venv  ## write the stubs in kvstore/v1 anew from proto/
 	rm -f kvstore/v1/*_pb2*
 	$(PY) -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. proto/kvstore/v1/*.proto
 
-# Built from a copy: setuptools would put what an earlier build left in build/ into the wheel
-wheel: venv  ## build the wheel into .cache/wheel (INTO=...)
+# Built from a copy: setuptools would put what an earlier build left in build/ into the wheel. Who wants the wheel alone
+# need not make .venv, which has torch: without it a small environment builds, and pip fetches setuptools.
+BUILDER = $(if $(wildcard .venv/ready),.venv,.cache/build-venv)
+wheel:  ## build the wheel into .cache/wheel (INTO=...)
+	@$(call MAKE_VENV,$(BUILDER))
 	@rm -rf $(INTO) && mkdir -p $(INTO)/source
 	@cp -r pyproject.toml setup.py README.md LICENSE kvstore gpu_worker scheduler kernels $(INTO)/source
-	$(PY) -m pip --quiet wheel --no-deps --no-build-isolation --wheel-dir $(INTO) $(INTO)/source
+	$(BUILDER)/bin/python -m pip --quiet wheel --no-deps $(if $(wildcard .venv/ready),--no-build-isolation) \
+	  --wheel-dir $(INTO) $(INTO)/source
 	@rm -rf $(INTO)/source
 
 clean:  ## remove all that these commands made

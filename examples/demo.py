@@ -9,6 +9,7 @@ Leaves nothing running, and nothing behind but the models in .cache/.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import statistics
@@ -134,6 +135,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that everything is ended
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)  # for every process that is started from here
+    # Hints of first turns are rejected: nobody has recorded these sessions yet, and nothing is wrong with that
+    logging.getLogger("kvstore.scheduler.hints").setLevel(logging.ERROR)
     model = prepare(CACHE / "models", random=options.random)
 
     print(f"\n1. {model.name}: every history is computed anew ({options.threads} threads)")

@@ -26,6 +26,10 @@ CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 """Names the TOML file; all else with the prefix is a setting."""
 ONE_SEGMENT = "in one segment: it serves one model at a time, and what another saves meanwhile is FULL"
 MORE_SEGMENTS = "raise dram_bytes, or lower segment_bytes: more segments than models"
+SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN = 1 << 30, 32 << 20
+"""Of a segment whose size nobody named."""
+SEGMENTS_MIN = 4
+"""So many an arena has if nobody says otherwise: some for models, one each for `kvctl put` and doctor."""
 SSD_INDEX_BYTES_MIN = 16 << 20
 SSD_INDEX_SHARE = 32
 MAKERS_MAX = 65_536
@@ -41,8 +45,9 @@ class StoreConfig:
     """Directory of the two sockets and the lock; one daemon a directory."""
     dram_bytes: int = 4 << 30
     """Size of the arena; a whole number of segments. Refused above the cgroup's memory limit."""
-    segment_bytes: int = 1 << 30
-    """Size of one segment of the arena: the piece that moves between models and slab classes."""
+    segment_bytes: int = SEGMENT_BYTES_MAX
+    """Size of one segment of the arena: the piece that moves between models and slab classes. Unless it is named, it is
+    made smaller (32 MiB at least) where dram_bytes is no whole number of segments, or fewer than four."""
     protection: str = "sealed"
     """"sealed": workers read segments read-only and write through staging memory. "group": the workers of one namespace
     map its segments read-write and write in place."""
@@ -143,6 +148,7 @@ class StoreConfig:
                 f"must be a whole number of segments of {self.segment_bytes} bytes",
                 field="dram_bytes",
                 value=self.dram_bytes,
+                remedy=f"give {self.dram_bytes // self.segment_bytes * self.segment_bytes}, or another segment_bytes",
             )
         if self.dram_bytes // self.segment_bytes > 65_536:
             raise ConfigError(
@@ -325,7 +331,18 @@ def load(toml: Mapping[str, Any], environment: Mapping[str, str], flags: Mapping
             name = key.removeprefix(ENVIRONMENT_PREFIX).lower()
             values[name] = parse_setting(name, text)
     values.update(flags)
+    dram_bytes = values.get("dram_bytes")
+    if isinstance(dram_bytes, int) and "segment_bytes" not in values:
+        values["segment_bytes"] = _fitting_segment_bytes(dram_bytes)
     return StoreConfig(**values)
+
+
+def _fitting_segment_bytes(dram_bytes: int) -> int:
+    """The largest size that cuts the arena into whole segments, and enough of them for several models."""
+    size = SEGMENT_BYTES_MAX
+    while size > SEGMENT_BYTES_MIN and (dram_bytes % size or dram_bytes < SEGMENTS_MIN * size):
+        size //= 2
+    return size
 
 
 def _kinds() -> dict[str, type]:

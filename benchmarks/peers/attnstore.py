@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -61,12 +62,16 @@ class Client(ByKey):
 
     def __init__(self, address: dict[str, Any], shape: Shape) -> None:
         from kvstore import client
+        from kvstore.errors import Unavailable
 
         super().__init__(shape)
         batch_bytes = shape.batch_max * shape.value_bytes
-        self._client = client.connect(
-            address["run_dir"], timeout_s=START_S, staging_bytes=max(batch_bytes, 64 << 20)
-        )
+        for _ in attempts("the daemon"):
+            with contextlib.suppress(Unavailable):
+                self._client = client.connect(
+                    address["run_dir"], timeout_s=START_S, staging_bytes=max(batch_bytes, 64 << 20)
+                )
+                break
         self._space = self._client.open(spec_of(shape))
         for _ in attempts("the whole arena"):
             if (arena := self._client.stats().arena).ready_bytes == arena.bytes:

@@ -110,6 +110,8 @@ class World:
         """By process: closed connections keep their mappings."""
         self.groups: dict[WorkerId, tuple[str, str]] = {}
         self.leases: dict[LeaseId, tuple[WorkerId, Sequence[Extent]]] = {}
+        self._leases_told: set[LeaseId] = set()
+        """All that this life of the store has answered with."""
         self._leased: dict[LeaseId, frozenset[tuple[SegmentId, int]]] = {}
         """The pages of each."""
         self.savings: dict[ReservationId, Saving] = {}
@@ -136,6 +138,7 @@ class World:
         self._drain()
 
     def _begin(self) -> list[ev.Effect]:
+        self._leases_told.clear()
         return self.store.start()
 
     # ------------------------------------------------------------------------------------------------------- steps
@@ -587,7 +590,9 @@ class World:
         self.answers[ticket.worker, ticket.request_id] = answer
         if isinstance(answer, ev.Acquired) and isinstance(event, ev.Acquire):
             self._check_acquired(event, answer)
-            if answer.lease:
+            # A request that came twice is answered twice, perhaps when its worker has let go of the lease already.
+            if answer.lease and answer.lease not in self._leases_told:
+                self._leases_told.add(answer.lease)
                 self.leases[answer.lease] = (ticket.worker, answer.extents)
         if isinstance(answer, ev.Reserved) and isinstance(event, ev.Reserve):
             self._note_reserved(event, answer)

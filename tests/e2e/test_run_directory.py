@@ -51,7 +51,7 @@ def test_what_was_cleaned_away_is_made_again(start_daemon, launch, run_dir, gone
         assert health(daemon.grpc_target) == SERVING
         second = launch()
         assert second.exit_status() == 2
-        assert f"another daemon uses this directory (pid {daemon.pid})" in second.text[0]
+        assert f"another daemon uses this directory (pid {daemon.pid})" in second.refusals[0]
     assert daemon.stop() == 0
     assert names(run_dir) == {"lock"}
 

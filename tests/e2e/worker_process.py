@@ -58,8 +58,8 @@ def main(arguments: list[str]) -> None:
         if place == "load":
             lease.ReadLease.copy_many = stop_at_call(int(number), lease.ReadLease.copy_many)
         elif place == "copy":
-            one = stop_at_call(int(number), lease.fill, before=False)
-            lease.fill = lambda pairs: [one([pair]) for pair in pairs]
+            one = stop_at_call(int(number), lease.copy_pairs, before=False)
+            lease.copy_pairs = lambda pairs: [one([pair]) for pair in pairs]
         elif place == "save":
             Saver._fill = stop_at_call(int(number), Saver._fill)
         else:

@@ -1173,13 +1173,13 @@ def test_a_generation_that_changes_during_the_copy_voids_it(
     daemon.add_segment(1)
     daemon.script["acquire"] = lambda _: hit(5, extent(1, 0))
     lease = space.read(KEYS[:1])
-    copy = lease_module.fill  # type: ignore[attr-defined]
+    copy = lease_module.copy_pairs  # type: ignore[attr-defined]
 
     def overtaken(*arguments: Any) -> None:
         copy(*arguments)
         daemon.generations[0] += 1
 
-    monkeypatch.setattr(lease_module, "fill", overtaken)
+    monkeypatch.setattr(lease_module, "copy_pairs", overtaken)
     assert not lease.copy_to(0, bytearray(SHARD))
     assert client.counters["loads_void"] == 1
 

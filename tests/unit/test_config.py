@@ -2,11 +2,12 @@
 
 import asyncio
 import dataclasses
+import subprocess
 import sys
 
 import pytest
 
-from kvstore.__main__ import configuration, descriptions, event_loop_factory, main, parser, read_toml
+from kvstore.__main__ import configuration, descriptions, event_loop_factory, parser, read_toml
 from kvstore.config import CONFIG_VARIABLE, StoreConfig, load, parse_setting
 from kvstore.errors import ConfigError
 
@@ -102,6 +103,38 @@ def test_a_switch_may_stand_alone():
 
 
 @pytest.mark.parametrize(
+    ("dram", "segments", "each"),
+    [
+        ("4G", 4, "1G"),
+        ("64G", 64, "1G"),
+        ("1G", 4, "256M"),
+        ("256M", 4, "64M"),
+        ("1536M", 6, "256M"),
+        ("96M", 3, "32M"),
+        ("32M", 1, "32M"),
+    ],
+)
+def test_segments_are_made_to_fit_unless_their_size_is_named(dram, segments, each):
+    """`--dram-bytes 256M` alone starts a daemon, which serves more than one model."""
+    config = configuration([f"--dram-bytes={dram}"], {})
+    assert config.segment_bytes == parse_setting("segment_bytes", each)
+    assert config.limits.segment_count == segments
+
+
+@pytest.mark.parametrize("source", ["flag", "variable", "file"])
+def test_a_size_of_segments_that_is_named_stays(source, tmp_path):
+    arguments, environment = ["--dram-bytes=1G"], {}
+    if source == "flag":
+        arguments.append("--segment-bytes=1G")
+    elif source == "variable":
+        environment["KVSTORED_SEGMENT_BYTES"] = "1G"
+    else:
+        (tmp_path / "toml").write_text('segment_bytes = "1G"\n')
+        arguments.append(f"--config={tmp_path / 'toml'}")
+    assert configuration(arguments, environment).segment_bytes == 1 << 30
+
+
+@pytest.mark.parametrize(
     ("arguments", "environment", "why"),
     [
         (["--nonsense"], {}, r"unrecognized arguments: --nonsense \(see kvstored --help\)"),
@@ -111,6 +144,13 @@ def test_a_switch_may_stand_alone():
         ([], {"KVSTORED_NONSENSE": "1"}, "nonsense=1: no such setting"),
         ([], {"KVSTORED_DRAIN_MS": "soon"}, "drain_ms=soon: is not a whole number"),
         ([], {"KVSTORED_FAST_LANE": "maybe"}, "fast_lane=maybe: is not true or false"),
+        (
+            ["--dram-bytes=1000M", "--segment-bytes=256M"],
+            {},
+            r"dram_bytes=1048576000: must be .* of 268435456 bytes \(give 805306368, or another segment_bytes\)",
+        ),
+        (["--dram-bytes=0"], {}, "dram_bytes=0: must be above 0"),
+        (["--dram-bytes=16M"], {}, "dram_bytes=16777216: is smaller than one segment of 33554432 bytes"),
         (["--tenants", "alice"], {}, "tenants=alice: is not tenants by user id: 1000=alice"),
         (
             ["--ssd-bytes", "much"],
@@ -153,10 +193,10 @@ def test_the_variable_that_names_the_file_is_no_setting() -> None:
     assert load({}, {CONFIG_VARIABLE: "kvstored.toml"}, {}) == StoreConfig()
 
 
-def test_a_client_without_the_daemon_says_what_to_install(monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "kvstore.server.daemon", None)  # as if it were not there
-    monkeypatch.setattr("kvstore.server.logs.leave", sys.exit)
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    said = capsys.readouterr().err
-    assert "is not installed: this is the client alone (pip install 'attnstore[daemon]')" in said
+def test_a_client_without_the_daemon_says_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['kvstore.server.daemon'] = None; from kvstore.__main__ import main; main([])"
+    )
+    ended = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "is not installed: this is the client alone (pip install 'attnstore[daemon]')" in ended.stderr

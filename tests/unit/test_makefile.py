@@ -86,6 +86,22 @@ def test_two_at_once_take_turns(folder: Path, start: Start) -> None:
     assert sum("torch" in line for line in asked(folder)) == 1
 
 
+@pytest.mark.parametrize("developer", [True, False])
+def test_the_wheel_needs_no_torch(folder: Path, developer: bool) -> None:
+    """Who only installs it does not wait for .venv. A developer's wheel is built by .venv, without the net."""
+    for name in ("README.md", "LICENSE", "kvstore", "gpu_worker", "scheduler", "kernels"):
+        (folder / name).touch()
+    if developer:
+        write(folder / ".venv/bin/python", (folder / "fake-python").read_text())
+        (folder / ".venv/ready").touch()
+    command = ["make", "wheel", f"PYTHON={folder}/fake-python"]
+    subprocess.run(command, cwd=folder, check=True, timeout=BOUND_S)
+    (built,) = (line for line in asked(folder) if " wheel " in line)
+    assert ("--no-build-isolation" in built) is developer
+    assert not any("torch" in line or "--editable" in line for line in asked(folder))
+    assert (folder / ".cache/build-venv").exists() is not developer
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_bench_peers_installs_the_library_that_a_wheel_forgets(folder: Path, there: bool) -> None:
     for environment in ("peers", "lmcache", "vllm"):
