@@ -1,9 +1,9 @@
 """What vLLM's loader gives to a model, digested as it goes by.
 
 On a CPU vLLM packs the weights of linear layers for its kernels and drops the tensors, so that nobody can look at them
-afterwards. `register` is vLLM's hook for that (entry point `vllm.general_plugins`): it runs in each of vLLM's processes
-before a model is made. It changes nothing but this: a model that will be used with the store notes what is loaded into
-it, at first and whenever weights are loaded anew.
+afterwards; quantised layers do so anywhere. `register` is vLLM's hook for that (entry point `vllm.general_plugins`): it
+runs in each of vLLM's processes before a model is made. It changes nothing but this: a model that will be used with the
+store notes what is loaded into it, at first and whenever weights are loaded anew.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ log = logging.getLogger(__name__)
 
 class Loaded:
     """The tensors that were loaded into one model, by their names in the checkpoint; a later one takes the place of an
-    earlier one."""
+    earlier one of the same name."""
 
-    def __init__(self, *, contents: bool) -> None:
-        """`contents`: digest what is loaded; else only count the loads."""
+    def __init__(self, *, contents: bool, parameters: frozenset[str] = frozenset()) -> None:
+        """`contents`: digest what is loaded; else only count the loads. `parameters`: the model's, by name, when it was
+        made: quantised layers drop some once they have packed them."""
         self.loads = 0
         """Calls of `load_weights` that have begun."""
         self.filled: set[str] = set()
@@ -33,13 +34,17 @@ class Loaded:
         self.broken = ""
         """Why the contents are not known."""
         self.contents = contents
+        self.parameters = parameters
         self._digests: dict[str, bytes] = {}
+        self._history = b""
+        """Digest of what was loaded under other names, a part of which may still count."""
 
     def digest(self) -> bytes:
         """32 bytes over all names and contents."""
         from kvstore.gpu_worker.identity import absorb
 
         state = hashlib.blake2b(digest_size=32, person=b"kvs.loaded.v1")
+        absorb(state, self._history)
         for name, digest in sorted(self._digests.items()):
             absorb(state, name.encode(), digest)
         return state.digest()
@@ -49,20 +54,33 @@ class Loaded:
         all that was loaded before is loaded again."""
         self.loads += 1
         broken, self.broken = self.broken, "loading weights has not ended"
-        seen: set[str] = set()
-        filled = load_weights(self._seen(weights, seen))
-        self.broken = "" if seen >= self._digests.keys() else broken
-        self.filled.update(filled or ())
+        seen: dict[str, bytes] = {}
+        try:
+            filled = load_weights(self._seen(weights, seen))
+        except BaseException:
+            self._digests.update(seen)  # these must come again too
+            raise
+        self.broken = "" if seen.keys() >= self._digests.keys() else broken
+        self._take(seen, set(filled or ()))
         return filled
 
-    def _seen(self, weights: Iterable[tuple[str, Any]], seen: set[str]) -> Iterator[tuple[str, Any]]:
+    def _take(self, seen: dict[str, bytes], filled: set[str]) -> None:
+        """Some models take the same weights under more than one name. Of new names that fill what was filled, nobody
+        knows which older names they have replaced: what was known by then becomes history, and counts as such."""
+        replaced = not self.filled.isdisjoint(filled)
+        if replaced and seen.keys() - self._digests.keys() and self._digests.keys() - seen.keys():
+            self._history = self.digest()
+            self._digests = {}
+        self._digests.update(seen)
+        self.filled |= filled
+
+    def _seen(self, weights: Iterable[tuple[str, Any]], seen: dict[str, bytes]) -> Iterator[tuple[str, Any]]:
         from kvstore.gpu_worker.identity import digest_of_tensor
 
         for name, tensor in weights:
             if self.contents:
                 described = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
-                self._digests[name] = described + digest_of_tensor(tensor)
-                seen.add(name)
+                seen[name] = described + digest_of_tensor(tensor)
             yield name, tensor
 
 
@@ -78,7 +96,8 @@ def watch(model: Any, *, contents: bool) -> Loaded:
     """From now on notes what is loaded into the model. Idempotent."""
     if (known := _loaded.get(model)) is not None:
         return known
-    loaded = _loaded[model] = Loaded(contents=contents)
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    loaded = _loaded[model] = Loaded(contents=contents, parameters=frozenset(names))
     original = getattr(model, "load_weights", None)
     if original is None:
         return loaded
@@ -108,7 +127,8 @@ def register() -> None:
         model = original(loader, vllm_config, *args, **kwargs)
         if OURS in repr(getattr(vllm_config, "kv_transfer_config", None)):
             device = str(getattr(vllm_config.device_config, "device_type", "cpu"))
-            watch(model, contents=device == "cpu")
+            quantised = getattr(vllm_config.model_config, "quantization", None) is not None
+            watch(model, contents=device == "cpu" or quantised)
         return model
 
     create_model.watches = True  # type: ignore[attr-defined]

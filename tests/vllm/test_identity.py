@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import KVTransferConfig
+from vllm.config.multimodal import MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import (
@@ -85,6 +86,16 @@ def test_whatever_differs_is_another_namespace(
             setattr(other.model_config, name, value)
         return other
 
+    def with_lora(dtype: str) -> Any:
+        other = copy.copy(config)
+        other.lora_config = SimpleNamespace(lora_dtype=dtype)
+        return other
+
+    def positions(theta: float) -> Any:
+        hf_config = copy.deepcopy(config.model_config.hf_config)
+        hf_config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": theta}
+        return with_model(hf_config=hf_config)
+
     quantised = copy.copy(config)
     quantised.cache_config = copy.copy(config.cache_config)
     quantised.cache_config.cache_dtype = "fp8"
@@ -95,6 +106,15 @@ def test_whatever_differs_is_another_namespace(
     different = {
         "other weights": spec(weights=b"x" * 32),
         "dtype": spec(with_model(dtype=torch.bfloat16)),
+        "quantised as told": spec(with_model(quantization_config={"linear": "int8"})),
+        "rounds adapters": spec(with_lora("bfloat16")),
+        "rounds adapters otherwise": spec(with_lora("float32")),
+        "sees": spec(with_model(multimodal_config=MultiModalConfig())),
+        "sees otherwise": spec(
+            with_model(multimodal_config=MultiModalConfig(mm_processor_kwargs={"max_pixels": 1}))
+        ),
+        "positions": spec(positions(1e4)),
+        "positions of an override": spec(positions(1e6)),
         "cache dtype": spec(quantised),
         "block size": spec(block=2 * BLOCK),
         "packing": spec(layout=packed),
@@ -115,9 +135,10 @@ def test_whatever_differs_is_another_namespace(
     assert spec(with_model(model="/elsewhere")) == spec(), "but not where the files lie"
 
 
+@pytest.mark.parametrize("nested", ["", "text_config", "full_attention"])
 @pytest.mark.parametrize(("kind", "differ"), [("dynamic", True), ("longrope", True), ("linear", False)])
 def test_positions_that_depend_on_the_longest_prompt(
-    spec: Callable[..., NamespaceSpec], config: Any, kind: str, differ: bool
+    spec: Callable[..., NamespaceSpec], config: Any, kind: str, differ: bool, nested: str
 ) -> None:
     """Their K is another one under another limit."""
     specs = []
@@ -125,10 +146,28 @@ def test_positions_that_depend_on_the_longest_prompt(
         other = copy.copy(config)
         other.model_config = copy.copy(config.model_config)
         other.model_config.hf_config = copy.deepcopy(config.model_config.hf_config)
-        other.model_config.hf_config.rope_parameters = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}
+        rope: dict[str, Any] = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}
+        if nested == "text_config":
+            other.model_config.hf_config.text_config = {"rope_parameters": rope}
+        else:
+            other.model_config.hf_config.rope_parameters = {nested: rope} if nested else rope
         other.model_config.max_model_len = length
         specs.append(spec(other))
     assert (specs[0] != specs[1]) is differ
+
+
+def test_how_images_are_read_is_part(spec: Callable[..., NamespaceSpec], config: Any, tmp_path: Path) -> None:
+    """vLLM names an image by its bytes and by where the model lies."""
+    other = copy.copy(config)
+    other.model_config = copy.copy(config.model_config)
+    other.model_config.model = str(tmp_path)
+    specs = []
+    for number in range(2):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": number}))
+        for multimodal in (None, MultiModalConfig()):
+            other.model_config.multimodal_config = multimodal
+            specs.append(spec(other))
+    assert specs[0] == specs[2] and specs[1] != specs[3]
 
 
 def test_epochs_of_one_family(spec: Callable[..., NamespaceSpec]) -> None:

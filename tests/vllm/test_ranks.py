@@ -715,6 +715,46 @@ def test_a_change_that_moves_no_counter_is_found_in_time(rig: Callable[..., Rig]
     assert second.run(tokens) == 0
 
 
+def the_time_has_come(rig: Rig) -> None:
+    """To look at all weights."""
+    for worker in rig.workers:
+        worker.worker_side.held._full_at = 0.0
+
+
+def test_what_was_saved_before_a_silent_change_was_found_is_forgotten(rig: Callable[..., Rig]) -> None:
+    """It stands under the name of the weights before, which others still compute with."""
+    before, between, after = (prompt(640 + number, 300) for number in range(3))
+    first = rig()
+    first.run(before)
+    the_time_has_come(first)
+    first.run(prompt(643, 20))  # verified
+    for model in first.model_executor.models:
+        model.weight.data.fill_(1.0)
+    first.weights = 1
+    first.run(between)
+    the_time_has_come(first)
+    first.run(after)
+    assert sum(worker.worker_side.tally.total["blocks_recalled"] for worker in first.workers) >= 9
+    second = rig()
+    assert second.run(between) == second.run(after) == 0
+    assert second.run(before) == 288
+
+
+def test_a_hook_is_seen_in_the_next_step(rig: Callable[..., Rig]) -> None:
+    tokens = prompt(644, 300)
+    rig().run(tokens)
+    second = rig()
+    second.run(prompt(645, 20))
+    handle = second.model_executor.models[1].register_forward_hook(lambda *_: None)
+    second.weights = 1
+    assert second.run(tokens) == 0
+    handle.remove()
+    second.weights = 0
+    second.model_executor.collective_rpc("reload_weights")
+    assert second.scheduler.reset_prefix_cache()
+    assert second.run(tokens) == 288
+
+
 def test_weights_that_change_all_the_time_have_no_name(rig: Callable[..., Rig]) -> None:
     """Nobody waits for their digest in every step."""
     first = rig()

@@ -539,6 +539,33 @@ def test_weights_that_change_without_a_call_are_found(launch: Callable[..., Rig]
     assert rig.find(rig.request("two", keys), keys) == [LookupResult.MISS]
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_what_was_saved_before_a_change_was_found_is_forgotten(
+    launch: Callable[..., Rig], counted: bool
+) -> None:
+    """It stands under the name of the weights before, which others still compute with."""
+    before, between = keys_of(f"verified {counted}", 1), keys_of(f"between {counted}", 2)
+    rig = launch()
+    rig.put(rig.request("one", before), {before[0]: 1})
+    rig.idle()
+    held = rig.spec.executor.workers[0].model_runner._attnstore_held
+    held._full_at = 0.0
+    rig.tier._poll_at = 0.0  # the time has come
+    rig.request("two")
+    assert not rig.tier._saver._unverified
+    weight = rig.spec.executor.models[0].weight
+    with torch.no_grad():
+        (weight if counted else weight.data).add_(1.0)
+    rig.put(rig.request("three", between), dict.fromkeys(between, 2))
+    rig.idle()
+    held._full_at = rig.tier._poll_at = 0.0
+    rig.request("four")
+    rig.until(lambda: rig.tier.tally.total["blocks_recalled"] == 2)
+    other = launch()
+    assert other.find(other.request("five", between), between[:1]) == [LookupResult.MISS]
+    assert other.find(other.request("six", before), before) == [LookupResult.HIT]
+
+
 def test_a_reset_does_not_wait_for_a_daemon_that_hangs(launch: Callable[..., Rig], daemon: Daemon) -> None:
     keys = keys_of("hang", 2)
     rig = launch(drain_ms=100, save_ms=600_000)

@@ -4,6 +4,8 @@ the row was still ours when it had."""
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 PART_BYTES_MAX = 32 << 20
 """Reserved, read and committed at a time."""
 PART_KEYS_MAX = 256
+UNVERIFIED_MAX = 16_384
+"""Parts remembered until the weights that have computed them are verified."""
+RECALL_S = 5.0
 ALREADY = (GrantResult.ALREADY, GrantResult.BUSY)
 """BUSY: somebody else is saving the same chunk just now."""
 PASSING = (Unavailable, DeadlineExceeded, Precondition)
@@ -42,6 +47,9 @@ class RowSaver:
         self._part = max(1, min(PART_KEYS_MAX, PART_BYTES_MAX // rows.row_bytes))
         self._region: Region | None = None
         self._adoptable = rows.fd is not None
+        self._crew = crew
+        self._unverified: deque[tuple[float, Namespace, list[ChunkKey]]] = deque(maxlen=UNVERIFIED_MAX)
+        """What was saved, by the time of its commit, that nobody has vouched for yet."""
         self.transfers = Transfers(crew, rows_max=rows_max)
 
     def start(self, transfer: Transfer, parents: Sequence[ChunkKey]) -> None:
@@ -53,6 +61,27 @@ class RowSaver:
         """It fails without having been tried."""
         self.transfers.start(transfer, None)
         self._tally.add(saves_dropped=1, blocks_dropped=len(transfer.keys))
+
+    def verified(self, at: float) -> None:
+        """What was saved before that (time.monotonic) was computed with the weights that it is named for."""
+        unverified = self._unverified
+        while unverified and unverified[0][0] < at:
+            unverified.popleft()
+
+    def recall(self) -> bool:
+        """Weights were others since nobody knows when: after what is under way, the store shall forget what was saved
+        and not verified since. False: too much waits, try again."""
+        return self._crew.offer(self._recall)
+
+    def _recall(self) -> None:
+        while self._unverified:
+            _, namespace, keys = self._unverified.popleft()
+            try:
+                forgotten = namespace.forget(keys=keys, timeout_s=RECALL_S)
+            except StoreError as error:
+                log.warning("%d chunks of changed weights may still be in the store: %s", len(keys), error)
+                continue
+            self._tally.add(blocks_recalled=forgotten)
 
     def close(self) -> None:
         """After its crew has ended."""
@@ -94,6 +123,8 @@ class RowSaver:
                 # What was read is good only if the rows were still ours afterwards.
                 if not self._read(batch, transfer, granted, region) or transfer.over:
                     return False
+                mine = [transfer.keys[number] for number in granted]
+                self._unverified.append((time.monotonic(), namespace, mine))
                 outcome = batch.commit(timeout_s=transfer.left_s)
                 if not outcome.ok:
                     log.info("not saved: %s", outcome.error)

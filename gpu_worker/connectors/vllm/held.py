@@ -1,9 +1,9 @@
 """A rank's side of the identity: what this process really holds, weights and adapters, digested in full.
 
-The digest covers every byte of all parameters and buffers of the model runner's model, and its classes; a model with
-hooks is refused. Of weights that vLLM packs out of sight it covers the bytes that were loaded (see `loading`). An
-adapter's digest is that of the files it was loaded from, known only if they were the same before and after vLLM read
-them.
+The digest covers every byte of all parameters and buffers of the model runner's model, its classes with their switches
+and factors, and the files of code that is not vLLM's; a model with hooks is refused. Of weights that vLLM packs out of
+sight or drops it covers the bytes that were loaded (see `loading`). An adapter's digest is that of the files it was
+loaded from, known only if they were the same before and after vLLM read them.
 
 `generation` counts changes: of the weights, and of an adapter whose place (name and path, by which vLLM's own cache
 goes) got other contents. The scheduler's side says with every step for which generation it has named chunks (`weights`
@@ -15,22 +15,27 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import logging
+import os
+import sys
 import time
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.connectors.loading import Loaded, loaded_into, watch
 from kvstore.gpu_worker.connectors.vllm.identity import adapter_digest
 from kvstore.gpu_worker.connectors.vllm.metadata import HeldAdapter
-from kvstore.gpu_worker.identity import absorb, digest_of_tensor
+from kvstore.gpu_worker.identity import absorb, digest_of_files, digest_of_tensor
 
 FULL_EVERY_S = 60.0
 """Between two digests of everything that look for changes which move no counter."""
@@ -38,6 +43,10 @@ FULL_SHARE = 100
 """They take at most this part of the time."""
 STRANGE_MAX = 8
 """So many changes by no known call are followed; then the weights have no name until a known one."""
+PACKAGES = ("vllm", "torch", "transformers")
+"""What they compute is told by vLLM's version. Other code, of plug-ins and of models that bring theirs, may be another
+tomorrow under the same name."""
+GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 log = logging.getLogger(__name__)
 _all: weakref.WeakSet[Held] = weakref.WeakSet()
 
@@ -52,6 +61,8 @@ class RankWeights:
     """32 bytes; b"": not known."""
     reason: str = ""
     """Why it is not known."""
+    unverified_s: float = field(default=0.0, compare=False)
+    """How long ago they were last seen to be those that they are named for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,11 @@ class Held:
         self._strange = 0
         """Changes by no known call, since the last known one."""
         self._known: RankWeights | None = None
+        self.verified_at = 0.0
+        """When the weights were last seen to be those that they are named for (time.monotonic)."""
+        self.doubts = 0
+        """How often they turned out to be others since nobody knows when, after `verified_at` as it was then."""
+        self._hooks: list[Mapping[Any, Any]] = []
         self._watched: list[tuple[Any, str]] = []
         """Where its parameters and buffers are: the dictionary, and the name there."""
         self._marks: tuple[object, ...] = ()
@@ -101,6 +117,8 @@ class Held:
             except (Unsupported, ValueError, RuntimeError, OSError) as error:
                 reason = str(error)
             self._marks = self._look()
+            if before is None or before.digest == digest:
+                self.verified_at = begun
             self._full_at = time.monotonic() + max(FULL_EVERY_S, FULL_SHARE * (time.monotonic() - begun))
             if before is not None and (before.digest != digest or not digest):
                 self.generation += 1
@@ -119,6 +137,7 @@ class Held:
         elif self._known.digest and time.monotonic() >= self._full_at:
             digest = self._known.digest
             if self.weights(anew=True).digest != digest:
+                self.doubts += 1
                 log.warning("weights were changed behind the engine's back: they are told apart from now on")
         return self.generation
 
@@ -134,7 +153,8 @@ class Held:
 
     def _look(self) -> tuple[object, ...]:
         moving = (_mark(holder.get(name)) for holder, name in self._watched)
-        return (id(self._runner.get_model()), self._loaded.loads, *moving)
+        hooks = sum(map(len, self._hooks))
+        return (id(self._runner.get_model()), self._loaded.loads, hooks, *moving)
 
     def _digest(self) -> bytes:
         """Raises Unsupported."""
@@ -152,20 +172,35 @@ class Held:
             for holder in (module._parameters, module._buffers)
             for name in holder
         ]
+        modules = dict(model.named_modules())
+        self._hooks = [
+            *GLOBAL_HOOKS,
+            *(hooks for each in modules.values() for hooks in (each._forward_hooks, each._forward_pre_hooks)),
+        ]
+        if any(self._hooks):
+            hooked = [
+                name for name, each in modules.items() if each._forward_hooks or each._forward_pre_hooks
+            ]
+            raise Unsupported(
+                "a hook may compute anything",
+                field="model",
+                value=", ".join(hooked[:3]) or type(model).__name__,
+            )
         state = hashlib.blake2b(digest_size=32, person=b"kvs.vllm.held")
-        for name, module in model.named_modules():
+        for name, module in modules.items():
             absorb(state, f"{name} {type(module).__module__}.{type(module).__qualname__}".encode())
-            if module._forward_hooks or module._forward_pre_hooks:
-                raise Unsupported(
-                    "a hook may compute anything", field="model", value=name or type(module).__name__
-                )
-        hidden = []
+            absorb(state, repr(_settings(module)).encode(), digest_of_files(_foreign_code(module)))
+        hidden, there = [], set()
         for name, tensor in _tensors(model):
             if tensor.is_meta:
                 raise Unsupported("weights are just being loaded", field="model", value=name)
+            there.add(name.replace(".base_layer.", "."))
             if tensor.numel() == 0 and isinstance(tensor, nn.Parameter):
                 hidden.append(name.replace(".base_layer.", "."))
             absorb(state, f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_of_tensor(tensor))
+        # Of those that are gone, what was not loaded is as the code made it.
+        gone = self._loaded.parameters - there
+        hidden += sorted(gone & self._loaded.filled if self._loaded.filled else gone)
         if hidden:
             absorb(state, self._loaded_digest(hidden))
         return state.digest()
@@ -267,6 +302,44 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensor
 
 
+def _settings(module: nn.Module) -> list[tuple[str, bool | float]]:
+    """Switches and factors: some depend on more than the model's config, such as the longest prompt."""
+    return sorted(
+        (name, value)
+        for name, value in vars(module).items()
+        if type(value) in (bool, float) and not name.startswith("_")
+    )
+
+
+def _foreign_code(module: nn.Module) -> set[Path]:
+    """Files of what the module computes, as far as PACKAGES have not brought it. Raises Unsupported for code without
+    one."""
+    files = set()
+    package = sys.modules.get(type(module).__module__)
+    if package is not None and type(module).__module__.partition(".")[0] not in PACKAGES:
+        files.add(str(getattr(package, "__file__", None)))
+    for forward in filter(None, (vars(module).get("forward"), type(module).forward)):
+        function = inspect.unwrap(getattr(forward, "__func__", forward))
+        code = getattr(function, "__code__", None)
+        if code is not None:
+            files.add(code.co_filename)
+        elif forward is not type(module).forward:
+            raise Unsupported("it has been given another forward", field="model", value=type(module).__name__)
+    foreign = {Path(file) for file in files if not file.startswith(_roots())}
+    for file in foreign:
+        if not file.is_file():
+            raise Unsupported("nobody can tell what its code is", field="model", value=type(module).__name__)
+    return foreign
+
+
+@functools.cache
+def _roots() -> tuple[str, ...]:
+    modules = (sys.modules.get(name) for name in PACKAGES)
+    return tuple(
+        str(Path(module.__file__).parent) + os.sep for module in modules if module and module.__file__
+    )
+
+
 def _mark(tensor: torch.Tensor | None) -> tuple[int, int, int]:
     if tensor is None:
         return 0, 0, 0
@@ -303,7 +376,8 @@ def rank_generation(worker: Any) -> RankWeights:
     """Also what changed without a call."""
     held = _held(worker)
     held.check()
-    return held.weights(anew=False)
+    unverified_s = time.monotonic() - held.verified_at
+    return replace(held.weights(anew=False), unverified_s=unverified_s)
 
 
 def rank_adapter(worker: Any, request: Any) -> RankAdapter:

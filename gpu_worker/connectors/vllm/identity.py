@@ -36,6 +36,11 @@ FAST_HASHES = ("xxhash", "xxhash_cbor")
 DEFAULT_SEED = "vllm-none-hash"
 DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 ROPE_BY_LENGTH = ("dynamic", "longrope")
+SEEING = (
+    *("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method"),
+    *("mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "mm_device_do_normalize", "mm_processor_device"),
+)
+"""Of vLLM's settings for images and the like: what decides their embeddings."""
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.json")
 NOT_WEIGHTS = ("tokenizer", "special_tokens", "vocab", "added_tokens", "generation_config", "chat_template")
 ADAPTER_FIELDS = frozenset(
@@ -258,12 +263,37 @@ def weights_digest(config: Any, settings: Settings, weights: bytes) -> bytes:
     for name in ("_name_or_path", "transformers_version", "_commit_hash"):  # where from, read by what
         described.pop(name, None)
     absorb(state, json.dumps(described, sort_keys=True, default=str).encode())
-    absorb(state, f"{model.dtype}/{model.quantization}".encode())
-    rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
-    if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ROPE_BY_LENGTH:
+    quantised = getattr(model, "quantization_config", None)
+    absorb(state, f"{model.dtype}/{model.quantization}/{quantised!r}".encode())
+    if _depends_on_length(described):
         absorb(state, f"max_model_len={model.max_model_len}".encode())
+    lora = getattr(config, "lora_config", None)
+    if lora is not None:
+        absorb(state, f"lora_dtype={lora.lora_dtype}".encode())
+    absorb(state, *_seeing(model))
     absorb(state, weights, settings.weights_digest.encode())
     return state.digest()
+
+
+def _depends_on_length(described: Any) -> bool:
+    """Whether positions do, somewhere in the config: of the text in a model of images, of layers of one kind."""
+    if isinstance(described, Mapping):
+        if described.get("rope_type", described.get("type")) in ROPE_BY_LENGTH:
+            return True
+        return any(_depends_on_length(value) for value in described.values())
+    return isinstance(described, list | tuple) and any(map(_depends_on_length, described))
+
+
+def _seeing(model: Any) -> list[bytes]:
+    """How images and the like become embeddings, beyond weights: vLLM's hash of an image covers what a request says
+    about that, not what the engine was told. Raises OSError."""
+    given = getattr(model, "multimodal_config", None)
+    if given is None:
+        return []
+    decisive = {name: getattr(given, name, None) for name in SEEING}
+    folder = Path(model.model)
+    files = sorted(folder.glob("*processor_config.json")) if folder.is_dir() else []
+    return [json.dumps(decisive, sort_keys=True, default=str).encode(), digest_of_files(files)]
 
 
 def adapter_digest(request: Any) -> bytes:

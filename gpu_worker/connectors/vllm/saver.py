@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from kvstore.gpu_worker.connectors.vllm.stats import Tally
 from kvstore.types import ChunkKey, GrantResult
 
 if TYPE_CHECKING:
+    from kvstore.client import Namespace
+    from kvstore.gpu_worker.connectors.vllm.held import Held
     from kvstore.gpu_worker.connectors.vllm.link import Link
     from kvstore.layout import NamespaceSpec
 
@@ -29,6 +32,8 @@ Shard = npt.NDArray[np.uint8]
 BATCH_BYTES_MAX = 16 << 20
 """Reserved, copied and committed at a time: well below a worker's staging memory."""
 BATCH_CHUNKS_MAX = 256
+UNVERIFIED_MAX = 16_384
+"""Batches remembered until the weights that have computed them are verified."""
 ALREADY = (GrantResult.ALREADY, GrantResult.BUSY)
 """BUSY: somebody else is saving the same chunk just now."""
 log = logging.getLogger(__name__)
@@ -69,7 +74,11 @@ class Saver:
         """Buffers that may still be made."""
         self._changed = threading.Condition()  # guards all below and `_left`
         self._free: list[Shard] = []
-        self._queue: deque[Copied] = deque()
+        self._queue: deque[Copied | None] = deque()
+        """None: forget what was saved before it and is not verified."""
+        self._unverified: deque[tuple[float, Namespace, list[ChunkKey]]] = deque(maxlen=UNVERIFIED_MAX)
+        """What was saved, by the time of its commit, that nobody has vouched for yet."""
+        self._doubts = 0
         self._busy = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-saver", daemon=True)
@@ -92,6 +101,18 @@ class Saver:
             self._queue += copied
             self._changed.notify_all()
 
+    def follow(self, held: Held) -> None:
+        """Once weights were others since nobody knows when, the store shall forget what was saved and not verified
+        since, after what is queued: it may have been computed with other weights already."""
+        with self._changed:
+            if held.doubts != self._doubts:
+                self._doubts = held.doubts
+                self._queue.append(None)
+                self._changed.notify_all()
+            elif None not in self._queue:
+                while self._unverified and self._unverified[0][0] < held.verified_at:
+                    self._unverified.popleft()
+
     def flush(self, timeout_s: float) -> bool:
         """Waits until all is saved or dropped; False if that took too long."""
         with self._changed:
@@ -102,7 +123,7 @@ class Saver:
         flushed = self.flush(timeout_s)
         with self._changed:
             self._closing = True
-            dropped = len(self._queue)
+            dropped = sum(copied is not None for copied in self._queue)
             self._queue.clear()
             self._changed.notify_all()
         if not flushed:
@@ -117,9 +138,12 @@ class Saver:
                 if not self._queue:
                     return
                 batch = self._take()
-                self._busy = len(batch)
+                self._busy = max(1, len(batch))
             try:
-                self._save(batch)
+                if batch:
+                    self._save(batch)
+                else:
+                    self._recall()
             except StoreError as error:
                 log.info("not saved: %s", error)
                 self._tally.add(blocks_refused=len(batch))
@@ -133,17 +157,34 @@ class Saver:
                     self._free += [copied.shard for copied in batch]
                     self._changed.notify_all()
 
+    def _recall(self) -> None:
+        with self._changed:
+            suspect = list(self._unverified)
+            self._unverified.clear()
+        for _, namespace, keys in suspect:
+            try:
+                forgotten = namespace.forget(keys=keys, timeout_s=self._save_s)
+            except StoreError as error:
+                log.warning("%d blocks of changed weights may still be in the store: %s", len(keys), error)
+                continue
+            self._tally.add(blocks_recalled=forgotten)
+
     def _take(self) -> list[Copied]:
-        """The longest batch of one namespace, each chunk once. Caller holds the lock."""
+        """The longest batch of one namespace, each chunk once; none: it is time to forget. Caller holds the lock."""
         most = min(BATCH_CHUNKS_MAX, max(1, BATCH_BYTES_MAX // self._shard_bytes))
-        batch = [self._queue.popleft()]
-        seen = {batch[0].key}
+        batch: list[Copied] = []
+        seen: set[ChunkKey] = set()
         while self._queue and len(batch) < most:
             following = self._queue[0]
-            if following.spec is not batch[0].spec or following.key in seen:
+            if following is None:
+                if not batch:
+                    self._queue.popleft()
+                break
+            if batch and (following.spec is not batch[0].spec or following.key in seen):
                 break
             seen.add(following.key)
-            batch.append(self._queue.popleft())
+            batch.append(following)
+            self._queue.popleft()
         return batch
 
     def _save(self, batch: Sequence[Copied]) -> None:
@@ -165,6 +206,11 @@ class Saver:
             for copied, result in zip(batch, write.results, strict=True)
             if result is GrantResult.ALREADY or (result is GrantResult.GRANTED and outcome.ok)
         ]
+        if write.granted:
+            # Also if the commit was not answered: it may have been done.
+            with self._changed:
+                mine = [batch[index].key for index in write.granted]
+                self._unverified.append((time.monotonic(), namespace, mine))
         self._changes.add(namespace.spec, there, self._shard)
         already = sum(result in ALREADY for result in write.results)
         saved = len(write.granted) if outcome.ok else 0

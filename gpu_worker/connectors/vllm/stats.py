@@ -23,6 +23,7 @@ COUNTERS = {
     "blocks_already": "Blocks that the store had already.",
     "blocks_dropped": "Blocks not saved: the queue was full, or the daemon away.",
     "blocks_refused": "Blocks not saved: the store had no room, or the save failed.",
+    "blocks_recalled": "Blocks that the store forgot again: the weights had changed, nobody knows when.",
     "resets": "Resets of the cache: a new weights epoch each.",
 }
 

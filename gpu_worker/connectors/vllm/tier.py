@@ -110,6 +110,7 @@ COUNTERS = {
     "actions_clipped": "kv_hints actions of which the daemon was told a part.",
     "actions_deferred": "kv_hints actions that are carried out when the request's blocks are known.",
     "actions_rejected": "kv_hints actions that the store cannot carry out.",
+    "blocks_recalled": "Chunks that the store forgot again: the weights had changed, nobody knows when.",
     "resets": "Resets of the cache: a new weights epoch each.",
     "bugs": "Errors in the tier itself; the log has one of each kind.",
 }
@@ -173,6 +174,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._known: Known | None = None
         """What the ranks hold; None: not known, and nothing is named (where there is no watch: what settings say)."""
         self._poll_at = 0.0
+        self._uncalled = 0
         self._mixed = False
         """vLLM's own memory has rows, or requests run, from before the last change of the weights: nothing is saved."""
         self._used = False
@@ -256,6 +258,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         if self._known is not None and now >= self._poll_at:
             self._poll_at = now + POLL_S
             self._watch.poll(self._known)
+            self._saver.verified(self._watch.verified_at)
+        if self._uncalled != self._watch.uncalled and self._saver.recall():
+            self._uncalled = self._watch.uncalled
         if not self._watch.moved:
             return
         before, self._known = self._known, self._watch.ask()

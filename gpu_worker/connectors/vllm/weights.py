@@ -83,6 +83,10 @@ class Watch:
         executor.collective_rpc = self._forward
         self.moved = True
         """The ranks must be asked before anything is named."""
+        self.uncalled = 0
+        """How often `poll` has found that something changed without a call, since nobody knows when ..."""
+        self.verified_at = 0.0
+        """... after that (time.monotonic): when all ranks were last seen to hold what they are named for."""
         self._anew = True
         self._asleep = False
         self._complaint = ""
@@ -142,9 +146,15 @@ class Watch:
 
     def poll(self, known: Known) -> None:
         """Asks the ranks whether something changed without a call; then it has `moved`."""
+        began = time.monotonic()
         ranks = None if self._asleep else self._ranks(rank_generation)
-        if ranks is not None and {rank.rank: rank.generation for rank in ranks} != known.generations:
+        if ranks is None:
+            return
+        if {rank.rank: rank.generation for rank in ranks} != known.generations:
+            self.uncalled += not self.moved
             self.moved = True
+        else:
+            self.verified_at = began - max(rank.unverified_s for rank in ranks)
 
     def adapter(self, request: Any) -> tuple[bytes, dict[int, int]]:
         """Has the ranks hold the request's adapter. Its digest, b"" if it is not known or not the same everywhere, and

@@ -115,8 +115,14 @@ class WorkerSide:
         """Of what this rank holds, if the step's chunks are named for that."""
         if self.held is None or metadata.weights is None:
             return None
-        generation = self.held.check()
+        generation = self._check(self.held)
         return generation if metadata.weights.get(self.held.rank) == generation else None
+
+    def _check(self, held: Held) -> int:
+        generation = held.check()
+        if self.saver is not None:
+            self.saver.follow(held)
+        return generation
 
     def _is(self, adapter: Adapter | None) -> bool:
         """Whether this rank holds the very adapter by which a chunk is named."""
@@ -215,7 +221,7 @@ class WorkerSide:
         spec = self._spec
         spoilt = not self._bad.isdisjoint((*save.before, *save.blocks))
         # Weights may have changed beneath the step.
-        other = self.held is None or self._trusted != self.held.check() or not self._is(save.adapter)
+        other = self.held is None or self._trusted != self._check(self.held) or not self._is(save.adapter)
         if spec is None or spoilt or other:
             self.tally.add(blocks_dropped=len(shards))
             self.saver.give_back(shards)

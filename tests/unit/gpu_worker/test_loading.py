@@ -57,6 +57,52 @@ def test_what_is_loaded_later_takes_its_place() -> None:
     assert digest_of(weights(), weights(a=torch.ones(4))[:1]) == digest_of(weights(a=torch.ones(4)))
 
 
+class Renamed(torch.nn.Module):
+    """Takes weights under their names of before too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(0))
+        self.holds: dict[str, float] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        given = {name.removeprefix("old."): float(tensor.sum()) for name, tensor in weights}
+        self.holds |= given
+        return set(given)
+
+
+def test_weights_that_have_more_than_one_name() -> None:
+    """What the model holds decides, in whatever order and under whatever names it came."""
+
+    def load(*loads: tuple[tuple[str, ...], float]) -> tuple[tuple[tuple[str, float], ...], bytes]:
+        model = Renamed()
+        loaded = watch(model, contents=True)
+        for names, value in loads:
+            model.load_weights((name, torch.full((2,), value)) for name in names)
+        assert not loaded.broken
+        return tuple(sorted(model.holds.items())), loaded.digest()
+
+    new, old = ("a", "b"), ("old.a", "old.b")
+    told: dict[bytes, tuple[tuple[str, float], ...]] = {}
+    for loads in (
+        [(new, 0)],
+        [(new, 0), (old, 1)],
+        [(new, 0), (old, 1), (new, 0)],
+        [(new, 0), (old, 1), (new, 0), (old, 1)],
+        [(old, 1), (new, 0)],
+        [(old, 1)],
+        [(new, 0), (("old.a",), 1)],
+        [(new, 0), (("old.a",), 1), (("a",), 0)],
+        [(new, 0), (("old.a", "b"), 1)],
+        [(("a",), 0), (("old.b",), 0)],
+        [(("a",), 0), (("old.b",), 0), (("b",), 1)],
+    ):
+        holds, digest = load(*loads)
+        assert told.setdefault(digest, holds) == holds, loads
+    assert load((new, 0), (old, 1)) == load((new, 0), (old, 1)), "replicas with one history share"
+    assert load((("a",), 0), (("b",), 0)) == load((new, 0)), "in one load or in two"
+
+
 def test_the_model_gets_what_it_got_before() -> None:
     model = Model()
     loaded = watch(model, contents=True)
@@ -105,10 +151,11 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> type:
     return BaseModelLoader
 
 
-def config(connector: str, device: str = "cpu") -> Any:
+def config(connector: str, device: str = "cpu", quantization: str | None = None) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_module_path=connector),
         device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(quantization=quantization),
     )
 
 
@@ -118,8 +165,14 @@ def test_the_plugin_looks_at_models_that_use_the_store(loader: type) -> None:
     loading.register()
     assert loader.create_model is once
     ours = "kvstore.gpu_worker.connectors.vllm"
-    for connector, device, contents in ((ours, "cpu", True), (ours, "cuda", False), ("other", "cpu", None)):
-        model = loader().create_model(vllm_config=config(connector, device), model_config=None)
+    for connector, device, quantization, contents in (
+        (ours, "cpu", None, True),
+        (ours, "cuda", None, False),
+        (ours, "cuda", "gptq", True),
+        ("other", "cpu", None, None),
+    ):
+        given = config(connector, device, quantization)
+        model = loader().create_model(vllm_config=given, model_config=None)
         loaded = loaded_into(model)
         assert (loaded is not None) is (contents is not None)
         if loaded is not None:
