@@ -111,6 +111,7 @@ class World:
         self.groups: dict[WorkerId, tuple[str, str]] = {}
         self.leases: dict[LeaseId, tuple[WorkerId, Sequence[Extent]]] = {}
         self._leases_told: set[LeaseId] = set()
+        self._reservations_told: set[ReservationId] = set()
         """All that this life of the store has answered with."""
         self._leased: dict[LeaseId, frozenset[tuple[SegmentId, int]]] = {}
         """The pages of each."""
@@ -139,6 +140,7 @@ class World:
 
     def _begin(self) -> list[ev.Effect]:
         self._leases_told.clear()
+        self._reservations_told.clear()
         return self.store.start()
 
     # ------------------------------------------------------------------------------------------------------- steps
@@ -629,6 +631,9 @@ class World:
             for shard in event.shards or range(namespace.shards)
         )
         assert len(shards) == len(answer.extents), answer
+        if answer.reservation in self._reservations_told:
+            return  # told twice, perhaps when its worker has given up writing there already
+        self._reservations_told.add(answer.reservation)
         self.savings[answer.reservation] = Saving(event.ticket.worker, shards, answer.extents)
         if self.limits.protection is Protection.GROUP:
             for extent in answer.extents:
