@@ -129,7 +129,7 @@ class Queue:
             self._unanswered.append(publication)
             self._due = True
             return None
-        self.plan()
+        self._plan_and_answer()
         return self._answer(publication)
 
     def _answer(self, published: Publication) -> ev.QueueAccepted:
@@ -166,13 +166,17 @@ class Queue:
         rows_per_ms = PUBLISH_ROWS_PER_MS if self._due else REPLAN_ROWS_PER_MS
         interval_ms = max(REPLAN_MS, int(self._planned_rows // rows_per_ms))
         if (self._due or self.jobs) and self._planned_at + interval_ms <= state.now:
-            self.plan()
-            unanswered, self._unanswered = self._unanswered, []
-            for published in unanswered:
-                state.reply(published.ticket, self._answer(published))
+            self._plan_and_answer()
+
+    def _plan_and_answer(self) -> None:
+        """Whoever waits for the next plan is answered by this one: if nobody has a job any more, it is the last."""
+        self.plan()
+        unanswered, self._unanswered = self._unanswered, []
+        for published in unanswered:
+            self.state.reply(published.ticket, self._answer(published))
 
     def plan(self) -> None:
-        """Rank what the queue needs, soonest job first, as far as all tiers reach; raise what DRAM can hold of it.
+        """Rank what the queue needs, soonest job first, as far as all tiers reach; promote what DRAM can hold of it.
 
         Tenants with jobs that have chunks have equal parts of the memory, and of what a plan looks at: neither a long
         queue of one nor an empty one shortens another's windows.

@@ -170,6 +170,19 @@ def test_hints_that_come_fast_are_planned_together_and_all_answered(monkeypatch:
     assert len(world.store.state.policy.rank) == 2
 
 
+def test_a_plan_that_other_hints_bring_about_answers_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be no other plan: nobody has a job after this one."""
+    monkeypatch.setattr("kvstore.core.requests.queue.PUBLISH_ROWS_PER_MS", 1 / 128)  # 128 ms per chunk
+    world, worker, namespace = start(hint_ttl_ms=10_000)
+    save(world, worker, namespace, "a")
+    publish(world, worker, namespace, hint("j", 0, chain("a", 1)))
+    assert world.ask(ev.PublishQueue, worker, namespace, (), (), True, request_id=901) is None
+    world.now += 130  # and no tick
+    assert publish(world, worker, namespace, snapshot=True).results == ()
+    world.tick(1_000)
+    assert (worker, 901) in world.answers
+
+
 def test_a_job_counts_as_far_as_its_chunks_can_be_had() -> None:
     world, worker, namespace = start()
     fourteen(world, worker, namespace)
