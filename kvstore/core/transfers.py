@@ -2,7 +2,7 @@
 
     resident -> STORING -> STORED -> DURABLE        save-through: every committed chunk, soon after its commit
     resident and STORED -> cold                     demotion: the DRAM slots go (State.demote)
-    cold -> PROMOTING -> resident                      promotion: an Acquire or a hint asked for it
+    cold -> PROMOTING -> resident                   promotion: an Acquire or a hint asked for it
 
 A write pins its source; a read fills RESERVED slots. All effects are bounded in bytes and carry a deadline that is kept
 here: a late read's targets are quarantined until the call returns, a late write's sources stay pinned until then.
@@ -85,7 +85,7 @@ class Transfers:
         self.scrub_deadline: Millis | None = None
         """Of the scrubber's read, while one is under way."""
         self.demanded: deque[tuple[int, ChunkKey]] = deque()
-        """Rising chunks whose read has not begun: asked for by an Acquire, or (below) by a hint."""
+        """PROMOTING chunks whose read has not begun: asked for by an Acquire, or (below) by a hint."""
         self.foreseen: deque[tuple[int, ChunkKey]] = deque()
         self._without_slot: list[tuple[int, ChunkKey]] = []
         """Demanded chunks whose namespace waits for a segment; tried again when it has come, and with each tick."""

@@ -200,7 +200,7 @@ class SlabTier(ColdTier):
 
     @property
     def going(self) -> bool:
-        return self.slabs.going
+        return self.health is DiskState.OK and self.slabs.going
 
     def facts(self) -> Mapping[type, Callable[[Any], None]]:
         return {ev.SlabReady: lambda event: self.slabs.ready(event.op)}

@@ -231,6 +231,20 @@ def test_nobody_writes_into_a_file_that_is_being_emptied(monkeypatch: pytest.Mon
     assert world.where(namespace, chain("b", 4)) == ["dram+ssd"] * 4
 
 
+def test_nothing_is_ahead_while_the_tier_is_not_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that has time takes steps as long as something is ahead: it would take them until the tier heals."""
+    monkeypatch.setattr(slabs, "EMPTIED_PER_STEP_MAX", 1)
+    world, worker, namespace = start()
+    save(world, worker, namespace, chain("a", 128))
+    save(world, worker, wide(world, worker), chain("w", 1))
+    tier = world.store.cold_tier
+    assert tier.slabs.emptying is not None and world.store.has_ahead()
+    tier.degrade(DiskState.READ_ONLY, "as a test says")
+    assert not world.store.has_ahead()
+    world.settle(3_000)
+    assert tier.health is DiskState.OK and tier.slabs.emptying is None
+
+
 @pytest.mark.parametrize("power", [False, True])
 def test_a_crash_while_a_file_is_emptied_loses_only_what_left_it(
     power: bool, monkeypatch: pytest.MonkeyPatch
