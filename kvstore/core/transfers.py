@@ -290,6 +290,7 @@ class Transfers:
                     state.chunks.key[row] != key
                     or not state.chunks.flags[row] & PROMOTING
                     or state.chunks.reserved[row]
+                    or not (demanded or row in state.prefetched)  # an Acquire has asked for it since
                 ):
                     continue
                 doomed = state.chunks.flags[row] & DOOMED

@@ -567,6 +567,12 @@ class Watch:
             assert state.is_resident(row), chunks.describe(row)
         for row in state.prefetched:
             assert chunks.flags[row] & (PROMOTING | LISTED) or chunks.pins[row], chunks.describe(row)
+        transfers = self._transfers
+        promised = {row for row, _ in (*transfers.demanded, *transfers._without_slot)}
+        promised |= state.prefetched.intersection(row for row, _ in transfers.foreseen)
+        flags, reserved = (np.frombuffer(column, column.typecode) for column in (chunks.flags, chunks.reserved))
+        begun = np.flatnonzero((flags & PROMOTING != 0) & (reserved == 0)).tolist()
+        assert promised.issuperset(begun), [chunks.describe(row) for row in begun if row not in promised]
         for row, waits in state.waits.items():
             assert waits and chunks.shard0[row] != NONE and not state.is_resident(row), chunks.describe(row)
         if not self._tier.persistent:

@@ -511,6 +511,24 @@ def test_who_asks_waits_for_a_segment_that_is_on_its_way() -> None:
     assert sorted(key for push in world.take(ev.ChunksSettled) for key in push.ready) == sorted(chain("k", 2))
 
 
+def test_so_does_who_asks_for_what_a_hint_has_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its place among the reads ahead of need does not end the promotion that somebody waits for now."""
+    world, worker, namespace, owner, _ = two_models()
+    transfers = world.store.transfers
+    monkeypatch.setattr(transfers, "_start_reads", lambda: None)  # the disk has other things to read
+    hints = (ev.Hint(b"j", 0, b"", tuple(chain("k", 2))),)
+    world.ask(ev.PublishQueue, worker, namespace, hints)
+    assert len(transfers.foreseen) == 2
+    asked = world.acquire(worker, namespace, chain("k", 2), wait_ms=60_000)
+    assert asked.outcomes == (PENDING, PENDING)
+    monkeypatch.undo()
+    world.tick(100)
+    assert not world.take(ev.ChunksSettled), "the segment is not unmapped yet"
+    for segment in list(world.mapped[owner]):
+        world.unmap(owner, [segment])
+    assert sorted(key for push in world.take(ev.ChunksSettled) for key in push.ready) == sorted(chain("k", 2))
+
+
 def test_nobody_waits_for_a_segment_longer_than_it_said() -> None:
     world, worker, namespace, owner, _ = two_models()
     world.acquire(worker, namespace, chain("k", 2), wait_ms=200)
