@@ -200,8 +200,8 @@ class ColdTier(ABC):
 
     @property
     def going(self) -> bool:
-        """Whether `pump` would be called and do something: a step for its own sake (`Idle`) is worth it. The daemon takes
-        such steps until this is False, hence it is False while the tier is not OK."""
+        """Whether `pump` would be called and do something: a step for its own sake (`Idle`) is worth it. The daemon
+        takes such steps until this is False, hence it is False while the tier is not OK."""
         return False
 
     def facts(self) -> Mapping[type, Callable[[Any], None]]:

@@ -39,6 +39,8 @@ class Listener(Protocol):
 class Cluster(DiskWorld):
     RECORD_OPS: tuple[type, ...] = (ev.WriteRecords, ev.ReadRecords)
     """What the tier below DRAM writes and reads,"""
+    READS: tuple[type, ...] = (ev.ReadRecords,)
+    """of these the reads,"""
     GROWING_OPS: tuple[type, ...] = (ev.WriteRecords, ev.CreateSlab, ev.WriteIndex)
     """what takes room there,"""
     PROBES: tuple[type, ...] = (ev.ProbeDisk,)

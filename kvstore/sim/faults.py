@@ -6,8 +6,8 @@ The run decides nothing about them: a schedule with fewer faults is a schedule t
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from kvstore.types import Protection
 
@@ -53,6 +53,9 @@ KINDS = {
     ),
     "disk_slow": Kind(6, (200, 1_000), "disk calls take 20 times as long"),
     "disk_hangs": Kind(6, (300, 1_500), "no disk call returns"),
+    "read_late": Kind(
+        0, (450, 3_000), "the next read of chunks returns long after its deadline, and the disk goes on"
+    ),
     "bit_rot": Kind(8, what="bits of a record on SSD flip"),
     "bit_flip": Kind(8, what="bits of a slot in DRAM flip (protection group: others can write there)"),
     "misdirected_read": Kind(6, what="the n-th read from now gets another record's bytes"),
@@ -74,10 +77,35 @@ KINDS = {
 }
 
 
+READ_LATE = "read_late"
+READ_LATE_SHARE = 0.7
+"""Of the schedules,"""
+READ_LATE_GAP = 300
+"""in which it strikes once in so many steps: rarely enough that the tier is well for most of the time."""
+
+
 def draw(seed: int, steps: int, protection: Protection) -> tuple[Fault, ...]:
     """A schedule for so many steps. Some kinds are left out of each, and the others are more or less frequent."""
+    faults = [*_draw_kinds(seed, steps, protection), *_draw_late_reads(seed, steps)]
+    faults.sort(key=lambda fault: fault.step)
+    return tuple(replace(fault, number=number) for number, fault in enumerate(faults))
+
+
+def _draw_late_reads(seed: int, steps: int) -> Iterator[Fault]:
+    """Beside the others, which it would crowd out if it were drawn as often among them."""
+    chance = random.Random(f"late reads {seed}")
+    step = 0
+    strikes = chance.random() < READ_LATE_SHARE
+    while strikes:
+        step += 1 + int(chance.expovariate(1 / READ_LATE_GAP))
+        if step >= steps:
+            break
+        yield Fault(0, step, READ_LATE, chance.randint(*KINDS[READ_LATE].ms))
+
+
+def _draw_kinds(seed: int, steps: int, protection: Protection) -> list[Fault]:
     chance = random.Random(f"faults {seed}")
-    kinds = [kind for kind in KINDS if chance.random() < 0.8]
+    kinds = [kind for kind in KINDS if kind != READ_LATE and chance.random() < 0.8]
     if protection is not Protection.GROUP and "bit_flip" in kinds:
         kinds.remove("bit_flip")
     weights = [KINDS[kind].weight * chance.choice((1, 1, 3)) for kind in kinds]
@@ -91,7 +119,7 @@ def draw(seed: int, steps: int, protection: Protection) -> tuple[Fault, ...]:
         (kind,) = chance.choices(kinds, weights)
         low, high = KINDS[kind].ms[0], KINDS[kind].ms[-1]
         faults.append(Fault(len(faults), step, kind, chance.randint(low, high), chance.randrange(1 << 16)))
-    return tuple(faults)
+    return faults
 
 
 def show(faults: Sequence[Fault], until: int) -> str:

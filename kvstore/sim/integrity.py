@@ -570,7 +570,9 @@ class Watch:
         transfers = self._transfers
         promised = {row for row, _ in (*transfers.demanded, *transfers._without_slot)}
         promised |= state.prefetched.intersection(row for row, _ in transfers.foreseen)
-        flags, reserved = (np.frombuffer(column, column.typecode) for column in (chunks.flags, chunks.reserved))
+        flags, reserved = (
+            np.frombuffer(column, column.typecode) for column in (chunks.flags, chunks.reserved)
+        )
         begun = np.flatnonzero((flags & PROMOTING != 0) & (reserved == 0)).tolist()
         assert promised.issuperset(begun), [chunks.describe(row) for row in begun if row not in promised]
         for row, waits in state.waits.items():

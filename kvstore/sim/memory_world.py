@@ -128,6 +128,7 @@ class MemoryWorld(DiskWorld):
 
 class MemoryCluster(MemoryWorld, Cluster):
     RECORD_OPS = (PutObjects, GetObjects)
+    READS = (GetObjects,)
     GROWING_OPS = (PutObjects,)
     PROBES = (ProbeObjects,)
     FILLING_OPS = (*Cluster.FILLING_OPS, GetObjects)

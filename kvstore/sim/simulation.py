@@ -36,6 +36,9 @@ CONVERSATIONS = 14
 TICK_MS = 50
 IDLE_SHARE = 0.5
 """Of the requests after which the daemon finds time for what will be wanted next."""
+REST_SHARE = 0.1
+"""Of these, those after which it has time for all of that: in so many steps at most."""
+IDLE_STEPS_MAX = 500
 REST_STEPS_MAX = 200_000
 """A run that does not come to rest within so many steps hangs,"""
 REST_MS_MAX = 60_000
@@ -92,6 +95,8 @@ class Simulation:
         self._until: Counter[str] = Counter()
         """Until when a condition (disk_hangs, ...) lasts."""
         self._error_in = 0
+        self._read_late_ms = 0
+        """By how much the next read of chunks is."""
         self._calls = 0
         self.specs = (spec("solo", shard_bytes=PAGE), spec("ranked", shards=2, shard_bytes=2 * PAGE - 96))
         self.processes: dict[WorkerId, Process] = {}
@@ -255,6 +260,15 @@ class Simulation:
         self.cluster.step(replace(event, ticket=ticket))
         if self.cluster.store.has_ahead() and self._idle.random() < IDLE_SHARE:
             self.cluster.step(ev.Idle())
+            if self._idle.random() < REST_SHARE:
+                self._take_rest()
+
+    def _take_rest(self) -> None:
+        """The daemon finds time for all of it: steps for their own sake come to an end."""
+        last = self.cluster.events + IDLE_STEPS_MAX
+        while self.cluster.store.has_ahead():
+            assert self.cluster.events < last, f"no end of what is to be done ahead: {self.cluster.store}"
+            self.cluster.step(ev.Idle())
 
     def replied(self, ticket: ev.Ticket, answer: ev.Answer) -> None:
         process = self.processes.get(ticket.worker)
@@ -352,6 +366,9 @@ class Simulation:
             ms += self.random.choice((1, 3, 8, 20)) * (20 if self.lasts("disk_slow") else 1)
         elif isinstance(op, COPIES) and self.lasts("copies_slow"):
             ms += self.random.randrange(12_000)
+        if isinstance(op, CLUSTERS[self.tier].READS):
+            ms += self._read_late_ms
+            self._read_late_ms = 0
         boot = self._boots
         self.after(ms, lambda: self._perform(op, boot))
 
@@ -467,6 +484,9 @@ class Simulation:
     def _disk_error(self, fault: Fault) -> None:
         self._error_in = 1 + fault.pick % 8
 
+    def _read_late(self, fault: Fault) -> None:
+        self._read_late_ms = fault.ms
+
     def _misdirected_read(self, fault: Fault) -> None:
         self.cluster.misdirect_in = 1 + fault.pick % 8
 
@@ -518,7 +538,7 @@ class Simulation:
         """Faults are healed: everybody ends what he does and leaves, and the store comes to rest."""
         self.healed = True
         self._until.clear()
-        self._error_in = self.cluster.misdirect_in = 0
+        self._error_in = self._read_late_ms = self.cluster.misdirect_in = 0
         for process in self.members:
             process.leaving = True
             process.stopped_until = process.stubborn_until = 0
