@@ -197,7 +197,11 @@ class Store:
                 )
                 state.effects.append(ev.Reply(ticket, refusal))
                 return
-            answer = self._first_answer(worker, event)
+            answer: Any
+            try:
+                answer = self._first_answer(worker, event)
+            except StoreError as error:
+                answer = error
             if answer is not None:
                 state.effects.append(ev.Reply(ticket, answer))
                 return

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvstore.core import events as ev
 from kvstore.core.requests.outlines import LeaseOutline, Outline, ReservationOutline, SessionOutline
+from kvstore.core.requests.reads import wanted_shards
 from kvstore.core.requests.sessions import Sessions
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
@@ -18,14 +19,14 @@ from kvstore.types import GrantResult, Outcome, Reason
 
 def again(state: State, sessions: Sessions, worker: Worker, event: Any, outline: Outline) -> ev.Answer | None:
     """The answer of a request that is repeated. None: what the first one acquired or reserved is gone, so that carrying
-    it out once more doubles nothing."""
+    it out once more doubles nothing. Raises BadRequest if it is no repetition."""
     match outline:
         case LeaseOutline():
             lease = state.leases.leases.get(outline.lease)
             if lease is None or lease.group is not worker.group:
                 return None
             namespace = state.namespaces[lease.namespace]
-            shards = event.shards or range(namespace.shards)
+            shards = wanted_shards(namespace, event.shards)  # it may name others than the first one did
             return ev.Acquired(
                 outline.lease,
                 outline.ttl_ms,

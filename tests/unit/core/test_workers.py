@@ -424,6 +424,19 @@ def test_a_repeated_acquire_of_which_only_an_outline_is_left_gets_the_same_lease
     assert repeating.ask(900, ev.Acquire, keys) == second
 
 
+@pytest.mark.parametrize("shards", [(1,), (-1,), (0, 0), (1 << 31,)])
+def test_a_repetition_that_names_other_shards_than_there_are_is_refused(shards: tuple[int, ...]) -> None:
+    """The daemon does not take for granted that what has the number of an earlier request asks for the same."""
+    repeating = Repeating()
+    first = repeating.ask(900, ev.Acquire, chain("k", 8))
+    repeating.forget_rows()
+    ticket = ev.Ticket(repeating.worker, 900, 1)
+    again = ev.Acquire(ticket, repeating.namespace, tuple(chain("k", 8)), shards=shards)
+    replies = [effect for effect in repeating.world.store.apply(again, 0) if isinstance(effect, ev.Reply)]
+    assert [type(reply.answer) for reply in replies] == [BadRequest]
+    assert repeating.ask(900, ev.Acquire, chain("k", 8)) == first
+
+
 def test_a_repeated_reserve_of_which_only_an_outline_is_left_gets_the_same_reservation() -> None:
     repeating = Repeating()
     reservations = repeating.world.store.state.reservations
