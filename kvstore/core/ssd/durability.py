@@ -60,6 +60,8 @@ class IndexWrite:
     since: Millis
     """When the oldest of what is in it changed."""
     deadline: Millis
+    named: frozenset[tuple[NamespaceId, ChunkKey]] | None = None
+    """The chunks in it; None until somebody asks."""
 
 
 @dataclass(slots=True)
@@ -151,13 +153,17 @@ class Durability:
 
     @property
     def in_flight(self) -> frozenset[tuple[NamespaceId, ChunkKey]]:
-        """Chunks whose row the transaction under way writes or deletes."""
+        """Chunks whose row the transaction under way writes or deletes: of all slots that wait for a rewrite it is asked
+        whether they are among these, hence the set is made once."""
         if self.index is None:
             return frozenset()
-        effect = self.index[1].effect
-        written = ((NamespaceId(record.namespace), record.key) for record in effect.chunks)
-        deleted = ((NamespaceId(number), key) for number, key in effect.chunks_deleted)
-        return frozenset((*written, *deleted))
+        write = self.index[1]
+        if write.named is None:
+            effect = write.effect
+            written = ((NamespaceId(record.namespace), record.key) for record in effect.chunks)
+            deleted = ((NamespaceId(number), key) for number, key in effect.chunks_deleted)
+            write.named = frozenset((*written, *deleted))
+        return write.named
 
     @property
     def overdue(self) -> bool:

@@ -222,6 +222,22 @@ def test_a_late_index_transaction_stops_writes_not_reads() -> None:
     assert world.health() is DiskState.OK
 
 
+def test_what_a_transaction_under_way_names_is_gathered_once() -> None:
+    """Each tick asks for thousands of quarantined slots whether it names them."""
+    world, worker, namespace = small(durable_within_ms=400)
+    world.hold = {ev.WriteIndex}
+    world.save(worker, namespace, chain("k", 2))
+    world.tick(400)
+    durability = world.store.cold_tier.durability
+    named = durability.in_flight
+    assert named == {(namespace, key) for key in chain("k", 2)}
+    assert durability.in_flight is named
+    world.finish()
+    assert not durability.in_flight
+    world.ask(ev.Forget, worker, namespace, b"", chain("k", 1))
+    assert durability.in_flight == {(namespace, chain("k", 1)[0])}
+
+
 def test_a_slab_file_that_is_never_made_holds_nothing_up_for_long() -> None:
     world, worker, namespace = small(probe_interval_ms=100)
     world.hold = {ev.CreateSlab, ev.ProbeDisk}
