@@ -54,7 +54,7 @@ KINDS = {
     "disk_slow": Kind(6, (200, 1_000), "disk calls take 20 times as long"),
     "disk_hangs": Kind(6, (300, 1_500), "no disk call returns"),
     "read_late": Kind(
-        0, (450, 3_000), "the next read of chunks returns long after its deadline, and the disk goes on"
+        0, (450, 1_500), "the next read of chunks returns long after its deadline, and the disk goes on"
     ),
     "bit_rot": Kind(8, what="bits of a record on SSD flip"),
     "bit_flip": Kind(8, what="bits of a slot in DRAM flip (protection group: others can write there)"),
@@ -78,9 +78,9 @@ KINDS = {
 
 
 READ_LATE = "read_late"
-READ_LATE_SHARE = 0.7
+READ_LATE_SHARE = 0.5
 """Of the schedules,"""
-READ_LATE_GAP = 300
+READ_LATE_GAP = 250
 """in which it strikes once in so many steps: rarely enough that the tier is well for most of the time."""
 
 

@@ -95,7 +95,7 @@ def test_the_runs_reach_what_they_are_for() -> None:
     """Runs in which nothing is stored, raised, lost, revoked or late find nothing; in a few all of it happens."""
     totals: Counter[str] = Counter()
     chunks = 0
-    for seed in range(100, 112):
+    for seed in range(107, 119):
         simulation = Simulation(seed, 3_000, tier="ssd")
         while simulation.cluster.events < simulation.steps:
             simulation._next()
@@ -117,7 +117,7 @@ NEEDED_OF_MEMORY = (
 
 def test_the_runs_with_the_tier_in_memory_reach_what_they_are_for() -> None:
     totals: Counter[str] = Counter()
-    for seed in range(100, 112):
+    for seed in range(100, 140):
         totals += Simulation(seed, 3_000, tier="memory").run()
         assert not totals["chunks_restored"] and not totals["index_transactions"]
         if all(totals[name] for name in NEEDED_OF_MEMORY):
