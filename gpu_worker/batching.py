@@ -208,9 +208,11 @@ class BatchEngine:
         """Stops all requests, saves what is queued, for at most `timeout_s`, and closes the client."""
         self._closed = True
         self._scheduler.stop_all()
-        if self._store is not None:
-            self._store.close(timeout_s)
-        self._identity.close()
+        try:
+            if self._store is not None:
+                self._store.close(timeout_s)
+        finally:
+            self._identity.close()
 
     def _recognise(self) -> bool:
         """Whether the model computes otherwise than at the step before; then all is computed again."""

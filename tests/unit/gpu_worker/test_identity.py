@@ -660,6 +660,26 @@ def test_verifications_happen_by_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     assert watched.counters["identity_verifications"] >= 1
 
 
+def test_a_digest_in_the_background_ends_with_its_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large model it takes minutes, which nobody who closes an engine waits for."""
+    watched = Identity(tiny_llama(layers=2), verify_every_s=1e-9)
+    began, digested = threading.Event(), []
+    real = identity_module.digest_of_tensor
+
+    def digest(tensor: torch.Tensor) -> bytes:
+        digested.append(tensor)
+        began.set()
+        assert watched._closing.wait(30)
+        return real(tensor)
+
+    monkeypatch.setattr(identity_module, "digest_of_tensor", digest)
+    watched.check()
+    assert began.wait(30)
+    watched.close()
+    watched.check()
+    assert len(digested) == 1 and not watched._verifying.is_alive()
+
+
 def test_every_sample_is_looked_at_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity_module, "SMALL_BYTES", 0)
     monkeypatch.setattr(identity_module, "SAMPLE_BYTES", 64)
