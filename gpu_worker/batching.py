@@ -227,8 +227,15 @@ class BatchEngine:
     def _follow(self, verdict: Verdict) -> None:
         self._verdict = verdict
         self._scheduler.restart(share=self._share and verdict.explained)
-        if self._store is not None:
-            self._store.use(self._spec())
+        if self._store is None:
+            return
+        try:
+            spec = self._spec()
+        except Exception:
+            # A living model may get any name: the step must not fail for it.
+            log.warning("computing without the store: the model cannot be named", exc_info=True)
+            spec = None
+        self._store.use(spec)
 
     def _spec(self) -> NamespaceSpec | None:
         if not self._verdict.explained:

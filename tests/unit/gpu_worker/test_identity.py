@@ -832,6 +832,56 @@ def test_a_model_that_raises_when_it_is_looked_at_is_computed(
         assert (turn.tokens, turn.reused_tokens) == (plain(model), 0)
 
 
+def renamed(name: str) -> Callable[[LlamaForCausalLM], None]:
+    def change(model: LlamaForCausalLM) -> None:
+        model.name_or_path = name
+        trained(model)
+
+    return change
+
+
+@pytest.mark.parametrize("kind", ["one", "many"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(renamed("x" * 300), id="a name longer than a file's"),
+        pytest.param(renamed("x" * 5000), id="a name longer than a path"),
+        pytest.param(renamed("half a character: \ud83d"), id="a name that is no text"),
+        pytest.param(
+            lambda model: setattr(model.config, "layer_types", ["of tomorrow"] * 2), id="unknown layer types"
+        ),
+    ],
+)
+def test_a_living_model_that_cannot_be_named_any_more_is_computed(
+    change: Callable[[LlamaForCausalLM], None],
+    kind: str,
+    store: FakeStore,
+    engines: MakeEngine,
+) -> None:
+    model = tiny_llama(layers=2)
+    if kind == "one":
+        engine = engines(model, store, chunk_tokens=T)
+        engine.turn("s", PROMPT, 8)
+        change(model)
+        tokens = engine.turn("s", PROMPT, 8).tokens
+        engine.reset()
+        model.config.layer_types = None  # a new engine would not take it
+        assert tokens == tuple(alone(model, PROMPT, 8))
+        return
+    many = BatchEngine(model, store.connect, pool_chunks=40, chunk_tokens=T)
+    try:
+        many.add(PROMPT, 8)
+        assert len(list(many.run())) == 8
+        change(model)
+        many.add(PROMPT, 8)
+        outputs = [output.token for output in many.run()]
+        many.reset()
+        model.config.layer_types = None
+        assert outputs == alone(model, PROMPT, 8)
+    finally:
+        many.close()
+
+
 def test_wrappers_and_offloaded_weights_are_refused() -> None:
     model = tiny_llama(layers=2)
     assert "DataParallel, which is not known" in Identity(nn.DataParallel(model)).check().reason
