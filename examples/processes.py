@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -102,23 +102,27 @@ class Daemon:
         """`ssd`: a directory of the SSD tier that is copied first. `read_bytes_per_s`: how fast the disk reads; 0: as
         fast as it can."""
         self.figures = Figures()
-        self.run_dir = tempfile.mkdtemp(prefix="kvs-")  # short: the path of a unix socket is bounded
-        self.ssd = Path(tempfile.mkdtemp(prefix="demo-ssd-", dir=CACHE))
-        if ssd is not None:
-            shutil.copytree(ssd, self.ssd, dirs_exist_ok=True)
+        self._copied = ssd
         self._settings = settings
         self._read_bytes_per_s = read_bytes_per_s
 
     def __enter__(self) -> Self:
-        self._process = self._start()
-        self.client = _connected(self.run_dir, self._process)
+        with ExitStack() as begun:
+            self.run_dir = tempfile.mkdtemp(prefix="kvs-")  # short: the path of a unix socket is bounded
+            begun.callback(shutil.rmtree, self.run_dir, ignore_errors=True)
+            self.ssd = Path(tempfile.mkdtemp(prefix="demo-ssd-", dir=CACHE))
+            begun.callback(shutil.rmtree, self.ssd, ignore_errors=True)
+            if self._copied is not None:
+                shutil.copytree(self._copied, self.ssd, dirs_exist_ok=True)
+            self._process = self._start()
+            begun.callback(self._stop)
+            self.client = _connected(self.run_dir, self._process)
+            begun.callback(self.client.close)
+            self._end = begun.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.client.close()
-        self._stop()
-        for folder in (self.run_dir, self.ssd):
-            shutil.rmtree(folder, ignore_errors=True)
+        self._end.close()
 
     def restart(self) -> None:
         """Stopped in good order, started again; clients reconnect by themselves."""

@@ -208,9 +208,11 @@ class BatchEngine:
         """Stops all requests, saves what is queued, for at most `timeout_s`, and closes the client."""
         self._closed = True
         self._scheduler.stop_all()
-        if self._store is not None:
-            self._store.close(timeout_s)
-        self._identity.close()
+        try:
+            if self._store is not None:
+                self._store.close(timeout_s)
+        finally:
+            self._identity.close()
 
     def _recognise(self) -> bool:
         """Whether the model computes otherwise than at the step before; then all is computed again."""
@@ -225,8 +227,15 @@ class BatchEngine:
     def _follow(self, verdict: Verdict) -> None:
         self._verdict = verdict
         self._scheduler.restart(share=self._share and verdict.explained)
-        if self._store is not None:
-            self._store.use(self._spec())
+        if self._store is None:
+            return
+        try:
+            spec = self._spec()
+        except Exception:
+            # A living model may get any name: the step must not fail for it.
+            log.warning("computing without the store: the model cannot be named", exc_info=True)
+            spec = None
+        self._store.use(spec)
 
     def _spec(self) -> NamespaceSpec | None:
         if not self._verdict.explained:

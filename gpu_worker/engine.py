@@ -195,10 +195,10 @@ class Engine:
             if epoch < self._epoch:
                 raise ValueError(f"epoch is {epoch}: must be at least {self._epoch}, which it was before")
             self._epoch = epoch
-        self._verdict = self._identity.reset()
+        verdict = self._identity.reset()
         if self.saver is not None:
             self.saver.follow(self._identity)
-        self._store.use(self._spec_of(self._verdict))
+        self._use(self._store, verdict)
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all KV is saved or dropped; False if that took too long."""
@@ -228,9 +228,18 @@ class Engine:
         if self.saver is not None:
             self.saver.follow(self._identity)
         if verdict != self._verdict:
-            self._verdict = verdict
-            self._store.use(self._spec_of(verdict))
+            self._use(self._store, verdict)
         return self._store.namespace()
+
+    def _use(self, store: Store, verdict: Verdict) -> None:
+        self._verdict = verdict
+        try:
+            spec = self._spec_of(verdict)
+        except Exception:
+            # A living model may get any config and any name: the turn must not fail for it.
+            log.warning("computing without the store: the model cannot be named", exc_info=True)
+            spec = None
+        store.use(spec)
 
     def _holds(self) -> bool:
         return self._identity is None or self._identity.check() == self._verdict

@@ -716,6 +716,7 @@ class Identity:
         self._generation = 0
         self._differs: str = ""
         self._verifying: threading.Thread | None = None
+        self._closing = threading.Event()
         self._verify_at = time.monotonic() + verify_every_s
         self._told: set[str] = set()
         self.verified_at = time.monotonic()
@@ -772,7 +773,8 @@ class Identity:
         return not self._differs
 
     def close(self) -> None:
-        """Waits for a digest that is under way."""
+        """Ends the digest in the background, which stops behind the tensor that it is at, and waits for that."""
+        self._closing.set()
         if self._verifying is not None:
             self._verifying.join()
 
@@ -916,7 +918,8 @@ class Identity:
 
     def _verify_now_and_then(self) -> None:
         running = self._verifying is not None and self._verifying.is_alive()
-        if self._verify_every_s > 0 and time.monotonic() >= self._verify_at and not running:
+        due = self._verify_every_s > 0 and time.monotonic() >= self._verify_at
+        if due and not running and not self._closing.is_set():
             self._verify_at = time.monotonic() + self._verify_every_s
             records = list(self._records.values())
             self._verifying = threading.Thread(
@@ -928,6 +931,8 @@ class Identity:
         self.counters["identity_verifications"] += 1
         began = time.monotonic()
         for record in records:
+            if self._closing.is_set():
+                return
             tensor = record.tensor()
             if tensor is None or _Token.of(tensor) != record.token:
                 continue  # a change that the next check sees

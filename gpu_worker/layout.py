@@ -12,6 +12,7 @@ key alone (two workers that save the same tail write the same shard).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +163,7 @@ def namespace_of(
 def model_name(model: PreTrainedModel) -> str:
     """What operators and schedulers call it: its name on the hub, the folder it was loaded from, or else its type."""
     name = str(getattr(model, "name_or_path", "") or model.config.model_type)
-    return Path(name).name if Path(name).is_dir() else name
+    return Path(name).name if os.path.isdir(name) else name  # False for what can be no path at all
 
 
 def _refuse_unless(fine: bool, field: str, value: object, supported: Sequence[str]) -> None:

@@ -46,6 +46,8 @@ class Store:
         self._namespaces: dict[NamespaceSpec, Namespace] = {}
         self._connecting: threading.Thread | None = None
         self._connect_at = 0.0
+        self._closing = threading.Lock()
+        self._closed = False
         if spec is None:
             return
         try:
@@ -96,16 +98,26 @@ class Store:
         return promoted
 
     def close(self) -> None:
-        if self._client is not None:
-            self._client.close()
+        """What is still being connected is closed when it is there."""
+        with self._closing:
+            self._closed = True
+            client = self._client
+        if client is not None:
+            client.close()
 
     def _open_again(self, spec: NamespaceSpec) -> None:
         try:
             self._open(spec)
         except StoreError as error:
-            log.warning("still working without a store: %s", error)
+            if not self._closed:
+                log.warning("still working without a store: %s", error)
             self._connect_at = time.monotonic() + CONNECT_AGAIN_S
 
     def _open(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> None:
-        self._client = self._client or self._connect()
-        self._namespaces[spec] = self._client.open(spec, timeout_s=timeout_s)
+        client = self._client or self._connect()
+        with self._closing:
+            closed, self._client = self._closed, client
+        if closed:
+            client.close()
+            raise Unavailable("the engine is closed", remedy="make another one")
+        self._namespaces[spec] = client.open(spec, timeout_s=timeout_s)

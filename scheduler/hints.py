@@ -40,7 +40,13 @@ def hints_of(queue: JobQueue) -> list[Hint]:
     """The queue in order, the running jobs first: their KV is in use, or will be in a moment."""
     hints = []
     for position, job in enumerate((*queue.running, *queue.waiting)[:JOBS_MAX]):
-        session = job.session.encode(errors="surrogateescape")
+        try:
+            session = job.session.encode(errors="surrogateescape")
+        except (
+            AttributeError,
+            UnicodeEncodeError,
+        ):  # no text, or half a character: its turn is computed all the same
+            continue
         if 1 <= len(session) <= SESSION_NAME_BYTES_MAX:  # else the daemon would refuse them all
             hints.append(Hint(b"%d" % position, position, session=session))
     return hints

@@ -17,11 +17,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -117,7 +120,7 @@ def run(_: str, options: argparse.Namespace) -> int:
                 f"the daemon needs {module}, which is not installed",
                 remedy="pip install 'attnstore[daemon]'",
             )
-    with directory() as folder:
+    with tidy_end(), directory() as folder:
         free = shutil.disk_usage(folder).free
         if free < SSD_BYTES:
             raise Unavailable(
@@ -125,6 +128,27 @@ def run(_: str, options: argparse.Namespace) -> int:
                 remedy="name another directory in the environment variable TMPDIR",
             )
         return Demo(folder, as_json=options.json).run()
+
+
+@contextmanager
+def tidy_end() -> Iterator[None]:
+    """What asks the process to end (`timeout`, a closed terminal) unwinds it, so that the directory goes too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup: it is to outlive its terminal
+            signal.signal(number, _unwind)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _unwind(number: int, _: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 @contextmanager

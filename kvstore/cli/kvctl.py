@@ -1,7 +1,8 @@
 """`kvctl`: what an operator asks of a running daemon.
 
 Exit status: 0, 1 when the daemon refused, doctor or check found something, or the answer could not be written in full
-(one line on stderr says why), 2 for a wrong command line, or when check cannot tell.
+(one line on stderr says why), 2 for a wrong command line, or when check cannot tell, 3 when forget did what it was
+asked for and a restart of the daemon now could undo it, 128 and the signal's number when a signal ended it.
 """
 
 from __future__ import annotations

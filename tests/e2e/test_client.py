@@ -845,8 +845,13 @@ def open_files() -> list[str]:
 
 
 def test_a_client_waits_for_a_daemon_that_starts_later(
-    run_dir: Path, start_daemon: Callable[..., Any], client_of: Callable[..., Client]
+    run_dir: Path,
+    start_daemon: Callable[..., Any],
+    client_of: Callable[..., Client],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("kvstore.client.connection.NOBODY_S", BOUND_S)  # a daemon under load starts slowly
+
     class Later:
         pass
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,17 @@ def test_it_serves_chats_survives_kill_9_and_leaves_nothing(tmp_path: Path) -> N
     assert summary["wrong_bytes"] == summary["lost"] == 0
     assert summary["compared_bytes"] == (summary["dram"] + summary["ssd"]) * demo.TOKEN_BYTES > 100 << 20
     assert summary["ssd"] + summary["ahead"] > 0, "after kill -9 everything comes from SSD"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_who_ends_it_finds_nothing_left(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "kvstore.cli.kvctl", "demo"]
+    with subprocess.Popen(command, env={"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()  # it has its directory, and starts its daemon
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
     assert list(tmp_path.iterdir()) == []
 
 

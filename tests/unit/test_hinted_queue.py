@@ -195,9 +195,11 @@ def test_hints_of_sessions_that_nobody_recorded_are_counted_apart_and_told_once(
 def test_a_name_that_cannot_be_a_session_s_spoils_no_other_hint(made: list[HintedQueue]) -> None:
     client = ScriptedClient()
     queue = queue_for(client, made)
-    for name in ("", "x" * 257, "a"):
+    for name in ("", "x" * 257, "half a character: \ud83d", "a"):
         queue.put(job(name))
     client.wait(lambda: client.heard[-1:] == [["a"]])
+    queue.put(job("b"))
+    client.wait(lambda: client.heard[-1:] == [["a", "b"]])
 
 
 async def test_the_queue_of_an_event_loop_tells_every_change() -> None:

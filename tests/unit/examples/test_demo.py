@@ -172,3 +172,16 @@ def test_a_reply_continues_the_tokens_it_answers(demo: ModuleType) -> None:
     assert ended == cut
     assert ended.count(tokenizer.START) == ended.count(tokenizer.END) == 2
     assert tokenizer.decode([104, 105, 300]) == "hi"
+
+
+def test_a_daemon_that_does_not_start_leaves_nothing_behind(
+    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = sys.modules["processes"]
+    monkeypatch.setattr(processes, "CACHE", tmp_path)
+    monkeypatch.setattr(processes.tempfile, "tempdir", str(tmp_path))
+    earlier = tmp_path / "ssd of an earlier one"
+    earlier.mkdir()
+    with pytest.raises(SystemExit, match="kvstored ended with status 2"):
+        demo.Daemon({"dram_bytes": 1}, ssd=earlier).__enter__()
+    assert list(tmp_path.iterdir()) == [earlier]

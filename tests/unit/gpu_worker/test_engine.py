@@ -284,6 +284,32 @@ def test_closing_an_engine_closes_its_client(store: FakeStore, engines: MakeEngi
         engine.turn("s", text(20), 3)
 
 
+def test_a_client_that_comes_after_the_end_is_closed(
+    store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine looks for its daemon in the background, and finds it when nobody wants it any more."""
+    monkeypatch.setattr("kvstore.gpu_worker.store.CONNECT_AGAIN_S", 0.0)
+    asked, answer = threading.Event(), threading.Event()
+
+    def connect() -> object:
+        if store.away:
+            raise Unavailable("no daemon")
+        asked.set()
+        assert answer.wait(30)
+        return store.connect()
+
+    store.away = True
+    engine = Engine(tiny_llama(layers=2), connect)  # type: ignore[arg-type]
+    store.away = False
+    engine.turn("s", text(20), 1)
+    assert asked.wait(30)
+    connecting = engine._store._connecting
+    engine.close()
+    answer.set()
+    connecting.join(30)
+    assert store.closed == 1
+
+
 def test_a_daemon_that_goes_in_mid_turn_is_not_missed(store: FakeStore, engines: MakeEngine) -> None:
     engine = engines(tiny_llama(), store)
     prompt = text(150)

@@ -660,6 +660,26 @@ def test_verifications_happen_by_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     assert watched.counters["identity_verifications"] >= 1
 
 
+def test_a_digest_in_the_background_ends_with_its_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large model it takes minutes, which nobody who closes an engine waits for."""
+    watched = Identity(tiny_llama(layers=2), verify_every_s=1e-9)
+    began, digested = threading.Event(), []
+    real = identity_module.digest_of_tensor
+
+    def digest(tensor: torch.Tensor) -> bytes:
+        digested.append(tensor)
+        began.set()
+        assert watched._closing.wait(30)
+        return real(tensor)
+
+    monkeypatch.setattr(identity_module, "digest_of_tensor", digest)
+    watched.check()
+    assert began.wait(30)
+    watched.close()
+    watched.check()
+    assert len(digested) == 1 and not watched._verifying.is_alive()
+
+
 def test_every_sample_is_looked_at_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity_module, "SMALL_BYTES", 0)
     monkeypatch.setattr(identity_module, "SAMPLE_BYTES", 64)
@@ -810,6 +830,56 @@ def test_a_model_that_raises_when_it_is_looked_at_is_computed(
         model.model.something = Awkward()
         turn = engine.turn("s", PROMPT, 8)
         assert (turn.tokens, turn.reused_tokens) == (plain(model), 0)
+
+
+def renamed(name: str) -> Callable[[LlamaForCausalLM], None]:
+    def change(model: LlamaForCausalLM) -> None:
+        model.name_or_path = name
+        trained(model)
+
+    return change
+
+
+@pytest.mark.parametrize("kind", ["one", "many"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(renamed("x" * 300), id="a name longer than a file's"),
+        pytest.param(renamed("x" * 5000), id="a name longer than a path"),
+        pytest.param(renamed("half a character: \ud83d"), id="a name that is no text"),
+        pytest.param(
+            lambda model: setattr(model.config, "layer_types", ["of tomorrow"] * 2), id="unknown layer types"
+        ),
+    ],
+)
+def test_a_living_model_that_cannot_be_named_any_more_is_computed(
+    change: Callable[[LlamaForCausalLM], None],
+    kind: str,
+    store: FakeStore,
+    engines: MakeEngine,
+) -> None:
+    model = tiny_llama(layers=2)
+    if kind == "one":
+        engine = engines(model, store, chunk_tokens=T)
+        engine.turn("s", PROMPT, 8)
+        change(model)
+        tokens = engine.turn("s", PROMPT, 8).tokens
+        engine.reset()
+        model.config.layer_types = None  # a new engine would not take it
+        assert tokens == tuple(alone(model, PROMPT, 8))
+        return
+    many = BatchEngine(model, store.connect, pool_chunks=40, chunk_tokens=T)
+    try:
+        many.add(PROMPT, 8)
+        assert len(list(many.run())) == 8
+        change(model)
+        many.add(PROMPT, 8)
+        outputs = [output.token for output in many.run()]
+        many.reset()
+        model.config.layer_types = None
+        assert outputs == alone(model, PROMPT, 8)
+    finally:
+        many.close()
 
 
 def test_wrappers_and_offloaded_weights_are_refused() -> None:
