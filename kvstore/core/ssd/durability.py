@@ -153,8 +153,8 @@ class Durability:
 
     @property
     def in_flight(self) -> frozenset[tuple[NamespaceId, ChunkKey]]:
-        """Chunks whose row the transaction under way writes or deletes: of all slots that wait for a rewrite it is asked
-        whether they are among these, hence the set is made once."""
+        """Chunks whose row the transaction under way writes or deletes. It is asked for each slot that waits for a
+        rewrite whether its chunk is among these, hence the set is made once."""
         if self.index is None:
             return frozenset()
         write = self.index[1]
