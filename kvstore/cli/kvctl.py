@@ -24,7 +24,7 @@ try:
     from kvstore.config import ENVIRONMENT_PREFIX, StoreConfig
     from kvstore.errors import StoreError
 except KeyboardInterrupt:  # these take most of the time that a short command takes
-    sys.exit(128 + signal.SIGINT)
+    os._exit(128 + signal.SIGINT)  # see main()
 
 RUN_DIR_VARIABLE = f"{ENVIRONMENT_PREFIX}RUN_DIR"
 COMMANDS: tuple[Command, ...] = (
@@ -73,12 +73,21 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Ends by SystemExit, whatever happens."""
-    if arguments is None:
+    """Ends by SystemExit, whatever happens; a process that was interrupted ends here."""
+    if arguments is not None:
+        sys.exit(_run(arguments))
+    status = 128 + signal.SIGINT
+    try:
         open_standard_streams()
-    status = _run(arguments)
-    if threading.current_thread() is threading.main_thread() and arguments is None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said: the status stands
+        status = _run(None)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said: the status stands
+    except KeyboardInterrupt:  # between two lines of this function
+        abandon()
+    if status == 128 + signal.SIGINT:
+        # An interrupt that strikes inside exec() of a string (each dataclass is made by one) stays noted in CPython
+        # after it was caught, and the end of `python -m` then kills itself by SIGINT instead of giving its status.
+        os._exit(status)
     sys.exit(status)
 
 

@@ -344,6 +344,28 @@ def test_an_interrupt_while_it_starts_or_ends(call):
         assert process.returncode == 130 or out.count(b"\n") >= 1
 
 
+@pytest.mark.parametrize(
+    "interrupted",
+    [
+        "import dataclasses; dataclasses.dataclass = strike",
+        "import kvstore.cli.kvctl as kvctl; kvctl.connect = strike",
+        "import kvstore.cli.kvctl as kvctl; kvctl.open_standard_streams = strike",
+    ],
+    ids=["while it imports", "while it runs", "before it runs"],
+)
+def test_an_interrupt_inside_exec(interrupted, tmp_path):
+    """CPython remembers an interrupt that left exec() of a string though it was caught, and `python -m` ends by it."""
+    (tmp_path / "struck.py").write_text(
+        "import sys\ndef strike(*_, **__):\n    exec('raise KeyboardInterrupt')\n"
+        f"{interrupted}\nimport kvstore.cli.kvctl\nsys.argv = ['kvctl', 'stats']\nkvstore.cli.kvctl.main()"
+    )
+    where = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "struck"], cwd=tmp_path, env=where, capture_output=True, timeout=BOUND_S
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGINT, b"", b"")
+
+
 def _imports_have_begun(process: subprocess.Popen[bytes]) -> bool:
     with contextlib.suppress(OSError):
         return "grpc" in Path(f"/proc/{process.pid}/maps").read_text()
