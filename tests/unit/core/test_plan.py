@@ -104,12 +104,20 @@ class Life:
         return self.numbers[worker, number]
 
 
-@pytest.mark.parametrize("rows_max", [1 << 19, 20])
+@pytest.mark.parametrize("rows_max, share", [(1 << 19, 0.3), (20, 1.0)])
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_kept_up_to_date_is_what_is_made_anew(
-    seed: int, rows_max: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, rows_max: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`share` of the memory is for the windows, so that they end within the queue."""
     monkeypatch.setattr(plan, "PLAN_ROWS_MAX", rows_max)
+    shares = plan.Planner._shares
+
+    def narrow(planner: plan.Planner, sharing: int, tenants: int) -> plan.Shares:
+        found = shares(planner, sharing, tenants)
+        return plan.Shares(int(found.ahead_bytes * share), int(found.kept_bytes * share), found.looked_at)
+
+    monkeypatch.setattr(plan.Planner, "_shares", narrow)
     life = Life(seed)
     ranked = kept = 0
     for _ in range(400):
