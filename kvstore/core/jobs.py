@@ -2,8 +2,8 @@
 
 A plan in full costs a microsecond per chunk of the whole queue. Here a change costs what it changes: each job's chunks
 are looked up once and again only when one of them comes or goes (`came`, `lost`, `session_changed`), and of sums over
-the queue only the jobs at the ends of the windows are looked at. `requests/plan.py` says the same in full, from nothing;
-the simulator and the tests hold both together.
+the queue only the jobs at the ends of the windows are looked at. `requests/plan.py` says the same in full, from
+nothing; the simulator and the tests hold both together.
 
 A chunk that several jobs need is counted for the first of them, and ranked with it. A chunk's rank is its job's label
 and its place in the job, so that no job behind one that comes or goes is numbered anew.
@@ -26,7 +26,11 @@ PLACE_BITS = 17
 """Of a rank: a job has fewer chunks."""
 PLACE_MAX = (1 << PLACE_BITS) - 1
 ARRIVAL_BITS = 46
-"""Of a label: jobs at equal positions stand in the order in which they came."""
+"""Of a line: jobs at equal positions stand in the order in which they came;"""
+LINE_STEP = 1 << ARRIVAL_BITS
+"""and positions are so far apart,"""
+LINES_BEFORE = 1 << 32
+"""with room for so many more before position 0."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +42,8 @@ class Job:
     session: bytes
     keys: tuple[ChunkKey, ...]
     position: int
-    arrival: int
+    line: int
+    """Where it stands among the tenant's jobs; no two stand at the same."""
     until: Millis
     chunk_bytes: int
     label: int = field(init=False)
@@ -55,13 +60,20 @@ class Job:
     in_reach: bool = False
 
     def __post_init__(self) -> None:
-        self.label = (self.position << ARRIVAL_BITS | self.arrival) << PLACE_BITS
+        self.stand(self.line)
+
+    def stand(self, line: int) -> None:
+        """There, while it is in no book."""
+        self.line = line
+        self.label = line << PLACE_BITS
 
     def __repr__(self) -> str:
         return f"Job({self.name!r} at {self.position}, {len(self.rows)} chunks, {self.owned} its own)"
 
 
 _label = attrgetter("label")
+MANY = 16
+"""Jobs: from so many on, what is done to all of them at once pays."""
 
 
 class Window:
@@ -141,9 +153,10 @@ class JobBook:
 
     # --------------------------------------------------------------------------------------------- coming and going
 
-    def next_arrival(self) -> int:
+    def new_line(self, position: int) -> int:
+        """For a job at this position, behind those that have it already."""
         self._arrivals += 1
-        return self._arrivals
+        return position + LINES_BEFORE << ARRIVAL_BITS | self._arrivals
 
     def add(self, jobs: Sequence[Job]) -> None:
         self.changed = True
@@ -177,6 +190,46 @@ class JobBook:
         del window.labels[at], window.of[job.label]
         if not window.labels:
             del self.windows[job.tenant]
+
+    def remove_many(self, jobs: Sequence[Job]) -> None:
+        """`remove` for each; quick where many go."""
+        if len(jobs) < MANY:
+            for job in jobs:
+                self.remove(job)
+            return
+        self.changed = True
+        by_tenant: dict[str, list[Job]] = {}
+        for job in jobs:
+            by_tenant.setdefault(job.tenant, []).append(job)
+        for tenant, mine in by_tenant.items():
+            window = self.windows[tenant]
+            if len(mine) == len(window.labels):
+                self._clear(window)
+                del self.windows[tenant]
+                continue
+            ahead = sum(map(window.is_ahead, mine))
+            reach = sum(job.in_reach for job in mine)
+            for job in mine:
+                if job.in_reach:
+                    self._leave(window, job)
+                if window.edge is job:
+                    window.edge = None
+                del window.of[job.label]
+            window.labels = [label for label in window.labels if label in window.of]
+            window.reach -= reach
+            window.ahead -= ahead
+
+    def _clear(self, window: Window) -> None:
+        """All jobs of a tenant go: nobody inherits their chunks."""
+        needed_by, ranks = self._needed_by, self.moves.ranks
+        for number in range(window.reach):
+            job = window.job(number)
+            for row in job.rows:
+                if needed_by.pop(row, None) is not None:
+                    ranks[row] = None
+            self.moves.work += len(job.rows)
+            job.rows, job.owned = [], 0
+            self._leave(window, job)
 
     # ------------------------------------------------------------------------------------- what happens to chunks
 
@@ -249,6 +302,7 @@ class JobBook:
             if ahead:
                 self.moves.ahead.update(dict.fromkeys(rows))
             return
+        label, owned = job.label, 0
         for place, row in enumerate(rows):
             known = needed_by.get(row)
             if known is None:
@@ -259,16 +313,17 @@ class JobBook:
                 if known[0] is not job:
                     continue
                 self._resize(window, before, -1)
-            elif known.label < job.label:
+            elif known.label < label:
                 needed_by[row] = [known, job]
                 continue
             else:
                 needed_by[row] = [job, known]
                 self._resize(window, known, -1)
-            ranks[row] = job.label + place
-            self._resize(window, job, +1)
+            ranks[row] = label + place
+            owned += 1
             if ahead:
                 self.moves.ahead[row] = None
+        self._resize(window, job, owned)
 
     def strip(self, job: Job) -> None:
         """The job needs no chunk, for now."""
@@ -393,7 +448,7 @@ class JobBook:
                 break
             window.ahead_bytes += size
             window.ahead += 1
-            self.moves.ahead.update(dict.fromkeys(row for row in job.rows if self.owner(row) is job))
+            self.moves.ahead.update(dict.fromkeys(job.rows))
 
     def take_moves(self) -> Moves:
         moves, self.moves = self.moves, Moves()
@@ -408,7 +463,10 @@ class JobBook:
             assert window.labels == sorted(window.of) and window.labels, (tenant, window)
             jobs = list(map(window.of.__getitem__, window.labels))
             assert all(job.in_reach == (at < window.reach) for at, job in enumerate(jobs)), (tenant, window)
-            assert not any(job.rows or job.owned or job.stop for job in jobs[window.reach :]), (tenant, window)
+            assert not any(job.rows or job.owned or job.stop for job in jobs[window.reach :]), (
+                tenant,
+                window,
+            )
             assert window.bytes == sum(job.owned * job.chunk_bytes for job in jobs), (tenant, window)
             assert window.looked_at == sum(job.looked_at for job in jobs), (tenant, window)
             for job in jobs[: window.reach]:
@@ -419,9 +477,7 @@ class JobBook:
         for job in _in_reach(self.windows.values()):
             assert job.owned == sum(needed_by[row][0] is job for row in job.rows), job
         waiting = {
-            (job.namespace, job.stop, job)
-            for job in _in_reach(self.windows.values())
-            if job.stop is not None
+            (job.namespace, job.stop, job) for job in _in_reach(self.windows.values()) if job.stop is not None
         }
         assert waiting == {(*name, job) for name, jobs in self._awaited.items() for job in jobs}
         assert all(job.in_reach for job in self.stale), self.stale

@@ -519,9 +519,7 @@ class Process:
         if self.numbers_hints:
             yield from self._publish_numbered(namespace, hints, removed)
         else:
-            yield from self.ask(
-                ev.PublishQueue, namespace, tuple(hints), removed=removed, snapshot=snapshot
-            )
+            yield from self.ask(ev.PublishQueue, namespace, tuple(hints), removed=removed, snapshot=snapshot)
         yield Sleep(chance.randrange(50, 300))
 
     def _publish_numbered(
@@ -537,7 +535,8 @@ class Process:
         for snapshot in (False, True) if not whole else (True,):
             said = tuple(queue.values()) if snapshot else tuple(hints)
             self.numbers[namespace] = number = self.numbers.get(namespace, 0) + 1
-            self.unsure.add(namespace)  # until it is answered
+            if self.random.random() < 0.5:  # until it is answered; else it is for the daemon to notice
+                self.unsure.add(namespace)
             answer = yield from self.ask(
                 ev.PublishQueue, namespace, said, removed=tuple(removed), snapshot=snapshot, number=number
             )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 
 from kvstore.core.bulk import batch
-from kvstore.core.chunks import NONE
+from kvstore.core.chunks import DOOMED, NONE, STORED
 from kvstore.core.cold_tier import ColdTier
 from kvstore.core.jobs import PLACE_MAX, Job, Window
 from kvstore.core.manifests import Manifest
@@ -226,8 +226,11 @@ def usable_leading(state: State, namespace: Namespace, rows: Sequence[int]) -> i
     """How many of these, from the first, can be had."""
     if len(rows) >= state.batch_min:
         return batch.usable_leading(state, namespace, rows)
+    chunks, shards = state.chunks, namespace.shards
+    ready, flags, shard0 = chunks.ready, chunks.flags, chunks.shard0
+    readable = STORED if state.disk_state is not DiskState.OFF else 0
     for usable, row in enumerate(rows):
-        if row == NONE or not state.is_usable(row):
+        there = row != NONE and (flags[row] & readable or (ready[row] == shards and shard0[row] != NONE))
+        if not there or flags[row] & DOOMED:
             return usable
     return len(rows)
-

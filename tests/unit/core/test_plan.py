@@ -91,9 +91,9 @@ class Life:
                 ev.Hint(b"%d" % dice.randrange(12), dice.randrange(6), session, () if session else keys)
             )
         removed = tuple(b"%d" % dice.randrange(12) for _ in range(dice.randrange(3)))
-        self.world.ask(
-            ev.PublishQueue, worker, number, tuple(hints), removed, dice.random() < 0.3, number=self.number(worker, number)
-        )  # fmt: skip
+        said = self.number(worker, number)
+        whole = dice.random() < 0.3
+        self.world.ask(ev.PublishQueue, worker, number, tuple(hints), removed, whole, number=said)
 
     def number(self, worker: WorkerId, number: int) -> int:
         """Mostly none; else one after the other, and now and then too late or too early."""
@@ -104,7 +104,7 @@ class Life:
         return self.numbers[worker, number]
 
 
-@pytest.mark.parametrize("rows_max, share", [(1 << 19, 0.3), (20, 1.0)])
+@pytest.mark.parametrize(("rows_max", "share"), [(1 << 19, 0.3), (20, 1.0)])
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_kept_up_to_date_is_what_is_made_anew(
     seed: int, rows_max: int, share: float, monkeypatch: pytest.MonkeyPatch
