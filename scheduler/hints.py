@@ -359,6 +359,11 @@ class HintedQueue(JobQueue):
             self._waiting.appendleft(job)
         self._publisher.changed()
 
+    def withdraw(self, job: Job) -> None:
+        with self._lock:
+            super().withdraw(job)
+        self._publisher.changed()
+
     def close(self) -> None:
         self._publisher.close()
 
@@ -369,7 +374,8 @@ class HintedQueue(JobQueue):
 
 class AsyncHintedQueue(JobQueue):
     """A `JobQueue` of an event loop whose every change reaches the daemon as a hint, told by a task. `put`, `start`,
-    `finish` and `give_back` never wait. Made and used on the loop's thread; `async with`, or `close`, ends the task."""
+    `finish`, `give_back` and `withdraw` never wait. Made and used on the loop's thread; `async with`, or `close`, ends
+    the task."""
 
     def __init__(self, client: AsyncClient, model: str) -> None:
         super().__init__()
@@ -415,6 +421,10 @@ class AsyncHintedQueue(JobQueue):
 
     def give_back(self, job: Job) -> None:
         super().give_back(job)
+        self._changed.set()
+
+    def withdraw(self, job: Job) -> None:
+        super().withdraw(job)
         self._changed.set()
 
     async def close(self) -> None:

@@ -132,6 +132,8 @@ class JobBook:
     def __init__(self) -> None:
         self.windows: dict[str, Window] = {}
         """By tenant."""
+        self.shares: dict[str, float] = {}
+        """Of a tenant's windows that its record leaves it (see `requests/credit.py`); else all."""
         self.stale: dict[Job, None] = {}
         """Jobs in reach whose chunks have to be looked up again."""
         self.changed = False

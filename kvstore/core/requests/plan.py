@@ -69,20 +69,20 @@ class Planner:
         windows = list(jobs.windows.values())
         while True:
             sharing = sum(window.bytes > 0 for window in windows)
-            shares = self._shares(sharing, len(windows))
-            for window in windows:
-                self._reach(window, shares)
+            for tenant, window in jobs.windows.items():
+                self._reach(window, self._shares(tenant, sharing, len(windows)))
             # A share has room for one job's chunks at least: that a tenant has any does not depend on its size.
             if sharing == sum(window.bytes > 0 for window in windows):
                 return
 
-    def _shares(self, sharing: int, tenants: int) -> Shares:
+    def _shares(self, tenant: str, sharing: int, tenants: int) -> Shares:
         """Tenants with jobs that have chunks have equal parts of the memory: neither a long queue of one nor an empty
-        one shortens another's windows."""
+        one shortens another's windows. What a tenant's record takes from it, others do not get as a window."""
         limits = self._state.limits
+        share = self._state.jobs.shares.get(tenant, 1.0) / max(1, sharing)
         return Shares(
-            int(limits.arena_bytes * limits.prefetch_share_max) // max(1, sharing),
-            (limits.arena_bytes + self._tier.bytes_max) // max(1, sharing),
+            int(limits.arena_bytes * limits.prefetch_share_max * share),
+            int((limits.arena_bytes + self._tier.bytes_max) * share),
             PLAN_ROWS_MAX // max(1, tenants),
         )
 
@@ -144,7 +144,7 @@ class Planner:
         state = self._state
         windows = state.jobs.windows
         found = {tenant: self._chunks_of(window) for tenant, window in windows.items()}
-        looked_at_max = self._shares(1, len(windows)).looked_at
+        looked_at_max = self._shares("", 1, len(windows)).looked_at
         sharing = 0
         for jobs in found.values():
             looked_at = 0
@@ -154,9 +154,9 @@ class Planner:
                     sharing += 1
                 if rows or looked_at > looked_at_max:
                     break
-        shares = self._shares(sharing, len(windows))
         plan = Plan()
         for tenant, jobs in found.items():
+            shares = self._shares(tenant, sharing, len(windows))
             used = looked_at = ahead = kept = 0
             for job, rows, looked in jobs:
                 new = {row: job.label + place for place, row in enumerate(rows) if row not in plan.rank}

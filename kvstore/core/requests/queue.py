@@ -20,6 +20,7 @@ from kvstore.core.chunks import DOOMED, PROMOTING, STORED
 from kvstore.core.cold_tier import ColdTier
 from kvstore.core.jobs import LINE_STEP, Job
 from kvstore.core.namespaces import Namespace
+from kvstore.core.requests.credit import Credit
 from kvstore.core.requests.plan import Planner
 from kvstore.core.requests.reads import clip_ttl
 from kvstore.core.state import State
@@ -73,6 +74,7 @@ class Queue:
     def __init__(self, state: State, tier: ColdTier, promote: Callable[[int], None]) -> None:
         self.state = state
         self.planner = Planner(state, tier)
+        self.credit = Credit(state)
         self._promote = promote
         self.feeds: dict[WorkerId, dict[NamespaceId, Feed]] = {}
         self._planned_at: Millis = -REPLAN_MS
@@ -141,7 +143,7 @@ class Queue:
         gone.update(dict.fromkeys(event.removed))
         ordered = sorted(hints.values(), key=lambda hint: hint.position)
         lines = self._lines(feed, ordered) if event.snapshot else {}
-        self._remove(feed, gone)
+        self._end(feed, gone)
         ttl_ms = clip_ttl(event.ttl_ms, limits.hint_ttl_ms, limits.hint_ttl_max_ms)
         until = state.now + ttl_ms
         feed.number = event.number
@@ -149,12 +151,13 @@ class Queue:
         feed.looked_at = min(feed.looked_at, until)
         refused: dict[bytes, HintResult] = {}
         wanted: list[ev.Hint] = []
+        away: list[bytes] = []
         feeds = self.feeds[worker.id].values()
         others = sum(len(other.jobs) for other in feeds if other is not feed)
         keys_of_others = sum(other.keys for other in feeds if other is not feed)
         if not lines:
             self._put_in_line(feed)
-        moved: list[bytes] = []
+        moved: dict[bytes, Job] = {}
         for hint in ordered:
             known = feed.jobs.get(hint.job)
             if known is not None:
@@ -163,9 +166,13 @@ class Queue:
                     known.position = hint.position
                     known.until = until
                     continue
-                moved.append(hint.job)
+                if same:
+                    moved[hint.job] = known
+                else:
+                    self.credit.ended(known)
+                away.append(hint.job)
             wanted.append(hint)
-        self._remove(feed, moved)
+        self._remove(feed, away)
         new: list[Job] = []
         for hint in wanted:
             if not (hint.keys or (namespace.id, hint.session) in state.sessions.by_name):
@@ -190,9 +197,13 @@ class Queue:
                 until,
                 feed.chunk_bytes,
             )
+            if hint.job in moved:
+                self.credit.moved(moved.pop(hint.job), job)
             feed.jobs[hint.job] = job
             feed.keys += len(hint.keys)
             new.append(job)
+        for job in moved.values():
+            self.credit.dropped(job)
         state.jobs.add(new)
         state.counters["hints_rejected"] += sum(result is HintResult.REJECTED for result in refused.values())
         return refused
@@ -246,6 +257,13 @@ class Queue:
                         job.stand(jobs.new_line(job.position))
                     jobs.add(moved)
 
+    def _end(self, feed: Feed, names: Iterable[bytes]) -> None:
+        """Those that are there, of which the scheduler has no more to say."""
+        for name in names:
+            if name in feed.jobs:
+                self.credit.ended(feed.jobs[name])
+        self._remove(feed, names)
+
     def _remove(self, feed: Feed, names: Iterable[bytes]) -> None:
         """Those that are there."""
         jobs = [job for name in names if (job := feed.jobs.pop(name, None)) is not None]
@@ -281,6 +299,8 @@ class Queue:
 
     def forget(self, worker: WorkerId) -> None:
         for feed in self.feeds.pop(worker, {}).values():
+            for job in feed.jobs.values():
+                self.credit.dropped(job)
             self._remove(feed, list(feed.jobs))
         self._unanswered = [published for published in self._unanswered if published.ticket.worker != worker]
 
@@ -297,7 +317,7 @@ class Queue:
                 feed.looked_at = feed.renewed_until
                 continue
             over = [name for name, job in feed.jobs.items() if job.until <= now]
-            self._remove(feed, over)
+            self._end(feed, over)
             if over:
                 feed.number = 0  # changes to what is over mean nothing
             self.state.counters["hints_expired"] += len(over)
@@ -308,6 +328,7 @@ class Queue:
 
     def tick(self) -> None:
         self._expire()
+        self.credit.tick()
         waiting = self._unanswered or self._promoting or self.state.jobs.cooled or self.planner.is_due
         interval_ms = max(REPLAN_MS, self._planned_rows // PUBLISH_ROWS_PER_MS)
         if waiting and self._planned_at + interval_ms <= self.state.now:
@@ -327,6 +348,7 @@ class Queue:
         moves = state.jobs.take_moves()
         self._planned_at = state.now
         self._planned_rows = moves.work
+        self.credit.note_near()
         cooled, state.jobs.cooled = state.jobs.cooled, {}
         if not state.policy.uses_ranks:
             return

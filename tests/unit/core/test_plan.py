@@ -113,8 +113,8 @@ def test_what_is_kept_up_to_date_is_what_is_made_anew(
     monkeypatch.setattr(plan, "PLAN_ROWS_MAX", rows_max)
     shares = plan.Planner._shares
 
-    def narrow(planner: plan.Planner, sharing: int, tenants: int) -> plan.Shares:
-        found = shares(planner, sharing, tenants)
+    def narrow(planner: plan.Planner, tenant: str, sharing: int, tenants: int) -> plan.Shares:
+        found = shares(planner, tenant, sharing, tenants)
         return plan.Shares(int(found.ahead_bytes * share), int(found.kept_bytes * share), found.looked_at)
 
     monkeypatch.setattr(plan.Planner, "_shares", narrow)
