@@ -112,6 +112,20 @@ $(VLLM)/ready:
 	$(VLLM)/bin/python -m pip install --progress-bar off pytest pytest-asyncio pytest-timeout
 	touch $@
 
+# Ray, with what its Serve drags in, is nothing for .venv
+RAY := .cache/ray-venv
+
+$(RAY)/ready: pyproject.toml
+	$(call MAKE_VENV,$(RAY))
+	rm -rf .cache/ray-wheel && $(MAKE) wheel INTO=.cache/ray-wheel
+	$(RAY)/bin/python -m pip install --progress-bar off 'ray[serve]==2.60.0' pytest pytest-asyncio pytest-timeout pytest-xdist \
+	  hypothesis psutil "$$(ls $(CURDIR)/.cache/ray-wheel/*.whl)[daemon]"
+	touch $@
+
+.PHONY: test-ray
+test-ray: $(RAY)/ready  ## hints from a real Ray actor and a Ray Serve deployment (ARGS='-k name')
+	$(RAY)/bin/python -P -m pytest tests/e2e/test_ray.py -o filterwarnings= --timeout 600 $(ARGS)
+
 test-vllm: vllm-installed  ## tests with a real vLLM engine, half an hour (ARGS='-k name')
 	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings= --timeout 600 $(ARGS)
 

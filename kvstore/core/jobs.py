@@ -15,12 +15,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING
-
 from kvstore.types import ChunkKey, Millis, NamespaceId, WorkerId
-
-if TYPE_CHECKING:
-    from kvstore.core.manifests import Manifest
 
 PLACE_BITS = 17
 """Of a rank: a job has fewer chunks."""
@@ -55,7 +50,7 @@ class Job:
     looked_at: int = 0
     stop: ChunkKey | None = None
     """The first that cannot be had, if there is one."""
-    manifest: Manifest | None = None
+    manifest: object | None = None
     """That `rows` were taken from. Of several jobs that name it, the first has them."""
     in_reach: bool = False
 
@@ -363,7 +358,7 @@ class JobBook:
             if window.is_ahead(heir):
                 self.moves.ahead[row] = None
 
-    def join_manifest(self, job: Job, manifest: Manifest) -> bool:
+    def join_manifest(self, job: Job, manifest: object) -> bool:
         """The job in reach names it; whether it is the first to do so, and is to be filled. Who was that until now has
         no chunks any more."""
         job.manifest = manifest

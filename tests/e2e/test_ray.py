@@ -4,6 +4,7 @@ development environment: `make test-ray` runs these in one of their own."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ def space(start_daemon: Callable[..., Any], run_dir: Path) -> Iterator[Namespace
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
+    # Else Ray kills its workers when others on the machine have taken the memory
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
     yield
     ray.shutdown()
