@@ -15,6 +15,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+
 from kvstore.types import ChunkKey, Millis, NamespaceId, WorkerId
 
 PLACE_BITS = 17

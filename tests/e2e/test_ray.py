@@ -39,7 +39,7 @@ def space(start_daemon: Callable[..., Any], run_dir: Path) -> Iterator[Namespace
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     # Else Ray kills its workers when others on the machine have taken the memory
-    os.environ["RAY_memory_monitor_refresh_ms"] = "0"
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112  # so it is spelled
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
     yield
     ray.shutdown()
