@@ -68,11 +68,11 @@ class Planner:
         self._look_again()
         windows = list(jobs.windows.values())
         while True:
-            sharing = sum(window.bytes > 0 for window in windows)
+            sharing = _sharing(windows)
             for tenant, window in jobs.windows.items():
                 self._reach(window, self._shares(tenant, sharing, len(windows)))
             # A share has room for one job's chunks at least: that a tenant has any does not depend on its size.
-            if sharing == sum(window.bytes > 0 for window in windows):
+            if sharing == _sharing(windows):
                 return
 
     def _shares(self, tenant: str, sharing: int, tenants: int) -> Shares:
@@ -187,6 +187,11 @@ class Planner:
             rows, looked_at, _ = look_up(state, namespace, job, manifest)
             found.append((job, rows, looked_at))
         return found
+
+
+def _sharing(windows: Sequence[Window]) -> int:
+    """Of how many tenants some job has a chunk that can be had."""
+    return sum(window.bytes > 0 for window in windows)
 
 
 def _is_over(window: Window, shares: Shares) -> bool:
