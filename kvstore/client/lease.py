@@ -14,12 +14,12 @@ from typing import Any, Self
 
 import xxhash
 
+from kvstore.answers import NO_BACKLOG, Backlog
 from kvstore.arguments import NUMBER_MAX, rows_of, seconds, whole
 from kvstore.client.destination import Bits, copy_pairs, destination
 from kvstore.client.geometry import Geometry
 from kvstore.client.line import Line
 from kvstore.client.mapped_extents import MappedExtents
-from kvstore.answers import NO_BACKLOG, Backlog
 from kvstore.errors import BadRequest
 from kvstore.memory import fence
 from kvstore.types import ChunkKey, Outcome, Reason

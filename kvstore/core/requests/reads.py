@@ -95,9 +95,7 @@ class Reads:
         outcomes = tuple(map(_OUTCOMES.__getitem__, reasons))
         return ev.Matched(usable, outcomes, tuple(reasons), self._backlog(namespace, rows, reasons))
 
-    def _backlog(
-        self, namespace: Namespace, rows: Sequence[int], reasons: Sequence[Reason]
-    ) -> ev.Backlog:
+    def _backlog(self, namespace: Namespace, rows: Sequence[int], reasons: Sequence[Reason]) -> ev.Backlog:
         """Of an answer, before it has any promoted."""
         cold = reasons.count(Reason.ON_SSD)
         if not cold:

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.client import Hint, QueueAccepted
 from kvstore.errors import BadRequest, StoreError, Unavailable
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
 from kvstore.gpu_worker.connectors.offload import (
     Crew,
     HintBoard,
@@ -30,12 +31,21 @@ from kvstore.keys import ROOT
 from kvstore.types import ChunkKey, GrantResult, HintResult, Outcome
 
 ROW_BYTES = 64
+TOKENS = 16
 BOUND_S = 10.0
 FAR = 1e9
 MAKER = b"m" * 16
 COUNTERS = dict.fromkeys(
     (
-        *("lookups", "lookups_late", "lookups_dropped", "blocks_loaded", "bytes_loaded", "blocks_failed"),
+        *(
+            "lookups",
+            "lookups_late",
+            "lookups_dropped",
+            "computed",
+            "blocks_loaded",
+            "bytes_loaded",
+            "blocks_failed",
+        ),
         *("loads_dropped", "blocks_saved", "bytes_saved", "blocks_already", "blocks_refused"),
         *("blocks_dropped", "saves_dropped", "hints_published", "hints_refused"),
     ),
@@ -225,8 +235,11 @@ class Rig:
         self.tally = Tally(COUNTERS)
         self.crew = Crew("test", threads=1, waiting_max=waiting_max)
         self.rows = Rows(memoryview(self.memory).cast("B", (6, ROW_BYTES)), fd)
-        self.lookups = Lookups(self.crew, self.opener, self.tally)
-        self.loader = RowLoader(self.rows, self.crew, self.opener, self.tally)
+        self.choice = ComputeOrLoad()
+        self.lookups = Lookups(
+            self.crew, self.opener, self.tally, self.choice, lambda wanted: TOKENS * len(wanted)
+        )
+        self.loader = RowLoader(self.rows, self.crew, self.opener, self.tally, self.choice.copy)
         self.saver = RowSaver(self.rows, self.crew, self.opener, self.tally, rows_max=4, maker=MAKER)
         self.board = HintBoard(self.crew, self.opener, self.tally)
         self._numbers = iter(range(1000))
