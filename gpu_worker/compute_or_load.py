@@ -189,7 +189,9 @@ class ComputeOrLoad:
 
     def saves(self, tokens: float) -> float:
         """Seconds of computing; infinite as long as nobody knows."""
-        return self.compute.each * max(0, tokens) if self.compute.known else math.inf
+        if tokens <= 0:
+            return 0.0
+        return self.compute.each * tokens if self.compute.known else math.inf
 
     def choose(self, found: Found, *, now: float, wait_max_s: float, have: int = 0) -> Plan:
         """`have`: leading chunks that the engine has by itself; `wait_max_s`: for what is on SSD."""

@@ -32,6 +32,10 @@ SAVING_SHARE = 0.5
 """Of the computing that it saves: so long a chunk is awaited that somebody is saving."""
 PROMISED_AGAIN_S = 0.005
 """Between two looks for a chunk that somebody said he would save."""
+LAST_LOOK_S = 0.01
+"""For a look at what has come when the time is up."""
+IN_VAIN_MAX = 3
+"""Looks in a row that find nothing new, where the store said that something comes: reads may fail as soon as begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,10 @@ class _Search:
         self._clock = clock
         self._begun = clock()
         self._explored = False
+        self._waited = False
+        """Since the last look."""
+        self._in_vain = 0
+        """Looks since the last that found something new."""
         self.over = not keys
         self._hits = 0
         """Leading keys that are in DRAM and pinned."""
@@ -117,12 +125,13 @@ class _Search:
 
     def look(self) -> None:
         """Once at what is there; and wait once for what is wanted of the rest."""
-        late = self._left_s <= 0
+        left_s = self._left_s
+        waited, self._waited = self._waited, False
         rest = self._keys[self._hits : self._hits + KEYS_PER_REQUEST_MAX]
-        if late or not rest:
+        if not rest or (left_s <= 0 and not waited):
             self.over = True
             return
-        lease = self._namespace.read(rest, promote=False, timeout_s=self._left_s)
+        lease = self._namespace.read(rest, promote=False, timeout_s=max(left_s, LAST_LOOK_S))
         self._keep(lease)
         self._hits += lease.hits
         self._lost = lost_key(lease)
@@ -135,8 +144,11 @@ class _Search:
             return  # there may be more than one request can name
         where = [lease.outcomes[number] is Outcome.HIT for number in behind[:cold]]
         plan = self._choose(where, lease)
-        wanted = plan.chunks - self._hits
-        if wanted > 0:
+        wanted = plan.chunks - self._hits if plan.chunks > self._have() else 0
+        self._in_vain = 0 if lease.hits else self._in_vain + 1
+        if self._in_vain > IN_VAIN_MAX or left_s <= 0:
+            self.over = True
+        elif wanted > 0:
             self._promote(rest[lease.hits : lease.hits + wanted], plan)
         elif cold or not self._await_saving(lease, behind):
             self.over = True
@@ -164,6 +176,10 @@ class _Search:
         if plan.why is not Why.EXPLORE:
             self._within(plan.saves_s)
         wait_s = min(plan.wait_s, self._left_s)
+        if wait_s <= 0:
+            self.over = True
+            return
+        self._waited = True
         lease = self._namespace.read(wanted, wait_ms=_ms(wait_s), timeout_s=self._left_s)
         try:
             if Outcome.PENDING in lease.outcomes:
@@ -186,6 +202,7 @@ class _Search:
         left_s = self._left_s
         if left_s <= 0:
             return False
+        self._waited = True
         if lease.reasons[first] is Reason.BEING_SAVED:
             waiting = self._namespace.read(
                 [lease.keys[first]], promote=False, wait_ms=_ms(left_s), timeout_s=left_s
@@ -196,6 +213,7 @@ class _Search:
             finally:
                 waiting.release()
         else:
+            self._in_vain = 0  # it is not the store that said so
             time.sleep(min(PROMISED_AGAIN_S, left_s))
         return True
 

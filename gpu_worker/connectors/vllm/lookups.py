@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
-from kvstore.gpu_worker.connectors.lookup import look_up
+from kvstore.gpu_worker.connectors.lookup import LAST_LOOK_S, look_up
 from kvstore.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ THREADS = 16
 """A lookup that waits for the SSD keeps its thread: others must not wait behind it."""
 WAITING_MAX = 1024
 """Lookups that wait for a thread; the store is not asked about more."""
-ANSWER_S = 0.01
+ANSWER_S = 2 * LAST_LOOK_S
 """What a lookup has found by its end is used, so it ends this much before it is given up."""
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ class Lookup:
         self.local = 0
         """Leading blocks that vLLM had itself, when it last asked."""
         self.begun = 0.0
+        self.counted = False
+        """Whether what is computed though the store has it was counted."""
         self._lock = threading.Lock()
         self._ended = False
         self._leases: list[ReadLease] = []

@@ -237,7 +237,9 @@ class SchedulerSide:
         if self._comes_with_another(tracked, lookup, local):
             return None, False
         load = min(lookup.load, blocks)
-        if (computed := min(lookup.hits, blocks) - max(load, local)) > 0:
+        computed = min(lookup.hits, blocks) - max(load, local)
+        if computed > 0 and not lookup.counted:
+            lookup.counted = True
             self.tally.add(computed_tokens=computed * self._block_tokens)
         tokens = (load - local) * self._block_tokens
         if tokens <= 0 or tokens < self._settings.load_tokens_min:
