@@ -82,7 +82,7 @@ class Engine:
         self._store = store
         self._errors = (folder / f"{arm}.log").open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, "--engine", connector, "--model", str(model)],
+            [sys.executable, "-P", sys.argv[0], "--engine", connector, "--model", str(model)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -1,4 +1,4 @@
-"""LMCache's files as its second level, on a disk that reads no faster than SLOW_FILES_BYTES_PER_S: page caches hide that.
+"""LMCache's files as its second level, on a disk that reads no faster than SLOW_FILES_BYTES_PER_S; no page cache helps.
 A plug-in of its server; the figures of `kvstore.sim.daemon` mean the same."""
 
 from __future__ import annotations
