@@ -27,8 +27,10 @@ HALF_LIFE = 16.0
 OUTLIER = 8.0
 """So many times what was expected is believed at a time: a machine that stood still says nothing about speed; one that
 got slower is believed after a few."""
-SETTLED_AFTER = 4.0
-"""Measurements before outliers can be told."""
+SETTLED_AFTER = 3.5
+"""Measurements (the older ones count a little less) before outliers can be told."""
+GOOD_NEWS = 4.0
+"""What is so many times faster than expected weighs as much as all before: what seems slow is hardly measured."""
 SWITCH_SHARE = 0.1
 """A tier that lost has to save this share of the computing before it is chosen again, so that it is not a matter of
 noise."""
@@ -49,7 +51,9 @@ class Line:
     """seconds = fixed + each * units, fitted to what was measured; the recent counts more (least squares with weights
     that halve)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, skipped: int = 0) -> None:
+        """`skipped`: so many measurements at first count for nothing: they pay for what is done once."""
+        self._skip = skipped
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
         """Weights; units; seconds; units squared; units times seconds. Replaced as a whole: any thread may look."""
 
@@ -66,10 +70,14 @@ class Line:
         """`units` took so long. Nothing is learnt from no units."""
         if units <= 0 or seconds < 0:
             return
+        if self._skip:
+            self._skip -= 1
+            return
         weight, x, y, xx, xy = self._sums
-        if weight >= SETTLED_AFTER:
-            seconds = min(seconds, OUTLIER * max(self.seconds(units), 1e-6))
-        keep = 0.5 ** (1 / HALF_LIFE)
+        expected = self.seconds(units)
+        if self.settled:
+            seconds = min(seconds, OUTLIER * max(expected, 1e-6))
+        keep = 1 / (1 + weight) if seconds < expected / GOOD_NEWS else 0.5 ** (1 / HALF_LIFE)
         self._sums = (
             keep * weight + 1,
             keep * x + units,
@@ -77,6 +85,11 @@ class Line:
             keep * xx + units * units,
             keep * xy + units * seconds,
         )
+
+    @property
+    def settled(self) -> bool:
+        """Whether there are enough to tell outliers, and to decide against what is measured."""
+        return self._sums[0] >= SETTLED_AFTER
 
     @property
     def each(self) -> float:
@@ -178,9 +191,9 @@ class ComputeOrLoad:
     """What an engine has learnt, and what it makes of it."""
 
     def __init__(self) -> None:
-        self.compute = Line()
+        self.compute = Line(skipped=1)
         """Tokens computed in one step of the engine -> seconds."""
-        self.copy = Line()
+        self.copy = Line(skipped=1)
         """Bytes of one load, from DRAM to where the engine wants them -> seconds, waiting for earlier ones included."""
         self._patience = {Tier.DRAM: Patience(), Tier.SSD: Patience()}
 
@@ -236,13 +249,16 @@ class ComputeOrLoad:
             return math.inf
         return (found.ahead_bytes + cold * found.chunk_bytes) / found.ssd_bytes_per_s
 
+    def _copying(self, size: int) -> float:
+        return self.copy.seconds(size) if self.copy.settled else 0.0
+
     def _best(self, found: Found, cold: Sequence[int], have: int, wait_max_s: float) -> int:
         """The number of chunks that saves most; `have` if none saves anything."""
         best, most = have, 0.0
         for chunks in self._ends(found, cold, have, wait_max_s):
             saves_s = self.saves((chunks - have) * found.chunk_tokens)
             wait_s = self._wait(found, cold[chunks - have])
-            won = saves_s - wait_s - self.copy.seconds((chunks - have) * found.chunk_bytes)
+            won = saves_s - wait_s - self._copying((chunks - have) * found.chunk_bytes)
             tiers = {Tier.SSD if cold[chunks - have] else Tier.DRAM}
             if any(self._patience[tier].lost for tier in tiers):
                 won -= SWITCH_SHARE * saves_s

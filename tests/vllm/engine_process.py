@@ -159,6 +159,7 @@ def flush(llm: Any, timeout_s: float) -> dict[str, Any]:
             "worker": {},
             "scheduler": dict(tier.tally.total),
             "tracked": len(tier._requests) + len(tier._waiting) + len(tier._hinted),
+            "learnt": tier.choice.compute.known,
         }
     scheduler = ours(llm.llm_engine.engine_core.engine_core.scheduler.connector).scheduler_side
     worker = ours(get_kv_transfer_group()).worker_side
@@ -167,6 +168,7 @@ def flush(llm: Any, timeout_s: float) -> dict[str, Any]:
         "worker": dict(worker.tally.total),
         "scheduler": dict(scheduler.tally.total),
         "tracked": len(scheduler._requests) + len(scheduler._loading),
+        "learnt": scheduler.choice.compute.known,
     }
 
 

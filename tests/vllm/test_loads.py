@@ -53,7 +53,7 @@ def learn(rig: Rig, *, tokens_per_s: float, copy_bytes_per_s: float = 1e9) -> Co
     choice: ComputeOrLoad = side(rig).choice
     choice.compute, choice.copy = Line(), Line()
     side(rig)._steps._compute = Line()  # what this machine takes is of no account
-    for count in (64, 512):
+    for count in (64, 512, 64, 512):
         choice.compute.observe(count, count / tokens_per_s)
         choice.copy.observe(count * 1e4, count * 1e4 / copy_bytes_per_s)
     return choice
@@ -63,11 +63,13 @@ def test_speeds_are_learnt_from_steps_and_loads(rig: Callable[..., Rig]) -> None
     first = rig()
     assert first.run(prompt(1, 300)) == 0
     assert side(first).choice.compute.known and not side(first).choice.copy.known
+    assert first.run(prompt(2, 300)) == 0
     second = rig()
     assert second.run(prompt(1, 300)) == 288, "nobody knows yet what computing takes"
-    assert side(second).choice.copy.known
+    assert second.run(prompt(2, 300)) == 288
+    assert side(second).choice.copy.known, "the first load pays for what is done once"
     off = rig(compute_or_load=False)
-    off.run(prompt(2, 300))
+    off.run(prompt(21, 300))
     assert not side(off).choice.compute.known
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from .conftest import BLOCK, Daemon, Engine, prompt, transfer_config, whole_blocks
+from .test_tier import tiering
 
 Same = Callable[..., None]
 Launch = Callable[..., Engine]
@@ -79,6 +80,20 @@ def test_speculative_decoding(
         if not compute_or_load:
             assert restored["cached"] == whole_blocks(tokens)
             assert last["cached"] == (180 + 70 - 1) // BLOCK * BLOCK
+    assert engine.ask(flush=300.0)["learnt"] is compute_or_load
+    assert engine.end() == 0
+
+
+def test_the_tier_learns_what_computing_takes(daemon: Daemon, launch_engine: Launch, same: Same) -> None:
+    """vLLM tells a tier nothing of its steps; its caller has them in hand."""
+    engine = launch_engine(
+        "tier-learns", None, kv_transfer_config=tiering(daemon.run_dir, compute_or_load=True)
+    )
+    prompts = [prompt(30, 200), prompt(31, 513)]
+    for _ in range(2):
+        same(prompts, engine.generate(*prompts), exactly=False)
+        engine.forget()
+    assert engine.ask(flush=300.0)["learnt"]
     assert engine.end() == 0
 
 

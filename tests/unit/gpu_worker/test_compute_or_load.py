@@ -25,7 +25,7 @@ LONG_S = 1e6
 
 def learned(tokens_per_s: float = 1_000, copy_bytes_per_s: float = 2e9) -> ComputeOrLoad:
     choice = ComputeOrLoad()
-    for tokens in (64, 512, 256, 1024):
+    for tokens in (1, 64, 512, 256, 1024, 64):  # the first does not count
         choice.compute.observe(tokens, 0.02 + tokens / tokens_per_s)
         choice.copy.observe(tokens * MIB, 0.001 + tokens * MIB / copy_bytes_per_s)
     return choice
@@ -80,6 +80,36 @@ def test_one_that_got_slower_is_believed_soon() -> None:
     for _ in range(16):
         line.observe(100, 100.0)
     assert line.seconds(100) > 30.0
+
+
+def test_a_line_that_was_too_high_comes_down_at_once() -> None:
+    """What is held to be slow is hardly ever tried."""
+    line = Line()
+    for _ in range(32):
+        line.observe(100, 10.0)
+    for _ in range(3):
+        line.observe(100, 0.1)
+    assert line.seconds(100) < 2.0
+
+
+def test_what_is_done_once_does_not_count() -> None:
+    choice = ComputeOrLoad()
+    for line in (choice.compute, choice.copy):
+        line.observe(64, 1_000.0)
+        assert not line.known
+        line.observe(64, 1.0)
+        assert line.seconds(64) == 1.0
+
+
+def test_a_few_loads_are_no_reason_to_compute() -> None:
+    choice = ComputeOrLoad()
+    for seconds in (9.0, 9.0, 9.0):
+        choice.compute.observe(64, 0.064)
+        choice.copy.observe(CHUNK, seconds)
+    assert choice.choose(found("DD"), now=0, wait_max_s=1).chunks == 2
+    for _ in range(3):
+        choice.copy.observe(CHUNK, 9.0)
+    assert choice.choose(found("DD"), now=0, wait_max_s=1).chunks == 0
 
 
 # --------------------------------------------------------------------------------------------------------- choices
