@@ -98,7 +98,7 @@ class _Search:
         self._chunk_bytes = namespace.spec.chunk_bytes
         self._deadline = deadline
         self._have = have
-        self._promised = promised
+        self._promised = min(promised, len(keys))
         self._clock = clock
         self._begun = clock()
         self._explored = False

@@ -67,10 +67,10 @@ def test_speculative_decoding(
     for seed in (10, 11):
         tokens = prompt(seed, 60) * 3
         assert control.ask(forget=True)["forgotten"]
-        (wanted,) = control.generate(tokens, max_tokens=70)
-        first, again = engine.generate(tokens, tokens, max_tokens=70)
+        (wanted,) = control.generate(tokens, max_tokens=40)
+        first, again = engine.generate(tokens, tokens, max_tokens=40)
         engine.forget()
-        (restored,) = engine.generate(tokens, max_tokens=70)
+        (restored,) = engine.generate(tokens, max_tokens=40)
         following = tokens + wanted["tokens"] + prompt(12, 5)
         engine.forget()
         (last,) = engine.generate(following)
@@ -79,7 +79,7 @@ def test_speculative_decoding(
         assert last["tokens"] == control.generate(following)[0]["tokens"]
         if not compute_or_load:
             assert restored["cached"] == whole_blocks(tokens)
-            assert last["cached"] == (180 + 70 - 1) // BLOCK * BLOCK
+            assert last["cached"] == (180 + 40 - 1) // BLOCK * BLOCK
     assert engine.ask(flush=300.0)["learnt"] is compute_or_load
     assert engine.end() == 0
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -500,8 +500,7 @@ class SchedulerSide:
         if tracked is not None:
             self._end_lookup(tracked)
         self.loaded({request.request_id})
-        given = request.kv_transfer_params
-        if tracked is None or not tracked.saved or not (given and given.get("do_remote_decode")):
+        if tracked is None or not tracked.saved or not _handed(request).get("do_remote_decode"):
             return None
         return {PROMISED: tracked.saved}
 
@@ -519,8 +518,14 @@ def _usable(request: Any) -> bool:
 
 def _promised(request: Any) -> int:
     """Leading blocks that the engine which computed the prompt is about to save, as a router handed it on."""
-    told = (request.kv_transfer_params or {}).get(PROMISED, 0)
+    told = _handed(request).get(PROMISED, 0)
     return told if isinstance(told, int) else 0
+
+
+def _handed(request: Any) -> Mapping[str, Any]:
+    """What came with the request, from whoever sent it."""
+    given = request.kv_transfer_params
+    return given if isinstance(given, Mapping) else {}
 
 
 def _adapter(request: Any, digest: bytes | None) -> Adapter | None:
