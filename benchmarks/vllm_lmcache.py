@@ -288,7 +288,7 @@ def start_lmcache(
         }
         command += ["--l2-adapter", json.dumps(adapter)]
         environment |= {
-            "PYTHONPATH": str(ROOT / "benchmarks" / "peers"),
+            "PYTHONPATH": str(ROOT / "benchmarks" / "plugins"),
             "SLOW_FILES_BYTES_PER_S": str(SSD_BYTES_PER_S),
         }
     with (folder / "lmcache.log").open("wb") as log:
