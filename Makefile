@@ -16,7 +16,7 @@ MAKE_VENV = $(1)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m ve
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo check lint types types-installed tidy test test-long test-vllm vllm-installed bench-lmcache bench-vllm_lmcache sim proto wheel clean
+.PHONY: help venv demo check lint types types-installed tidy test test-long test-vllm vllm-installed bench-lmcache bench-vllm_lmcache bench-vllm_pd sim proto wheel clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z%-]+):.*## (.*)/\1\t\2/p' Makefile | expand -t 16
@@ -151,6 +151,9 @@ bench-lmcache: bench-vllm_lmcache  ## our connector against LMCache's in vLLM (A
 
 bench-vllm_lmcache: vllm-installed $(LMCACHE)/ready
 	$(LMCACHE)/bin/python -P benchmarks/vllm_lmcache.py $(ARGS)
+
+bench-vllm_pd: vllm-installed  ## prefill and decode engines of one node (ARGS=...)
+	$(VLLM)/bin/python -P benchmarks/vllm_pd.py $(ARGS)
 
 # Stores that data_plane compares with ours. The servers are packages of the distribution, which only root can install,
 # and so is a library that Mooncake's wheel links and does not bring; the clients have an environment of their own.

@@ -5,9 +5,15 @@ is restored comes from the store.
 Lengths are a few tokens more than multiples of 256, so that all but those can be restored with any chunk size. Between
 two requests there is a pause in which what is to be saved is saved. The arms take turns within each round, in an order
 that rotates; figures are medians. CPU seconds are those of the engine's and the store's processes, for one phase of one
-round. Answers must be the same tokens in all arms.
+round. Answers must be the same tokens in all arms. What connectors do on the scheduler's thread is timed call by call,
+and summed up by request.
+
+With `--part ssd` each store's memory is small and its disk reads 200 MB/s. Before prompts are asked again,
+others push them out to it. The model is random, and about as fast to compute as to load: what matters is that nobody is
+slower than without a store.
 
     make bench-lmcache ARGS='--quick --json'
+    make bench-lmcache ARGS='--part ssd'
 """
 
 from __future__ import annotations
@@ -35,7 +41,18 @@ from harness import Goal, arguments, finish, heading
 
 ROOT = Path(__file__).parent.parent
 ARMS = ("no store", "kvstored", "lmcache")
-LENGTHS = (264, 1032, 2056)
+LENGTHS = (264, 1032, 2056, 4096)
+QUICK = (264, 1032)
+FILLERS = (2056, 2056, 2056)
+"""Prompts that push the others out of memory."""
+SSD_BYTES_PER_S = 200_000_000
+SSD_STORE_BYTES = 96 << 20
+TIMED = (
+    *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
+    *("update_connector_output", "request_finished", "request_finished_all_groups", "take_events"),
+    *("get_kv_connector_stats", "has_pending_push_work", "has_pending_block_frees"),
+)
+"""What vLLM calls of a connector on its scheduler's thread."""
 ANSWER_TOKENS = 8
 BLOCK = 32
 PAUSE_S = 0.5
@@ -65,7 +82,7 @@ class Engine:
         self._store = store
         self._errors = (folder / f"{arm}.log").open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, "--engine", connector, "--model", str(model)],
+            [sys.executable, "-P", sys.argv[0], "--engine", connector, "--model", str(model)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -88,8 +105,12 @@ class Engine:
         return dict(json.loads(line))
 
     def ask(self, tokens: Sequence[int]) -> dict[str, Any]:
+        return self.send(tokens=list(tokens))
+
+    def send(self, **request: Any) -> dict[str, Any]:
+        """`tokens`; `count` of the answer; `handed`: what a router hands on from another engine."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(list(tokens)) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._receive()
 
@@ -130,12 +151,12 @@ def serve(model: str, connector: str) -> None:
         skip_tokenizer_init=True,
         enforce_eager=True,
         dtype="float32",
-        max_model_len=4096,
+        max_model_len=4352,
         max_num_seqs=4,
         max_num_batched_tokens=2560,
         block_size=BLOCK,
         enable_prefix_caching=False,
-        num_gpu_blocks_override=2 * 4096 // BLOCK,
+        num_gpu_blocks_override=2 * 4352 // BLOCK,
         disable_log_stats=False,
         disable_hybrid_kv_cache_manager=True,
         kv_transfer_config=json.loads(connector) or None,
@@ -145,31 +166,83 @@ def serve(model: str, connector: str) -> None:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
-    def generate(tokens: list[int], count: int) -> Any:
-        parameters = SamplingParams(max_tokens=count, temperature=0, detokenize=False, ignore_eos=True)
+    clock = Clock(llm.llm_engine.engine_core.engine_core.scheduler.connector)
+
+    def generate(tokens: list[int], count: int, handed: dict[str, Any] | None = None) -> Any:
+        parameters = SamplingParams(
+            max_tokens=count,
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": handed} if handed else None,
+        )
         (output,) = llm.generate([{"prompt_token_ids": tokens}], parameters, use_tqdm=False)
         return output
 
     say({})
     for line in sys.stdin:
-        output = generate(json.loads(line), ANSWER_TOKENS)
-        time.sleep(PAUSE_S)
+        asked = json.loads(line)
+        clock.take()
+        output = generate(asked["tokens"], asked.get("count", ANSWER_TOKENS), asked.get("handed"))
+        cpu_us, wall_us = clock.take()
+        time.sleep(asked.get("pause_s", PAUSE_S))
         generate([5, 6, 7], 1)  # connectors report with a step, and may hold blocks until then
         say(
             {
                 "tokens": list(output.outputs[0].token_ids),
                 "cached": output.num_cached_tokens,
                 "ttft_ms": 1e3 * output.metrics.first_token_latency,
+                "cpu_us": cpu_us,
+                "wall_us": wall_us,
+                "handed": output.kv_transfer_params,
             }
         )
 
 
-def start_kvstored(folder: Path, store_bytes: int, stores: list[subprocess.Popen[bytes]]) -> dict[str, Any]:
+class Clock:
+    """What a connector's calls on the scheduler's thread take: of the CPU, and in all."""
+
+    def __init__(self, connector: Any) -> None:
+        self._spent = [0, 0]
+        for name in TIMED if connector is not None else ():
+            setattr(connector, name, self._timed(getattr(connector, name)))
+
+    def _timed(self, call: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            began = time.thread_time_ns(), time.perf_counter_ns()
+            try:
+                return call(*arguments, **named)
+            finally:
+                self._spent[0] += time.thread_time_ns() - began[0]
+                self._spent[1] += time.perf_counter_ns() - began[1]
+
+        return timed
+
+    def take(self) -> tuple[float, float]:
+        """Microseconds since it was taken last."""
+        cpu, wall = self._spent
+        self._spent = [0, 0]
+        return cpu / 1e3, wall / 1e3
+
+
+def start_kvstored(
+    folder: Path, store_bytes: int, stores: list[subprocess.Popen[bytes]], *, ssd: bool = False
+) -> dict[str, Any]:
     """Adds the process to `stores`; returns what vLLM is told."""
     run_dir = folder / "run"
-    command = [sys.executable, "-P", "-m", "kvstore", f"--run-dir={run_dir}", f"--dram-bytes={store_bytes}"]
+    command = [f"--run-dir={run_dir}", f"--dram-bytes={store_bytes}"]
+    environment = dict(os.environ)
+    if ssd:
+        (folder / "kvstored-ssd").mkdir()
+        command += [f"--ssd-dir={folder / 'kvstored-ssd'}", "--ssd-bytes=4G", "--segment-bytes=16M"]
+        environment["ATTNSTORE_TEST_READ_BYTES_PER_S"] = str(SSD_BYTES_PER_S)
+    else:
+        command += ["--segment-bytes=128M"]
+    module = "kvstore.sim.daemon" if ssd else "kvstore"
     with (folder / "kvstored.log").open("wb") as log:
-        stores.append(subprocess.Popen([*command, "--segment-bytes=128M"], stderr=log))
+        stores.append(
+            subprocess.Popen([sys.executable, "-P", "-m", module, *command], stderr=log, env=environment)
+        )
     return {
         "kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "kvstore.gpu_worker.connectors.vllm",
@@ -180,7 +253,12 @@ def start_kvstored(folder: Path, store_bytes: int, stores: list[subprocess.Popen
 
 
 def start_lmcache(
-    folder: Path, store_bytes: int, chunk_tokens: int, stores: list[subprocess.Popen[bytes]]
+    folder: Path,
+    store_bytes: int,
+    chunk_tokens: int,
+    stores: list[subprocess.Popen[bytes]],
+    *,
+    ssd: bool = False,
 ) -> dict[str, Any]:
     """The same. On a CPU its engines copy from and to its shared memory, as ours do."""
     port, http, metrics = free_ports(3)
@@ -198,8 +276,23 @@ def start_lmcache(
         *("--supported-transfer-mode", "auto", "--shm-name", f"kvs-bench-{os.getpid()}"),
         *("--chunk-size", str(chunk_tokens), "--max-workers", "2"),
     ]
+    environment = {**os.environ, **ENVIRONMENT}
+    if ssd:
+        (folder / "lmcache-ssd").mkdir()
+        adapter = {
+            "type": "plugin",
+            "module_path": "slow_files",
+            "class_name": "SlowFiles",
+            "config_class_name": "FSL2AdapterConfig",
+            "adapter_params": {"base_path": str(folder / "lmcache-ssd")},
+        }
+        command += ["--l2-adapter", json.dumps(adapter)]
+        environment |= {
+            "PYTHONPATH": str(ROOT / "benchmarks" / "plugins"),
+            "SLOW_FILES_BYTES_PER_S": str(SSD_BYTES_PER_S),
+        }
     with (folder / "lmcache.log").open("wb") as log:
-        store = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **ENVIRONMENT})
+        store = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         stores.append(store)
     for _ in range(600):
         with socket.socket() as probe:
@@ -231,19 +324,32 @@ def free_ports(count: int) -> list[int]:
 
 
 def measure(
-    engines: list[Engine], rounds: int, lengths: Sequence[int], vocabulary: int
+    engines: list[Engine],
+    rounds: int,
+    lengths: Sequence[int],
+    vocabulary: int,
+    fillers: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
-    """One row per round, arm and phase."""
+    """One row per round, arm and phase. `fillers`: lengths of prompts that are asked between the phases."""
     rows = []
     for engine in engines:
-        engine.ask(range(100, 400))  # what is done once only
+        for number in range(2):  # what is done once only
+            engine.ask([number + 1, *range(100, 700)])
     for number in range(rounds):
         chosen = random.Random(number)
-        prompts = [[chosen.randrange(100, vocabulary) for _ in range(length)] for length in lengths]
+
+        def made(length: int, chosen: random.Random = chosen) -> list[int]:
+            return [chosen.randrange(100, vocabulary) for _ in range(length)]
+
+        prompts = list(map(made, lengths))
+        pushing = list(map(made, fillers))
         print(f"round {number + 1} of {rounds}", file=sys.stderr)
         turn = number % len(engines)
         for engine in engines[turn:] + engines[:turn]:
             for phase in ("first", "again"):
+                if phase == "again":
+                    for prompt in pushing:
+                        engine.ask(prompt)
                 began = engine.cpu_seconds()
                 answers = [engine.ask(prompt) for prompt in prompts]
                 rows.append(
@@ -255,6 +361,8 @@ def measure(
                         "ttft_ms": [answer["ttft_ms"] for answer in answers],
                         "cached": [answer["cached"] for answer in answers],
                         "tokens": [answer["tokens"] for answer in answers],
+                        "cpu_us": [answer["cpu_us"] for answer in answers],
+                        "wall_us": [answer["wall_us"] for answer in answers],
                     }
                 )
     return rows
@@ -283,7 +391,31 @@ def summed_up(rows: list[dict[str, Any]], lengths: Sequence[int]) -> list[dict[s
                     for arm in ARMS
                 }
             )
+    for what, field in (("of the CPU", "cpu_us"), ("in all", "wall_us")):
+        table.append(
+            {"what": f"on the scheduler's thread {what}, p99 of requests", "unit": "us", "better": "<="}
+            | {
+                arm: sorted(us for row in rows if row["arm"] == arm for us in row[field])[
+                    -1 - len(rows) * len(lengths) // len(ARMS) // 100
+                ]
+                for arm in ARMS
+            }
+        )
     return table
+
+
+def goals_of(table: list[dict[str, Any]], *, ssd: bool) -> list[Goal]:
+    """Against LMCache; with a slow disk, against no store."""
+    goals = []
+    for line in table:
+        if ssd and line["what"].startswith("TTFT"):
+            for arm in ARMS[1:]:
+                ratio = line[arm] / line["no store"]
+                goals.append(Goal(f"{line['what']}, {arm} over no store", ratio, "ratio", 1.05, "<="))
+        elif not ssd and line["unit"] != "us":
+            goal = 1.0 if line["unit"] == "%" else 0.85
+            goals.append(Goal(f"{line['what']}, ours/theirs", line["ratio"], "ratio", goal, line["better"]))
+    return goals
 
 
 def main() -> int:
@@ -293,18 +425,21 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, help="default: 6, a multiple of the arms")
     parser.add_argument("--lmcache-chunk", type=int, default=256, help="tokens; 256 is LMCache's default")
-    parser.add_argument("--store-bytes", type=int, default=1 << 30, help="memory of each store")
+    parser.add_argument("--store-bytes", type=int, help="memory of each store")
+    parser.add_argument("--part", choices=("dram", "ssd"), default="dram")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine is not None:
         serve(str(options.model), options.engine)
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended then, too
-    models = sorted((ROOT / ".cache" / "models").glob("smollm2-*"))
+    ssd = options.part == "ssd"
+    models = sorted((ROOT / ".cache" / "models").glob("random-wide-small-*" if ssd else "smollm2-*"))
     if options.model is None and not models:
         parser.error("no model: give one with --model, or run `make demo` once")
     model = options.model or models[0]
-    lengths = LENGTHS[:2] if options.quick else LENGTHS
+    lengths = QUICK if options.quick else LENGTHS
+    store_bytes = options.store_bytes or (SSD_STORE_BYTES if ssd else 1 << 30)
     rounds = options.rounds or (3 if options.quick else 6)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     engines: list[Engine] = []
@@ -312,11 +447,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvs-") as name:
         folder = Path(name)
         try:
-            ours = start_kvstored(folder, options.store_bytes, stores)
-            theirs = start_lmcache(folder, options.store_bytes, options.lmcache_chunk, stores)
+            ours = start_kvstored(folder, store_bytes, stores, ssd=ssd)
+            theirs = start_lmcache(folder, store_bytes, options.lmcache_chunk, stores, ssd=ssd)
             for arm, store, connector in zip(ARMS, (None, *stores), ({}, ours, theirs), strict=True):
                 engines.append(Engine(arm, model, folder, store, json.dumps(connector)))
-            rows = measure(engines, rounds, lengths, vocabulary)
+            rows = measure(engines, rounds, lengths, vocabulary, FILLERS if ssd else ())
         finally:
             for engine in engines:
                 engine.end()
@@ -331,15 +466,14 @@ def main() -> int:
         f"answers {'are the same' if same else 'DIFFER'}\n"
     )
     table = summed_up(rows, lengths)
-    print(f"{'medians':44} {'no store':>10} {'kvstored':>10} {'lmcache':>10} {'ours/theirs':>12}")
-    goals = []
+    print(f"{'medians':60} {'no store':>10} {'kvstored':>10} {'lmcache':>10} {'ours/theirs':>12}")
     for line in table:
         ratio = line["kvstored"] / line["lmcache"] if line["lmcache"] else float("inf")
         line["ratio"] = ratio
         columns = " ".join(f"{line[arm]:>10.2f}" for arm in ARMS)
-        print(f"{line['what'] + ', ' + line['unit']:44} {columns} {ratio:>12.2f}")
-        goals.append(Goal(f"{line['what']}, ours/theirs", ratio, "ratio", 1.0, line["better"]))
-    finish(__file__, options, table, goals, key=("what", "unit"))
+        print(f"{line['what'] + ', ' + line['unit']:60} {columns} {ratio:>12.2f}")
+    table = [{"part": options.part} | line for line in table]
+    finish(__file__, options, table, goals_of(table, ssd=ssd), key=("part", "what", "unit"))
     return 0 if same else 1
 
 

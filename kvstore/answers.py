@@ -37,11 +37,29 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
+class Backlog:
+    """What lies between a request and those of its keys that are on SSD alone, when it was answered: whoever asks can
+    tell whether to wait for them or to compute."""
+
+    ssd_bytes: int = 0
+    """Of the answer's keys with Reason.ON_SSD. All others are 0 when there are none."""
+    ahead_bytes: int = 0
+    """Of other chunks that are read before: being read, or asked for earlier by anybody. What is read ahead of need
+    gives way, and does not count."""
+    ssd_bytes_per_s: int = 0
+    """How fast reads came of late, all together; 0: none came yet."""
+
+
+NO_BACKLOG = Backlog()
+
+
+@dataclass(frozen=True, slots=True)
 class Matched:
     usable: int
     """Leading keys that are hits, leaving at least one token to compute if token_count was given."""
     outcomes: tuple[Outcome, ...]
     reasons: tuple[Reason, ...]
+    backlog: Backlog = NO_BACKLOG
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +71,7 @@ class Acquired:
     reasons: tuple[Reason, ...]
     extents: Extents
     """Of the hits, in key order, then in the order of the wanted shards."""
+    backlog: Backlog = NO_BACKLOG
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,8 @@ def allowed(package: str, name: str) -> bool:
                 return False
             names = ["client", "types", "layout", "keys", "errors", "kernels"]
             if package == connectors:
-                names.append("gpu_worker.identity")  # the one module that digests what computes
+                # What digests what computes, and what decides whether to load: neither knows an engine.
+                names += ["gpu_worker.identity", "gpu_worker.compute_or_load"]
             return own or not ours or within(name, *(f"kvstore.{module}" for module in names))
         case "kvstore.kernels":
             standard = name.partition(".")[0] in sys.stdlib_module_names
@@ -165,6 +166,7 @@ def test_imports_flow_one_way(package: str) -> None:
         ("kvstore.gpu_worker.connectors", "vllm.config", True),
         ("kvstore.gpu_worker.connectors", "kvstore.client.Client", True),
         ("kvstore.gpu_worker.connectors", "kvstore.gpu_worker.identity.absorb", True),
+        ("kvstore.gpu_worker.connectors", "kvstore.gpu_worker.compute_or_load.ComputeOrLoad", True),
         ("kvstore.gpu_worker.connectors", "kvstore.gpu_worker.engine", False),
         ("kvstore.gpu_worker.connectors", "kvstore.core.store", False),
         ("kvstore.kernels", "torch.nn", True),

@@ -14,7 +14,7 @@ Light on purpose: grpcio, protobuf, numpy, xxhash. A lost, late or refusing daem
 miss, a dropped save), never an exception; set-up and session calls raise `kvstore.errors.StoreError`.
 """
 
-from kvstore.answers import Matched, QueueAccepted, SessionInfo
+from kvstore.answers import Backlog, Matched, QueueAccepted, SessionInfo
 from kvstore.client.aio import (
     AsyncClient,
     AsyncNamespace,
@@ -35,6 +35,7 @@ __all__ = [
     "AsyncNamespace",
     "AsyncReadLease",
     "AsyncWriteBatch",
+    "Backlog",
     "Client",
     "CommitOutcome",
     "Forgotten",

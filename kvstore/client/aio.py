@@ -163,13 +163,14 @@ class AsyncNamespace:
         shards: Sequence[int] = (),
         wait_ms: int = 0,
         any_order: bool = False,
+        promote: bool = True,
         ttl_ms: int = 0,
         verify: float | None = None,
         timeout_s: float | None = None,
     ) -> AsyncReadLease:
         return AsyncReadLease(
             await drive_async(
-                self._namespace.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s)
+                self._namespace.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s, promote)
             )
         )
 

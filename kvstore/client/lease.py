@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import xxhash
 
+from kvstore.answers import NO_BACKLOG, Backlog
 from kvstore.arguments import NUMBER_MAX, rows_of, seconds, whole
 from kvstore.client.destination import Bits, copy_pairs, destination
 from kvstore.client.geometry import Geometry
@@ -86,7 +87,8 @@ class Grant:
 class ReadLease:
     """What `Namespace.read` found. A context manager; never raises because of a lost or late daemon.
 
-    `outcomes` and `reasons` have one entry per key, `hits` counts the leading hits. Copies are made in the calling
+    `outcomes` and `reasons` have one entry per key, `hits` counts the leading hits; `backlog` says what those keys that
+    are on SSD alone would take. Copies are made in the calling
     thread, without the interpreter's lock for large ones. Not to be used after a fork.
     """
 
@@ -99,8 +101,10 @@ class ReadLease:
         shards: tuple[int, ...],
         grant: Grant | None = None,
         verify_every: int = 0,
+        backlog: Backlog = NO_BACKLOG,
     ) -> None:
         """`verify_every` n: one copy in n is compared with its checksum; 0: none."""
+        self.backlog = backlog
         self._released = False
         self._grant = grant
         self.keys = tuple(keys)

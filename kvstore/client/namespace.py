@@ -128,6 +128,7 @@ class Namespace:
         shards: Sequence[int] = (),
         wait_ms: int = 0,
         any_order: bool = False,
+        promote: bool = True,
         ttl_ms: int = 0,
         verify: float | None = None,
         timeout_s: float | None = None,
@@ -135,10 +136,11 @@ class Namespace:
         """Pin what is there of `keys` and map it; of interest are `shards` (none: all).
 
         Stops at the first key that is no hit unless `any_order`. With `wait_ms` the lease's `settled()` waits for
-        PENDING keys. `ttl_ms` 0: the daemon's default; the client renews while the lease is open. `verify` is the share
+        PENDING keys. Without `promote`, what is on SSD alone stays there, and the lease's `backlog` says what it would
+        take. `ttl_ms` 0: the daemon's default; the client renews while the lease is open. `verify` is the share
         of loads compared with their checksum (None: 0, or 1/64 under protection `group`).
         """
-        return drive(self.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s))
+        return drive(self.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s, promote))
 
     def reads(
         self,
@@ -325,12 +327,14 @@ class Namespace:
         ttl_ms: int,
         verify: float | None,
         timeout_s: float | None,
+        promote: bool = True,
     ) -> Operation[ReadLease]:
         keys = _checked_keys("keys", keys)
         shard_numbers = self._geometry.shards_of(tuple(wholes("shards", shards)))
         wait_ms = whole("wait_ms", wait_ms)
         ttl_ms = whole("ttl_ms", ttl_ms)
         any_order = flag("any_order", any_order)
+        promote = flag("promote", promote)
         if verify is not None:
             _check_share("verify", verify)
         deadline = self._connection.deadline(timeout_s)
@@ -351,6 +355,7 @@ class Namespace:
             wait_ms=wait_ms,
             any_order=any_order,
             packed_extents=True,
+            no_promotion=not promote,
         )
         lease = None
         try:
@@ -380,7 +385,14 @@ class Namespace:
                     call.sent_at + wait_ms / 1000,
                 )
                 lease = ReadLease(
-                    keys, outcomes, reasons, self._geometry, shard_numbers, grant, self._verify_every(verify)
+                    keys,
+                    outcomes,
+                    reasons,
+                    self._geometry,
+                    shard_numbers,
+                    grant,
+                    self._verify_every(verify),
+                    acquired.backlog,
                 )
                 if lease.lease_id:
                     attachment.hold(lease)

@@ -45,6 +45,7 @@ from kvstore.core.manifests import SessionBook
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policies import POLICIES, Policy
 from kvstore.core.pool import Phase, Pool, Segment
+from kvstore.core.rate import Rate
 from kvstore.core.reservation import Reservation
 from kvstore.core.ssd.cold import Cold
 from kvstore.core.ssd.quarantine import QuarantineBook
@@ -137,6 +138,12 @@ class State:
     """Rows that came to DRAM because somebody asked, and were not used since: their next use is a hit on SSD."""
     partials: LinkedRows = field(default_factory=LinkedRows)
     """Chunks that lack some shard, in the order of `used_at`: since when they wait for it."""
+    read_rate: Rate = field(default_factory=Rate)
+    """Of what is read from the tier below DRAM."""
+    reading_bytes: int = 0
+    """Under way there, but for what is late."""
+    wanted_bytes: int = 0
+    """Asked for by an Acquire, whose read has not begun."""
     waits: dict[int, list[Waiter]] = field(default_factory=dict)
     """By chunk row."""
     counters: Counter[str] = field(default_factory=Counter)

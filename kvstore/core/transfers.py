@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import (
@@ -67,6 +68,14 @@ class Read:
     """The targets, once the read is late."""
 
 
+class Wanted(NamedTuple):
+    """A PROMOTING chunk whose read has not begun."""
+
+    row: int
+    key: ChunkKey
+    bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class FailedRead:
     key: ChunkKey
@@ -84,10 +93,10 @@ class Transfers:
         self.probe: OpId | None = None
         self.scrub_deadline: Millis | None = None
         """Of the scrubber's read, while one is under way."""
-        self.demanded: deque[tuple[int, ChunkKey]] = deque()
-        """PROMOTING chunks whose read has not begun: asked for by an Acquire, or (below) by a hint."""
-        self.foreseen: deque[tuple[int, ChunkKey]] = deque()
-        self._without_slot: list[tuple[int, ChunkKey]] = []
+        self.demanded: deque[Wanted] = deque()
+        """Asked for by an Acquire, or (below) by a hint. `state.wanted_bytes` is the sum of the former."""
+        self.foreseen: deque[Wanted] = deque()
+        self._without_slot: list[Wanted] = []
         """Demanded chunks whose namespace waits for a segment; tried again when it has come, and with each tick."""
         self._read_errors = 0
         """In a row."""
@@ -139,8 +148,13 @@ class Transfers:
 
     def try_again(self) -> None:
         """There may be DRAM now for what found none."""
-        self.demanded.extend(self._without_slot)
+        for wanted in self._without_slot:
+            self._demand(wanted)
         self._without_slot.clear()
+
+    def _demand(self, wanted: Wanted) -> None:
+        self.demanded.append(wanted)
+        self.state.wanted_bytes += wanted.bytes
 
     def tick(self) -> None:
         if not self.present:
@@ -170,6 +184,7 @@ class Transfers:
         if self.demanded or self.foreseen:
             waiting = [*self.demanded, *self.foreseen]
             self.demanded.clear()
+            self.state.wanted_bytes = 0
             self.foreseen.clear()
             self._not_promoted(waiting)
 
@@ -258,23 +273,26 @@ class Transfers:
                 state.prefetched.discard(row)
                 state.counters["prefetch_late"] += 1
                 if not chunks.reserved[row]:
-                    self.demanded.append((row, chunks.key[row]))
+                    self._demand(self._wanted(row))
             return
         if not demanded and not self._may_promote(row):
             return
         state.policy.remove(state.namespace_of(row).ssd, row)
         chunks.flags[row] |= PROMOTING
         if demanded:
-            self.demanded.append((row, chunks.key[row]))
+            self._demand(self._wanted(row))
         else:
             state.prefetched.add(row)
-            self.foreseen.append((row, chunks.key[row]))
+            self.foreseen.append(self._wanted(row))
+
+    def _wanted(self, row: int) -> Wanted:
+        return Wanted(row, self.state.chunks.key[row], self.state.namespace_of(row).payload_bytes)
 
     def _start_reads(self) -> None:
         state = self.state
         in_flight = sum(read.bytes for read in self.reads.values())
         looked_at = 0
-        without: list[tuple[int, ChunkKey]] = []
+        without: list[Wanted] = []
         while (self.demanded or self.foreseen) and in_flight < state.limits.disk_bytes_in_flight_max:
             rows: list[int] = []
             size = 0
@@ -285,7 +303,10 @@ class Transfers:
                 if looked_at > LOOKED_AT_PER_STEP_MAX:
                     break
                 demanded = bool(self.demanded)
-                row, key = (self.demanded or self.foreseen).popleft()
+                wanted = (self.demanded or self.foreseen).popleft()
+                row, key, _ = wanted
+                if demanded:
+                    state.wanted_bytes -= wanted.bytes
                 if (
                     state.chunks.key[row] != key
                     or not state.chunks.flags[row] & PROMOTING
@@ -296,9 +317,9 @@ class Transfers:
                 doomed = state.chunks.flags[row] & DOOMED
                 if doomed or not self._reserve(row, demanded=demanded):
                     if demanded and not doomed and self._may_wait(row):
-                        self._without_slot.append((row, key))
+                        self._without_slot.append(wanted)
                     else:
-                        without.append((row, key))
+                        without.append(wanted)
                     continue
                 rows.append(row)
                 size += state.namespace_of(row).payload_bytes
@@ -365,12 +386,12 @@ class Transfers:
         coming = self._segments.creating or self.state.namespace_of(row).in_flight
         return bool(coming) and row in self.state.waits
 
-    def _not_promoted(self, entries: Sequence[tuple[int, ChunkKey]]) -> None:
+    def _not_promoted(self, entries: Sequence[Wanted]) -> None:
         state = self.state
         chunks = state.chunks
         rows = [
             row
-            for row, key in dict.fromkeys(entries)
+            for row, key, _ in dict.fromkeys(entries)
             if chunks.key[row] == key and chunks.flags[row] & PROMOTING and not chunks.reserved[row]
         ]
         state.prefetched.difference_update(rows)
@@ -379,6 +400,8 @@ class Transfers:
     def _read(self, rows: list[int], size: int) -> None:
         op = self.state.new_op()
         self.reads[op] = Read(rows, size, self.state.now + self.state.limits.disk_deadline_ms)
+        self.state.reading_bytes += size
+        self.state.read_rate.begin(self.state.now)
         self._tier.read(op, rows)
 
     def _has_read(self, op: OpId, results: Sequence[DiskResult], whys: Sequence[str]) -> None:
@@ -389,6 +412,7 @@ class Transfers:
             for segment, slot in read.quarantined:
                 state.free_slot(segment, slot)
             return
+        came = 0
         promoted: list[int] = []
         failed: list[int] = []
         at = 0
@@ -398,6 +422,7 @@ class Transfers:
             why = next(filter(None, whys[at : at + namespace.shards]), "")
             at += namespace.shards
             if all(result is DiskResult.OK for result in mine) and not chunks.flags[row] & DOOMED:
+                came += namespace.payload_bytes
                 self._read_errors = 0
                 self._tier.reads_recover()
                 how = "ahead" if row in state.prefetched else "on_demand"
@@ -430,6 +455,7 @@ class Transfers:
                 self._read_errors += 1
                 self._note_failed(row)
             failed.append(row)
+        self._no_longer_reading(read, came)
         state.prefetched.difference_update(failed)
         state.make_cold(failed)
         state.arrived(promoted)
@@ -437,6 +463,12 @@ class Transfers:
         if self._read_errors >= READ_ERRORS_MAX:
             self._tier.reads_fail()
             self._tier.degrade(DiskState.OFF, "reads fail")
+
+    def _no_longer_reading(self, read: Read, came: int) -> None:
+        state = self.state
+        state.reading_bytes -= read.bytes
+        more = any(other.quarantined is None for other in self.reads.values() if other is not read)
+        state.read_rate.end(came, state.now, more=more)
 
     def _drop_targets(self, row: int) -> None:
         state = self.state
@@ -447,6 +479,7 @@ class Transfers:
         """Nobody waits for it any longer; its targets stay out of use until the call has returned."""
         state = self.state
         read.quarantined = []
+        self._no_longer_reading(read, 0)
         for row in read.rows:
             for shard in range(state.namespace_of(row).shards):
                 segment, slot = state.unplace_shard(row, shard)

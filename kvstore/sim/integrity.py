@@ -569,8 +569,11 @@ class Watch:
         for row in state.prefetched:
             assert chunks.flags[row] & (PROMOTING | LISTED) or chunks.pins[row], chunks.describe(row)
         transfers = self._transfers
-        promised = {row for row, _ in (*transfers.demanded, *transfers._without_slot)}
-        promised |= state.prefetched.intersection(row for row, _ in transfers.foreseen)
+        promised = {wanted.row for wanted in (*transfers.demanded, *transfers._without_slot)}
+        promised |= state.prefetched.intersection(wanted.row for wanted in transfers.foreseen)
+        assert state.wanted_bytes == sum(wanted.bytes for wanted in transfers.demanded), state.wanted_bytes
+        reading = sum(read.bytes for read in transfers.reads.values() if read.quarantined is None)
+        assert state.reading_bytes == reading, (state.reading_bytes, reading)
         flags, reserved = (
             np.frombuffer(column, column.typecode) for column in (chunks.flags, chunks.reserved)
         )

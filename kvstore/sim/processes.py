@@ -232,7 +232,12 @@ class Process:
         chance = self.random
         wait_ms = chance.choice((0, 100, 300))
         acquired: ev.Acquired = yield from self.ask(
-            ev.Acquire, namespace, tuple(keys), wait_ms=wait_ms, prefix_only=chance.random() < 0.8
+            ev.Acquire,
+            namespace,
+            tuple(keys),
+            wait_ms=wait_ms,
+            prefix_only=chance.random() < 0.8,
+            promote=chance.random() < 0.8,
         )
         if Outcome.PENDING in acquired.outcomes and wait_ms:
             yield Settled(wait_ms)

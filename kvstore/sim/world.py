@@ -28,6 +28,7 @@ from kvstore.types import (
     OpId,
     Outcome,
     Protection,
+    Reason,
     RegionId,
     ReservationId,
     SegmentId,
@@ -602,6 +603,8 @@ class World:
     def _check_acquired(self, event: ev.Acquire, answer: ev.Acquired) -> None:
         """A hit names exactly what was committed under its key, shard by shard."""
         namespace = self.store.state.namespaces[event.namespace]
+        cold = answer.reasons.count(Reason.ON_SSD) * namespace.payload_bytes
+        assert answer.backlog.ssd_bytes == cold, answer
         shards = event.shards or range(namespace.shards)
         extents = iter(answer.extents)
         for key, outcome in zip(event.keys, answer.outcomes, strict=True):

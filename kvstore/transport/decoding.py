@@ -184,6 +184,7 @@ def _acquire(message: store_pb2.AcquireRequest, ticket: Ticket) -> events.Acquir
         ttl_ms=number("ttl_ms", message.ttl_ms, TTL_MS_MAX),
         wait_ms=number("wait_ms", message.wait_ms, TTL_MS_MAX),
         prefix_only=not message.any_order,
+        promote=not message.no_promotion,
     )
 
 

@@ -153,17 +153,29 @@ class MatchRequest(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., token_count: _Optional[int] = ...) -> None: ...
 
 class MatchReply(_message.Message):
-    __slots__ = ("usable", "outcomes", "reasons")
+    __slots__ = ("usable", "outcomes", "reasons", "backlog")
     USABLE_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     REASONS_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_FIELD_NUMBER: _ClassVar[int]
     usable: int
     outcomes: bytes
     reasons: bytes
-    def __init__(self, usable: _Optional[int] = ..., outcomes: _Optional[bytes] = ..., reasons: _Optional[bytes] = ...) -> None: ...
+    backlog: Backlog
+    def __init__(self, usable: _Optional[int] = ..., outcomes: _Optional[bytes] = ..., reasons: _Optional[bytes] = ..., backlog: _Optional[_Union[Backlog, _Mapping]] = ...) -> None: ...
+
+class Backlog(_message.Message):
+    __slots__ = ("ssd_bytes", "ahead_bytes", "ssd_bytes_per_s")
+    SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ssd_bytes: int
+    ahead_bytes: int
+    ssd_bytes_per_s: int
+    def __init__(self, ssd_bytes: _Optional[int] = ..., ahead_bytes: _Optional[int] = ..., ssd_bytes_per_s: _Optional[int] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("request_id", "namespace_id", "keys", "shards", "ttl_ms", "wait_ms", "any_order", "packed_extents")
+    __slots__ = ("request_id", "namespace_id", "keys", "shards", "ttl_ms", "wait_ms", "any_order", "packed_extents", "no_promotion")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +184,7 @@ class AcquireRequest(_message.Message):
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     ANY_ORDER_FIELD_NUMBER: _ClassVar[int]
     PACKED_EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    NO_PROMOTION_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     namespace_id: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
@@ -180,21 +193,24 @@ class AcquireRequest(_message.Message):
     wait_ms: int
     any_order: bool
     packed_extents: bool
-    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., shards: _Optional[_Iterable[int]] = ..., ttl_ms: _Optional[int] = ..., wait_ms: _Optional[int] = ..., any_order: bool = ..., packed_extents: bool = ...) -> None: ...
+    no_promotion: bool
+    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., shards: _Optional[_Iterable[int]] = ..., ttl_ms: _Optional[int] = ..., wait_ms: _Optional[int] = ..., any_order: bool = ..., packed_extents: bool = ..., no_promotion: bool = ...) -> None: ...
 
 class AcquireReply(_message.Message):
-    __slots__ = ("lease_id", "ttl_ms", "outcomes", "reasons", "extents")
+    __slots__ = ("lease_id", "ttl_ms", "outcomes", "reasons", "extents", "backlog")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     REASONS_FIELD_NUMBER: _ClassVar[int]
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     ttl_ms: int
     outcomes: bytes
     reasons: bytes
     extents: _types_pb2.Extents
-    def __init__(self, lease_id: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., outcomes: _Optional[bytes] = ..., reasons: _Optional[bytes] = ..., extents: _Optional[_Union[_types_pb2.Extents, _Mapping]] = ...) -> None: ...
+    backlog: Backlog
+    def __init__(self, lease_id: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., outcomes: _Optional[bytes] = ..., reasons: _Optional[bytes] = ..., extents: _Optional[_Union[_types_pb2.Extents, _Mapping]] = ..., backlog: _Optional[_Union[Backlog, _Mapping]] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("request_id", "lease_ids", "ttl_ms")

@@ -9,8 +9,10 @@ from typing import Any
 from google.protobuf.message import Message
 
 from kvstore.answers import (
+    NO_BACKLOG,
     Acquired,
     Answer,
+    Backlog,
     Committed,
     Done,
     Explained,
@@ -74,7 +76,10 @@ def opened_from_proto(message: store_pb2.OpenReply) -> Opened:
 
 def matched_to_proto(answer: Matched) -> store_pb2.MatchReply:
     return store_pb2.MatchReply(
-        usable=answer.usable, outcomes=bytes(answer.outcomes), reasons=bytes(answer.reasons)
+        usable=answer.usable,
+        outcomes=bytes(answer.outcomes),
+        reasons=bytes(answer.reasons),
+        backlog=_backlog_to_proto(answer.backlog),
     )
 
 
@@ -83,7 +88,25 @@ def matched_from_proto(message: store_pb2.MatchReply) -> Matched:
         usable=message.usable,
         outcomes=outcomes_from_bytes(message.outcomes),
         reasons=reasons_from_bytes(message.reasons),
+        backlog=_backlog_from_proto(message),
     )
+
+
+def _backlog_to_proto(backlog: Backlog) -> store_pb2.Backlog | None:
+    if backlog is NO_BACKLOG:
+        return None
+    return store_pb2.Backlog(
+        ssd_bytes=backlog.ssd_bytes,
+        ahead_bytes=backlog.ahead_bytes,
+        ssd_bytes_per_s=backlog.ssd_bytes_per_s,
+    )
+
+
+def _backlog_from_proto(message: store_pb2.MatchReply | store_pb2.AcquireReply) -> Backlog:
+    if not message.HasField("backlog"):
+        return NO_BACKLOG
+    told = message.backlog
+    return Backlog(told.ssd_bytes, told.ahead_bytes, told.ssd_bytes_per_s)
 
 
 def acquired_to_proto(answer: Acquired, *, packed: bool = False) -> store_pb2.AcquireReply:
@@ -93,6 +116,7 @@ def acquired_to_proto(answer: Acquired, *, packed: bool = False) -> store_pb2.Ac
         outcomes=bytes(answer.outcomes),
         reasons=bytes(answer.reasons),
         extents=extents_to_proto(answer.extents, packed=packed),
+        backlog=_backlog_to_proto(answer.backlog),
     )
 
 
@@ -103,6 +127,7 @@ def acquired_from_proto(message: store_pb2.AcquireReply) -> Acquired:
         outcomes=outcomes_from_bytes(message.outcomes),
         reasons=reasons_from_bytes(message.reasons),
         extents=extents_from_proto(message.extents),
+        backlog=_backlog_from_proto(message),
     )
 
 

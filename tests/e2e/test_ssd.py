@@ -14,7 +14,7 @@ from typing import Any
 import lmdb
 import pytest
 
-from kvstore.client import Namespace
+from kvstore.client import Backlog, Namespace
 from kvstore.core.events import SessionEntry
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.tiers import format
@@ -113,6 +113,26 @@ def test_a_hung_read_is_a_miss_in_time_and_dram_goes_on(
     daemon.wait_for("the SSD tier is well again")
     assert hits(space, cold) == set(cold)
     assert not sum(pool.quarantined for pool in client.stats().pools), "the read has returned"
+
+
+def test_what_it_takes_is_told_before_anything_is_read(
+    start: Callable[..., Any], open_space: Callable[..., Namespace]
+) -> None:
+    space = open_space(start())
+    first, second = keys_of(space, 4, 1), keys_of(space, 4, 2)
+    for keys, filler in ((first, 3), (second, 5)):
+        save(space, keys)
+        demote(space, keys, filler=filler)
+    size = SPEC.chunk_bytes
+    with space.read(first, promote=False, wait_ms=int(BOUND_S * 1000)) as lease:
+        assert lease.outcomes == (Outcome.PENDING,) * 4
+        assert lease.backlog == Backlog(4 * size, 0, 0) == space.match(first).backlog
+    assert set(space.match(first).reasons) == {Reason.ON_SSD}, "nothing was promoted"
+    with space.read(first, wait_ms=int(BOUND_S * 1000)) as lease:
+        assert lease.settled(BOUND_S) == (0, 1, 2, 3)
+    told = space.match(second).backlog
+    assert (told.ssd_bytes, told.ahead_bytes) == (4 * size, 0)
+    assert told.ssd_bytes_per_s > 0, "it has been read from since"
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,7 @@ CASES: list[Case] = [
     (at("read", [KEY], wait_ms=None), "wait_ms", "None"),
     (at("read", [KEY], ttl_ms="10"), "ttl_ms", "'10' (str)"),
     (at("read", [KEY], any_order="no"), "any_order", "'no' (str)"),
+    (at("read", [KEY], promote="no"), "promote", "'no' (str)"),
     (at("read", [KEY], verify="all"), "verify", "'all' (str)"),
     (at("read", [KEY], timeout_s="1"), "timeout_s", "'1' (str)"),
     (at("reads", None), "batches", "None"),

@@ -54,8 +54,12 @@ ENTRY = events.SessionEntry(ChunkKey(b"k"), 64, 64, delta=-128, approximate=True
 ANSWERS: list[Any] = [
     events.Opened(NamespaceId(3), b"x" * 32, 7, 1 << 30, ("weights_epoch: 6 != 7",)),
     events.Matched(1, (Outcome.HIT, Outcome.MISS), (Reason.NONE, Reason.EVICTED)),
+    events.Matched(0, (Outcome.PENDING,), (Reason.ON_SSD,), events.Backlog(1, 1 << 40, 0)),
     events.Acquired(
         LeaseId(2**63), 10_000, (Outcome.HIT, Outcome.PENDING), (Reason.NONE, Reason.BEING_SAVED), EXTENTS
+    ),
+    events.Acquired(
+        LeaseId(0), 0, (Outcome.PENDING,), (Reason.ON_SSD,), (), events.Backlog(4096, 0, 2 << 30)
     ),
     events.Renewed((10_000, 0)),
     events.Reserved(ReservationId(9), 30_000, (GrantResult.GRANTED, GrantResult.QUOTA), EXTENTS),

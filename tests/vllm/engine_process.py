@@ -1,7 +1,8 @@
 """A real vLLM engine in a process of its own, driven by JSON lines on standard input, one answer a line.
 
     {"generate": [{"tokens": [...], "max_tokens": 8, "salt": "..."}, ...], "abort": {"1": 3}}  -> {"outputs": [...]}
-        all at once; request number 1 is aborted after 3 steps of the engine; "kv_hints": actions for the offloading
+        all at once; request number 1 is aborted after 3 steps of the engine; "kv_hints": actions for the offloading;
+        "handed": what a router hands on from another engine, which is in each output too
     {"reset": true}     new weights epoch           -> {"reset": true or false}
     {"flush": 5.0}      until all is saved          -> {"flushed": ..., "worker": {...}, "scheduler": {...}}
     {"forget": true}    what a restart would make it forget
@@ -91,6 +92,7 @@ def generate(llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int]) -> 
             logprobs=1,
             ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": request["handed"]} if "handed" in request else None,
         )
         name = f"r{generate.count}-{number}"
         more: dict[str, Any] = {}
@@ -118,6 +120,7 @@ def generate(llm: Any, wanted: list[dict[str, Any]], aborts: dict[str, int]) -> 
                     ],
                     "cached": output.num_cached_tokens,
                     "finish": best.finish_reason,
+                    "handed": output.kv_transfer_params,
                 }
         step += 1
     return [outputs.get(number, {"finish": "abort"}) for number in range(len(wanted))]
@@ -156,15 +159,23 @@ def flush(llm: Any, timeout_s: float) -> dict[str, Any]:
             "worker": {},
             "scheduler": dict(tier.tally.total),
             "tracked": len(tier._requests) + len(tier._waiting) + len(tier._hinted),
+            "learnt": tier.choice.compute.known,
         }
-    worker = get_kv_transfer_group().worker_side
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler_side
+    scheduler = ours(llm.llm_engine.engine_core.engine_core.scheduler.connector).scheduler_side
+    worker = ours(get_kv_transfer_group()).worker_side
     return {
         "flushed": worker.saver.flush(timeout_s),
         "worker": dict(worker.tally.total),
         "scheduler": dict(scheduler.tally.total),
         "tracked": len(scheduler._requests) + len(scheduler._loading),
+        "learnt": scheduler.choice.compute.known,
     }
+
+
+def ours(connector: Any) -> Any:
+    """Our connector, perhaps one of several."""
+    connectors = getattr(connector, "_connectors", ())
+    return next((each for each in connectors if type(each).__name__ == "KVStoreConnector"), connector)
 
 
 if __name__ == "__main__":

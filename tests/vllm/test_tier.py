@@ -47,6 +47,7 @@ def tiering(run_dir: Path, *, rows: int = 128, chunk: int = 1, **settings: Any) 
                     "type": "KVStoreTier",
                     "module_path": "kvstore.gpu_worker.connectors.vllm.tier",
                     "run_dir": str(run_dir),
+                    "compute_or_load": False,
                     **settings,
                 }
             ],

@@ -369,7 +369,7 @@ def test_a_daemon_that_reads_late_shows_nothing(
         assert total["blocks_saved"] == 1, "only that of before"
         rig.rows[:] = 200
         assert rig.find(rig.request("two"), keys_of("unseen", 1)) == [LookupResult.MISS]
-        assert total["lookups_late"] == 1
+        rig.until(lambda: total["lookups_late"] == 1)
     finally:
         daemon.signal(signal.SIGCONT)
     rig.forget()

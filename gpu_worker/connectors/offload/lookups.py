@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Found
+from kvstore.gpu_worker.connectors.lookup import SAVING_SHARE
 from kvstore.gpu_worker.connectors.offload.crew import Crew
 from kvstore.gpu_worker.connectors.offload.tally import Tally
-from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason
 
 if TYPE_CHECKING:
     from kvstore.client import Namespace
@@ -51,6 +54,8 @@ class Question:
         self.deadline = deadline
         self.held_until = held_until
         self.done = False
+        self.bound_s = math.inf
+        """A load of what is found that takes longer is of no use."""
         self.found: dict[ChunkKey, Hit] = {}
         self._lock = threading.Lock()
         self._users = 1
@@ -87,12 +92,22 @@ class Question:
 
 
 class Lookups:
-    """Asks on the threads of a crew."""
+    """Asks on the threads of a crew, and finds only what is worth loading."""
 
-    def __init__(self, crew: Crew, opener: Opener, tally: Tally) -> None:
+    def __init__(
+        self,
+        crew: Crew,
+        opener: Opener,
+        tally: Tally,
+        choice: ComputeOrLoad,
+        tokens_of: Callable[[Sequence[ChunkKey]], int],
+    ) -> None:
+        """`tokens_of`: how many tokens need not be computed with these chunks."""
         self._crew = crew
         self._opener = opener
         self._tally = tally
+        self._choice = choice
+        self._tokens_of = tokens_of
 
     def start(self, question: Question) -> None:
         """When too many wait already, nothing is found."""
@@ -109,7 +124,9 @@ class Lookups:
             if namespace is not None:
                 for start in range(0, len(question.keys), KEYS_PER_REQUEST_MAX):
                     part = question.keys[start : start + KEYS_PER_REQUEST_MAX]
-                    find(namespace, part, question.deadline, found, leases, prefix=question.prefix)
+                    wanted, deadline = self._worth(namespace, part, question, found, leases)
+                    if wanted:
+                        find(namespace, wanted, deadline, found, leases, prefix=question.prefix)
                     if question.prefix and part[-1] not in found:
                         break
         except StoreError as error:
@@ -118,6 +135,47 @@ class Lookups:
             late = time.monotonic() >= question.deadline
             if not (question.settle(found, leases) and found) and late:
                 self._tally.add(lookups_late=len(question.keys))
+
+    def _worth(
+        self,
+        namespace: Namespace,
+        keys: Sequence[ChunkKey],
+        question: Question,
+        found: dict[ChunkKey, Hit],
+        leases: list[ReadLease],
+    ) -> tuple[Sequence[ChunkKey], float]:
+        """Which of the keys are still to be found, and until when: the others were found just now, are not there, or
+        take longer to load than to compute."""
+        if not self._choice.compute.known:
+            return keys, question.deadline
+        now = time.monotonic()
+        left_s = max(0.0, question.deadline - now)
+        lease = namespace.read(keys, any_order=not question.prefix, promote=False, timeout_s=left_s)
+        leases.append(lease)
+        there = [number for number, outcome in enumerate(lease.outcomes) if outcome is not Outcome.MISS]
+        if not question.prefix:
+            there.sort(key=lambda number: lease.reasons[number] is Reason.ON_SSD)  # first what is in DRAM
+        plan = self._choice.choose(
+            Found(
+                [lease.reasons[number] is not Reason.ON_SSD for number in there],
+                self._tokens_of(keys) / len(keys),
+                namespace.spec.chunk_bytes,
+                lease.backlog.ahead_bytes,
+                lease.backlog.ssd_bytes_per_s,
+            ),
+            now=now,
+            wait_max_s=left_s,
+        )
+        question.bound_s = max(plan.bound_s, question.bound_s if found else 0.0)
+        self._tally.add(computed=len(there) - plan.chunks)
+        chosen = there[: plan.chunks]
+        hits = [number for number in chosen if lease.outcomes[number] is Outcome.HIT]
+        found.update((keys[number], Hit(lease, number)) for number in hits)
+        wait_s = plan.wait_s
+        if any(lease.reasons[number] is Reason.BEING_SAVED for number in chosen):
+            wait_s = max(wait_s, SAVING_SHARE * plan.saves_s)
+        rest = [keys[number] for number in chosen if lease.outcomes[number] is Outcome.PENDING]
+        return rest, min(question.deadline, now + wait_s)
 
 
 def find(

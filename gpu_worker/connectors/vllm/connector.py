@@ -110,8 +110,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return events.take() if events is not None else ()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self.scheduler_side.finished(request)
-        return False, None  # nothing of ours reads its blocks any more
+        # Nothing of ours reads its blocks any more.
+        return False, self.scheduler_side.finished(request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -171,6 +171,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------------------- both
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self._scheduler is not None:
+            self._scheduler.step_ended()  # vLLM asks once a step, when it is over
         side = self._scheduler or self._worker
         assert side is not None
         return side.tally.take()

@@ -22,6 +22,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvstore.errors import StoreError
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
 from kvstore.gpu_worker.connectors.vllm.held import Held
 from kvstore.gpu_worker.connectors.vllm.identity import (
     build_of_vllm,
@@ -222,7 +223,9 @@ class Patient:
                 raise Failed(
                     f"not saved: {dict(ranks[0].tally.total)}", "see kvctl doctor, and the daemon's log"
                 )
-            lookups = Lookups(link, lookup_s=self.timeout_s, hold_s=self.timeout_s)
+            lookups = Lookups(
+                link, ComputeOrLoad(), chunk_tokens=1, lookup_s=self.timeout_s, hold_s=self.timeout_s
+            )
             stack.callback(lookups.close)
             lookup = lookups.start(name, keys, bytes, lambda _, block_hash: block_hash)
             stack.callback(lookup.end)

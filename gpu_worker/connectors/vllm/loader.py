@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from kvstore.gpu_worker.connectors.lookup import lost_key
 from kvstore.gpu_worker.connectors.vllm.blocks import PagedBlocks
-from kvstore.gpu_worker.connectors.vllm.lookups import lost_key
 from kvstore.gpu_worker.connectors.vllm.metadata import Changes, Load
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
 from kvstore.types import KEYS_PER_REQUEST_MAX
@@ -32,6 +32,8 @@ BATCH_BLOCKS = 16
 """Copied between two looks at the clock; each batch is whole or has failed."""
 COPY_SLACK_S = 30.0
 """A copy of one batch in memory that takes longer than this means that the machine stands still."""
+SPEEDS_MAX = 64
+"""Of loads, remembered until the next report."""
 log = logging.getLogger(__name__)
 
 
@@ -95,13 +97,17 @@ class Loader:
         self._done: list[tuple[Load, int]] = []
         """Ended and not reported yet, each with how many of its leading blocks are in."""
         self._generation = 0
+        self._speeds: list[tuple[int, float]] = []
+        """(blocks, seconds since it was asked for) of loads that ended whole and were not reported yet."""
 
     # --------------------------------------------------------------------------------------------------------- whole
 
     def start(self, load: Load, spec: NamespaceSpec) -> None:
         with self._changed:
             self._open += 1
-        self._thread.submit(self._run, load, spec, time.monotonic() + self._load_s, self._generation)
+        begun = time.monotonic()
+        until = begun + min(self._load_s, load.bound_s)
+        self._thread.submit(self._run, load, spec, begun, until, self._generation)
 
     def refuse(self, load: Load) -> None:
         """It has ended, with nothing."""
@@ -124,11 +130,15 @@ class Loader:
             self._generation += 1
             self._done = [(load, 0) for load, _ in self._done]
 
-    def _run(self, load: Load, spec: NamespaceSpec, deadline: float, generation: int) -> None:
-        begun = time.monotonic()
+    def take_speeds(self) -> list[tuple[int, float]]:
+        with self._changed:
+            speeds, self._speeds = self._speeds, []
+        return speeds
+
+    def _run(self, load: Load, spec: NamespaceSpec, begun: float, deadline: float, generation: int) -> None:
         whole = 0
         try:
-            namespace = self._link.namespace(spec, max(0.0, deadline - begun))
+            namespace = self._link.namespace(spec, max(0.0, deadline - time.monotonic()))
             if namespace is not None:
                 whole = self._fill(load, namespace, deadline, generation)
         except Exception:
@@ -179,12 +189,16 @@ class Loader:
             blocks_failed=len(load.blocks) - whole,
             load_us=int(1e6 * (time.monotonic() - begun)),
         )
+        if whole == len(load.blocks):
+            with self._changed:
+                if len(self._speeds) < SPEEDS_MAX:
+                    self._speeds.append((whole, time.monotonic() - begun))
 
     # ---------------------------------------------------------------------------------------------------- layer-wise
 
     def start_layers(self, loads: Sequence[Load], spec: NamespaceSpec) -> list[LayerLoad]:
-        deadline = time.monotonic() + self._load_s
-        started = [LayerLoad(load, deadline) for load in loads]
+        now = time.monotonic()
+        started = [LayerLoad(load, now + min(self._load_s, load.bound_s)) for load in loads]
         for layers in started:
             self._thread.submit(self._run_layers, layers, spec)
         return started

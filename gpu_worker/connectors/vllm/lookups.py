@@ -7,6 +7,7 @@ The pins are kept until the ranks have loaded, for at most `hold_ms`.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,23 +16,20 @@ from typing import TYPE_CHECKING
 
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
-from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
+from kvstore.gpu_worker.connectors.lookup import LAST_LOOK_S, look_up
+from kvstore.types import ChunkKey
 
 if TYPE_CHECKING:
-    from kvstore.client import Namespace
     from kvstore.gpu_worker.connectors.vllm.link import Link
     from kvstore.layout import NamespaceSpec
 
-THREADS = 2
+THREADS = 16
+"""A lookup that waits for the SSD keeps its thread: others must not wait behind it."""
 WAITING_MAX = 1024
 """Lookups that wait for a thread; the store is not asked about more."""
-LOST = frozenset(
-    {
-        *(Reason.NEVER_SEEN, Reason.EVICTED, Reason.EXPIRED, Reason.CORRUPT, Reason.INCOMPLETE),
-        *(Reason.TRUNCATED, Reason.FORGOTTEN, Reason.OLD_EPOCH),
-    }
-)
-"""Reasons of misses that last until somebody saves the chunk anew."""
+ANSWER_S = 2 * LAST_LOOK_S
+"""What a lookup has found by its end is used, so it ends this much before it is given up."""
 log = logging.getLogger(__name__)
 
 
@@ -48,6 +46,10 @@ class Lookup:
         """Digest of the request's adapter (b"": none); None: not known, so nothing of it can be named."""
         self.hits = 0
         """Leading keys that are in the store, pinned."""
+        self.load = 0
+        """Of these, those to be loaded, and ahead of them those that vLLM has: the others are computed."""
+        self.bound_s = math.inf
+        """A load of them that takes longer is of no use."""
         self.lost: ChunkKey | None = None
         """The first key behind them, when the store does not have it."""
         self.told = False
@@ -56,6 +58,9 @@ class Lookup:
         """How often the request had been preempted when it was asked about."""
         self.local = 0
         """Leading blocks that vLLM had itself, when it last asked."""
+        self.begun = 0.0
+        self.counted = False
+        """Whether what is computed though the store has it was counted."""
         self._lock = threading.Lock()
         self._ended = False
         self._leases: list[ReadLease] = []
@@ -67,9 +72,13 @@ class Lookup:
         keys: Sequence[ChunkKey],
         adapter: bytes | None,
         lost: ChunkKey | None = None,
+        *,
+        load: int = 0,
+        bound_s: float = math.inf,
     ) -> None:
         with self._lock:
             self.keys, self.adapter, self.hits, self.lost = tuple(keys), adapter, hits, lost
+            self.load, self.bound_s = load, bound_s
             self.done = True
             if not self._ended:
                 self._leases, leases = leases, []
@@ -93,8 +102,12 @@ class Lookup:
 
 
 class Lookups:
-    def __init__(self, link: Link, *, lookup_s: float, hold_s: float) -> None:
+    def __init__(
+        self, link: Link, choice: ComputeOrLoad, *, chunk_tokens: int, lookup_s: float, hold_s: float
+    ) -> None:
         self._link = link
+        self._choice = choice
+        self._chunk_tokens = chunk_tokens
         self._lookup_s = lookup_s
         self._hold_s = hold_s
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-lookup")
@@ -109,16 +122,20 @@ class Lookups:
         block_hashes: Sequence[bytes],
         adapter: Callable[[], bytes],
         key: Callable[[bytes, bytes], bytes],
+        *,
+        promised: int = 0,
     ) -> Lookup:
-        """Ask about a request's leading blocks. `adapter` may read files; `key` makes a chunk's key of both."""
+        """Ask about a request's leading blocks. `adapter` may read files; `key` makes a chunk's key of both;
+        `promised`: so many of them another engine is about to save."""
         now = time.monotonic()
         lookup = Lookup(now + self._lookup_s, now + self._lookup_s + self._hold_s)
+        lookup.begun = now
         with self._changed:
             if self._waiting >= WAITING_MAX:
                 lookup.settle([], 0, (), None)
                 return lookup
             self._waiting += 1
-        self._threads.submit(self._run, lookup, spec, list(block_hashes), adapter, key)
+        self._threads.submit(self._run, lookup, spec, list(block_hashes), adapter, key, promised)
         return lookup
 
     def await_answer(self, timeout_s: float) -> None:
@@ -135,9 +152,11 @@ class Lookups:
         block_hashes: list[bytes],
         adapter: Callable[[], bytes],
         key: Callable[[bytes, bytes], bytes],
+        promised: int,
     ) -> None:
         leases: list[ReadLease] = []
-        hits = 0
+        hits = load = 0
+        bound_s = math.inf
         lost: ChunkKey | None = None
         keys: list[ChunkKey] = []
         digest: bytes | None = None
@@ -147,12 +166,22 @@ class Lookups:
             left_s = max(0.0, lookup.deadline - time.monotonic())
             namespace = self._link.namespace(spec, left_s) if spec is not None and keys else None
             if namespace is not None:
-                hits, lost = _read(namespace, keys, lookup.deadline, leases)
+                looked = look_up(
+                    namespace,
+                    keys,
+                    self._choice,
+                    leases,
+                    chunk_tokens=self._chunk_tokens,
+                    deadline=lookup.deadline - ANSWER_S,
+                    have=lambda: lookup.local,
+                    promised=promised,
+                )
+                hits, load, lost, bound_s = looked.hits, looked.load, looked.lost, looked.plan.bound_s
         except Exception as error:
             # An adapter that cannot be told, or our bug: the request is computed either way, and the thread lives on.
             log.warning("a request is computed without the store: %s", error, exc_info=not _expected(error))
         finally:
-            lookup.settle(leases, hits, keys, digest, lost)
+            lookup.settle(leases, hits, keys, digest, lost, load=load, bound_s=bound_s)
             with self._changed:
                 self._waiting -= 1
                 self._unseen = True
@@ -160,43 +189,6 @@ class Lookups:
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
-
-
-def lost_key(lease: ReadLease) -> ChunkKey | None:
-    """The key behind the lease's hits, if the store said that it does not have it."""
-    gone = lease.hits < len(lease.keys) and lease.reasons[lease.hits] in LOST
-    return lease.keys[lease.hits] if gone else None
-
-
-def _read(
-    namespace: Namespace, keys: Sequence[ChunkKey], deadline: float, leases: list[ReadLease]
-) -> tuple[int, ChunkKey | None]:
-    """How many leading keys are hits; they are pinned by `leases`. Waits for what is on its way, until the deadline.
-    And `lost_key`."""
-    hits = 0
-    lost: ChunkKey | None = None
-    for start in range(0, len(keys), KEYS_PER_REQUEST_MAX):
-        part = keys[start : start + KEYS_PER_REQUEST_MAX]
-        lease = _read_part(namespace, part, deadline)
-        if lease.hits:
-            leases.append(lease)
-            hits += lease.hits
-        else:
-            lease.release()
-        if lease.hits < len(part):
-            lost = lost_key(lease)
-            break
-    return hits, lost
-
-
-def _read_part(namespace: Namespace, keys: Sequence[ChunkKey], deadline: float) -> ReadLease:
-    while True:
-        left_s = max(0.0, deadline - time.monotonic())
-        lease = namespace.read(keys, wait_ms=int(1000 * left_s), timeout_s=left_s)
-        pending = lease.hits < len(keys) and lease.outcomes[lease.hits] is Outcome.PENDING
-        if not pending or not lease.settled(max(0.0, deadline - time.monotonic())):
-            return lease
-        lease.release()
 
 
 def _expected(error: Exception) -> bool:

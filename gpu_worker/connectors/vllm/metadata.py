@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ class Load:
     keys: tuple[ChunkKey, ...]
     blocks: tuple[int, ...]
     adapter: Adapter | None = None
+    bound_s: float = math.inf
+    """A load that takes longer is of no use: computing the blocks is faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,8 @@ class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Of ranks, by number, that hold something else than the step's metadata said."""
     adapters: dict[tuple[int, int], HeldAdapter] = field(default_factory=dict)
     """By rank and id: those that were loaded."""
+    loads: list[tuple[int, float]] = field(default_factory=list)
+    """(blocks, seconds) of those that ended whole."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         assert isinstance(other, RankReport), other
@@ -128,6 +133,7 @@ class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.changes + other.changes,
             self.generations | other.generations,
             self.adapters | other.adapters,
+            self.loads + other.loads,
         )
 
 

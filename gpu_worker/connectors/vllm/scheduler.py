@@ -20,10 +20,11 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
 from kvstore.gpu_worker.connectors.vllm.events import Events, events_wanted
 from kvstore.gpu_worker.connectors.vllm.identity import (
     adapted_key,
@@ -45,11 +46,16 @@ from kvstore.gpu_worker.connectors.vllm.metadata import (
 )
 from kvstore.gpu_worker.connectors.vllm.settings import Settings
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
+from kvstore.gpu_worker.connectors.vllm.steps import Steps
 from kvstore.gpu_worker.connectors.vllm.weights import Known, Watch, executor_under_construction
 from kvstore.keys import ROOT
 from kvstore.layout import NamespaceSpec
 from kvstore.types import ChunkKey
 
+ANSWER_MIN_S = 0.02
+"""So long a request waits for the store's answer, however little it could save."""
+PROMISED = "kvstore_blocks"
+"""Field of `kv_transfer_params`."""
 log = logging.getLogger(__name__)
 
 
@@ -67,6 +73,8 @@ class Tracked:
     keys: list[ChunkKey] = field(default_factory=list)
     stale: bool = False
     """Its KV was computed or loaded before a reset."""
+    deferred: bool = False
+    """It waited for another request's load."""
     own: int | None = None
     """Leading tokens that vLLM has or we load, if that was asked since the last step."""
 
@@ -91,11 +99,24 @@ class SchedulerSide:
         self._block_tokens = block_tokens
         self._may_load = loads
         self._may_save = saves
-        self._lookups = Lookups(link, lookup_s=settings.lookup_ms / 1000, hold_s=settings.hold_ms / 1000)
+        self.choice = ComputeOrLoad()
+        self._steps = Steps(self.choice.compute) if settings.compute_or_load else None
+        """None: as long as nobody knows what computing takes, everything is loaded."""
+        self._lookups = Lookups(
+            link,
+            self.choice,
+            chunk_tokens=block_tokens,
+            lookup_s=settings.lookup_ms / 1000,
+            hold_s=settings.hold_ms / 1000,
+        )
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._loading: dict[str, Lookup] = {}
         """Pins of loads that the ranks have not reported yet."""
+        self._arriving: dict[ChunkKey, float] = {}
+        """Of these, each key, and until when it is worth waiting for."""
+        self._shares = bool(config.cache_config.enable_prefix_caching)
+        """What one request has loaded, vLLM gives to the others."""
         self._doubtful: set[int] = set()
         """Blocks that another connector (beside ours, in a MultiConnector) filled within a step: that such a load
         failed is known only after the step, when they would be saved. And those that other weights have filled, or
@@ -199,26 +220,45 @@ class SchedulerSide:
         lookup = tracked.lookup
         if lookup is None or lookup.stale or lookup.preemptions != request.num_preemptions:
             lookup = self._look_up(tracked)
+        local, rest = divmod(num_computed_tokens, self._block_tokens)
+        assert rest == 0, f"vLLM asks about {num_computed_tokens} tokens, blocks have {self._block_tokens}"
+        lookup.local = local
+        # At least one token is left to compute: its logits are what the request is for.
+        blocks = (request.num_tokens - 1) // self._block_tokens
         if not lookup.done:
-            if time.monotonic() < lookup.deadline:
+            saves_s = self.choice.saves((blocks - local) * self._block_tokens)
+            if time.monotonic() < min(lookup.deadline, lookup.begun + max(ANSWER_MIN_S, saves_s)):
                 return None, False
             self.tally.add(lookups_late=1)
             tracked.tried = request.num_preemptions  # computed; not asked again in the next step
             self._end_lookup(tracked)
             return 0, False
         self._tell(request, lookup)
-        local, rest = divmod(num_computed_tokens, self._block_tokens)
-        assert rest == 0, f"vLLM asks about {num_computed_tokens} tokens, blocks have {self._block_tokens}"
-        # At least one token is left to compute: its logits are what the request is for.
-        hits = min(lookup.hits, (request.num_tokens - 1) // self._block_tokens)
-        tokens = (hits - local) * self._block_tokens
+        if self._comes_with_another(tracked, lookup, local):
+            return None, False
+        load = min(lookup.load, blocks)
+        computed = min(lookup.hits, blocks) - max(load, local)
+        if computed > 0 and not lookup.counted:
+            lookup.counted = True
+            self.tally.add(computed_tokens=computed * self._block_tokens)
+        tokens = (load - local) * self._block_tokens
         if tokens <= 0 or tokens < self._settings.load_tokens_min:
             return 0, False
         if request.lora_request is not None and not self._hold(request.lora_request, lookup.adapter):
             tracked.tried = request.num_preemptions  # computed; not asked again in the next step
             return 0, False
-        lookup.local = local
         return tokens, not self._settings.layerwise
+
+    def _comes_with_another(self, tracked: Tracked, lookup: Lookup, local: int) -> bool:
+        """Whether another request loads what comes first: once that has ended, vLLM has it for both."""
+        if not self._shares or self._settings.layerwise or not local < min(lookup.load, len(lookup.keys)):
+            return False
+        until = self._arriving.get(lookup.keys[local], 0.0)
+        if time.monotonic() >= until:
+            return False
+        self.tally.add(loads_deferred=not tracked.deferred)
+        tracked.deferred = True
+        return True
 
     def _tell(self, request: Any, lookup: Lookup) -> None:
         """Routers, what was found and what was not."""
@@ -235,7 +275,11 @@ class SchedulerSide:
         limit = (request.num_tokens - 1) // self._block_tokens
         hashes = [bytes(block_hash) for block_hash in request.block_hashes[:limit]]
         tracked.lookup = self._lookups.start(
-            self._spec, hashes if self._may_load else [], self._digest_of(request.lora_request), _key
+            self._spec,
+            hashes if self._may_load else [],
+            self._digest_of(request.lora_request),
+            _key,
+            promised=_promised(request),
         )
         tracked.lookup.preemptions = request.num_preemptions
         self.tally.add(lookups=1)
@@ -292,14 +336,18 @@ class SchedulerSide:
             return
         first, count = lookup.local, num_external_tokens // self._block_tokens
         block_ids = blocks.get_block_ids()[0]
+        keys = lookup.keys[first : first + count]
         self._loads.append(
             Load(
                 request.request_id,
-                lookup.keys[first : first + count],
+                keys,
                 tuple(block_ids[first : first + count]),
                 _adapter(request, lookup.adapter),
+                lookup.bound_s,
             )
         )
+        until = time.monotonic() + min(self._settings.load_ms / 1000, lookup.bound_s)
+        self._arriving.update(dict.fromkeys(keys, until))
         self._doubtful.difference_update(block_ids[first : first + count])
         tracked.own = (first + count) * self._block_tokens
         tracked.tried = request.num_preemptions
@@ -320,8 +368,7 @@ class SchedulerSide:
         if self._settings.layerwise:
             # Loaded in the step before; the ranks hold leases of their own.
             loading = {load.request for load in metadata.loads}
-            for name in [name for name in self._loading if name not in loading]:
-                self._loading.pop(name).end()
+            self.loaded({name for name in self._loading if name not in loading})
         computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             computed[new.req_id] = new.num_computed_tokens
@@ -351,6 +398,8 @@ class SchedulerSide:
             metadata.fresh.clear()
         else:
             metadata.fresh.update(block for load in metadata.loads for block in load.blocks)
+        if self._steps is not None:
+            self._steps.scheduled(output.num_scheduled_tokens, time.monotonic())
         metadata.idle = not output.num_scheduled_tokens
         if metadata.idle:
             self._lookups.await_answer(IDLE_S)
@@ -361,6 +410,10 @@ class SchedulerSide:
             if lookup is not None and lookup.done and now > lookup.held_until:
                 lookup.end()
         return metadata
+
+    def step_ended(self) -> None:
+        if self._steps is not None:
+            self._steps.ended(time.monotonic())
 
     def _begin(self, tracked: Tracked, blocks: list[int], computed: int) -> list[int]:
         """A request that is scheduled, for the first time or again, with these blocks; returns those still to be
@@ -415,6 +468,8 @@ class SchedulerSide:
         """All ranks have reported; their pins are their own."""
         for name in requests:
             if (lookup := self._loading.pop(name, None)) is not None:
+                for key in lookup.keys[lookup.local : lookup.load]:
+                    self._arriving.pop(key, None)
                 lookup.end()
 
     def reported(self, report: RankReport) -> None:
@@ -423,6 +478,9 @@ class SchedulerSide:
         if self._known is not None and self._watch is not None:
             known = self._known.generations
             self._watch.moved |= any(known.get(rank) != now for rank, now in report.generations.items())
+        if self._spec is not None:
+            for blocks, seconds in report.loads:
+                self.choice.copy.observe(blocks * self._spec.chunk_bytes, seconds)
         if self.events is None or self._spec is None:
             return
         for change in report.changes:
@@ -433,12 +491,18 @@ class SchedulerSide:
             else:
                 self.events.saved(change.keys, change.shard, self._spec.shard_count)
 
-    def finished(self, request: Any) -> None:
-        """Also of aborted requests. A load under way ends by itself; vLLM keeps its blocks until it is reported."""
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """Also of aborted requests. A load under way ends by itself; vLLM keeps its blocks until it is reported.
+
+        Returns what a router hands on to the engine that decodes, if it said that there is one: how many blocks are in
+        the store or about to be."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None:
             self._end_lookup(tracked)
         self.loaded({request.request_id})
+        if tracked is None or not tracked.saved or not _handed(request).get("do_remote_decode"):
+            return None
+        return {PROMISED: tracked.saved}
 
     def close(self) -> None:
         for tracked in self._requests.values():
@@ -450,6 +514,18 @@ class SchedulerSide:
 def _usable(request: Any) -> bool:
     """Prompts of embeddings have no tokens to name their KV by; sessions that are fed as they go change theirs."""
     return request.prompt_embeds is None and not getattr(request, "resumable", False)
+
+
+def _promised(request: Any) -> int:
+    """Leading blocks that the engine which computed the prompt is about to save, as a router handed it on."""
+    told = _handed(request).get(PROMISED, 0)
+    return told if isinstance(told, int) else 0
+
+
+def _handed(request: Any) -> Mapping[str, Any]:
+    """What came with the request, from whoever sent it."""
+    given = request.kv_transfer_params
+    return given if isinstance(given, Mapping) else {}
 
 
 def _adapter(request: Any, digest: bytes | None) -> Adapter | None:

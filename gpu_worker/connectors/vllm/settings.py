@@ -28,6 +28,9 @@ class Settings(Daemon):
     layerwise: bool = False
     """Load inside the step, layer by layer ahead of the layer that computes, instead of parking the request until all
     of it is there."""
+    compute_or_load: bool = True
+    """Compute what by measured speeds would take longer to load, and give up a load that takes longer than computing.
+    Off: all that is found is loaded."""
     load_tokens_min: int = 0
     """A shorter hit is computed instead."""
     lookup_ms: int = 1_000
@@ -87,6 +90,8 @@ class TierSettings(Daemon):
     """How long what a waiting request found stays pinned; after that it is looked up again when it is loaded."""
     load_ms: int = 5_000
     """After that a load has failed and vLLM computes."""
+    compute_or_load: bool = True
+    """As of the connector."""
     save_ms: int = 5_000
     """After that a save is dropped: so long a row of vLLM's memory may be kept from it."""
     save_share_max: float = 0.5

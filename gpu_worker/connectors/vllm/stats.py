@@ -14,6 +14,8 @@ COUNTERS = {
     "lookups": "Requests that the store was asked about.",
     "lookups_late": "Requests that were computed because the store's answer did not come in time.",
     "hit_tokens": "Prompt tokens that vLLM was told to load.",
+    "computed_tokens": "Prompt tokens that the store had and vLLM computed, because that is faster.",
+    "loads_deferred": "Requests that waited until another one had loaded the same blocks.",
     "blocks_loaded": "Blocks that a rank loaded.",
     "bytes_loaded": "Bytes that ranks loaded.",
     "load_us": "Microseconds that loads took, from their start to their end.",

@@ -17,7 +17,7 @@ import logging
 import os
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
@@ -38,6 +38,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstore.errors import ConfigError
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
 from kvstore.gpu_worker.connectors.offload import (
     Crew,
     HintBoard,
@@ -55,6 +56,7 @@ from kvstore.gpu_worker.connectors.vllm.identity import reset_spec
 from kvstore.gpu_worker.connectors.vllm.kv_hints import Answer, answer_hints
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.settings import TierSettings
+from kvstore.gpu_worker.connectors.vllm.steps import Steps, tokens_of_step
 from kvstore.gpu_worker.connectors.vllm.tier_identity import (
     engine_under_construction,
     is_prefix_only,
@@ -71,7 +73,8 @@ if TYPE_CHECKING:
     from kvstore.client import Namespace
     from kvstore.layout import NamespaceSpec
 
-ASK_THREADS, LOAD_THREADS, SAVE_THREADS = 2, 2, 1
+ASK_THREADS, LOAD_THREADS, SAVE_THREADS = 16, 2, 1
+"""A question that waits for the SSD keeps its thread: others must not wait behind it."""
 WAITING_MAX = 1024
 """Questions, and transfers of each direction, that may wait for a thread."""
 STAGING_BYTES_MIN = 64 << 20
@@ -92,6 +95,7 @@ COUNTERS = {
     "hits": "Chunks that vLLM was told to load.",
     "lookups_late": "Chunks that were computed because the store's answer did not come in time.",
     "lookups_dropped": "Chunks that were not asked about: too many questions waited.",
+    "computed": "Chunks that the store had and vLLM computed, because that is faster.",
     "blocks_loaded": "Chunks copied into rows of vLLM's memory.",
     "bytes_loaded": "Bytes copied into rows of vLLM's memory.",
     "blocks_failed": "Chunks that were to be loaded and are computed instead.",
@@ -221,9 +225,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._askers = Crew("kv-ask", threads=ASK_THREADS, waiting_max=WAITING_MAX)
         self._loaders = Crew("kv-load", threads=LOAD_THREADS, waiting_max=WAITING_MAX)
         self._savers = Crew("kv-save", threads=SAVE_THREADS, waiting_max=WAITING_MAX)
-        self._lookups = Lookups(self._askers, self._namespace, self.tally)
+        self.choice = ComputeOrLoad()
+        self._steps = Steps(self.choice.compute) if settings.compute_or_load else None
+        self._lookups = Lookups(self._askers, self._namespace, self.tally, self.choice, self._tokens_without)
         self._board = HintBoard(self._askers, self._namespace, self.tally)
-        self._loader = RowLoader(self._rows, self._loaders, self._namespace, self.tally)
+        self._loader = RowLoader(self._rows, self._loaders, self._namespace, self.tally, self.choice.copy)
         self._saver = RowSaver(
             self._rows,
             self._savers,
@@ -243,6 +249,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         """For threads. Of the engine's present weights and epoch."""
         spec = self._spec
         return self._link.namespace(spec, timeout_s) if spec is not None else None
+
+    def _tokens_without(self, keys: Sequence[ChunkKey]) -> int:
+        """Tokens that these chunks save from being computed: of the group that they have most of."""
+        groups = Counter(get_offload_group_idx(OffloadKey(key)) for key in keys)
+        return max(count * self._chunk_tokens.get(group, 0) for group, count in groups.items())
 
     # ---------------------------------------------------------------------------------------------------- weights
 
@@ -336,6 +347,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     @harmless(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        if self._steps is not None:
+            self._steps.scheduled(tokens_of_step(), time.monotonic())
         for name in context.new_req_ids:
             if name in self._waiting:
                 self._waits_no_more(name)
@@ -549,6 +562,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     @harmless(lambda: None)
     def get_stats(self) -> OffloadingConnectorStats | None:
+        if self._steps is not None:
+            self._steps.ended(time.monotonic())  # vLLM asks once a step, when it is over
         stats = OffloadingConnectorStats()
         for name, count in self.tally.take().items():
             stats.increase_counter(PREFIX + name, count)

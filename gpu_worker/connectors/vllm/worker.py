@@ -264,7 +264,10 @@ class WorkerSide:
             report.adapters = self.held.take_news()
             if self._trusted != self.held.generation:
                 report.generations = {self.held.rank: self.held.generation}
-        return report if report.changes or report.adapters or report.generations else None
+        if self._loader is not None:
+            report.loads = self._loader.take_speeds()
+        told = report.changes or report.adapters or report.generations or report.loads
+        return report if told else None
 
     def take_failed(self) -> set[int]:
         failed, self._bad_unreported = self._bad_unreported, set()

@@ -5,8 +5,10 @@ exactly one `Reply` effect, at once or later. Effects are performed in the order
 """
 
 from kvstore.answers import (
+    NO_BACKLOG,
     Acquired,
     Answer,
+    Backlog,
     ChunkHistory,
     Committed,
     Done,
@@ -104,11 +106,13 @@ from kvstore.core.events.requests import (
 from kvstore.types import Hint, SessionEntries, SessionEntry
 
 __all__ = [
+    "NO_BACKLOG",
     "Abort",
     "Acquire",
     "Acquired",
     "Answer",
     "AssignSegment",
+    "Backlog",
     "Checksum",
     "ChunkHistory",
     "ChunkRecord",

@@ -87,6 +87,9 @@ class Acquire:
     `shards` are the shard numbers whose extents are wanted (empty: all); a chunk is a hit only if *every* shard
     is READY. `prefix_only` stops at the first key that is not a hit. With `wait_ms` > 0 the worker is told by
     `ChunksSettled` when PENDING keys become READY or FAILED, at the latest after that time.
+
+    With `promote` off, no promotion begins, and nobody waits for what is on SSD: the answer's `backlog` says what that
+    would take.
     """
 
     ticket: Ticket
@@ -96,6 +99,7 @@ class Acquire:
     ttl_ms: int = 0
     wait_ms: int = 0
     prefix_only: bool = True
+    promote: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ class LeaseOutline:
     ttl_ms: Millis
     outcomes: bytes
     reasons: bytes
+    backlog: ev.Backlog
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ def outline_of(answer: ev.Answer | Outline) -> ev.Answer | Outline:
     """What is kept of an answer that has rows: no row, and all that was decided."""
     match answer:
         case ev.Acquired():
-            return LeaseOutline(answer.lease, answer.ttl_ms, bytes(answer.outcomes), bytes(answer.reasons))
+            kept = bytes(answer.outcomes), bytes(answer.reasons)
+            return LeaseOutline(answer.lease, answer.ttl_ms, *kept, answer.backlog)
         case ev.Reserved():
             return ReservationOutline(answer.reservation, answer.ttl_ms, bytes(answer.results))
         case ev.SessionInfo():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.core import events as ev
 from kvstore.core.bulk import batch
-from kvstore.core.chunks import DOOMED, HITS_MAX, NONE, STORED
+from kvstore.core.chunks import DOOMED, HITS_MAX, NONE, PROMOTING, STORED
 from kvstore.core.namespaces import Namespace
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
@@ -92,7 +92,24 @@ class Reads:
                 if tokens >= event.token_count:
                     break
             usable += 1
-        return ev.Matched(usable, tuple(map(_OUTCOMES.__getitem__, reasons)), tuple(reasons))
+        outcomes = tuple(map(_OUTCOMES.__getitem__, reasons))
+        return ev.Matched(usable, outcomes, tuple(reasons), self._backlog(namespace, rows, reasons))
+
+    def _backlog(self, namespace: Namespace, rows: Sequence[int], reasons: Sequence[Reason]) -> ev.Backlog:
+        """Of an answer, before it has any promoted."""
+        cold = reasons.count(Reason.ON_SSD)
+        if not cold:
+            return ev.NO_BACKLOG
+        state = self.state
+        flags, reserved = state.chunks.flags, state.chunks.reserved
+        own = sum(
+            bool(flags[row] & PROMOTING and (reserved[row] or row not in state.prefetched))
+            for row, reason in zip(rows, reasons, strict=False)
+            if reason is Reason.ON_SSD
+        )
+        size = namespace.payload_bytes
+        ahead = state.reading_bytes + state.wanted_bytes - own * size
+        return ev.Backlog(cold * size, max(0, ahead), state.read_rate.bytes_per_s)
 
     def _look_up(self, namespace: Namespace, keys: Sequence[ChunkKey]) -> tuple[list[int], list[Reason]]:
         """`lookup` of each key, as (rows, reasons)."""
@@ -106,7 +123,7 @@ class Reads:
         return rows.tolist(), list(map(_REASONS.__getitem__, reasons))
 
     def acquire(self, worker: Worker, event: ev.Acquire) -> ev.Acquired:
-        """Pin the hits; all or nothing per chunk (invariant 3). The promotion of what is on SSD begins.
+        """Pin the hits; all or nothing per chunk (invariant 3). The promotion of what is on SSD begins, if it may.
 
         Behind the first PENDING key hits are pinned all the same, or the promotions might push them out; a
         prefix lookup stops at the first MISS.
@@ -141,9 +158,8 @@ class Reads:
             outcome = _OUTCOMES[reason]
             if outcome is Outcome.HIT:
                 hits.append(row)
-            elif reason is Reason.ON_SSD:
-                self.promote(row)
-            if outcome is Outcome.PENDING and event.wait_ms > 0:
+            comes = event.promote or reason is not Reason.ON_SSD
+            if outcome is Outcome.PENDING and comes and event.wait_ms > 0:
                 state.wait_for(worker, row, until)
             reasons.append(reason)
             namespace.lookups[reason] += 1
@@ -151,13 +167,19 @@ class Reads:
                 reasons += [Reason.BEYOND_MISS] * (len(event.keys) - len(reasons))
                 break
         outcomes = tuple(map(_OUTCOMES.__getitem__, reasons))
+        backlog = self._backlog(namespace, rows, reasons)
+        if backlog.ssd_bytes and event.promote:
+            for row, reason in zip(rows, reasons, strict=True):
+                if reason is Reason.ON_SSD:
+                    self.promote(row)
         if not hits:
-            return ev.Acquired(LeaseId(0), 0, outcomes, tuple(reasons), NO_EXTENTS)
+            return ev.Acquired(LeaseId(0), 0, outcomes, tuple(reasons), NO_EXTENTS, backlog)
         state.pin_all(namespace, hits)
         self._used(namespace, hits)
         lease = state.leases.open(worker.group, worker.id, namespace.id, state.now + ttl_ms)
         lease.rows.extend(hits)
-        return ev.Acquired(lease.id, ttl_ms, outcomes, tuple(reasons), state.extents(namespace, hits, shards))
+        extents = state.extents(namespace, hits, shards)
+        return ev.Acquired(lease.id, ttl_ms, outcomes, tuple(reasons), extents, backlog)
 
     def _used(self, namespace: Namespace, rows: Sequence[int]) -> None:
         state = self.state

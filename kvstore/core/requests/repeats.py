@@ -33,6 +33,7 @@ def again(state: State, sessions: Sessions, worker: Worker, event: Any, outline:
                 tuple(map(Outcome, outline.outcomes)),
                 tuple(map(Reason, outline.reasons)),
                 state.extents(namespace, lease.rows, shards),
+                outline.backlog,
             )
         case ReservationOutline():
             reservation = state.reservations.get(outline.reservation)

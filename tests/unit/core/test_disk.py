@@ -426,6 +426,37 @@ def test_match_and_explain_find_it_and_raise_nothing() -> None:
     assert world.where(namespace, chain("k", 4)) == ["ssd"] * 4
 
 
+def test_who_only_asks_what_it_takes_is_told_and_promotes_nothing() -> None:
+    world, worker, namespace = small()
+    cold(world, worker, namespace)
+    cold(world, worker, namespace, "j")
+    world.hold = {ev.ReadRecords}
+    keys = chain("k", 4)
+    asked = world.acquire(worker, namespace, keys, wait_ms=1_000, promote=False)
+    assert asked.reasons == (Reason.ON_SSD,) * 4 and not asked.lease
+    assert asked.backlog == ev.Backlog(4 * PAGE, 0, 0) == world.match(worker, namespace, keys).backlog
+    assert world.where(namespace, keys) == ["ssd"] * 4 and not world.store.state.waits
+    assert world.acquire(worker, namespace, keys).backlog == asked.backlog, "before it has them promoted"
+    behind = world.acquire(worker, namespace, chain("j", 3), promote=False)
+    assert behind.backlog == ev.Backlog(3 * PAGE, 4 * PAGE, 0)
+    assert world.match(worker, namespace, keys).backlog == asked.backlog, "its own are not ahead of it"
+    world.tick(100)
+    world.finish()
+    rest = world.match(worker, namespace, chain("j", 3)).backlog
+    assert (rest.ahead_bytes, rest.ssd_bytes_per_s) == (0, 40 * PAGE), "four chunks in 0.1 s"
+    assert world.match(worker, namespace, keys[:1]).backlog == ev.NO_BACKLOG, "it is there"
+
+
+def test_a_late_read_is_ahead_of_nobody() -> None:
+    world, worker, namespace = small(disk_deadline_ms=1_000)
+    cold(world, worker, namespace)
+    world.hold = {ev.ReadRecords}
+    world.acquire(worker, namespace, chain("k", 4))
+    assert world.store.state.reading_bytes == 4 * PAGE
+    world.tick(1_001)
+    assert (world.store.state.reading_bytes, world.store.state.read_rate.bytes_per_s) == (0, 0)
+
+
 def test_hits_behind_what_rises_stay_pinned() -> None:
     world, worker, namespace = small()
     world.save(worker, namespace, chain("k", 4))

@@ -6,14 +6,17 @@ Nothing sleeps: the engine's clock is a number, and threads wait for events that
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvstore.client import Hint, QueueAccepted
+from kvstore.client import Backlog, Hint, QueueAccepted
 from kvstore.errors import BadRequest, StoreError, Unavailable
+from kvstore.gpu_worker.compute_or_load import BOUND_MIN_S, ComputeOrLoad
 from kvstore.gpu_worker.connectors.offload import (
     Crew,
     HintBoard,
@@ -27,15 +30,24 @@ from kvstore.gpu_worker.connectors.offload import (
     Verdict,
 )
 from kvstore.keys import ROOT
-from kvstore.types import ChunkKey, GrantResult, HintResult, Outcome
+from kvstore.types import ChunkKey, GrantResult, HintResult, Outcome, Reason
 
 ROW_BYTES = 64
+TOKENS = 16
 BOUND_S = 10.0
 FAR = 1e9
 MAKER = b"m" * 16
 COUNTERS = dict.fromkeys(
     (
-        *("lookups", "lookups_late", "lookups_dropped", "blocks_loaded", "bytes_loaded", "blocks_failed"),
+        *(
+            "lookups",
+            "lookups_late",
+            "lookups_dropped",
+            "computed",
+            "blocks_loaded",
+            "bytes_loaded",
+            "blocks_failed",
+        ),
         *("loads_dropped", "blocks_saved", "bytes_saved", "blocks_already", "blocks_refused"),
         *("blocks_dropped", "saves_dropped", "hints_published", "hints_refused"),
     ),
@@ -52,6 +64,9 @@ class Lease:
         self._store = store
         self._keys = list(wanted)
         self.outcomes = tuple(outcomes)
+        here = {Outcome.HIT: Reason.NONE, Outcome.PENDING: Reason.ON_SSD, Outcome.MISS: Reason.NEVER_SEEN}
+        self.reasons = tuple(map(here.__getitem__, outcomes))
+        self.backlog = Backlog(outcomes.count(Outcome.PENDING) * ROW_BYTES, 0, store.ssd_bytes_per_s)
         self.released = False
 
     def copy_to(self, index: int, out: Any) -> bool:
@@ -145,6 +160,10 @@ class Store:
         self.chunks: dict[ChunkKey, bytes] = {}
         self.promoting: set[ChunkKey] = set()
         """PENDING at the first read, there at the next."""
+        self.spec = SimpleNamespace(chunk_bytes=ROW_BYTES)
+        self.ssd_bytes_per_s = 1 << 30
+        self.promotions = 0
+        """Reads that may have something promoted."""
         self.void: set[ChunkKey] = set()
         self.full: set[ChunkKey] = set()
         self.staging = 99
@@ -168,8 +187,17 @@ class Store:
         self.may_fill = _set()
         self._memory = memory
 
-    def read(self, wanted: Sequence[ChunkKey], *, any_order: bool, wait_ms: int, timeout_s: float) -> Lease:
+    def read(
+        self,
+        wanted: Sequence[ChunkKey],
+        *,
+        any_order: bool,
+        wait_ms: int = 0,
+        timeout_s: float,
+        promote: bool = True,
+    ) -> Lease:
         self.asked.set()
+        self.promotions += promote
         assert self.may_read.wait(BOUND_S)
         outcomes = []
         for key in wanted:
@@ -225,8 +253,11 @@ class Rig:
         self.tally = Tally(COUNTERS)
         self.crew = Crew("test", threads=1, waiting_max=waiting_max)
         self.rows = Rows(memoryview(self.memory).cast("B", (6, ROW_BYTES)), fd)
-        self.lookups = Lookups(self.crew, self.opener, self.tally)
-        self.loader = RowLoader(self.rows, self.crew, self.opener, self.tally)
+        self.choice = ComputeOrLoad()
+        self.lookups = Lookups(
+            self.crew, self.opener, self.tally, self.choice, lambda wanted: TOKENS * len(wanted)
+        )
+        self.loader = RowLoader(self.rows, self.crew, self.opener, self.tally, self.choice.copy)
         self.saver = RowSaver(self.rows, self.crew, self.opener, self.tally, rows_max=4, maker=MAKER)
         self.board = HintBoard(self.crew, self.opener, self.tally)
         self._numbers = iter(range(1000))
@@ -710,3 +741,90 @@ def test_a_tally_counts_what_it_knows() -> None:
     assert tally.take() == {"a": 3} and tally.take() == {} and tally.total["a"] == 3
     with pytest.raises(AssertionError):
         tally.add(c=1)
+
+
+# -------------------------------------------------------------------------------------------------- load or compute
+
+
+def asked(rig: Rig, wanted: Sequence[ChunkKey], *, prefix: bool = True) -> list[Verdict]:
+    inquiry = rig.inquiry()
+    for key in wanted:
+        inquiry.verdict(key, time.monotonic(), keys_max=9)
+    inquiry.ask(time.monotonic(), prefix=prefix)
+    rig.idle()
+    verdicts = [inquiry.verdict(key, time.monotonic(), keys_max=9) for key in wanted]
+    inquiry.again()
+    return verdicts
+
+
+def learn(rig: Rig, *, tokens_per_s: float = 1_000, copy_bytes_per_s: float = 1e9) -> None:
+    for count in (1, 10, 1_000, 10, 1_000, 10):  # the first does not count
+        rig.choice.compute.observe(count, count / tokens_per_s)
+        rig.choice.copy.observe(count * ROW_BYTES, count * ROW_BYTES / copy_bytes_per_s)
+
+
+HIT, MISS = Verdict.HIT, Verdict.MISS
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_what_is_on_a_slow_ssd_is_computed(rig: Rig, prefix: bool) -> None:
+    wanted = keys("a", "b", "c")
+    rig.store.chunks.update(dict.fromkeys(wanted, bytes(ROW_BYTES)))
+    rig.store.promoting.update(wanted[1:])
+    rig.store.ssd_bytes_per_s = ROW_BYTES
+    learn(rig)
+    assert asked(rig, wanted, prefix=prefix) == [HIT, MISS, MISS]
+    assert rig.store.promotions == 0
+    assert rig.tally.total["computed"] == 2
+    rig.store.ssd_bytes_per_s = 1 << 30
+    assert asked(rig, wanted, prefix=prefix) == [HIT] * 3
+
+
+def test_in_any_order_what_is_in_memory_counts_wherever_it_is(rig: Rig) -> None:
+    """Of several groups of layers, say: one key that is on SSD is no reason to leave the others."""
+    wanted = keys("a", "b", "c")
+    rig.store.chunks.update(dict.fromkeys(wanted, bytes(ROW_BYTES)))
+    rig.store.promoting.add(wanted[0])
+    rig.store.ssd_bytes_per_s = ROW_BYTES
+    learn(rig)
+    assert asked(rig, wanted, prefix=False) == [MISS, HIT, HIT]
+
+
+def test_what_is_copied_slower_than_computed_is_computed(rig: Rig) -> None:
+    wanted = keys("a", "b")
+    rig.store.chunks.update(dict.fromkeys(wanted, bytes(ROW_BYTES)))
+    learn(rig, tokens_per_s=1e9, copy_bytes_per_s=1.0)
+    assert asked(rig, wanted) == [MISS, MISS]
+
+
+def test_a_row_that_comes_too_late_is_given_up(rig: Rig) -> None:
+    wanted = keys("a")
+    rig.store.chunks[wanted[0]] = bytes(ROW_BYTES)
+    learn(rig)
+    inquiry = rig.inquiry()
+    inquiry.verdict(wanted[0], time.monotonic(), keys_max=9)
+    inquiry.ask(time.monotonic(), prefix=True)
+    rig.idle()
+    hits, questions = inquiry.load(wanted)
+    transfer = rig.transfer(wanted, [0])
+    rig.loader.start(transfer, hits, questions)
+    assert transfer.deadline == transfer.begun + max(BOUND_MIN_S, rig.choice.saves(TOKENS))
+    assert transfer.ended.wait(BOUND_S)
+    inquiry.again()
+
+
+def test_copies_tell_how_fast_they_are(rig: Rig) -> None:
+    wanted = keys("a")
+    rig.store.chunks[wanted[0]] = bytes(ROW_BYTES)
+    for number in range(2):
+        assert not rig.choice.copy.known, "the first pays for what is done once"
+        inquiry = rig.inquiry()
+        inquiry.verdict(wanted[0], time.monotonic(), keys_max=9)
+        inquiry.ask(time.monotonic(), prefix=True)
+        rig.idle()
+        transfer = rig.transfer(wanted, [number])
+        rig.loader.start(transfer, *inquiry.load(wanted))
+        assert transfer.ended.wait(BOUND_S)
+        rig.idle()
+        inquiry.again()
+    assert rig.choice.copy.known

@@ -1,0 +1,54 @@
+"""How long vLLM's steps take, by the prompt tokens that they compute: its prefill speed, as it is now."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping
+from types import FrameType
+
+from kvstore.gpu_worker.compute_or_load import Line
+
+DECODED_MAX = 16
+"""A request with more tokens than that in a step has its prompt computed: decoding, also with drafts, has fewer."""
+OPEN_MAX = 64
+"""Steps that vLLM has begun and not ended; it has a few at most."""
+CALLERS_MAX = 8
+
+
+class Steps:
+    """For the scheduler's thread. vLLM may schedule a step before the one before has ended: a step is taken to last
+    from then on."""
+
+    def __init__(self, compute: Line) -> None:
+        self._compute = compute
+        self._open: deque[tuple[int, float]] = deque(maxlen=OPEN_MAX)
+        self._ended_at = 0.0
+
+    def scheduled(self, tokens: Mapping[str, int], now: float) -> None:
+        """`tokens`: of each request in the step."""
+        self._open.append((sum(count for count in tokens.values() if count > DECODED_MAX), now))
+
+    def ended(self, now: float) -> None:
+        """The oldest step has ended."""
+        if not self._open:
+            return
+        tokens, begun = self._open.popleft()
+        if tokens:
+            self._compute.observe(tokens, now - max(begun, self._ended_at))
+        self._ended_at = now
+
+
+def tokens_of_step() -> Mapping[str, int]:
+    """Of each request in the step that is being scheduled; empty if nobody among the callers knows. vLLM does not tell
+    a tier: its caller's caller has it in hand."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(CALLERS_MAX):
+        if frame is None:
+            break
+        if "scheduler_output" in frame.f_code.co_varnames:
+            tokens = getattr(frame.f_locals.get("scheduler_output"), "num_scheduled_tokens", None)
+            if isinstance(tokens, Mapping):
+                return tokens
+        frame = frame.f_back
+    return {}

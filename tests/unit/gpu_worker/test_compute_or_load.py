@@ -1,0 +1,255 @@
+"""What is loaded and what is computed, by measured speeds."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from kvstore.gpu_worker.compute_or_load import (
+    BOUND_MIN_S,
+    EXPLORE_AFTER_MAX_S,
+    EXPLORE_AFTER_S,
+    EXPLORE_BYTES,
+    EXPLORE_SHARE,
+    ComputeOrLoad,
+    Found,
+    Line,
+    Why,
+)
+
+MIB = 1 << 20
+TOKENS, CHUNK = 64, 2 * MIB
+LONG_S = 1e6
+
+
+def learned(tokens_per_s: float = 1_000, copy_bytes_per_s: float = 2e9) -> ComputeOrLoad:
+    choice = ComputeOrLoad()
+    for tokens in (1, 64, 512, 256, 1024, 64):  # the first does not count
+        choice.compute.observe(tokens, 0.02 + tokens / tokens_per_s)
+        choice.copy.observe(tokens * MIB, 0.001 + tokens * MIB / copy_bytes_per_s)
+    return choice
+
+
+def found(where: str, ahead: int = 0, rate: float = 0) -> Found:
+    """`where`: D for each chunk in DRAM, S for each on SSD alone."""
+    return Found([letter == "D" for letter in where], TOKENS, CHUNK, ahead, rate)
+
+
+# ---------------------------------------------------------------------------------------------------------- Line
+
+
+def test_a_line_tells_fixed_from_each() -> None:
+    line = Line()
+    assert (line.known, line.seconds(100)) == (False, 0.0)
+    for units in (10, 1_000, 50, 400, 10):
+        line.observe(units, 0.5 + 0.01 * units)
+    assert line.fixed == pytest.approx(0.5) and line.each == pytest.approx(0.01)
+    assert line.seconds(200) == pytest.approx(2.5)
+
+
+def test_loads_of_one_size_do_not_tell_them_apart() -> None:
+    line = Line()
+    for _ in range(5):
+        line.observe(100, 2.0)
+    assert (line.fixed, line.each) == (0.0, pytest.approx(0.02))
+
+
+def test_nothing_is_ever_free_or_negative() -> None:
+    line = Line()
+    for units, seconds in ((10, 5.0), (1_000, 1.0), (20, 4.0)):
+        line.observe(units, seconds)
+    assert line.each > 0 and line.fixed >= 0
+    line.observe(0, 1.0)
+    line.observe(5, -1.0)
+    assert line.each > 0
+
+
+def test_a_machine_that_stood_still_is_not_slow() -> None:
+    line = Line()
+    for _ in range(8):
+        line.observe(100, 1.0)
+    line.observe(100, 600.0)
+    assert line.seconds(100) < 2.0
+
+
+def test_one_that_got_slower_is_believed_soon() -> None:
+    line = Line()
+    for _ in range(32):
+        line.observe(100, 1.0)
+    for _ in range(16):
+        line.observe(100, 100.0)
+    assert line.seconds(100) > 30.0
+
+
+def test_a_line_that_was_too_high_comes_down_at_once() -> None:
+    """What is held to be slow is hardly ever tried."""
+    line = Line()
+    for _ in range(32):
+        line.observe(100, 10.0)
+    for _ in range(3):
+        line.observe(100, 0.1)
+    assert line.seconds(100) < 2.0
+
+
+def test_what_is_done_once_does_not_count() -> None:
+    choice = ComputeOrLoad()
+    for line in (choice.compute, choice.copy):
+        line.observe(64, 1_000.0)
+        assert not line.known
+        line.observe(64, 1.0)
+        assert line.seconds(64) == 1.0
+
+
+def test_a_few_loads_are_no_reason_to_compute() -> None:
+    choice = ComputeOrLoad()
+    for seconds in (9.0, 9.0, 9.0):
+        choice.compute.observe(64, 0.064)
+        choice.copy.observe(CHUNK, seconds)
+    assert choice.choose(found("DD"), now=0, wait_max_s=1).chunks == 2
+    for _ in range(3):
+        choice.copy.observe(CHUNK, 9.0)
+    assert choice.choose(found("DD"), now=0, wait_max_s=1).chunks == 0
+
+
+# --------------------------------------------------------------------------------------------------------- choices
+
+
+def test_what_the_engine_has_is_not_loaded() -> None:
+    plan = learned().choose(found("DD"), now=0, wait_max_s=1, have=2)
+    assert (plan.chunks, plan.why) == (2, Why.NOTHING)
+    assert learned().choose(found("DDDD"), now=0, wait_max_s=1, have=1).chunks == 4
+
+
+def test_while_nobody_knows_what_computing_takes_all_is_loaded() -> None:
+    plan = ComputeOrLoad().choose(found("DDSS", rate=1), now=0, wait_max_s=0.7)
+    assert (plan.chunks, plan.why, plan.wait_s, plan.bound_s) == (4, Why.UNKNOWN, 0.7, math.inf)
+
+
+def test_dram_is_faster_than_computing() -> None:
+    plan = learned().choose(found("D" * 16), now=0, wait_max_s=1)
+    assert (plan.chunks, plan.why, plan.wait_s) == (16, Why.LOAD, 0.0)
+    assert plan.saves_s == pytest.approx(16 * TOKENS / 1_000)
+
+
+def test_an_engine_that_computes_faster_than_memory_copies_computes() -> None:
+    choice = learned(tokens_per_s=1e6, copy_bytes_per_s=1e9)
+    assert choice.choose(found("D" * 16), now=0, wait_max_s=1).chunks == 0
+
+
+@pytest.mark.parametrize(
+    ("rate", "chunks", "why"),
+    [
+        (1e9, 16, Why.LOAD),
+        (200e6, 16, Why.LOAD),
+        (40e6, 16, Why.LOAD),
+        (30e6, 0, Why.COMPUTE),
+        (1e6, 0, Why.COMPUTE),
+    ],
+)
+def test_an_ssd_is_used_while_it_is_faster_than_computing(rate: float, chunks: int, why: Why) -> None:
+    """Computing a chunk takes 64 ms; 2 MiB in that time are 33 MB/s."""
+    plan = learned().choose(found("S" * 16, rate=rate), now=0, wait_max_s=5)
+    assert (plan.chunks, plan.why) == (chunks, why)
+
+
+def test_what_is_read_before_counts() -> None:
+    assert learned().choose(found("S" * 16, ahead=50 * MIB, rate=200e6), now=0, wait_max_s=5).chunks == 16
+    plan = learned().choose(found("S" * 16, ahead=500 * MIB, rate=200e6), now=0, wait_max_s=5)
+    assert (plan.chunks, plan.why) == (0, Why.COMPUTE)
+
+
+def test_what_is_in_dram_is_loaded_though_the_ssd_is_slow() -> None:
+    plan = learned().choose(found("DDDDSSSS", rate=1e6), now=0, wait_max_s=5)
+    assert (plan.chunks, plan.why, plan.wait_s) == (4, Why.SPLIT, 0.0)
+
+
+def test_what_comes_in_time_is_loaded_and_the_rest_computed() -> None:
+    plan = learned().choose(found("S" * 64, rate=50e6), now=0, wait_max_s=1.0)
+    assert plan.why is Why.SPLIT
+    assert plan.chunks == int(50e6 / CHUNK)
+    assert plan.wait_s <= 1.0
+
+
+def test_a_wait_is_bounded_by_what_it_saves() -> None:
+    plan = learned().choose(found("S" * 16, rate=40e6), now=0, wait_max_s=60)
+    assert plan.wait_s <= plan.saves_s <= plan.bound_s
+    fast = learned().choose(found("S" * 16, rate=1e9), now=0, wait_max_s=60)
+    assert fast.wait_s < 0.1 < fast.bound_s
+    assert learned().choose(found("D"), now=0, wait_max_s=60).bound_s >= BOUND_MIN_S
+
+
+def cost(choice: ComputeOrLoad, what: Found, have: int, chunks: int, wait_max_s: float) -> float:
+    """Seconds, against computing everything."""
+    cold = sum(not here for here in what.in_dram[have:chunks])
+    wait_s = (what.ahead_bytes + cold * CHUNK) / what.ssd_bytes_per_s if cold else 0.0
+    if wait_s > wait_max_s:
+        return math.inf
+    copied = choice.copy.seconds((chunks - have) * CHUNK) if chunks > have else 0.0
+    return wait_s + copied - choice.saves((chunks - have) * TOKENS)
+
+
+def test_the_best_is_never_worse_than_any_other_number_of_chunks() -> None:
+    chance = random.Random(3)
+    for _ in range(300):
+        choice = learned(10 ** chance.uniform(2, 5), 10 ** chance.uniform(8, 10))
+        what = found(
+            "".join(chance.choice("DDSS") * chance.randrange(1, 6) for _ in range(chance.randrange(1, 6))),
+            chance.randrange(0, 100 * MIB),
+            10 ** chance.uniform(6, 10),
+        )
+        have, wait_max_s = chance.randrange(0, 4), chance.choice((0.05, 1.0, LONG_S))
+        plan = choice.choose(what, now=0, wait_max_s=wait_max_s, have=have)
+        if plan.why in (Why.LOAD, Why.SPLIT, Why.COMPUTE):
+            ends = range(have, max(have, len(what.in_dram)) + 1)
+            costs = [cost(choice, what, have, chunks, wait_max_s) for chunks in ends]
+            assert costs[plan.chunks - have] == pytest.approx(min(costs), rel=1e-6, abs=1e-9), (what, plan)
+
+
+# ----------------------------------------------------------------------------------------------- what was not tried
+
+
+def test_an_ssd_that_nobody_has_read_is_tried_with_a_few() -> None:
+    plan = learned().choose(found("S" * 64), now=0, wait_max_s=5)
+    assert plan.why is Why.EXPLORE
+    assert plan.chunks * CHUNK == EXPLORE_BYTES
+    assert plan.wait_s == pytest.approx(3 * EXPLORE_SHARE * 64 * TOKENS / 1_000)
+
+
+def test_one_that_lost_is_tried_again_ever_more_rarely_and_at_little_cost() -> None:
+    choice = learned()
+    slow = found("D" * 4 + "S" * 60, rate=1e6)
+    tries = []
+    for second in range(3_600):
+        plan = choice.choose(slow, now=second, wait_max_s=5)
+        if plan.why is Why.EXPLORE:
+            tries.append(second)
+            assert plan.wait_s <= EXPLORE_SHARE * choice.saves(64 * TOKENS)
+            assert plan.chunks * CHUNK == 4 * CHUNK + EXPLORE_BYTES
+        else:
+            assert plan.chunks == 4
+    pauses = [later - sooner for sooner, later in itertools.pairwise((0, *tries))]
+    assert pauses[:3] == [EXPLORE_AFTER_S, 2 * EXPLORE_AFTER_S, 4 * EXPLORE_AFTER_S]
+    assert set(pauses[7:]) == {EXPLORE_AFTER_MAX_S}
+
+
+def test_one_that_got_fast_is_used_again_and_then_forgiven() -> None:
+    choice = learned()
+    for second in range(100):
+        choice.choose(found("S" * 8, rate=1e6), now=second, wait_max_s=5)
+    assert choice.choose(found("S" * 8, rate=34e6), now=101, wait_max_s=5).chunks == 0, "noise"
+    assert choice.choose(found("S" * 8, rate=1e9), now=102, wait_max_s=5).why is Why.LOAD
+    assert choice.choose(found("S" * 8, rate=35e6), now=103, wait_max_s=5).why is Why.LOAD
+    tries = [
+        second
+        for second in range(200, 300)
+        if choice.choose(found("S" * 8, rate=1e6), now=second, wait_max_s=5).why is Why.EXPLORE
+    ]
+    assert tries[0] == 200 + EXPLORE_AFTER_S
+
+
+def test_copies_that_lost_are_tried_again_too() -> None:
+    choice = learned(tokens_per_s=1e6, copy_bytes_per_s=1e9)
+    plans = [choice.choose(found("D" * 64), now=second, wait_max_s=1) for second in range(6)]
+    assert [plan.why for plan in plans] == [Why.COMPUTE] * 5 + [Why.EXPLORE]
+    assert plans[-1].chunks * CHUNK == EXPLORE_BYTES
