@@ -28,7 +28,7 @@ NEAR_JOBS = 8
 """So many at the head of a queue are near, however small the window."""
 MARKED_JOBS = 64
 """So many at the head are watched."""
-PATIENCE, PATIENCE_MIN = 4, 256
+PATIENCE, PATIENCE_MIN = 2, 256
 """A job at the head has failed when its tenant asked for so many times the chunks of the window, and so many, since."""
 LOOK_MS = 100
 """How often that is looked at."""
@@ -45,7 +45,7 @@ class Mark:
     hits: int
     asked: int
     used: bool
-    """It came true already, or saved the chunk itself: it has twice as long, and its end tells nothing."""
+    """It came true already, or saved the chunk itself: its end tells nothing, but it must not stay for ever."""
 
 
 @dataclass(slots=True)
@@ -136,11 +136,12 @@ class Credit:
 
         def is_overdue(job: Job) -> bool:
             mark = self._marks.get(job)
-            return mark is not None and asked - mark.asked >= patience * (1 + mark.used)
+            return mark is not None and asked - mark.asked >= patience
 
-        if not any(map(is_overdue, jobs[:NEAR_JOBS])):
+        marked = [job for job in jobs if job in self._marks]
+        if not any(map(is_overdue, marked[:NEAR_JOBS])):
             return
-        for job in filter(is_overdue, jobs):
+        for job in filter(is_overdue, marked):
             hit = self._was_hit(job.namespace, self._marks[job])
             if hit is not None:
                 self._judge(tenant, true=hit)
