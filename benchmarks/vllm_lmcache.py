@@ -334,7 +334,7 @@ def measure(
     rows = []
     for engine in engines:
         for number in range(2):  # what is done once only
-            engine.ask([number + 1, *range(100, 700)])
+            engine.ask([number + 1, *(100 + n % (vocabulary - 100) for n in range(600))])
     for number in range(rounds):
         chosen = random.Random(number)
 

@@ -37,7 +37,7 @@ def measure(
     """A row per round and length."""
     for engine in engines.values():
         for number in range(2):  # what is done once only
-            engine.ask([number + 1, *range(100, 700)])
+            engine.ask([number + 1, *(100 + n % (vocabulary - 100) for n in range(600))])
     rows = []
     for number in range(rounds):
         print(f"round {number + 1} of {rounds}", file=sys.stderr)

@@ -43,6 +43,8 @@ EXPLORE_SHARE = 0.03
 SLACK = 1.5
 SLACK_S = 0.01
 """A load may take so much longer than expected before it is looked at again."""
+LATE_SHARE = 0.25
+"""How much the last wait counts against those before it."""
 BOUND_MIN_S = 0.1
 """A copy in memory is given this time at least: a machine that is busy delays it, and computing too."""
 
@@ -195,6 +197,8 @@ class ComputeOrLoad:
         """Tokens computed in one step of the engine -> seconds."""
         self.copy = Line(skipped=1)
         """Bytes of one load, from DRAM to where the engine wants them -> seconds, waiting for earlier ones included."""
+        self._late_s = 0.0
+        """So much later than expected what was read from SSD came, of late: questions, threads, a busy machine."""
         self._patience = {Tier.DRAM: Patience(), Tier.SSD: Patience()}
 
     def __repr__(self) -> str:
@@ -205,6 +209,11 @@ class ComputeOrLoad:
         if tokens <= 0:
             return 0.0
         return self.compute.each * tokens if self.compute.known else math.inf
+
+    def waited(self, expected_s: float, seconds: float) -> None:
+        """What was read from SSD has come, or was given up, after `seconds`."""
+        late_s = min(max(0.0, seconds - expected_s), OUTLIER * expected_s + SLACK_S)
+        self._late_s += LATE_SHARE * (late_s - self._late_s)
 
     def choose(self, found: Found, *, now: float, wait_max_s: float, have: int = 0) -> Plan:
         """`have`: leading chunks that the engine has by itself; `wait_max_s`: for what is on SSD."""
@@ -247,7 +256,7 @@ class ComputeOrLoad:
             return 0.0
         if not found.ssd_bytes_per_s:
             return math.inf
-        return (found.ahead_bytes + cold * found.chunk_bytes) / found.ssd_bytes_per_s
+        return (found.ahead_bytes + cold * found.chunk_bytes) / found.ssd_bytes_per_s + self._late_s
 
     def _copying(self, size: int) -> float:
         return self.copy.seconds(size) if self.copy.settled else 0.0

@@ -182,8 +182,12 @@ class _Search:
         self._waited = True
         lease = self._namespace.read(wanted, wait_ms=_ms(wait_s), timeout_s=self._left_s)
         try:
+            begun, told = self._clock(), lease.backlog
             if Outcome.PENDING in lease.outcomes:
                 lease.settled(wait_s)
+                if told.ssd_bytes_per_s:
+                    expected_s = (told.ahead_bytes + told.ssd_bytes) / told.ssd_bytes_per_s
+                    self._choice.waited(expected_s, self._clock() - begun)
         finally:
             self._keep(lease)
 

@@ -159,6 +159,19 @@ def test_what_is_read_before_counts() -> None:
     assert (plan.chunks, plan.why) == (0, Why.COMPUTE)
 
 
+def test_waits_that_are_longer_than_reading_takes_count() -> None:
+    """Of a small hit they are the most: 2 chunks are read in 42 ms, and computed in 128."""
+    choice = learned()
+    assert choice.choose(found("SS", rate=100e6), now=0, wait_max_s=5).why is Why.LOAD
+    for _ in range(20):
+        choice.waited(0.042, 0.3)
+    assert choice.choose(found("SS", rate=100e6), now=0, wait_max_s=5).why is Why.COMPUTE
+    assert choice.choose(found("S" * 32, rate=100e6), now=0, wait_max_s=5).why is Why.LOAD
+    for _ in range(20):
+        choice.waited(0.042, 0.01)
+    assert choice.choose(found("SS", rate=100e6), now=0, wait_max_s=5).why is Why.LOAD
+
+
 def test_what_is_in_dram_is_loaded_though_the_ssd_is_slow() -> None:
     plan = learned().choose(found("DDDDSSSS", rate=1e6), now=0, wait_max_s=5)
     assert (plan.chunks, plan.why, plan.wait_s) == (4, Why.SPLIT, 0.0)
