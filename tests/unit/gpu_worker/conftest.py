@@ -16,7 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvstore.core.events import Matched, SessionEntry, SessionInfo
 from kvstore.errors import BadRequest, Conflict, Precondition, StoreError, Unavailable
-from kvstore.gpu_worker.engine import Engine
+from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.identity import Identity, inert
 from kvstore.keys import ROOT, exact_chain, exact_key
 from kvstore.layout import NamespaceSpec
@@ -346,12 +346,14 @@ def store() -> FakeStore:
 
 
 @pytest.fixture
-def engines() -> Iterator[Callable[..., Engine]]:
-    """Makes engines, and closes them: a thread that failed is seen."""
-    made: list[Engine] = []
+def engines() -> Iterator[Callable[..., BatchEngine]]:
+    """Makes engines, and closes them: a thread that failed is seen. Chunks that nobody holds do not stay in the pool,
+    unless it is said (`retain`): what is reused came from the store then."""
+    made: list[BatchEngine] = []
 
-    def make(model: LlamaForCausalLM, store: FakeStore | None, **options: Any) -> Engine:
-        made.append(Engine(model, store.connect if store is not None else None, **options))
+    def make(model: LlamaForCausalLM, store: FakeStore | None, **options: Any) -> BatchEngine:
+        settings = {"pool_chunks": 32, "retain": False} | options
+        made.append(BatchEngine(model, store.connect if store is not None else None, **settings))
         return made[-1]
 
     yield make
