@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from transformers import PreTrainedModel
 
-from kvstore.errors import Exhausted, Unavailable
+from kvstore.errors import Exhausted, Unavailable, Unsupported
 from kvstore.gpu_worker.attention import NAME, check_pageable
 from kvstore.gpu_worker.forward import Forward
 from kvstore.gpu_worker.hbm_pool import HbmPool
@@ -88,7 +88,8 @@ class BatchEngine:
 
     `counters` by name: steps, requests; of tokens, prompt_tokens, computed_tokens, adopted_tokens (found in the pool),
     restored_tokens (from the store) and of these restored_ssd_tokens; preemptions, load_failures, promotions_awaited,
-    requests_failed, requests_refused (the queue was full), unnamed_requests (whose session no store could name).
+    requests_failed, requests_rejected (the queue was full), requests_unnamed (whose session no store could name),
+    requests_unexplained (of a model that cannot be explained: their KV is neither shared nor stored).
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class BatchEngine:
         self._epoch, self._salt = weights_epoch, salt
         self._identity = Identity(model, counters=self.counters)
         self._verdict = self._identity.check()
+        self._refusal = self._refuse(self._verdict)
         self._store = (
             PoolStore(
                 model,
@@ -157,7 +159,7 @@ class BatchEngine:
             self._store,
             sequences_max=sequences_max,
             prefill_tokens=prefill_tokens,
-            share=share and self._verdict.explained,
+            share=share and not self._refusal,
             counters=self.counters,
         )
         self._forward = Forward(
@@ -190,7 +192,7 @@ class BatchEngine:
     @property
     def refusal(self) -> str:
         """Why KV of this model is neither shared nor stored; "" if it is."""
-        return self._verdict.reason
+        return self._refusal
 
     @property
     def save_counters(self) -> Mapping[str, int]:
@@ -222,7 +224,7 @@ class BatchEngine:
                 f"take {self.tokens_max}"
             )
         if self.waiting >= self.waiting_max:
-            self.counters["requests_refused"] += 1
+            self.counters["requests_rejected"] += 1
             raise Exhausted(
                 "too many requests wait",
                 field="waiting_max",
@@ -270,9 +272,7 @@ class BatchEngine:
         finally:
             self.abort(number)  # where a step raised
         if outputs[-1].finish == "error":
-            raise NotNumbers(
-                "the largest logit is no number: the model's weights or its precision are at fault"
-            )
+            raise NotNumbers(request.failure)
         return Turn(
             tokens=tuple(output.token for output in outputs),
             gaps=tuple(output.gap for output in outputs),
@@ -322,9 +322,13 @@ class BatchEngine:
                 chosen[request] = request.sampler.choose(found), _gap(found)
             except NotNumbers as error:
                 log.warning("request %d: %s", request.number, error)
+                request.failure = str(error)
                 failed.append(request)
         outputs = []
         for request in failed:
+            if request.reused.tokens and not request.alone:
+                self._scheduler.compute_alone(request)
+                continue
             outputs.append(Output(request.number, NO_TOKEN, "error"))
             self._scheduler.stop(request, retain=False)
             self.counters["requests_failed"] += 1
@@ -390,6 +394,7 @@ class BatchEngine:
             for request in requests:
                 self._scheduler.waiting.remove(request)
             return
+        self.counters["requests_unexplained"] += len(requests) * bool(self.refusal)
         for request in requests:
             self._scheduler.finish(request)
 
@@ -397,40 +402,54 @@ class BatchEngine:
         """The session's name, "" where it is none that the store takes."""
         if session == "" or is_session_name(session):
             return session
-        if not self.counters["unnamed_requests"]:
+        if not self.counters["requests_unnamed"]:
             log.warning(
                 "a session's name has 1 to %d bytes of text: of requests without one only full chunks are kept: %.80r",
                 SESSION_NAME_BYTES_MAX,
                 session,
             )
-        self.counters["unnamed_requests"] += 1
+        self.counters["requests_unnamed"] += 1
         return ""
 
     def _follow(self, verdict: Verdict) -> None:
         self._verdict = verdict
-        self._scheduler.restart(share=self._share and verdict.explained)
-        if self._store is None:
-            return
+        self._refusal = self._refuse(verdict)
+        self._scheduler.restart(share=self._share and not self._refusal)
+        self._forward.renew()
+        if self._store is not None:
+            self._store.use(self._spec())
+
+    def _refuse(self, verdict: Verdict) -> str:
+        """Why KV of what the model is now must not be shared; "" if it may."""
+        if not verdict.explained:
+            return verdict.reason
         try:
-            spec = self._spec()
+            geometry = Geometry.of(self._model, self.pool.geometry.chunk_tokens)
+        except Exception as error:  # a living model may get any config: the step must not fail for it
+            reason = str(error) if isinstance(error, Unsupported) else f"its config cannot be read: {error!r}"
+        else:
+            if geometry == self.pool.geometry:
+                return ""
+            reason = "the model's shape or type changed; make another engine"
+        log.warning("computing without the store: %s", reason)
+        return reason
+
+    def _spec(self) -> NamespaceSpec | None:
+        if self._refusal:
+            return None
+        try:
+            return namespace_of(
+                self._model,
+                self.pool.geometry,
+                digest=self._verdict.digest,
+                attention=NAME,
+                weights_epoch=self._epoch,
+                salt=self._salt,
+            )
         except Exception:
             # A living model may get any name: the step must not fail for it.
             log.warning("computing without the store: the model cannot be named", exc_info=True)
-            spec = None
-        self._store.use(spec)
-
-    def _spec(self) -> NamespaceSpec | None:
-        if not self._verdict.explained:
             return None
-        geometry = self.pool.geometry
-        return namespace_of(
-            self._model,
-            geometry,
-            digest=self._verdict.digest,
-            attention=NAME,
-            weights_epoch=self._epoch,
-            salt=self._salt,
-        )
 
     def _fills(self, pieces: Mapping[Request, int]) -> bool:
         size = self.pool.geometry.chunk_tokens

@@ -52,6 +52,10 @@ class Forward:
             for _ in range(2)
         )
 
+    def renew(self) -> None:
+        """The model computes otherwise: some of its layers may be others."""
+        self._linear = turnable(self.model)
+
     def __call__(self, pieces: Mapping[Request, int]) -> dict[Request, torch.Tensor]:
         """Computes the next so many tokens of each request; of those that have none left then, the logits
         [vocabulary] after the last, in float32."""

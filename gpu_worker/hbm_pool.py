@@ -133,6 +133,14 @@ class HbmPool:
             self._tree[key] = chunk
             self._keys[chunk] = key
 
+    def unpublish(self, chunks: Iterable[int]) -> None:
+        """Nobody finds these any more; who holds them keeps them."""
+        for chunk in chunks:
+            assert self._holders[chunk] > 0, f"chunk {chunk} is not held"
+            if (key := self._keys.pop(chunk, None)) is not None:
+                del self._tree[key]
+            self._forget_stored(chunk)
+
     def leave_tail(self, chunk: int, parent: ChunkKey, tokens: Sequence[int]) -> None:
         """Its only holder drops a chunk that holds `tokens` behind the one whose key is `parent`: the next to ask for
         these tokens may go on in it."""

@@ -64,6 +64,10 @@ class Request:
     save: TurnSave | None = None
     reused: Reused = field(default_factory=Reused)
     load_failures: int = 0
+    failure: str = ""
+    """Why no token followed from its logits."""
+    alone: bool = False
+    """It reuses nothing: what it reused before was no numbers."""
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)

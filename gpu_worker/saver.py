@@ -97,10 +97,9 @@ class TurnSave:
 
     def finish(self, source: Source, tokens: Sequence[int]) -> None:
         """Queues what is left, as a tail, and the session's manifest. Nothing may be queued after it."""
+        self.extend(source, tokens)
         if self.session:  # nobody would find a tail without its session
             self._queue(source, tokens, len(tokens))
-        else:
-            self.extend(source, tokens)
         self._saver.put(_Save(self, cut=self.cut))
 
     def _queue(self, source: Source, tokens: Sequence[int], end: int) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.loader import Load, LoadFailed
-from kvstore.gpu_worker.request import Request
+from kvstore.gpu_worker.request import Request, Reused
 from kvstore.keys import SALT_BYTES, exact_chain
 from kvstore.types import ChunkKey
 
@@ -107,6 +107,7 @@ class Scheduler:
         for request in self.waiting:
             request.save = request.found = None  # of another namespace
             request.store_keys.clear()
+            request.reused = Reused()
         if self._store is not None:
             self._store.forget()
 
@@ -115,6 +116,16 @@ class Scheduler:
         self.waiting.clear()
         while self.running:
             self.stop(self.running[-1])
+
+    def compute_alone(self, request: Request) -> None:
+        """KV that it reused leads to no numbers: it is computed once more, from its tokens, and others do not get that
+        KV from the pool."""
+        self._pool.unpublish(request.chunks)
+        self._pool.drop(request.chunks)
+        request.chunks, request.computed, request.alone = [], 0, True
+        request.save, request.reused = None, Reused()
+        request.load_failures += 1
+        self._counters["load_failures"] += 1
 
     def finish(self, request: Request) -> None:
         """It gets no more tokens. What was computed of it stays in the pool, and in the store as its session; of a
@@ -174,7 +185,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             adopted = self._adopt(request)
             needed += 1 + shared - adopted
-            if self._store is not None and not self._is_here(request):
+            if self._store is not None and not request.alone and not self._is_here(request):
                 request.lookup = self._store.look_up(request)
 
     def _make_room(self, request: Request, tokens: int, pieces: dict[Request, int]) -> bool:
@@ -210,7 +221,7 @@ class Scheduler:
     def _adopt_tail(self, request: Request) -> None:
         """Go on in the chunk that somebody left who had the same tokens."""
         whole, inside = divmod(request.computed, self._chunk_tokens)
-        if inside or whole != len(request.chunks) or not self._share:
+        if inside or whole != len(request.chunks) or not self._share or request.alone:
             return
         rest = request.tokens[request.computed : request.computed + self._chunk_tokens]
         tail = self._pool.take_tail(self._key_before(request, whole), rest)
@@ -237,18 +248,22 @@ class Scheduler:
         )
 
     def _adoptable(self, request: Request) -> list[ChunkKey]:
-        if not self._share:
+        """Keys of the chunks that it may take from others."""
+        if not self._share or request.alone:
             return []
+        return self._keys(request)[: (len(request.tokens) - 1) // self._chunk_tokens]
+
+    def _keys(self, request: Request) -> list[ChunkKey]:
+        """Of all its full chunks."""
         known, size = len(request.keys), self._chunk_tokens
         if len(request.tokens) >= (known + 1) * size:
             parent = request.keys[-1] if known else request.root
             request.keys += exact_chain(_SALT, request.tokens[known * size :], size, parent)
-        return request.keys[: (len(request.tokens) - 1) // size]
+        return request.keys
 
     def _key_before(self, request: Request, chunk: int) -> ChunkKey:
         """Of the chunk before that one."""
-        self._adoptable(request)  # for the keys
-        return request.keys[chunk - 1] if chunk else request.root
+        return self._keys(request)[chunk - 1] if chunk else request.root
 
     def _next(self, request: Request) -> ChunkKey | None:
         """The key of the chunk that it begins with its next token, if others may compute it as well."""
@@ -259,9 +274,9 @@ class Scheduler:
     def _publish(self, request: Request, first: int) -> None:
         """Chunks from that one on are full and computed."""
         if self._share:
-            self._adoptable(request)  # for the keys
+            keys = self._keys(request)
             for number in range(first, request.computed // self._chunk_tokens):
-                self._pool.publish(request.chunks[number], request.keys[number])
+                self._pool.publish(request.chunks[number], keys[number])
 
     # ---------------------------------------------------------------------------------------------------- store
 

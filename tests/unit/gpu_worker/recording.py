@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.gpu_worker.batching import BatchEngine, Output
-from kvstore.gpu_worker.sampling import GREEDY, Sampling, probabilities
 from kvstore.gpu_worker.request import Request
+from kvstore.gpu_worker.sampling import GREEDY, Sampling, probabilities
 
 T = 16
 """Tokens of a chunk."""
@@ -36,6 +36,7 @@ class Recording(BatchEngine):
                 self.seen[request.number].append(found.clone())
             return logits
 
+        record.renew = forward.renew  # type: ignore[attr-defined]
         self._forward = record
         self.seen: dict[int, list[torch.Tensor]] = {}
         self.asked: dict[int, tuple[list[int], Sampling]] = {}
