@@ -261,7 +261,7 @@ class BatchEngine:
             raise ValueError(f"{self.live} requests are live: take steps, and look at their outputs")
         begun = time.perf_counter()
         number = self.add(prompt, max_new_tokens, session=session, sampling=sampling, stop_tokens=stop_tokens)
-        request = self._scheduler.waiting[-1]
+        request = self.request(number)
         outputs: list[Output] = []
         ttft_s = 0.0
         try:
@@ -284,12 +284,12 @@ class BatchEngine:
             load_failures=request.load_failures,
         )
 
-    def reused(self, request: int) -> Reused:
-        """Of a live request, so far. Raises KeyError for one that is not live."""
-        found = self._scheduler.find(request)
+    def request(self, number: int) -> Request:
+        """A live request, to be looked at. Raises KeyError for one that is not live."""
+        found = self._scheduler.find(number)
         if found is None:
-            raise KeyError(request)
-        return found.reused
+            raise KeyError(number)
+        return found
 
     def abort(self, request: int) -> bool:
         """It gets no more tokens, and what only it held is free for others; False if it is not live."""
@@ -298,6 +298,11 @@ class BatchEngine:
             return False
         self._finish(found)
         return True
+
+    def abort_all(self) -> None:
+        """All live requests get no more tokens, and nothing of what is left of their KV is kept: after a step that
+        raised, say."""
+        self._scheduler.stop_all()
 
     def run(self) -> Iterator[Output]:
         """Steps until nothing is left to do; requests may be added and aborted meanwhile."""

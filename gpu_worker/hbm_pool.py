@@ -226,8 +226,7 @@ class HbmPool:
             del self._needed[chunk]
             self._idle[chunk] = None
         for key in ranks:
-            chunk = self._chunk_of.get(key)
-            if chunk is not None and not self._holders[chunk]:
+            if (chunk := self._chunk_of.get(key)) is not None and not self._holders[chunk]:
                 self._idle.pop(chunk, None)
                 self._needed[chunk] = ranks[key]
 
