@@ -211,7 +211,9 @@ class Api:
         except Exhausted as error:
             after = {"Retry-After": str(self._service.retry_after_s)}
             raise Refused(429, str(error), headers=after) from None
-        words = _Words(self._model, job, wish, chat=chat)
+        geometry = engine.pool.geometry
+        token_bytes = geometry.token_bytes * geometry.layers
+        words = _Words(self._model, job, wish, chat=chat, token_bytes=token_bytes)
         pieces = self._pieces(job, wish)
         if wish.stream:
             return EventStream(_events(words, pieces))
@@ -277,13 +279,14 @@ class Api:
 class _Words:
     """How an answer is worded, as a whole and in pieces."""
 
-    def __init__(self, model: str, job: Job, wish: Wish, *, chat: bool) -> None:
+    def __init__(self, model: str, job: Job, wish: Wish, *, chat: bool, token_bytes: int) -> None:
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
         self._job, self._chat, self._wish = job, chat, wish
+        self._token_bytes = token_bytes
         self.count = 0
         self.gaps: list[float] = []
 
@@ -305,6 +308,7 @@ class _Words:
             "ttft_s": self._job.ttft_s,
             "seconds": time.monotonic() - self._job.begun,
             "cached_tokens": {"hbm": reused.hbm, "dram": reused.dram, "ssd": reused.ssd},
+            "loaded_bytes": (reused.dram + reused.ssd) * self._token_bytes,
             "load_failures": request.load_failures,
             "gaps": self.gaps,
         }
