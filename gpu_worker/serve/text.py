@@ -42,16 +42,17 @@ class Text:
                 Exception
             ) as error:  # a template is a program: whatever it raises, it does not take these messages
                 raise ValueError(f"the chat template does not take these messages: {error}") from error
-            tokens: list[int] = self._encoding(text, add_special_tokens=False)["input_ids"]
-            return tokens
+            return self._tokens(text, add_special_tokens=False)
 
     def encode(self, prompt: str) -> list[int]:
-        """Raises ValueError for what is no text: half a character."""
-        if not prompt.isascii():
-            prompt.encode()  # UnicodeEncodeError is a ValueError
+        """Raises ValueError for what is no text."""
         with self._lock:
-            tokens: list[int] = self._encoding(prompt)["input_ids"]
-            return tokens
+            return self._tokens(prompt)
+
+    def _tokens(self, text: str, **options: Any) -> list[int]:
+        text.encode()  # half a character: UnicodeEncodeError is a ValueError
+        tokens: list[int] = self._encoding(text, **options)["input_ids"]
+        return tokens
 
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self._decoding)

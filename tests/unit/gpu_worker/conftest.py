@@ -15,6 +15,7 @@ import xxhash
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvstore.core.events import Matched, SessionEntry, SessionInfo
+from kvstore.core.namespaces import chunk_salt
 from kvstore.errors import BadRequest, Conflict, Precondition, StoreError, Unavailable
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.identity import Identity, inert
@@ -67,7 +68,7 @@ class FakeClient:
 
     def open(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> FakeNamespace:
         spec.validate()
-        return FakeNamespace(self.store, spec, spec.digest("default"))
+        return FakeNamespace(self.store, spec, chunk_salt(spec.digest("default"), spec.weights_epoch))
 
     def close(self) -> None:
         self.store.closed += 1
