@@ -168,8 +168,9 @@ class HbmPool:
         self._note_peak()
         return chunk, len(found)
 
-    def has_tail(self, parent: ChunkKey, tokens: Sequence[int]) -> bool:
-        return self._longest_tail(parent, tokens) is not None
+    def tail_tokens(self, parent: ChunkKey, tokens: Sequence[int]) -> int:
+        """How many tokens `take_tail` would find."""
+        return len(self._longest_tail(parent, tokens) or ())
 
     def drop(self, chunks: Sequence[int]) -> None:
         """One holder less for each; what nobody holds is idle if it is in the tree, or free. `chunks` are in the order

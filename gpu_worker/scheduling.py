@@ -240,12 +240,15 @@ class Scheduler:
         whole = (len(request.tokens) - 1) // self._chunk_tokens
         if request.computed < whole * self._chunk_tokens:
             return False
-        rest = request.tokens[request.computed :]
-        return (
-            len(rest) == 1
-            or not request.session
-            or self._pool.has_tail(self._key_before(request, whole), rest)
-        )
+        return not request.session or len(request.tokens) == request.computed + 1 or self._tail(request) > 0
+
+    def _tail(self, request: Request) -> int:
+        """Tokens that the pool has behind its last full chunk."""
+        if not self._share or request.alone:
+            return 0
+        whole, inside = divmod(request.computed, self._chunk_tokens)
+        rest = request.tokens[request.computed : request.computed + self._chunk_tokens]
+        return 0 if inside else self._pool.tail_tokens(self._key_before(request, whole), rest)
 
     def _adoptable(self, request: Request) -> list[ChunkKey]:
         """Keys of the chunks that it may take from others."""
@@ -291,6 +294,8 @@ class Scheduler:
             found = request.lookup.result()
             chunks = found.chunks + (found.tail is not None)
             useful = chunks > first and request.computed == first * self._chunk_tokens
+            if found.tail is not None and found.chunks == first:
+                useful &= found.tail.token_count > self._tail(request)
             if useful and not self._make_room(request, chunks * self._chunk_tokens, pieces):
                 return True
             request.lookup, request.found = None, found

@@ -155,7 +155,7 @@ def test_a_tail_goes_to_one_taker_whose_tokens_go_on_from_it() -> None:
         pool.leave_tail(taken[0], key(1), tokens)
     pool.check_integrity([short, long])
     for parent, tokens in ((key(2), [5, 6, 7, 8]), (key(1), [5]), (key(1), [5, 6]), (key(1), [6, 6, 7, 8])):
-        assert pool.take_tail(parent, tokens) is None and not pool.has_tail(parent, tokens)
+        assert pool.take_tail(parent, tokens) is None and not pool.tail_tokens(parent, tokens)
     assert pool.take_tail(key(1), [5, 6, 7, 8]) == (tails[1][0], 3), "the longest"
     assert pool.take_tail(key(1), [5, 6, 7, 8]) == (tails[0][0], 2)
     assert pool.take_tail(key(1), [5, 6, 7, 8]) is None, "each goes to one taker"
@@ -163,7 +163,7 @@ def test_a_tail_goes_to_one_taker_whose_tokens_go_on_from_it() -> None:
     for taken in tails:
         pool.leave_tail(taken[0], key(1), [9])  # the same twice: one is enough
     pool.check_integrity([short, long])
-    assert pool.idle == 1 and pool.take(4) and not pool.has_tail(key(1), [9, 9])
+    assert pool.idle == 1 and pool.take(4) and not pool.tail_tokens(key(1), [9, 9])
 
 
 def test_forgetting_frees_what_is_idle_and_keeps_what_is_held() -> None:

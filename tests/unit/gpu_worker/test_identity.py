@@ -765,6 +765,74 @@ def test_reset_makes_the_pool_forget(epoch: int | None, store: FakeStore) -> Non
         engine.close()
 
 
+def test_a_change_in_the_last_step_is_not_saved_as_a_tail(store: FakeStore, engines: MakeEngine) -> None:
+    """No chunk becomes full in it: nobody but the end of the request would look."""
+    model = tiny_llama(layers=2)
+    engine = engines(model, store, chunk_tokens=T)
+    calls = iter(range(1000))
+    model.model.layers[1].register_forward_pre_hook(
+        inert(lambda *_: trained(model) if next(calls) == 4 else None)
+    )
+    engine.turn("s", PROMPT, 5)
+    assert engine.flush(10)
+    assert {len(info.entries) for info in store.sessions.values()} <= {6}
+    turn = engines(tiny_llama(layers=2), store, chunk_tokens=T).turn("s", [*PROMPT, 1], 8)
+    assert turn.reused_tokens == 96
+    assert turn.tokens == tuple(alone(tiny_llama(layers=2), [*PROMPT, 1], 8))
+
+
+def test_reset_drops_what_waits_to_be_saved(store: FakeStore, engines: MakeEngine) -> None:
+    engine = engines(tiny_llama(layers=2), store, chunk_tokens=T, prefill_tokens=16)
+    saving, go = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        saving.set()
+        assert go.wait(30)
+
+    store.on_write = hang
+    engine.turn("s", PROMPT, 8)
+    assert saving.wait(30)
+    engine.reset(1)
+    store.on_write = lambda: None
+    go.set()
+    assert engine.flush(10)
+    assert len(store.chunks) <= 1 and not store.sessions, "all but the one that was being saved"
+    assert engine.turn("s", PROMPT, 8).reused_tokens == 0
+
+
+@pytest.mark.parametrize("epoch", [None, 1])
+def test_reset_in_mid_load_uses_nothing_of_it(
+    epoch: int | None, store: FakeStore, engines: MakeEngine
+) -> None:
+    """The load goes on meanwhile, into chunks that nobody gets before it has ended."""
+    model = tiny_llama(layers=2)
+    first = engines(model, store, chunk_tokens=T)
+    first.turn("s", PROMPT, 8)
+    assert first.flush(10)
+    copying, go = threading.Event(), threading.Event()
+
+    def copy(number: int) -> bool:
+        copying.set()
+        return go.wait(30)
+
+    store.on_copy = copy
+    engine = engines(model, store, chunk_tokens=T, retain=True)
+    number = engine.add([*PROMPT, 1], 8, session="s")
+    while not copying.is_set():
+        assert engine.step() == []
+    trained(model)
+    engine.reset(epoch)
+    engine.check_integrity()
+    assert engine.pool.used > 0, "chunks that may still be written are free"
+    threading.Timer(0.1, go.set).start()
+    tokens = [output.token for output in engine.run() if output.request == number]
+    assert tokens == alone(model, [*PROMPT, 1], 8)
+    assert engine.counters["restored_tokens"] == 0 and engine.flush(10)
+    store.on_copy = lambda number: True
+    assert engine.turn("s", [*PROMPT, 1], 8).tokens == tuple(tokens)
+    assert store.leases == 0
+
+
 def test_reset_moves_the_epoch_and_never_back(store: FakeStore, engines: MakeEngine) -> None:
     engine = engines(tiny_llama(layers=2), store, chunk_tokens=T)
     engine.turn("s", PROMPT, 1)
