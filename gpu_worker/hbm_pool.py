@@ -227,9 +227,10 @@ class HbmPool:
             del self._needed[chunk]
             self._idle[chunk] = None
         for key in ranks:
-            if (chunk := self._chunk_of.get(key)) is not None and not self._holders[chunk]:
-                self._idle.pop(chunk, None)
-                self._needed[chunk] = ranks[key]
+            needed = self._chunk_of.get(key)
+            if needed is not None and not self._holders[needed]:
+                self._idle.pop(needed, None)
+                self._needed[needed] = ranks[key]
 
     # ---------------------------------------------------------------------------------------------------- eviction
 

@@ -32,6 +32,8 @@ from kvstore.gpu_worker.serve.service import Service
 from kvstore.gpu_worker.serve.text import Text
 
 CONNECT_TIMEOUT_S = 5.0
+CONNECTIONS_TO_SPARE = 256
+"""Beside those of requests that run or wait: more are answered 503."""
 SUFFIXES = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -64,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=options.drain_s,
+        limit_concurrency=options.sequences_max + options.waiting_max + CONNECTIONS_TO_SPARE,
     )
     server = uvicorn.Server(config)
     config.app = Api(

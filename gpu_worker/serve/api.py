@@ -24,8 +24,10 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -83,6 +85,7 @@ class Api:
         self._close_timeout_s = close_timeout_s
         self._started = started
         self._since = int(time.time())
+        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
     def app(self) -> Starlette:
         return Starlette(
@@ -106,6 +109,7 @@ class Api:
             yield
         finally:
             await self._service.close(self._close_timeout_s)
+            self._tokenizing.shutdown(wait=False)
 
     # ------------------------------------------------------------------------------------------------------ calls
 
@@ -117,7 +121,7 @@ class Api:
         if text is None or not text.chats:
             raise Refused(400, "the model has no chat template: ask /v1/completions", param="messages")
         try:
-            tokens = await asyncio.to_thread(text.chat, messages)
+            tokens = await self._in_words(text.chat, messages)
         except ValueError as error:
             raise Refused(400, str(error), param="messages") from None
         return await self._answer(request, tenant, wish, tokens, chat=True)
@@ -130,7 +134,7 @@ class Api:
             if self._text is None:
                 raise Refused(400, "the model has no tokenizer: give token ids", param="prompt")
             try:
-                prompt = await asyncio.to_thread(self._text.encode, prompt)
+                prompt = await self._in_words(self._text.encode, prompt)
             except ValueError as error:
                 raise Refused(400, str(error), param="prompt") from None
         return await self._answer(request, tenant, wish, prompt, chat=False)
@@ -177,6 +181,10 @@ class Api:
             raise Refused(400, str(error), param="epoch") from None
         return JSONResponse({"reset": True})
 
+    async def _in_words(self, what: Callable[..., list[int]], words: object) -> list[int]:
+        """Off the loop, on a thread that waits for nothing else."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, what, words)
+
     # ---------------------------------------------------------------------------------------------------- answers
 
     async def _answer(
@@ -216,11 +224,14 @@ class Api:
         words = _Words(self._model, job, wish, chat=chat, token_bytes=token_bytes)
         pieces = self._pieces(job, wish)
         if wish.stream:
-            return EventStream(_events(words, pieces))
-        return JSONResponse(await unless_gone(request.receive, _collected(words, pieces)))
+            return EventStream(_events(words, pieces), closed=partial(self._service.abort, job))
+        try:
+            return JSONResponse(await unless_gone(request.receive, _collected(words, pieces)))
+        finally:
+            self._service.abort(job)
 
     async def _pieces(self, job: Job, wish: Wish) -> AsyncGenerator[Piece, None]:
-        """Ends the job however it is left."""
+        """Ends the job when it is left, once it was begun."""
         text = self._text.detokenizer() if self._text is not None else None
         stops = StopStrings(wish.stop)
         try:
@@ -446,15 +457,20 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], *, closed: Callable[[], None]) -> None:
+        """`closed` is called when nobody reads any more, were it before the first event."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._closed = closed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
-            with suppress(Gone):
-                await unless_gone(receive, self._send(send))
+        try:
+            async with aclosing(self._events):
+                with suppress(Gone):
+                    await unless_gone(receive, self._send(send))
+        finally:
+            self._closed()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

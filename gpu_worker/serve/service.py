@@ -95,6 +95,8 @@ class Service:
         """Requests that the engine has not taken yet."""
         self._request_s = 0.0
         """How long a request runs, averaged over the last ones."""
+        self._broken = ""
+        """Why the engine computes nothing any more; of its thread."""
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -175,6 +177,7 @@ class Service:
     def _take(self, outputs: Sequence[Output]) -> None:
         """What a step brought; in the loop."""
         now = time.monotonic()
+        self.failure = ""  # it computes again
         for output in outputs:
             job = self._jobs.get(output.request)
             if job is None:
@@ -186,7 +189,7 @@ class Service:
                 self._end(job, output.finish)
 
     def _fail(self, failure: str, unhealthy: bool) -> None:
-        self.failure = failure if unhealthy else ""
+        self.failure = failure if unhealthy else self.failure
         for job in list(self._jobs.values()):
             job._queue.put_nowait(StepFailed(failure))
             del self._jobs[job.request.number]
@@ -201,6 +204,8 @@ class Service:
             if not done.set_running_or_notify_cancel():
                 return
             try:
+                if self._broken:
+                    raise StepFailed(self._broken)
                 done.set_result(what())
             except Exception as error:
                 done.set_exception(error)
@@ -212,13 +217,19 @@ class Service:
         failures = 0
         while True:
             try:
-                command = self._commands.get(block=not self.engine.live)
+                command = self._commands.get(block=bool(self._broken) or not self.engine.live)
             except queue.Empty:
                 failures = self._step(failures)
                 continue
             if command is None:
                 return
-            command()
+            try:
+                command()
+            except Exception as error:
+                # A bug. The engine is in no known state: nothing more is computed, and everybody hears why.
+                log.exception("the engine broke down")
+                self._broken = f"the engine broke down: {error!r}"
+                self._tell(partial(self._fail, self._broken, True))
 
     def _step(self, failures: int) -> int:
         try:
@@ -226,7 +237,7 @@ class Service:
         except Exception as error:
             # A bug, or a model that cannot compute: said here, and to all whose requests were live.
             log.exception("a step failed")
-            self.engine.abort_all()
+            self._commands.put(self.engine.abort_all)
             self._tell(partial(self._fail, f"a step failed: {error!r}", failures + 1 >= FAILURES_MAX))
             return failures + 1
         if outputs:

@@ -457,6 +457,25 @@ def test_a_worker_started_before_its_daemon_finds_it(
 
 
 @slow
+def test_a_worker_that_is_told_to_end_answers_first_and_saves(
+    daemon: Any, space: Namespace, start_worker: Callable[..., WorkerProcess]
+) -> None:
+    worker = start_worker(retain=True)
+    connection = worker.connection()
+    body = {"prompt": text(150), "max_tokens": 300, "temperature": 0, "session_id": "s", "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    response = connection.getresponse()
+    assert response.readline().startswith(b"data: ")
+    worker.process.send_signal(signal.SIGTERM)
+    said = response.read()
+    connection.close()
+    assert said.endswith(b"data: [DONE]\n\n") and b'"finish_reason":"length"' in said
+    assert worker.process.wait(BOUND_S) == 0
+    info = space.get_session("s")
+    assert info is not None and sum(entry.token_count for entry in info.entries) == 150 + 299
+
+
+@slow
 def test_workers_take_turns_at_one_session(
     daemon: Any, start_worker: Callable[..., WorkerProcess], recomputed: Callable[..., list[int]]
 ) -> None:

@@ -216,9 +216,9 @@ def test_a_client_that_goes_away_ends_its_request(stream: bool, serve: Callable[
         eventually(lambda: one.engine.counters["steps"] > 2)
     waiting = Served(one.engine, one.server, one.path, one.thread)
     waiting.send("/v1/chat/completions", body)  # and one that never ran
-    eventually(lambda: one.engine.waiting == 1)
+    eventually(lambda: (one.engine.running, one.engine.waiting) == (1, 1))
     waiting.hang_up()
-    eventually(lambda: one.engine.waiting == 0)
+    eventually(lambda: (one.engine.running, one.engine.waiting) == (1, 0))
     one.hang_up()
     eventually(lambda: one.engine.live == 0)
     assert one.engine.pool.used == 0
@@ -318,7 +318,24 @@ def test_a_step_that_breaks_fails_who_was_live_and_no_other(
         assert one.ask("GET", "/health").status == (503 if number == 3 else 200)
     broken.clear()
     assert one.chat(HELLO)["choices"]
-    assert one.engine.pool.used == 0
+    assert one.engine.pool.used == 0 and one.ask("GET", "/health").status == 200
+
+
+def test_an_engine_that_breaks_down_says_so_and_nobody_waits(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = serve()
+    monkeypatch.setattr(one.engine, "abort", lambda number: 1 / 0)
+    one.stream(HELLO | {"max_tokens": 900}).read(30)
+    other = one.stream(HELLO | {"max_tokens": 900, "seed": 1})
+    one.open[-2].close()
+    assert "the engine broke down" in other.read().decode()
+    for _ in range(2):
+        response = one.ask("POST", "/v1/chat/completions", HELLO)
+        assert response.status == 500 and "broke down" in json.load(response)["error"]["message"]
+    assert one.ask("POST", "/reset", {}).status == 500
+    health = one.ask("GET", "/health")
+    assert health.status == 503 and "broke down" in json.load(health)["status"]
 
 
 REFUSED: dict[str, Any] = {
