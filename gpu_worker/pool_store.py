@@ -6,7 +6,10 @@ no room is computed, or dropped and counted.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from transformers import PreTrainedModel
 
 from kvstore.client import SessionEntry, SessionInfo
@@ -92,7 +96,12 @@ class PoolStore:
         self._lookups = ThreadPoolExecutor(max_workers=LOOKUP_THREADS, thread_name_prefix="kv-lookup")
         self._no_lookup_before = 0.0
         self._loader = Loader(pool.geometry)
-        self.saver = Saver(pool.geometry, queue_bytes_max=save_queue_bytes_max, timeout_s=save_timeout_s)
+        self.saver = Saver(
+            pool.geometry,
+            queue_bytes_max=save_queue_bytes_max,
+            timeout_s=save_timeout_s,
+            maker=maker_of(model),
+        )
         self._ended: list[tuple[TurnSave, list[ChunkKey]]] = []
         """Saves that go on behind, each with the keys of all its full chunks."""
         self._saving: dict[str, TurnSave] = {}
@@ -266,6 +275,12 @@ class PoolStore:
             self.saver.close(timeout_s)
         finally:
             self._store.close()
+
+
+def maker_of(model: PreTrainedModel) -> bytes:
+    """16 bytes for this engine in this process: what `kvctl recall` purges by when it turns out to have been sick."""
+    who = f"{socket.gethostname()} {os.getpid()} {time.time_ns()} {model.device} torch {torch.__version__}"
+    return hashlib.blake2b(who.encode(), digest_size=16, person=b"kvs.maker.v1").digest()
 
 
 class _Chunks:

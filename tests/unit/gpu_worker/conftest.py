@@ -51,6 +51,7 @@ class FakeStore:
     """Open ones."""
     closed: int = 0
     reads: list[list[ChunkKey]] = field(default_factory=list)
+    makers: set[bytes] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def connect(self) -> FakeClient:
@@ -156,6 +157,7 @@ class FakeNamespace:
         if self.store.away:
             raise Unavailable("no daemon")
         assert len(token_counts) == len(wanted)
+        self.store.makers.add(maker)
         results = []
         for key in wanted:
             if self.has(key):

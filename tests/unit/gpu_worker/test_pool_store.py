@@ -100,6 +100,12 @@ def test_what_is_saved_are_the_bytes_of_the_pool(model: PreTrainedModel, store: 
     assert store.closed == 2
 
 
+def test_every_engine_names_itself_as_the_maker(engine: MakeEngine, store: FakeStore) -> None:
+    for seed in range(2):
+        warm(engine, text(40, seed=seed))
+    assert len(store.makers) == 2 and {len(maker) for maker in store.makers} == {16}
+
+
 def test_of_a_prompt_that_is_all_there_the_last_token_is_computed(
     engine: MakeEngine, store: FakeStore
 ) -> None:
