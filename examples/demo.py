@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the examples lie beside one an
 import lookahead
 from conversations import CONVERSATIONS, SYSTEM
 from models import DemoModel, prepare
-from processes import CACHE, Daemon, Figures, Worker, flush, worker_process
+from processes import CACHE, Daemon, Figures, Worker, worker_process
 
 from kvstore.config import load, parse_setting
 from kvstore.errors import ConfigError
@@ -59,7 +59,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Turn:
-    """One answered turn; `result` is the worker's TurnResult."""
+    """One answered turn; `result` is what `Worker.ask` returned."""
 
     conversation: str
     number: int
@@ -104,7 +104,6 @@ class Run:
                 session=job.session,
                 tokens=job.tokens,
                 max_new_tokens=job.max_new_tokens,
-                stop_tokens=[self._model.end],
             )
             self._queue.finish(job)
             self._done(self._conversations[job.session], result)
@@ -168,17 +167,17 @@ def with_store(
         half, quarter = run.turn_count // 2, run.turn_count // 4
         with worker_process(model, daemon.run_dir, options.threads) as worker:
             run.answer(worker, half)
-            daemon.figures.saved_bytes += flush(worker)
+            daemon.figures.saved_bytes += worker.flush()
             worker.kill()
             print(f"  -- worker {worker.process.pid} killed with SIGKILL, another one started --", flush=True)
         with worker_process(model, daemon.run_dir, options.threads) as worker:
             run.answer(worker, quarter)
-            daemon.figures.saved_bytes += flush(worker)
+            daemon.figures.saved_bytes += worker.flush()
             daemon.restart()
             print("  -- kvstored stopped and started: what it kept is on the SSD --", flush=True)
             daemon.wait_promoted()
             run.answer(worker, run.turn_count)
-            daemon.figures.saved_bytes += flush(worker)
+            daemon.figures.saved_bytes += worker.flush()
         daemon.count()
     return run.turns, daemon.figures
 

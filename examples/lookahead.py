@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from models import DemoModel, prepare_wide
-from processes import Daemon, Worker, flush, worker_process
+from processes import Daemon, Worker, worker_process
 
 from kvstore.scheduler.hints import HintedQueue
 from kvstore.scheduler.job_queue import Job, JobQueue
@@ -86,7 +86,7 @@ def show(cache: Path, threads: int, *, small: bool = False) -> bool:
         with worker_process(model, first.run_dir, threads) as worker:
             for name, tokens in histories.items():
                 worker.ask(session=name, tokens=tokens, max_new_tokens=1)
-                flush(worker)
+                worker.flush()
         first.stop()
         runs = {
             told: _serve(model, shape, first.ssd, histories, turns, threads, told=told)

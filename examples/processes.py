@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import http.client
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,52 +30,92 @@ START_S = 120.0
 
 
 class Worker:
-    """A worker process (see kvstore.gpu_worker.worker). Its input ends with us, and it ends with its input."""
+    """A worker process (see kvstore.gpu_worker.worker), asked over a unix socket. It ends with us. Its pool keeps
+    nothing that no request holds: what is reused came from the store."""
 
     def __init__(self, model: DemoModel, run_dir: str, threads: int) -> None:
+        self._folder = tempfile.mkdtemp(prefix="kvw-")  # short: the path of a unix socket is bounded
+        self._socket = f"{self._folder}/http"
         command = [sys.executable, "-P", "-m", "kvstore.gpu_worker.worker", f"--model={model.folder}"]
         self.process = subprocess.Popen(
-            [*command, f"--run-dir={run_dir}", f"--threads={threads}"],
-            stdin=subprocess.PIPE,
+            [
+                *(*command, f"--run-dir={run_dir}", f"--threads={threads}"),
+                *(f"--socket={self._socket}", "--no-retain", "--log-level=error"),
+            ],
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
             process_group=0,  # Ctrl-C is for us to answer: a child would only add its own traceback
+            preexec_fn=_end_with_parent,
         )
         try:
-            self._read()
+            self._wait_ready()
         except BaseException:
             self.kill()
             raise
 
-    def ask(self, **request: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        print(json.dumps(request), file=self.process.stdin, flush=True)
-        return self._read()
+    def ask(self, *, session: str, tokens: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
+        """Tokens of the answer, and what it took."""
+        answer = self._post(
+            "/v1/completions",
+            prompt=list(tokens),
+            max_tokens=max_new_tokens,
+            temperature=0,
+            session_id=session,
+            return_token_ids=True,
+        )
+        return {
+            "tokens": answer["choices"][0]["token_ids"],
+            "prompt_tokens": answer["usage"]["prompt_tokens"],
+            "reused_tokens": answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+            **answer["kvstore"],
+        }
 
-    def _read(self) -> dict[str, Any]:
+    def flush(self) -> int:
+        """Waits until all KV is saved; returns how many bytes of it this worker saved in its life."""
+        reply = self._post("/flush", timeout_s=30.0)
+        if not reply["flushed"]:
+            raise SystemExit("the worker could not save its KV within 30 s")
+        return int(reply["counters"].get("bytes_saved", 0))
+
+    def _post(self, path: str, **body: Any) -> dict[str, Any]:
+        connection = http.client.HTTPConnection("worker")
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.settimeout(START_S)
+        try:
+            connection.sock.connect(self._socket)
+            connection.request("POST", path, json.dumps(body))
+            response = connection.getresponse()
+            reply: dict[str, Any] = json.load(response)
+        except TimeoutError:
+            raise SystemExit(f"the worker does not answer within {START_S:.0f} s") from None
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise SystemExit(f"the worker: {reply['error']['message']}")
+        return reply
+
+    def _wait_ready(self) -> None:
         assert self.process.stdout is not None
-        with _alarm(START_S, "the worker does not answer"):
+        with _alarm(START_S, "the worker does not start"):
             line = self.process.stdout.readline()
         if not line:
             raise SystemExit(f"the worker ended with status {self.process.wait(10)}")
-        reply: dict[str, Any] = json.loads(line)
-        if "error" in reply:
-            raise SystemExit(f"the worker: {reply['error']}")
-        return reply
 
     def kill(self) -> None:
         self.process.kill()
         self.close()
 
     def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
+        assert self.process.stdout is not None
+        self.process.terminate()
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(10)
         self.process.stdout.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @dataclass
@@ -212,13 +254,6 @@ _prctl = ctypes.CDLL(
 def _end_with_parent() -> None:
     """Also when we are killed, nothing is left running."""
     _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def flush(worker: Worker) -> int:
-    reply = worker.ask(flush=30.0)
-    if not reply["flushed"]:
-        raise SystemExit("the worker could not save its KV within 30 s")
-    return int(reply["counters"].get("bytes_saved", 0))
 
 
 @contextmanager

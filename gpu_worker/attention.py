@@ -50,6 +50,11 @@ class Step:
     ) -> torch.Tensor:
         """`q` [tokens, heads, head_dim], `k` and `v` [tokens, kv_heads, head_dim] -> like `q`."""
         keys, values = self.layers[layer].unbind(1)
+        if {q.dtype, k.dtype, v.dtype} != {
+            keys.dtype
+        }:  # autocast, or the model's new type: nothing is shared
+            found = self.attend(layer, q.to(keys.dtype), k.to(keys.dtype), v.to(keys.dtype), scale)
+            return found.to(q.dtype)
         keys[self.chunks, :, self.places] = k
         values[self.chunks, :, self.places] = v
         decoded = q[:0]

@@ -1,32 +1,39 @@
-"""An engine that runs many sequences at once: they join, decode and leave at any step, and share what they begin with.
+"""The engine: many requests at once. They join, decode and leave at any step, and share what they begin with.
 
-Every step is one forward call (iteration-level batching): one token of each sequence that decodes, and pieces of the
+Every step is one forward call (iteration-level batching): one token of each request that decodes, and pieces of the
 prompts of those that are new, as many tokens as a step has for that. KV is written to and read from the paged pool;
-what the store has of a prompt is loaded into it, and what becomes full is saved.
+what the store has of a prompt is loaded into it, and what becomes full is saved. A request brings its whole history as
+tokens, and the tokens decide what is reused: its session's name is only asked how long its tail is. Whatever goes wrong
+with the store, before or during a request, the answer is computed from the tokens instead.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from transformers import PreTrainedModel
 
-from kvstore.errors import Unavailable
+from kvstore.errors import Exhausted, Unavailable, Unsupported
 from kvstore.gpu_worker.attention import NAME, check_pageable
-from kvstore.gpu_worker.engine import check_request
 from kvstore.gpu_worker.forward import Forward
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.identity import Identity, Verdict
 from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, namespace_of
 from kvstore.gpu_worker.pool_store import PoolStore
+from kvstore.gpu_worker.request import Request, Reused, check_request, is_session_name
 from kvstore.gpu_worker.sampling import GREEDY, NotNumbers, Sampler, Sampling
-from kvstore.gpu_worker.scheduling import Running, Scheduler
+from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX
+from kvstore.gpu_worker.scheduling import Scheduler
+from kvstore.keys import ROOT
 from kvstore.layout import NamespaceSpec
+from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
 
 if TYPE_CHECKING:
     from kvstore.client import Client
@@ -35,6 +42,8 @@ log = logging.getLogger(__name__)
 
 Finish = Literal["", "stop", "length", "error"]
 NO_TOKEN = -1
+WAITING_MAX = 1024
+"""Requests that may wait for a place among those that run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,30 @@ class Output:
     request: int
     token: int
     finish: Finish = ""
+    gap: float = 0.0
+    """How far the largest logit was above the second: how clear the choice was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request from beginning to end, see `BatchEngine.turn`."""
+
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]
+    """Per token, see `Output.gap`."""
+    finish: Finish
+    ttft_s: float
+    """From the call to the first token."""
+    seconds: float
+    prompt_tokens: int
+    reused: Reused
+    """Of the prompt: tokens whose KV was in the pool or in the store."""
+    load_failures: int = 0
+    """How often KV that the store had did not arrive, and was computed."""
+
+    @property
+    def reused_tokens(self) -> int:
+        return self.reused.tokens
 
 
 class BatchEngine:
@@ -53,8 +86,10 @@ class BatchEngine:
     take a request or a step. What the model computes with may change between steps: what was computed before is then
     computed again, and the namespace follows (`identity.Identity`, which adds its counters).
 
-    `counters` by name: steps; of tokens, computed_tokens, adopted_tokens (found in the pool), restored_tokens (from the
-    store); preemptions, load_failures, promotions_awaited, requests_failed.
+    `counters` by name: steps, requests; of tokens, prompt_tokens, computed_tokens, adopted_tokens (found in the pool),
+    restored_tokens (from the store) and of these restored_ssd_tokens; preemptions, load_failures, promotions_awaited,
+    requests_failed, requests_rejected (the queue was full), requests_unnamed (whose session no store could name),
+    requests_unexplained (of a model that cannot be explained: their KV is neither shared nor stored).
     """
 
     def __init__(
@@ -67,28 +102,55 @@ class BatchEngine:
         sequences_max: int = 16,
         prefill_tokens: int = 512,
         share: bool = True,
+        retain: bool = True,
+        waiting_max: int = WAITING_MAX,
         weights: Sequence[Path] = (),
+        weights_epoch: int = 0,
+        salt: bytes = b"",
+        lookup_timeout_s: float = 0.5,
+        promote_timeout_s: float = 1.0,
+        save_timeout_s: float = 5.0,
+        save_queue_bytes_max: int = QUEUE_BYTES_MAX,
     ) -> None:
-        """`connect` makes the client, which the engine closes; while no daemon answers, everything is computed.
-        `pool_chunks`: size of the pool. `sequences_max`: how many run at a time; more wait. `prefill_tokens`: how many
-        tokens of prompts are computed in a step, beside those that decode. `share=False`: sequences share nothing, to
-        compare with. `weights`: not read any more, since the weights that count are those in the model.
+        """`connect` makes the client, which the engine closes; while no daemon answers, everything is computed, and now
+        and then it is called again, in the background. `pool_chunks`: size of the pool. `sequences_max`: how many
+        requests run at a time; up to `waiting_max` more wait. `prefill_tokens`: how many tokens of prompts are computed
+        in a step, beside those that decode. `share=False`: requests share nothing, to compare with. `retain=False`:
+        chunks that nobody holds do not stay in the pool. `weights`: not read any more, since the weights that count
+        are those in the model. `weights_epoch`, `salt`: of the namespace. `promote_timeout_s`: how long a request waits
+        for KV that is on SSD; what is late is computed.
 
         Raises Unsupported for a model that the pool, the kernels or the store cannot serve, naming the field,
         ValueError for a setting that is too small, and whatever else the daemon has against us.
         """
+        if waiting_max < 1:
+            raise ValueError(f"waiting_max is {waiting_max}: must be at least 1")
         check_pageable(model)
         self.counters: Counter[str] = Counter()
-        self.pool = HbmPool(Geometry.of(model, chunk_tokens), pool_chunks, device=model.device)
-        self._tokens_max = min(model.config.max_position_embeddings, pool_chunks * chunk_tokens)
+        self.pool = HbmPool(Geometry.of(model, chunk_tokens), pool_chunks, retain=retain, device=model.device)
+        self.tokens_max = min(model.config.max_position_embeddings, pool_chunks * chunk_tokens)
+        """Of a request, prompt and answer together."""
+        self.waiting_max = waiting_max
+        self.sequences_max = sequences_max
         self._vocabulary = model.config.vocab_size
         self._model = model.eval()
         self._share = share
-        self._epoch = 0
+        self._epoch, self._salt = weights_epoch, salt
         self._identity = Identity(model, counters=self.counters)
         self._verdict = self._identity.check()
+        self._refusal = self._refuse(self._verdict)
         self._store = (
-            PoolStore(model, self.pool, connect, spec=self._spec(), counters=self.counters)
+            PoolStore(
+                model,
+                self.pool,
+                connect,
+                spec=self._spec(),
+                counters=self.counters,
+                lookup_timeout_s=lookup_timeout_s,
+                promote_timeout_s=promote_timeout_s,
+                save_timeout_s=save_timeout_s,
+                save_queue_bytes_max=save_queue_bytes_max,
+            )
             if connect
             else None
         )
@@ -97,52 +159,150 @@ class BatchEngine:
             self._store,
             sequences_max=sequences_max,
             prefill_tokens=prefill_tokens,
-            share=share and self._verdict.explained,
+            share=share and not self._refusal,
             counters=self.counters,
         )
         self._forward = Forward(
-            model, self.pool, sequences_max=sequences_max, tokens_max=self._tokens_max, share=share
+            model, self.pool, sequences_max=sequences_max, tokens_max=self.tokens_max, share=share
         )
         self._count = 0
         self._closed = False
 
     def __repr__(self) -> str:
-        running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
-        return f"BatchEngine({running} running, {waiting} waiting, {self.pool})"
+        return f"BatchEngine({self.running} running, {self.waiting} waiting, {self.pool})"
+
+    @property
+    def running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._scheduler.waiting)
 
     @property
     def live(self) -> int:
         """Requests that have not got their last token."""
-        return len(self._scheduler.running) + len(self._scheduler.waiting)
+        return self.running + self.waiting
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a store, as far as we know."""
+        return self._store is not None and self._store.connected
+
+    @property
+    def refusal(self) -> str:
+        """Why KV of this model is neither shared nor stored; "" if it is."""
+        return self._refusal
+
+    @property
+    def save_counters(self) -> Mapping[str, int]:
+        """Those of `saver.Saver`."""
+        return {} if self._store is None else self._store.saver.counters
 
     def add(
         self,
         prompt: Sequence[int],
         max_new_tokens: int,
         *,
+        session: str = "",
+        root: ChunkKey = ROOT,
         sampling: Sampling = GREEDY,
         stop_tokens: Sequence[int] = (),
     ) -> int:
         """A request, which runs from the next step on if there is room; returns its number. It gets 1 to
         `max_new_tokens` tokens, the last perhaps one of `stop_tokens`. The same seed gives the same tokens whatever
-        runs beside it. Raises ValueError for what the model cannot take or the pool cannot hold."""
+        runs beside it. `session`: names the conversation, with 1 to 256 bytes; without such a name only full chunks are
+        stored. `root`: what the keys of its chunks begin with; requests with different ones share nothing, here and in
+        the store. Raises ValueError for what the model cannot take or the pool cannot hold, Exhausted when too many
+        wait."""
         self._check_open()
         check_request(prompt, max_new_tokens, vocabulary=self._vocabulary)
         limit = len(prompt) + max_new_tokens
-        if limit > self._tokens_max:
+        if limit > self.tokens_max:
             raise ValueError(
                 f"{len(prompt)} and {max_new_tokens} tokens: the model and a pool of {self.pool.chunks} chunks "
-                f"take {self._tokens_max}"
+                f"take {self.tokens_max}"
+            )
+        if self.waiting >= self.waiting_max:
+            self.counters["requests_rejected"] += 1
+            raise Exhausted(
+                "too many requests wait",
+                field="waiting_max",
+                value=self.waiting_max,
+                remedy="ask again later, or raise it",
             )
         self._count += 1
-        request = Running(self._count, list(prompt), limit, frozenset(stop_tokens), Sampler(sampling))
+        request = Request(
+            self._count,
+            [int(token) for token in prompt],
+            limit,
+            frozenset(stop_tokens),
+            Sampler(sampling),
+            session=self._named(session),
+            root=root,
+        )
         self._scheduler.waiting.append(request)
+        self.counters["requests"] += 1
+        self.counters["prompt_tokens"] += request.prompt_tokens
         return self._count
 
+    def turn(
+        self,
+        session: str,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        sampling: Sampling = GREEDY,
+        stop_tokens: Sequence[int] = (),
+    ) -> Turn:
+        """One request from beginning to end, for programs with one conversation at a time. Raises what `add` and `step`
+        raise, NotNumbers where its logits lead to no token, and ValueError while other requests are live."""
+        if self.live:
+            raise ValueError(f"{self.live} requests are live: take steps, and look at their outputs")
+        begun = time.perf_counter()
+        number = self.add(prompt, max_new_tokens, session=session, sampling=sampling, stop_tokens=stop_tokens)
+        request = self.request(number)
+        outputs: list[Output] = []
+        ttft_s = 0.0
+        try:
+            while not outputs or not outputs[-1].finish:
+                outputs += self.step()
+                if outputs and not ttft_s:
+                    ttft_s = time.perf_counter() - begun
+        finally:
+            self.abort(number)  # where a step raised
+        if outputs[-1].finish == "error":
+            raise NotNumbers(request.failure)
+        return Turn(
+            tokens=tuple(output.token for output in outputs),
+            gaps=tuple(output.gap for output in outputs),
+            finish=outputs[-1].finish,
+            ttft_s=ttft_s,
+            seconds=time.perf_counter() - begun,
+            prompt_tokens=request.prompt_tokens,
+            reused=request.reused,
+            load_failures=request.load_failures,
+        )
+
+    def request(self, number: int) -> Request:
+        """A live request, to be looked at. Raises KeyError for one that is not live."""
+        found = self._scheduler.find(number)
+        if found is None:
+            raise KeyError(number)
+        return found
+
     def abort(self, request: int) -> bool:
-        """It gets no more tokens, those of a step that was taken excepted, and what only it held is free; False if it
-        is not live."""
-        return self._scheduler.abort(request)
+        """It gets no more tokens, and what only it held is free for others; False if it is not live."""
+        found = self._scheduler.find(request)
+        if found is None:
+            return False
+        self._finish(found)
+        return True
+
+    def abort_all(self) -> None:
+        """All live requests get no more tokens, and nothing of what is left of their KV is kept: after a step that
+        raised, say."""
+        self._scheduler.stop_all()
 
     def run(self) -> Iterator[Output]:
         """Steps until nothing is left to do; requests may be added and aborted meanwhile."""
@@ -162,41 +322,50 @@ class BatchEngine:
             return []  # it changed on the way: what is full now would be shared and saved
         # All of them before anything changes: a step that breaks off is taken again
         chosen, failed = {}, []
-        for sequence, found in logits.items():
+        for request, found in logits.items():
             try:
-                chosen[sequence] = sequence.sampler.choose(found)
+                chosen[request] = request.sampler.choose(found), _gap(found)
             except NotNumbers as error:
-                log.warning("request %d: %s", sequence.number, error)
-                failed.append(sequence)
+                log.warning("request %d: %s", request.number, error)
+                request.failure = str(error)
+                failed.append(request)
         outputs = []
-        for sequence in failed:
-            outputs.append(Output(sequence.number, NO_TOKEN, "error"))
-            self._scheduler.stop(sequence)
-            self.counters["requests_failed"] += 1
-        for sequence, count in pieces.items():
-            if sequence in failed:
+        for request in failed:
+            if request.reused.tokens and not request.alone:
+                self._scheduler.compute_alone(request)
                 continue
-            self._scheduler.computed(sequence, count)
-            if sequence in chosen:
-                sequence.tokens.append(chosen[sequence])
-                outputs.append(Output(sequence.number, chosen[sequence], _finish(sequence)))
+            outputs.append(Output(request.number, NO_TOKEN, "error"))
+            self._scheduler.stop(request, retain=False)
+            self.counters["requests_failed"] += 1
+        finished = []
+        for request, count in pieces.items():
+            if request in failed:
+                continue
+            self._scheduler.computed(request, count)
+            if request in chosen:
+                token, gap = chosen[request]
+                request.tokens.append(token)
+                outputs.append(Output(request.number, token, _finish(request), gap))
                 if outputs[-1].finish:
-                    self._scheduler.stop(sequence)
+                    finished.append(request)
         self.counters["steps"] += 1
         self.counters["computed_tokens"] += sum(pieces.values())
+        if finished:
+            self._finish(*finished)
         return outputs
 
     def reset(self, epoch: int | None = None) -> None:
         """For programs that have changed weights: all of them are digested again, and what was computed before, in the
-        pool and in the store, is not used any more. Requests go on with the tokens they have. `epoch`: the namespace's
-        weights epoch from now on; the store then drops the older one of the same weights. Raises ValueError for one
-        that is lower than before."""
+        pool, in the store and on the way there, is not used any more. Requests go on with the tokens they have.
+        `epoch`: the namespace's weights epoch from now on; the store then drops the older one of the same weights.
+        Raises ValueError for one that is lower than before."""
         if epoch is not None:
             if epoch < self._epoch:
                 raise ValueError(f"epoch is {epoch}: must be at least {self._epoch}, which it was before")
             self._epoch = epoch
         verdict = self._identity.reset()
         if self._store is not None:
+            self._store.saver.forget()
             self._store.saver.follow(self._identity)
         self._follow(verdict)
 
@@ -224,30 +393,72 @@ class BatchEngine:
         self._follow(verdict)
         return True
 
+    def _finish(self, *requests: Request) -> None:
+        """They get no more tokens: what is left of their KV is kept, if it is what the model computes now."""
+        if self._recognise():
+            for request in requests:
+                self._scheduler.waiting.remove(request)
+            return
+        self.counters["requests_unexplained"] += len(requests) * bool(self.refusal)
+        for request in requests:
+            self._scheduler.finish(request)
+
+    def _named(self, session: str) -> str:
+        """The session's name, "" where it is none that the store takes."""
+        if session == "" or is_session_name(session):
+            return session
+        if not self.counters["requests_unnamed"]:
+            log.warning(
+                "a session's name has 1 to %d bytes of text: of requests without one only full chunks are kept: %.80r",
+                SESSION_NAME_BYTES_MAX,
+                session,
+            )
+        self.counters["requests_unnamed"] += 1
+        return ""
+
     def _follow(self, verdict: Verdict) -> None:
         self._verdict = verdict
-        self._scheduler.restart(share=self._share and verdict.explained)
-        if self._store is None:
-            return
+        self._refusal = self._refuse(verdict)
+        self._scheduler.restart(share=self._share and not self._refusal)
+        self._forward.renew()
+        if self._store is not None:
+            self._store.use(self._spec())
+
+    def _refuse(self, verdict: Verdict) -> str:
+        """Why KV of what the model is now must not be shared; "" if it may."""
+        if not verdict.explained:
+            return verdict.reason
         try:
-            spec = self._spec()
+            geometry = Geometry.of(self._model, self.pool.geometry.chunk_tokens)
+        except Exception as error:  # a living model may get any config: the step must not fail for it
+            reason = str(error) if isinstance(error, Unsupported) else f"its config cannot be read: {error!r}"
+        else:
+            if geometry == self.pool.geometry:
+                return ""
+            reason = "the model's shape or type changed; make another engine"
+        log.warning("computing without the store: %s", reason)
+        return reason
+
+    def _spec(self) -> NamespaceSpec | None:
+        if self._refusal:
+            return None
+        try:
+            return namespace_of(
+                self._model,
+                self.pool.geometry,
+                digest=self._verdict.digest,
+                attention=NAME,
+                weights_epoch=self._epoch,
+                salt=self._salt,
+            )
         except Exception:
             # A living model may get any name: the step must not fail for it.
             log.warning("computing without the store: the model cannot be named", exc_info=True)
-            spec = None
-        self._store.use(spec)
-
-    def _spec(self) -> NamespaceSpec | None:
-        if not self._verdict.explained:
             return None
-        geometry = self.pool.geometry
-        return namespace_of(
-            self._model, geometry, digest=self._verdict.digest, attention=NAME, weights_epoch=self._epoch
-        )
 
-    def _fills(self, pieces: Mapping[Running, int]) -> bool:
-        step = self.pool.geometry.chunk_tokens
-        return any(sequence.computed % step + count >= step for sequence, count in pieces.items())
+    def _fills(self, pieces: Mapping[Request, int]) -> bool:
+        size = self.pool.geometry.chunk_tokens
+        return any(request.computed % size + count >= size for request, count in pieces.items())
 
     def _check_open(self) -> None:
         if self._closed:
@@ -258,7 +469,12 @@ class BatchEngine:
         self._scheduler.check_integrity()
 
 
-def _finish(sequence: Running) -> Finish:
-    if sequence.tokens[-1] in sequence.stop_tokens:
+def _finish(request: Request) -> Finish:
+    if request.tokens[-1] in request.stop_tokens:
         return "stop"
-    return "length" if len(sequence.tokens) == sequence.tokens_max else ""
+    return "length" if len(request.tokens) == request.tokens_max else ""
+
+
+def _gap(logits: torch.Tensor) -> float:
+    best, second = torch.topk(logits, 2).values.tolist() if len(logits) > 1 else (0.0, 0.0)
+    return float(best - second)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from kvstore.gpu_worker.attention import Step, paged
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.linear import turnable, turned
-from kvstore.gpu_worker.scheduling import Running
+from kvstore.gpu_worker.request import Request
 from kvstore.kernels.forest import Forest, Plan
 from kvstore.kernels.prefill import PrefillPlan
 
@@ -30,8 +30,8 @@ class Forward:
         self.model = model.eval()
         self._linear = turnable(model)
         self._pool = pool
-        self._step = pool.geometry.chunk_tokens
-        split = max(1, SPLIT_TOKENS // self._step) * self._step
+        self._chunk_tokens = pool.geometry.chunk_tokens
+        split = max(1, SPLIT_TOKENS // self._chunk_tokens) * self._chunk_tokens
         # A sequence has a piece for every `split` tokens, and one more for each run, of which there are no more than
         # sequences on its path; all together have no more items than that.
         most = sequences_max * (tokens_max // split + 1 + sequences_max)
@@ -39,7 +39,7 @@ class Forward:
         on_gpu = model.device.type != "cpu"
         self._decoding, self._prefilling = (
             Forest(
-                chunk_tokens=self._step,
+                chunk_tokens=self._chunk_tokens,
                 chunks=pool.chunks,
                 sequences_max=sequences_max,
                 split_tokens=split,
@@ -52,32 +52,36 @@ class Forward:
             for _ in range(2)
         )
 
-    def __call__(self, pieces: Mapping[Running, int]) -> dict[Running, torch.Tensor]:
-        """Computes the next so many tokens of each sequence; of those that have none left then, the logits
+    def renew(self) -> None:
+        """The model computes otherwise: some of its layers may be others."""
+        self._linear = turnable(self.model)
+
+    def __call__(self, pieces: Mapping[Request, int]) -> dict[Request, torch.Tensor]:
+        """Computes the next so many tokens of each request; of those that have none left then, the logits
         [vocabulary] after the last, in float32."""
-        decoding = [sequence for sequence, count in pieces.items() if count == 1]
-        prefilling = {sequence: count for sequence, count in pieces.items() if count > 1}
+        decoding = [request for request, count in pieces.items() if count == 1]
+        prefilling = {request: count for request, count in pieces.items() if count > 1}
         ids: list[int] = []
         positions: list[int] = []
         chunks: list[int] = []
-        last: dict[Running, int] = {}
-        for sequence in (*decoding, *prefilling):
-            start, end = sequence.computed, sequence.computed + pieces[sequence]
-            ids += sequence.tokens[start:end]
+        last: dict[Request, int] = {}
+        for request in (*decoding, *prefilling):
+            start, end = request.computed, request.computed + pieces[request]
+            ids += request.tokens[start:end]
             positions += range(start, end)
-            chunks += [sequence.chunks[at // self._step] for at in range(start, end)]
-            if end == len(sequence.tokens):
-                last[sequence] = len(ids) - 1
+            chunks += [request.chunks[at // self._chunk_tokens] for at in range(start, end)]
+            if end == len(request.tokens):
+                last[request] = len(ids) - 1
 
         lines = [0] * self._decoding.sequences_max
-        for line, sequence in enumerate(decoding):
-            lines[sequence.row] = line
+        for line, request in enumerate(decoding):
+            lines[request.row] = line
         places = self._tensor(positions)
         step = Step(
             layers=self._pool.layers,
             chunks=self._tensor(chunks),
-            places=places % self._step,
-            rows=self._tensor([sequence.row for sequence in decoding]),
+            places=places % self._chunk_tokens,
+            rows=self._tensor([request.row for request in decoding]),
             lines=self._tensor(lines),
             decode=self._decode_plan(decoding),
             prefill=self._prefill_plan(prefilling),
@@ -93,36 +97,36 @@ class Forward:
         logits = out.logits[0].contiguous()  # a row after the other: whoever samples reads it row by row
         return dict(zip(last, logits.float(), strict=True))
 
-    def _decode_plan(self, sequences: Sequence[Running]) -> Plan | None:
+    def _decode_plan(self, sequences: Sequence[Request]) -> Plan | None:
         forest = self._decoding
-        rows = {sequence.row for sequence in sequences}
+        rows = {request.row for request in sequences}
         for row in range(forest.sequences_max):
             if row in forest and row not in rows:
                 forest.leave(row)
-        for sequence in sequences:
-            row, tokens = sequence.row, sequence.computed
-            before = sequence.chunks[: -(-tokens // self._step)]
+        for request in sequences:
+            row, tokens = request.row, request.computed
+            before = request.chunks[: -(-tokens // self._chunk_tokens)]
             if row in forest and forest.length(row) == tokens and forest.chunks_of(row) == before:
-                forest.append(row, None if tokens % self._step else sequence.chunks[len(before)])
+                forest.append(row, None if tokens % self._chunk_tokens else request.chunks[len(before)])
             else:  # it did not decode before; or another one did in this row, or it did in other chunks
                 if row in forest:
                     forest.leave(row)
-                self._join(forest, sequence, tokens + 1)
+                self._join(forest, request, tokens + 1)
         return forest.plan() if sequences else None
 
-    def _prefill_plan(self, pieces: Mapping[Running, int]) -> PrefillPlan | None:
+    def _prefill_plan(self, pieces: Mapping[Request, int]) -> PrefillPlan | None:
         if not pieces:
             return None
-        for sequence, count in pieces.items():
-            self._join(self._prefilling, sequence, sequence.computed + count)
+        for request, count in pieces.items():
+            self._join(self._prefilling, request, request.computed + count)
         try:
-            return self._prefilling.prefill({sequence.row: count for sequence, count in pieces.items()})
+            return self._prefilling.prefill({request.row: count for request, count in pieces.items()})
         finally:
-            for sequence in pieces:
-                self._prefilling.leave(sequence.row)
+            for request in pieces:
+                self._prefilling.leave(request.row)
 
-    def _join(self, forest: Forest, sequence: Running, tokens: int) -> None:
-        forest.join(sequence.row, sequence.chunks[: -(-tokens // self._step)], tokens)
+    def _join(self, forest: Forest, request: Request, tokens: int) -> None:
+        forest.join(request.row, request.chunks[: -(-tokens // self._chunk_tokens)], tokens)
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.model.device)

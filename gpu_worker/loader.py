@@ -17,7 +17,6 @@ import torch
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.layout import Bits, Geometry
 from kvstore.gpu_worker.positions import Positions
-from kvstore.gpu_worker.restored_cache import LoadFailed
 from kvstore.kernels.rotate import Rotation, rotate
 
 if TYPE_CHECKING:
@@ -25,6 +24,10 @@ if TYPE_CHECKING:
 
 SHARD = 0
 log = logging.getLogger(__name__)
+
+
+class LoadFailed(Exception):
+    """The KV did not arrive whole and in time: nothing of it is used."""
 
 
 @dataclass(frozen=True, slots=True)

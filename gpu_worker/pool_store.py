@@ -1,35 +1,64 @@
-"""Between the paged pool and the store: what is there of a prompt is loaded into chunks; chunks that are full, saved.
+"""Between the paged pool and the store: what is there of a prompt is loaded into chunks; what was computed, saved.
 
-Nothing here holds up a forward call: lookups have a thread, loads another, saves a third. What is late, void or finds
+Nothing here holds up a forward call: lookups have threads, loads another, saves a third. What is late, void or finds
 no room is computed, or dropped and counted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from transformers import PreTrainedModel
 
+from kvstore.client import SessionEntry, SessionInfo
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.layout import Bits, bits
 from kvstore.gpu_worker.loader import Load, Loader, Piece
-from kvstore.gpu_worker.saver import Layers, Saver, TurnSave
+from kvstore.gpu_worker.request import Request
+from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, Layers, Saver, TurnSave
 from kvstore.gpu_worker.store import CONNECT_AGAIN_S, Store
 from kvstore.kernels.pages import BlockTable, gather
 from kvstore.layout import NamespaceSpec
-from kvstore.types import KEYS_PER_REQUEST_MAX, Outcome, Reason
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason
 
 if TYPE_CHECKING:
-    from kvstore.client import Client, ReadLease
-    from kvstore.gpu_worker.scheduling import Running
+    from kvstore.client import Client, Namespace, ReadLease
 
+LOOKUP_THREADS = 8
+"""A lookup waits for what is promoted from SSD: others go on beside it."""
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the store has of a prompt."""
+
+    lease: ReadLease | None = None
+    chunks: int = 0
+    """How many leading full chunks."""
+    tail: SessionEntry | None = None
+    """What the session has behind those."""
+    asked: int = 0
+    """Full chunks that were asked for: the tail is the next in the lease."""
+    from_ssd: frozenset[int] = frozenset()
+    """Numbers in the lease of those that were promoted because they were asked for."""
+    base: SessionInfo | None = None
+    """The session's manifest."""
+
+    def release(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
 
 
 class PoolStore:
@@ -46,6 +75,7 @@ class PoolStore:
         lookup_timeout_s: float = 0.5,
         promote_timeout_s: float = 1.0,
         save_timeout_s: float = 5.0,
+        save_queue_bytes_max: int = QUEUE_BYTES_MAX,
     ) -> None:
         """`spec`: of the namespace; None: none for now (see `use`). Raises Unsupported for a model that is not in CPU
         memory, and whatever the daemon has against us."""
@@ -63,70 +93,176 @@ class PoolStore:
             promote_timeout_s=promote_timeout_s,
             counters=counters,
         )
-        self._lookups = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-lookup")
+        self._lookups = ThreadPoolExecutor(max_workers=LOOKUP_THREADS, thread_name_prefix="kv-lookup")
         self._no_lookup_before = 0.0
         self._loader = Loader(pool.geometry)
-        self.saver = Saver(pool.geometry, timeout_s=save_timeout_s)
+        self.saver = Saver(
+            pool.geometry,
+            queue_bytes_max=save_queue_bytes_max,
+            timeout_s=save_timeout_s,
+            maker=maker_of(model),
+        )
+        self._ended: list[tuple[TurnSave, list[ChunkKey]]] = []
+        """Saves that go on behind, each with the keys of all its full chunks."""
+        self._saving: dict[str, TurnSave] = {}
+        """The last one of each session, while it goes on."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a daemon, as far as we know."""
+        return self._store.namespace() is not None
 
     def use(self, spec: NamespaceSpec | None) -> None:
         """From now on loads and saves are those of this namespace; None: there are none."""
         self._store.use(spec)
 
-    def look_up(self, tokens: Sequence[int]) -> Future[ReadLease | None] | None:
-        """Of the full chunks of `tokens`, leaving at least one to compute; None if the store is not there."""
-        namespace = self._store.namespace()
-        whole = (len(tokens) - 1) // self._chunk_tokens
-        if namespace is None or whole == 0 or time.monotonic() < self._no_lookup_before:
-            return None
-        keys = namespace.keys(tokens[: whole * self._chunk_tokens])[:KEYS_PER_REQUEST_MAX]
+    # ------------------------------------------------------------------------------------------------------ loading
 
-        def ask() -> ReadLease | None:
+    def look_up(self, request: Request) -> Future[Found] | None:
+        """Of its full chunks and its session's tail, leaving at least one token to compute; None if the store is not
+        there."""
+        namespace = self._store.namespace()
+        if namespace is None or len(request.tokens) < 2 or time.monotonic() < self._no_lookup_before:
+            return None
+        # As many as the store takes at once, the tail included: of a longer prompt the rest is computed
+        whole = min((len(request.tokens) - 1) // self._chunk_tokens, KEYS_PER_REQUEST_MAX - 1)
+        if not whole and not request.session:
+            return None
+        keys = self._store_keys(request, namespace, whole)
+        tokens, session, root = tuple(request.tokens), request.session, request.root
+        before = self._saving.get(session) if session else None
+
+        def ask() -> Found:
             began = time.monotonic()
             try:
-                lease = self._store.read(namespace, keys)
+                if before is not None:  # our own save of the turn before, still under way
+                    before.saved.wait(self._lookup_timeout_s)
+                found = self._find(namespace, keys, tokens, session, root)
             except Exception:
                 # Our bug, or the client's: said loudly here, while the model must not wait for what will not come.
                 log.exception("looking up failed")
-                return None
+                return Found()
             late = time.monotonic() - began >= self._lookup_timeout_s
-            if (
-                late and lease.reasons[0] is Reason.UNAVAILABLE
-            ):  # it hangs: who comes next need not wait as long
+            away = found.lease is not None and found.lease.reasons[0] is Reason.UNAVAILABLE
+            if late and away:  # it hangs: who comes next need not wait as long
                 self._no_lookup_before = time.monotonic() + CONNECT_AGAIN_S
-            return lease
+            return found
 
         return self._lookups.submit(ask)
 
-    def hits(self, lease: ReadLease | None) -> int:
-        """How many leading chunks it has."""
-        hit = [outcome is Outcome.HIT for outcome in lease.outcomes] if lease is not None else []
-        return hit.index(False) if False in hit else len(hit)
-
-    def load(self, lease: ReadLease, first: int, chunks: Sequence[int]) -> Load:
-        """Chunk `first` of a prompt and those after it, into these of the pool. Takes over `lease`."""
-        pieces = [
-            Piece(first + number, (first + number) * self._chunk_tokens, self._chunk_tokens)
-            for number in range(len(chunks))
-        ]
+    def load(self, found: Found, first: int, chunks: Sequence[int]) -> Load:
+        """Chunk `first` of a prompt and those after it, into these of the pool; the last may be the tail. Takes over
+        the lease."""
+        assert found.lease is not None
+        size = self._chunk_tokens
+        pieces = [Piece(number, number * size, size) for number in range(first, found.chunks)]
+        if found.tail is not None:
+            pieces.append(Piece(found.asked, found.tail.first_token, found.tail.token_count))
+        assert len(pieces) == len(chunks), (pieces, chunks)
 
         def place(layer: int, piece: Piece) -> Bits:
-            return bits(self._pool.layers[layer][chunks[piece.index - first]])
+            chunk = chunks[piece.first_token // size - first]
+            return bits(self._pool.layers[layer][chunk])[:, :, : piece.token_count]
 
         # Nobody waits for it but by asking whether it has ended: copies between memories end
-        return self._loader.start(lease, pieces, place, deadline_s=float("inf"))
+        return self._loader.start(found.lease, pieces, place, deadline_s=float("inf"))
 
-    def save(self, sequence: Running, first: int) -> None:
-        """Its chunks from `first` on are new and full."""
-        namespace = self._store.namespace()
-        if namespace is None:
+    def loaded(self, request: Request, first: int) -> None:
+        """Its full chunks from `first` on came from the store."""
+        for number in range(first, request.computed // self._chunk_tokens):
+            self._pool.mark_stored(request.chunks[number], request.store_keys[number])
+
+    def _find(
+        self,
+        namespace: Namespace,
+        keys: Sequence[ChunkKey],
+        tokens: Sequence[int],
+        session: str,
+        root: ChunkKey,
+    ) -> Found:
+        base = namespace.get_session(session, timeout_s=self._lookup_timeout_s) if session else None
+        tail = _tail_of(namespace, base, keys, tokens, self._chunk_tokens, root)
+        asked = [*keys, tail.key] if tail is not None else list(keys)
+        if not asked:
+            return Found(base=base)
+        # In any order, because the tail of an earlier turn lies beside the chunk that has grown out of it since.
+        lease, promoted = self._store.read(namespace, asked, any_order=tail is not None)
+        hit = [outcome is Outcome.HIT for outcome in lease.outcomes]
+        chunks = next((number for number in range(len(keys)) if not hit[number]), len(keys))
+        if tail is not None and not (hit[-1] and tail.first_token == chunks * self._chunk_tokens):
+            tail = None
+        return Found(lease, chunks, tail, len(keys), promoted, base)
+
+    # ------------------------------------------------------------------------------------------------------- saving
+
+    def save(self, request: Request) -> None:
+        """Some of its chunks are full now: those that the store has not are saved."""
+        save = self._save_of(request)
+        if save is None:
             return
-        if sequence.save is None:
-            chain = namespace.keys(sequence.tokens[: first * self._chunk_tokens])
-            sequence.save = TurnSave(self.saver, namespace, "", None, chain)
-        whole = sequence.computed // self._chunk_tokens
-        sequence.save.extend(
-            _Chunks(self._pool, sequence.chunks[:whole]), sequence.tokens[: whole * self._chunk_tokens]
-        )
+        whole = request.computed // self._chunk_tokens
+        save.extend(_Chunks(self._pool, request.chunks[:whole]), request.tokens[: whole * self._chunk_tokens])
+        self._mark(request, save, whole)
+
+    def finish(self, request: Request) -> None:
+        """It computes no more: the rest is saved as a tail, and all of it becomes its session's manifest."""
+        save = self._save_of(request)
+        if save is None:
+            return
+        whole = request.computed // self._chunk_tokens
+        held = request.chunks[: -(-request.computed // self._chunk_tokens)]
+        save.finish(_Chunks(self._pool, held), request.tokens[: request.computed])
+        self._mark(request, save, whole)
+        self._ended.append((save, request.store_keys[:whole]))
+        if request.session:
+            self._saving[request.session] = save
+
+    def collect(self) -> None:
+        """What saves that have ended could not bring into the store is no longer taken to be there."""
+        going_on = []
+        for save, keys in self._ended:
+            if not save.saved.is_set():
+                going_on.append((save, keys))
+                continue
+            self._pool.unmark_stored(keys[len(save.entries) :])
+            if self._saving.get(save.session) is save:
+                del self._saving[save.session]
+        self._ended = going_on
+
+    def forget(self) -> None:
+        """The model computes otherwise: nothing of before is taken to be in the store."""
+        self._ended.clear()
+        self._saving.clear()
+
+    def _save_of(self, request: Request) -> TurnSave | None:
+        """Begins it, behind the leading chunks that the store has already."""
+        namespace = self._store.namespace()
+        if namespace is None or request.save is not None:
+            return request.save
+        whole = request.computed // self._chunk_tokens
+        keys = self._store_keys(request, namespace, whole)
+        known = 0
+        while known < whole and self._pool.stored(request.chunks[known]) == keys[known]:
+            known += 1
+        base = request.found.base if request.found is not None else None
+        request.save = TurnSave(self.saver, namespace, request.session, base, keys[:known], root=request.root)
+        return request.save
+
+    def _mark(self, request: Request, save: TurnSave, whole: int) -> None:
+        if save.cut:
+            return
+        keys = self._store_keys(request, save.namespace, whole)
+        for number, chunk in enumerate(request.chunks[:whole]):
+            if self._pool.stored(chunk) != keys[number]:
+                self._pool.mark_stored(chunk, keys[number])
+
+    def _store_keys(self, request: Request, namespace: Namespace, count: int) -> list[ChunkKey]:
+        known = len(request.store_keys)
+        if known < count:
+            parent = request.store_keys[-1] if known else request.root
+            size = self._chunk_tokens
+            request.store_keys += namespace.keys(request.tokens[known * size : count * size], parent)
+        return request.store_keys[:count]
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all KV is saved or dropped; False if that took too long."""
@@ -141,6 +277,12 @@ class PoolStore:
             self._store.close()
 
 
+def maker_of(model: PreTrainedModel) -> bytes:
+    """16 bytes for this engine in this process: what `kvctl recall` purges by when it turns out to have been sick."""
+    who = f"{socket.gethostname()} {os.getpid()} {time.time_ns()} {model.device} torch {torch.__version__}"
+    return hashlib.blake2b(who.encode(), digest_size=16, person=b"kvs.maker.v1").digest()
+
+
 class _Chunks:
     """What a save reads."""
 
@@ -149,7 +291,8 @@ class _Chunks:
         self._chunks = chunks
 
     def snapshot(self, first_token: int, /) -> Layers:
-        """Copies: the chunks may be freed, and filled with other KV, before they are saved."""
+        """Copies: the chunks may be freed, and filled with other KV, before they are saved. What lies behind the last
+        token is not looked at."""
         geometry = self._pool.geometry
         chunks = self._chunks[first_token // geometry.chunk_tokens :]
         tokens = len(chunks) * geometry.chunk_tokens
@@ -165,3 +308,23 @@ class _Chunks:
             gather(layer[:, 0], layer[:, 1], table, together)
             layers.append((together[:, 0], together[:, 1]))
         return layers
+
+
+def _tail_of(
+    store: Namespace,
+    base: SessionInfo | None,
+    keys: Sequence[ChunkKey],
+    prompt: Sequence[int],
+    chunk_tokens: int,
+    root: ChunkKey,
+) -> SessionEntry | None:
+    """The session's tail, if it is KV of exactly our tokens: its key must be the one that we compute from them."""
+    if base is None or not base.entries:
+        return None
+    tail = base.entries[-1]
+    chunks, inside = divmod(tail.first_token, chunk_tokens)
+    end = tail.first_token + tail.token_count
+    if inside != 0 or not 0 < tail.token_count < chunk_tokens or chunks > len(keys) or end >= len(prompt):
+        return None
+    parent = keys[chunks - 1] if chunks else root
+    return tail if store.tail_key(prompt[tail.first_token : end], parent) == tail.key else None

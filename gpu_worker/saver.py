@@ -1,8 +1,8 @@
 """The Saver: copies new KV into the store behind prefill and decode, chunk by chunk; the rest of a turn as a tail.
 
     model's thread                      saver's thread
-    TurnSave.extend(cache, tokens) ---> reserve, copy, commit the chunks that became full
-    TurnSave.finish(cache, tokens) ---> the same for the tail, then the session's new manifest
+    TurnSave.extend(source, tokens) ---> reserve, copy, commit the chunks that became full
+    TurnSave.finish(source, tokens) ---> the same for the tail, then the session's new manifest
 
 The model's thread never waits here. What the queue or the store cannot take is dropped and counted, with all that comes
 after it in the turn: a history is only usable up to its first hole. The next turn of the session finds the shorter
@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvstore.gpu_worker.identity import Identity
 
 QUEUE_BYTES_MAX = 512 << 20
-"""KV that may wait to be saved. It keeps the tensors of its turn alive meanwhile."""
+"""KV that may wait to be saved."""
 QUEUE_JOBS_MAX = 4096
 BATCH_BYTES_MAX = 16 << 20
 """What is reserved, copied and committed at a time: well below the staging memory of a worker."""
@@ -67,11 +67,11 @@ class TurnSave:
         base: SessionInfo | None,
         chain: Sequence[ChunkKey],
         *,
-        valid: Callable[[], bool] = lambda: True,
+        root: ChunkKey = ROOT,
     ) -> None:
         """`session`: "" for a turn that no session names. `base`: the session's manifest as this turn found it.
-        `chain`: keys of the leading full chunks that are in the store already, because they were restored from it.
-        `valid`: asked whenever KV is queued, whether the model still computes what `namespace` stands for."""
+        `chain`: keys of the leading full chunks that are in the store already, or queued by another turn. `root`: what
+        the chain begins with."""
         chunk_tokens = saver.geometry.chunk_tokens
         self.namespace = namespace
         self.session = session
@@ -84,35 +84,29 @@ class TurnSave:
         """False once a chunk was dropped: what comes after it is of no use."""
         self.saved = threading.Event()
         """Set when all of the turn was saved or dropped."""
+        self.root = root
+        self.cut = False
+        """Something was not queued: what comes after it is of no use."""
         self._saver = saver
         self._queued = len(chain) * chunk_tokens
-        self._valid = valid
-        self._cut = False
 
-    def extend(self, cache: Source, tokens: Sequence[int]) -> None:
-        """`tokens` are those whose KV is in `cache`: queues the chunks that became full since the last call."""
+    def extend(self, source: Source, tokens: Sequence[int]) -> None:
+        """`tokens` are those whose KV is in `source`: queues the chunks that became full since the last call."""
         chunk_tokens = self._saver.geometry.chunk_tokens
-        self._queue(cache, tokens, len(tokens) // chunk_tokens * chunk_tokens)
+        self._queue(source, tokens, len(tokens) // chunk_tokens * chunk_tokens)
 
-    def finish(self, cache: Source, tokens: Sequence[int]) -> None:
+    def finish(self, source: Source, tokens: Sequence[int]) -> None:
         """Queues what is left, as a tail, and the session's manifest. Nothing may be queued after it."""
-        self.extend(cache, tokens)
+        self.extend(source, tokens)
         if self.session:  # nobody would find a tail without its session
-            self._queue(cache, tokens, len(tokens))
-        self._saver.put(_Save(self, cut=self._cut))
+            self._queue(source, tokens, len(tokens))
+        self._saver.put(_Save(self, cut=self.cut))
 
-    def abandon(self) -> None:
-        """The turn broke off: nothing more of it is saved."""
-        self.saved.set()
-
-    def _queue(self, cache: Source, tokens: Sequence[int], end: int) -> None:
+    def _queue(self, source: Source, tokens: Sequence[int], end: int) -> None:
         if end > self._queued:
-            layers = cache.snapshot(self._queued)
-            # All of it was computed before this is asked: a change on the way is seen. What autocast or a layer of
-            # another type makes has not the bytes of the namespace's type.
-            self._cut |= not self._valid() or layers[0][0].dtype != self._saver.geometry.dtype
-            save = _Save(self, self._queued, tuple(tokens[self._queued : end]), layers, cut=self._cut)
-            self._cut = not self._saver.put(save)
+            layers = () if self.cut else source.snapshot(self._queued)
+            save = _Save(self, self._queued, tuple(tokens[self._queued : end]), layers, cut=self.cut)
+            self.cut = not self._saver.put(save)
             self._queued = end
 
 
@@ -121,9 +115,8 @@ class _Save:
     """Save `tokens`, which start at `first_token` (a multiple of the chunk), and so do `layers`; or, without tokens,
     publish the turn's manifest.
 
-    The tensors in `layers` are read without a lock while the model goes on with the same cache. That is safe because
-    the elements of a token are written once, before the save is queued (GrowingLayer): the model only appends behind
-    them, or moves to other memory and leaves these alone, alive for as long as the save holds them.
+    The tensors in `layers` are read without a lock while the model goes on: nobody writes them any more, and they live
+    for as long as the save holds them.
     """
 
     turn: TurnSave
@@ -185,6 +178,19 @@ class Saver:
             self._waiting_bytes = waiting_bytes
             self._changed.notify_all()
             return True
+
+    def forget(self) -> None:
+        """Drops what is queued: it was computed with weights that count no more. What is being saved ends first."""
+        with self._changed:
+            kept: deque[_Save | None] = deque()
+            for save in self._saves:
+                if save is None:
+                    kept.append(None)
+                else:
+                    self._waiting_bytes -= self._bytes(save)
+                    self._drop(save)
+            self._saves = kept
+            self._changed.notify_all()
 
     def follow(self, identity: Identity) -> None:
         """Once contents of the model were others since nobody knows when, the store shall forget what was saved and not
@@ -276,7 +282,7 @@ class Saver:
             return
         # A key stands for all tokens before it: after a hole it would name KV of another text.
         assert save.first_token == len(turn.entries) * chunk_tokens, (save.first_token, turn.entries)
-        parent = turn.entries[-1].key if turn.entries else ROOT
+        parent = turn.entries[-1].key if turn.entries else turn.root
         keys = list(turn.namespace.keys(save.tokens, parent))
         counts = [chunk_tokens] * len(keys)
         if rest := len(save.tokens) % chunk_tokens:
@@ -399,6 +405,7 @@ class Saver:
                     [entry.key for entry in entries], timeout_s=self._timeout_s
                 ).usable
                 entries = entries[:usable]
+                del turn.entries[usable:]
             except StoreError as error:
                 log.info("manifest of session not updated: %s", error)
                 break

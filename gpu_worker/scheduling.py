@@ -1,7 +1,7 @@
-"""Which sequences run, which of their tokens are computed next, and which chunks of the pool they hold.
+"""Which requests run, which of their tokens are computed next, and which chunks of the pool they hold.
 
-What sequences have in common is computed once. A prompt whose next chunk is in the pool adopts it; one whose next chunk
-an older sequence is about to compute or load waits for it. When the pool is full the newest sequence goes back to the
+What requests have in common is computed once. A prompt whose next chunk is in the pool adopts it; one whose next chunk
+an older request is about to compute or load waits for it. When the pool is full the newest request goes back to the
 queue, and is loaded or computed again once there is room. The oldest one always goes on, so all get done.
 """
 
@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvstore.gpu_worker.hbm_pool import HbmPool
-from kvstore.gpu_worker.loader import Load
-from kvstore.gpu_worker.restored_cache import LoadFailed
-from kvstore.gpu_worker.sampling import Sampler
-from kvstore.gpu_worker.saver import TurnSave
-from kvstore.keys import ROOT, SALT_BYTES, exact_chain
+from kvstore.gpu_worker.loader import Load, LoadFailed
+from kvstore.gpu_worker.request import Request, Reused
+from kvstore.keys import SALT_BYTES, exact_chain
 from kvstore.types import ChunkKey
 
 if TYPE_CHECKING:
-    from kvstore.client import ReadLease
     from kvstore.gpu_worker.pool_store import PoolStore
 
 IDLE_S = 0.05
@@ -29,35 +25,9 @@ IDLE_S = 0.05
 _SALT = bytes(SALT_BYTES)  # keys of the pool are compared with one another only
 
 
-@dataclass(slots=True, eq=False)
-class Running:
-    """A request from `add` to its last token."""
-
-    number: int
-    tokens: list[int]
-    """The prompt and what was chosen since."""
-    tokens_max: int
-    stop_tokens: frozenset[int]
-    sampler: Sampler
-    chunks: list[int] = field(default_factory=list)
-    keys: list[ChunkKey] = field(default_factory=list)
-    """Of the full chunks of `tokens`."""
-    computed: int = 0
-    """Tokens whose KV is in `chunks`; not those that are being loaded."""
-    row: int = -1
-    """Its row in the forests, while it runs."""
-    lookup: Future[ReadLease | None] | None = None
-    """What the store has of it; asked when it begins to run."""
-    load: Load | None = None
-    save: TurnSave | None = None
-
-    @property
-    def missing(self) -> int:
-        return len(self.tokens) - self.computed
-
-
 class Scheduler:
-    """`counters` gets adopted_tokens, restored_tokens, load_failures and preemptions."""
+    """`counters` gets adopted_tokens, restored_tokens (and of these: restored_ssd_tokens), load_failures and
+    preemptions."""
 
     def __init__(
         self,
@@ -72,130 +42,156 @@ class Scheduler:
         for name, value in (("sequences_max", sequences_max), ("prefill_tokens", prefill_tokens)):
             if value < 1:
                 raise ValueError(f"{name} is {value}: must be at least 1")
-        self.waiting: deque[Running] = deque()
-        self.running: list[Running] = []
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
         """Oldest first; all of them are older than those that wait."""
         self._pool = pool
         self._store = store
         self._prefill_tokens = prefill_tokens
         self._share = share
         self._counters = counters
-        self._step = pool.geometry.chunk_tokens
+        self._chunk_tokens = pool.geometry.chunk_tokens
         self._rows = list(range(sequences_max - 1, -1, -1))
         self._ending: list[tuple[Load, list[int]]] = []
         """Loads that nobody wants any more, and the chunks that they may still write."""
 
-    def schedule(self) -> dict[Running, int]:
-        """How many tokens of which sequence are computed now; those that decode first, then the oldest."""
+    def schedule(self) -> dict[Request, int]:
+        """How many tokens of which request are computed now; those that decode first, then the oldest."""
         self._reap()
-        for sequence in self.running:
-            self._adopt(sequence)
+        for request in self.running:
+            self._adopt(request)
         self._admit()
-        pieces: dict[Running, int] = {}
-        promised: set[ChunkKey] = set()  # of chunks that a sequence looked at before is to compute or loads
+        pieces: dict[Request, int] = {}
+        promised: set[ChunkKey] = set()  # of chunks that a request looked at before is to compute or loads
         budget = self._prefill_tokens
-        for sequence in sorted(self.running, key=lambda sequence: sequence.missing > 1):
-            if sequence.row < 0:
+        for request in sorted(self.running, key=lambda request: request.missing > 1):
+            if request.row < 0:
                 continue  # it had to make room meanwhile
-            self._adopt(sequence)
-            if self._restoring(sequence, promised, pieces):
+            self._adopt(request)
+            if self._restoring(request, promised, pieces):
                 continue
-            count = 1 if sequence.missing == 1 else min(sequence.missing, budget)
-            if count == 0 or self._next(sequence) in promised:
+            count = 1 if request.missing == 1 else min(request.missing, budget)
+            if count == 0 or self._next(request) in promised:
                 continue
-            if self._make_room(sequence, sequence.computed + count, pieces):
-                pieces[sequence] = count
-                if sequence.missing > 1:
+            if self._make_room(request, request.computed + count, pieces):
+                pieces[request] = count
+                if request.missing > 1:
                     budget -= count
-                    promised.update(self._adoptable(sequence)[sequence.computed // self._step :])
+                    promised.update(self._adoptable(request)[request.computed // self._chunk_tokens :])
         if not pieces:
             self._idle()
         return pieces
 
-    def computed(self, sequence: Running, count: int) -> None:
+    def computed(self, request: Request, count: int) -> None:
         """The KV of so many tokens more is in the pool: what is full now, others may adopt, and the store gets."""
-        before = sequence.computed // self._step
-        sequence.computed += count
-        if sequence.computed // self._step > before:
-            self._publish(sequence, before)
+        before = request.computed // self._chunk_tokens
+        request.computed += count
+        if request.computed // self._chunk_tokens > before:
+            self._publish(request, before)
             if self._store is not None:
-                self._store.save(sequence, before)
+                self._store.save(request)
 
-    def abort(self, number: int) -> bool:
-        """Of a request: whether it was live."""
-        for sequence in self.running:
-            if sequence.number == number:
-                self.stop(sequence)
-                return True
-        before = len(self.waiting)
-        self.waiting = deque(waiting for waiting in self.waiting if waiting.number != number)
-        return len(self.waiting) < before
+    def find(self, number: int) -> Request | None:
+        """The live request of that number."""
+        return next((each for each in (*self.running, *self.waiting) if each.number == number), None)
 
     def restart(self, *, share: bool) -> None:
-        """What runs goes back to the queue and is computed again, in the same order; the pool knows no tokens any more.
-        `share`: whether sequences may share chunks from now on."""
-        self._share = share
+        """The model computes otherwise. What runs goes back to the queue and is computed again, in the same order; the
+        pool and the requests know nothing of before. `share`: whether requests may share chunks from now on."""
         while self.running:
             newest = self.running[-1]
-            self.stop(newest)
+            self.stop(newest, retain=False)
             self.waiting.appendleft(newest)
-        for sequence in self.waiting:
-            sequence.save = None  # of another namespace
+        self._pool.forget()
+        self._share = share
+        for request in self.waiting:
+            request.save = request.found = None  # of another namespace
+            request.store_keys.clear()
+            request.reused = Reused()
+        if self._store is not None:
+            self._store.forget()
 
     def stop_all(self) -> None:
+        """For the end."""
         self.waiting.clear()
         while self.running:
             self.stop(self.running[-1])
 
-    def stop(self, sequence: Running) -> None:
-        """It runs no more, and holds nothing."""
-        self.running.remove(sequence)
-        if sequence.lookup is not None:
-            sequence.lookup.add_done_callback(lambda lookup: _release(lookup.result()))
-        if sequence.load is not None:
-            whole = sequence.computed // self._step
-            sequence.load.cancel("the request was stopped")
-            self._ending.append((sequence.load, sequence.chunks[whole:]))
-            del sequence.chunks[whole:]
-        self._pool.drop(sequence.chunks)
-        self._rows.append(sequence.row)
-        sequence.chunks, sequence.computed, sequence.row = [], 0, -1
-        sequence.lookup = sequence.load = None
+    def compute_alone(self, request: Request) -> None:
+        """KV that it reused leads to no numbers: it is computed once more, from its tokens, and others do not get that
+        KV from the pool."""
+        self._pool.unpublish(request.chunks)
+        self._pool.drop(request.chunks)
+        request.chunks, request.computed, request.alone = [], 0, True
+        request.save, request.reused = None, Reused()
+        request.load_failures += 1
+        self._counters["load_failures"] += 1
+
+    def finish(self, request: Request) -> None:
+        """It gets no more tokens. What was computed of it stays in the pool, and in the store as its session; of a
+        prompt that was not read to its end the session knows nothing."""
+        if request.row < 0:
+            self.waiting.remove(request)
+            return
+        if self._store is not None and request.computed >= request.prompt_tokens:
+            self._store.finish(request)
+        self.stop(request)
+
+    def stop(self, request: Request, *, retain: bool = True) -> None:
+        """It runs no more, and holds nothing. `retain`: what was computed of it may stay in the pool."""
+        self.running.remove(request)
+        if request.lookup is not None:
+            request.lookup.add_done_callback(lambda lookup: lookup.result().release())
+        whole, rest = divmod(request.computed, self._chunk_tokens)
+        if request.load is not None:
+            request.load.cancel("the request was stopped")
+            self._ending.append((request.load, request.chunks[whole:]))
+            del request.chunks[whole:]
+        elif rest and retain and self._share:
+            self._pool.drop(request.chunks[whole + 1 :])
+            tail = request.tokens[whole * self._chunk_tokens : request.computed]
+            self._pool.leave_tail(request.chunks[whole], self._key_before(request, whole), tail)
+            del request.chunks[whole:]
+        self._pool.drop(request.chunks)
+        self._rows.append(request.row)
+        request.chunks, request.computed, request.row = [], 0, -1
+        request.lookup = request.load = None
 
     def check_integrity(self) -> None:
         """Assert what only a bug could break; for tests."""
         ending = [chunks for _, chunks in self._ending]
-        self._pool.check_integrity([*(sequence.chunks for sequence in self.running), *ending])
-        numbers = [sequence.number for sequence in (*self.running, *self.waiting)]
-        assert numbers == sorted(numbers), "a sequence has lost its turn"
-        rows = sorted([*self._rows, *(sequence.row for sequence in self.running)])
+        self._pool.check_integrity([*(request.chunks for request in self.running), *ending])
+        numbers = [request.number for request in (*self.running, *self.waiting)]
+        assert numbers == sorted(numbers), "a request has lost its turn"
+        rows = sorted([*self._rows, *(request.row for request in self.running)])
         assert rows == list(range(len(rows))), "a row is lost or in two places"
-        for sequence in self.running:
-            assert sequence.computed <= len(sequence.chunks) * self._step
-        for sequence in self.waiting:
-            assert not sequence.chunks and not sequence.computed and sequence.row < 0
+        for request in self.running:
+            assert request.computed <= len(request.chunks) * self._chunk_tokens
+        for request in self.waiting:
+            assert not request.chunks and not request.computed and request.row < 0
 
     def _admit(self) -> None:
         """Who waits runs, in order, if there are a row and chunks for all its tokens, beside those that the others need
         for theirs and one more for each."""
         needed = sum(self._chunks(len(one.tokens)) - len(one.chunks) + 1 for one in self.running)
         while self.waiting and self._rows:
-            sequence = self.waiting[0]
-            adoptable = self._adoptable(sequence)
-            found = len(self._pool.find(adoptable))
-            needed += self._chunks(len(sequence.tokens)) - found
-            if self.running and needed > self._pool.free:
+            request = self.waiting[0]
+            # Chunks that are here, and idle, are no longer available once it holds them
+            shared = self._pool.held(self._pool.find(self._adoptable(request)))
+            needed += self._chunks(len(request.tokens)) - shared
+            if self.running and needed > self._pool.available:
                 return
-            sequence.row = self._rows.pop()
+            request.row = self._rows.pop()
             self.running.append(self.waiting.popleft())
-            needed += 1
-            if self._store is not None and not (adoptable and found == len(adoptable)):
-                sequence.lookup = self._store.look_up(sequence.tokens)
+            adopted = self._adopt(request)
+            needed += 1 + shared - adopted
+            if self._store is not None and not request.alone and not self._is_here(request):
+                request.lookup = self._store.look_up(request)
 
-    def _make_room(self, sequence: Running, tokens: int, pieces: dict[Running, int]) -> bool:
+    def _make_room(self, request: Request, tokens: int, pieces: dict[Request, int]) -> bool:
         """Chunks for so many tokens, taken from the newest if none is free. False if it is the newest itself, or if
         there will be some as soon as a load has ended."""
-        needed = self._chunks(tokens) - len(sequence.chunks)
+        needed = self._chunks(tokens) - len(request.chunks)
         while (taken := self._pool.take(needed)) is None:
             if self._ending:
                 return False
@@ -204,80 +200,144 @@ class Scheduler:
             self.stop(newest)
             self.waiting.appendleft(newest)
             self._counters["preemptions"] += 1
-            if newest is sequence:
+            if newest is request:
                 return False
-        sequence.chunks += taken
+        request.chunks += taken
         return True
 
     # ------------------------------------------------------------------------------------------------- prefixes
 
-    def _adopt(self, sequence: Running) -> None:
-        """Take what others have computed of its tokens; at least one token is left to compute."""
-        if sequence.computed == len(sequence.chunks) * self._step:
-            found = self._pool.find(self._adoptable(sequence)[len(sequence.chunks) :])
-            self._pool.hold(found)
-            sequence.chunks += found
-            sequence.computed += len(found) * self._step
-            self._counters["adopted_tokens"] += len(found) * self._step
+    def _adopt(self, request: Request) -> int:
+        """Take what others have computed of its tokens; at least one token is left to compute. Returns how many
+        chunks."""
+        if request.computed != len(request.chunks) * self._chunk_tokens:
+            return 0
+        found = self._pool.find(self._adoptable(request)[len(request.chunks) :])
+        self._pool.hold(found)
+        request.chunks += found
+        self._reuse(request, len(found) * self._chunk_tokens)
+        return len(found)
 
-    def _adoptable(self, sequence: Running) -> list[ChunkKey]:
-        if not self._share:
+    def _adopt_tail(self, request: Request) -> None:
+        """Go on in the chunk that somebody left who had the same tokens."""
+        whole, inside = divmod(request.computed, self._chunk_tokens)
+        if inside or whole != len(request.chunks) or not self._share or request.alone:
+            return
+        rest = request.tokens[request.computed : request.computed + self._chunk_tokens]
+        tail = self._pool.take_tail(self._key_before(request, whole), rest)
+        if tail is not None:
+            chunk, count = tail
+            request.chunks.append(chunk)
+            self._reuse(request, count)
+
+    def _reuse(self, request: Request, tokens: int) -> None:
+        request.computed += tokens
+        request.reused.hbm += tokens
+        self._counters["adopted_tokens"] += tokens
+
+    def _is_here(self, request: Request) -> bool:
+        """Whether the store can have nothing of its prompt that the pool has not."""
+        whole = (len(request.tokens) - 1) // self._chunk_tokens
+        if request.computed < whole * self._chunk_tokens:
+            return False
+        return not request.session or len(request.tokens) == request.computed + 1 or self._tail(request) > 0
+
+    def _tail(self, request: Request) -> int:
+        """Tokens that the pool has behind its last full chunk."""
+        if not self._share or request.alone:
+            return 0
+        whole, inside = divmod(request.computed, self._chunk_tokens)
+        rest = request.tokens[request.computed : request.computed + self._chunk_tokens]
+        return 0 if inside else self._pool.tail_tokens(self._key_before(request, whole), rest)
+
+    def _adoptable(self, request: Request) -> list[ChunkKey]:
+        """Keys of the chunks that it may take from others."""
+        if not self._share or request.alone:
             return []
-        known = len(sequence.keys)
-        if len(sequence.tokens) >= (known + 1) * self._step:
-            parent = sequence.keys[-1] if known else ROOT
-            sequence.keys += exact_chain(_SALT, sequence.tokens[known * self._step :], self._step, parent)
-        return sequence.keys[: (len(sequence.tokens) - 1) // self._step]
+        return self._keys(request)[: (len(request.tokens) - 1) // self._chunk_tokens]
 
-    def _next(self, sequence: Running) -> ChunkKey | None:
+    def _keys(self, request: Request) -> list[ChunkKey]:
+        """Of all its full chunks."""
+        known, size = len(request.keys), self._chunk_tokens
+        if len(request.tokens) >= (known + 1) * size:
+            parent = request.keys[-1] if known else request.root
+            request.keys += exact_chain(_SALT, request.tokens[known * size :], size, parent)
+        return request.keys
+
+    def _key_before(self, request: Request, chunk: int) -> ChunkKey:
+        """Of the chunk before that one."""
+        return self._keys(request)[chunk - 1] if chunk else request.root
+
+    def _next(self, request: Request) -> ChunkKey | None:
         """The key of the chunk that it begins with its next token, if others may compute it as well."""
-        number, inside = divmod(sequence.computed, self._step)
-        keys = self._adoptable(sequence)
+        number, inside = divmod(request.computed, self._chunk_tokens)
+        keys = self._adoptable(request)
         return keys[number] if not inside and number < len(keys) else None
 
-    def _publish(self, sequence: Running, first: int) -> None:
+    def _publish(self, request: Request, first: int) -> None:
         """Chunks from that one on are full and computed."""
         if self._share:
-            self._adoptable(sequence)  # for the keys
-            for number in range(first, sequence.computed // self._step):
-                self._pool.publish(sequence.chunks[number], sequence.keys[number])
+            keys = self._keys(request)
+            for number in range(first, request.computed // self._chunk_tokens):
+                self._pool.publish(request.chunks[number], keys[number])
 
     # ---------------------------------------------------------------------------------------------------- store
 
-    def _restoring(self, sequence: Running, promised: set[ChunkKey], pieces: dict[Running, int]) -> bool:
+    def _restoring(self, request: Request, promised: set[ChunkKey], pieces: dict[Request, int]) -> bool:
         """Whether it has to wait for what the store has of it. It computes nothing before it is known, so that its
         chunks are whole ones; all of the load arrives before it goes on, since others share its forward call."""
-        first = sequence.computed // self._step
-        if sequence.lookup is not None:
-            if not sequence.lookup.done() or self._next(sequence) in promised:
+        first = request.computed // self._chunk_tokens
+        if request.lookup is not None:
+            if not request.lookup.done() or self._next(request) in promised:
                 return True
             assert self._store is not None
-            lease = sequence.lookup.result()
-            end = self._store.hits(lease)
-            if end > first and not self._make_room(sequence, end * self._step, pieces):
+            found = request.lookup.result()
+            chunks = found.chunks + (found.tail is not None)
+            useful = chunks > first and request.computed == first * self._chunk_tokens
+            if found.tail is not None and found.chunks == first:
+                useful &= found.tail.token_count > self._tail(request)
+            if useful and not self._make_room(request, chunks * self._chunk_tokens, pieces):
                 return True
-            sequence.lookup = None
-            if lease is None or end <= first:
-                _release(lease)
-                return False
-            sequence.load = self._store.load(lease, first, sequence.chunks[first:])
-        if sequence.load is None:
+            request.lookup, request.found = None, found
+            if useful:
+                request.load = self._store.load(found, first, request.chunks[first:])
+            else:
+                found.release()
+        if request.load is None:
+            if self._next(request) not in promised:
+                self._adopt_tail(request)
             return False
-        if not sequence.load.ended.done():
-            promised.update(self._adoptable(sequence)[first : len(sequence.chunks)])
+        if not request.load.ended.done():
+            promised.update(self._adoptable(request)[first : len(request.chunks)])
             return True
-        load, sequence.load = sequence.load, None
+        self._restored(request, first)
+        return False
+
+    def _restored(self, request: Request, first: int) -> None:
+        """Its load has ended."""
+        assert self._store is not None and request.load is not None and request.found is not None
+        load, request.load = request.load, None
+        found, size = request.found, self._chunk_tokens
         try:
             load.wait(self._pool.geometry.layers - 1)
         except LoadFailed:
             self._counters["load_failures"] += 1
-            self._pool.drop(sequence.chunks[first:])
-            del sequence.chunks[first:]
-            return False
-        sequence.computed = len(sequence.chunks) * self._step
-        self._counters["restored_tokens"] += (len(sequence.chunks) - first) * self._step
-        self._publish(sequence, first)
-        return False
+            request.load_failures += 1
+            self._pool.drop(request.chunks[first:])
+            del request.chunks[first:]
+            self._adopt_tail(request)
+            return
+        tail = found.tail.token_count if found.tail is not None else 0
+        request.computed = found.chunks * size + tail
+        from_ssd = size * sum(first <= number < found.chunks for number in found.from_ssd)
+        from_ssd += tail if found.asked in found.from_ssd else 0
+        restored = request.computed - first * size
+        self._counters["restored_tokens"] += restored
+        self._counters["restored_ssd_tokens"] += from_ssd
+        request.reused.ssd += from_ssd
+        request.reused.dram += restored - from_ssd
+        self._publish(request, first)
+        self._store.loaded(request, first)
 
     def _reap(self) -> None:
         """Free the chunks of loads that have ended, now that nothing is written there any more."""
@@ -285,22 +345,19 @@ class Scheduler:
             if load.ended.done():
                 self._pool.drop(chunks)
         self._ending = [(load, chunks) for load, chunks in self._ending if not load.ended.done()]
+        if self._store is not None:
+            self._store.collect()
 
     def _idle(self) -> None:
         """Nothing can be computed before something arrives."""
         loads = [load for load, _ in self._ending]
-        loads += [sequence.load for sequence in self.running if sequence.load is not None]
+        loads += [request.load for request in self.running if request.load is not None]
         pending: list[Future[Any]] = [load.ended for load in loads]
         # Who has its answer already waits for what another one loads
-        lookups = (sequence.lookup for sequence in self.running if sequence.lookup is not None)
+        lookups = (request.lookup for request in self.running if request.lookup is not None)
         pending += [lookup for lookup in lookups if not lookup.done()]
         if pending:
             wait(pending, timeout=IDLE_S, return_when=FIRST_COMPLETED)
 
     def _chunks(self, tokens: int) -> int:
-        return -(-tokens // self._step)
-
-
-def _release(lease: ReadLease | None) -> None:
-    if lease is not None:
-        lease.release()
+        return -(-tokens // self._chunk_tokens)

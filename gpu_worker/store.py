@@ -40,7 +40,7 @@ class Store:
         self.spec = spec
         self._connect = connect
         self._lookup_timeout_s = lookup_timeout_s
-        self._rise_timeout_s = promote_timeout_s
+        self._promote_timeout_s = promote_timeout_s
         self._counters = counters
         self._client: Client | None = None
         self._namespaces: dict[NamespaceSpec, Namespace] = {}
@@ -83,19 +83,22 @@ class Store:
             self._connecting.start()
         return known
 
-    def read(self, namespace: Namespace, keys: Sequence[ChunkKey], *, any_order: bool = False) -> ReadLease:
+    def read(
+        self, namespace: Namespace, keys: Sequence[ChunkKey], *, any_order: bool = False
+    ) -> tuple[ReadLease, frozenset[int]]:
         """A lease on what is in DRAM, and on what is promoted from SSD in time; up to the first key that is not
-        there, unless `any_order`."""
-        wait_ms = int(self._rise_timeout_s * 1000)
+        there, unless `any_order`. And the numbers of those that were awaited from SSD."""
+        wait_ms = int(self._promote_timeout_s * 1000)
         lease = namespace.read(keys, any_order=any_order, wait_ms=wait_ms, timeout_s=self._lookup_timeout_s)
-        if not any(outcome is Outcome.PENDING for outcome in lease.outcomes):
-            return lease
+        pending = frozenset(n for n, outcome in enumerate(lease.outcomes) if outcome is Outcome.PENDING)
+        if not pending:
+            return lease, pending
         self._counters["promotions_awaited"] += 1
-        lease.settled(self._rise_timeout_s)
+        lease.settled(self._promote_timeout_s)
         # The first lease holds what was there until the second holds all.
         promoted = namespace.read(keys, any_order=any_order, timeout_s=self._lookup_timeout_s)
         lease.release()
-        return promoted
+        return promoted, pending
 
     def close(self) -> None:
         """What is still being connected is closed when it is there."""

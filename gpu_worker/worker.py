@@ -1,10 +1,7 @@
-"""A worker process: one engine that answers turns given as JSON lines on standard input, one line each.
+"""A worker process: one model, one engine, many clients over HTTP (see kvstore.gpu_worker.serve.api).
 
-    {"session": "a", "tokens": [1, 2, 3], "max_new_tokens": 20, "stop_tokens": [2]}   -> a TurnResult as JSON
-    {"flush": 5.0}      waits for so many seconds until all KV is saved     -> {"flushed": true, "counters": {...}}
-
-The first line it writes, when the model is loaded, is {"ready": true}. A line that it cannot take is answered with
-{"error": "..."}. It ends with its input.
+When it serves it writes one line, {"ready": true, "url": ..., "pid": ...}. SIGTERM and SIGINT: no new requests, those
+that run have `--drain-s` seconds to end, what is queued is saved; a second one ends at once.
 """
 
 from __future__ import annotations
@@ -13,84 +10,199 @@ import argparse
 import json
 import logging
 import os
+import re
+import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to loading and saving
+
 import torch
-from transformers import AutoModelForCausalLM
+import uvicorn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from kvstore.client import connect
-from kvstore.errors import BadRequest
-from kvstore.gpu_worker.engine import Engine
+from kvstore.gpu_worker.batching import WAITING_MAX, BatchEngine
+from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, model_name
+from kvstore.gpu_worker.serve.api import Api
+from kvstore.gpu_worker.serve.metrics import Metrics
+from kvstore.gpu_worker.serve.service import Service
+from kvstore.gpu_worker.serve.text import Text
 
 CONNECT_TIMEOUT_S = 5.0
+CONNECTIONS_TO_SPARE = 256
+"""Beside those of requests that run or wait: more are answered 503."""
+SUFFIXES = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parse(arguments)
-    logging.basicConfig(level=options.log_level.upper(), stream=sys.stderr, format="worker: %(message)s")
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    engine = engine_of(options.model, run_dir=options.run_dir, dtype=getattr(torch, options.dtype))
-    try:
-        _say({"ready": True})
-        for line in sys.stdin:
-            _say(answer(engine, line))
-    finally:
-        engine.close()
-
-
-def engine_of(folder: Path, *, run_dir: str = "", dtype: torch.dtype = torch.float32) -> Engine:
-    """An engine for the model saved in `folder`, with the store of the daemon at `run_dir` ("": without)."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    where = os.path.abspath(run_dir)  # also after a change of the working directory
-    client = (lambda: connect(where, timeout_s=CONNECT_TIMEOUT_S)) if run_dir else None
-    return Engine(model, client)
-
-
-def answer(engine: Engine, line: str) -> dict[str, Any]:
-    """What to say to one line of input."""
-    try:
-        request = json.loads(line)
-        if "flush" in request:
-            flushed = engine.flush(float(request["flush"]))
-            saved = engine.saver.counters if engine.saver is not None else {}
-            return {"flushed": flushed, "counters": {**engine.counters, **saved}}
-        result = engine.turn(
-            request["session"],
-            request["tokens"],
-            request["max_new_tokens"],
-            stop_tokens=request.get("stop_tokens", ()),
-        )
-    except (ValueError, KeyError, TypeError, RecursionError, ArithmeticError, BadRequest) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return asdict(result)
-
-
-def _say(message: dict[str, Any]) -> None:
-    print(json.dumps(message), flush=True)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="worker", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument(
-        "--model", type=Path, required=True, help="folder with config.json and safetensors files"
-    )
-    parser.add_argument(
-        "--run-dir", default="", help="run directory of kvstored; none: every turn is recomputed"
-    )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--threads", type=int, default=0, help="threads that compute (0: as torch chooses)")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
+    parser = _parser()
     options = parser.parse_args(arguments)
     if not (options.model / "config.json").is_file():
         parser.error(
             f"--model {options.model}: no config.json there; name a folder as save_pretrained writes it"
         )
-    return options
+    try:
+        keys = keys_of(options.api_keys) if options.api_keys else None
+        template = options.chat_template.read_text() if options.chat_template else ""
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    logging.basicConfig(level=options.log_level.upper(), stream=sys.stderr, format="worker: %(message)s")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+    engine = engine_of(model, options)
+    text = text_of(options.model, template)
+    metrics = Metrics(engine)
+    config = uvicorn.Config(
+        None,  # type: ignore[arg-type]
+        host=options.host,
+        port=options.port,
+        uds=options.socket or None,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=options.drain_s,
+        limit_concurrency=options.sequences_max + options.waiting_max + CONNECTIONS_TO_SPARE,
+    )
+    server = uvicorn.Server(config)
+    config.app = Api(
+        Service(engine, ended=metrics.ended),
+        metrics,
+        text,
+        model=options.name or model_name(model),
+        stop_tokens=stop_tokens_of(model),
+        keys=keys,
+    ).app()
+    # uvicorn raises the signal that ended it once more, when all is over: then there is nothing left to do
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    _Announced(server, options).run()
+
+
+class _Announced:
+    """Says on standard output where the server is, once it is there."""
+
+    def __init__(self, server: uvicorn.Server, options: argparse.Namespace) -> None:
+        self._server = server
+        self._options = options
+        self._startup = server.startup
+
+    def run(self) -> None:
+        self._server.startup = self._start  # type: ignore[method-assign]
+        self._server.run()
+
+    async def _start(self, sockets: list[Any] | None = None) -> None:
+        await self._startup(sockets)
+        if not self._server.started:
+            return
+        if self._options.socket:
+            url = f"unix:{self._options.socket}"
+        else:
+            host, port = self._server.servers[0].sockets[0].getsockname()[:2]
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(json.dumps({"ready": True, "url": url, "pid": os.getpid()}), flush=True)
+
+
+def engine_of(model: PreTrainedModel, options: argparse.Namespace) -> BatchEngine:
+    """With the store of the daemon at `run_dir` ("": without)."""
+    where = os.path.abspath(options.run_dir)  # also after a change of the working directory
+    client = (lambda: connect(where, timeout_s=CONNECT_TIMEOUT_S)) if options.run_dir else None
+    shard_bytes = Geometry.of(model, options.chunk_tokens).shard_bytes
+    return BatchEngine(
+        model,
+        client,
+        pool_chunks=max(1, options.pool_bytes // shard_bytes),
+        chunk_tokens=options.chunk_tokens,
+        sequences_max=options.sequences_max,
+        prefill_tokens=options.prefill_tokens,
+        waiting_max=options.waiting_max,
+        retain=options.retain,
+        weights_epoch=options.weights_epoch,
+        salt=options.salt.encode(),
+    )
+
+
+def text_of(folder: Path, template: str) -> Text | None:
+    """None for a folder without a tokenizer: then clients send token ids."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        logging.getLogger(__name__).warning("no tokenizer in %s: %s", folder, str(error).split("\n")[0])
+        return None
+    return Text(tokenizer, template=template)
+
+
+def stop_tokens_of(model: PreTrainedModel) -> tuple[int, ...]:
+    """Tokens that end an answer."""
+    generation: GenerationConfig | None = getattr(model, "generation_config", None)
+    end = getattr(generation, "eos_token_id", None)
+    end = model.config.eos_token_id if end is None else end
+    return () if end is None else tuple(end) if isinstance(end, (list, tuple)) else (int(end),)
+
+
+def keys_of(path: Path) -> dict[str, str]:
+    """API keys and their tenants, from lines `tenant key`. Raises ValueError, naming the line, and OSError."""
+    keys: dict[str, str] = {}
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        parts = line.split()
+        if len(parts) != 2 or not TENANT.fullmatch(parts[0]):
+            raise ValueError(
+                f"--api-keys {path}, line {number}: must be a tenant (letters, digits, . _ -) and a key"
+            )
+        tenant, key = parts
+        if keys.setdefault(key, tenant) != tenant:
+            raise ValueError(f"--api-keys {path}, line {number}: the key of two tenants")
+    if not keys:
+        raise ValueError(f"--api-keys {path}: no key there")
+    return keys
+
+
+def bytes_of(value: str) -> int:
+    """A size with a suffix: "4G". Raises ValueError."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)", value.strip().upper())
+    if match is None or not int(match[1]):
+        raise ValueError(f"{value!r} is no size: say 4G, say")
+    return int(match[1]) << SUFFIXES[match[2]]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="worker",
+        description=__doc__.splitlines()[0] if __doc__ else "",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="folder with config.json and safetensors files")
+    add("--name", default="", help="what clients call the model (none: its own name)")
+    add("--run-dir", default="", help="run directory of kvstored (none: nothing is stored)")
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, default=8000, help="port to listen on (0: any that is free)")
+    add("--socket", default="", help="path of a unix socket to listen on instead")
+    add(
+        "--api-keys",
+        type=Path,
+        help="file of lines `tenant key`; none: no key is asked for, all are one tenant",
+    )
+    add("--chat-template", type=Path, help="a Jinja file, where the tokenizer's own template will not do")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and KV")
+    add("--pool-bytes", type=bytes_of, default="1G", help="size of the HBM pool")
+    add("--retain", action=argparse.BooleanOptionalAction, default=True, help="keep idle chunks in the pool")
+    add("--chunk-tokens", type=int, default=CHUNK_TOKENS, help="tokens of a chunk")
+    add("--sequences-max", type=int, default=16, help="requests that run at a time")
+    add("--waiting-max", type=int, default=WAITING_MAX, help="requests that may wait; more are answered 429")
+    add("--prefill-tokens", type=int, default=512, help="tokens of prompts computed in a step")
+    add("--weights-epoch", type=int, default=0, help="of the namespace")
+    add("--salt", default="", help="of the namespace: workers with different ones share nothing")
+    add("--threads", type=int, default=0, help="threads that compute (0: as torch chooses)")
+    add("--drain-s", type=int, default=30, help="seconds that requests have to end after SIGTERM")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="warning")
+    return parser
 
 
 if __name__ == "__main__":

@@ -70,7 +70,9 @@ def test_an_engine_goes_on_from_what_another_saved(model: LlamaForCausalLM, daem
 def test_a_daemon_that_stops_or_dies_changes_no_token(model: LlamaForCausalLM, daemon: Daemon) -> None:
     plain, _ = answers(model, None)
     assert answers(model, daemon.run_dir)[0] == plain
-    engine = BatchEngine(model, lambda: connect(str(daemon.run_dir), timeout_s=BOUND_S), pool_chunks=40)
+    engine = BatchEngine(
+        model, lambda: connect(str(daemon.run_dir), timeout_s=BOUND_S), pool_chunks=40, retain=False
+    )
     try:
         for what in (signal.SIGSTOP, signal.SIGKILL):
             got: dict[int, list[int]] = {engine.add(prompt, 12): [] for prompt in prompts()}

@@ -15,8 +15,9 @@ import xxhash
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvstore.core.events import Matched, SessionEntry, SessionInfo
+from kvstore.core.namespaces import chunk_salt
 from kvstore.errors import BadRequest, Conflict, Precondition, StoreError, Unavailable
-from kvstore.gpu_worker.engine import Engine
+from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.identity import Identity, inert
 from kvstore.keys import ROOT, exact_chain, exact_key
 from kvstore.layout import NamespaceSpec
@@ -50,6 +51,7 @@ class FakeStore:
     """Open ones."""
     closed: int = 0
     reads: list[list[ChunkKey]] = field(default_factory=list)
+    makers: set[bytes] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def connect(self) -> FakeClient:
@@ -67,7 +69,7 @@ class FakeClient:
 
     def open(self, spec: NamespaceSpec, *, timeout_s: float | None = None) -> FakeNamespace:
         spec.validate()
-        return FakeNamespace(self.store, spec, spec.digest("default"))
+        return FakeNamespace(self.store, spec, chunk_salt(spec.digest("default"), spec.weights_epoch))
 
     def close(self) -> None:
         self.store.closed += 1
@@ -155,6 +157,7 @@ class FakeNamespace:
         if self.store.away:
             raise Unavailable("no daemon")
         assert len(token_counts) == len(wanted)
+        self.store.makers.add(maker)
         results = []
         for key in wanted:
             if self.has(key):
@@ -346,12 +349,14 @@ def store() -> FakeStore:
 
 
 @pytest.fixture
-def engines() -> Iterator[Callable[..., Engine]]:
-    """Makes engines, and closes them: a thread that failed is seen."""
-    made: list[Engine] = []
+def engines() -> Iterator[Callable[..., BatchEngine]]:
+    """Makes engines, and closes them: a thread that failed is seen. Chunks that nobody holds do not stay in the pool,
+    unless it is said (`retain`): what is reused came from the store then."""
+    made: list[BatchEngine] = []
 
-    def make(model: LlamaForCausalLM, store: FakeStore | None, **options: Any) -> Engine:
-        made.append(Engine(model, store.connect if store is not None else None, **options))
+    def make(model: LlamaForCausalLM, store: FakeStore | None, **options: Any) -> BatchEngine:
+        settings = {"pool_chunks": 32, "retain": False} | options
+        made.append(BatchEngine(model, store.connect if store is not None else None, **settings))
         return made[-1]
 
     yield make

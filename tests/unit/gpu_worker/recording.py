@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.gpu_worker.batching import BatchEngine, Output
+from kvstore.gpu_worker.request import Request
 from kvstore.gpu_worker.sampling import GREEDY, Sampling, probabilities
-from kvstore.gpu_worker.scheduling import Running
 
 T = 16
 """Tokens of a chunk."""
@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 
 
 class Recording(BatchEngine):
-    """Keeps the logits behind each token, and fills with NaN whatever nobody holds."""
+    """Keeps the logits behind each token, and fills with NaN whatever nobody holds and the pool does not know."""
 
     def __init__(
         self, model: PreTrainedModel, connect: Callable[[], Any] | None = None, **options: Any
@@ -28,14 +28,15 @@ class Recording(BatchEngine):
         self.model = model
         forward = self._forward
 
-        def record(pieces: dict[Running, int]) -> dict[Running, torch.Tensor]:
+        def record(pieces: dict[Request, int]) -> dict[Request, torch.Tensor]:
             reading = sum(count for count in pieces.values() if count > 1)
             assert reading <= self._scheduler._prefill_tokens, pieces.values()
             logits = forward(pieces)
-            for sequence, found in logits.items():
-                self.seen[sequence.number].append(found.clone())
+            for request, found in logits.items():
+                self.seen[request.number].append(found.clone())
             return logits
 
+        record.renew = forward.renew  # type: ignore[attr-defined]
         self._forward = record
         self.seen: dict[int, list[torch.Tensor]] = {}
         self.asked: dict[int, tuple[list[int], Sampling]] = {}
@@ -59,9 +60,11 @@ class Recording(BatchEngine):
         return outputs
 
     def poison(self) -> None:
-        free = [chunk for chunk in range(self.pool.chunks) if not self.pool._holders[chunk]]
+        free = list(self.pool._free)
         for layer in self.pool.layers:
             layer[free] = float("nan")
+            for chunk, (_, tokens) in self.pool._tail_of.items():
+                layer[chunk, :, :, len(tokens) :] = float("nan")
 
     def finish(self) -> Recording:
         for _ in self.run():

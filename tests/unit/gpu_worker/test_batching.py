@@ -480,7 +480,9 @@ def test_what_it_says_of_itself(engine: Callable[..., Recording]) -> None:
     one.add(text(20), 3)
     one.add(text(20), 3)
     one.step()
-    assert repr(one) == "BatchEngine(1 running, 1 waiting, HbmPool(2/64 chunks in use, 1 in the tree))"
+    assert (
+        repr(one) == "BatchEngine(1 running, 1 waiting, HbmPool(2/64 chunks in use, 0 idle, 1 in the tree))"
+    )
 
 
 def test_the_sampler_of_a_request_goes_on_after_it_made_room() -> None:

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from kvstore.errors import Unsupported
-from kvstore.gpu_worker.engine import Engine
+from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.layout import Geometry, bits, namespace_of
 
 from .conftest import FakeStore, text, tiny_llama
@@ -108,7 +108,7 @@ SUPPORTED: dict[str, Callable[[], PreTrainedModel]] = {
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_supported_families_give_the_same_answer_from_the_store(
-    name: str, store: FakeStore, engines: Callable[..., Engine]
+    name: str, store: FakeStore, engines: Callable[..., BatchEngine]
 ) -> None:
     torch.manual_seed(0)
     engine = engines(SUPPORTED[name](), store)
@@ -117,7 +117,7 @@ def test_supported_families_give_the_same_answer_from_the_store(
     prompt = [*text(100), *first.tokens, 1, 2, 3]
     second = engine.turn("s", prompt, 5)
     assert second.reused_tokens == 104
-    assert second.tokens == engines(engine.model, None).turn("s", prompt, 5).tokens
+    assert second.tokens == engines(engine._model, None).turn("s", prompt, 5).tokens
 
 
 REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_models_are_refused_and_told_why(
-    name: str, store: FakeStore, engines: Callable[..., Engine]
+    name: str, store: FakeStore, engines: Callable[..., BatchEngine]
 ) -> None:
     make, field = REFUSED[name]
     with pytest.raises(Unsupported) as refusal:

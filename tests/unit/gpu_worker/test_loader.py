@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from kvstore.gpu_worker.layout import Geometry
-from kvstore.gpu_worker.loader import Loader, Piece, Target
-from kvstore.gpu_worker.restored_cache import LoadFailed
+from kvstore.gpu_worker.loader import Loader, LoadFailed, Piece, Target
 from kvstore.types import Outcome
 
 from .conftest import FakeLease, FakeStore

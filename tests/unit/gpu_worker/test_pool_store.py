@@ -13,11 +13,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvstore.errors import Unsupported
+from kvstore.errors import Exhausted, Unsupported
 from kvstore.gpu_worker import scheduling
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.layout import bits
 from kvstore.gpu_worker.pool_store import PoolStore
+from kvstore.types import ChunkKey
 
 from .conftest import FakeStore, text, tiny_llama
 from .recording import Recording, T
@@ -97,6 +98,12 @@ def test_what_is_saved_are_the_bytes_of_the_pool(model: PreTrainedModel, store: 
     engine.close()
     again.close()
     assert store.closed == 2
+
+
+def test_every_engine_names_itself_as_the_maker(engine: MakeEngine, store: FakeStore) -> None:
+    for seed in range(2):
+        warm(engine, text(40, seed=seed))
+    assert len(store.makers) == 2 and {len(maker) for maker in store.makers} == {16}
 
 
 def test_of_a_prompt_that_is_all_there_the_last_token_is_computed(
@@ -375,3 +382,129 @@ def test_a_model_that_is_not_in_cpu_memory_is_refused(
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     with pytest.raises(Unsupported, match=r"model\.device"):
         PoolStore(model, engine.pool, store.connect, spec=None, counters=engine.counters)
+
+
+# ---------------------------------------------------------------------------------------- sessions, and the HBM tier
+
+
+def turn(one: Recording, prompt: list[int], count: int = 5) -> list[int]:
+    """An answered turn of session "s", whose KV is saved."""
+    number = one.add(prompt, count, session="s")
+    finish(one)
+    return one.got[number]
+
+
+def test_the_next_turn_goes_on_in_the_pool_and_its_manifest_is_whole(
+    engine: MakeEngine, store: FakeStore
+) -> None:
+    """Nothing is loaded that is in the pool; what another worker finds in the store is all of it."""
+    one = engine()
+    history = text(3 * T + 5)
+    for seed in range(3):
+        history += [*turn(one, history), *text(7, seed=seed)]
+    assert one.counters["restored_tokens"] == 0
+    assert one.counters["computed_tokens"] == len(history) - 7 - 1, "each token once, but for the last"
+    two = engine()
+    turn(two, history)
+    assert two.counters["restored_tokens"] == len(history) - 7 - 1
+
+
+def test_sessions_of_one_batch_have_their_own_manifests(engine: MakeEngine, store: FakeStore) -> None:
+    one = engine()
+    prompts = {f"s{n}": [*text(2 * T), *text(10 + n, seed=n)] for n in range(4)}
+    for name, prompt in prompts.items():
+        one.add(prompt, 4, session=name)
+    finish(one)
+    counts = {name: sum(e.token_count for e in info.entries) for (_, name), info in store.sessions.items()}
+    assert counts == {name: len(prompt) + 3 for name, prompt in prompts.items()}
+
+
+def test_an_aborted_request_leaves_its_session_what_it_had(engine: MakeEngine, store: FakeStore) -> None:
+    """In mid-load, and while its prompt is read; once it answers, the session has what was said."""
+    one = engine(retain=False, prefill_tokens=T)
+    history = [*text(3 * T + 5), *turn(one, text(3 * T + 5)), *text(6 * T, seed=2)]
+    (before,) = store.sessions.values()
+    go = threading.Event()
+    store.on_copy = lambda number: go.wait(BOUND_S)
+    number = one.add(history, 5, session="s")
+    while one._scheduler.running == [] or one._scheduler.running[0].load is None:
+        one.step()
+    one.abort(number)
+    go.set()
+    number = one.add(history, 5, session="s")
+    while one.request(number).computed < 5 * T:
+        one.step()
+    one.abort(number)
+    assert one.flush(BOUND_S) and list(store.sessions.values()) == [before]
+    number = one.add(history, 50, session="s")
+    while len(one.got[number]) < 10:
+        one.step()
+    one.abort(number)
+    assert one.flush(BOUND_S)
+    (after,) = store.sessions.values()
+    assert sum(entry.token_count for entry in after.entries) == len(history) + 9
+
+
+def test_what_the_store_has_lost_is_saved_again_from_the_pool(engine: MakeEngine, store: FakeStore) -> None:
+    """A daemon without an SSD was restarted: the first turn after it finds out, the next one saves all again."""
+    one = engine()
+    history = [*text(3 * T + 5), *turn(one, text(3 * T + 5))]
+    store.chunks.clear()
+    store.sessions.clear()
+    for seed in range(2):
+        history += [*text(3, seed=seed)]
+        history += turn(one, history)
+    assert one.counters["restored_tokens"] == 0
+    two = engine()
+    turn(two, [*history, 1])
+    assert two.counters["restored_tokens"] == len(history) - 1
+
+
+def test_idle_chunks_make_room_and_come_back_from_the_store(engine: MakeEngine, store: FakeStore) -> None:
+    one = engine(pool_chunks=9)
+    prompts = [text(3 * T + 5, seed=n) for n in range(4)]
+    for _ in range(2):
+        for prompt in prompts:
+            one.add(prompt, 3)
+            finish(one)
+    assert one.pool.evicted > 0 and one.counters["restored_tokens"] == 4 * 3 * T
+    assert one.counters["preemptions"] == 0
+    one.add(prompts[-1], 3)
+    finish(one)
+    assert one.counters["adopted_tokens"] == 3 * T
+
+
+def test_of_what_was_promoted_it_is_said_that_it_came_from_ssd(engine: MakeEngine, store: FakeStore) -> None:
+    one = engine()
+    history = [*text(3 * T + 5), *turn(one, text(3 * T + 5)), 7]
+    store.on_ssd = {key for _, key in list(store.chunks)[2:]}
+    two = engine()
+    number = two.add(history, 1, session="s")
+    request = two.request(number)
+    finish(two)
+    ssd = T + len(history) - 2 - 3 * T
+    assert (request.reused.dram, request.reused.ssd) == (2 * T, ssd)
+    assert two.counters["restored_ssd_tokens"] == ssd
+
+
+def test_requests_with_other_roots_share_nothing(engine: MakeEngine, store: FakeStore) -> None:
+    one = engine()
+    for root in (b"a" * 32, b"b" * 32):
+        one.add(text(2 * T + 3), 3, root=ChunkKey(root))
+    finish(one)
+    assert one.counters["adopted_tokens"] == 0 and len(store.chunks) == 4
+    two = engine()
+    two.add(text(2 * T + 3), 3, root=ChunkKey(b"a" * 32))
+    two.add(text(2 * T + 3), 3)
+    finish(two)
+    assert two.counters["restored_tokens"] == 2 * T
+
+
+def test_a_queue_that_is_full_refuses(engine: MakeEngine) -> None:
+    one = engine(waiting_max=2)
+    for _ in range(2):
+        one.add(text(5), 3)
+    with pytest.raises(Exhausted, match="waiting_max=2: too many requests wait"):
+        one.add(text(5), 3)
+    assert one.counters["requests_rejected"] == 1
+    finish(one)

@@ -11,9 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.layout import Geometry, bits
-from kvstore.gpu_worker.loader import Loader, Piece
+from kvstore.gpu_worker.loader import Loader, LoadFailed, Piece
 from kvstore.gpu_worker.positions import INTERLEAVED, WITHOUT_POSITIONS, Positions, check_movable
-from kvstore.gpu_worker.restored_cache import LoadFailed
 from kvstore.kernels.rotate import rotate
 from kvstore.types import Outcome
 

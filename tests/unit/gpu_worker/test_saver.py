@@ -13,8 +13,7 @@ from kvstore.core.events import SessionEntry, SessionInfo
 from kvstore.errors import Conflict
 from kvstore.gpu_worker import saver as saver_module
 from kvstore.gpu_worker.layout import Geometry, namespace_of
-from kvstore.gpu_worker.restored_cache import RestoredCache
-from kvstore.gpu_worker.saver import Saver, TurnSave
+from kvstore.gpu_worker.saver import Layers, Saver, TurnSave
 from kvstore.keys import ROOT
 from kvstore.types import ChunkKey
 
@@ -37,19 +36,28 @@ def saver() -> Iterator[Saver]:
     made.close()
 
 
-def filled(tokens: int) -> RestoredCache:
+class Kept:
+    """KV of one sequence."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+
+    def snapshot(self, first_token: int = 0, /) -> Layers:
+        return [(keys[:, :, first_token:], values[:, :, first_token:]) for keys, values in self._layers]
+
+
+def filled(tokens: int) -> Kept:
     torch.manual_seed(tokens)
-    cache = RestoredCache(GEOMETRY, capacity=tokens)
-    for layer in range(GEOMETRY.layers):
-        cache.update(torch.randn(1, 2, tokens, 16), torch.randn(1, 2, tokens, 16), layer_idx=layer)
-    return cache
+    return Kept(
+        [(torch.randn(1, 2, tokens, 16), torch.randn(1, 2, tokens, 16)) for _ in range(GEOMETRY.layers)]
+    )
 
 
 def begin(saver: Saver, namespace: FakeNamespace, chain: list[ChunkKey] | None = None) -> TurnSave:
     return TurnSave(saver, namespace, "s", namespace.get_session("s"), chain or [])
 
 
-def expected_shard(cache: RestoredCache, first: int, count: int) -> np.ndarray:
+def expected_shard(cache: Kept, first: int, count: int) -> np.ndarray:
     shard = np.zeros(GEOMETRY.shard_bytes, np.uint8)
     for number, (keys, values) in enumerate(cache.snapshot()):
         packed = torch.cat([part[0, :, first : first + count].reshape(-1) for part in (keys, values)])

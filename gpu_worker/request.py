@@ -1,0 +1,99 @@
+"""A request: tokens in, tokens out, and what it holds meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.gpu_worker.sampling import Sampler
+from kvstore.keys import ROOT
+from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
+
+if TYPE_CHECKING:
+    from kvstore.gpu_worker.loader import Load
+    from kvstore.gpu_worker.pool_store import Found
+    from kvstore.gpu_worker.saver import TurnSave
+
+
+@dataclass(slots=True)
+class Reused:
+    """Tokens of a prompt whose KV was not computed, by where it was."""
+
+    hbm: int = 0
+    dram: int = 0
+    ssd: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.hbm + self.dram + self.ssd
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """From `add` to its last token."""
+
+    number: int
+    tokens: list[int]
+    """The prompt and what was chosen since."""
+    tokens_max: int
+    stop_tokens: frozenset[int]
+    sampler: Sampler
+    session: str = ""
+    """Whose manifest its KV becomes; "": only full chunks are saved."""
+    root: ChunkKey = ROOT
+    """What the chain of its keys begins with: requests with different roots share nothing."""
+    prompt_tokens: int = 0
+    chunks: list[int] = field(default_factory=list)
+    keys: list[ChunkKey] = field(default_factory=list)
+    """Of the full chunks of `tokens`, in the pool."""
+    store_keys: list[ChunkKey] = field(default_factory=list)
+    """Of the same chunks, in the store; as many as were asked for."""
+    computed: int = 0
+    """Tokens whose KV is in `chunks`; not those that are being loaded."""
+    row: int = -1
+    """Its row in the forests, while it runs."""
+    lookup: Future[Found] | None = None
+    """What the store has of it; asked when it begins to run."""
+    found: Found | None = None
+    """What the store had, once it is known."""
+    load: Load | None = None
+    save: TurnSave | None = None
+    reused: Reused = field(default_factory=Reused)
+    load_failures: int = 0
+    failure: str = ""
+    """Why no token followed from its logits."""
+    alone: bool = False
+    """It reuses nothing: what it reused before was no numbers."""
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.tokens)
+
+    @property
+    def missing(self) -> int:
+        return len(self.tokens) - self.computed
+
+
+def check_request(prompt: Sequence[int], max_new_tokens: int, *, vocabulary: int) -> None:
+    """Raises ValueError for what is no prompt, or no number of tokens: found later, it would end or hold up the calls
+    of all others."""
+    ids = np.asarray(prompt)
+    if not isinstance(max_new_tokens, (int, np.integer)):
+        raise ValueError(f"max_new_tokens is {max_new_tokens!r}: must be a whole number")
+    if ids.size == 0 or max_new_tokens < 1:
+        raise ValueError(f"a request reads and writes tokens: not {ids.size} and {max_new_tokens}")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(f"the prompt is {ids.dtype} {list(ids.shape)}: must be one row of token ids")
+    if not 0 <= ids.min() <= ids.max() < vocabulary:
+        raise ValueError(f"the prompt has token ids outside of the model's {vocabulary}")
+
+
+def is_session_name(name: str) -> bool:
+    """Whether the store takes it: 1 to 256 bytes of text."""
+    try:
+        return 0 < len(name.encode()) <= SESSION_NAME_BYTES_MAX
+    except (AttributeError, UnicodeEncodeError):  # no text, or half a character
+        return False

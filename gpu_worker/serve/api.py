@@ -1,0 +1,479 @@
+"""The HTTP interface: chat and text completions as OpenAI words them, health, metrics, and what an operator may do.
+
+| call | |
+|---|---|
+| `POST /v1/chat/completions`, `/v1/completions` | with `"stream": true` as server-sent events |
+| `GET /v1/models` | the one model |
+| `GET /health` | 200 while the engine computes, 503 when it does not |
+| `GET /metrics` | for Prometheus |
+| `POST /flush` | `{"timeout_s": 5}`: waits until all KV is saved |
+| `POST /reset` | `{"epoch": 3}`: weights were changed; what was computed before is not used any more |
+
+A request names its session in the field `session_id` or the header `X-Session-Id`; without one its tokens decide what
+is reused, but for the tail behind the last full chunk. A client that goes away ends its request before the next step.
+With API keys each tenant has sessions and chunks of its own; `/flush` and `/reset` are then for the tenant `admin`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvstore.errors import Exhausted, Unavailable
+from kvstore.gpu_worker.serve.metrics import CONTENT_TYPE, Metrics
+from kvstore.gpu_worker.serve.protocol import Refused, Wish, messages_of, prompt_of, wish_of
+from kvstore.gpu_worker.serve.service import Ask, Job, Service, StepFailed
+from kvstore.gpu_worker.serve.text import Detokenizer, StopStrings, Text
+from kvstore.keys import ROOT
+from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
+
+T = TypeVar("T")
+BODY_BYTES_MAX = 8 << 20
+ADMIN = "admin"
+FLUSH_MAX_S = 600.0
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What can be said after one more token; the last one has the reason why it is the last."""
+
+    text: str
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]
+    finish: str = ""
+
+
+class Api:
+    """One model behind HTTP. `keys`: API keys and whose they are; none: everybody is one tenant."""
+
+    def __init__(
+        self,
+        service: Service,
+        metrics: Metrics,
+        text: Text | None,
+        *,
+        model: str,
+        stop_tokens: tuple[int, ...] = (),
+        keys: Mapping[str, str] | None = None,
+        close_timeout_s: float = 10.0,
+        started: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._service = service
+        self._metrics = metrics
+        self._text = text
+        self._model = model
+        self._stop_tokens = stop_tokens
+        self._keys = {key.encode(): tenant for key, tenant in (keys or {}).items()}
+        self._close_timeout_s = close_timeout_s
+        self._started = started
+        self._since = int(time.time())
+        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
+                Route("/v1/completions", self._answering(self._completion), methods=["POST"]),
+                Route("/v1/models", self._answering(self._models), methods=["GET"]),
+                Route("/health", self._health, methods=["GET"]),
+                Route("/metrics", self._scrape, methods=["GET"]),
+                Route("/flush", self._answering(self._flush), methods=["POST"]),
+                Route("/reset", self._answering(self._reset), methods=["POST"]),
+            ],
+            lifespan=self._life,
+        )
+
+    @asynccontextmanager
+    async def _life(self, app: Starlette) -> AsyncIterator[None]:
+        self._service.start()
+        self._started()
+        try:
+            yield
+        finally:
+            await self._service.close(self._close_timeout_s)
+            self._tokenizing.shutdown(wait=False)
+
+    # ------------------------------------------------------------------------------------------------------ calls
+
+    async def _chat(self, request: Request, tenant: str) -> Response:
+        body = await _body(request)
+        wish = wish_of(body, request.headers)
+        messages = messages_of(body)
+        text = self._text
+        if text is None or not text.chats:
+            raise Refused(400, "the model has no chat template: ask /v1/completions", param="messages")
+        try:
+            tokens = await self._in_words(text.chat, messages)
+        except ValueError as error:
+            raise Refused(400, str(error), param="messages") from None
+        return await self._answer(request, tenant, wish, tokens, chat=True)
+
+    async def _completion(self, request: Request, tenant: str) -> Response:
+        body = await _body(request)
+        wish = wish_of(body, request.headers)
+        prompt = prompt_of(body)
+        if isinstance(prompt, str):
+            if self._text is None:
+                raise Refused(400, "the model has no tokenizer: give token ids", param="prompt")
+            try:
+                prompt = await self._in_words(self._text.encode, prompt)
+            except ValueError as error:
+                raise Refused(400, str(error), param="prompt") from None
+        return await self._answer(request, tenant, wish, prompt, chat=False)
+
+    async def _models(self, request: Request, tenant: str) -> Response:
+        limit = self._service.engine.tokens_max
+        model = {"id": self._model, "object": "model", "created": self._since, "owned_by": "kvstore"}
+        return JSONResponse({"object": "list", "data": [model | {"max_model_len": limit}]})
+
+    async def _health(self, request: Request) -> Response:
+        """Without a store a worker computes, and is healthy."""
+        service, engine = self._service, self._service.engine
+        status = {
+            "status": service.failure or "ok",
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "store": "connected" if engine.connected else "none",
+            "sharing": engine.refusal or "on",
+        }
+        return JSONResponse(status, status_code=503 if service.failure else 200)
+
+    async def _scrape(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+
+    async def _flush(self, request: Request, tenant: str) -> Response:
+        self._check_admin(tenant)
+        body = await _body(request)
+        timeout_s = body.get("timeout_s", 5.0)
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or timeout_s < 0:
+            raise Refused(400, f"timeout_s is {timeout_s!r}: must be a number of seconds", param="timeout_s")
+        engine = self._service.engine
+        flushed = await asyncio.to_thread(engine.flush, min(timeout_s, FLUSH_MAX_S))
+        return JSONResponse({"flushed": flushed, "counters": {**engine.counters, **engine.save_counters}})
+
+    async def _reset(self, request: Request, tenant: str) -> Response:
+        self._check_admin(tenant)
+        body = await _body(request)
+        epoch = body.get("epoch")
+        if epoch is not None and (type(epoch) is not int or not 0 <= epoch < 1 << 63):
+            raise Refused(400, f"epoch is {epoch!r}: must be a whole number", param="epoch")
+        try:
+            await self._service.call(lambda engine: engine.reset(epoch))
+        except ValueError as error:
+            raise Refused(400, str(error), param="epoch") from None
+        return JSONResponse({"reset": True})
+
+    async def _in_words(self, what: Callable[..., list[int]], words: object) -> list[int]:
+        """Off the loop, on a thread that waits for nothing else."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, what, words)
+
+    # ---------------------------------------------------------------------------------------------------- answers
+
+    async def _answer(
+        self, request: Request, tenant: str, wish: Wish, tokens: list[int], *, chat: bool
+    ) -> Response:
+        engine = self._service.engine
+        left = engine.tokens_max - len(tokens)
+        if left < 1 or (wish.max_tokens or 1) > left:
+            raise Refused(
+                400,
+                f"the prompt has {len(tokens)} tokens and {wish.max_tokens or 1} are wanted: this worker takes "
+                f"{engine.tokens_max} together",
+                param="messages" if chat else "prompt",
+            )
+        session = f"{tenant}/{wish.session}" if tenant and wish.session else wish.session
+        if len(session.encode()) > SESSION_NAME_BYTES_MAX:
+            raise Refused(
+                400, "a session's name has 1 to 256 bytes, the tenant's included", param="session_id"
+            )
+        ask = Ask(
+            tokens=tokens,
+            max_new_tokens=wish.max_tokens or left,
+            session=session,
+            root=_root(tenant, wish.cache_salt),
+            sampling=wish.sampling,
+            stop_tokens=() if wish.ignore_eos else self._stop_tokens,
+        )
+        try:
+            job = await unless_gone(request.receive, self._service.submit(ask))
+        except ValueError as error:
+            raise Refused(400, str(error), param="messages" if chat else "prompt") from None
+        except Exhausted as error:
+            after = {"Retry-After": str(self._service.retry_after_s)}
+            raise Refused(429, str(error), headers=after) from None
+        geometry = engine.pool.geometry
+        token_bytes = geometry.token_bytes * geometry.layers
+        words = _Words(self._model, job, wish, chat=chat, token_bytes=token_bytes)
+        pieces = self._pieces(job, wish)
+        if wish.stream:
+            return EventStream(_events(words, pieces), closed=partial(self._service.abort, job))
+        try:
+            return JSONResponse(await unless_gone(request.receive, _collected(words, pieces)))
+        finally:
+            self._service.abort(job)
+
+    async def _pieces(self, job: Job, wish: Wish) -> AsyncGenerator[Piece, None]:
+        """Ends the job when it is left, once it was begun."""
+        text = self._text.detokenizer() if self._text is not None else None
+        stops = StopStrings(wish.stop)
+        try:
+            async with aclosing(job.outputs()) as outputs:
+                async for output in outputs:
+                    if output.finish == "error":
+                        raise StepFailed("the model's logits are no numbers")
+                    said = stops.add(_say(text, output.token, last=bool(output.finish)))
+                    finish = "stop" if stops.hit else output.finish
+                    said += stops.end() if finish and not stops.hit else ""
+                    yield Piece(said, (output.token,), (output.gap,), finish)
+                    if finish:
+                        return
+        finally:
+            self._service.abort(job)
+
+    # ------------------------------------------------------------------------------------------------------ callers
+
+    def _answering(
+        self, call: Callable[[Request, str], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                return await call(request, self._tenant(request))
+            except Refused as refusal:
+                return JSONResponse(refusal.body, status_code=refusal.status, headers=refusal.headers or None)
+            except Unavailable as error:
+                body = Refused(503, str(error)).body
+                return JSONResponse(body, status_code=503, headers={"Retry-After": "1"})
+            except StepFailed as error:
+                return JSONResponse(Refused(500, str(error)).body, status_code=500)
+            except Gone:
+                return Response(status_code=499)  # nobody reads it
+
+        return answer
+
+    def _tenant(self, request: Request) -> str:
+        """Raises Refused (401)."""
+        if not self._keys:
+            return ""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        given = key.strip().encode(errors="replace") if scheme.lower() == "bearer" else b""
+        found = ""
+        for known, tenant in self._keys.items():  # all of them, whichever it is
+            if hmac.compare_digest(known, given):
+                found = tenant
+        if not found:
+            raise Refused(401, "no API key of this worker was given", headers={"WWW-Authenticate": "Bearer"})
+        return found
+
+    def _check_admin(self, tenant: str) -> None:
+        if self._keys and tenant != ADMIN:
+            raise Refused(403, f"this is for the tenant {ADMIN!r}")
+
+
+class _Words:
+    """How an answer is worded, as a whole and in pieces."""
+
+    def __init__(self, model: str, job: Job, wish: Wish, *, chat: bool, token_bytes: int) -> None:
+        self._head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._job, self._chat, self._wish = job, chat, wish
+        self._token_bytes = token_bytes
+        self.count = 0
+        self.gaps: list[float] = []
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        request = self._job.request
+        return {
+            "prompt_tokens": request.prompt_tokens,
+            "completion_tokens": self.count,
+            "total_tokens": request.prompt_tokens + self.count,
+            "prompt_tokens_details": {"cached_tokens": request.reused.tokens},
+        }
+
+    @property
+    def kvstore(self) -> dict[str, Any]:
+        """What no standard has a word for."""
+        request, reused = self._job.request, self._job.request.reused
+        return {
+            "ttft_s": self._job.ttft_s,
+            "seconds": time.monotonic() - self._job.begun,
+            "cached_tokens": {"hbm": reused.hbm, "dram": reused.dram, "ssd": reused.ssd},
+            "loaded_bytes": (reused.dram + reused.ssd) * self._token_bytes,
+            "load_failures": request.load_failures,
+            "gaps": self.gaps,
+        }
+
+    def whole(self, text: str, tokens: list[int], finish: str) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "logprobs": None}
+        choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        if self._wish.return_token_ids:
+            choice["token_ids"] = tokens
+        kind = "chat.completion" if self._chat else "text_completion"
+        return self._head | {
+            "object": kind,
+            "choices": [choice],
+            "usage": self.usage,
+            "kvstore": self.kvstore,
+        }
+
+    def first(self) -> dict[str, Any] | None:
+        return self._piece({"delta": {"role": "assistant", "content": ""}}, "") if self._chat else None
+
+    def piece(self, piece: Piece) -> dict[str, Any]:
+        choice: dict[str, Any] = {"delta": {"content": piece.text}} if self._chat else {"text": piece.text}
+        if self._wish.return_token_ids:
+            choice["token_ids"] = list(piece.tokens)
+        return self._piece(choice, piece.finish)
+
+    def last(self) -> dict[str, Any] | None:
+        if not self._wish.include_usage:
+            return None
+        return self._piece(None, "") | {"usage": self.usage, "kvstore": self.kvstore}
+
+    def _piece(self, choice: dict[str, Any] | None, finish: str) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        end = {"index": 0, "finish_reason": finish or None, "logprobs": None}
+        return self._head | {"object": kind, "choices": [] if choice is None else [end | choice]}
+
+
+async def _collected(words: _Words, pieces: AsyncGenerator[Piece, None]) -> dict[str, Any]:
+    text, finish = "", ""
+    tokens: list[int] = []
+    async with aclosing(pieces):
+        async for piece in pieces:
+            text += piece.text
+            tokens += piece.tokens
+            words.gaps += piece.gaps
+            finish = piece.finish
+    words.count = len(tokens)
+    return words.whole(text, tokens, finish)
+
+
+async def _events(words: _Words, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(pieces):
+        try:
+            if (first := words.first()) is not None:
+                yield _event(first)
+            async for piece in pieces:
+                words.count += len(piece.tokens)
+                words.gaps += piece.gaps
+                if piece.text or piece.finish or words._wish.return_token_ids:
+                    yield _event(words.piece(piece))
+            if (last := words.last()) is not None:
+                yield _event(last)
+            yield b"data: [DONE]\n\n"
+        except (StepFailed, Unavailable) as error:  # the status was sent long ago
+            yield _event(Refused(500 if isinstance(error, StepFailed) else 503, str(error)).body)
+
+
+def _event(message: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _say(text: Detokenizer | None, token: int, *, last: bool) -> str:
+    if text is None:
+        return ""
+    return text.add(token) + (text.end() if last else "")
+
+
+def _root(tenant: str, cache_salt: str) -> ChunkKey:
+    """What the keys of a tenant's chunks begin with."""
+    if not tenant and not cache_salt:
+        return ROOT
+    state = hashlib.blake2b(digest_size=32, person=b"kvs.tenant.v1")
+    for part in (tenant.encode(), cache_salt.encode(errors="surrogatepass")):
+        state.update(len(part).to_bytes(8, "little") + part)
+    return ChunkKey(state.digest())
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """Raises Refused (400, 413)."""
+    parts, size = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > BODY_BYTES_MAX:
+            raise Refused(413, f"a request has at most {BODY_BYTES_MAX >> 20} MiB")
+    try:
+        body = json.loads(b"".join(parts) or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "the body is no JSON object")
+    return body
+
+
+# ---------------------------------------------------------------------------------------------- clients that go away
+
+
+class Gone(Exception):
+    """The client went away."""
+
+
+async def unless_gone(receive: Receive, what: Awaitable[T]) -> T:
+    """What comes of `what`, which is cancelled when the client goes away: then raises Gone."""
+    doing = asyncio.ensure_future(what)
+    watching = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            return doing.result()
+        raise Gone
+    finally:
+        for task in (doing, watching):
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events, for as long as somebody reads them."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], *, closed: Callable[[], None]) -> None:
+        """`closed` is called when nobody reads any more, were it before the first event."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._closed = closed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self._events):
+                with suppress(Gone):
+                    await unless_gone(receive, self._send(send))
+        finally:
+            self._closed()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,465 @@
+"""The worker as a server, over a unix socket: answers, streams, clients that go away, tenants, overload, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvstore.gpu_worker import worker
+from kvstore.gpu_worker.batching import BatchEngine
+from kvstore.gpu_worker.serve.api import Api
+from kvstore.gpu_worker.serve.metrics import Metrics
+from kvstore.gpu_worker.serve.service import Service
+from kvstore.gpu_worker.serve.text import Detokenizer, StopStrings, Text
+
+from .conftest import FakeStore, text, tiny_llama
+
+BOUND_S = 60.0
+T = 16
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+HELLO = {"messages": [{"role": "user", "content": "Grüß Gott!"}], "temperature": 0, "max_tokens": 24}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte: of random tokens most are no whole characters."""
+    vocabulary = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATE)
+
+
+def eventually(what: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + BOUND_S
+    while not (found := what()):
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.005)
+    return found
+
+
+@dataclass
+class Served:
+    engine: BatchEngine
+    server: uvicorn.Server
+    path: Path
+    thread: threading.Thread
+    open: list[http.client.HTTPConnection] = field(default_factory=list)
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPResponse:
+        """The answer, whose body is still to be read."""
+        connection = http.client.HTTPConnection("worker")
+        self.open.append(connection)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.settimeout(BOUND_S)
+        connection.sock.connect(str(self.path))
+        sent = body if isinstance(body, (str, bytes)) else json.dumps(body)
+        connection.request(method, path, sent if body is not None else None, headers)
+        return connection.getresponse()
+
+    def post(self, path: str, body: Any, **headers: str) -> dict[str, Any]:
+        response = self.ask("POST", path, body, **headers)
+        answer: dict[str, Any] = json.load(response)
+        assert response.status == 200, answer
+        return answer
+
+    def chat(self, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+        return self.post("/v1/chat/completions", body, **headers)
+
+    def stream(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> http.client.HTTPResponse:
+        response = self.ask("POST", path, body | {"stream": True})
+        assert response.status == 200 and response.headers["content-type"].startswith("text/event-stream")
+        return response
+
+    def hang_up(self) -> None:
+        """The client whose request came last goes away."""
+        self.open.pop().close()
+
+    def send(self, path: str, body: Any) -> None:
+        """A request whose answer nobody has waited for yet."""
+        connection = http.client.HTTPConnection("worker")
+        self.open.append(connection)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(str(self.path))
+        connection.request("POST", path, json.dumps(body))
+
+    def health(self) -> dict[str, Any]:
+        health: dict[str, Any] = json.load(self.ask("GET", "/health"))
+        return health
+
+    def metrics(self) -> dict[str, float]:
+        lines = self.ask("GET", "/metrics").read().decode().splitlines()
+        return {
+            name.removeprefix("kvstore_worker_"): float(value)
+            for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        }
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(BOUND_S)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return tiny_llama(layers=2)
+
+
+@pytest.fixture
+def serve(model: LlamaForCausalLM, tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    made: list[Served] = []
+
+    def start(
+        store: FakeStore | None = None, keys: dict[str, str] | None = None, drain_s: int = 30, **options: Any
+    ) -> Served:
+        settings = {"pool_chunks": 64, "chunk_tokens": T} | options
+        engine = BatchEngine(model, store.connect if store else None, **settings)
+        metrics = Metrics(engine)
+        api = Api(
+            Service(engine, ended=metrics.ended), metrics, Text(byte_tokenizer()), model="tiny", keys=keys
+        )
+        path = tmp_path / f"{len(made)}"
+        config = uvicorn.Config(api.app(), uds=str(path), log_config=None, timeout_graceful_shutdown=drain_s)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+        thread.start()
+        made.append(Served(engine, server, path, thread))
+        eventually(lambda: server.started or not thread.is_alive())
+        return made[-1]
+
+    yield start
+    for served in made:
+        for connection in served.open:
+            connection.close()
+        served.stop()
+
+
+def events(response: http.client.HTTPResponse) -> list[dict[str, Any]]:
+    lines = [line for line in response.read().decode().splitlines() if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_an_answer_is_the_same_whole_and_in_pieces(
+    serve: Callable[..., Served], model: LlamaForCausalLM
+) -> None:
+    one = serve()
+    options = HELLO | {"return_token_ids": True}
+    whole = one.chat(options)
+    (choice,) = whole["choices"]
+    prompt = byte_tokenizer()("<user>Grüß Gott!<assistant>")["input_ids"]
+    plain = BatchEngine(model, pool_chunks=64, chunk_tokens=T)
+    assert choice["token_ids"] == list(plain.turn("", prompt, 24).tokens)
+    assert choice["message"]["content"] == byte_tokenizer().decode(choice["token_ids"])
+    assert (choice["finish_reason"], whole["object"]) == ("length", "chat.completion")
+    usage = whole["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt), 24)
+    pieces = events(one.stream(options | {"stream_options": {"include_usage": True}}))
+    assert pieces[0]["choices"][0]["delta"]["role"] == "assistant"
+    said = [piece["choices"][0] for piece in pieces if piece["choices"]]
+    assert "".join(each["delta"]["content"] for each in said) == choice["message"]["content"]
+    assert [token for each in said for token in each.get("token_ids", [])] == choice["token_ids"]
+    assert [each["finish_reason"] for each in said] == [None] * (len(said) - 1) + ["length"]
+    assert pieces[-1]["usage"]["prompt_tokens"] == len(prompt) and not pieces[-1]["choices"]
+    assert pieces[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == len(prompt) // T * T
+
+
+def test_text_and_tokens_are_completed(serve: Callable[..., Served]) -> None:
+    one = serve()
+    options = {"temperature": 0, "max_tokens": 5, "return_token_ids": True}
+    by_text = one.post("/v1/completions", {"prompt": "abc"} | options)["choices"][0]
+    tokens = byte_tokenizer()("abc")["input_ids"]
+    assert one.post("/v1/completions", {"prompt": tokens} | options)["choices"][0] == by_text
+    assert events(one.stream({"prompt": tokens} | options, "/v1/completions"))[-1]["choices"][0]["token_ids"]
+    (served,) = json.load(one.ask("GET", "/v1/models"))["data"]
+    assert (served["id"], served["max_model_len"]) == ("tiny", 1024)
+
+
+def test_a_stop_string_ends_an_answer_and_its_request(serve: Callable[..., Served]) -> None:
+    one = serve()
+    full = one.chat(HELLO | {"max_tokens": 60})["choices"][0]["message"]["content"]
+    stop = full[12:14]
+    assert full.count(stop) == 1
+    for answer in (
+        one.chat(HELLO | {"max_tokens": 900, "stop": stop})["choices"][0],
+        one.chat(HELLO | {"max_tokens": 900, "stop": ["never!", stop]})["choices"][0],
+    ):
+        assert (answer["message"]["content"], answer["finish_reason"]) == (full[:12], "stop")
+    eventually(lambda: one.engine.live == 0)
+    assert one.engine.counters["computed_tokens"] < 600
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_ends_its_request(stream: bool, serve: Callable[..., Served]) -> None:
+    one = serve(sequences_max=1)
+    body = HELLO | {"max_tokens": 900}
+    if stream:
+        assert one.stream(body).read(30)
+    else:
+        one.send("/v1/chat/completions", body)
+        eventually(lambda: one.engine.counters["steps"] > 2)
+    waiting = Served(one.engine, one.server, one.path, one.thread)
+    waiting.send("/v1/chat/completions", body)  # and one that never ran
+    eventually(lambda: (one.engine.running, one.engine.waiting) == (1, 1))
+    waiting.hang_up()
+    eventually(lambda: (one.engine.running, one.engine.waiting) == (1, 0))
+    one.hang_up()
+    eventually(lambda: one.engine.live == 0)
+    assert one.engine.pool.used == 0
+    assert one.engine.counters["computed_tokens"] < 900
+    assert one.metrics()['requests_finished_total{finish="abort"}'] == 2
+    assert one.chat(HELLO)["usage"]["completion_tokens"] == 24
+
+
+def test_too_many_are_told_to_come_back(serve: Callable[..., Served]) -> None:
+    one = serve(sequences_max=1, waiting_max=1)
+    one.stream(HELLO | {"max_tokens": 900})
+    one.send("/v1/chat/completions", HELLO | {"max_tokens": 900})
+    eventually(lambda: one.engine.live == 2)
+    refused = one.ask("POST", "/v1/chat/completions", HELLO)
+    assert refused.status == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
+    assert json.load(refused)["error"]["type"] == "rate_limit_error"
+    assert one.metrics()["requests_rejected_total"] == 1
+    for _ in range(4):
+        one.hang_up()
+    eventually(lambda: one.engine.live == 0)
+    assert one.chat(HELLO)["choices"]
+
+
+def test_a_session_is_named_by_field_or_header_or_not_at_all(
+    serve: Callable[..., Served], store: FakeStore
+) -> None:
+    prompt = text(3 * T + 5)
+    for name, reused in (("field", 3 * T + 5), ("header", 3 * T + 5), ("", 3 * T)):
+        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+        headers = {"X-Session-Id": name} if name == "header" else {}
+        body |= {"session_id": name} if name == "field" else {}
+        one = serve(store)
+        one.post("/v1/completions", body, **headers)
+        assert one.post("/flush", {"timeout_s": BOUND_S})["flushed"]
+        two = serve(store)
+        longer = two.post("/v1/completions", body | {"prompt": [*prompt, 7, 8]}, **headers)
+        assert longer["kvstore"]["cached_tokens"] == {"hbm": 0, "dram": reused, "ssd": 0}, name
+        assert longer["kvstore"]["loaded_bytes"] > 0
+        store.chunks.clear()
+        store.sessions.clear()
+
+
+def test_tenants_share_nothing(serve: Callable[..., Served], store: FakeStore) -> None:
+    keys = {"key-a": "a", "key-b": "b", "key-admin": "admin"}
+    prompt = text(3 * T + 5)
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "session_id": "s"}
+    one = serve(store, keys=keys)
+
+    def reused(key: str) -> int:
+        answer = one.post("/v1/completions", body, Authorization=f"Bearer {key}")
+        count: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return count
+
+    assert [reused("key-a"), reused("key-b")] == [0, 0]
+    body["prompt"] = [*prompt, 7]
+    assert [reused("key-a"), reused("key-b")] == [3 * T + 5] * 2
+    for path, sent in (("/flush", {}), ("/reset", {})):
+        assert one.ask("POST", path, sent, Authorization="Bearer key-a").status == 403
+    assert one.post("/flush", {"timeout_s": BOUND_S}, Authorization="Bearer key-admin")["flushed"]
+    assert {name for _, name in store.sessions} == {"a/s", "b/s"}
+    assert len(store.chunks) == 2 * (3 + 2)  # two tails each
+    for header in ({}, {"Authorization": "Bearer no"}, {"Authorization": "key-a"}):
+        assert one.ask("POST", "/v1/completions", body, **header).status == 401
+    assert one.ask("GET", "/health").status == one.ask("GET", "/metrics").status == 200
+    salted = [body | {"cache_salt": salt} for salt in ("x", "x", "y")]
+    counts = [one.post("/v1/completions", each, Authorization="Bearer key-a") for each in salted]
+    assert [each["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for each in counts] == [0, 1, 0]
+
+
+def test_a_reset_forgets_what_was_computed_before(serve: Callable[..., Served], store: FakeStore) -> None:
+    one = serve(store)
+    body = {"prompt": text(3 * T + 5), "max_tokens": 1, "temperature": 0}
+    assert [one.post("/v1/completions", body)["kvstore"]["cached_tokens"]["hbm"] for _ in "12"] == [0, 3 * T]
+    one.stream(HELLO | {"max_tokens": 900}).read(30)
+    assert one.post("/reset", {"epoch": 3})["reset"]
+    assert one.post("/v1/completions", body)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    response = one.ask("POST", "/reset", {"epoch": 2})
+    assert response.status == 400 and "must be at least 3" in json.load(response)["error"]["message"]
+
+
+def test_a_step_that_breaks_fails_who_was_live_and_no_other(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = serve()
+    forward = one.engine._forward
+    broken = [True]
+
+    def breaking(pieces: Any) -> Any:
+        if broken:
+            raise ZeroDivisionError("out of memory, say")
+        return forward(pieces)
+
+    monkeypatch.setattr(one.engine, "_forward", breaking)
+    for number in (1, 2, 3):
+        response = one.ask("POST", "/v1/chat/completions", HELLO)
+        assert response.status == 500 and "out of memory" in json.load(response)["error"]["message"]
+        assert one.ask("GET", "/health").status == (503 if number == 3 else 200)
+    broken.clear()
+    assert one.chat(HELLO)["choices"]
+    assert one.engine.pool.used == 0 and one.ask("GET", "/health").status == 200
+
+
+def test_an_engine_that_breaks_down_says_so_and_nobody_waits(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = serve()
+    monkeypatch.setattr(one.engine, "abort", lambda number: 1 / 0)
+    one.stream(HELLO | {"max_tokens": 900}).read(30)
+    other = one.stream(HELLO | {"max_tokens": 900, "seed": 1})
+    one.open[-2].close()
+    assert "the engine broke down" in other.read().decode()
+    for _ in range(2):
+        response = one.ask("POST", "/v1/chat/completions", HELLO)
+        assert response.status == 500 and "broke down" in json.load(response)["error"]["message"]
+    assert one.ask("POST", "/reset", {}).status == 500
+    health = one.ask("GET", "/health")
+    assert health.status == 503 and "broke down" in json.load(health)["status"]
+
+
+REFUSED: dict[str, Any] = {
+    "messages": [{}, {"messages": []}, {"messages": "hello"}],
+    "messages[0].role": [{"messages": [{"role": "king", "content": "x"}]}, {"messages": [5]}],
+    "messages[0].content": [
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    ],
+    "n": [HELLO | {"n": 2}],
+    "tools": [HELLO | {"tools": [{}]}],
+    "max_tokens": [HELLO | {"max_tokens": 0}, HELLO | {"max_tokens": "1"}, HELLO | {"max_tokens": True}],
+    "temperature": [HELLO | {"temperature": -1}, HELLO | {"temperature": "hot"}],
+    "top_p": [HELLO | {"top_p": 0}, HELLO | {"top_p": 1.5}],
+    "stop": [HELLO | {"stop": [""]}, HELLO | {"stop": 5}, HELLO | {"stop": ["a"] * 17}],
+    "stream": [HELLO | {"stream": "yes"}],
+    "session_id": [HELLO | {"session_id": "x" * 257}, HELLO | {"session_id": 5}],
+    "response_format": [HELLO | {"response_format": {"type": "json_object"}}],
+}
+
+
+def test_what_cannot_be_served_is_refused_by_name(serve: Callable[..., Served]) -> None:
+    one = serve()
+    for param, bodies in REFUSED.items():
+        for body in bodies:
+            response = one.ask("POST", "/v1/chat/completions", body)
+            answer = json.load(response)
+            assert (response.status, answer["error"]["param"]) == (400, param), body
+    too_long = HELLO | {"max_tokens": 5000}
+    no_text = {"messages": [{"role": "user", "content": "half \ud83d"}]}
+    refused_by_template = {"messages": [{"role": "tool", "content": "x"}]}
+    for body in (too_long, no_text, refused_by_template):
+        assert one.ask("POST", "/v1/chat/completions", body).status == 400, body
+    for raw in ("", "{", "[]", "5", "[" * 100_000, b"\xff"):
+        assert one.ask("POST", "/v1/completions", raw).status == 400, raw
+    assert one.ask("POST", "/v1/completions", b"x" * ((8 << 20) + 1)).status == 413
+    assert one.ask("GET", "/v1/chat/completions").status == 405
+    assert one.ask("GET", "/nothing").status == 404
+    assert one.engine.counters["requests"] == 0
+    assert one.chat(HELLO | {"unknown field": 1, "user": "me", "n": 1, "logprobs": False})["choices"]
+
+
+def test_a_worker_that_ends_lets_requests_finish_and_saves(
+    serve: Callable[..., Served], store: FakeStore
+) -> None:
+    one = serve(store)
+    running = one.stream(HELLO | {"max_tokens": 300, "session_id": "s"})
+    assert running.read(30)
+    one.server.should_exit = True
+    rest = running.read().decode()
+    assert rest.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in rest
+    one.stop()
+    assert {name for _, name in store.sessions} == {"s"} and store.leases == 0 and store.closed == 1
+
+
+def test_a_worker_that_ends_waits_no_longer_than_it_was_told(serve: Callable[..., Served]) -> None:
+    one = serve(drain_s=0)
+    running = one.stream(HELLO | {"max_tokens": 990 - 27})
+    assert running.read(30)
+    one.stop()
+    assert one.engine.counters["computed_tokens"] < 990
+
+
+def test_metrics_tell_what_was_done(serve: Callable[..., Served], store: FakeStore) -> None:
+    one = serve(store)
+    for _ in range(2):
+        one.chat(HELLO)
+    one.post("/flush", {"timeout_s": BOUND_S})
+    seen = one.metrics()
+    assert seen['requests_finished_total{finish="length"}'] == 2
+    assert seen['tokens_total{source="hbm"}'] == one.engine.counters["adopted_tokens"] > 0
+    assert seen['tokens_total{source="computed"}'] == one.engine.counters["computed_tokens"]
+    assert seen['saved_chunks_total{outcome="saved"}'] == len(store.chunks) > 0
+    assert seen["time_to_first_token_seconds_count"] == seen["request_seconds_count"] == 2
+    chunks = [seen[f'pool_chunks{{state="{state}"}}'] for state in ("held", "idle", "free")]
+    assert sum(chunks) == 64 and chunks[1] > 0
+    assert seen["store_connected"] == 1
+    assert one.health() == {
+        "status": "ok",
+        "running": 0,
+        "waiting": 0,
+        "store": "connected",
+        "sharing": "on",
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- text, options
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pieces_are_whole_characters_and_together_the_text(seed: int) -> None:
+    tokenizer = byte_tokenizer()
+    characters = tokenizer("Straße €5 — 漢字 🙂")["input_ids"]
+    tokens = [*characters, *text(50, seed=seed)]
+    made = Detokenizer(tokenizer)
+    pieces = [made.add(token) for token in tokens]
+    assert "🙂" in pieces and not any("\ufffd" in piece for piece in pieces[: len(characters)])
+    assert "".join(pieces) + made.end() == tokenizer.decode(tokens)
+
+
+def test_stop_strings_are_found_across_pieces() -> None:
+    for size in range(1, 9):
+        stops = StopStrings(["END", "EN!", "zzz"])
+        whole = "so ENENEND and more"
+        said = "".join(stops.add(whole[at : at + size]) for at in range(0, len(whole), size))
+        assert (said + stops.end(), stops.hit) == ("so ENEN", True)
+        stops = StopStrings(["END"])
+        assert stops.add("an EN") + stops.add("") == "an " and stops.end() == "EN" and not stops.hit
+
+
+def test_options_that_cannot_be_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    for content, what in (
+        ("", "no key there"),
+        ("a", "line 1: must be a tenant"),
+        ("# a comment\na/b key", "line 2: must be a tenant"),
+        ("a key\nb key", "line 2: the key of two tenants"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=re.escape(what)):
+            worker.keys_of(path)
+    path.write_text("a k1\n\nb k2\na k3\n")
+    assert worker.keys_of(path) == {"k1": "a", "k2": "b", "k3": "a"}
+    assert worker.bytes_of("64m") == 64 << 20
+    for wrong in ("", "0", "-1", "5X", "1.5G"):
+        with pytest.raises(ValueError, match="is no size"):
+            worker.bytes_of(wrong)
