@@ -92,14 +92,12 @@ class Encoding:
         self._chunk_tokens = chunk_tokens
         self.beginning = self._exact(layout.segments[0].tokens if layout.beginning else ())
         """Empty where the schema begins with a parameter, a union or a module with a name."""
-        after = {
-            Method.BEGINNING: self.beginning,
-            Method.ALONE: (),
-            Method.SHARED: self._exact(layout.segments[0].tokens[: layout.system]) if layout.system else (),
+        system = layout.segments[0].tokens[: layout.system] if layout.system else ()
+        self._after = {
+            Method.BEGINNING: _attended(self.beginning),
+            Method.ALONE: _attended(()),
+            Method.SHARED: _attended(self._exact(system)),
         }
-        self._after = manifest_digest(
-            (chunk.key, chunk.position, len(chunk.tokens), 0, False) for chunk in after[method]
-        )
         by_path: dict[Path, list[int]] = {}
         first = 1 if layout.beginning else 0
         for number, segment in enumerate(layout.segments[first:], first):
@@ -171,9 +169,11 @@ class Encoding:
             range(len(numbers)), key=lambda index: (segments[index].position, segments[index].order)
         )
         start = min((segment.position for segment in segments), default=0)
-        move = (self.layout.system - start) if self.method is Method.SHARED else 0
-        attended = self._after
-        content = manifest_digest([(self._after, 0, 0, 0, True)])
+        # the schema's own text is in no other schema
+        own = paths == ((),) and self.method is Method.SHARED
+        shared = self.method is Method.SHARED and not own
+        move = (self.layout.system - start) if shared else 0
+        attended = content = self._after[Method.BEGINNING if own else self.method]
         chunks: dict[int, tuple[Chunk, ...]] = {}
         for index in order:
             made = []
@@ -202,6 +202,10 @@ class Encoding:
         if segment.length > len(segment.tokens):
             at = segment.position + len(segment.tokens)
             yield at, (), segment.end - at
+
+
+def _attended(chunks: Sequence[Chunk]) -> bytes:
+    return manifest_digest((chunk.key, chunk.position, len(chunk.tokens), 0, False) for chunk in chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,8 @@ class Tag:
     """Some value is in quotes."""
     after_word: bool
     """A letter or digit stands right before it, as in `vector<int>`."""
+    twice: str
+    """An attribute that it has twice, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,8 @@ class Reader:
             if tag is None or (not tag.quoted and not accept(tag)):
                 at = max(found.end(), end)
                 continue
+            if tag.twice:
+                raise self.error(f"names the attribute {tag.twice} twice", begin, remedy="keep one of the two")
             parts.append(resolve_entities(text[start:begin]))
             if any(parts):
                 yield Piece("".join(parts), start)
@@ -267,6 +271,7 @@ class Reader:
         text, begin, at = self.text, found.start(), found.end()
         attributes: dict[str, str | None] = {}
         quoted = False
+        twice = ""
         while True:
             space = _SPACE.match(text, at)
             assert space is not None
@@ -295,8 +300,8 @@ class Reader:
                     raise self._broken(begin)
                 else:
                     return None, at
-            if name[1] in attributes and (quoted or len(attributes) >= ATTRIBUTES_MAX):
-                raise self.error(f"names the attribute {name[1]} twice", begin, remedy="keep one of the two")
+            if name[1] in attributes:
+                twice = name[1]
             attributes[name[1]] = value
             if len(attributes) > ATTRIBUTES_MAX:
                 raise self.error(
@@ -308,7 +313,7 @@ class Reader:
         source = text[begin : min(end.end(), begin + SHOWN)].partition("\n")[0]
         before = text[begin - 1 : begin] if begin else ""
         line, column = self.place(begin)
-        tag = Tag(kind, found[2], attributes, line, column, source, quoted, before.isalnum())
+        tag = Tag(kind, found[2], attributes, line, column, source, quoted, before.isalnum(), twice)
         return tag, end.end()
 
     def _broken(self, begin: int) -> PmlError:

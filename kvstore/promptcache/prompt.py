@@ -146,7 +146,7 @@ class _Parser:
         if self.schema is None:
             return tag.name == "prompt"
         known = tag.name in self.names or tag.name in ("prompt", "module", *PARAMETER_TAGS, *ROLES)
-        return known or not tag.after_word or tag.kind is Kind.EMPTY
+        return known or not tag.after_word or tag.kind is not Kind.OPEN
 
     def parse(self) -> Prompt:
         for event in self.reader.events(self.accept):
