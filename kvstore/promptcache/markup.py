@@ -26,7 +26,7 @@ from kvstore.errors import BadRequest
 
 DOCUMENT_BYTES_MAX = 8 << 20
 """Of a schema or prompt in UTF-8; 64 modules of 32,000 tokens."""
-TAGS_MAX = 262_144
+TAGS_MAX = 131_072
 """That look like tags; some hundred nanoseconds to some microseconds each."""
 DEPTH_MAX = 64
 """Elements inside each other."""
@@ -225,7 +225,9 @@ class Reader:
                 at = max(found.end(), end)
                 continue
             if tag.twice:
-                raise self.error(f"names the attribute {tag.twice} twice", begin, remedy="keep one of the two")
+                raise self.error(
+                    f"names the attribute {tag.twice} twice", begin, remedy="keep one of the two"
+                )
             parts.append(resolve_entities(text[start:begin]))
             if any(parts):
                 yield Piece("".join(parts), start)

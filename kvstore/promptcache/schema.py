@@ -257,9 +257,10 @@ class _Pending:
 
 
 class _Parser:
-    def __init__(self, text: str, document: str) -> None:
+    def __init__(self, text: str, document: str, digest: bytes) -> None:
         self.reader = Reader(text, document, _KNOWN)
         self.document = document
+        self.digest = digest
         self.warnings = Warnings()
         self.stack: list[_Open] = []
         self.pending: _Pending | None = None
@@ -450,7 +451,7 @@ class _Parser:
             tuple(paths for _, paths in self.sets),
             self.scopes,
             tuple(self.warnings.lines),
-            text_digest(self.reader.text),
+            self.digest,
         )
 
     # ---------------------------------------------------------------------------------------------- parameters
@@ -584,4 +585,5 @@ def _is_tag(tag: Tag) -> bool:
 def parse_schema(data: str | bytes, *, document: str = "schema") -> Schema:
     """A schema out of PML; bytes are UTF-8. Raises PmlError, which names the line, the column and what to do. What was
     mended is in `Schema.warnings`."""
-    return _Parser(decode(data, document), document).parse()
+    text = decode(data, document)
+    return _Parser(text, document, text_digest(data)).parse()

@@ -92,7 +92,7 @@ def test_hostile_schemas_are_refused(name: str) -> None:
     assert said != "read" and len(said) < 1_000 and not said.endswith("/ ")
 
 
-@pytest.mark.parametrize("name", ["100 MB", "a million modules", "modules", "nothing but <"])
+@pytest.mark.parametrize("name", ["100 MB", "text", "nothing but <"])
 def test_memory_is_bounded(name: str) -> None:
     text = {**SCHEMAS, **READ}[name]
     tracemalloc.start()
