@@ -159,15 +159,14 @@ def test_kvctl_needs_no_daemon_for_files(run_kvctl: Callable[..., str], files: P
     render = ("promptcache", "render", str(files / "prompt.xml"), "--tokenizer", "bytes")
     found = json.loads(run_kvctl(*render, "--schema", str(files / "trip.xml"), "--json"))
     oslo = next(run for run in found["runs"] if run["module"] == "plan/oslo")
-    # <|im_start|>system\nYou plan trips.<|im_end|>\n<|im_start|>user\n: 32 tokens; For , 8 places, days.\n
-    assert (oslo["first"], oslo["last"], oslo["hits"]) == (51, 68, None)
+    # <|im_start|>system\nYou plan trips.<|im_end|>\n<|im_start|>user\n: 31 tokens; For , 8 places, days.\n
+    assert (oslo["first"], oslo["last"], oslo["hits"]) == (50, 66, None)
     (files / "prompt.xml").write_text('<prompt schema="trip"><oslo/></prompt>')
     said = run_kvctl(*render, "--schema", str(files / "trip.xml"), status=1)
     assert "prompt.xml:1:23=<oslo/>" in said and "<plan><oslo/></plan>" in said
-    assert (
-        "there is no schema trip" in run_kvctl(*render, "--schema", str(files / "other.xml"), status=1)
-        or True
-    )
+    (files / "other.xml").write_text("<schema name='other'/>")
+    said = run_kvctl(*render, "--schema", str(files / "other.xml"), status=1)
+    assert "prompt.xml:1:1=" in said and "there is no schema trip" in said
 
 
 def test_render_shows_what_the_store_has(daemon: Any, run_kvctl: Callable[..., str], files: Path) -> None:
@@ -180,24 +179,11 @@ def test_render_shows_what_the_store_has(daemon: Any, run_kvctl: Callable[..., s
         with space.write(keys) as batch:
             batch.copy_many([(index, None, content(keys[index])) for index in batch.granted])
             assert batch.commit().error is None
-        assert layout.place(parse_prompt(PROMPT, layout.schema)).end == 83 + 0
-        (row,) = client.namespaces() if hasattr(client, "namespaces") else [None]
-        number = str(space.id) if hasattr(space, "id") else "1"
-        found = json.loads(
-            run_kvctl(
-                *(
-                    "promptcache",
-                    "render",
-                    str(files / "prompt.xml"),
-                    "--tokenizer",
-                    "bytes",
-                    "--namespace",
-                    number,
-                ),
-                "--json",
-            )
-        )
+        assert layout.place(parse_prompt(PROMPT, layout.schema)).end == 84
+        (row,) = client.stats().namespaces
+        render = ("promptcache", "render", str(files / "prompt.xml"), "--tokenizer", "bytes", "--json")
+        found = json.loads(run_kvctl(*render, "--namespace", str(row.namespace_id)))
     hits = {(run["module"], run["first"]): run["hits"] for run in found["runs"] if run["source"] == "stored"}
     assert hits["", 0] == ["hit"]
-    assert hits["plan/oslo", 51] == ["hit"]
-    assert hits["plan", 32] == ["unknown"]
+    assert hits["plan/oslo", 50] == ["hit"]
+    assert hits["plan", 31] == ["unknown"]

@@ -57,7 +57,7 @@ def test_tenants_have_names_of_their_own(files: SchemaFiles) -> None:
 
 def test_what_is_no_schema_changes_nothing(files: SchemaFiles) -> None:
     kept, _, _ = files.put("t", text(), "f")
-    with pytest.raises(PmlError, match="f:1:17"):
+    with pytest.raises(PmlError, match="f:1:27"):
         files.put("t", text(inner="<param/> <param name='a'/>"), "f")
     assert files.versions("t", all_versions=True) == [kept]
 
