@@ -294,7 +294,11 @@ class Layout:
         cursor = shift = 0
         for _, piece in pieces:
             if isinstance(piece, tuple):
-                runs.append(Run(Source.TEXT, cursor, piece))
+                if piece and runs and runs[-1].source is Source.TEXT and runs[-1].end == cursor:
+                    before = runs.pop()
+                    runs.append(Run(Source.TEXT, before.position, before.tokens + piece))
+                elif piece:
+                    runs.append(Run(Source.TEXT, cursor, piece))
                 cursor += len(piece)
                 continue
             segment = self.segments[piece]

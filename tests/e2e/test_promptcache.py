@@ -186,4 +186,4 @@ def test_render_shows_what_the_store_has(daemon: Any, run_kvctl: Callable[..., s
     hits = {(run["module"], run["first"]): run["hits"] for run in found["runs"] if run["source"] == "stored"}
     assert hits["", 0] == ["hit"]
     assert hits["plan/oslo", 50] == ["hit"]
-    assert hits["plan", 31] == ["unknown"]
+    assert hits["plan", 31] == ["never seen"]
