@@ -9,12 +9,14 @@ from unittest import mock
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, ChunkTable
+from kvstore.core.manifests import Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policies import Candidates
 from kvstore.core.policies.hints import Hints
 from kvstore.core.pool import Pool, Segment
 from kvstore.core.requests import reads
 from kvstore.core.requests.saves import Saves
+from kvstore.core.requests.sessions import Sessions
 from kvstore.core.segments import Segments
 from kvstore.core.ssd.durability import Durability
 from kvstore.core.state import State
@@ -237,6 +239,16 @@ def _forgets_parent(original: Original) -> Any:
     return lambda chunks, row: None
 
 
+def _holes(original: Original) -> Any:
+    """What stands behind a hole of a manifest is said to be there."""
+
+    def usable(sessions: Sessions, session: Session) -> tuple[int, bytes]:
+        leading, beyond = original(sessions, session)
+        return leading, bytes([*beyond[:1], *(1 for _ in beyond[1:])])
+
+    return usable
+
+
 CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "skip-generation": (Pool, "_bump", _generation),
     "free-pinned": (State, "unpin", _pinned),
@@ -256,6 +268,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "failed-is-corrupt": (reads.Reads, "audited", _failed_audit),
     "trust-disk": (Transfers, "_has_read", _unchecked),
     "mapped-elsewhere": (Segments, "_replace_if_unmapped", _retired),
+    "ignore-holes": (Sessions, "_usable", _holes),
     "keep-children": (ChunkTable, "leave_children", _forgets_parent),
 }
 

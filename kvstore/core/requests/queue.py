@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count, repeat
+from itertools import compress, count, repeat
 
 from kvstore.core import events as ev
 from kvstore.core.bulk import batch, needed
 from kvstore.core.chunks import DOOMED, NONE, PROMOTING, STORED
 from kvstore.core.cold_tier import ColdTier
+from kvstore.core.manifests import Manifest
 from kvstore.core.namespaces import Namespace
 from kvstore.core.requests.reads import clip_ttl
 from kvstore.core.state import State
@@ -269,7 +270,23 @@ class Queue:
         else:
             session = state.sessions.by_name.get((namespace.id, job.session))
             row = session.manifest.rows[0] if session is not None and len(session.manifest) else NONE
+            if (
+                session is not None
+                and row != NONE
+                and not state.is_usable(row)
+                and not session.manifest.exact
+            ):
+                return bool(self._usable_of(namespace, session.manifest))
         return row != NONE and state.is_usable(row)
+
+    def _usable_of(self, namespace: Namespace, manifest: Manifest) -> list[int]:
+        """Of a manifest that is no chain: every chunk that can be had, whatever became of those before it."""
+        state = self.state
+        if len(manifest) >= state.batch_min:
+            each = batch.usable_each(state, namespace, manifest.rows)
+        else:
+            each = bytes(map(state.is_usable, manifest.rows))
+        return list(dict.fromkeys(compress(manifest.rows, each)))
 
     def _on_ssd_only(self, namespace: Namespace, rows: list[int]) -> list[int]:
         """Those of a job's chunks that are to be promoted."""
@@ -284,8 +301,8 @@ class Queue:
         ]
 
     def _rows(self, namespace: Namespace, job: Job, planned: set[int]) -> tuple[list[int], int]:
-        """The chunks that the job will ask for and that can be had, up to the first that cannot; and how many were
-        looked at. None again of the manifests in `planned` (by id, for as long as a plan takes), which get this one."""
+        """The chunks that the job will ask for and that can be had, up to the first that cannot, or all of a manifest
+        that is no chain; and how many were looked at. None again of the manifests in `planned` (by id, for as long as a plan takes), which get this one."""
         state = self.state
         if job.keys:
             rows = list(map(namespace.index.get, job.keys, repeat(NONE)))
@@ -294,6 +311,8 @@ class Queue:
             if session is None or id(session.manifest) in planned:
                 return [], 0
             planned.add(id(session.manifest))
+            if not session.manifest.exact:
+                return self._usable_of(namespace, session.manifest), len(session.manifest)
             rows = session.manifest.rows.tolist()
         if len(rows) >= state.batch_min:
             return rows[: batch.usable_leading(state, namespace, rows)], len(rows)
