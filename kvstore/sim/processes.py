@@ -473,7 +473,7 @@ class Process:
             yield from self.ask(ev.Forget, namespace, b"", tuple(conversation.keys[-2:]))
 
     def _assemble(self, namespace: NamespaceId, conversation: Conversation) -> Program:
-        """A manifest as Prompt Cache makes them: some chunks of a conversation, in any order, with gaps between them."""
+        """A manifest as Prompt Cache makes them: some chunks of a conversation, in any order, with gaps between."""
         chance = self.random
         name = conversation.name + b" parts"
         info: ev.SessionInfo = yield from self.ask(ev.GetSession, namespace, name)

@@ -49,7 +49,7 @@ class SchemaService:
         }
         return Handlers(
             {
-                f"/{PROMPT_CACHE_SERVICE}/{name}": self._service.method(call, name)
+                f"/{PROMPT_CACHE_SERVICE}/{name}": self._service.method(call, f"PromptCache/{name}")
                 for name, call in calls.items()
             }
         )

@@ -98,7 +98,7 @@ def usable_each(state: State, namespace: Namespace, rows: Sequence[int]) -> byte
     if state.disk_state is not DiskState.OFF:
         usable |= flags & (STORED | DOOMED) == STORED
     usable &= which != NONE
-    return usable.tobytes()
+    return bytes(usable.astype(np.uint8))
 
 
 @equals("state.State.extent")

@@ -302,7 +302,8 @@ class Queue:
 
     def _rows(self, namespace: Namespace, job: Job, planned: set[int]) -> tuple[list[int], int]:
         """The chunks that the job will ask for and that can be had, up to the first that cannot, or all of a manifest
-        that is no chain; and how many were looked at. None again of the manifests in `planned` (by id, for as long as a plan takes), which get this one."""
+        that is no chain; and how many were looked at. None again of the manifests in `planned` (by id, for as long as a
+        plan takes), which get this one."""
         state = self.state
         if job.keys:
             rows = list(map(namespace.index.get, job.keys, repeat(NONE)))
