@@ -130,6 +130,9 @@ class Layout:
         self._document = document
         self._around = around_schema(tokenizer, self.roles, document)
         self._next_role = 0
+        last = schema.children[-1] if schema.children else None
+        self._open = last if isinstance(last, Role) and last.role == "user" else None
+        """A user's message at the end, which the text of prompts goes on with: its end is theirs."""
         self._order = 0
         self._position = 0
         self._tokens: list[int] = []
@@ -216,7 +219,8 @@ class Layout:
         self._next_role += 1
         self._text(around.before, template=True)
         self._walk(role.children, path)
-        self._text(around.behind, template=True)
+        if role is not self._open:
+            self._text(around.behind, template=True)
         if first and role.role == "system" and not path:
             self.system = self._position
 
@@ -348,20 +352,28 @@ class Layout:
     def _own_text(self, prompt: Prompt) -> list[tuple[tuple[int, int, int], int | tuple[int, ...]]]:
         """The prompt's own text as tokens, each with its place among the segments."""
         texts = list(self._anchored(prompt.items, ()))
+        if self.roles and self._open is None and not any(item.role for item, _ in texts):
+            # behind all messages of the schema, text is a message
+            texts = [
+                (FreeText(item.text, (0, "user")) if place == (_END, 1) else item, place)
+                for item, place in texts
+            ]
         messages = list(dict.fromkeys(item.role for item, _ in texts if item.role is not None))
         around, reply = around_prompt(
             self.tokenizer, self.roles, self._around, [role for _, role in messages], prompt.document
         )
         before = dict(zip(messages, around, strict=True))
+        behind = self._around[-1].behind if self._open is not None else ""
         found: list[tuple[tuple[int, int, int], int | tuple[int, ...]]] = []
         for number, (item, place) in enumerate(texts):
             tokens: list[int] = []
             if item.role is not None and item.role in before:
-                tokens += self._opening(before.pop(item.role).before, first=item.role == messages[0])
+                tokens += self._opening(behind + before.pop(item.role).before, first=item.role == messages[0])
+                behind = ""
             tokens += self.tokenizer.encode(item.text)
             found.append(((*place, number), tuple(tokens)))
-        if reply:
-            found.append(((_END, 2, 0), tuple(self.tokenizer.encode(reply, template=True))))
+        if behind or reply:
+            found.append(((_END, 2, 0), tuple(self.tokenizer.encode(behind + reply, template=True))))
         return found
 
     def _opening(self, text: str, *, first: bool) -> list[int]:

@@ -339,6 +339,8 @@ class _Parser:
         if tag.name == "scaffold":
             self._scaffold(tag)
             return
+        if tag.name in ROLES and any(opened.tag.name in ROLES for opened in self.stack):
+            raise self.error(tag, "a message inside a message", "end the one before first")
         if len(self.stack) >= DEPTH_MAX:
             raise self.error(tag, f"is inside {DEPTH_MAX} others, which is the most", "nest less deeply")
         self.stack.append(self._opened(tag))

@@ -125,6 +125,7 @@ def test_a_parameter_is_a_buffer_for_any_text() -> None:
         ("see also c", [1, 2, 3], "argument"),
         ("b1", [6], "stored"),
     ]
+    assert placed(layout, "<a more='see'/> t").positions == [0, 1, 6]
 
 
 def test_text_between_two_modules_begins_where_the_first_ends() -> None:

@@ -140,6 +140,7 @@ def test_a_message_ends_without_a_line_break() -> None:
         ("<schema name=s space=odd></schema>", 1, 1, "space is odd"),
         ("<schema name=s><scaffold modules='a b'/><module name=a/></schema>", 1, 16, "no module b"),
         ("<schema name=s><scaffold modules=''/></schema>", 1, 16, "names no modules"),
+        ("<schema name=s><user><user>a</user></user></schema>", 1, 22, "a message inside a message"),
         ("<schema name=s><schema name=t/></schema>", 1, 16, "inside a schema"),
         ("<schema name=s>\n<module name=a>x", 1, 1, "never ends"),
     ],

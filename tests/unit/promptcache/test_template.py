@@ -54,6 +54,21 @@ def said(schema: str, prompt: str, style: str) -> str:
             "<|im_start|> user U <|im_end|> <|im_start|> assistant",
         ),
         ("<schema name=s><user>U</user></schema>", "", "llama2", "<s> [INST] U [/INST]"),
+        # text behind the imports goes on with a user's message, and else is one
+        ("<schema name=s><user>U</user></schema>", "Q", "llama2", "<s> [INST] U Q [/INST]"),
+        (
+            "<schema name=s><user>U</user></schema>",
+            "Q<user>R</user>",
+            "chatml",
+            "<|im_start|> user U Q <|im_end|> <|im_start|> user R <|im_end|> <|im_start|> assistant",
+        ),
+        (TURNS, "<m/>Q", "llama2", "<s> [INST] <<SYS>> S <</SYS>> U M [/INST] A </s> <s> [INST] Q [/INST]"),
+        (
+            "<schema name=s><system>S</system></schema>",
+            "Q",
+            "chatml",
+            "<|im_start|> system S <|im_end|> <|im_start|> user Q <|im_end|> <|im_start|> assistant",
+        ),
         ("<schema name=s>U</schema>", "<user>Q</user>", "llama2", "U <s> [INST] Q [/INST]"),
         ("<schema name=s>U</schema>", "Q", "", "U Q"),
     ],
