@@ -179,7 +179,7 @@ def test_render_shows_what_the_store_has(daemon: Any, run_kvctl: Callable[..., s
         with space.write(keys) as batch:
             batch.copy_many([(index, None, content(keys[index])) for index in batch.granted])
             assert batch.commit().error is None
-        assert layout.place(parse_prompt(PROMPT, layout.schema)).end == 84
+        assert layout.place(parse_prompt(PROMPT, layout.schema)).end == 80
         (row,) = client.stats().namespaces
         render = ("promptcache", "render", str(files / "prompt.xml"), "--tokenizer", "bytes", "--json")
         found = json.loads(run_kvctl(*render, "--namespace", str(row.namespace_id)))
