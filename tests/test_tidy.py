@@ -84,6 +84,9 @@ def allowed(package: str, name: str) -> bool:
         case "kvstore.core":
             bottom = within(name, *(f"kvstore.{module}" for module in BOTTOM))
             return (own or bottom) if ours else not within(name, *OUTSIDE_WORLD, *HEAVY)
+        case "kvstore.promptcache":
+            bottom = within(name, *(f"kvstore.{module}" for module in BOTTOM))
+            return (own or bottom) if ours else not within(name, *HEAVY)
         case "kvstore.client" | "kvstore.wire":
             return not within(name, *SIDES, *HEAVY, *INNER_ROOMS)
         case "kvstore.tiers":
@@ -106,7 +109,7 @@ def allowed(package: str, name: str) -> bool:
             connectors = "kvstore.gpu_worker.connectors"
             if package != connectors and within(name, connectors, *ENGINES):
                 return False
-            names = ["client", "types", "layout", "keys", "errors", "kernels"]
+            names = ["client", "types", "layout", "keys", "errors", "kernels", "promptcache"]
             if package == connectors:
                 # What digests what computes, and what decides whether to load: neither knows an engine.
                 names += ["gpu_worker.identity", "gpu_worker.compute_or_load"]
@@ -122,7 +125,10 @@ def test_imports_flow_one_way(package: str) -> None:
     wrong = []
     for name, path in modules(package):
         rooms = (
-            *(f"kvstore.{room}" for room in ("core", "client", "wire", "tiers", "transport", "server")),
+            *(
+                f"kvstore.{room}"
+                for room in ("core", "promptcache", "client", "wire", "tiers", "transport", "server")
+            ),
             "kvstore.gpu_worker.connectors",
         )
         parts = (part for part in rooms if within(name, part))
@@ -156,6 +162,12 @@ def test_imports_flow_one_way(package: str) -> None:
         ("kvstore.server", "kvstore.core.store.Store", True),
         ("kvstore.server", "kvstore.sim.integrity", False),
         ("kvstore.core", "os.path", False),
+        ("kvstore.core", "kvstore.promptcache.schema", False),
+        ("kvstore.promptcache", "kvstore.keys.derived_key", True),
+        ("kvstore.promptcache", "kvstore.client", False),
+        ("kvstore.promptcache", "transformers", False),
+        ("kvstore.tiers", "kvstore.promptcache.schema.parse_schema", True),
+        ("kvstore.gpu_worker", "kvstore.promptcache.layout.Layout", True),
         ("kvstore.core", "time.monotonic", False),
         ("kvstore.scheduler", "kvstore.client.Client", True),
         ("kvstore.scheduler", "kvstore.core.store", False),

@@ -17,7 +17,7 @@ from typing import Any
 
 try:
     from kvstore import __version__
-    from kvstore.cli import admin, check, demo, doctor, files, sessions, stats, top
+    from kvstore.cli import admin, check, demo, doctor, files, promptcache, sessions, stats, top
     from kvstore.cli.command import Command, seconds
     from kvstore.cli.output import OutputClosed, abandon, note, open_standard_streams, say
     from kvstore.client import connect
@@ -33,6 +33,7 @@ COMMANDS: tuple[Command, ...] = (
     *sessions.COMMANDS,
     *files.COMMANDS,
     *admin.COMMANDS,
+    *promptcache.COMMANDS,
     *check.COMMANDS,
     *doctor.COMMANDS,
     *demo.COMMANDS,

@@ -52,6 +52,7 @@ from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.copier import Copier
 from kvstore.tiers.disk_port import Disk, RealDisk
 from kvstore.tiers.regions import Regions
+from kvstore.tiers.schema_files import SchemaFiles
 from kvstore.tiers.ssd import SsdTier
 from kvstore.transport.access import Access, Tls
 from kvstore.transport.bytes_service import BYTES_SERVICE, BytesService
@@ -59,6 +60,7 @@ from kvstore.transport.callers import TcpCallers
 from kvstore.transport.descriptors import DEFAULT_TENANT, DescriptorServer
 from kvstore.transport.door import TcpDoor
 from kvstore.transport.reflection import Reflection
+from kvstore.transport.schema_service import PROMPT_CACHE_SERVICE, SchemaService
 from kvstore.transport.service import ADMIN_SERVICE, HINTS_SERVICE, STATS_SERVICE, STORE_SERVICE, Service
 from kvstore.types import DiskState, Protection, WorkerId
 from kvstore.v1 import store_pb2
@@ -477,6 +479,9 @@ class Daemon:
             message_bytes_max=config.message_bytes_max,
             discard=self._regions.discard,
         )
+        schemas = SchemaFiles(config.ssd_dir)
+        schemas.load()
+        self._schemas = SchemaService(self._service, schemas)
         self._metrics = MetricsServer(self._families)
         self._health = Health(peer_timeout_s=peer_timeout_s)
 
@@ -523,7 +528,14 @@ class Daemon:
 
     async def _start_grpc(self) -> None:
         bytes_service = BytesService(self._service, self._numbers)
-        names = (STORE_SERVICE, HINTS_SERVICE, STATS_SERVICE, ADMIN_SERVICE, BYTES_SERVICE)
+        names = (
+            STORE_SERVICE,
+            HINTS_SERVICE,
+            STATS_SERVICE,
+            ADMIN_SERVICE,
+            BYTES_SERVICE,
+            PROMPT_CACHE_SERVICE,
+        )
         for name in names:
             self._health.set(name, NOT_SERVING)
         if self.config.ssd_dir:
@@ -533,7 +545,7 @@ class Daemon:
             peer_timeout_s=self._service.peer_timeout_s,
             check=self._service.check_tcp,
         )
-        parts = (self._service, bytes_service, self._health, shown)
+        parts = (self._service, bytes_service, self._schemas, self._health, shown)
         self._handlers = tuple(part.handlers() for part in parts)
         self._served = names
         await self._serve_grpc(tcp=self._tcp)

@@ -10,6 +10,7 @@ from unittest import mock
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, ChunkTable
 from kvstore.core.jobs import JobBook
+from kvstore.core.manifests import Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policies import Candidates
 from kvstore.core.policies.hints import Hints
@@ -17,6 +18,7 @@ from kvstore.core.pool import Pool, Segment
 from kvstore.core.requests import reads
 from kvstore.core.requests.queue import Queue
 from kvstore.core.requests.saves import Saves
+from kvstore.core.requests.sessions import Sessions
 from kvstore.core.segments import Segments
 from kvstore.core.ssd.durability import Durability
 from kvstore.core.state import State
@@ -266,6 +268,16 @@ def _any_number(original: Original) -> Any:
     return publish
 
 
+def _holes(original: Original) -> Any:
+    """What stands behind a hole of a manifest is said to be there."""
+
+    def usable(sessions: Sessions, session: Session) -> tuple[int, bytes]:
+        leading, beyond = original(sessions, session)
+        return leading, bytes([*beyond[:1], *(1 for _ in beyond[1:])])
+
+    return usable
+
+
 CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "skip-generation": (Pool, "_bump", _generation),
     "free-pinned": (State, "unpin", _pinned),
@@ -289,6 +301,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "plan-without-new": (JobBook, "came", _not_noticed),
     "plan-old-session": (JobBook, "session_changed", _not_inherited),
     "skip-lost-hints": (Queue, "publish", _any_number),
+    "ignore-holes": (Sessions, "_usable", _holes),
     "keep-children": (ChunkTable, "leave_children", _forgets_parent),
 }
 

@@ -52,6 +52,10 @@ ROLES: dict[str, frozenset[Role]] = {
     "Admin/Scrub": _OPERATES,
     "Admin/ListQuarantine": _OPERATES,
     "Admin/Recall": _OPERATES,
+    "PromptCache/GetSchema": _LOOKS_UP,
+    "PromptCache/ListSchemas": _LOOKS_UP,
+    "PromptCache/PutSchema": _WRITES,
+    "PromptCache/RemoveSchema": _WRITES,
     "Bytes/Get": _READS,
     "Bytes/Put": _WRITES,
 }

@@ -261,6 +261,14 @@ def _(life: Life, bulk: bool) -> Any:
     return next(number for number, row in enumerate(rows) if row == NONE or not life.state.is_usable(row))
 
 
+@case("batch.usable_each")
+def _(life: Life, bulk: bool) -> Any:
+    rows = [*life.rows(), NONE]
+    if bulk:
+        return batch.usable_each(life.state, life.space, rows)
+    return bytes(row != NONE and life.state.is_usable(row) for row in rows)
+
+
 @case("batch.extents")
 def _(life: Life, bulk: bool) -> Any:
     rows, lengths = life.rows(life.resident), life.space.shard_bytes
