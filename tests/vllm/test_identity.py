@@ -212,7 +212,7 @@ def test_our_idea_of_the_hash_seed_is_vllms(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (lambda c: setattr(c.kv_transfer_config, "kv_load_failure_policy", "fail"), "recompute"),
         (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), "context parallel"),
-        (lambda c: setattr(c, "speculative_config", SimpleNamespace(method="eagle3")), "draft"),
+        (lambda c: setattr(c, "speculative_config", SimpleNamespace(method="dflash")), "draft"),
         (lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash"), "random"),
     ],
 )

@@ -12,7 +12,7 @@ A row belongs to the engine again once its transfer was reported; nothing touche
 from kvstore.gpu_worker.connectors.offload.crew import Crew
 from kvstore.gpu_worker.connectors.offload.hints import HintBoard
 from kvstore.gpu_worker.connectors.offload.loader import RowLoader
-from kvstore.gpu_worker.connectors.offload.lookups import Inquiry, Lookups, Verdict
+from kvstore.gpu_worker.connectors.offload.lookups import Inquiry, Lookups, Needed, Verdict
 from kvstore.gpu_worker.connectors.offload.rows import Rows
 from kvstore.gpu_worker.connectors.offload.saver import RowSaver
 from kvstore.gpu_worker.connectors.offload.tally import Tally
@@ -23,6 +23,7 @@ __all__ = [
     "HintBoard",
     "Inquiry",
     "Lookups",
+    "Needed",
     "RowLoader",
     "RowSaver",
     "Rows",

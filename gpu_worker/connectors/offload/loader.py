@@ -48,7 +48,7 @@ class RowLoader:
         loaded = sum(transfer.done)
         self._tally.add(
             blocks_loaded=loaded,
-            bytes_loaded=loaded * self._rows.row_bytes,
+            bytes_loaded=loaded * self._rows.chunk_bytes,
             blocks_failed=len(transfer.keys) - loaded,
         )
 
@@ -75,7 +75,8 @@ class RowLoader:
         if not transfer.hold():
             return False
         try:
-            done = hit.lease.copy_to(hit.number, self._rows.row(transfer.rows[number]))
+            parts = self._rows.parts(transfer.rows[number])
+            done = hit.lease.copy_many([(hit.number, shard, 0, part) for shard, part in parts])
             transfer.done[number] = done
             return done
         finally:
