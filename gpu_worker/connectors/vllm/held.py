@@ -226,7 +226,7 @@ class Held:
             absorb(state, f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_of_tensor(tensor))
         # Of those that are gone, what was not loaded is as the code made it.
         gone = loaded.parameters - there
-        hidden += sorted(gone & loaded.filled if loaded.filled else gone)
+        hidden += sorted(gone & loaded.fills() if loaded.filled else gone)
         if hidden:
             absorb(state, _loaded_digest(model, hidden))
         return state.digest()
@@ -308,7 +308,8 @@ def _loaded_digest(model: nn.Module, hidden: Sequence[str]) -> bytes:
             remedy="let vLLM load the plug-in attnstore (VLLM_PLUGINS), load weights from files, or set "
             "weights_digest",
         )
-    missing = [name for name in hidden if name not in loaded.filled]
+    filled = loaded.fills()
+    missing = [name for name in hidden if name not in filled]
     if loaded.broken or missing:
         raise Unsupported(
             loaded.broken or "vLLM has packed weights out of sight that it did not load",
