@@ -238,8 +238,15 @@ def test_groups_that_cannot_be_stored_are_refused() -> None:
     window = SlidingWindowSpec(BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=64)
     state = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
     assert identity.group_of(cache(FULL)).layer_names == ["l0"]
-    for specs in ((), (window,), (state,), (FULL, window), (replace(FULL, sliding_window=64),)):
-        with pytest.raises(Unsupported, match="supported, so far"):
+    kept = replace(FULL, sliding_window=64)  # as vLLM says it where it keeps all of a window's tokens
+    assert identity.group_of(cache(kept)).layer_names == ["l0"]
+    aligned = replace(state, mamba_cache_mode="align")
+    for specs in ((window,), (aligned,), (FULL, window), (FULL, aligned)):
+        with pytest.raises(Unsupported, match="KVStoreTier") as refused:
+            identity.group_of(cache(*specs))
+        assert ("--disable-hybrid" in str(refused.value)) is (specs == (FULL, window))
+    for specs in ((), (state,), (replace(FULL, non_causal=True),)):
+        with pytest.raises(Unsupported):
             identity.group_of(cache(*specs))
 
 

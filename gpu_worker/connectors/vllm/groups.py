@@ -94,6 +94,12 @@ def groups_of(kv_cache_config: Any, *, blocks_per_chunk: int = 1) -> list[Group]
         specs = list(_specs(group.kv_cache_spec))
         for spec in specs:
             _check(spec, blocks_per_chunk)
+        if len({(_kind(spec), _window(spec)) for spec in specs}) > 1:
+            raise Unsupported(
+                "layers of different kinds in one group are not supported",
+                field=FIELD,
+                value=", ".join(sorted({type(spec).__name__ for spec in specs})),
+            )
         if not getattr(group, "enable_kv_transfer", True):
             raise Unsupported(
                 "a group that vLLM rebuilds after a load is not supported",

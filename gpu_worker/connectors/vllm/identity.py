@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.v1.kv_cache_interface import FullAttentionSpec, is_quantized_kv_cache
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from kvstore.errors import BadRequest, ConfigError, Unsupported
+from kvstore.gpu_worker.connectors.vllm.groups import groups_of
 from kvstore.gpu_worker.connectors.vllm.metadata import RankLayout
 from kvstore.gpu_worker.connectors.vllm.settings import Settings
 from kvstore.gpu_worker.identity import absorb, digest_of_files
@@ -37,6 +38,7 @@ DEFAULT_SEED = "vllm-none-hash"
 USE_THE_TIER = (
     "use the tier KVStoreTier below vLLM's OffloadingConnector, which takes all groups (docs/vllm.md)"
 )
+OR_KEEP_ALL = ", or start vLLM with --disable-hybrid-kv-cache-manager: it keeps all tokens of all layers then"
 DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 DRAFTERS = ("eagle", "eagle3", "mtp", "draft_model")
 """Their KV is restored with the model's. At a block's last token it may depend on one that the hash does not cover: a
@@ -97,28 +99,21 @@ def check_comparable(config: Any) -> None:
 
 
 def group_of(kv_cache_config: Any) -> Any:
-    """The one group. Raises Unsupported when there are others than full attention."""
-    groups = kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) != 1:
+    """The one group. Raises Unsupported when there are others than full attention.
+
+    Layers with a window are fine where vLLM keeps all of their KV, as it does without its hybrid manager.
+    """
+    groups = groups_of(kv_cache_config)
+    if len(groups) != 1 or groups[0].window is not None:
+        kinds = ", ".join(dict.fromkeys(group.kind for group in groups))
+        attention = all(group.kind != "state" for group in groups)
         raise Unsupported(
-            "only models with one group of KV layers are supported, so far",
+            "the connector takes models with one group of KV layers, all of whose tokens are kept",
             field="kv_cache_config.kv_cache_groups",
-            value=", ".join(kinds) or "none",
-            remedy=USE_THE_TIER,
+            value=f"{len(groups)} of {kinds}",
+            remedy=f"{USE_THE_TIER}{OR_KEEP_ALL if attention and len(groups) > 1 else ''}",
         )
-    spec = groups[0].kv_cache_spec
-    # One spec, or (on a rank) one for each layer where they differ in size.
-    for single in getattr(spec, "kv_cache_specs", {"": spec}).values():
-        windowed = getattr(single, "sliding_window", None) or getattr(single, "attention_chunk_size", None)
-        if not isinstance(single, FullAttentionSpec) or windowed or getattr(single, "non_causal", False):
-            raise Unsupported(
-                "only full, causal attention is supported, so far",
-                field="kv_cache_config.kv_cache_groups",
-                value=f"{type(single).__name__}{' with a window' if windowed else ''}",
-                remedy=USE_THE_TIER,
-            )
-    return groups[0]
+    return kv_cache_config.kv_cache_groups[0]
 
 
 def hash_protocol(algorithm: str, environment: Mapping[str, str]) -> str:

@@ -62,7 +62,12 @@ def engine_under_construction() -> Engine | None:
 
 def check_engine(engine: Engine, blocks_per_chunk: int = 1) -> list[Group]:
     """What is stored, by group. Raises Unsupported or ConfigError, naming the vLLM setting that stands in the way."""
-    config = engine.config
+    check_engine_settings(engine.config)
+    return groups_of(engine.kv_cache_config, blocks_per_chunk=blocks_per_chunk)
+
+
+def check_engine_settings(config: Any) -> None:
+    """As `check_engine`, before anything is known of the groups."""
     check_comparable(config)
     if config.lora_config is not None:
         raise Unsupported(
@@ -77,7 +82,6 @@ def check_engine(engine: Engine, blocks_per_chunk: int = 1) -> list[Group]:
             field="parallel_config.nnodes",
             value=config.parallel_config.nnodes,
         )
-    return groups_of(engine.kv_cache_config, blocks_per_chunk=blocks_per_chunk)
 
 
 @dataclass(frozen=True)
