@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -120,27 +120,11 @@ def _qwen() -> Any:
     )
 
 
-def _jamba() -> Any:
-    """Mamba 1 beside attention."""
-    from transformers import JambaConfig, JambaForCausalLM
+def _llama(layers: int = 3) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    return JambaForCausalLM(
-        JambaConfig(
-            **COMMON,
-            num_hidden_layers=4,
-            num_key_value_heads=2,
-            attn_layer_period=4,
-            attn_layer_offset=2,
-            num_experts=1,
-            num_experts_per_tok=1,
-            expert_layer_period=2,
-            expert_layer_offset=1,
-            mamba_d_state=16,
-            mamba_d_conv=4,
-            mamba_expand=2,
-            mamba_dt_rank=8,
-            use_mamba_kernels=False,
-        )
+    return LlamaForCausalLM(
+        LlamaConfig(**COMMON, num_hidden_layers=layers, num_key_value_heads=2, head_dim=64)
     )
 
 
@@ -150,7 +134,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "deepseek": _deepseek,
     "granite": _granite,
     "qwen": _qwen,
-    "jamba": _jamba,
+    "llama": _llama,
 }
 
 
@@ -160,4 +144,28 @@ def make_family(name: str, path: Path, seed: int = 0) -> Path:
 
     torch.manual_seed(seed)
     FAMILIES[name]().save_pretrained(path)
+    return path
+
+
+def make_drafter(method: str, path: Path, seed: int = 1) -> Path:
+    """A drafter of one layer for the Llama: a model of its own, or one that goes by the hidden states of the other."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    model = _llama(1)
+    if method != "eagle":
+        model.save_pretrained(path)
+        return path
+    path.mkdir()
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(path)
+    tensors = {
+        name.removeprefix("model."): tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+        if name.startswith("model.layers") and "input_layernorm" not in name
+    }
+    hidden = COMMON["hidden_size"]
+    tensors["fc.weight"] = 0.1 * torch.randn(hidden, 2 * hidden)
+    save_file(tensors, str(path / "model.safetensors"))
     return path
