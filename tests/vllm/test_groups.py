@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.engine.arg_utils import EngineArgs
@@ -27,10 +28,14 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, RequestOffloadingContext, get_offload_group_idx
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvstore.errors import Unsupported
+from kvstore.gpu_worker.connectors.vllm.connector import KVStoreConnector
 from kvstore.gpu_worker.connectors.vllm.cpu_spec import CPUTieringSpec
 from kvstore.gpu_worker.connectors.vllm.groups import Group, groups_of, needed, tp_replicas
+from kvstore.gpu_worker.connectors.vllm.interface import check_interface
+from kvstore.gpu_worker.connectors.vllm.tier import KVStoreTier
 from kvstore.types import ChunkKey
 
 from .conftest import BLOCK, transfer_config
@@ -280,3 +285,24 @@ def test_a_group_says_what_it_is() -> None:
     (group,) = groups_of(cache_of(window(96)))
     assert str(group) == "window of 96 tokens, 2 layers"
     assert isinstance(group, Group)
+
+
+def test_a_changed_interface_is_told_at_the_start() -> None:
+    class Base:
+        def lookup(self, key: bytes, req_context: Any, tier: int = 0) -> None: ...
+
+        def load(self, job: Any) -> None: ...
+
+    class Ours(Base):
+        def lookup(self, key: bytes, req_context: Any) -> None:  # type: ignore[override]
+            ...
+
+        def load(self, job: Any, **more: Any) -> None: ...
+
+    with pytest.raises(Unsupported, match=r"lookup is given tier.*0\.32"):
+        check_interface(Ours, Base)
+    Ours.__abstractmethods__ = frozenset({"drain"})  # type: ignore[attr-defined]
+    with pytest.raises(Unsupported, match="drain is missing"):
+        check_interface(Ours, Base)
+    check_interface(KVStoreTier, SecondaryTierManager)
+    check_interface(KVStoreConnector, KVConnectorBase_V1)

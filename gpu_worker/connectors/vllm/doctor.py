@@ -34,6 +34,7 @@ from kvstore.gpu_worker.connectors.vllm.identity import (
     namespace_of,
     vllm_version,
 )
+from kvstore.gpu_worker.connectors.vllm.interface import TESTED
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.lookups import Lookups
 from kvstore.gpu_worker.connectors.vllm.metadata import Load, Save, StepMetadata
@@ -51,7 +52,6 @@ from kvstore.gpu_worker.connectors.vllm.worker import WorkerSide
 from kvstore.keys import ROOT
 from kvstore.types import ChunkKey
 
-TESTED = ("0.32", "0.33")
 MODULE = "kvstore.gpu_worker.connectors.vllm"
 CONNECTOR = "KVStoreConnector"
 PLUGINS, PLUGIN = "vllm.general_plugins", "attnstore"

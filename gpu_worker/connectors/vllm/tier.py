@@ -54,6 +54,7 @@ from kvstore.gpu_worker.connectors.offload import (
 )
 from kvstore.gpu_worker.connectors.vllm.groups import groups_of, needed
 from kvstore.gpu_worker.connectors.vllm.identity import reset_spec
+from kvstore.gpu_worker.connectors.vllm.interface import check_interface
 from kvstore.gpu_worker.connectors.vllm.kv_hints import Answer, answer_hints
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.settings import TierSettings
@@ -157,6 +158,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __new__(cls, *_: Any, **__: Any) -> KVStoreTier:
+        """Raises Unsupported where vLLM would call it otherwise than it expects."""
+        check_interface(KVStoreTier, SecondaryTierManager)
+        tier: KVStoreTier = super().__new__(cls)
+        return tier
 
     def __init__(
         self,
