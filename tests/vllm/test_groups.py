@@ -31,9 +31,10 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, RequestOffloadingC
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvstore.errors import Unsupported
+from kvstore.gpu_worker.connectors.offload import Group, needed
 from kvstore.gpu_worker.connectors.vllm.connector import KVStoreConnector
 from kvstore.gpu_worker.connectors.vllm.cpu_spec import CPUTieringSpec
-from kvstore.gpu_worker.connectors.vllm.groups import Group, groups_of, needed, tp_replicas
+from kvstore.gpu_worker.connectors.vllm.groups import groups_of, tp_replicas
 from kvstore.gpu_worker.connectors.vllm.interface import check_interface
 from kvstore.gpu_worker.connectors.vllm.tier import KVStoreTier
 from kvstore.types import ChunkKey

@@ -9,6 +9,7 @@ For engines that keep a host tier of their own and ask a slower tier about it fr
 A row belongs to the engine again once its transfer was reported; nothing touches it from then on (Transfer).
 """
 
+from kvstore.gpu_worker.connectors.offload.boundaries import Group, needed
 from kvstore.gpu_worker.connectors.offload.crew import Crew
 from kvstore.gpu_worker.connectors.offload.hints import HintBoard
 from kvstore.gpu_worker.connectors.offload.loader import RowLoader
@@ -20,6 +21,7 @@ from kvstore.gpu_worker.connectors.offload.transfers import Transfer, Transfers
 
 __all__ = [
     "Crew",
+    "Group",
     "HintBoard",
     "Inquiry",
     "Lookups",
@@ -31,4 +33,5 @@ __all__ = [
     "Transfer",
     "Transfers",
     "Verdict",
+    "needed",
 ]

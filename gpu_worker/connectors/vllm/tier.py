@@ -51,8 +51,9 @@ from kvstore.gpu_worker.connectors.offload import (
     Transfer,
     Transfers,
     Verdict,
+    needed,
 )
-from kvstore.gpu_worker.connectors.vllm.groups import groups_of, needed
+from kvstore.gpu_worker.connectors.vllm.groups import groups_of
 from kvstore.gpu_worker.connectors.vllm.identity import reset_spec
 from kvstore.gpu_worker.connectors.vllm.interface import check_interface
 from kvstore.gpu_worker.connectors.vllm.kv_hints import Answer, answer_hints

@@ -20,7 +20,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSp
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvstore.errors import ConfigError, Unsupported
-from kvstore.gpu_worker.connectors.vllm.groups import Group, groups_of, tp_replicas
+from kvstore.gpu_worker.connectors.offload import Group
+from kvstore.gpu_worker.connectors.vllm.groups import groups_of, tp_replicas
 from kvstore.gpu_worker.connectors.vllm.identity import (
     check_comparable,
     describe_backend,
