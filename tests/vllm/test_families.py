@@ -31,8 +31,6 @@ class Family:
     groups: int = 1
     drafter: str = ""
     """How it drafts, if it does: each step's batch depends on how many drafts were right, and so does rounding."""
-    resumes: int = 0
-    """Tokens of a block where vLLM's own cache is off, and cannot say where it would resume."""
 
 
 FAMILIES = {
@@ -40,8 +38,6 @@ FAMILIES = {
     for family in (
         Family("gemma", groups=3),
         Family("mistral"),
-        # vLLM's CPU backend for latent KV has no cache of its own, and blocks of 16 only.
-        Family("deepseek", {"block_size": 16}, resumes=16),
         # A prefill in one step makes checkpoints on the way that the CPU's kernel does not return.
         Family("granite", {"max_num_batched_tokens": 64}, groups=4),
         # Its kernel takes this type alone.
@@ -70,8 +66,6 @@ class Home:
         if self.family.drafter == "eagle":
             # vLLM's own cache gives its last block up, for the sake of the drafter's; its offloading does not.
             return (len(tokens) - 1) // BLOCK * BLOCK
-        if self.family.resumes:
-            return (len(tokens) - 1) // self.family.resumes * self.family.resumes
         return int(self.warm[tuple(tokens)]["cached"])
 
     def check(self, prompts: list[list[int]], outputs: list[dict[str, Any]]) -> None:
@@ -249,3 +243,12 @@ def test_flipped_bytes_are_a_miss(home: Home, engine: Engine) -> None:
     outputs = engine.generate(tokens)
     home.check([tokens], outputs)
     assert outputs[0]["cached"] == 0 and engine.counts()["blocks_loaded"] == before
+
+
+def test_latent_kv_on_a_cpu_is_refused(folder: Path, launch_engine: Callable[..., Engine]) -> None:
+    """What vLLM's kernels for it compute behind a restored prefix is not what they compute at once."""
+    model = make_family("deepseek", folder / "deepseek")
+    with pytest.raises(AssertionError, match="latent KV cannot go on behind a prefix"):
+        launch_engine(
+            "deepseek", None, model=str(model), block_size=16, kv_transfer_config=tiering(folder / "nowhere")
+        )

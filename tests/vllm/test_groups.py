@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable, Collection
@@ -84,6 +85,7 @@ class Store:
         self.asked: list[bytes] = []
         self.answered: dict[bytes, bool] = {}
         self.told = 0
+        self.lock = contextlib.nullcontext()
 
     def on_new_request(self, context: ReqContext) -> RequestOffloadingContext:
         self._context = context

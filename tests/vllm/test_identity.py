@@ -207,6 +207,10 @@ def test_our_idea_of_the_hash_seed_is_vllms(monkeypatch: pytest.MonkeyPatch) -> 
     assert kv_cache_utils.resolve_none_hash_seed(sha256) == identity.DEFAULT_SEED
 
 
+def _latent_without_prefix_caching(config: Any) -> None:
+    config.model_config.use_mla, config.cache_config.enable_prefix_caching = True, False
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -214,6 +218,7 @@ def test_our_idea_of_the_hash_seed_is_vllms(monkeypatch: pytest.MonkeyPatch) -> 
         (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), "context parallel"),
         (lambda c: setattr(c, "speculative_config", SimpleNamespace(method="dflash")), "draft"),
         (lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash"), "random"),
+        (_latent_without_prefix_caching, "behind a prefix"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
@@ -224,6 +229,8 @@ def test_settings_that_cannot_work_are_refused(
         cache_config=copy.copy(config.cache_config),
         parallel_config=copy.copy(config.parallel_config),
         speculative_config=None,
+        model_config=SimpleNamespace(use_mla=False),
+        device_config=SimpleNamespace(device_type="cpu"),
     )
     identity.check_settings(changed)
     change(changed)

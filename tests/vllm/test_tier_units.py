@@ -180,6 +180,11 @@ class Rig:
         assert len(values) == 1, values
         return int(values[0])
 
+    def reset(self) -> None:
+        """As vLLM's scheduler does it, and its ranks say that nothing of before is under way any more."""
+        self.manager.reset_cache()
+        getattr(self.manager, "on_reset_flushed", lambda: None)()
+
     def forget(self) -> None:
         self.idle()
         self.manager.primary_tier.reset_cache()
@@ -450,7 +455,7 @@ def test_a_daemon_that_reads_late_shows_nothing(
         assert total["blocks_saved"] == 1, "only that of before"
         rig.rows[:] = 200
         assert rig.find(rig.request("two"), keys_of("unseen", 1)) == [LookupResult.MISS]
-        assert total["lookups_late"] == 1
+        rig.until(lambda: total["lookups_late"] == 1)  # counted by the thread that asked
     finally:
         daemon.signal(signal.SIGCONT)
     rig.forget()
@@ -515,7 +520,7 @@ def test_a_reset_drains_and_begins_a_new_epoch(launch: Callable[..., Rig]) -> No
     assert [event.keys for event in rig.manager.take_events() if event.medium.value == "STORAGE"] == [keys]
     waiting = rig.request("waiting", keys)
     rig.manager.lookup(keys[0], waiting)
-    rig.manager.reset_cache()
+    rig.reset()
     (gone,) = (event for event in rig.manager.take_events() if event.medium.value == "STORAGE")
     assert gone.removed and set(gone.keys) == set(keys)
     assert rig.tier.tally.total["resets"] == 1
@@ -565,7 +570,7 @@ def test_rows_of_before_an_update_are_not_saved_after_it(launch: Callable[..., R
     assert rig.tier.tally.total["blocks_dropped"] == 1
     rig.manager.on_request_finished(rig.contexts["one"])
     rig.manager.on_request_finished(rig.contexts["two"])
-    rig.manager.reset_cache()
+    rig.reset()
     rig.put(rig.request("three", last), {last[0]: 3})
     rig.forget()
     assert rig.find(rig.request("four", last), last) == [LookupResult.HIT]
@@ -656,7 +661,7 @@ def test_a_reset_does_not_wait_for_a_daemon_that_hangs(launch: Callable[..., Rig
     try:
         rig.put(rig.request("one", keys), dict.fromkeys(keys, 1))
         begun = time.monotonic()
-        rig.manager.reset_cache()
+        rig.reset()
         assert time.monotonic() - begun < BOUND_S
         assert not rig.manager._jobs
     finally:

@@ -89,6 +89,14 @@ def check_comparable(config: Any) -> None:
             value=speculative.method,
             remedy="supported: " + ", ".join((*DRAFTERS_WITHOUT_KV, *DRAFTERS)),
         )
+    latent = getattr(config.model_config, "use_mla", False)
+    if latent and config.device_config.device_type == "cpu" and not cache.enable_prefix_caching:
+        raise Unsupported(
+            "vLLM's CPU kernels for latent KV cannot go on behind a prefix: they compute something else there",
+            field="model_config.use_mla",
+            value=True,
+            remedy="run it on a GPU with the tier, or on a CPU with AMX",
+        )
     if getattr(cache, "calculate_kv_scales", False):
         raise Unsupported(
             "KV scales that each process calculates for itself make its KV its own",
