@@ -218,7 +218,7 @@ def _latent_without_prefix_caching(config: Any) -> None:
         (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), "context parallel"),
         (lambda c: setattr(c, "speculative_config", SimpleNamespace(method="dflash")), "draft"),
         (lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash"), "random"),
-        (_latent_without_prefix_caching, "behind a prefix"),
+        (_latent_without_prefix_caching, "behind a restored prefix"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(

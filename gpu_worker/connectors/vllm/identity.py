@@ -92,7 +92,7 @@ def check_comparable(config: Any) -> None:
     latent = getattr(config.model_config, "use_mla", False)
     if latent and config.device_config.device_type == "cpu" and not cache.enable_prefix_caching:
         raise Unsupported(
-            "vLLM's CPU kernels for latent KV cannot go on behind a prefix: they compute something else there",
+            "vLLM has no prefix caching for latent KV on this CPU, and behind a restored prefix it answered otherwise",
             field="model_config.use_mla",
             value=True,
             remedy="run it on a GPU with the tier, or on a CPU with AMX",
