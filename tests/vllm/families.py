@@ -97,29 +97,6 @@ def _granite() -> Any:
     )
 
 
-def _qwen() -> Any:
-    """Linear attention (gated delta net) in three layers of four, experts in one."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    return Qwen3NextForCausalLM(
-        Qwen3NextConfig(
-            **COMMON,
-            num_hidden_layers=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            linear_conv_kernel_dim=4,
-            linear_key_head_dim=128,
-            linear_value_head_dim=128,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            shared_expert_intermediate_size=64,
-        )
-    )
-
-
 def _llama(layers: int = 3) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -133,7 +110,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mistral": _mistral,
     "deepseek": _deepseek,
     "granite": _granite,
-    "qwen": _qwen,
     "llama": _llama,
 }
 
@@ -147,25 +123,10 @@ def make_family(name: str, path: Path, seed: int = 0) -> Path:
     return path
 
 
-def make_drafter(method: str, path: Path, seed: int = 1) -> Path:
-    """A drafter of one layer for the Llama: a model of its own, or one that goes by the hidden states of the other."""
+def make_drafter(path: Path, seed: int = 1) -> Path:
+    """A drafter for the Llama: a model of one layer."""
     import torch
-    from safetensors.torch import save_file
 
     torch.manual_seed(seed)
-    model = _llama(1)
-    if method != "eagle":
-        model.save_pretrained(path)
-        return path
-    path.mkdir()
-    model.config.architectures = ["LlamaForCausalLM"]
-    model.config.save_pretrained(path)
-    tensors = {
-        name.removeprefix("model."): tensor.contiguous()
-        for name, tensor in model.state_dict().items()
-        if name.startswith("model.layers") and "input_layernorm" not in name
-    }
-    hidden = COMMON["hidden_size"]
-    tensors["fc.weight"] = 0.1 * torch.randn(hidden, 2 * hidden)
-    save_file(tensors, str(path / "model.safetensors"))
+    _llama(1).save_pretrained(path)
     return path

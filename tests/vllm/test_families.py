@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import BLOCK, Daemon, Engine, prompt
+from .conftest import Daemon, Engine, prompt
 from .families import make_drafter, make_family
 from .test_tier import wait_until
 
@@ -40,10 +40,7 @@ FAMILIES = {
         Family("mistral"),
         # A prefill in one step makes checkpoints on the way that the CPU's kernel does not return.
         Family("granite", {"max_num_batched_tokens": 64}, groups=4),
-        # Its kernel takes this type alone.
-        Family("qwen", {"dtype": "bfloat16"}, groups=4),
         Family("drafted", drafter="draft_model"),
-        Family("eagle", drafter="eagle"),
     )
 }
 
@@ -63,9 +60,6 @@ class Home:
         return [prompt(number, length) for number, length in enumerate(LENGTHS)]
 
     def restored(self, tokens: list[int]) -> int:
-        if self.family.drafter == "eagle":
-            # vLLM's own cache gives its last block up, for the sake of the drafter's; its offloading does not.
-            return (len(tokens) - 1) // BLOCK * BLOCK
         return int(self.warm[tuple(tokens)]["cached"])
 
     def check(self, prompts: list[list[int]], outputs: list[dict[str, Any]]) -> None:
@@ -112,7 +106,7 @@ def home(
     model = make_family("llama" if family.drafter else family.name, folder / family.name)
     given = dict(family.options)
     if family.drafter:
-        drafter = make_drafter(family.drafter, folder / f"{family.name}-drafter")
+        drafter = make_drafter(folder / f"{family.name}-drafter")
         given["speculative_config"] = {
             "method": family.drafter,
             "model": str(drafter),
