@@ -9,10 +9,11 @@ For engines that keep a host tier of their own and ask a slower tier about it fr
 A row belongs to the engine again once its transfer was reported; nothing touches it from then on (Transfer).
 """
 
+from kvstore.gpu_worker.connectors.offload.boundaries import Group, needed
 from kvstore.gpu_worker.connectors.offload.crew import Crew
 from kvstore.gpu_worker.connectors.offload.hints import HintBoard
 from kvstore.gpu_worker.connectors.offload.loader import RowLoader
-from kvstore.gpu_worker.connectors.offload.lookups import Inquiry, Lookups, Verdict
+from kvstore.gpu_worker.connectors.offload.lookups import Inquiry, Lookups, Needed, Verdict
 from kvstore.gpu_worker.connectors.offload.rows import Rows
 from kvstore.gpu_worker.connectors.offload.saver import RowSaver
 from kvstore.gpu_worker.connectors.offload.tally import Tally
@@ -20,9 +21,11 @@ from kvstore.gpu_worker.connectors.offload.transfers import Transfer, Transfers
 
 __all__ = [
     "Crew",
+    "Group",
     "HintBoard",
     "Inquiry",
     "Lookups",
+    "Needed",
     "RowLoader",
     "RowSaver",
     "Rows",
@@ -30,4 +33,5 @@ __all__ = [
     "Transfer",
     "Transfers",
     "Verdict",
+    "needed",
 ]
