@@ -178,6 +178,8 @@ class QueueAccepted:
     """Jobs at the head of all queues whose chunks fit in DRAM: C_mem / S_kv."""
     eviction_window: int
     """Jobs whose chunks fit in DRAM and SSD: (C_mem + C_disk) / S_kv."""
+    snapshot_wanted: bool = False
+    """Nothing was taken: a numbered message before this one is not known here. Publish a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)

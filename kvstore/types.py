@@ -238,9 +238,9 @@ class HintResult(enum.IntEnum):
     DEFERRED = 1
     """Inside the eviction window: its chunks are kept, and are promoted when the job comes nearer."""
     CLIPPED = 2
-    """Behind the eviction window: too far for the memory there is."""
+    """Behind the eviction window: too far for the memory there is, or for what is kept of a queue."""
     REJECTED = 3
-    """No such session, no keys, or too many hints."""
+    """No such session, or no keys."""
 
 
 class DiskState(enum.IntEnum):

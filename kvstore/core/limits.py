@@ -42,7 +42,7 @@ class Limits:
     """"hints": chunks that queued jobs need go last, the others least recently used first; "lru"; "fifo"."""
     prefetch_share_max: float = 0.8
     """Share of the arena that the prefetch window may fill."""
-    hints_per_worker_max: int = 4096
+    hints_per_worker_max: int = 1 << 17
     hint_ttl_ms: int = 60_000
     hint_ttl_max_ms: int = 3_600_000
     session_ttl_ms: int = 0

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.events import SessionEntries
+from kvstore.core.jobs import JobBook
 from kvstore.types import ChunkKey, Millis, NamespaceId
 
 
@@ -126,7 +127,9 @@ class Session:
 class SessionBook:
     """Sessions in the order of their last use."""
 
-    def __init__(self) -> None:
+    def __init__(self, jobs: JobBook | None = None) -> None:
+        self._jobs = jobs or JobBook()
+        """Whose chunks depend on what a name stands for."""
         self.by_name: OrderedDict[tuple[NamespaceId, bytes], Session] = OrderedDict()
         self.entries = 0
         """Of all manifests, a shared one counted once for each name."""
@@ -159,11 +162,13 @@ class SessionBook:
         self.entries += len(session.manifest) - (len(old.manifest) if old is not None else 0)
         self.by_name[session.namespace, session.name] = session
         self.by_name.move_to_end((session.namespace, session.name))
+        self._jobs.session_changed(session.namespace, session.name)
 
     def remove(self, session: Session) -> None:
         self.entries -= len(session.manifest)
         self._version_floor = max(self._version_floor, session.version)
         del self.by_name[session.namespace, session.name]
+        self._jobs.session_changed(session.namespace, session.name)
 
     def oldest(self) -> Session:
         return next(iter(self.by_name.values()))

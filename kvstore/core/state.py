@@ -38,6 +38,7 @@ from kvstore.core.events import (
     SetGenerations,
     Ticket,
 )
+from kvstore.core.jobs import JobBook
 from kvstore.core.lease import Lease, LeaseBook
 from kvstore.core.limits import Limits
 from kvstore.core.manifests import SessionBook
@@ -98,7 +99,9 @@ class State:
     """No slot can be freed on SSD: what is saved now stays in DRAM alone."""
     policy: Policy = field(init=False)
     leases: LeaseBook = field(default_factory=LeaseBook)
-    sessions: SessionBook = field(default_factory=SessionBook)
+    jobs: JobBook = field(default_factory=JobBook)
+    """What schedulers say will come, and the chunks that it needs."""
+    sessions: SessionBook = field(init=False)
     namespaces: dict[NamespaceId, Namespace] = field(default_factory=dict)
     newest_epoch: dict[bytes, Namespace] = field(default_factory=dict)
     """By family digest: the namespace that is served."""
@@ -153,6 +156,7 @@ class State:
 
     def __post_init__(self) -> None:
         limits = self.limits
+        self.sessions = SessionBook(self.jobs)
         self.pool = Pool(
             segment_bytes=limits.segment_bytes, count=limits.segment_count, alignment=limits.slot_alignment
         )
@@ -478,6 +482,7 @@ class State:
         if self.disk_state is not DiskState.ABSENT and not chunks.flags[row] & STORED:
             self.store_later(row)
         self.settle(row, ready=True)
+        self.jobs.came(namespace.id, chunks.key[row])
         return True
 
     def arrived(self, rows: Sequence[int]) -> None:
@@ -527,6 +532,7 @@ class State:
                 chunks.flags[row] & STORED
             ):  # its place on SSD is freed later; a restart must not bring it back
                 self.delete_record(namespace.id, chunks.key[row])
+            self.jobs.lost(row)
             self.settle(row, ready=False)
         else:
             self.to_ghost(row, reason)
@@ -546,6 +552,7 @@ class State:
         chunks.take_shards(row, namespace.shards)
         chunks.flags[row] &= ~DOOMED
         self.policy.forget(row)
+        self.jobs.lost(row)
         self.settle(row, ready=False)
         if nothing_lost and reason is Reason.INCOMPLETE:
             reason = Reason(chunks.reason[row])  # an aborted save tells nothing new
@@ -568,6 +575,7 @@ class State:
         self._free_dram(namespace, row, quarantine=False)
         self._tally(namespace, row, +1)
         self.policy.add_last(namespace.ssd, row)
+        self.jobs.left_dram((row,))
         self.counters["chunks_demoted"] += 1
 
     def drop_transient(self, rows: Sequence[int]) -> None:
@@ -655,6 +663,7 @@ class State:
         for row in reversed(rows):
             if chunks.flags[row] & STORED:
                 self.policy.add_last(self.namespace_of(row).ssd, row)
+        self.jobs.left_dram(rows)
 
     # -------------------------------------------------------------------------------------------------- ghosts
 

@@ -99,9 +99,9 @@ def traffic(queue: Queue, transfers: Transfers) -> dict[str, float]:
     the tiers. A chunk that waits for its read is counted with those that are being read, and may be gone meanwhile."""
     reading = sum(len(read.rows) for read in transfers.reads.values())
     return {
-        "queued_jobs": sum(map(len, queue.jobs.values())),
-        "prefetch_window_jobs": queue.windows.prefetch.total(),
-        "eviction_window_jobs": queue.windows.eviction.total(),
+        "queued_jobs": queue.count,
+        "prefetch_window_jobs": sum(window.ahead for window in queue.state.jobs.windows.values()),
+        "eviction_window_jobs": sum(window.kept for window in queue.state.jobs.windows.values()),
         "chunks_being_promoted": reading + len(transfers.demanded) + len(transfers.foreseen),
         "chunks_being_stored": sum(len(write.rows) for write in transfers.writes.values()),
     }

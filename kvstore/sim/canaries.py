@@ -9,11 +9,13 @@ from unittest import mock
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, ChunkTable
+from kvstore.core.jobs import JobBook
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policies import Candidates
 from kvstore.core.policies.hints import Hints
 from kvstore.core.pool import Pool, Segment
 from kvstore.core.requests import reads
+from kvstore.core.requests.queue import Queue
 from kvstore.core.requests.saves import Saves
 from kvstore.core.segments import Segments
 from kvstore.core.ssd.durability import Durability
@@ -237,6 +239,33 @@ def _forgets_parent(original: Original) -> Any:
     return lambda chunks, row: None
 
 
+def _still_needed(original: Original) -> Any:
+    """A chunk that is gone goes on being planned with."""
+    return lambda jobs, row: None
+
+
+def _not_noticed(original: Original) -> Any:
+    """A chunk that a queued job waits for comes, and the plan stays what it was."""
+    return lambda jobs, namespace, key: None
+
+
+def _not_inherited(original: Original) -> Any:
+    """A session that a queued job names has other chunks, and the plan has those of before."""
+    return lambda jobs, namespace, name: None
+
+
+def _any_number(original: Original) -> Any:
+    """A change of a queue is taken although the one before it was lost."""
+
+    def publish(queue: Queue, worker: Any, event: ev.PublishQueue) -> Any:
+        feed = queue.feeds.get(worker.id, {}).get(event.namespace)
+        if feed is not None and event.number > feed.number + 1:
+            feed.number = event.number - 1
+        return original(queue, worker, event)
+
+    return publish
+
+
 CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "skip-generation": (Pool, "_bump", _generation),
     "free-pinned": (State, "unpin", _pinned),
@@ -256,6 +285,10 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "failed-is-corrupt": (reads.Reads, "audited", _failed_audit),
     "trust-disk": (Transfers, "_has_read", _unchecked),
     "mapped-elsewhere": (Segments, "_replace_if_unmapped", _retired),
+    "plan-with-lost": (JobBook, "lost", _still_needed),
+    "plan-without-new": (JobBook, "came", _not_noticed),
+    "plan-old-session": (JobBook, "session_changed", _not_inherited),
+    "skip-lost-hints": (Queue, "publish", _any_number),
     "keep-children": (ChunkTable, "leave_children", _forgets_parent),
 }
 

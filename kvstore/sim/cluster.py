@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, QUEUED, STORED
 from kvstore.core.ssd.slab_tier import SlabTier
-from kvstore.types import DiskPlace, DiskResult, Extent, GrantResult, Outcome, SegmentId, Tier, WorkerId
+from kvstore.types import (
+    DiskPlace,
+    DiskResult,
+    Extent,
+    GrantResult,
+    NamespaceId,
+    Outcome,
+    SegmentId,
+    Tier,
+    WorkerId,
+)
 
 from .disk import DISK_OPS, GARBAGE, TORN, DiskWorld, Written
 from .world import CHUNK_TOKENS, PAGE
@@ -199,6 +209,17 @@ class Cluster(DiskWorld):
             usable += 1
         assert answer.usable == usable, (event, answer, usable)
         assert not event.token_count or usable * CHUNK_TOKENS < event.token_count, (event, answer)
+
+    def check_queue(
+        self, worker: WorkerId, namespace: NamespaceId, number: int, queue: Mapping[bytes, ev.Hint]
+    ) -> None:
+        """Once a scheduler's message of this number is answered: what is kept is part of what it said."""
+        feed = self.store.queue.feeds.get(worker, {}).get(namespace)
+        if feed is None or feed.number != number:  # its hints ended meanwhile
+            return
+        kept = {name: job.position for name, job in feed.jobs.items()}
+        said = {name: hint.position for name, hint in queue.items()}
+        assert kept.items() <= said.items(), (worker, namespace, number, kept, said)
 
     def _check_granted(self, ticket: ev.Ticket, answer: ev.Reserved) -> None:
         """Slots of segments that serve the caller's namespace, each granted to nobody else."""

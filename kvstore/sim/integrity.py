@@ -256,6 +256,7 @@ class Watch:
         self._check_pins()
         self._check_references()
         self._check_workers()
+        self._store.queue.planner.check()
         if self.looks == 0:
             self._check_all()
         self.looks += 1

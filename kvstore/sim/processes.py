@@ -129,6 +129,13 @@ class Process:
     peers: list[Process] = field(default_factory=list)
     """The other ranks of its engine."""
     requests: int = 0
+    numbers_hints: bool = False
+    queued: dict[NamespaceId, dict[bytes, ev.Hint]] = field(default_factory=dict)
+    """A scheduler's queue, by job."""
+    numbers: dict[NamespaceId, int] = field(default_factory=dict)
+    """Of the last message about each."""
+    unsure: set[NamespaceId] = field(default_factory=set)
+    """Whose last message nobody answered."""
 
     def __repr__(self) -> str:
         return f"{self.name} (worker {self.worker})"
@@ -171,6 +178,7 @@ class Process:
 
     def _open(self) -> Program:
         self.namespaces = []
+        self.numbers_hints = self.random.random() < 0.7
         for number in (SOLO, RANKED):
             opened = yield from self.ask(ev.Open, self.host.spec(self, number), tries=10)
             self.namespaces.append(opened.namespace)
@@ -508,8 +516,36 @@ class Process:
             hints.append(ev.Hint(b"job %d" % chance.randrange(20), position, **named))
         removed = tuple(b"job %d" % chance.randrange(20) for _ in range(chance.randrange(3)))
         snapshot = chance.random() < 0.5
-        yield from self.ask(ev.PublishQueue, namespace, tuple(hints), removed=removed, snapshot=snapshot)
+        if self.numbers_hints:
+            yield from self._publish_numbered(namespace, hints, removed)
+        else:
+            yield from self.ask(
+                ev.PublishQueue, namespace, tuple(hints), removed=removed, snapshot=snapshot
+            )
         yield Sleep(chance.randrange(50, 300))
+
+    def _publish_numbered(
+        self, namespace: NamespaceId, hints: Sequence[ev.Hint], removed: Sequence[bytes]
+    ) -> Program:
+        """Changes of a queue, and all of it when the daemon lacks some or may do so: what it has afterwards is nothing
+        but what the scheduler has."""
+        queue = self.queued.setdefault(namespace, {})
+        for job in removed:
+            queue.pop(job, None)
+        queue.update((hint.job, hint) for hint in hints)
+        whole = namespace in self.unsure
+        for snapshot in (False, True) if not whole else (True,):
+            said = tuple(queue.values()) if snapshot else tuple(hints)
+            self.numbers[namespace] = number = self.numbers.get(namespace, 0) + 1
+            self.unsure.add(namespace)  # until it is answered
+            answer = yield from self.ask(
+                ev.PublishQueue, namespace, said, removed=tuple(removed), snapshot=snapshot, number=number
+            )
+            if not answer.snapshot_wanted:
+                self.unsure.discard(namespace)
+                self.host.cluster.check_queue(self.worker, namespace, number, queue)
+                return
+            assert not snapshot, (self, number, answer)
 
     def _look(self) -> Program:
         """An operator looks at everything, and now and then drops something."""

@@ -405,9 +405,11 @@ def _take_out(
     if stored:
         namespace.cold += len(victims)
         state.policy.add_last_many(namespace.ssd, gone)
+        state.jobs.left_dram(victims)
         state.counters["chunks_demoted"] += len(victims)
     else:
         state.policy.forget_many(victims)
+        state.jobs.lost_many(victims)
         view.shard_checksum[shard_rows] = 0
         view.shard0[gone] = NONE
         view.reason[gone] = Reason.EVICTED
@@ -485,6 +487,7 @@ def mark_shards_ready(
             state.forget_stale_to_store()
         for row in arrived.tolist() if state.waits else ():
             state.settle(row, ready=True)
+        state.jobs.came_many(namespace.id, map(chunks.key.__getitem__, arrived.tolist()))
     return list(map(bool, whole))
 
 

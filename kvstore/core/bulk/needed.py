@@ -4,7 +4,7 @@ of the time (see batch.py)."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -49,7 +49,7 @@ def changed(
     for namespace in namespaces.values():
         for candidates in _lists(namespace):
             candidates.ranked.replace((), ())
-    positions = np.fromiter(rank.values(), np.intp, len(rank))
+    ranks = list(rank.values())
     on_ssd: dict[int, tuple[ByNeed, list[Rows]]] = {}
     """Numbers in `now`: namespaces share these lists."""
     for number, mine in _by_namespace(view.namespace, now):
@@ -59,12 +59,12 @@ def changed(
         stored = ~resident & (view.flags[rows] & STORED != 0)
         dram, ssd = _lists(namespace)
         kept = _ranked(chunks, dram, rows, resident)
-        _order(dram, now, positions, mine[kept])
+        _order(dram, now, ranks, mine[kept])
         kept = _ranked(chunks, ssd, rows, stored)
         if len(kept):
             on_ssd.setdefault(id(ssd), (ssd, []))[1].append(mine[kept])
     for candidates, parts in on_ssd.values():
-        _order(candidates, now, positions, np.sort(np.concatenate(parts)))
+        _order(candidates, now, ranks, np.sort(np.concatenate(parts)))
 
 
 def _lists(namespace: Namespace) -> tuple[ByNeed, ByNeed]:
@@ -83,20 +83,20 @@ def _ranked(chunks: ChunkTable, candidates: ByNeed, rows: Rows, which: npt.NDArr
     return np.flatnonzero(listed)
 
 
-def _order(candidates: ByNeed, rows: Rows, positions: Rows, which: Rows) -> None:
+def _order(candidates: ByNeed, rows: Rows, ranks: list[int], which: Rows) -> None:
     last_first = which[::-1]
-    candidates.ranked.replace(rows[last_first].tolist(), (-positions[last_first]).tolist())
+    candidates.ranked.replace(
+        rows[last_first].tolist(), [-ranks[number] for number in last_first.tolist()]
+    )
 
 
 @equals("requests.queue.Queue._on_ssd_only")
-def on_ssd_only(chunks: ChunkTable, namespace: Namespace, rows: list[int]) -> list[int]:
+def on_ssd_only(state: State, rows: Sequence[int]) -> list[int]:
     """Those of the rows that are STORED and not resident, PROMOTING or DOOMED."""
-    view = chunks.views
+    view = state.chunks.views
     which = batch.as_rows(rows)
-    stored = view.flags[which] & (STORED | PROMOTING | DOOMED) == STORED
-    resident = (view.shard0[which] != NONE) & (view.ready[which] == namespace.shards)
-    found: list[int] = which[stored & ~resident].tolist()
-    return found
+    stored = which[view.flags[which] & (STORED | PROMOTING | DOOMED) == STORED]
+    return [row for row in stored.tolist() if not state.is_resident(row)]
 
 
 @helper

@@ -284,7 +284,11 @@ class GetStats:
 @dataclass(frozen=True, slots=True)
 class PublishQueue:
     """The queue of one scheduler. A snapshot replaces whatever this worker published before for the namespace; a delta
-    adds, moves and removes jobs. Hints end by themselves after `ttl_ms`."""
+    adds, moves and removes jobs. Hints end by themselves after `ttl_ms`.
+
+    A scheduler that numbers its messages (from 1 on, one after the other) is told when one of them was lost: a delta is
+    taken only after the one before it, a message that was taken is not taken again, and each renews all that was said
+    before. A snapshot is taken whatever was lost."""
 
     ticket: Ticket
     namespace: NamespaceId
@@ -292,6 +296,8 @@ class PublishQueue:
     removed: tuple[bytes, ...] = ()
     snapshot: bool = True
     ttl_ms: int = 0
+    number: int = 0
+    """0: it is not numbered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,17 +4,21 @@ the end of the chain before its beginning."""
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 from kvstore.core.bulk import batch, needed
-from kvstore.core.chunks import LISTED, RANKED, STORED, ChunkTable, LinkedRows
+from kvstore.core.chunks import LISTED, RANKED, STORED, LinkedRows
+from kvstore.core.jobs import PLACE_MAX
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policies.interface import Rows
 from kvstore.core.policies.lists import Candidates, Ranked
 from kvstore.core.policies.lru import ByRecency, Lru
 from kvstore.types import NamespaceId
+
+CHANGES_MIN = 64
+CHANGES_SHARE = 8
+"""When so large a part of the ranks changes, all are set anew: that costs a third for each."""
 
 
 class ByNeed(ByRecency):
@@ -32,11 +36,6 @@ class ByNeed(ByRecency):
 
 class Hints(Lru):
     uses_ranks = True
-
-    def __init__(self, chunks: ChunkTable, batch_min: int) -> None:
-        super().__init__(chunks, batch_min)
-        self._job_ends: Sequence[int] = ()
-        """The last rank of each job that has any, ascending."""
 
     def candidates(self) -> ByNeed:
         return ByNeed()
@@ -121,17 +120,11 @@ class Hints(Lru):
     # ------------------------------------------------------------------------------------------------------- ranks
 
     def job_end(self, row: int) -> int:
-        rank = self.rank.get(row, 0)
-        at = bisect_left(self._job_ends, rank)
-        return self._job_ends[at] if at < len(self._job_ends) else rank
+        rank = self.rank.get(row)
+        return 0 if rank is None else rank | PLACE_MAX
 
-    def set_ranks(
-        self,
-        namespaces: Mapping[NamespaceId, Namespace],
-        rank: dict[int, int],
-        job_ends: Sequence[int] = (),
-    ) -> None:
-        before, self.rank, self._job_ends = self.rank, rank, job_ends
+    def set_ranks(self, namespaces: Mapping[NamespaceId, Namespace], rank: dict[int, int]) -> None:
+        before, self.rank = self.rank, rank
         if len(before) + len(rank) >= self._batch_min:
             needed.changed(self, self._chunks, namespaces, before, rank)
         else:
@@ -159,18 +152,49 @@ class Hints(Lru):
             ranked(namespace.dram).replace((), ())
             ranked(namespace.ssd).replace((), ())
         for row in rank:
-            if not flags[row] & LISTED:
+            self._list_ranked(namespaces, row)
+
+    def _list_ranked(self, namespaces: Mapping[NamespaceId, Namespace], row: int) -> None:
+        """A candidate that has a rank, to its place."""
+        chunks = self._chunks
+        flags = chunks.flags[row]
+        if not flags & LISTED:
+            return
+        namespace = namespaces[NamespaceId(chunks.namespace[row])]
+        if chunks.ready[row] == namespace.shards:
+            candidates = namespace.dram
+        elif flags & STORED:
+            candidates = namespace.ssd
+        else:
+            return
+        if not flags & RANKED:
+            chunks.unlink(cast("ByNeed", candidates).recency, row)
+        self._rank(ranked(candidates), row)
+
+    def change_ranks(
+        self, namespaces: Mapping[NamespaceId, Namespace], changes: Mapping[int, int | None]
+    ) -> None:
+        chunks, rank = self._chunks, self.rank
+        if len(changes) > CHANGES_MIN + len(rank) // CHANGES_SHARE:
+            super().change_ranks(namespaces, changes)
+            return
+        gone: dict[tuple[NamespaceId, bool], list[tuple[int, int]]] = {}
+        for row, new in changes.items():
+            old = rank.pop(row, None)
+            if new is None:
+                if old is not None and chunks.flags[row] & RANKED:
+                    namespace = namespaces[NamespaceId(chunks.namespace[row])]
+                    cold = chunks.ready[row] != namespace.shards
+                    gone.setdefault((namespace.id, cold), []).append((old, row))
                 continue
-            namespace = namespaces[NamespaceId(chunks.namespace[row])]
-            if chunks.ready[row] == namespace.shards:
-                candidates = namespace.dram
-            elif flags[row] & STORED:
-                candidates = namespace.ssd
-            else:
-                continue
-            if not flags[row] & RANKED:
-                chunks.unlink(cast("ByNeed", candidates).recency, row)
-            self._rank(ranked(candidates), row)
+            rank[row] = new
+            self._list_ranked(namespaces, row)
+        for number, cold in sorted(gone):
+            candidates = namespaces[number].ssd if cold else namespaces[number].dram
+            rows = [row for _, row in sorted(gone[number, cold])]
+            for row in rows:
+                self.remove(candidates, row)
+            self.put_back(candidates, rows)
 
     # ------------------------------------------------------------------------------------------------- for checkers
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from operator import itemgetter
 from typing import ClassVar
 
 import numpy as np
@@ -38,7 +39,8 @@ class Policy(ABC):
         self._chunks = chunks
         self._batch_min = batch_min
         self.rank: dict[int, int] = {}
-        """By chunk row, of what the queue needs: 0 is needed first. Others may look, `set_ranks` alone changes it."""
+        """By chunk row, of what the queue needs: the lowest is needed first (see `core.jobs`). Others may look,
+        `set_ranks` and `change_ranks` alone change it."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.rank)} chunks ranked)"
@@ -118,17 +120,19 @@ class Policy(ABC):
 
     # ------------------------------------------------------------------------------------------------------- ranks
 
-    def set_ranks(  # noqa: B027
-        self,
-        namespaces: Mapping[NamespaceId, Namespace],
-        rank: dict[int, int],
-        job_ends: Sequence[int] = (),
+    def set_ranks(self, namespaces: Mapping[NamespaceId, Namespace], rank: dict[int, int]) -> None:  # noqa: B027
+        """The queue changed: `rank` is all that is needed now, in ascending order. Chunks of one job stand in the order
+        of its chain, and their ranks differ in their last PLACE_BITS alone."""
+
+    def change_ranks(
+        self, namespaces: Mapping[NamespaceId, Namespace], changes: Mapping[int, int | None]
     ) -> None:
-        """The queue changed: `rank` is all that is needed now, in ascending order, and `job_ends` the last rank of each
-        job in it, ascending. Chunks of one job stand in the order of its chain."""
+        """The queue changed a little: these rows, in any order, have such a rank now, or none."""
+        rank = {row: place for row, place in (self.rank | changes).items() if place is not None}
+        self.set_ranks(namespaces, dict(sorted(rank.items(), key=itemgetter(1))))
 
     def job_end(self, row: int) -> int:
-        """The rank of the last chunk of the soonest job that needs `row`; 0 if none does."""
+        """No chunk of the soonest job that needs `row` has a higher rank; 0 if none needs it."""
         return 0
 
     # -------------------------------------------------------------------------------------------------- for checkers

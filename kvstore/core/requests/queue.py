@@ -5,57 +5,55 @@
                       a namespace's share, what the window does not need goes first, then what is needed last.
 
 Both are cut within a tenant's part of the memory. The windows order victims; they never refuse to evict. A queue longer
-than the window is clipped from its tail, and the answer says so.
+than the window is clipped from its tail, and the answer says so. `core.jobs` keeps the queue's books, `plan.py` moves the
+windows; here is what schedulers ask, and when plans are made.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import count, repeat
 
 from kvstore.core import events as ev
-from kvstore.core.bulk import batch, needed
-from kvstore.core.chunks import DOOMED, NONE, PROMOTING, STORED
+from kvstore.core.bulk import needed
+from kvstore.core.chunks import DOOMED, PROMOTING, STORED
 from kvstore.core.cold_tier import ColdTier
+from kvstore.core.jobs import Job
 from kvstore.core.namespaces import Namespace
+from kvstore.core.requests.plan import Planner
 from kvstore.core.requests.reads import clip_ttl
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest
-from kvstore.types import ChunkKey, HintResult, Millis, NamespaceId, WorkerId
+from kvstore.types import HintResult, Millis, NamespaceId, WorkerId
 
 REPLAN_MS = 20
-"""Without a new hint, plans are made at most this often,"""
-REPLAN_ROWS_PER_MS = 20
-"""and a long queue is planned again less often: a plan takes about a microsecond per chunk of the loop's time."""
+"""Without a new hint, plans are made at most this often;"""
 PUBLISH_ROWS_PER_MS = 200
-"""With new hints, so often: planning never takes more than about a fifth of the loop's time, however many come."""
-PLAN_ROWS_MAX = 1 << 17
-"""Chunks that one plan looks at, of all tenants: each takes the loop's time. Those of one manifest count once, however
-many jobs name it."""
-KEYS_PER_WORKER_MAX = 1 << 17
-"""In hints that name keys: these are kept, and a plan would not look at more."""
+"""and with new hints, so often: planning never takes more than about a fifth of the loop's time, however many come."""
+KEYS_PER_WORKER_MAX = 1 << 19
+"""In hints that name keys: these are kept, some 75 bytes each."""
+PROMOTED_PER_PLAN_MAX = 4_096
+"""Chunks that one plan asks for."""
 POSITION_MAX = 1 << 31
+NEVER = 1 << 62
 
 
 @dataclass(slots=True)
-class Job:
-    namespace: NamespaceId
-    session: bytes
-    keys: tuple[ChunkKey, ...]
-    position: int
-    until: Millis
+class Feed:
+    """What one scheduler said of one namespace."""
 
-
-@dataclass(slots=True)
-class Windows:
-    """The last plan: how far both windows reach, in jobs of each tenant."""
-
-    prefetch: Counter[str] = field(default_factory=Counter)
-    eviction: Counter[str] = field(default_factory=Counter)
-    results: dict[tuple[WorkerId, NamespaceId, bytes], HintResult] = field(default_factory=dict)
+    tenant: str
+    chunk_bytes: int
+    jobs: dict[bytes, Job] = field(default_factory=dict)
+    keys: int = 0
+    """In all of them."""
+    number: int = 0
+    """Of the last message that was taken; 0: its messages are not numbered, or what it said is over."""
+    renewed_until: Millis = 0
+    """A numbered message vouches for everything that was said before."""
+    looked_at: Millis = NEVER
+    """No job ends before this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +62,46 @@ class Publication:
 
     ticket: ev.Ticket
     namespace: NamespaceId
+    tenant: str
     jobs: tuple[bytes, ...]
-    rejected: frozenset[bytes]
+    refused: dict[bytes, HintResult]
 
 
 class Queue:
     def __init__(self, state: State, tier: ColdTier, promote: Callable[[int], None]) -> None:
         self.state = state
-        self._tier = tier
+        self.planner = Planner(state, tier)
         self._promote = promote
-        self.jobs: dict[WorkerId, dict[tuple[NamespaceId, bytes], Job]] = {}
-        self.windows = Windows()
+        self.feeds: dict[WorkerId, dict[NamespaceId, Feed]] = {}
         self._planned_at: Millis = -REPLAN_MS
         self._planned_rows = 0
         """How many the last plan looked at."""
-        self._due = False
+        self._promoting: dict[int, None] = {}
+        """Rows in the prefetch window that may be on SSD alone."""
         self._unanswered: list[Publication] = []
 
     def __repr__(self) -> str:
-        count = sum(map(len, self.jobs.values()))
-        reach = f"prefetch {self.windows.prefetch.total()}, eviction {self.windows.eviction.total()}"
-        return f"Queue({count} jobs, windows: {reach})"
+        windows = self.state.jobs.windows.values()
+        prefetch, eviction = (sum(window.ahead for window in windows), sum(window.kept for window in windows))
+        return f"Queue({self.count} jobs, windows: prefetch {prefetch}, eviction {eviction})"
+
+    @property
+    def count(self) -> int:
+        """Of all jobs."""
+        return sum(len(feed.jobs) for feeds in self.feeds.values() for feed in feeds.values())
+
+    def reach(self, tenant: str) -> tuple[int, int]:
+        """How far the prefetch and the eviction window of a tenant reach, in jobs."""
+        window = self.state.jobs.windows.get(tenant)
+        return (window.ahead, window.kept) if window is not None else (0, 0)
+
+    # --------------------------------------------------------------------------------------------------- publishing
 
     def publish(self, worker: Worker, event: ev.PublishQueue) -> ev.QueueAccepted | None:
         """Replace or change the worker's queue for one namespace of its tenant. None: the last plan was long and is not
         long ago, the next one answers. The namespace need not be open: a scheduler knows sessions and jobs, and is
         handed no bytes."""
         state = self.state
-        limits = state.limits
         namespace = state.administered_namespace(worker, event.namespace)
         for index, hint in enumerate(event.hints):
             if not 0 <= hint.position <= POSITION_MAX:
@@ -100,72 +110,154 @@ class Queue:
                     field=f"hints[{index}].position",
                     value=hint.position,
                 )
-        jobs = self.jobs.setdefault(worker.id, {})
-        if event.snapshot:
-            for number, job in [pair for pair in jobs if pair[0] == namespace.id]:
-                del jobs[number, job]
-        for job_name in event.removed:
-            jobs.pop((namespace.id, job_name), None)
-        until = state.now + clip_ttl(event.ttl_ms, limits.hint_ttl_ms, limits.hint_ttl_max_ms)
-        rejected = set()
-        kept = sum(len(job.keys) for job in jobs.values())
-        for hint in event.hints:
-            known = jobs.pop((namespace.id, hint.job), None)
-            kept += len(hint.keys) - (len(known.keys) if known is not None else 0)
-            named = hint.keys or (namespace.id, hint.session) in state.sessions.by_name
-            if not named or len(jobs) >= limits.hints_per_worker_max or kept > KEYS_PER_WORKER_MAX:
-                rejected.add(hint.job)
-                kept -= len(hint.keys)
-                continue
-            jobs[namespace.id, hint.job] = Job(namespace.id, hint.session, hint.keys, hint.position, until)
-        if not jobs:
-            del self.jobs[worker.id]
-        state.counters["hints_received"] += len(event.hints)
-        state.counters["hints_rejected"] += len(rejected)
-        publication = Publication(
-            event.ticket, namespace.id, tuple(hint.job for hint in event.hints), frozenset(rejected)
-        )
+        feeds = self.feeds.setdefault(worker.id, {})
+        feed = feeds.setdefault(namespace.id, Feed(namespace.tenant, namespace.chunk_bytes))
+        names = tuple(hint.job for hint in event.hints)
+        state.counters["hints_received"] += len(names)
+        refused: dict[bytes, HintResult] = {}
+        if event.number and not event.snapshot and event.number > feed.number + 1:
+            self._drop_if_empty(worker.id, namespace.id)
+            state.counters["hints_out_of_order"] += 1
+            return ev.QueueAccepted((HintResult.REJECTED,) * len(names), *self.reach(feed.tenant), True)
+        if not event.number or event.number > feed.number:
+            refused = self._take(worker, namespace, feed, event)
+        self._drop_if_empty(worker.id, namespace.id)
+        publication = Publication(event.ticket, namespace.id, feed.tenant, names, refused)
         if self._planned_at + self._planned_rows // PUBLISH_ROWS_PER_MS > state.now:
             self._unanswered.append(publication)
-            self._due = True
             return None
         self._plan_and_answer()
         return self._answer(publication)
 
+    def _take(
+        self, worker: Worker, namespace: Namespace, feed: Feed, event: ev.PublishQueue
+    ) -> dict[bytes, HintResult]:
+        """The hints of a message that is not a repetition; those that are not kept, with the answer."""
+        state, limits = self.state, self.state.limits
+        hints = {hint.job: hint for hint in event.hints}
+        if event.snapshot:
+            for name in [name for name in feed.jobs if name not in hints]:
+                self._remove(feed, name)
+        for name in event.removed:
+            self._remove(feed, name)
+        ttl_ms = clip_ttl(event.ttl_ms, limits.hint_ttl_ms, limits.hint_ttl_max_ms)
+        until = state.now + ttl_ms
+        feed.number = event.number
+        feed.renewed_until = until if event.number else 0
+        feed.looked_at = min(feed.looked_at, until)
+        refused: dict[bytes, HintResult] = {}
+        new: list[Job] = []
+        feeds = self.feeds[worker.id].values()
+        others = sum(len(other.jobs) for other in feeds if other is not feed)
+        keys_of_others = sum(other.keys for other in feeds if other is not feed)
+        for hint in sorted(hints.values(), key=lambda hint: hint.position):
+            known = feed.jobs.get(hint.job)
+            if known is not None and (known.position, known.session, known.keys) == (
+                hint.position,
+                hint.session,
+                hint.keys,
+            ):
+                known.until = until
+                continue
+            if known is not None:
+                self._remove(feed, hint.job)
+            if not (hint.keys or (namespace.id, hint.session) in state.sessions.by_name):
+                refused[hint.job] = HintResult.REJECTED
+                continue
+            if (
+                others + len(feed.jobs) >= limits.hints_per_worker_max
+                or keys_of_others + feed.keys + len(hint.keys) > KEYS_PER_WORKER_MAX
+            ):
+                refused[hint.job] = HintResult.CLIPPED
+                continue
+            job = Job(
+                worker.id,
+                feed.tenant,
+                namespace.id,
+                hint.job,
+                hint.session,
+                hint.keys,
+                hint.position,
+                state.jobs.next_arrival(),
+                until,
+                feed.chunk_bytes,
+            )
+            feed.jobs[hint.job] = job
+            feed.keys += len(hint.keys)
+            new.append(job)
+        state.jobs.add(new)
+        state.counters["hints_rejected"] += sum(
+            result is HintResult.REJECTED for result in refused.values()
+        )
+        return refused
+
+    def _remove(self, feed: Feed, name: bytes) -> None:
+        job = feed.jobs.pop(name, None)
+        if job is not None:
+            feed.keys -= len(job.keys)
+            self.state.jobs.remove(job)
+
+    def _drop_if_empty(self, worker: WorkerId, namespace: NamespaceId) -> None:
+        feeds = self.feeds[worker]
+        if not feeds[namespace].jobs and not feeds[namespace].number:
+            del feeds[namespace]
+            if not feeds:
+                del self.feeds[worker]
+
     def _answer(self, published: Publication) -> ev.QueueAccepted:
         """A job that ended again before the plan was made is rejected."""
-        worker = published.ticket.worker
-        results = self.windows.results
-        tenant = self.state.workers[worker].tenant
-        return ev.QueueAccepted(
-            tuple(
-                HintResult.REJECTED
-                if job in published.rejected
-                else results.get((worker, published.namespace, job), HintResult.REJECTED)
-                for job in published.jobs
-            ),
-            self.windows.prefetch[tenant],
-            self.windows.eviction[tenant],
-        )
+        feed = self.feeds.get(published.ticket.worker, {}).get(published.namespace)
+        jobs = feed.jobs if feed is not None else {}
+        window = self.state.jobs.windows.get(published.tenant)
+        results = []
+        for name in published.jobs:
+            job = jobs.get(name)
+            if name in published.refused:
+                results.append(published.refused[name])
+            elif job is None or window is None:
+                results.append(HintResult.REJECTED)
+            elif not window.is_kept(job):
+                results.append(HintResult.CLIPPED)
+            else:
+                results.append(HintResult.ACCEPTED if window.is_ahead(job) else HintResult.DEFERRED)
+        return ev.QueueAccepted(tuple(results), *self.reach(published.tenant))
+
+    # ------------------------------------------------------------------------------------------------------- ending
 
     def forget(self, worker: WorkerId) -> None:
-        if self.jobs.pop(worker, None) is not None:
-            self._due = True
+        for feed in self.feeds.pop(worker, {}).values():
+            for name in list(feed.jobs):
+                self._remove(feed, name)
         self._unanswered = [published for published in self._unanswered if published.ticket.worker != worker]
 
-    def tick(self) -> None:
-        state = self.state
-        for worker, jobs in list(self.jobs.items()):
-            over = [name for name, job in jobs.items() if job.until <= state.now]
+    def _expire(self) -> None:
+        now = self.state.now
+        due = [
+            (worker, number, feed)
+            for worker, feeds in self.feeds.items()
+            for number, feed in feeds.items()
+            if feed.looked_at <= now
+        ]
+        for worker, number, feed in due:
+            if feed.renewed_until > now:
+                feed.looked_at = feed.renewed_until
+                continue
+            over = [name for name, job in feed.jobs.items() if job.until <= now]
             for name in over:
-                del jobs[name]
-            state.counters["hints_expired"] += len(over)
-            self._due = self._due or bool(over)
-            if not jobs:
-                del self.jobs[worker]
-        rows_per_ms = PUBLISH_ROWS_PER_MS if self._due else REPLAN_ROWS_PER_MS
-        interval_ms = max(REPLAN_MS, int(self._planned_rows // rows_per_ms))
-        if (self._due or self.jobs) and self._planned_at + interval_ms <= state.now:
+                self._remove(feed, name)
+            if over:
+                feed.number = 0  # changes to what is over mean nothing
+            self.state.counters["hints_expired"] += len(over)
+            feed.looked_at = min((job.until for job in feed.jobs.values()), default=NEVER)
+            self._drop_if_empty(worker, number)
+
+    # ----------------------------------------------------------------------------------------------------- planning
+
+    def tick(self) -> None:
+        self._expire()
+        waiting = self._unanswered or self._promoting or self.state.jobs.cooled or self.planner.is_due
+        interval_ms = max(REPLAN_MS, self._planned_rows // PUBLISH_ROWS_PER_MS)
+        if waiting and self._planned_at + interval_ms <= self.state.now:
             self._plan_and_answer()
 
     def _plan_and_answer(self) -> None:
@@ -176,128 +268,49 @@ class Queue:
             self.state.reply(published.ticket, self._answer(published))
 
     def plan(self) -> None:
-        """Rank what the queue needs, soonest job first, as far as all tiers reach; promote what DRAM can hold of it.
-
-        Tenants with jobs that have chunks have equal parts of the memory, and of what a plan looks at: neither a long
-        queue of one nor an empty one shortens another's windows.
-        """
+        """Rank what the queue needs, soonest job first, as far as all tiers reach; promote what DRAM can hold of it."""
         state = self.state
-        limits = state.limits
-        self._due = False
+        self.planner.update()
+        moves = state.jobs.take_moves()
         self._planned_at = state.now
-        self._planned_rows = 0
-        tenants = {state.workers[worker].tenant for worker in self.jobs}
-        sharing = self._tenants_with_chunks()
-        in_dram = int(limits.arena_bytes * limits.prefetch_share_max) // max(1, len(sharing))
-        in_all = limits.arena_bytes + self._tier.bytes_max
-        in_all //= max(1, len(sharing))
-        windows = Windows()
-        rank: dict[int, int] = {}
-        job_ends: list[int] = []
-        promoting: list[int] = []
-        used: Counter[str] = Counter()
-        looked_at: Counter[str] = Counter()
-        clipped: set[str] = set()
-        planned: set[int] = set()
-        rows_max = {
-            shares: PLAN_ROWS_MAX // max(1, len(of)) for shares, of in ((True, sharing), (False, tenants))
-        }
-        ordered = sorted(
-            (
-                (job.position, worker, name, job)
-                for worker, jobs in self.jobs.items()
-                for name, job in jobs.items()
-            ),
-            key=lambda item: item[:3],
-        )
-        for _, worker, name, job in ordered:
-            key = (worker, name[0], name[1])
-            tenant = state.workers[worker].tenant
-            if tenant in clipped:
-                windows.results[key] = HintResult.CLIPPED
-                self._planned_rows += 1
-                continue
-            namespace = state.namespaces.get(job.namespace)
-            rows, looked = self._rows(namespace, job, planned) if namespace is not None else ([], 0)
-            self._planned_rows += max(1, looked)
-            looked_at[tenant] += looked
-            new = dict.fromkeys(row for row in rows if row not in rank) if rank else dict.fromkeys(rows)
-            size = len(new) * namespace.chunk_bytes if namespace is not None else 0
-            if used[tenant] + size > in_all or looked_at[tenant] > rows_max[tenant in sharing]:
-                # What does not fit ends the window: a job behind it must not push out one that is nearer.
-                clipped.add(tenant)
-                windows.results[key] = HintResult.CLIPPED
-                continue
-            used[tenant] += size
-            if new:
-                rank.update(zip(new, count(len(rank)), strict=False))
-                job_ends.append(len(rank) - 1)
-            windows.eviction[tenant] += 1
-            if used[tenant] <= in_dram:
-                windows.prefetch[tenant] += 1
-                if namespace is not None and new:
-                    promoting += self._on_ssd_only(namespace, list(new))
-                windows.results[key] = HintResult.ACCEPTED
-            else:
-                windows.results[key] = HintResult.DEFERRED
-        self.windows = windows
-        if state.policy.uses_ranks:
-            if rank != state.policy.rank:
-                state.room += 1  # what was needed may go now, or is needed later than something else
-            state.policy.set_ranks(state.namespaces, rank, job_ends)
-            for row in promoting:
-                if not state.is_resident(row):
-                    self._promote(row)
+        self._planned_rows = moves.work
+        cooled, state.jobs.cooled = state.jobs.cooled, {}
+        if not state.policy.uses_ranks:
+            return
+        changes = {row: rank for row, rank in moves.ranks.items() if state.policy.rank.get(row) != rank}
+        if changes:
+            state.room += 1  # what was needed may go now, or is needed later than something else
+            state.policy.change_ranks(state.namespaces, changes)
+        self._promoting.update(moves.ahead)
+        self._promoting.update(cooled)
+        self._promote_ahead()
 
-    def _tenants_with_chunks(self) -> set[str]:
-        """Those of whose jobs at least one has a chunk that can be had."""
+    def _promote_ahead(self) -> None:
+        """What is in the prefetch window and on SSD alone, the soonest first. What finds no room is tried again."""
         state = self.state
-        found: set[str] = set()
-        for worker, jobs in self.jobs.items():
-            tenant = state.workers[worker].tenant
-            if tenant not in found and any(map(self._has_chunks, jobs.values())):
-                found.add(tenant)
-        return found
+        rank, jobs = state.policy.rank, state.jobs
+        wanted: list[int] = []
+        for row in self._promoting:
+            job = jobs.owner(row)
+            if job is not None and row in rank and jobs.windows[job.tenant].is_ahead(job):
+                wanted.append(row)
+        wanted = self._on_ssd_only(wanted)
+        wanted.sort(key=rank.__getitem__)
+        self._planned_rows += len(wanted)
+        self._promoting = dict.fromkeys(wanted[PROMOTED_PER_PLAN_MAX:])
+        for row in wanted[:PROMOTED_PER_PLAN_MAX]:
+            self._promote(row)
+            if not state.chunks.flags[row] & PROMOTING and not state.is_resident(row):
+                self._promoting[row] = None
 
-    def _has_chunks(self, job: Job) -> bool:
-        state = self.state
-        namespace = state.namespaces.get(job.namespace)
-        if namespace is None:
-            return False
-        if job.keys:
-            row = namespace.index.get(job.keys[0], NONE)
-        else:
-            session = state.sessions.by_name.get((namespace.id, job.session))
-            row = session.manifest.rows[0] if session is not None and len(session.manifest) else NONE
-        return row != NONE and state.is_usable(row)
-
-    def _on_ssd_only(self, namespace: Namespace, rows: list[int]) -> list[int]:
-        """Those of a job's chunks that are to be promoted."""
+    def _on_ssd_only(self, rows: Sequence[int]) -> list[int]:
+        """Those that are to be promoted."""
         state = self.state
         if len(rows) >= state.batch_min:
-            return needed.on_ssd_only(state.chunks, namespace, rows)
+            return needed.on_ssd_only(state, rows)
         flags = state.chunks.flags
         return [
             row
             for row in rows
             if flags[row] & (STORED | PROMOTING | DOOMED) == STORED and not state.is_resident(row)
         ]
-
-    def _rows(self, namespace: Namespace, job: Job, planned: set[int]) -> tuple[list[int], int]:
-        """The chunks that the job will ask for and that can be had, up to the first that cannot; and how many were
-        looked at. None again of the manifests in `planned` (by id, for as long as a plan takes), which get this one."""
-        state = self.state
-        if job.keys:
-            rows = list(map(namespace.index.get, job.keys, repeat(NONE)))
-        else:
-            session = state.sessions.by_name.get((namespace.id, job.session))
-            if session is None or id(session.manifest) in planned:
-                return [], 0
-            planned.add(id(session.manifest))
-            rows = session.manifest.rows.tolist()
-        if len(rows) >= state.batch_min:
-            return rows[: batch.usable_leading(state, namespace, rows)], len(rows)
-        for usable, row in enumerate(rows):
-            if row == NONE or not state.is_usable(row):
-                return rows[:usable], len(rows)
-        return rows, len(rows)

@@ -449,8 +449,8 @@ def _(life: Life, bulk: bool) -> None:
 def _(life: Life, bulk: bool) -> Any:
     rows = life.rows()
     if bulk:
-        return needed.on_ssd_only(life.chunks, life.space, rows)
-    return life.store.queue._on_ssd_only(life.space, rows)
+        return needed.on_ssd_only(life.state, rows)
+    return life.store.queue._on_ssd_only(rows)
 
 
 def _named(life: Life) -> list[int]:
