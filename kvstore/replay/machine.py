@@ -21,7 +21,7 @@ from kvstore.core.store import Store
 from kvstore.errors import BadRequest
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.replay.trace import Trace, Turn
-from kvstore.types import ChunkKey, DiskResult, Hint, Millis, Outcome, WorkerId
+from kvstore.types import ChunkKey, DiskResult, Hint, LeaseId, Millis, Outcome, WorkerId
 
 WHOLE_FUTURE = 1 << 60
 """A look-ahead that ends with the trace."""
@@ -42,6 +42,8 @@ class Result:
     look_ahead: int
     turns: int = 0
     chunks: int = 0
+    hits_hbm: int = 0
+    """The engine had them itself, and asked the store for what is behind them."""
     hits_dram: int = 0
     """In DRAM when they were asked for."""
     hits_ssd: int = 0
@@ -62,7 +64,7 @@ class Result:
 
     @property
     def hits(self) -> int:
-        return self.hits_dram + self.hits_ssd
+        return self.hits_hbm + self.hits_dram + self.hits_ssd
 
     @property
     def hit_rate(self) -> float:
@@ -80,8 +82,8 @@ class Result:
 
     @property
     def dram_share(self) -> float:
-        """Of the hits."""
-        return self.hits_dram / self.hits if self.hits else 0.0
+        """Of the store's hits."""
+        return self.hits_dram / (self.hits_dram + self.hits_ssd) if self.hits_dram + self.hits_ssd else 0.0
 
 
 class Keys(dict[int, ChunkKey]):
@@ -95,12 +97,50 @@ class Keys(dict[int, ChunkKey]):
         return tuple(map(self.__getitem__, chunks))
 
 
+@dataclass(slots=True)
+class Lookup:
+    """What a turn found."""
+
+    keys: tuple[ChunkKey, ...]
+    in_hbm: int = 0
+    in_dram: int = 0
+    served: int = 0
+    """Leading chunks that need not be computed."""
+    outcomes: tuple[Outcome, ...] = ()
+    missing: set[ChunkKey] = field(default_factory=set)
+    pending: bool = False
+    leases: list[LeaseId] = field(default_factory=list)
+
+
+class Hbm:
+    """The engine's own prefix cache, above the store: least recently used first, ends of chains before beginnings."""
+
+    def __init__(self, chunks_max: int) -> None:
+        self._chunks_max = chunks_max
+        self._chunks: dict[int, None] = {}
+
+    def leading(self, chunks: Sequence[int]) -> int:
+        if not self._chunks:
+            return 0
+        return next((n for n, chunk in enumerate(chunks) if chunk not in self._chunks), len(chunks))
+
+    def use(self, chunks: Sequence[int]) -> None:
+        if not self._chunks_max:
+            return
+        for chunk in reversed(chunks):
+            self._chunks.pop(chunk, None)
+            self._chunks[chunk] = None
+        while len(self._chunks) > self._chunks_max:
+            del self._chunks[next(iter(self._chunks))]
+
+
 def replay(
     trace: Trace,
     *,
     dram_chunks: int,
     ssd_chunks: int = 0,
-    look_ahead: int = 0,
+    hbm_chunks: int = 0,
+    look_ahead: int | Sequence[int] = 0,
     policy: str = "hints",
     warm_up: int = 0,
     chunk_bytes: int = 1 << 20,
@@ -110,7 +150,8 @@ def replay(
 ) -> Result:
     """Replay `trace` through a store of this size.
 
-    `look_ahead`: before each turn its job leaves the queue, where so many turns wait behind it. `policy`: a name in
+    `look_ahead`: before each turn its job leaves the queue, where so many turns wait behind it; or how many, for each
+    turn. `hbm_chunks`: what the engine keeps itself, and does not ask the store for. `policy`: a name in
     `core.policies.POLICIES`. `warm_up`: turns that are served, but not counted. `limits`: anything else of
     `core.limits.Limits`. Turns are served one after the other, as fast as they come: what a turn waits for is the SSD.
     Raises BadRequest.
@@ -119,6 +160,7 @@ def replay(
         trace,
         dram_chunks=dram_chunks,
         ssd_chunks=ssd_chunks,
+        hbm_chunks=hbm_chunks,
         policy=policy,
         chunk_bytes=chunk_bytes,
         ssd_bytes_per_s=ssd_bytes_per_s,
@@ -152,6 +194,8 @@ class Machine:
         *,
         dram_chunks: int,
         ssd_chunks: int,
+        hbm_chunks: int = 0,
+        tick_ms: float = 0.0,
         policy: str,
         chunk_bytes: int,
         ssd_bytes_per_s: float,
@@ -181,10 +225,11 @@ class Machine:
             "disk_header_bytes": 0,
             "disk_alignment": chunk_bytes,
             "disk_deadline_ms": FOREVER_MS,
+            "durable_within_ms": 60_000,
         } | limits
         self.store = Store(Limits(**settings))
         self.disk = Disk(ssd_bytes_per_s, ssd_latency_ms)
-        self.has_ssd = ssd_chunks > 0
+        self.hbm = Hbm(hbm_chunks)
         self.now = 0.0
         self.keys = Keys()
         self.answers: deque[Any] = deque()
@@ -192,6 +237,7 @@ class Machine:
         """Ends of what is under way: when, a number, and what the core is told."""
         self._order = count()
         self._ticked_at = -math.inf
+        self._tick_ms = tick_ms or (TICK_MS if ssd_chunks else TICK_MS_DRAM)
         self.bytes_read = self.bytes_written = 0
         self.settled: set[ChunkKey] = set()
         self.result = Result(trace.name, policy, dram_chunks, ssd_chunks, 0)
@@ -250,6 +296,11 @@ class Machine:
                 case _:
                     raise AssertionError(f"a replay never asks for this: {effect}")
 
+    @property
+    def next_end(self) -> float:
+        """When the next thing that is under way ends."""
+        return self._pending[0][0] if self._pending else math.inf
+
     def advance(self, until: float) -> None:
         """Time passes, and what is under way ends."""
         while self._pending and self._pending[0][0] <= until:
@@ -262,23 +313,26 @@ class Machine:
 
     def _tick(self, until: float) -> None:
         """The clock tells the core that time passed; not more often than that could change anything."""
-        if until - self._ticked_at >= (TICK_MS if self.has_ssd else TICK_MS_DRAM):
+        if until - self._ticked_at >= self._tick_ms:
             self._ticked_at = self.now = until
             self.apply(ev.Tick())
 
     # ---------------------------------------------------------------------------------------------------- a replay
 
-    def run(self, *, look_ahead: int, warm_up: int) -> Result:
+    def run(self, *, look_ahead: int | Sequence[int], warm_up: int) -> Result:
         turns = self.trace.turns
-        self.result.look_ahead = look_ahead
+        self.result.look_ahead = (
+            max(look_ahead, default=0) if isinstance(look_ahead, Sequence) else look_ahead
+        )
         published = 0
         before = (0, 0)
         for number, turn in enumerate(turns):
             if number == warm_up:
                 before = self.bytes_read, self.bytes_written
             self.advance(max(self.now, turn.at_ms))
-            if look_ahead:
-                end = min(len(turns), number + 1 + look_ahead)
+            ahead = look_ahead[number] if isinstance(look_ahead, Sequence) else look_ahead
+            if self.result.look_ahead:
+                end = max(published, min(len(turns), number + 1 + ahead))
                 self._publish(number, range(max(published, number + 1), end))
                 published = end
             self._serve(turn, counted=number >= warm_up)
@@ -296,61 +350,79 @@ class Machine:
         )
 
     def _serve(self, turn: Turn, *, counted: bool) -> None:
-        keys = self.keys.of(turn.chunks)
-        leases = []
-        in_dram = served = 0
         began = self.now
-        if keys:
-            got: ev.Acquired = self.ask(ev.Acquire(self.ticket, self.namespace, keys, wait_ms=FOREVER_MS))
-            leases.append(got.lease)
-            in_dram = served = _leading(got.outcomes, Outcome.HIT)
-            pending = [
-                key for key, outcome in zip(keys, got.outcomes, strict=True) if outcome is Outcome.PENDING
-            ]
-            if pending:
-                self._await(set(pending))
-                again: ev.Acquired = self.ask(
-                    ev.Acquire(self.ticket, self.namespace, tuple(pending), prefix_only=False)
-                )
-                leases.append(again.lease)
-                came = {
-                    key
-                    for key, outcome in zip(pending, again.outcomes, strict=True)
-                    if outcome is Outcome.HIT
-                }
-                in_dram = served = 0
-                for key, outcome in zip(keys, got.outcomes, strict=True):
-                    if outcome is not Outcome.HIT and key not in came:
-                        break
-                    in_dram += outcome is Outcome.HIT
-                    served += 1
-            self.ask(ev.Release(self.ticket, tuple(lease for lease in leases if lease)))
-        self._save(turn, keys, served)
-        if counted:
-            self._count(turn, in_dram, served, self.now - began)
-
-    def _await(self, pending: set[ChunkKey]) -> None:
-        self.settled.clear()
-        while not pending <= self.settled:
-            assert self._pending, f"{len(pending - self.settled)} chunks never come"
+        lookup = self.look_up(turn)
+        while lookup.missing:
+            assert self._pending, f"{len(lookup.missing)} chunks never come"
             self.advance(self._pending[0][0])
+            lookup.missing -= self.settled
+        self.settled.clear()
+        self.settle(lookup)
+        self.release(lookup)
+        self.save(turn, lookup)
+        if counted:
+            self.count(turn, lookup, self.now - began)
 
-    def _save(self, turn: Turn, keys: tuple[ChunkKey, ...], served: int) -> None:
-        new = keys[served:] + self.keys.of(turn.answer)
+    def look_up(self, turn: Turn) -> Lookup:
+        """Ask for the turn's chunks behind those that the engine has itself. What is on SSD is read from now on:
+        `missing`, until it is in `settled`."""
+        lookup = Lookup(self.keys.of(turn.chunks), in_hbm=self.hbm.leading(turn.chunks))
+        lookup.served = lookup.in_hbm
+        asked = lookup.keys[lookup.in_hbm :]
+        if not asked:
+            return lookup
+        got: ev.Acquired = self.ask(ev.Acquire(self.ticket, self.namespace, asked, wait_ms=FOREVER_MS))
+        lookup.leases.append(got.lease)
+        lookup.outcomes = got.outcomes
+        lookup.missing = {
+            key for key, outcome in zip(asked, got.outcomes, strict=True) if outcome is Outcome.PENDING
+        }
+        lookup.pending = bool(lookup.missing)
+        return lookup
+
+    def settle(self, lookup: Lookup) -> None:
+        """Nothing is missing any more: how much of the prompt is there?"""
+        asked = lookup.keys[lookup.in_hbm :]
+        came: set[ChunkKey] = set()
+        if lookup.pending:
+            wanted = tuple(
+                key for key, found in zip(asked, lookup.outcomes, strict=True) if found is Outcome.PENDING
+            )
+            got: ev.Acquired = self.ask(ev.Acquire(self.ticket, self.namespace, wanted, prefix_only=False))
+            lookup.leases.append(got.lease)
+            came.update(key for key, found in zip(wanted, got.outcomes, strict=True) if found is Outcome.HIT)
+        for key, found in zip(asked, lookup.outcomes, strict=False):
+            if found is not Outcome.HIT and key not in came:
+                break
+            lookup.in_dram += found is Outcome.HIT
+            lookup.served += 1
+
+    def release(self, lookup: Lookup) -> None:
+        leases = tuple(lease for lease in lookup.leases if lease)
+        if leases:
+            self.ask(ev.Release(self.ticket, leases))
+        lookup.leases.clear()
+
+    def save(self, turn: Turn, lookup: Lookup) -> None:
+        """What was computed of the prompt, and the answer."""
+        self.hbm.use((*turn.chunks, *turn.answer))
+        new = lookup.keys[lookup.served :] + self.keys.of(turn.answer)
         if not new:
             return
-        parent = keys[served - 1] if served else ChunkKey(b"")
+        parent = lookup.keys[lookup.served - 1] if lookup.served else ChunkKey(b"")
         got: ev.Reserved = self.ask(ev.Reserve(self.ticket, self.namespace, new, parent))
         if got.reservation:
             checksums = (0,) * len(got.extents)
             self.ask(ev.Commit(self.ticket, got.reservation, checksums=checksums))
 
-    def _count(self, turn: Turn, in_dram: int, served: int, waited_ms: float) -> None:
+    def count(self, turn: Turn, lookup: Lookup, waited_ms: float) -> None:
         result = self.result
+        served = lookup.served
         result.turns += 1
         result.chunks += len(turn.chunks)
-        result.hits_dram += in_dram
-        result.hits_ssd += served - in_dram
+        result.hits_hbm += lookup.in_hbm
+        result.hits_dram += lookup.in_dram
+        result.hits_ssd += served - lookup.in_dram - lookup.in_hbm
         result.tokens += turn.input_tokens
         result.tokens_hit += min(turn.input_tokens, served * self.trace.chunk_tokens)
         result.waited_ms += int(waited_ms)
@@ -361,10 +433,3 @@ class Machine:
 
 def _job(number: int) -> bytes:
     return number.to_bytes(8, "little")
-
-
-def _leading(outcomes: Sequence[Outcome], outcome: Outcome) -> int:
-    for number, found in enumerate(outcomes):
-        if found is not outcome:
-            return number
-    return len(outcomes)

@@ -189,7 +189,7 @@ def sharegpt(
     *,
     sessions: int = 9_000,
     rate: float = 1.0,
-    think_s: float = THINK_MEDIAN_S,
+    think_median_s: float = THINK_MEDIAN_S,
     sigma: float = THINK_SIGMA,
     seed: int = 1,
     chunk_tokens: int = CHUNK_TOKENS,
@@ -197,8 +197,8 @@ def sharegpt(
     invalidates: bool = False,
 ) -> Trace:
     """`rate` sessions begin in a second; the next turn comes 30 ms for each token of the answer later, and a think time
-    later: lognormal with the median `think_s`. `window` > 0: a conversation that outgrows so many tokens loses the
-    earlier half of them (section 3.4); `invalidates`: what is left has other positions, hence other chunks."""
+    later: lognormal with the median `think_median_s`. `window` > 0: a conversation that outgrows so many tokens loses
+    the earlier half of them (section 3.4); `invalidates`: what is left has other positions, hence other chunks."""
     chance = random.Random(seed)
     begins = 0.0
     turns: list[Turn] = []
@@ -210,6 +210,7 @@ def sharegpt(
         at_s = begins
         chunks: list[int] = []
         tokens = 0
+        think_s = -0.001
         for number, (asked, answered) in enumerate(row["turns"]):
             asked, answered = max(1, int(asked)), int(answered)
             if window:
@@ -241,10 +242,12 @@ def sharegpt(
                     session,
                     number,
                     history,
+                    int(think_s * 1000),
                 )
             )
             chunks += answer
-            at_s += answered * SECONDS_PER_OUTPUT_TOKEN + chance.lognormvariate(math.log(think_s), sigma)
+            think_s = chance.lognormvariate(math.log(think_median_s), sigma)
+            at_s += answered * SECONDS_PER_OUTPUT_TOKEN + think_s
     return Trace("sharegpt", chunk_tokens, turns)
 
 

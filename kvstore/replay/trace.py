@@ -31,6 +31,8 @@ class Turn:
     history: int = 0
     """How many of the leading `chunks` hold tokens of earlier turns of the session: were nothing ever evicted, nor
     invalidated, they would be there."""
+    think_ms: int = -1
+    """From the end of the answer before it to this turn, where that is known; an engine that is late delays it."""
 
 
 @dataclass(slots=True)

@@ -85,9 +85,7 @@ def _ranked(chunks: ChunkTable, candidates: ByNeed, rows: Rows, which: npt.NDArr
 
 def _order(candidates: ByNeed, rows: Rows, ranks: list[int], which: Rows) -> None:
     last_first = which[::-1]
-    candidates.ranked.replace(
-        rows[last_first].tolist(), [-ranks[number] for number in last_first.tolist()]
-    )
+    candidates.ranked.replace(rows[last_first].tolist(), [-ranks[number] for number in last_first.tolist()])
 
 
 @equals("requests.queue.Queue._on_ssd_only")
