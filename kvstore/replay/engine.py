@@ -1,10 +1,10 @@
 """A serving engine around the replayed core: turns queue for it, its queue is what the scheduler publishes, and the
 next turn of a session comes a think time after the answer.
 
-Prompt and answer are saved together when the answer has ended, or the prompt after its prefill, if the trace knows
-nothing of answers. One prefill runs at a time, and while it runs nobody decodes; the others decode together. A turn whose KV is being read
-from SSD holds its place in the batch until it has come. A saturated engine thus has a long queue, which is what
-AttentionStore's windows look into (section 3.3).
+Prompt and answer are saved together when the answer has ended, or the prompt after its prefill where the trace knows
+nothing of answers. One prefill runs at a time, and while it runs nobody decodes; the others decode together. A turn
+whose KV is being read from SSD holds its place in the batch until it has come. A saturated engine thus has a long
+queue, which is what AttentionStore's windows look into (section 3.3).
 """
 
 from __future__ import annotations
@@ -298,9 +298,8 @@ class Engine:
 
     def _answer(self, job: Job) -> None:
         assert job.lookup is not None
-        if self.store:
-            if job.turn.answer:
-                self.machine.save(job.turn, job.lookup)
+        if self.store and job.turn.answer:
+            self.machine.save(job.turn, job.lookup)
         following = self._following.get(job.number)
         if following is not None:
             turn = self.machine.trace.turns[following]
