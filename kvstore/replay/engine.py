@@ -105,7 +105,8 @@ def serve(
     store: bool = True,
     **limits: Any,
 ) -> Served:
-    """Serve `trace` with a model and a store of this size; without `store`, everything is computed anew."""
+    """Serve `trace` with a model and a store of this size; without `store` the engine has its
+    own prefix cache alone."""
     hardware = hardware or Hardware()
     chunk_bytes = model.kv_bytes_per_token * trace.chunk_tokens
     machine = Machine(
@@ -255,7 +256,11 @@ class Engine:
             self.served.order.append(job.number)
             self.served.served_at_ms.append(int(machine.now))
             self.served.backlog.append(len(self.queue))
-            job.lookup = machine.look_up(job.turn) if self.store else Lookup(())
+            if self.store:
+                job.lookup = machine.look_up(job.turn)
+            else:
+                in_hbm = machine.hbm.leading(job.turn.chunks)
+                job.lookup = Lookup((), in_hbm, served=in_hbm)
             self.loading.append(job)
             self._loaded()
 
@@ -298,7 +303,9 @@ class Engine:
 
     def _answer(self, job: Job) -> None:
         assert job.lookup is not None
-        if self.store and job.turn.answer:
+        if not self.store:
+            self.machine.hbm.use((*job.turn.chunks, *job.turn.answer))
+        elif job.turn.answer:
             self.machine.save(job.turn, job.lookup)
         following = self._following.get(job.number)
         if following is not None:

@@ -171,7 +171,7 @@ def replay(
 
 
 class Disk:
-    """An SSD that serves one thing at a time, reads before writes that wait."""
+    """An SSD that serves one thing after the other, in the order in which it was asked."""
 
     def __init__(self, bytes_per_s: float, latency_ms: float) -> None:
         self._bytes_per_ms = bytes_per_s / 1000

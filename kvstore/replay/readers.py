@@ -7,6 +7,7 @@
               arrivals and think times are drawn (AttentionStore, section 4.1)
     azure     CSV: TIMESTAMP, ContextTokens, GeneratedTokens; no sessions, so nothing is ever met again
     lmcache   JSON lines: timestamp (us), session_id, input and output as text
+    recorded  what `kvctl record` had the daemon write (`server/recorder.py`)
 
 What is drawn comes from a seed, the same for all policies that are compared.
 """
@@ -20,7 +21,8 @@ import io
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -94,17 +96,31 @@ def _malformed(path: str | Path, number: int, why: str) -> BadRequest:
     )
 
 
+class Continued:
+    """Sessions of traces that name none: a session goes on where a prompt begins with chunks of its earlier ones, more
+    than one of them, for a system prompt in common makes no session."""
+
+    def __init__(self) -> None:
+        self._turns: dict[int, tuple[int, int]] = {}
+        """By chunk: whose it was last, and in which turn."""
+
+    def of(self, new: int, chunks: Sequence[int], whole: Sequence[int]) -> tuple[int, int]:
+        """(session, number of the turn in it); `new` names one that begins. `whole` chunks can be met again."""
+        known = next((n for n in range(len(chunks), 0, -1) if chunks[n - 1] in self._turns), 0)
+        session, before = self._turns[chunks[known - 1]] if known > 1 else (new, -1)
+        for chunk in whole:
+            self._turns[chunk] = (session, before + 1)
+        return session, before + 1
+
+
 def mooncake(path: str | Path, *, chunk_tokens: int = MOONCAKE_CHUNK_TOKENS) -> Trace:
     """A session is not named: it is taken to go on where a prompt begins with all whole chunks of an earlier one. The
     trace says nothing of the answer's chunks; they are met again as parts of later prompts."""
     turns: list[Turn] = []
-    sessions: dict[int, tuple[int, int]] = {}
-    for number, row in enumerate(_lines(path, "timestamp", "input_length", "hash_ids")):
+    sessions = Continued()
+    for row in _lines(path, "timestamp", "input_length", "hash_ids"):
         chunks = row["hash_ids"]
-        known = next((n for n in range(len(chunks), 0, -1) if chunks[n - 1] in sessions), 0)
-        session, before = number, -1
-        if known > 1:  # a system prompt in common makes no session
-            session, before = sessions[chunks[known - 1]]
+        session, number = sessions.of(len(turns), chunks, chunks[: int(row["input_length"]) // chunk_tokens])
         turns.append(
             Turn(
                 int(row["timestamp"]),
@@ -113,11 +129,9 @@ def mooncake(path: str | Path, *, chunk_tokens: int = MOONCAKE_CHUNK_TOKENS) -> 
                 int(row.get("output_length", 0)),
                 (),
                 session,
-                before + 1,
+                number,
             )
         )
-        for whole in chunks[: int(row["input_length"]) // chunk_tokens]:
-            sessions[whole] = (session, before + 1)
     trace = Trace("mooncake", chunk_tokens, turns)
     _spread(trace.turns)
     trace.note_history()
@@ -308,12 +322,45 @@ def lmcache(path: str | Path, *, chunk_tokens: int = 16) -> Trace:
     return trace
 
 
+def recorded(path: str | Path, *, namespace: int = -1) -> Trace:
+    """Lookups are turns; what the same worker saves next, and did not ask for, is the answer. One `namespace` (its
+    number in the file); -1: the one with most lookups. The file names no tokens: prompts count as whole chunks."""
+    lines = [line for line in _lines(path) if "ask" in line or "save" in line]
+    counts = Counter(line["n"] for line in lines if "ask" in line)
+    if not counts:
+        raise BadRequest("holds no lookup", field="trace", value=str(path))
+    chosen = counts.most_common(1)[0][0] if namespace < 0 else namespace
+    turns: list[Turn] = []
+    latest: dict[int, Turn] = {}
+    sessions = Continued()
+    chunk_tokens = 0
+    for line in lines:
+        if line["n"] != chosen:
+            continue
+        chunk_tokens = int(line["c"])
+        if "ask" in line:
+            chunks = line["ask"]
+            session, number = sessions.of(len(turns), chunks, chunks)
+            turn = Turn(int(line["t"]), numbers(chunks), len(chunks) * chunk_tokens, 0, (), session, number)
+            turns.append(turn)
+            latest[line["w"]] = turn
+        elif (asked := latest.get(line["w"])) is not None:
+            known = {*asked.chunks, *asked.answer}
+            asked.answer = numbers([*asked.answer, *(chunk for chunk in line["save"] if chunk not in known)])
+    if not turns:
+        raise BadRequest("no such namespace in the file", field="namespace", value=namespace)
+    trace = Trace("recorded", chunk_tokens, turns)
+    trace.note_history()
+    return trace
+
+
 FORMATS: Mapping[str, Callable[..., Trace]] = {
     "mooncake": mooncake,
     "agentic": agentic,
     "sharegpt": sharegpt,
     "azure": azure,
     "lmcache": lmcache,
+    "recorded": recorded,
 }
 
 

@@ -123,7 +123,9 @@ def page(title: str, rows: Sequence[Mapping[str, Any]], figures: Sequence[Figure
         f'<img alt="plot" src="data:image/png;base64,{base64.b64encode(png(figure)).decode()}">'
         for figure in figures
     )
-    style = "body{font:14px sans-serif} table{border-collapse:collapse} td,th{border:1px solid #ccc;padding:4px}"
+    style = (
+        "body{font:14px sans-serif} table{border-collapse:collapse} td,th{border:1px solid #ccc;padding:4px}"
+    )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{style}</style><h1>{html.escape(title)}</h1>{plots}"

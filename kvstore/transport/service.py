@@ -29,6 +29,7 @@ from kvstore.core.events import Ticket
 from kvstore.errors import (
     BadRequest,
     DeadlineExceeded,
+    Denied,
     Exhausted,
     Precondition,
     StoreError,
@@ -52,7 +53,7 @@ from kvstore.transport.decoding import Call
 from kvstore.transport.lane import Lane
 from kvstore.transport.rpc import CallLimit, Context, Handlers
 from kvstore.types import WorkerId
-from kvstore.v1 import stats_pb2, store_pb2
+from kvstore.v1 import admin_pb2, stats_pb2, store_pb2
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ WATCH_INTERVAL_MS_MAX = 3_600_000
 Answer = Callable[[WorkerId, bytes, Context], Awaitable[bytes | None]]
 """Of a method with one request, or whose first message says it all: (caller, that message, context) -> the reply, or
 None where it has written its replies itself."""
+Record = Callable[[admin_pb2.RecordRequest], Awaitable[admin_pb2.RecordReply]]
 Identify = Callable[[bytes], WorkerId | None]
 """The worker that a token belongs to: `DescriptorServer.worker_of`."""
 
@@ -99,8 +101,9 @@ class Service:
         peer_timeout_s: float = PEER_TIMEOUT_S,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         discard: Callable[[int], None] = os.close,
+        record: Record | None = None,
     ) -> None:
-        """`discard`: see `Lane`."""
+        """`discard`: see `Lane`. `record`: who carries out Admin.Record."""
         self.loop = loop
         self.peer_timeout_s = peer_timeout_s
         self.draining = False
@@ -109,6 +112,7 @@ class Service:
         self._welcome = welcome
         self._message_bytes_max = message_bytes_max
         self._discard = discard
+        self._record_by = record
         self._started_ms = monotonic_ms()
         self._tcp = tcp
         self._streams: dict[WorkerId, Attached] = {}
@@ -134,6 +138,7 @@ class Service:
             for name, call in calls.items():
                 methods[f"/{service}/{name}"] = self.method(self._unary(call), name)
         methods[f"/{STORE_SERVICE}/Attach"] = rpc.stream(self._attach, "Attach")
+        methods[f"/{ADMIN_SERVICE}/Record"] = self.method(self._record, "Record")
         methods[f"/{STATS_SERVICE}/Explain"] = self.method(self._explain, "Explain")
         methods[f"/{STATS_SERVICE}/GetStats"] = self.method(self._get_stats, "GetStats")
         methods[f"/{STATS_SERVICE}/ListNamespaces"] = self.method(self._list_namespaces, "ListNamespaces")
@@ -221,6 +226,18 @@ class Service:
             if not found.rest:
                 return b"".join(parts)
             event = replace(event, session=b"", keys=found.rest)
+
+    async def _record(self, worker: WorkerId, raw: bytes, context: Context) -> bytes:
+        request = wire.parse(admin_pb2.RecordRequest, raw)
+        caller = self.loop.store.state.workers.get(worker)
+        if caller is None or not caller.admin or self._record_by is None:
+            raise Denied(
+                "is for admins",
+                field="Record",
+                value=f"worker {worker}",
+                remedy="ask as the daemon's own user, or root",
+            )
+        return (await self._record_by(request)).SerializeToString()
 
     async def _get_stats(self, worker: WorkerId, raw: bytes, context: Context) -> bytes:
         wire.parse(stats_pb2.GetStatsRequest, raw)
