@@ -1,10 +1,11 @@
 """Writes docs/placement.md: figures 13, 17, 21, 22, 23 and 24 and section 4.3.5 of AttentionStore (arXiv 2403.19708)
 re-done with the production core in virtual time, in the paper's settings, and its figures beside ours.
 
-    make docs-placement DATA=../shared/data/traces        # an eighth of ... see --scale; a run is kept in .cache/placement
+    make docs-placement ARGS='--data DIR --jobs 4'        # each run is kept in .cache/placement
 
-`--scale S` makes a service of 1/S of the size: sessions, arrivals, DRAM, SSD, bandwidths, GPUs and batch, so that waits,
-think times and shares stay what they are. 1 is the paper's size: two minutes of a core for each of some twenty runs.
+`--scale S` makes a service of 1/S of the size: sessions, arrivals, DRAM, SSD, bandwidths, GPUs and batch, so that
+waits, think times and shares stay what they are. 1 is the paper's size: two minutes of a core for each of some twenty
+runs.
 """
 
 from __future__ import annotations
@@ -217,9 +218,9 @@ The production core (`Store.apply`) serves conversations in virtual time behind 
 (`kvstore/replay/engine.py`); the engine's waiting jobs are what `PublishQueue` tells the store. Settings are those of
 AttentionStore (arXiv 2403.19708), section 4.1: {SESSIONS:,} conversations with the lengths of ShareGPT, one beginning
 every second on average, 24 jobs in a batch, 128 GB of DRAM, 10 TB of SSD, {WARM_UP:,} turns of warm-up, truncation by
-half at the end of the context (2,048 tokens for LLaMA-65B and Falcon-40B, 4,096 for the others). These figures come from
-{size}: sessions, arrivals, DRAM, SSD, bandwidths, GPUs and batch are all divided, so that waits, think times
-and shares stay the same (`make docs-placement ARGS='--scale 1'` measures in full).
+half at the end of the context (2,048 tokens for LLaMA-65B and Falcon-40B, 4,096 for the others). These figures come
+from {size}: sessions, arrivals, DRAM, SSD, bandwidths, GPUs and batch are all divided, so that waits,
+think times and shares stay the same (`make docs-placement ARGS='--scale 1'` measures in full).
 
 What the paper does not say is chosen here, and decides much: the next turn comes a think time after the answer
 (lognormal, median 40 s, sigma 1.0; seed 1), an answer takes 30 ms a token; prefill runs at half of an A100's
@@ -258,9 +259,9 @@ its queue are unknown, so the comparison is of kind, not of percent."""
         )
     )
     parts.append(
-        "## Figure 17: cost\n\nAt $5 an hour for a GPU, $0.0088 for a GB of DRAM and $0.000082 for a GB of SSD, for as long as"
-        " the GPUs work.\nHow much is saved depends on how much of the GPU time is prefill, which the paper's engine spends"
-        " far more of."
+        "## Figure 17: cost\n\nAt $5 an hour for a GPU, $0.0088 for a GB of DRAM and $0.000082 for a GB of SSD, for as"
+        " long as the GPUs work.\nHow much is saved depends on how much of the GPU time is prefill: the paper's engine"
+        " spends far more on it than the\nmodel here, whose prefill is near what the hardware can do."
     )
     costs = []
     for model, r in ours.items():
@@ -313,9 +314,9 @@ its queue are unknown, so the comparison is of kind, not of percent."""
             )
         )
     parts.append(
-        "## Figure 21: policies, LLaMA-13B\n\nEach baseline (`kvstore/replay/baselines.py`) sees the same turns in the order in"
-        ' which our run served them, and takes\nno time to fetch; `lru (core)` is the core with `eviction = "lru"` and a'
-        " queue of its own."
+        "## Figure 21: policies, LLaMA-13B\n\nEach baseline (`kvstore/replay/baselines.py`) sees the same turns in the order"
+        ' in which our run served them, and\ntakes no time to fetch; `lru (core)` is the core with `eviction = "lru"` and'
+        " a queue of its own. The paper's 10 TB\nhold everything that our sessions still need; at 2 TB policies differ."
     )
     both = {"128G/2T": row("llama-13b", ssd=SSD_SMALL, baselines=True), "128G/10T": ours["llama-13b"]}
     lru = {

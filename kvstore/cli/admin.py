@@ -56,12 +56,12 @@ def moment(text: str) -> int:
     return min(ago, AGE_MS_MAX)
 
 
-def _ask(client: Client, method: str, request: Message, timeout_s: float | None = None) -> Any:
+def ask_admin(client: Client, method: str, request: Message, timeout_s: float | None = None) -> Any:
     return client.unary(admin_pb2_grpc.AdminStub, method, request, timeout_s=timeout_s)
 
 
 def quarantine(client: Client, options: argparse.Namespace) -> int:
-    reply: admin_pb2.ListQuarantineReply = _ask(
+    reply: admin_pb2.ListQuarantineReply = ask_admin(
         client,
         "ListQuarantine",
         admin_pb2.ListQuarantineRequest(limit=options.limit, retry=options.retry),
@@ -99,12 +99,12 @@ def recall(client: Client, options: argparse.Namespace) -> int:
     request = admin_pb2.RecallRequest(
         maker=options.maker, age_ms_max=options.since or 0, dry_run=True, sessions_max=options.limit
     )
-    reply: admin_pb2.RecallReply = _ask(client, "Recall", request, timeout_s=REQUEST_S)
+    reply: admin_pb2.RecallReply = ask_admin(client, "Recall", request, timeout_s=REQUEST_S)
     request.dry_run = options.dry_run
     deadline = time.monotonic() + RECALL_WAIT_S
     while not options.dry_run:
         try:
-            _ask(client, "Recall", request, timeout_s=REQUEST_S)
+            ask_admin(client, "Recall", request, timeout_s=REQUEST_S)
             break
         except DeadlineExceeded:
             if time.monotonic() > deadline:
@@ -158,7 +158,7 @@ def _recall_arguments(parser: argparse.ArgumentParser) -> None:
 def record(client: Client, options: argparse.Namespace) -> int:
     """Begins one and waits for its end, which an interrupt hastens; or only looks, or stops one."""
     if options.stop or options.status:
-        return _recorded(options, _ask(client, "Record", admin_pb2.RecordRequest(stop=options.stop)))
+        return _recorded(options, ask_admin(client, "Record", admin_pb2.RecordRequest(stop=options.stop)))
     if not options.file:
         raise BadRequest(
             "is missing", field="FILE", value="", remedy="name a new file, or give --status or --stop"
@@ -166,16 +166,16 @@ def record(client: Client, options: argparse.Namespace) -> int:
     request = admin_pb2.RecordRequest(
         path=os.path.abspath(options.file), bytes_max=options.bytes_max, seconds=options.seconds
     )
-    reply: admin_pb2.RecordReply = _ask(client, "Record", request)
+    reply: admin_pb2.RecordReply = ask_admin(client, "Record", request)
     if options.background:
         return _recorded(options, reply)
     note(f"kvctl: the daemon records to {reply.path}; an interrupt ends it")
     try:
         while reply.running:
             time.sleep(RECORD_POLL_S)
-            reply = _ask(client, "Record", admin_pb2.RecordRequest())
+            reply = ask_admin(client, "Record", admin_pb2.RecordRequest())
     except KeyboardInterrupt:
-        reply = _ask(client, "Record", admin_pb2.RecordRequest(stop=True))
+        reply = ask_admin(client, "Record", admin_pb2.RecordRequest(stop=True))
     return _recorded(options, reply)
 
 

@@ -342,6 +342,11 @@ class Machine:
         result.counters = dict(self.store.state.counters)
         return result
 
+    def serve(self, turn: Turn) -> None:
+        """One turn, when it comes."""
+        self.advance(max(self.now, turn.at_ms))
+        self._serve(turn, counted=True)
+
     def _publish(self, number: int, new: range) -> None:
         hints = tuple(Hint(_job(n), n, keys=self.keys.of(self.trace.turns[n].chunks)) for n in new)
         removed = (_job(number),) if number else ()

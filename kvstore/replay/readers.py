@@ -322,34 +322,54 @@ def lmcache(path: str | Path, *, chunk_tokens: int = 16) -> Trace:
     return trace
 
 
+class Recorded:
+    """Turns out of the lines of a recording, of one namespace, as they come. A turn is whole when its worker begins the
+    next: what it saved in between, and did not ask for, is its answer."""
+
+    def __init__(self) -> None:
+        self.chunk_tokens = self.chunk_bytes = 0
+        """As of the last line."""
+        self._open: dict[int, Turn] = {}
+        self._count = 0
+        self._sessions = Continued()
+
+    def take(self, line: Mapping[str, Any]) -> Turn | None:
+        """The turn that this line ends, if it ends one."""
+        self.chunk_tokens, self.chunk_bytes = int(line["c"]), int(line["b"])
+        before = self._open.get(line["w"])
+        if "ask" not in line:
+            if before is not None:
+                known = {*before.chunks, *before.answer}
+                new = (chunk for chunk in line["save"] if chunk not in known)
+                before.answer = numbers([*before.answer, *new])
+            return None
+        chunks = line["ask"]
+        session, number = self._sessions.of(self._count, chunks, chunks)
+        self._open[line["w"]] = Turn(
+            int(line["t"]), numbers(chunks), len(chunks) * self.chunk_tokens, 0, (), session, number
+        )
+        self._count += 1
+        return before
+
+    def rest(self) -> list[Turn]:
+        """Those that nothing has ended."""
+        left = list(self._open.values())
+        self._open.clear()
+        return left
+
+
 def recorded(path: str | Path, *, namespace: int = -1) -> Trace:
-    """Lookups are turns; what the same worker saves next, and did not ask for, is the answer. One `namespace` (its
-    number in the file); -1: the one with most lookups. The file names no tokens: prompts count as whole chunks."""
+    """One `namespace` (its number in the file); -1: the one with most lookups. The file names no tokens: prompts count
+    as whole chunks."""
     lines = [line for line in _lines(path) if "ask" in line or "save" in line]
     counts = Counter(line["n"] for line in lines if "ask" in line)
-    if not counts:
-        raise BadRequest("holds no lookup", field="trace", value=str(path))
-    chosen = counts.most_common(1)[0][0] if namespace < 0 else namespace
-    turns: list[Turn] = []
-    latest: dict[int, Turn] = {}
-    sessions = Continued()
-    chunk_tokens = 0
-    for line in lines:
-        if line["n"] != chosen:
-            continue
-        chunk_tokens = int(line["c"])
-        if "ask" in line:
-            chunks = line["ask"]
-            session, number = sessions.of(len(turns), chunks, chunks)
-            turn = Turn(int(line["t"]), numbers(chunks), len(chunks) * chunk_tokens, 0, (), session, number)
-            turns.append(turn)
-            latest[line["w"]] = turn
-        elif (asked := latest.get(line["w"])) is not None:
-            known = {*asked.chunks, *asked.answer}
-            asked.answer = numbers([*asked.answer, *(chunk for chunk in line["save"] if chunk not in known)])
+    chosen = counts.most_common(1)[0][0] if counts and namespace < 0 else namespace
+    reader = Recorded()
+    mine = [line for line in lines if line["n"] == chosen]
+    turns = [turn for turn in map(reader.take, mine) if turn is not None] + reader.rest()
     if not turns:
-        raise BadRequest("no such namespace in the file", field="namespace", value=namespace)
-    trace = Trace("recorded", chunk_tokens, turns)
+        raise BadRequest("holds no lookup of that namespace", field="trace", value=str(path))
+    trace = Trace("recorded", reader.chunk_tokens, turns)
     trace.note_history()
     return trace
 

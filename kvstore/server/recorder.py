@@ -1,7 +1,7 @@
 """A trace of what engines look up and save, written for `kvctl simulate`: keys hashed anew, times from its beginning.
 
-The loop hands over events as they are, into a bounded buffer; hashing and formatting happen on a thread, writing through
-aiofiles. What finds the buffer full is dropped and counted: the loop never waits.
+The loop hands over events as they are, into a bounded buffer; hashing and formatting happen on a thread, writing
+through aiofiles. What finds the buffer full is dropped and counted: the loop never waits.
 
     {"kvstore_trace": 1, "started": "2026-01-31T12:00:00Z"}
     {"t": 12, "w": 0, "n": 0, "c": 64, "b": 1048576, "ask": [17, ...]}
