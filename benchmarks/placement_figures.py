@@ -231,13 +231,22 @@ its queue are unknown, so the comparison is of kind, not of percent."""
     parts.append("## Figure 13: hit rates")
     parts.append(
         table(
-            ["model", "hits", "the paper", "of these in DRAM", "of all prompt tokens", "longest queue"],
+            [
+                "model",
+                "hits",
+                "the paper",
+                "of these in DRAM",
+                "of turns that queued, in DRAM",
+                "of all prompt tokens",
+                "longest queue",
+            ],
             [
                 [
                     NAMES[model],
                     percent(r.get("session_hit_rate")),
                     percent(PAPER_HITS[model]),
                     percent(r.get("dram_share_of_hits")),
+                    percent(r.get("dram_share_foreseen")),
                     percent(r.get("token_hit_rate")),
                     f"{r.get('backlog_max', 0):,}",
                 ]
@@ -314,9 +323,10 @@ its queue are unknown, so the comparison is of kind, not of percent."""
             )
         )
     parts.append(
-        "## Figure 21: policies, LLaMA-13B\n\nEach baseline (`kvstore/replay/baselines.py`) sees the same turns in the order"
-        ' in which our run served them, and\ntakes no time to fetch; `lru (core)` is the core with `eviction = "lru"` and'
-        " a queue of its own. The paper's 10 TB\nhold everything that our sessions still need; at 2 TB policies differ."
+        "## Figure 21: policies, LLaMA-13B\n\nEach baseline (`kvstore/replay/baselines.py`) sees the same turns in the"
+        " order in which our run served them, and\ntakes no time to fetch; `lru (core)` is the core with"
+        ' `eviction = "lru"` and a queue of its own. The paper\'s 10 TB\nhold everything that our sessions still need;'
+        " at 2 TB policies differ."
     )
     both = {"128G/2T": row("llama-13b", ssd=SSD_SMALL, baselines=True), "128G/10T": ours["llama-13b"]}
     lru = {
@@ -367,8 +377,8 @@ its queue are unknown, so the comparison is of kind, not of percent."""
         table(["median think time", "attnstore", "lru", "paper's policy", "belady", "in DRAM"], thinks)
     )
     parts.append(
-        "## Figure 22: truncation\n\nWhere truncation invalidates what is left (OF), its chunks have other positions and"
-        " are other chunks."
+        "## Figure 22: truncation\n\nWhere truncation invalidates what is left (OF), its chunks have other positions"
+        " and are other chunks."
     )
     cut = {model: row(model, invalidates=True) for model in NAMES}
     parts.append(

@@ -34,6 +34,10 @@ class Served:
     result: Result
     first_token_s: list[float] = field(default_factory=list, repr=False)
     """Of each turn, from the beginning of its service."""
+    hits_foreseen: int = 0
+    """Of turns that had waited in the queue, so that the store knew of them,"""
+    hits_foreseen_dram: int = 0
+    """those that were in DRAM by then."""
     queued_s: float = 0.0
     """Mean wait for a place in the batch."""
     gpu_s: float = 0.0
@@ -294,6 +298,9 @@ class Engine:
             served.queued_s += (job.began - job.arrived) / 1000
             served.first_token_s.append((machine.now - job.began) / 1000)
             machine.count(job.turn, job.lookup, machine.now - job.began - span_s * 1000)
+            if job.began > job.arrived:
+                served.hits_foreseen += from_store
+                served.hits_foreseen_dram += job.lookup.in_dram
         if self.store:
             machine.release(job.lookup)
             if not job.turn.answer:

@@ -44,6 +44,7 @@ def as_row(result: Result, chunk_bytes: int, served: Served | None = None) -> di
         row |= {
             "first_token_mean_s": served.first_token_mean_s,
             "first_token_p95_s": served.first_token_percentile_s(0.95),
+            "dram_share_foreseen": _share(served.hits_foreseen_dram, served.hits_foreseen),
             "queued_mean_s": served.queued_s,
             "gpu_hours": served.gpu_s / 3600,
             "prefill_hours": served.prefill_s / 3600,

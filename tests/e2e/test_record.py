@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,41 @@ def test_the_end_of_the_daemon_ends_a_recording(start_daemon: Callable[..., Any]
         turn(store, range(16))
     assert daemon.stop() == 0
     assert len(read_trace(path, "recorded")) == 1
+
+
+def test_advise_says_what_more_memory_would_bring(
+    start_daemon: Callable[..., Any], run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Chats that come back one after the other, twice as many as fit: nothing is hit, and with twice the DRAM all is."""
+    start_daemon(dram_bytes=8 << 20, segment_bytes=4 << 20)
+    spec = NamespaceSpec("advised-model", b"digest", "k:[T]:int8", 4, (GroupSpec("kv", 256 << 10),))
+    ended = threading.Event()
+
+    def chat() -> None:
+        with connect(str(run_dir)) as client:
+            store = client.open(spec)
+            while not ended.is_set():
+                for first in range(0, 16_000, 1_000):
+                    keys = store.keys(range(first, first + 12))
+                    with store.read(keys) as lease:
+                        hits = lease.hits
+                    with store.write(keys[hits:]) as batch:
+                        batch.copy_many([(i, None, bytes(256 << 10)) for i in batch.granted])
+                        batch.commit()
+
+    chatting = threading.Thread(target=chat)
+    chatting.start()
+    try:
+        found = kvctl_(
+            run_dir, "advise", "--seconds", "4", "--share", "1.0", "--dram", "8M", "32M", "--policy", "lru"
+        )
+    finally:
+        ended.set()
+        chatting.join()
+    small, large = found["rows"]
+    assert found["turns"] >= 32, "each chat was seen twice"
+    assert (small["dram_bytes"], large["dram_bytes"]) == (8 << 20, 32 << 20)
+    assert small["hit_rate"] == 0.0
+    assert large["hit_rate"] > 0.4
+    assert large["gain"] == large["hit_rate"]
+    assert not kvctl_(run_dir, "record", "--status")["running"]
