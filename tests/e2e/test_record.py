@@ -94,7 +94,7 @@ def test_the_end_of_the_daemon_ends_a_recording(start_daemon: Callable[..., Any]
 def test_advise_says_what_more_memory_would_bring(
     start_daemon: Callable[..., Any], run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Chats that come back one after the other, twice as many as fit: nothing is hit, and with twice the DRAM all is."""
+    """Chats that come back one after the other, more than fit: nothing is hit, and in four times the DRAM all is."""
     start_daemon(dram_bytes=8 << 20, segment_bytes=4 << 20)
     spec = NamespaceSpec("advised-model", b"digest", "k:[T]:int8", 4, (GroupSpec("kv", 256 << 10),))
     ended = threading.Event()
