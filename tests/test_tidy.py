@@ -357,7 +357,10 @@ LATER = {
         "kvstore.cli.check",
         "kvstore.tiers.check",
     ): "needs what only the daemon's install has; `kvctl` works without",
-    ("kvstore.cli.simulate", "kvstore.replay.hardware"): "loaded only when it runs: every kvctl pays for imports",
+    (
+        "kvstore.cli.simulate",
+        "kvstore.replay.hardware",
+    ): "loaded only when it runs: every kvctl pays for imports",
     ("kvstore.cli.simulate", "kvstore.replay.trace"): "so too",
     ("kvstore.cli.advise", "kvstore.replay.shadow"): "so too",
     ("kvstore.client.namespace", "kvstore.client.sync"): "the public way back to the client that opened it",

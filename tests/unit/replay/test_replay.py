@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.core import events as ev
 from kvstore.errors import BadRequest
 from kvstore.replay import Trace, Turn, read_trace, replay
+from kvstore.replay.machine import Machine
 
 TRACES = Path(__file__).resolve().parents[4] / "shared/data/traces"
 
@@ -42,6 +44,23 @@ def test_a_look_ahead_keeps_what_comes_next() -> None:
     assert replay(turns, dram_chunks=4).hits == 0
     assert replay(turns, dram_chunks=4, look_ahead=3).hits == 2
     assert replay(turns, dram_chunks=4, look_ahead=3, policy="lru").hits == 0
+
+
+def test_a_job_leaves_the_queue_before_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: set[int] = set()
+    queues: list[set[int]] = []
+    apply = Machine.apply
+
+    def noted(machine: Machine, event: ev.Event) -> None:
+        if isinstance(event, ev.PublishQueue):
+            waiting.difference_update(int.from_bytes(job, "little") for job in event.removed)
+            waiting.update(int.from_bytes(hint.job, "little") for hint in event.hints)
+            queues.append(set(waiting))
+        apply(machine, event)
+
+    monkeypatch.setattr(Machine, "apply", noted)
+    replay(trace((1,), (2,), (3,), (4,)), dram_chunks=4, look_ahead=2)
+    assert queues == [{1, 2}, {2, 3}, {3}, set()]
 
 
 def test_the_ssd_serves_what_left_dram_and_takes_its_time() -> None:
