@@ -26,7 +26,9 @@ ENGINES = ("vllm", "sglang", "lmcache")
 """Not installed where our own code runs: only their connectors import them, and nothing imports those."""
 BOTTOM = ("types", "errors", "keys", "layout", "answers", "arguments")
 """Modules of kvstore that everybody may import: nouns, failures, chunk keys, geometry, answers."""
-INNER_ROOMS = tuple(f"kvstore.{room}" for room in ("core", "server", "transport", "tiers", "sim", "cli"))
+INNER_ROOMS = tuple(
+    f"kvstore.{room}" for room in ("core", "server", "transport", "tiers", "sim", "replay", "cli")
+)
 """Rooms of the daemon: an engine's process, which has the client, needs nothing of them."""
 OUTSIDE_WORLD = (
     *("asyncio", "concurrent", "multiprocessing", "queue", "sched", "signal", "subprocess", "threading"),
@@ -91,15 +93,22 @@ def allowed(package: str, name: str) -> bool:
             return not within(name, *SIDES, *HEAVY, *INNER_ROOMS)
         case "kvstore.tiers":
             core = within(name, "kvstore.core.events", "kvstore.core.ssd", "kvstore.core.namespaces")
-            rooms = ("client", "cli", "sim", "transport", "server", "core")
+            rooms = ("client", "cli", "sim", "replay", "transport", "server", "core")
             closed = within(name, *(f"kvstore.{room}" for room in rooms))
             return core or within(name, "kvstore.server.logs") or not (closed or within(name, *SIDES, *HEAVY))
         case "kvstore.transport":
             events = within(name, "kvstore.core.events", "kvstore.server.loop", "kvstore.server.logs")
-            closed = within(name, *(f"kvstore.{room}" for room in ("client", "cli", "sim", "server", "core")))
+            closed = within(
+                name, *(f"kvstore.{room}" for room in ("client", "cli", "sim", "replay", "server", "core"))
+            )
             return events or not (closed or within(name, *SIDES, *HEAVY))
         case "kvstore.server":
-            return not within(name, *SIDES, *HEAVY, "kvstore.client", "kvstore.cli", "kvstore.sim")
+            return not within(
+                name, *SIDES, *HEAVY, "kvstore.client", "kvstore.cli", "kvstore.sim", "kvstore.replay"
+            )
+        case "kvstore.replay":
+            bottom = within(name, *(f"kvstore.{module}" for module in BOTTOM))
+            return own or bottom or within(name, "kvstore.core") or not (ours or within(name, *HEAVY))
         case "kvstore":
             return not within(name, *SIDES, *HEAVY)
         case "kvstore.scheduler":
@@ -127,7 +136,7 @@ def test_imports_flow_one_way(package: str) -> None:
         rooms = (
             *(
                 f"kvstore.{room}"
-                for room in ("core", "promptcache", "client", "wire", "tiers", "transport", "server")
+                for room in "core promptcache replay client wire tiers transport server".split()
             ),
             "kvstore.gpu_worker.connectors",
         )
@@ -161,6 +170,12 @@ def test_imports_flow_one_way(package: str) -> None:
         ("kvstore.transport", "kvstore.server.daemon", False),
         ("kvstore.server", "kvstore.core.store.Store", True),
         ("kvstore.server", "kvstore.sim.integrity", False),
+        ("kvstore.replay", "kvstore.core.store.Store", True),
+        ("kvstore.replay", "kvstore.server.loop", False),
+        ("kvstore.replay", "kvstore.sim.disk", False),
+        ("kvstore.replay", "matplotlib.pyplot", True),
+        ("kvstore.core", "kvstore.replay", False),
+        ("kvstore.server", "kvstore.replay", False),
         ("kvstore.core", "os.path", False),
         ("kvstore.core", "kvstore.promptcache.schema", False),
         ("kvstore.promptcache", "kvstore.keys.derived_key", True),
@@ -353,6 +368,12 @@ LATER = {
         "kvstore.cli.check",
         "kvstore.tiers.check",
     ): "needs what only the daemon's install has; `kvctl` works without",
+    (
+        "kvstore.cli.simulate",
+        "kvstore.replay.hardware",
+    ): "loaded only when it runs: every kvctl pays for imports",
+    ("kvstore.cli.simulate", "kvstore.replay.trace"): "so too",
+    ("kvstore.cli.advise", "kvstore.replay.shadow"): "so too",
     ("kvstore.client.namespace", "kvstore.client.sync"): "the public way back to the client that opened it",
     (
         "kvstore.core.bulk.needed",

@@ -56,6 +56,7 @@ ROLES: dict[str, frozenset[Role]] = {
     "PromptCache/ListSchemas": _LOOKS_UP,
     "PromptCache/PutSchema": _WRITES,
     "PromptCache/RemoveSchema": _WRITES,
+    "Admin/Record": _OPERATES,
     "Bytes/Get": _READS,
     "Bytes/Put": _WRITES,
 }
