@@ -408,7 +408,10 @@ class JobBook:
             assert window.labels == sorted(window.of) and window.labels, (tenant, window)
             jobs = list(map(window.of.__getitem__, window.labels))
             assert all(job.in_reach == (at < window.reach) for at, job in enumerate(jobs)), (tenant, window)
-            assert not any(job.rows or job.owned or job.stop for job in jobs[window.reach :]), (tenant, window)
+            assert not any(job.rows or job.owned or job.stop for job in jobs[window.reach :]), (
+                tenant,
+                window,
+            )
             assert window.bytes == sum(job.owned * job.chunk_bytes for job in jobs), (tenant, window)
             assert window.looked_at == sum(job.looked_at for job in jobs), (tenant, window)
             for job in jobs[: window.reach]:
@@ -419,9 +422,7 @@ class JobBook:
         for job in _in_reach(self.windows.values()):
             assert job.owned == sum(needed_by[row][0] is job for row in job.rows), job
         waiting = {
-            (job.namespace, job.stop, job)
-            for job in _in_reach(self.windows.values())
-            if job.stop is not None
+            (job.namespace, job.stop, job) for job in _in_reach(self.windows.values()) if job.stop is not None
         }
         assert waiting == {(*name, job) for name, jobs in self._awaited.items() for job in jobs}
         assert all(job.in_reach for job in self.stale), self.stale

@@ -229,6 +229,7 @@ class State:
 
     def add_namespace(self, namespace: Namespace) -> None:
         self.namespaces[namespace.id] = namespace
+        self.policy.opened(namespace)
         namespace.dram = self.policy.candidates()
         header = self.limits.disk_header_bytes
         sizes = frozenset(self.ssd_slots.slot_bytes(header + length) for length in namespace.shard_bytes)
@@ -238,6 +239,7 @@ class State:
         """They hold nothing any more."""
         for namespace in gone:
             del self.namespaces[namespace.id]
+            self.policy.closed(namespace.id)
         self.cold.keep([namespace.ssd for namespace in self.namespaces.values()])
 
     def own_namespace(self, worker: Worker, namespace_id: NamespaceId) -> Namespace:
@@ -473,12 +475,14 @@ class State:
         self._tally(namespace, row, +1)
         if chunks.flags[row] & LISTED:
             chunks.unlink(self.partials, row)
+        promoted = chunks.flags[row] & PROMOTING
         chunks.flags[row] = chunks.flags[row] & ~PROMOTING | COMMITTED
         if chunks.flags[row] & DOOMED:
             self.to_ghost(row, Reason(chunks.reason[row]))
             return False
         chunks.reason[row] = Reason.NONE
-        chunks.used_at[row] = self.now
+        if not promoted:
+            chunks.used_at[row] = self.now
         if self.disk_state is not DiskState.ABSENT and not chunks.flags[row] & STORED:
             self.store_later(row)
         self.settle(row, ready=True)
@@ -557,7 +561,6 @@ class State:
         if nothing_lost and reason is Reason.INCOMPLETE:
             reason = Reason(chunks.reason[row])  # an aborted save tells nothing new
         chunks.reason[row] = reason
-        chunks.used_at[row] = self.now
         if chunks.refs[row]:
             return
         if reason is Reason.NEVER_SEEN:

@@ -519,9 +519,7 @@ class Process:
         if self.numbers_hints:
             yield from self._publish_numbered(namespace, hints, removed)
         else:
-            yield from self.ask(
-                ev.PublishQueue, namespace, tuple(hints), removed=removed, snapshot=snapshot
-            )
+            yield from self.ask(ev.PublishQueue, namespace, tuple(hints), removed=removed, snapshot=snapshot)
         yield Sleep(chance.randrange(50, 300))
 
     def _publish_numbered(

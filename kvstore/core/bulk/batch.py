@@ -413,7 +413,6 @@ def _take_out(
         view.shard_checksum[shard_rows] = 0
         view.shard0[gone] = NONE
         view.reason[gone] = Reason.EVICTED
-        view.used_at[gone] = state.now
         state.counters["chunks_evicted"] += len(victims)
     return index, slots
 

@@ -41,6 +41,8 @@ class Policy(ABC):
         self.rank: dict[int, int] = {}
         """By chunk row, of what the queue needs: the lowest is needed first (see `core.jobs`). Others may look,
         `set_ranks` and `change_ranks` alone change it."""
+        self.now: Millis = 0
+        """Of the step that is going on."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.rank)} chunks ranked)"
@@ -80,8 +82,23 @@ class Policy(ABC):
         for row in rows.tolist():
             self.remove(candidates, row)
 
+    def pass_over(self, candidates: Candidates, row: int) -> None:
+        """`row`, which no queued job needs, is the next victim, and must stay: the others go before it."""
+        self.remove(candidates, row)
+        self.add_last(candidates, row)
+
+    def opened(self, namespace: Namespace) -> None:  # noqa: B027
+        """A namespace is new."""
+
+    def closed(self, namespace: NamespaceId) -> None:  # noqa: B027
+        """It holds nothing any more, and its number is not used again."""
+
+    def used(self, rows: Sequence[int]) -> None:  # noqa: B027
+        """Somebody uses these resident rows of one namespace now; `used_at` still says when they were used before."""
+
     def came_back(self, row: int) -> None:  # noqa: B027  # who has nothing to learn from it, says nothing
-        """The bytes of a ghost are about to be written again: `reason` still says why they went, and `used_at` when."""
+        """The bytes of a ghost are about to be written again: `reason` still says why they went, and
+        `used_at` when they were last used."""
 
     def forget(self, row: int) -> None:  # noqa: B027
         """The row's bytes are gone, or its number is about to be reused. It is in no candidates any more."""

@@ -230,4 +230,3 @@ def usable_leading(state: State, namespace: Namespace, rows: Sequence[int]) -> i
         if row == NONE or not state.is_usable(row):
             return usable
     return len(rows)
-

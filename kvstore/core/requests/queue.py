@@ -186,9 +186,7 @@ class Queue:
             feed.keys += len(hint.keys)
             new.append(job)
         state.jobs.add(new)
-        state.counters["hints_rejected"] += sum(
-            result is HintResult.REJECTED for result in refused.values()
-        )
+        state.counters["hints_rejected"] += sum(result is HintResult.REJECTED for result in refused.values())
         return refused
 
     def _remove(self, feed: Feed, name: bytes) -> None:

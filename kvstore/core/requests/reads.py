@@ -161,6 +161,7 @@ class Reads:
 
     def _used(self, namespace: Namespace, rows: Sequence[int]) -> None:
         state = self.state
+        state.policy.used(rows)
         if state.demanded:
             found = state.demanded.intersection(rows)
             state.demanded -= found

@@ -1,0 +1,454 @@
+"""What queued jobs do not need goes in the order of the hits that a slot may expect of it (`ages.py`), the least first;
+of chunks that were used together descendants go before their ancestors. What jobs need goes last, as with `Hints`.
+
+Chunks of one kind that were used at one time are a cohort: linked rows, which leave from the end of their chain.
+Cohorts of one kind and one bucket of ages are a cell, the oldest first, and cells stand in the order of their worth: to
+use a chunk costs as much as in a list by recency, and an eviction looks at the first cell that is not empty.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from typing import cast
+
+from kvstore.core.bulk import batch, cohorts
+from kvstore.core.chunks import LISTED, NONE, RANKED, TAIL, ChunkTable, LinkedRows
+from kvstore.core.namespaces import Namespace
+from kvstore.core.policies import ages
+from kvstore.core.policies.ages import BUCKETS, EDGES, KINDS, UNKNOWN, Book
+from kvstore.core.policies.hints import ByNeed, Hints, ranked
+from kvstore.core.policies.interface import Rows
+from kvstore.core.policies.lists import Candidates, Ranked
+from kvstore.types import Millis, NamespaceId
+
+UNNAMED = KINDS
+"""A kind of its own: tails that no manifest names, which go before everything;"""
+SPARED = KINDS + 1
+"""and what was passed over, which goes after everything, until"""
+SPARED_MS = 10_000
+"""so long after it came last."""
+KINDS_MAX = 32
+CELLS_MAX = KINDS_MAX * BUCKETS
+AGED_EVERY_MS = 100
+"""Cohorts change their cells at most so often."""
+EXPLORE = 100
+"""One of so many saves that are not worth a slot gets one."""
+
+KIND_BITS, USES_BITS, TURN_BITS = 5, 3, 3
+USES_SHIFT, TURN_SHIFT = KIND_BITS, KIND_BITS + USES_BITS
+KIND_MASK, USES_MASK, TURN_MASK = (1 << KIND_BITS) - 1, (1 << USES_BITS) - 1, (1 << TURN_BITS) - 1
+"""What is known of a chunk's past is one number (`ChunkTable.history`): its kind since its last use, its uses, and the
+turn of the dialogue that computed it. 0: nothing is known."""
+
+
+def history_of(kind: int, uses: int, turn: int) -> int:
+    return kind | min(uses, USES_MASK) << USES_SHIFT | min(turn, TURN_MASK) << TURN_SHIFT
+
+
+class Cohort(LinkedRows):
+    """The next to go is the oldest."""
+
+    __slots__ = ("cell", "number", "since")
+
+    def __init__(self, number: int, cell: int, since: Millis) -> None:
+        super().__init__()
+        self.number = number
+        self.cell = cell
+        """(book * KINDS_MAX + kind) * BUCKETS + bucket."""
+        self.since = since
+        """When they were used."""
+
+    def __repr__(self) -> str:
+        return f"Cohort({self.count} rows of {self.since}, cell {self.cell})"
+
+
+class ByWorth(ByNeed):
+    __slots__ = ("aged_at", "by_time", "cells", "ordered", "total", "versions")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells: dict[int, deque[Cohort]] = {}
+        self.by_time: dict[tuple[int, Millis], Cohort] = {}
+        """By book and kind, and time of use."""
+        self.ordered: list[tuple[float, int]] = []
+        """(worth, cell) of all cells, the least worth first; empty: to be made anew."""
+        self.versions = -1
+        self.aged_at: Millis = 0
+        self.total = 0
+
+    @property
+    def lists(self) -> tuple[LinkedRows | Ranked, ...]:
+        return *self.by_time.values(), self.ranked
+
+    @property
+    def unneeded(self) -> int:
+        return self.total
+
+
+class Expected(Hints):
+    def __init__(self, chunks: ChunkTable, batch_min: int) -> None:
+        super().__init__(chunks, batch_min)
+        self.books: list[Book] = []
+        self._book_of_tenant: dict[str, int] = {}
+        self._book_of: dict[int, int] = {}
+        """By number of the namespace."""
+        self.cohorts: list[Cohort | None] = []
+        """By number: `ChunkTable.cohort` of what is listed by worth."""
+        self._free_numbers: list[int] = []
+        self._refused = 0
+
+    def candidates(self) -> ByWorth:
+        return ByWorth()
+
+    def opened(self, namespace: Namespace) -> None:
+        number = self._book_of_tenant.get(namespace.tenant)
+        if number is None:
+            number = self._book_of_tenant[namespace.tenant] = len(self.books)
+            self.books.append(Book())
+        self._book_of[namespace.id] = number
+
+    def closed(self, namespace: NamespaceId) -> None:
+        del self._book_of[namespace]
+
+    # -------------------------------------------------------------------------------------------------- observation
+
+    def used(self, rows: Sequence[int]) -> None:
+        """Their lives end, and others begin."""
+        if len(rows) >= self._batch_min:
+            cohorts.used(self, self._chunks, rows)
+        else:
+            self.used_each(rows)
+
+    def used_each(self, rows: Sequence[int]) -> None:
+        """`used`, one by one."""
+        history, used_at = self._chunks.history, self._chunks.used_at
+        for row in rows:
+            history[row] = self.end_lives(row, history[row], used_at[row], 1)
+
+    def end_lives(self, row: int, past: int, used_at: Millis, count: int) -> int:
+        """So many chunks with one past, `row` among them, are used now; what their past is from now on."""
+        book = self.book(row)
+        uses = max(1, past >> USES_SHIFT & USES_MASK) + 1
+        if past:
+            book.end(past & KIND_MASK, used_at, self.now, count)
+        kind = ages.kind_of_used(uses, self.now - used_at)
+        book.begin(kind, self.now, count)
+        return history_of(kind, uses, past >> TURN_SHIFT & TURN_MASK)
+
+    def book(self, row: int) -> Book:
+        """Of the tenant whose chunk it is."""
+        return self.books[self._book_of[self._chunks.namespace[row]]]
+
+    def came_back(self, row: int) -> None:
+        if self._chunks.history[row]:
+            self.used((row,))
+
+    def _begin_lives(self, rows: Sequence[int]) -> None:
+        """Of `rows`, in chain order, those that were never seen before begin their first lives."""
+        chunks = self._chunks
+        if len(rows) >= self._batch_min:
+            new = cohorts.without_past(chunks, rows)
+            if len(new) >= self._batch_min and cohorts.is_chain(chunks, new):
+                tokens = sum(map(chunks.tokens.__getitem__, new))
+                self._begin_run(new, tokens)
+                return
+        else:
+            new = [row for row in rows if not chunks.history[row]]
+        if not new:
+            return
+        tokens = sum(map(chunks.tokens.__getitem__, new))
+        start = 0
+        for end in range(1, len(new) + 1):
+            row = new[end] if end < len(new) else NONE
+            if row == NONE or chunks.parent[row] != new[end - 1] or chunks.flags[row] & TAIL:
+                self._begin_run(new[start:end], tokens)
+                start = end
+
+    def _begin_run(self, rows: Sequence[int], tokens: int) -> None:
+        """`rows`, each the child of the one before, were computed in one turn, with others `tokens` in all."""
+        chunks = self._chunks
+        first = rows[0]
+        turn = self._turn(first, chunks.parent[first])
+        kind = ages.kind_of_new(partial=bool(chunks.flags[first] & TAIL), turn=turn, tokens=tokens)
+        past = history_of(kind, 1, turn)
+        if len(rows) >= self._batch_min:
+            chunks.views.history[batch.as_rows(rows)] = past
+        else:
+            for row in rows:
+                chunks.history[row] = past
+        self.book(first).begin(kind, self.now, len(rows))
+
+    def _turn(self, row: int, parent: int) -> int:
+        """Which turn of a dialogue computed a chunk. One that branches off what others share begins a dialogue; one
+        behind what was never used goes on with the turn that computed it."""
+        chunks = self._chunks
+        if parent == NONE:
+            return 1
+        past = chunks.history[parent]
+        turn = max(1, past >> TURN_SHIFT & TURN_MASK)
+        if past >> USES_SHIFT & USES_MASK <= 1:
+            return turn
+        for child in chunks.children(parent):
+            if child != row and not chunks.flags[child] & TAIL:
+                return 1
+        return turn + 1
+
+    def worth(self, row: int) -> float:
+        """Expected hits per slot and millisecond of what no queued job needs."""
+        book = self.book(row)
+        past = self._chunks.history[row]
+        kind = past & KIND_MASK if past and book.knows else UNKNOWN
+        return book.worth[kind][ages.bucket_of(max(0, self.now - self._chunks.used_at[row]))]
+
+    # ------------------------------------------------------------------------------------------- coming and going
+
+    def add(self, candidates: Candidates, rows: Sequence[int]) -> None:
+        self._begin_lives(rows)
+        self._file(cast("ByWorth", candidates), self._without_needed(candidates, rows))
+
+    def add_each(self, candidates: Candidates, rows: Sequence[int]) -> None:
+        self.add(candidates, rows)
+
+    def add_last(self, candidates: Candidates, row: int) -> None:
+        """Where its worth says."""
+        if row in self.rank:
+            self._rank(ranked(candidates), row)
+        else:
+            self._file(cast("ByWorth", candidates), (row,), behind=True)
+
+    def add_last_many(self, candidates: Candidates, rows: Rows) -> None:
+        left = self._without_needed(candidates, rows.tolist())
+        self._file(cast("ByWorth", candidates), left[::-1], behind=True)
+
+    def put_back(self, candidates: Candidates, rows: Sequence[int]) -> None:
+        self._file(cast("ByWorth", candidates), self._without_needed(candidates, rows))
+
+    def put_back_each(self, candidates: Candidates, rows: Sequence[int]) -> None:
+        self.put_back(candidates, rows)
+
+    def pass_over(self, candidates: Candidates, row: int) -> None:
+        self.remove(candidates, row)
+        mine = cast("ByWorth", candidates)
+        book = self._book_of[self._chunks.namespace[row]]
+        self._link(mine, self._cohort(mine, book * KINDS_MAX + SPARED, self.now), (row,), first=False)
+
+    def remove(self, candidates: Candidates, row: int) -> None:
+        chunks = self._chunks
+        flags = chunks.flags[row]
+        if flags & RANKED:
+            ranked(candidates).remove(row)
+            chunks.flags[row] = flags & ~(RANKED | LISTED)
+        elif flags & LISTED:
+            self.unlink(candidates, row)
+
+    def remove_many(self, candidates: Candidates, rows: Rows) -> None:
+        mine = self._chunks.views.flags[rows] & RANKED != 0
+        if mine.any():
+            for row in rows[mine].tolist():
+                self.remove(candidates, row)
+            rows = rows[~mine]
+        if len(rows):
+            self.unlink_many(candidates, rows)
+
+    def unlink(self, candidates: Candidates, row: int) -> None:
+        cohort = self.cohorts[self._chunks.cohort[row]]
+        assert cohort is not None, self._chunks.describe(row)
+        self._chunks.unlink(cohort, row)
+        cast("ByWorth", candidates).total -= 1
+
+    def unlink_many(self, candidates: Candidates, rows: Rows) -> None:
+        for number, mine in cohorts.by_cohort(self._chunks, rows):
+            cohort = self.cohorts[number]
+            assert cohort is not None, number
+            batch.unlink(self._chunks, cohort, mine)
+        cast("ByWorth", candidates).total -= len(rows)
+
+    def _file(self, candidates: ByWorth, rows: Sequence[int], *, behind: bool = False) -> None:
+        """Into the cohorts of their kinds and times; they stand in chain order. The end of a chain goes first, also of
+        what is there already; or, `behind`, they go after what is there."""
+        if not rows:
+            return
+        chunks = self._chunks
+        number = self._book_of[chunks.namespace[rows[0]]]
+        book = self.books[number]
+        first = number * KINDS_MAX
+        groups: dict[tuple[int, Millis], list[int]] = {}
+        knows = book.knows
+        history, used_at, flags, refs = chunks.history, chunks.used_at, chunks.flags, chunks.refs
+        if len(rows) >= self._batch_min:
+            runs = cohorts.alike(chunks, rows)
+        else:
+            runs = ([row] for row in rows)
+        for run in runs:
+            row = run[0]
+            past = history[row]
+            kind = past & KIND_MASK if past and knows else UNKNOWN
+            if flags[row] & TAIL and not refs[row]:
+                kind = UNNAMED
+            group = groups.setdefault((kind, used_at[row]), run)
+            if group is not run:
+                group += run
+        for (kind, since), mine in groups.items():
+            cohort = self._cohort(candidates, first + kind, since)
+            before = NONE if behind or not cohort.count else chunks.parent[mine[0]]
+            listed = before != NONE and chunks.flags[before] & LISTED
+            self._link(candidates, cohort, mine, first=listed and chunks.cohort[before] == cohort.number)
+
+    def _link(self, candidates: ByWorth, cohort: Cohort, rows: Sequence[int], *, first: object) -> None:
+        """They stand in chain order, and go before all that is there (`first`), or after it."""
+        chunks = self._chunks
+        number = cohort.number
+        if len(rows) >= self._batch_min:
+            which = batch.as_rows(rows)[::-1]
+            chunks.views.cohort[which] = number
+            if first:
+                batch.link_oldest(chunks, cohort, which[::-1])
+            else:
+                batch.link_newest(chunks, cohort, which)
+        elif first:
+            for row in rows:
+                chunks.cohort[row] = number
+                chunks.link_oldest(cohort, row)
+        else:
+            for row in reversed(rows):
+                chunks.cohort[row] = number
+                chunks.link_newest(cohort, row)
+        candidates.total += len(rows)
+
+    def _cohort(self, candidates: ByWorth, kind: int, since: Millis) -> Cohort:
+        found = candidates.by_time.get((kind, since))
+        if found is not None:
+            return found
+        cell = kind * BUCKETS + ages.bucket_of(max(0, self.now - since))
+        number = self._free_numbers.pop() if self._free_numbers else len(self.cohorts)
+        cohort = Cohort(number, cell, since)
+        if number == len(self.cohorts):
+            self.cohorts.append(cohort)
+        else:
+            self.cohorts[number] = cohort
+        candidates.by_time[kind, since] = cohort
+        self._into_cell(candidates, cohort)
+        return cohort
+
+    def _into_cell(self, candidates: ByWorth, cohort: Cohort) -> None:
+        cell = candidates.cells.get(cohort.cell)
+        if cell is None:
+            candidates.cells[cohort.cell] = deque((cohort,))
+            candidates.ordered.clear()
+            return
+        newer = 0
+        while newer < len(cell) and cell[-1 - newer].since > cohort.since:
+            newer += 1
+        cell.insert(len(cell) - newer, cohort)
+
+    # ----------------------------------------------------------------------------------------------------- victims
+
+    def unneeded(self, *lists: Candidates) -> Iterator[int]:
+        if len(lists) == 1:
+            return map(itemgetter(1), self._walk_cells(cast("ByWorth", lists[0])))
+        walks = (self._walk_cells(cast("ByWorth", candidates)) for candidates in lists)
+        return map(itemgetter(1), heapq.merge(*walks, key=itemgetter(0)))
+
+    def _walk_cells(self, candidates: ByWorth) -> Iterator[tuple[float, int]]:
+        """(worth, row), the least worth first."""
+        self._age(candidates)
+        newer = self._chunks.newer
+        for worth, number in list(candidates.ordered):
+            cell = candidates.cells.get(number)
+            if cell is None:
+                continue
+            while cell and not cell[0].count:
+                self._drop(candidates, cell.popleft())
+            at = 0
+            while at < len(cell):
+                row = cell[at].oldest
+                while row != NONE:
+                    following = newer[row]
+                    yield worth, row
+                    row = following
+                at += 1
+
+    def _drop(self, candidates: ByWorth, cohort: Cohort) -> None:
+        """An empty cohort ends."""
+        del candidates.by_time[cohort.cell // BUCKETS, cohort.since]
+        self.cohorts[cohort.number] = None
+        self._free_numbers.append(cohort.number)
+
+    def _age(self, candidates: ByWorth) -> None:
+        """Cohorts that are too old for their cell go to the next; cells are ordered by what they are worth now."""
+        now = self.now
+        if now - candidates.aged_at >= AGED_EVERY_MS:
+            candidates.aged_at = now
+            for book in self.books:
+                book.refresh(now)
+            for number in sorted(candidates.cells):
+                self._age_cell(candidates, number)
+        versions = sum(book.version for book in self.books)
+        if versions != candidates.versions or not candidates.ordered:
+            candidates.versions = versions
+            candidates.ordered = sorted(
+                ((self._worth_of_cell(number), number) for number in candidates.cells),
+                key=lambda cell: (cell[0], -(cell[1] % BUCKETS), cell[1]),
+            )
+
+    def _age_cell(self, candidates: ByWorth, number: int) -> None:
+        now = self.now
+        cell = candidates.cells[number]
+        spared = number // BUCKETS % KINDS_MAX == SPARED
+        edge = SPARED_MS if spared else EDGES[number % BUCKETS + 1]
+        last = number % BUCKETS == BUCKETS - 1 and not spared
+        while cell and (not cell[0].count or (now - cell[0].since >= edge and not last)):
+            cohort = cell.popleft()
+            if not cohort.count:
+                self._drop(candidates, cohort)
+            elif spared:
+                rows = list(self._chunks.walk(cohort))
+                for row in rows:
+                    self.unlink(candidates, row)
+                self._drop(candidates, cohort)
+                self._file(candidates, rows[::-1])
+            else:
+                cohort.cell = number - number % BUCKETS + ages.bucket_of(now - cohort.since)
+                self._into_cell(candidates, cohort)
+        if not cell:
+            del candidates.cells[number]
+            candidates.ordered.clear()
+
+    def _worth_of_cell(self, number: int) -> float:
+        kind = number // BUCKETS % KINDS_MAX
+        if kind >= KINDS:
+            return -1.0 if kind == UNNAMED else float("inf")
+        return self.books[number // CELLS_MAX].worth[kind][number % BUCKETS]
+
+    def oldest_use(self, candidates: Candidates) -> Millis | None:
+        """When what was used longest ago was used, of what no job needs."""
+        mine = cast("ByWorth", candidates)
+        if not mine.total:
+            return super().oldest_use(candidates)
+        return min(
+            next((cohort.since for cohort in cell if cohort.count), self.now) for cell in mine.cells.values()
+        )
+
+    # ------------------------------------------------------------------------------------------------- for checkers
+
+    def check_row(self, candidates: Candidates, row: int) -> LinkedRows | Ranked:
+        """What a job needs is never among what nobody does; the rest is in a cohort of its kind and time."""
+        chunks, mine = self._chunks, ranked(candidates)
+        key = mine.keys.get(row)
+        wanted = -self.rank[row] if row in self.rank else None
+        assert key == wanted, (chunks.describe(row), key, wanted)
+        assert bool(chunks.flags[row] & RANKED) == (key is not None), chunks.describe(row)
+        if key is not None:
+            return mine
+        cohort = self.cohorts[chunks.cohort[row]]
+        assert cohort is not None, chunks.describe(row)
+        kind, book = cohort.cell // BUCKETS % KINDS_MAX, cohort.cell // CELLS_MAX
+        assert book == self._book_of[chunks.namespace[row]], chunks.describe(row)
+        assert cohort.since == chunks.used_at[row] or kind == SPARED, (chunks.describe(row), cohort)
+        past = chunks.history[row]
+        assert kind in (past & KIND_MASK, UNKNOWN, UNNAMED, SPARED), (chunks.describe(row), cohort)
+        assert cast("ByWorth", candidates).by_time[cohort.cell // BUCKETS, cohort.since] is cohort, cohort
+        return cohort
