@@ -26,7 +26,9 @@ ENGINES = ("vllm", "sglang", "lmcache")
 """Not installed where our own code runs: only their connectors import them, and nothing imports those."""
 BOTTOM = ("types", "errors", "keys", "layout", "answers", "arguments")
 """Modules of kvstore that everybody may import: nouns, failures, chunk keys, geometry, answers."""
-INNER_ROOMS = tuple(f"kvstore.{room}" for room in ("core", "server", "transport", "tiers", "sim", "cli"))
+INNER_ROOMS = tuple(
+    f"kvstore.{room}" for room in ("core", "server", "transport", "tiers", "sim", "replay", "cli")
+)
 """Rooms of the daemon: an engine's process, which has the client, needs nothing of them."""
 OUTSIDE_WORLD = (
     *("asyncio", "concurrent", "multiprocessing", "queue", "sched", "signal", "subprocess", "threading"),
@@ -88,15 +90,22 @@ def allowed(package: str, name: str) -> bool:
             return not within(name, *SIDES, *HEAVY, *INNER_ROOMS)
         case "kvstore.tiers":
             core = within(name, "kvstore.core.events", "kvstore.core.ssd", "kvstore.core.namespaces")
-            rooms = ("client", "cli", "sim", "transport", "server", "core")
+            rooms = ("client", "cli", "sim", "replay", "transport", "server", "core")
             closed = within(name, *(f"kvstore.{room}" for room in rooms))
             return core or within(name, "kvstore.server.logs") or not (closed or within(name, *SIDES, *HEAVY))
         case "kvstore.transport":
             events = within(name, "kvstore.core.events", "kvstore.server.loop", "kvstore.server.logs")
-            closed = within(name, *(f"kvstore.{room}" for room in ("client", "cli", "sim", "server", "core")))
+            closed = within(
+                name, *(f"kvstore.{room}" for room in ("client", "cli", "sim", "replay", "server", "core"))
+            )
             return events or not (closed or within(name, *SIDES, *HEAVY))
         case "kvstore.server":
-            return not within(name, *SIDES, *HEAVY, "kvstore.client", "kvstore.cli", "kvstore.sim")
+            return not within(
+                name, *SIDES, *HEAVY, "kvstore.client", "kvstore.cli", "kvstore.sim", "kvstore.replay"
+            )
+        case "kvstore.replay":
+            bottom = within(name, *(f"kvstore.{module}" for module in BOTTOM))
+            return own or bottom or within(name, "kvstore.core") or not (ours or within(name, *HEAVY))
         case "kvstore":
             return not within(name, *SIDES, *HEAVY)
         case "kvstore.scheduler":
@@ -121,7 +130,10 @@ def test_imports_flow_one_way(package: str) -> None:
     wrong = []
     for name, path in modules(package):
         rooms = (
-            *(f"kvstore.{room}" for room in ("core", "client", "wire", "tiers", "transport", "server")),
+            *(
+                f"kvstore.{room}"
+                for room in ("core", "client", "wire", "tiers", "transport", "server", "replay")
+            ),
             "kvstore.gpu_worker.connectors",
         )
         parts = (part for part in rooms if within(name, part))
@@ -154,6 +166,12 @@ def test_imports_flow_one_way(package: str) -> None:
         ("kvstore.transport", "kvstore.server.daemon", False),
         ("kvstore.server", "kvstore.core.store.Store", True),
         ("kvstore.server", "kvstore.sim.integrity", False),
+        ("kvstore.replay", "kvstore.core.store.Store", True),
+        ("kvstore.replay", "kvstore.server.loop", False),
+        ("kvstore.replay", "kvstore.sim.disk", False),
+        ("kvstore.replay", "matplotlib.pyplot", True),
+        ("kvstore.core", "kvstore.replay", False),
+        ("kvstore.server", "kvstore.replay", False),
         ("kvstore.core", "os.path", False),
         ("kvstore.core", "time.monotonic", False),
         ("kvstore.scheduler", "kvstore.client.Client", True),
