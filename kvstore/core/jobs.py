@@ -210,6 +210,10 @@ class JobBook:
         if self._needed_by:
             self.cooled.update(dict.fromkeys(row for row in rows if row in self._needed_by))
 
+    def awaits(self, namespace: NamespaceId, key: ChunkKey) -> bool:
+        """Whether a job in reach stops at this chunk, because it cannot be had."""
+        return (namespace, key) in self._awaited
+
     def session_changed(self, namespace: NamespaceId, name: bytes) -> None:
         """It has another manifest, or is gone, or came."""
         for job in self._of_session.get((namespace, name), ()):

@@ -9,6 +9,7 @@ use a chunk costs as much as in a list by recency, and an eviction looks at the 
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -34,6 +35,8 @@ KINDS_MAX = 32
 CELLS_MAX = KINDS_MAX * BUCKETS
 AGED_EVERY_MS = 100
 """Cohorts change their cells at most so often."""
+RESTING = 64
+"""Numbers of cohorts that ended rest before they are used again."""
 EXPLORE = 100
 """One of so many saves that are not worth a slot gets one."""
 
@@ -73,8 +76,8 @@ class ByWorth(ByNeed):
         self.cells: dict[int, deque[Cohort]] = {}
         self.by_time: dict[tuple[int, Millis], Cohort] = {}
         """By book and kind, and time of use."""
-        self.ordered: list[tuple[float, int]] = []
-        """(worth, cell) of all cells, the least worth first; empty: to be made anew."""
+        self.ordered: list[tuple[float, int, int]] = []
+        """(worth, bucket times -1, cell) of all cells, the least worth first."""
         self.versions = -1
         self.aged_at: Millis = 0
         self.total = 0
@@ -97,7 +100,8 @@ class Expected(Hints):
         """By number of the namespace."""
         self.cohorts: list[Cohort | None] = []
         """By number: `ChunkTable.cohort` of what is listed by worth."""
-        self._free_numbers: list[int] = []
+        self._free_numbers: deque[int] = deque()
+        """The oldest is used again, once there are more than RESTING: who watches rows sees that they moved."""
         self._refused = 0
 
     def candidates(self) -> ByWorth:
@@ -203,6 +207,56 @@ class Expected(Hints):
         kind = past & KIND_MASK if past and book.knows else UNKNOWN
         return book.worth[kind][ages.bucket_of(max(0, self.now - self._chunks.used_at[row]))]
 
+    # ---------------------------------------------------------------------------------------------------- admission
+
+    def admitted(
+        self, namespace: Namespace, rows: Sequence[int], parent: int, tokens: Sequence[int], free: int
+    ) -> int:
+        book = self.books[self._book_of[namespace.id]]
+        if len(rows) <= free or not book.knows:
+            return len(rows)
+        if self._refused >= EXPLORE:
+            self._refused = 0
+            return len(rows)
+        new = self._worths_of_saves(book, namespace, rows, parent, tokens)
+        victims = self._walk_cells(cast("ByWorth", namespace.dram))
+        for number, worth in enumerate(new):
+            if number < free:
+                continue
+            victim = next(victims, None)
+            if victim is None:  # what is left is needed, or not for us to say
+                return len(rows) if not self.rank else number
+            if victim[0] >= worth:
+                self._refused += 1
+                return number
+        return len(rows)
+
+    def _worths_of_saves(
+        self, book: Book, namespace: Namespace, rows: Sequence[int], parent: int, tokens: Sequence[int]
+    ) -> Iterator[float]:
+        """Of each, once it is there."""
+        chunks = self._chunks
+        full = namespace.spec.chunk_tokens
+        turn = 0
+        size = sum(count for row, count in zip(rows, tokens, strict=True) if row == NONE)
+        for row, count in zip(rows, tokens, strict=True):
+            past = chunks.history[row] if row != NONE else 0
+            if past:
+                uses = max(1, past >> USES_SHIFT & USES_MASK) + 1
+                kind = ages.kind_of_used(uses, self.now - chunks.used_at[row])
+            else:
+                turn = turn or self._turn(row, parent)
+                kind = ages.kind_of_new(partial=count < full, turn=turn, tokens=size)
+            if row != NONE:
+                parent = row
+            yield book.worth[kind][0]
+
+    def refused(self, rows: Sequence[int]) -> None:
+        """Ghosts that somebody would have saved, in chain order: they are used all the same."""
+        known = [row for row in rows if self._chunks.history[row]]
+        self._begin_lives(rows)
+        self.used(known)
+
     # ------------------------------------------------------------------------------------------- coming and going
 
     def add(self, candidates: Candidates, rows: Sequence[int]) -> None:
@@ -221,7 +275,7 @@ class Expected(Hints):
 
     def add_last_many(self, candidates: Candidates, rows: Rows) -> None:
         left = self._without_needed(candidates, rows.tolist())
-        self._file(cast("ByWorth", candidates), left[::-1], behind=True)
+        self._file(cast("ByWorth", candidates), left, behind=True)
 
     def put_back(self, candidates: Candidates, rows: Sequence[int]) -> None:
         self._file(cast("ByWorth", candidates), self._without_needed(candidates, rows))
@@ -267,14 +321,14 @@ class Expected(Hints):
         cast("ByWorth", candidates).total -= len(rows)
 
     def _file(self, candidates: ByWorth, rows: Sequence[int], *, behind: bool = False) -> None:
-        """Into the cohorts of their kinds and times; they stand in chain order. The end of a chain goes first, also of
-        what is there already; or, `behind`, they go after what is there."""
+        """Into the cohorts of their kinds and times; they stand in chain order, and the end of a chain goes first, also
+        of what is there already. `behind`: they stand in the order in which they are to go, and go after what is there."""
         if not rows:
             return
         chunks = self._chunks
         number = self._book_of[chunks.namespace[rows[0]]]
         book = self.books[number]
-        first = number * KINDS_MAX
+        kinds = number * KINDS_MAX
         groups: dict[tuple[int, Millis], list[int]] = {}
         knows = book.knows
         history, used_at, flags, refs = chunks.history, chunks.used_at, chunks.flags, chunks.refs
@@ -292,30 +346,27 @@ class Expected(Hints):
             if group is not run:
                 group += run
         for (kind, since), mine in groups.items():
-            cohort = self._cohort(candidates, first + kind, since)
+            cohort = self._cohort(candidates, kinds + kind, since)
             before = NONE if behind or not cohort.count else chunks.parent[mine[0]]
             listed = before != NONE and chunks.flags[before] & LISTED
-            self._link(candidates, cohort, mine, first=listed and chunks.cohort[before] == cohort.number)
+            first = bool(listed and chunks.cohort[before] == cohort.number)
+            if not (behind or first):
+                mine.reverse()
+            self._link(candidates, cohort, mine, first=first)
 
-    def _link(self, candidates: ByWorth, cohort: Cohort, rows: Sequence[int], *, first: object) -> None:
-        """They stand in chain order, and go before all that is there (`first`), or after it."""
+    def _link(self, candidates: ByWorth, cohort: Cohort, rows: Sequence[int], *, first: bool) -> None:
+        """One after the other, before all that is there (`first`), or after it."""
         chunks = self._chunks
         number = cohort.number
         if len(rows) >= self._batch_min:
-            which = batch.as_rows(rows)[::-1]
+            which = batch.as_rows(rows)
             chunks.views.cohort[which] = number
-            if first:
-                batch.link_oldest(chunks, cohort, which[::-1])
-            else:
-                batch.link_newest(chunks, cohort, which)
-        elif first:
+            (batch.link_oldest if first else batch.link_newest)(chunks, cohort, which)
+        else:
+            link = chunks.link_oldest if first else chunks.link_newest
             for row in rows:
                 chunks.cohort[row] = number
-                chunks.link_oldest(cohort, row)
-        else:
-            for row in reversed(rows):
-                chunks.cohort[row] = number
-                chunks.link_newest(cohort, row)
+                link(cohort, row)
         candidates.total += len(rows)
 
     def _cohort(self, candidates: ByWorth, kind: int, since: Millis) -> Cohort:
@@ -323,7 +374,8 @@ class Expected(Hints):
         if found is not None:
             return found
         cell = kind * BUCKETS + ages.bucket_of(max(0, self.now - since))
-        number = self._free_numbers.pop() if self._free_numbers else len(self.cohorts)
+        reused = len(self._free_numbers) > RESTING
+        number = self._free_numbers.popleft() if reused else len(self.cohorts)
         cohort = Cohort(number, cell, since)
         if number == len(self.cohorts):
             self.cohorts.append(cohort)
@@ -337,7 +389,7 @@ class Expected(Hints):
         cell = candidates.cells.get(cohort.cell)
         if cell is None:
             candidates.cells[cohort.cell] = deque((cohort,))
-            candidates.ordered.clear()
+            insort(candidates.ordered, self._place(cohort.cell))
             return
         newer = 0
         while newer < len(cell) and cell[-1 - newer].since > cohort.since:
@@ -356,10 +408,8 @@ class Expected(Hints):
         """(worth, row), the least worth first."""
         self._age(candidates)
         newer = self._chunks.newer
-        for worth, number in list(candidates.ordered):
-            cell = candidates.cells.get(number)
-            if cell is None:
-                continue
+        for worth, _, number in list(candidates.ordered):
+            cell = candidates.cells.get(number, ())
             while cell and not cell[0].count:
                 self._drop(candidates, cell.popleft())
             at = 0
@@ -384,19 +434,21 @@ class Expected(Hints):
             candidates.aged_at = now
             for book in self.books:
                 book.refresh(now)
-            for number in sorted(candidates.cells):
-                self._age_cell(candidates, number)
-        versions = sum(book.version for book in self.books)
-        if versions != candidates.versions or not candidates.ordered:
-            candidates.versions = versions
-            candidates.ordered = sorted(
-                ((self._worth_of_cell(number), number) for number in candidates.cells),
-                key=lambda cell: (cell[0], -(cell[1] % BUCKETS), cell[1]),
-            )
+            for number, cell in sorted(candidates.cells.items()):
+                if cell:
+                    self._age_cell(candidates, number, cell)
+            versions = sum(book.version for book in self.books)
+            if versions != candidates.versions:
+                candidates.versions = versions
+                candidates.cells = {number: cell for number, cell in candidates.cells.items() if cell}
+                candidates.ordered = sorted(map(self._place, candidates.cells))
 
-    def _age_cell(self, candidates: ByWorth, number: int) -> None:
+    def _place(self, number: int) -> tuple[float, int, int]:
+        """Where a cell stands: of those that are worth the same, the older ones first."""
+        return self._worth_of_cell(number), -(number % BUCKETS), number
+
+    def _age_cell(self, candidates: ByWorth, number: int, cell: deque[Cohort]) -> None:
         now = self.now
-        cell = candidates.cells[number]
         spared = number // BUCKETS % KINDS_MAX == SPARED
         edge = SPARED_MS if spared else EDGES[number % BUCKETS + 1]
         last = number % BUCKETS == BUCKETS - 1 and not spared
@@ -408,14 +460,11 @@ class Expected(Hints):
                 rows = list(self._chunks.walk(cohort))
                 for row in rows:
                     self.unlink(candidates, row)
-                self._drop(candidates, cohort)
                 self._file(candidates, rows[::-1])
+                self._drop(candidates, cohort)
             else:
                 cohort.cell = number - number % BUCKETS + ages.bucket_of(now - cohort.since)
                 self._into_cell(candidates, cohort)
-        if not cell:
-            del candidates.cells[number]
-            candidates.ordered.clear()
 
     def _worth_of_cell(self, number: int) -> float:
         kind = number // BUCKETS % KINDS_MAX

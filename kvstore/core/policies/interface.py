@@ -108,6 +108,19 @@ class Policy(ABC):
         for row in rows:
             self.forget(row)
 
+    # ---------------------------------------------------------------------------------------------------- admission
+
+    def admitted(
+        self, namespace: Namespace, rows: Sequence[int], parent: int, tokens: Sequence[int], free: int
+    ) -> int:
+        """How many of the leading chunks that somebody is about to save are worth more than what goes for them, with
+        so many slots `free`. They stand in chain order, no queued job needs them, and nobody sees them now: `rows` are
+        ghosts, or NONE. `parent` is the row above the first, `tokens` how many each has."""
+        return len(rows)
+
+    def refused(self, rows: Sequence[int]) -> None:  # noqa: B027
+        """These ghosts were not admitted; `used_at` still says when they were used before, and is about to say now."""
+
     # ----------------------------------------------------------------------------------------------------- victims
 
     @abstractmethod

@@ -161,7 +161,8 @@ class Reads:
 
     def _used(self, namespace: Namespace, rows: Sequence[int]) -> None:
         state = self.state
-        state.policy.used(rows)
+        distinct = len(rows) < state.batch_min or batch.distinct(rows)
+        state.policy.used(rows if distinct and len(rows) >= state.batch_min else list(dict.fromkeys(rows)))
         if state.demanded:
             found = state.demanded.intersection(rows)
             state.demanded -= found
@@ -170,7 +171,7 @@ class Reads:
             found = state.prefetched.intersection(rows)
             state.prefetched -= found
             state.counters["prefetch_on_time"] += len(found)
-        if len(rows) >= state.batch_min and batch.distinct(rows):
+        if len(rows) >= state.batch_min and distinct:
             batch.used(state, namespace, rows)
         else:
             self._used_each(namespace, rows)

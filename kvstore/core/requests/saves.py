@@ -19,6 +19,7 @@ from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, NONE, STORED, TAIL, 
 from kvstore.core.cold_tier import ColdTier
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
+from kvstore.core.requests import admission
 from kvstore.core.requests.reads import clip_ttl, wanted_shards
 from kvstore.core.reservation import Copying, Reservation
 from kvstore.core.segments import Segments
@@ -132,11 +133,15 @@ class Saves:
         parents = event.parents or (event.parent, *event.keys[:-1])
         results: list[GrantResult] = []
         wanted = sum([namespace.slot_bytes[shard] for shard in shards])
-        new = self._new_keys(namespace, event.keys, shards)
+        refused = admission.refused(state, namespace, event, shards, counts)
+        new = {} if refused else self._new_keys(namespace, event.keys, shards)
         again = False
         for index, key in enumerate(event.keys):
             if index < len(results):
                 continue  # granted with those before
+            if index in refused:
+                results.append(GrantResult.FULL)
+                continue
             if index in new:
                 run = slice(index, new[index])
                 granted = self._grant_new(worker, namespace, reservation, event, run, parents, counts)

@@ -93,7 +93,7 @@ def most_recent(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("most_recent")
 def test_the_setting_knows_what_is_registered() -> None:
     assert StoreConfig(eviction="mru").limits.eviction == "mru"
-    with pytest.raises(ConfigError, match='must be one of "hints", "lru", "fifo", "mru"'):
+    with pytest.raises(ConfigError, match='must be one of "expected", "hints", "lru", "fifo", "mru"'):
         StoreConfig(eviction="random")
 
 
@@ -147,7 +147,10 @@ def test_nobody_else_looks_into_what_a_policy_keeps() -> None:
     core = Path(kvstore.core.__file__).parent
     kept = [type(policy(ChunkTable(), 2).candidates()) for policy in POLICIES.values()]
     own = {name for kind in kept for part in kind.__mro__ for name in getattr(part, "__slots__", ())}
-    assert own == {"recency", "ranked", "by_arrival", "added_last"}
+    assert own == {
+        *("recency", "ranked", "by_arrival", "added_last"),
+        *("aged_at", "by_time", "cells", "ordered", "total", "versions"),
+    }
     theirs = {core / "bulk" / "needed.py", *(core / "policies").glob("*.py")}
     wrong = []
     for path in sorted(set(core.parent.rglob("*.py")) - theirs):
@@ -180,7 +183,7 @@ class Alone:
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("name", ["hints", "lru", "fifo", "mru"])
+@pytest.mark.parametrize("name", ["expected", "hints", "lru", "fifo", "mru"])
 @pytest.mark.usefixtures("most_recent")
 def test_bulk_methods_do_what_the_single_ones_do(name: str, seed: int) -> None:
     one, many = Alone(name, seed), Alone(name, seed)
@@ -203,7 +206,7 @@ def test_bulk_methods_do_what_the_single_ones_do(name: str, seed: int) -> None:
             assert alone.policy.check_row(alone.space.dram, row) in alone.space.dram.lists
 
 
-@pytest.mark.parametrize("name", ["hints", "lru", "fifo", "mru"])
+@pytest.mark.parametrize("name", ["expected", "hints", "lru", "fifo", "mru"])
 @pytest.mark.usefixtures("most_recent")
 def test_what_is_added_last_goes_last_of_what_nobody_needs(name: str) -> None:
     alone = Alone(name, 1)
@@ -216,7 +219,7 @@ def test_what_is_added_last_goes_last_of_what_nobody_needs(name: str) -> None:
     assert list(alone.policy.unneeded(alone.space.dram)) == [*unneeded[3:], *unneeded[:3]]
 
 
-@pytest.mark.parametrize("name", ["hints", "lru", "fifo", "mru"])
+@pytest.mark.parametrize("name", ["expected", "hints", "lru", "fifo", "mru"])
 @pytest.mark.usefixtures("most_recent")
 def test_a_world_of_two_models_above_an_ssd_keeps_the_invariants(name: str) -> None:
     """Slots of two sizes in files that fill up: the SSD's victims come from several lists at once."""
