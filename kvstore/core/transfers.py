@@ -265,6 +265,8 @@ class Transfers:
         state.policy.remove(state.namespace_of(row).ssd, row)
         chunks.flags[row] |= PROMOTING
         if demanded:
+            state.policy.used((row,))
+            chunks.used_at[row] = state.now
             self.demanded.append((row, chunks.key[row]))
         else:
             state.prefetched.add(row)

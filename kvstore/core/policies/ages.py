@@ -47,13 +47,12 @@ _COARSE = np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 9, 9, 9, 9, 10])
 
 LIVES_MIN = 1_000
 """A book that knows fewer says that what was used longer ago is worth less."""
-POOL_WEIGHT = 100.0
-"""So many lives of all kinds speak for each, and"""
-COARSE_WEIGHT = 1_000.0
-"""so many of the coarser kind for one that is told apart by the time between uses."""
-PRIOR_WEIGHT = 20.0
-PRIOR_CHANCE = 0.02
-"""What is believed of each bucket before anything was seen."""
+PRIOR_USES, POOL_USES, COARSE_USES = 1.0, 3.0, 20.0
+"""How many uses speak for what is believed beforehand: of all kinds, that an age is as that before it; of one kind, that
+it is as all are; of a kind that is told apart by the time between uses, that it is as the coarser one."""
+PRIOR_FIRST, PRIOR_LATER = 0.4, 0.02
+"""What is believed of the first bucket, and of each later one, before anything was seen: a chance that falls with the
+age, evenly on a logarithmic scale that begins at 1 ms."""
 REFRESH_MIN = 1_024
 REFRESH_SHARE = 64
 REFRESH_MS = 100
@@ -102,8 +101,7 @@ def kind_of_used(uses: int, gap_ms: Millis) -> int:
 def worths(chance: Table, after: Millis = 0) -> Table:
     """Hits per slot and millisecond by kind and age, of (kinds, BUCKETS) chances to be used in a bucket, of what came
     so far. `after`: given that nothing comes for so long (the look-ahead of a queue, in milliseconds)."""
-    alive = np.cumprod(1 - chance, axis=1)
-    alive = np.concatenate([np.ones((len(chance), 1)), alive], axis=1)
+    alive: Table = np.concatenate([np.ones((len(chance), 1)), np.cumprod(1 - chance, axis=1)], axis=1)
     ends = alive[:, :-1] * chance
     if after:
         # An age a sees the uses in buckets that begin after a + `after`, of what is alive then.
@@ -203,8 +201,9 @@ class Ages:
 
 
 def _prior() -> list[list[float]]:
-    known = worths(np.full((1, BUCKETS), PRIOR_CHANCE))
-    return [known[0].tolist()] * KINDS
+    believed = np.full((1, BUCKETS), PRIOR_LATER)
+    believed[0, 0] = PRIOR_FIRST
+    return [worths(believed)[0].tolist()] * KINDS
 
 
 PRIOR = _prior()
@@ -263,14 +262,20 @@ class Book:
         return True
 
     def chances(self) -> Table:
-        """To be used in a bucket, of what came so far: by kind and bucket."""
+        """To be used in a bucket, of what came so far: by kind and bucket. Counts of uses are gamma distributed around
+        what is believed beforehand, so that much data without a use does not count twice."""
         ended = np.array([ages.ended for ages in self.ages])
         at_risk = ended + np.array([ages.passed for ages in self.ages])
-        pool_ended, pool_at_risk = ended.sum(axis=0), at_risk.sum(axis=0)
-        pool = (pool_ended + PRIOR_WEIGHT * PRIOR_CHANCE) / (pool_at_risk + PRIOR_WEIGHT)
-        coarse_ended, coarse_at_risk = _by_coarse(ended), _by_coarse(at_risk)
-        coarse = ((coarse_ended + POOL_WEIGHT * pool) / (coarse_at_risk + POOL_WEIGHT))[_COARSE]
-        fine: Table = (ended + COARSE_WEIGHT * coarse) / (at_risk + COARSE_WEIGHT)
+        pool = np.empty(BUCKETS)
+        believed = PRIOR_FIRST
+        pairs = zip(ended.sum(axis=0).tolist(), at_risk.sum(axis=0).tolist(), strict=True)
+        for number, (uses, lives) in enumerate(pairs):
+            pool[number] = believed = (uses + PRIOR_USES) / (lives + PRIOR_USES / believed)
+            if not number:
+                believed *= PRIOR_LATER / PRIOR_FIRST
+        coarse = (_by_coarse(ended) + POOL_USES) / (_by_coarse(at_risk) + POOL_USES / pool)
+        believed_of_kind = coarse[_COARSE]
+        fine: Table = (ended + COARSE_USES) / (at_risk + COARSE_USES / believed_of_kind)
         return fine
 
 

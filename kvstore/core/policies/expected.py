@@ -69,26 +69,26 @@ class Cohort(LinkedRows):
 
 
 class ByWorth(ByNeed):
-    __slots__ = ("aged_at", "by_time", "cells", "ordered", "total", "versions")
+    __slots__ = ("aged_at", "by_use", "by_worth", "in_order", "row_count", "versions")
 
     def __init__(self) -> None:
         super().__init__()
-        self.cells: dict[int, deque[Cohort]] = {}
-        self.by_time: dict[tuple[int, Millis], Cohort] = {}
+        self.by_worth: dict[int, deque[Cohort]] = {}
+        self.by_use: dict[tuple[int, Millis], Cohort] = {}
         """By book and kind, and time of use."""
-        self.ordered: list[tuple[float, int, int]] = []
+        self.in_order: list[tuple[float, int, int]] = []
         """(worth, bucket times -1, cell) of all cells, the least worth first."""
         self.versions = -1
         self.aged_at: Millis = 0
-        self.total = 0
+        self.row_count = 0
 
     @property
     def lists(self) -> tuple[LinkedRows | Ranked, ...]:
-        return *self.by_time.values(), self.ranked
+        return *self.by_use.values(), self.ranked
 
     @property
     def unneeded(self) -> int:
-        return self.total
+        return self.row_count
 
 
 class Expected(Hints):
@@ -144,7 +144,11 @@ class Expected(Hints):
 
     def book(self, row: int) -> Book:
         """Of the tenant whose chunk it is."""
-        return self.books[self._book_of[self._chunks.namespace[row]]]
+        return self.books[self._number(row)]
+
+    def _number(self, row: int) -> int:
+        """Of its book."""
+        return self._book_of[self._chunks.namespace[row]]
 
     def came_back(self, row: int) -> None:
         if self._chunks.history[row]:
@@ -286,7 +290,7 @@ class Expected(Hints):
     def pass_over(self, candidates: Candidates, row: int) -> None:
         self.remove(candidates, row)
         mine = cast("ByWorth", candidates)
-        book = self._book_of[self._chunks.namespace[row]]
+        book = self._number(row)
         self._link(mine, self._cohort(mine, book * KINDS_MAX + SPARED, self.now), (row,), first=False)
 
     def remove(self, candidates: Candidates, row: int) -> None:
@@ -311,22 +315,22 @@ class Expected(Hints):
         cohort = self.cohorts[self._chunks.cohort[row]]
         assert cohort is not None, self._chunks.describe(row)
         self._chunks.unlink(cohort, row)
-        cast("ByWorth", candidates).total -= 1
+        cast("ByWorth", candidates).row_count -= 1
 
     def unlink_many(self, candidates: Candidates, rows: Rows) -> None:
         for number, mine in cohorts.by_cohort(self._chunks, rows):
             cohort = self.cohorts[number]
             assert cohort is not None, number
             batch.unlink(self._chunks, cohort, mine)
-        cast("ByWorth", candidates).total -= len(rows)
+        cast("ByWorth", candidates).row_count -= len(rows)
 
     def _file(self, candidates: ByWorth, rows: Sequence[int], *, behind: bool = False) -> None:
         """Into the cohorts of their kinds and times; they stand in chain order, and the end of a chain goes first, also
-        of what is there already. `behind`: they stand in the order in which they are to go, and go after what is there."""
+        of what is there already. `behind`: they stand in the order in which they are to go, after what is there."""
         if not rows:
             return
         chunks = self._chunks
-        number = self._book_of[chunks.namespace[rows[0]]]
+        number = self._number(rows[0])
         book = self.books[number]
         kinds = number * KINDS_MAX
         groups: dict[tuple[int, Millis], list[int]] = {}
@@ -367,10 +371,10 @@ class Expected(Hints):
             for row in rows:
                 chunks.cohort[row] = number
                 link(cohort, row)
-        candidates.total += len(rows)
+        candidates.row_count += len(rows)
 
     def _cohort(self, candidates: ByWorth, kind: int, since: Millis) -> Cohort:
-        found = candidates.by_time.get((kind, since))
+        found = candidates.by_use.get((kind, since))
         if found is not None:
             return found
         cell = kind * BUCKETS + ages.bucket_of(max(0, self.now - since))
@@ -381,15 +385,15 @@ class Expected(Hints):
             self.cohorts.append(cohort)
         else:
             self.cohorts[number] = cohort
-        candidates.by_time[kind, since] = cohort
+        candidates.by_use[kind, since] = cohort
         self._into_cell(candidates, cohort)
         return cohort
 
     def _into_cell(self, candidates: ByWorth, cohort: Cohort) -> None:
-        cell = candidates.cells.get(cohort.cell)
+        cell = candidates.by_worth.get(cohort.cell)
         if cell is None:
-            candidates.cells[cohort.cell] = deque((cohort,))
-            insort(candidates.ordered, self._place(cohort.cell))
+            candidates.by_worth[cohort.cell] = deque((cohort,))
+            insort(candidates.in_order, self._place(cohort.cell))
             return
         newer = 0
         while newer < len(cell) and cell[-1 - newer].since > cohort.since:
@@ -408,8 +412,8 @@ class Expected(Hints):
         """(worth, row), the least worth first."""
         self._age(candidates)
         newer = self._chunks.newer
-        for worth, _, number in list(candidates.ordered):
-            cell = candidates.cells.get(number, ())
+        for worth, _, number in list(candidates.in_order):
+            cell = candidates.by_worth.get(number, ())
             while cell and not cell[0].count:
                 self._drop(candidates, cell.popleft())
             at = 0
@@ -423,7 +427,7 @@ class Expected(Hints):
 
     def _drop(self, candidates: ByWorth, cohort: Cohort) -> None:
         """An empty cohort ends."""
-        del candidates.by_time[cohort.cell // BUCKETS, cohort.since]
+        del candidates.by_use[cohort.cell // BUCKETS, cohort.since]
         self.cohorts[cohort.number] = None
         self._free_numbers.append(cohort.number)
 
@@ -434,14 +438,14 @@ class Expected(Hints):
             candidates.aged_at = now
             for book in self.books:
                 book.refresh(now)
-            for number, cell in sorted(candidates.cells.items()):
+            for number, cell in sorted(candidates.by_worth.items()):
                 if cell:
                     self._age_cell(candidates, number, cell)
             versions = sum(book.version for book in self.books)
             if versions != candidates.versions:
                 candidates.versions = versions
-                candidates.cells = {number: cell for number, cell in candidates.cells.items() if cell}
-                candidates.ordered = sorted(map(self._place, candidates.cells))
+                candidates.by_worth = {number: cell for number, cell in candidates.by_worth.items() if cell}
+                candidates.in_order = sorted(map(self._place, candidates.by_worth))
 
     def _place(self, number: int) -> tuple[float, int, int]:
         """Where a cell stands: of those that are worth the same, the older ones first."""
@@ -475,10 +479,11 @@ class Expected(Hints):
     def oldest_use(self, candidates: Candidates) -> Millis | None:
         """When what was used longest ago was used, of what no job needs."""
         mine = cast("ByWorth", candidates)
-        if not mine.total:
+        if not mine.row_count:
             return super().oldest_use(candidates)
         return min(
-            next((cohort.since for cohort in cell if cohort.count), self.now) for cell in mine.cells.values()
+            next((cohort.since for cohort in cell if cohort.count), self.now)
+            for cell in mine.by_worth.values()
         )
 
     # ------------------------------------------------------------------------------------------------- for checkers
@@ -495,9 +500,9 @@ class Expected(Hints):
         cohort = self.cohorts[chunks.cohort[row]]
         assert cohort is not None, chunks.describe(row)
         kind, book = cohort.cell // BUCKETS % KINDS_MAX, cohort.cell // CELLS_MAX
-        assert book == self._book_of[chunks.namespace[row]], chunks.describe(row)
+        assert book == self._number(row), chunks.describe(row)
         assert cohort.since == chunks.used_at[row] or kind == SPARED, (chunks.describe(row), cohort)
         past = chunks.history[row]
         assert kind in (past & KIND_MASK, UNKNOWN, UNNAMED, SPARED), (chunks.describe(row), cohort)
-        assert cast("ByWorth", candidates).by_time[cohort.cell // BUCKETS, cohort.since] is cohort, cohort
+        assert cast("ByWorth", candidates).by_use[cohort.cell // BUCKETS, cohort.since] is cohort, cohort
         return cohort

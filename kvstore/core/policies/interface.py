@@ -60,8 +60,8 @@ class Policy(ABC):
 
     @abstractmethod
     def add_last(self, candidates: Candidates, row: int) -> None:
-        """`row`, listed nowhere, goes after all others that are there now, unless a queued job needs any of these
-        later, or none needs it."""
+        """`row`, listed nowhere, left the tier above. By recency it goes after all others that are there now, unless a
+        queued job needs any of these later, or none needs it; another policy may know better."""
 
     def add_last_many(self, candidates: Candidates, rows: Rows) -> None:
         """`add_last` for each, one after the other."""

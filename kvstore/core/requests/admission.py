@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DERIVED, NONE, TAIL
+from kvstore.core.chunks import NONE, TAIL
 from kvstore.core.namespaces import Namespace
 from kvstore.core.state import State
 from kvstore.types import DiskState, Reason
@@ -36,14 +36,20 @@ def refused(
         if row == NONE or chunks.shard0[row] == NONE:
             numbers.append(number)
             rows.append(row)
-    if not rows or state.jobs.awaits(namespace.id, event.keys[numbers[0]]):
+    if not rows or any(row != NONE and chunks.refs[row] for row in rows):
         return nothing
-    if any(row != NONE and chunks.refs[row] for row in rows):
-        return nothing
+    free = 0
+    wanted = state.jobs.awaited(namespace.id, event.keys[numbers[0]])
+    if wanted:
+        others = [(n, row) for n, row in zip(numbers, rows, strict=True) if event.keys[n] not in wanted]
+        free = len(others) - len(rows)
+        if not others:
+            return nothing
+        numbers, rows = map(list, zip(*others, strict=True))
     first = numbers[0]
     above = event.keys[first - 1] if first else event.parent
     slab = state.pool.classes.get((namespace.id, namespace.slot_bytes[0]))
-    free = slab.free // namespace.shards if slab is not None else 0
+    free += slab.free // namespace.shards if slab is not None else 0
     free += sum(segment.capacity for segment in state.pool.idle.values()) if state.pool.idle else 0
     tokens = [counts[number] for number in numbers]
     parent = index.get(above, NONE) if above else NONE

@@ -149,7 +149,7 @@ def test_nobody_else_looks_into_what_a_policy_keeps() -> None:
     own = {name for kind in kept for part in kind.__mro__ for name in getattr(part, "__slots__", ())}
     assert own == {
         *("recency", "ranked", "by_arrival", "added_last"),
-        *("aged_at", "by_time", "cells", "ordered", "total", "versions"),
+        *("aged_at", "by_use", "by_worth", "in_order", "row_count", "versions"),
     }
     theirs = {core / "bulk" / "needed.py", *(core / "policies").glob("*.py")}
     wrong = []
@@ -169,6 +169,7 @@ class Alone:
         groups = NamespaceSpec("m", b"w", "l", 4, (GroupSpec("kv", 4096),))
         self.space = Namespace(NamespaceId(1), "alice", groups, b"f", 1, (4096,), 4096)
         self.policy = POLICIES[name](self.table, 1 << 30)
+        self.policy.opened(self.space)
         self.space.dram, self.space.ssd = self.policy.candidates(), self.policy.candidates()
         self.rows = [self.table.new_row(1, ChunkKey(b"%d" % number), number) for number in range(60)]
         for row in self.rows:
@@ -208,14 +209,13 @@ def test_bulk_methods_do_what_the_single_ones_do(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["expected", "hints", "lru", "fifo", "mru"])
 @pytest.mark.usefixtures("most_recent")
-def test_what_is_added_last_goes_last_of_what_nobody_needs(name: str) -> None:
+def test_what_is_passed_over_goes_last_of_what_nobody_needs(name: str) -> None:
     alone = Alone(name, 1)
     unneeded = list(alone.policy.unneeded(alone.space.dram))
     assert len(unneeded) == alone.space.dram.unneeded
     assert alone.space.dram.count == 40
     for row in unneeded[:3]:
-        alone.policy.remove(alone.space.dram, row)
-        alone.policy.add_last(alone.space.dram, row)
+        alone.policy.pass_over(alone.space.dram, row)
     assert list(alone.policy.unneeded(alone.space.dram)) == [*unneeded[3:], *unneeded[:3]]
 
 
