@@ -56,6 +56,9 @@ QUEUED = 1024
 TRANSIENT = 2048
 """Its worker keeps the bytes too: what is on SSD and not pinned is not kept in DRAM."""
 
+KEPT = 4096
+"""A session or a durable commit named it: it is written to SSD, whatever it is worth."""
+
 
 class LinkedRows:
     """Ends of a doubly linked list of rows; the links are columns of the table."""

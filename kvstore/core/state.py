@@ -17,6 +17,7 @@ from kvstore.core.chunks import (
     COMMITTED,
     DOOMED,
     DURABLE,
+    KEPT,
     LISTED,
     NONE,
     PROMOTING,
@@ -162,6 +163,7 @@ class State:
         )
         self.batch_min = limits.batch_min
         self.policy = POLICIES[limits.eviction](self.chunks, limits.batch_min)
+        self.policy.lives_min = limits.lives_min
         self.cold = Cold(self.policy.candidates)
         self.ssd_slots = Pool(
             segment_bytes=limits.disk_slab_bytes,
@@ -505,6 +507,15 @@ class State:
         self.to_store.append((row, chunks.key[row]))
         self.forget_stale_to_store()
 
+    def keep(self, rows: Iterable[int]) -> None:
+        """Somebody named these chunks: they are to be on SSD, whatever they are worth."""
+        chunks = self.chunks
+        for row in rows:
+            chunks.flags[row] |= KEPT
+            stored = chunks.flags[row] & (STORED | STORING | QUEUED)
+            if self.disk_state is not DiskState.ABSENT and not stored and self.is_hit(row):
+                self.store_later(row)
+
     def forget_stale_to_store(self) -> None:
         chunks = self.chunks
         if len(self.to_store) > 2 * chunks.rows_used + STALE_TO_STORE_MAX:
@@ -554,7 +565,7 @@ class State:
         self._free_dram(namespace, row, quarantine=reason is Reason.CORRUPT)
         self._free_copy(namespace, row, quarantine=reason is Reason.CORRUPT)
         chunks.take_shards(row, namespace.shards)
-        chunks.flags[row] &= ~DOOMED
+        chunks.flags[row] &= ~(DOOMED | KEPT)
         self.policy.forget(row)
         self.jobs.lost(row)
         self.settle(row, ready=False)
@@ -736,10 +747,20 @@ class State:
         else:
             evictable = self._unpin_each(namespace, rows)
         if used:
+            self._store_used(evictable)
             self.policy.add(namespace.dram, evictable)
         else:
             self.policy.put_back(namespace.dram, evictable)
         self.room += 1
+
+    def _store_used(self, rows: Sequence[int]) -> None:
+        """What was not worth a write to SSD may be now that it was used."""
+        if not self.counters["chunks_not_stored"]:
+            return
+        flags = self.chunks.flags
+        for row in rows:
+            if not flags[row] & (STORED | STORING | QUEUED):
+                self.store_later(row)
 
     def _unpin_each(self, namespace: Namespace, rows: Sequence[int]) -> Sequence[int]:
         chunks = self.chunks

@@ -48,8 +48,8 @@ _COARSE = np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 9, 9, 9, 9, 10])
 LIVES_MIN = 1_000
 """A book that knows fewer says that what was used longer ago is worth less."""
 PRIOR_USES, POOL_USES, COARSE_USES = 1.0, 3.0, 20.0
-"""How many uses speak for what is believed beforehand: of all kinds, that an age is as that before it; of one kind, that
-it is as all are; of a kind that is told apart by the time between uses, that it is as the coarser one."""
+"""How many uses speak for what is believed beforehand: of all kinds, that an age is as that before it; of one kind,
+that it is as all are; of a kind that is told apart by the time between uses, that it is as the coarser one."""
 PRIOR_FIRST, PRIOR_LATER = 0.4, 0.02
 """What is believed of the first bucket, and of each later one, before anything was seen: a chance that falls with the
 age, evenly on a logarithmic scale that begins at 1 ms."""
@@ -213,9 +213,19 @@ PRIOR = _prior()
 class Book:
     """What one tenant's chunks taught."""
 
-    __slots__ = ("_computed_at", "_halved_at", "_lives_then", "ages", "lives", "version", "worth")
+    __slots__ = (
+        "_computed_at",
+        "_halved_at",
+        "_lives_min",
+        "_lives_then",
+        "ages",
+        "lives",
+        "version",
+        "worth",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, lives_min: int = LIVES_MIN) -> None:
+        self._lives_min = lives_min
         self.ages = [Ages() for _ in range(KINDS)]
         self.lives = 0
         """That began, ever."""
@@ -244,7 +254,7 @@ class Book:
 
     def refresh(self, now: Millis) -> bool:
         """Compute the worths anew, if enough happened."""
-        if self.lives < LIVES_MIN:
+        if self.lives < self._lives_min:
             return False
         new = self.lives - self._lives_then
         few = new < max(REFRESH_MIN, min(self.lives, KEPT_LIVES) // REFRESH_SHARE)

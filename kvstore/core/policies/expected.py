@@ -12,6 +12,7 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
+from math import inf
 from operator import itemgetter
 from typing import cast
 
@@ -111,7 +112,7 @@ class Expected(Hints):
         number = self._book_of_tenant.get(namespace.tenant)
         if number is None:
             number = self._book_of_tenant[namespace.tenant] = len(self.books)
-            self.books.append(Book())
+            self.books.append(Book(self.lives_min))
         self._book_of[namespace.id] = number
 
     def closed(self, namespace: NamespaceId) -> None:
@@ -204,12 +205,17 @@ class Expected(Hints):
                 return 1
         return turn + 1
 
-    def worth(self, row: int) -> float:
-        """Expected hits per slot and millisecond of what no queued job needs."""
+    def worth_of(self, row: int) -> float:
         book = self.book(row)
         past = self._chunks.history[row]
-        kind = past & KIND_MASK if past and book.knows else UNKNOWN
-        return book.worth[kind][ages.bucket_of(max(0, self.now - self._chunks.used_at[row]))]
+        if not past or not book.knows:
+            return inf
+        return book.worth[past & KIND_MASK][ages.bucket_of(max(0, self.now - self._chunks.used_at[row]))]
+
+    def least_worth(self, candidates: Candidates) -> float:
+        for worth, _ in self._walk_cells(cast("ByWorth", candidates)):
+            return worth
+        return 0.0
 
     # ---------------------------------------------------------------------------------------------------- admission
 
@@ -473,7 +479,7 @@ class Expected(Hints):
     def _worth_of_cell(self, number: int) -> float:
         kind = number // BUCKETS % KINDS_MAX
         if kind >= KINDS:
-            return -1.0 if kind == UNNAMED else float("inf")
+            return -1.0 if kind == UNNAMED else inf
         return self.books[number // CELLS_MAX].worth[kind][number % BUCKETS]
 
     def oldest_use(self, candidates: Candidates) -> Millis | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from math import inf
 from operator import itemgetter
 from typing import ClassVar
 
@@ -43,6 +44,8 @@ class Policy(ABC):
         `set_ranks` and `change_ranks` alone change it."""
         self.now: Millis = 0
         """Of the step that is going on."""
+        self.lives_min = 0
+        """A policy that learns goes by recency until it has seen so many chunks being saved or used."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.rank)} chunks ranked)"
@@ -117,6 +120,14 @@ class Policy(ABC):
         so many slots `free`. They stand in chain order, no queued job needs them, and nobody sees them now: `rows` are
         ghosts, or NONE. `parent` is the row above the first, `tokens` how many each has."""
         return len(rows)
+
+    def worth_of(self, row: int) -> float:
+        """Of a chunk that no queued job needs, in hits per slot and millisecond; what is not known is worth all."""
+        return inf
+
+    def least_worth(self, candidates: Candidates) -> float:
+        """Of the next victim that no queued job needs; none is worth nothing."""
+        return 0.0
 
     def refused(self, rows: Sequence[int]) -> None:  # noqa: B027
         """These ghosts were not admitted; `used_at` still says when they were used before, and is about to say now."""

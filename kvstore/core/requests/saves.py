@@ -549,9 +549,16 @@ class Saves:
             answer = ev.Committed((CommitResult.ALREADY,) * len(ended.keys))
             if event.wait is Wait.VISIBLE:
                 return answer
-            self._tier.await_durable(event.ticket, namespace, ended.keys, answer)
+            self._await_durable(event.ticket, namespace, ended.keys, answer)
             return None
         raise self._has_ended(worker, event.reservation)
+
+    def _await_durable(
+        self, ticket: ev.Ticket, namespace: Namespace, keys: Sequence[ChunkKey], answer: ev.Committed
+    ) -> None:
+        rows = (namespace.index.get(key, NONE) for key in keys)
+        self.state.keep(row for row in rows if row != NONE and self.state.chunks.shard0[row] != NONE)
+        self._tier.await_durable(ticket, namespace, keys, answer)
 
     def _has_ended(self, worker: Worker, reservation_id: ReservationId) -> StoreError:
         """Why nothing can be done with it; a stranger's is not told from one that never was."""
@@ -613,7 +620,7 @@ class Saves:
         answer = ev.Committed(tuple(results))
         if wait is Wait.VISIBLE:
             return answer
-        self._tier.await_durable(ticket, namespace, keys, answer)
+        self._await_durable(ticket, namespace, keys, answer)
         return None
 
     def _mark_all_ready(
