@@ -41,7 +41,7 @@ class Limits:
     eviction: str = "expected"
     """"expected": chunks that queued jobs need go last, the others in the order of the hits that may be expected of
     them; "hints": these least recently used first; "lru"; "fifo"."""
-    lives_min: int = 1_000
+    lives_min: int = 5_000
     """"expected" goes by recency alone until it has seen so many chunks of a tenant being saved or used."""
     prefetch_share_max: float = 0.8
     """Share of the arena that the prefetch window may fill."""

@@ -45,7 +45,7 @@ dialogue; used two or three times, and more often, by the time between the last 
 KINDS = 17
 _COARSE = np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 9, 9, 9, 9, 10])
 
-LIVES_MIN = 1_000
+LIVES_MIN = 5_000
 """A book that knows fewer says that what was used longer ago is worth less."""
 PRIOR_USES, POOL_USES, COARSE_USES = 1.0, 3.0, 20.0
 """How many uses speak for what is believed beforehand: of all kinds, that an age is as that before it; of one kind,
