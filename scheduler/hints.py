@@ -12,8 +12,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from kvstore.client import Hint, QueueAccepted
 from kvstore.errors import NotFound, StoreError
@@ -25,8 +27,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-JOBS_MAX = 1024
+JOBS_MAX = 8192
 """How far into the queue hints reach: the daemon clips them to the memory it has."""
+MESSAGE_HINTS_MAX = 4096
+RENUMBER_AT = 1024
+"""Positions begin at 0 again when the head of the queue has a higher one, and one higher than the queue is long: other
+schedulers of the tenant number theirs from 0 too."""
 TTL_MS = 30_000
 """Hints of a scheduler that died end after this; a living one repeats them in time."""
 TIMEOUT_S = 1.0
@@ -36,32 +42,154 @@ UNKNOWN_S = 120.0
 """A worker may take so long to load its model and open it; if none has by then, the name may be wrong."""
 
 
-def hints_of(queue: JobQueue) -> list[Hint]:
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What `publish_queue` is told."""
+
+    hints: list[Hint]
+    removed: list[bytes]
+    snapshot: bool
+    number: int
+
+
+@dataclass(slots=True)
+class Told:
+    """A job that the daemon has heard of."""
+
+    job: Any
+    """Kept, so that no other object has its id."""
+    hint: Hint
+    rejected: bool = False
+
+
+class Ledger:
+    """What the daemon was told of a queue, so that it need be told no more than what changed.
+
+    Jobs keep their positions while others come and go: those in front go up from 0 as the queue moves on, until they
+    are numbered anew. Not for several threads at a time.
+    """
+
+    highest: ClassVar[int] = 0
+    """Of all messages of this process: to a client's next queue the daemon must not say that it heard all that."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[int, int], Told] = {}
+        """By the job's id, and which of several entries of the same object it is."""
+        self._names = 0
+        self._number = Ledger.highest
+        self._whole = True
+
+    def forget(self) -> None:
+        """The daemon may lack some of it: it is told all at the next time."""
+        self._whole = True
+
+    def messages(self, jobs: Sequence[JobLike], *, again: bool) -> Iterator[Message]:
+        """What has to be said of these, in the order in which they will run; `again`: also when nothing changed, and
+        what was rejected. Each counts as said: `answered` tells what became of it, `forget` that nobody knows."""
+        queue = self._places(jobs)
+        gone = [entry for entry in self._told if entry not in queue]
+        left = {self._told[entry].hint.session for entry in gone}
+        removed = [self._told.pop(entry).hint.job for entry in gone]
+        positions = self._positions(list(queue))
+        hints: list[Hint] = []
+        for (entry, (job, session)), position in zip(queue.items(), positions, strict=True):
+            told = self._told.get(entry)
+            if told is None:
+                self._names += 1
+                told = Told(job, Hint(b"%d" % self._names, position, session=session))
+                self._told[entry] = told
+            elif told.hint.position != position:
+                told.hint = replace(told.hint, position=position)
+            elif not (self._whole or (told.rejected and (again or session in left))):
+                continue
+            told.rejected = False
+            hints.append(told.hint)
+        whole, self._whole = self._whole, False
+        if not (whole or again or hints or removed):
+            return
+        for first in range(0, max(1, len(hints), len(removed)), MESSAGE_HINTS_MAX):
+            part = slice(first, first + MESSAGE_HINTS_MAX)
+            self._number += 1
+            Ledger.highest = max(Ledger.highest, self._number)
+            yield Message(hints[part], [] if whole else removed[part], whole and first == 0, self._number)
+
+    def answered(self, message: Message, answer: QueueAccepted) -> list[Hint]:
+        """The hints of it that were rejected: they are said again when that may be of use."""
+        if answer.snapshot_wanted:
+            self.forget()
+            return []
+        results = dict(zip((hint.job for hint in message.hints), answer.results, strict=False))
+        rejected = {name for name, result in results.items() if result is HintResult.REJECTED}
+        for told in self._told.values() if rejected else ():
+            told.rejected = told.rejected or told.hint.job in rejected
+        return [hint for hint in message.hints if hint.job in rejected]
+
+    def _places(self, jobs: Sequence[JobLike]) -> dict[tuple[int, int], tuple[JobLike, bytes]]:
+        """The jobs of which the daemon can be told, in order, with the names of their sessions."""
+        found: dict[tuple[int, int], tuple[JobLike, bytes]] = {}
+        for job in jobs:
+            session = _session_of(job)
+            if session:
+                same = 0
+                while (id(job), same) in found:
+                    same += 1
+                found[id(job), same] = (job, session)
+        return found
+
+    def _positions(self, entries: Sequence[tuple[int, int]]) -> list[int]:
+        """Ascending; as few as possible are other than before."""
+        positions = [
+            told.hint.position if (told := self._told.get(entry)) is not None else None for entry in entries
+        ]
+        known = [position for position in positions if position is not None]
+        if self._whole or not known or known[0] > max(RENUMBER_AT, len(entries)):
+            return list(range(len(entries)))
+        found: list[int] = []
+        behind = max(known) + 1
+        tail = len(entries)
+        while tail and positions[tail - 1] is None:
+            tail -= 1
+        found += range(behind, behind + len(entries) - tail)
+        for position in reversed(positions[:tail]):
+            if position is None or position >= behind:
+                position = max(0, behind - 1)
+            found.insert(0, position)
+            behind = position
+        return found
+
+
+class JobLike(Protocol):
+    """A job of any scheduler."""
+
+    @property
+    def session(self) -> str: ...
+
+
+def _session_of(job: JobLike) -> bytes:
+    """What the daemon calls it; nothing for what the daemon would refuse: its turn is computed all the same."""
+    try:
+        session = job.session.encode(errors="surrogateescape")
+    except (AttributeError, UnicodeEncodeError):  # no text, or half a character
+        return b""
+    return session if len(session) <= SESSION_NAME_BYTES_MAX else b""
+
+
+def jobs_ahead(queue: JobQueue) -> list[Job]:
     """The queue in order, the running jobs first: their KV is in use, or will be in a moment."""
-    hints = []
-    for position, job in enumerate((*queue.running, *queue.waiting)[:JOBS_MAX]):
-        try:
-            session = job.session.encode(errors="surrogateescape")
-        except (
-            AttributeError,
-            UnicodeEncodeError,
-        ):  # no text, or half a character: its turn is computed all the same
-            continue
-        if 1 <= len(session) <= SESSION_NAME_BYTES_MAX:  # else the daemon would refuse them all
-            hints.append(Hint(b"%d" % position, position, session=session))
-    return hints
+    return [*queue.running, *islice(queue.waiting, JOBS_MAX)][:JOBS_MAX]
 
 
 class Telling:
-    """What became of the snapshots that were published, and when the next one is due: the same for a thread and a task.
+    """What became of the messages that were published, and when the next one is due: the same for a thread and a task.
 
-    `counters`: published (snapshots of which the daemon took something, or that were empty), rejected (hints: their
-    sessions nobody has recorded; told to the log once), failed (snapshots; told to the log once in a row), unknown
-    (snapshots: no worker has opened the model; told to the log when jobs have waited for it for UNKNOWN_S).
+    `counters`: published (messages of which the daemon took something, or that had no hints), rejected (hints: their
+    sessions nobody has recorded; told to the log once), failed (messages; told to the log once in a row), unknown
+    (messages: no worker has opened the model; told to the log when jobs have waited for it for UNKNOWN_S).
     """
 
     def __init__(self, model: str) -> None:
         self._model = model
+        self.ledger = Ledger()
         self._heard = True
         self._unknown_since: float | None = None
         self._due = 0.0
@@ -72,11 +200,17 @@ class Telling:
         """Without a change: hints end by themselves, and a daemon that was started anew knows nothing of the queue."""
         return time.monotonic() >= self._due or boot_id != self._told
 
-    def taken(self, hints: Sequence[Hint], answer: QueueAccepted | None, boot_id: bytes) -> None:
-        results = () if answer is None else answer.results
-        rejected = [
-            hint for hint, result in zip(hints, results, strict=False) if result is HintResult.REJECTED
-        ]
+    def messages(self, jobs: Sequence[JobLike], boot_id: bytes) -> Iterator[Message]:
+        if boot_id != self._told:
+            self.ledger.forget()
+        return self.ledger.messages(jobs, again=self.is_due(boot_id))
+
+    def taken(self, message: Message, answer: QueueAccepted, boot_id: bytes) -> bool:
+        """False: nothing was, and all has to be said."""
+        hints = message.hints
+        rejected = self.ledger.answered(message, answer)
+        if answer.snapshot_wanted:
+            return False
         if rejected:
             if not self.counters["rejected"]:
                 self._warn_of(rejected, len(hints))
@@ -87,6 +221,7 @@ class Telling:
         self._unknown_since = None
         self._due = time.monotonic() + TTL_MS / 3000
         self._told = boot_id
+        return True
 
     def _warn_of(self, rejected: Sequence[Hint], hints: int) -> None:
         log.warning(
@@ -100,10 +235,11 @@ class Telling:
             rejected[0].session,
         )
 
-    def refused(self, hints: Sequence[Hint], error: StoreError) -> None:
+    def refused(self, message: Message, error: StoreError) -> None:
+        self.ledger.forget()
         if isinstance(error, NotFound):
             self.counters["unknown"] += 1
-            if hints:
+            if message.hints:
                 self._unknown()
             return
         self.counters["failed"] += 1
@@ -126,13 +262,14 @@ class Telling:
 
 
 class Publisher:
-    """A thread that publishes the newest snapshot, soon after each change, to a daemon that was started anew, and again
-    before it expires. For `counters` see `Telling`."""
+    """A thread that publishes what changed in a queue, soon after it did; all of it to a daemon that was started anew
+    or missed something; and a word that all still holds before it expires. `jobs` gives the queue in order, and is
+    called on that thread. For `counters` see `Telling`."""
 
-    def __init__(self, client: Client, model: str, snapshot: Callable[[], list[Hint]]) -> None:
+    def __init__(self, client: Client, model: str, jobs: Callable[[], Sequence[JobLike]]) -> None:
         self._client = client
         self._model = model
-        self._snapshot = snapshot
+        self._jobs = jobs
         self._telling = Telling(model)
         self._changed = threading.Event()
         self._stop = threading.Event()
@@ -162,13 +299,22 @@ class Publisher:
 
     def _publish(self) -> bool:
         """False: try again soon."""
-        hints = self._snapshot()
-        try:
-            answer = self._client.publish_queue(self._model, hints, ttl_ms=TTL_MS, timeout_s=TIMEOUT_S)
-        except StoreError as error:
-            self._telling.refused(hints, error)
-            return False
-        self._telling.taken(hints, answer, self._client.boot_id)
+        for message in self._telling.messages(self._jobs(), self._client.boot_id):
+            try:
+                answer = self._client.publish_queue(
+                    self._model,
+                    message.hints,
+                    removed=message.removed,
+                    snapshot=message.snapshot,
+                    number=message.number,
+                    ttl_ms=TTL_MS,
+                    timeout_s=TIMEOUT_S,
+                )
+            except StoreError as error:
+                self._telling.refused(message, error)
+                return False
+            if not self._telling.taken(message, answer, self._client.boot_id):
+                return False
         return True
 
 
@@ -178,11 +324,11 @@ class HintedQueue(JobQueue):
     def __init__(self, client: Client, model: str) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._publisher = Publisher(client, model, self._hints)
+        self._publisher = Publisher(client, model, self._jobs_ahead)
 
     @property
     def published(self) -> int:
-        """Snapshots of which the daemon took something."""
+        """Messages of which the daemon took something."""
         return self._publisher.counters["published"]
 
     @property
@@ -217,17 +363,23 @@ class HintedQueue(JobQueue):
             self._waiting.appendleft(job)
         self._publisher.changed()
 
+    def withdraw(self, job: Job) -> None:
+        with self._lock:
+            super().withdraw(job)
+        self._publisher.changed()
+
     def close(self) -> None:
         self._publisher.close()
 
-    def _hints(self) -> list[Hint]:
+    def _jobs_ahead(self) -> list[Job]:
         with self._lock:
-            return hints_of(self)
+            return jobs_ahead(self)
 
 
 class AsyncHintedQueue(JobQueue):
     """A `JobQueue` of an event loop whose every change reaches the daemon as a hint, told by a task. `put`, `start`,
-    `finish` and `give_back` never wait. Made and used on the loop's thread; `async with`, or `close`, ends the task."""
+    `finish`, `give_back` and `withdraw` never wait. Made and used on the loop's thread; `async with`, or `close`, ends
+    the task."""
 
     def __init__(self, client: AsyncClient, model: str) -> None:
         super().__init__()
@@ -245,7 +397,7 @@ class AsyncHintedQueue(JobQueue):
 
     @property
     def published(self) -> int:
-        """Snapshots of which the daemon took something."""
+        """Messages of which the daemon took something."""
         return self._telling.counters["published"]
 
     @property
@@ -275,6 +427,10 @@ class AsyncHintedQueue(JobQueue):
         super().give_back(job)
         self._changed.set()
 
+    def withdraw(self, job: Job) -> None:
+        super().withdraw(job)
+        self._changed.set()
+
     async def close(self) -> None:
         """Nothing is told any more. Idempotent."""
         self._task.cancel()
@@ -288,14 +444,24 @@ class AsyncHintedQueue(JobQueue):
             if not (self._changed.is_set() or again or self._telling.is_due(self._client.boot_id)):
                 continue
             self._changed.clear()
-            hints = hints_of(self)
+            again = not await self._publish()
+
+    async def _publish(self) -> bool:
+        """False: try again soon."""
+        for message in self._telling.messages(jobs_ahead(self), self._client.boot_id):
             try:
                 answer = await self._client.publish_queue(
-                    self._model, hints, ttl_ms=TTL_MS, timeout_s=TIMEOUT_S
+                    self._model,
+                    message.hints,
+                    removed=message.removed,
+                    snapshot=message.snapshot,
+                    number=message.number,
+                    ttl_ms=TTL_MS,
+                    timeout_s=TIMEOUT_S,
                 )
             except StoreError as error:
-                self._telling.refused(hints, error)
-                again = True
-                continue
-            self._telling.taken(hints, answer, self._client.boot_id)
-            again = False
+                self._telling.refused(message, error)
+                return False
+            if not self._telling.taken(message, answer, self._client.boot_id):
+                return False
+        return True

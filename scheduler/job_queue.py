@@ -45,9 +45,9 @@ class JobQueue:
 
     def start(self) -> Job | None:
         """The first job whose session is idle; None if there is none. It runs until `finish`."""
-        for job in self._waiting:
+        for at, job in enumerate(self._waiting):
             if job.session not in self._running:
-                self._waiting.remove(job)
+                del self._waiting[at]
                 self._running[job.session] = job
                 return job
         return None
@@ -56,6 +56,14 @@ class JobQueue:
         """The job was answered."""
         if self._running.pop(job.session, None) is not job:
             raise KeyError(f"no such job of session {job.session!r} is running")
+
+    def withdraw(self, job: Job) -> None:
+        """Nobody wants this waiting job's answer any more. Raises KeyError if it does not wait."""
+        for at, waiting in enumerate(self._waiting):
+            if waiting is job:
+                del self._waiting[at]
+                return
+        raise KeyError(f"no such job of session {job.session!r} waits")
 
     def give_back(self, job: Job) -> None:
         """The job's worker is gone: it is the next to be started again."""

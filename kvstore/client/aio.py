@@ -90,6 +90,7 @@ class AsyncClient:
         removed: Sequence[bytes] = (),
         snapshot: bool = True,
         ttl_ms: int = 0,
+        number: int = 0,
         timeout_s: float | None = None,
     ) -> QueueAccepted:
         return await asyncio.to_thread(
@@ -99,6 +100,7 @@ class AsyncClient:
             removed=removed,
             snapshot=snapshot,
             ttl_ms=ttl_ms,
+            number=number,
             timeout_s=timeout_s,
         )
 
@@ -257,10 +259,11 @@ class AsyncNamespace:
         removed: Sequence[bytes] = (),
         snapshot: bool = True,
         ttl_ms: int = 0,
+        number: int = 0,
         timeout_s: float | None = None,
     ) -> QueueAccepted:
         return await drive_async(
-            self._namespace.publishing_queue(hints, removed, snapshot, ttl_ms, timeout_s)
+            self._namespace.publishing_queue(hints, removed, snapshot, ttl_ms, number, timeout_s)
         )
 
 

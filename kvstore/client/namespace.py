@@ -268,6 +268,7 @@ class Namespace:
         removed: Sequence[bytes] = (),
         snapshot: bool = True,
         ttl_ms: int = 0,
+        number: int = 0,
         timeout_s: float | None = None,
     ) -> QueueAccepted:
         """Tell the daemon which jobs come next, so that their chunks are in DRAM when they are asked for.
@@ -276,9 +277,13 @@ class Namespace:
         of `hints` and drops those named in `removed`. Hints end `ttl_ms` later (0: the daemon's default), and with this
         client: publish again before that. The answer has one result per hint and how far both windows reach, in jobs.
 
+        `number` (1, 2, 3, ... over this client's messages about the namespace) lets the daemon notice that a change was
+        lost: then nothing is taken, and the answer's `snapshot_wanted` asks for a snapshot. A numbered message renews
+        all hints that were published before, so that an empty one is enough. 0: they are not numbered.
+
         Raises StoreError: a scheduler that is not heard has only lost time, so most callers log it and go on.
         """
-        return drive(self.publishing_queue(hints, removed, snapshot, ttl_ms, timeout_s))
+        return drive(self.publishing_queue(hints, removed, snapshot, ttl_ms, number, timeout_s))
 
     # -------------------------------------------------------------------------------------------- operations
 
@@ -697,9 +702,10 @@ class Namespace:
         removed: Sequence[bytes],
         snapshot: bool,
         ttl_ms: int,
+        number: int,
         timeout_s: float | None,
     ) -> Operation[QueueAccepted]:
-        body = queue_request(hints, removed=removed, snapshot=snapshot, ttl_ms=ttl_ms)
+        body = queue_request(hints, removed=removed, snapshot=snapshot, ttl_ms=ttl_ms, number=number)
         answer = yield from self._asking("publish_queue", body, timeout_s)
         return queue_accepted(answer.queue, len(hints))
 
@@ -848,7 +854,7 @@ def _name(name: str | bytes, field: str = "name") -> bytes:
 
 
 def queue_request(
-    hints: Sequence[Hint], *, removed: Sequence[bytes], snapshot: bool, ttl_ms: int
+    hints: Sequence[Hint], *, removed: Sequence[bytes], snapshot: bool, ttl_ms: int, number: int = 0
 ) -> hints_pb2.PublishQueueRequest:
     """The message, without its namespace. Raises BadRequest."""
     hints = listed("hints", hints, "Hint")
@@ -860,6 +866,7 @@ def queue_request(
         removed=[_check_job(f"removed[{index}]", job) for index, job in enumerate(removed)],
         delta=not flag("snapshot", snapshot),
         ttl_ms=whole("ttl_ms", ttl_ms),
+        number=whole("number", number),
     )
 
 

@@ -126,6 +126,7 @@ class Client:
         removed: Sequence[bytes] = (),
         snapshot: bool = True,
         ttl_ms: int = 0,
+        number: int = 0,
         timeout_s: float | None = None,
     ) -> QueueAccepted:
         """As `Namespace.publish_queue`, for a scheduler that knows sessions and jobs of a model, but not the layout of
@@ -134,7 +135,7 @@ class Client:
         Raises NotFound while no worker has opened one, and other StoreErrors.
         """
         text("model", model)
-        request = queue_request(hints, removed=removed, snapshot=snapshot, ttl_ms=ttl_ms)
+        request = queue_request(hints, removed=removed, snapshot=snapshot, ttl_ms=ttl_ms, number=number)
         known = self._namespaces_by_model.get(model)
         for attempt in range(2):
             if known is None:

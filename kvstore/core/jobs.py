@@ -2,8 +2,8 @@
 
 A plan in full costs a microsecond per chunk of the whole queue. Here a change costs what it changes: each job's chunks
 are looked up once and again only when one of them comes or goes (`came`, `lost`, `session_changed`), and of sums over
-the queue only the jobs at the ends of the windows are looked at. `requests/plan.py` says the same in full, from nothing;
-the simulator and the tests hold both together.
+the queue only the jobs at the ends of the windows are looked at. `requests/plan.py` says the same in full, from
+nothing; the simulator and the tests hold both together.
 
 A chunk that several jobs need is counted for the first of them, and ranked with it. A chunk's rank is its job's label
 and its place in the job, so that no job behind one that comes or goes is numbered anew.
@@ -15,18 +15,18 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from kvstore.types import ChunkKey, Millis, NamespaceId, WorkerId
-
-if TYPE_CHECKING:
-    from kvstore.core.manifests import Manifest
 
 PLACE_BITS = 17
 """Of a rank: a job has fewer chunks."""
 PLACE_MAX = (1 << PLACE_BITS) - 1
 ARRIVAL_BITS = 46
-"""Of a label: jobs at equal positions stand in the order in which they came."""
+"""Of a line: jobs at equal positions stand in the order in which they came;"""
+LINE_STEP = 1 << ARRIVAL_BITS
+"""and positions are so far apart,"""
+LINES_BEFORE = 1 << 32
+"""with room for so many more before position 0."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,9 @@ class Job:
     session: bytes
     keys: tuple[ChunkKey, ...]
     position: int
-    arrival: int
+    line: int
+    """Where it stands among the tenant's jobs; no two stand at the same."""
+    since: Millis
     until: Millis
     chunk_bytes: int
     label: int = field(init=False)
@@ -50,18 +52,25 @@ class Job:
     looked_at: int = 0
     stop: ChunkKey | None = None
     """The first that cannot be had, if there is one."""
-    manifest: Manifest | None = None
+    manifest: object | None = None
     """That `rows` were taken from. Of several jobs that name it, the first has them."""
     in_reach: bool = False
 
     def __post_init__(self) -> None:
-        self.label = (self.position << ARRIVAL_BITS | self.arrival) << PLACE_BITS
+        self.stand(self.line)
+
+    def stand(self, line: int) -> None:
+        """There, while it is in no book."""
+        self.line = line
+        self.label = line << PLACE_BITS
 
     def __repr__(self) -> str:
         return f"Job({self.name!r} at {self.position}, {len(self.rows)} chunks, {self.owned} its own)"
 
 
 _label = attrgetter("label")
+MANY = 16
+"""Jobs: from so many on, what is done to all of them at once pays."""
 
 
 class Window:
@@ -120,6 +129,8 @@ class JobBook:
     def __init__(self) -> None:
         self.windows: dict[str, Window] = {}
         """By tenant."""
+        self.shares: dict[str, float] = {}
+        """Of a tenant's windows that its record leaves it (see `requests/credit.py`); else all."""
         self.stale: dict[Job, None] = {}
         """Jobs in reach whose chunks have to be looked up again."""
         self.changed = False
@@ -141,9 +152,10 @@ class JobBook:
 
     # --------------------------------------------------------------------------------------------- coming and going
 
-    def next_arrival(self) -> int:
+    def new_line(self, position: int) -> int:
+        """For a job at this position, behind those that have it already."""
         self._arrivals += 1
-        return self._arrivals
+        return position + LINES_BEFORE << ARRIVAL_BITS | self._arrivals
 
     def add(self, jobs: Sequence[Job]) -> None:
         self.changed = True
@@ -177,6 +189,46 @@ class JobBook:
         del window.labels[at], window.of[job.label]
         if not window.labels:
             del self.windows[job.tenant]
+
+    def remove_many(self, jobs: Sequence[Job]) -> None:
+        """`remove` for each; quick where many go."""
+        if len(jobs) < MANY:
+            for job in jobs:
+                self.remove(job)
+            return
+        self.changed = True
+        by_tenant: dict[str, list[Job]] = {}
+        for job in jobs:
+            by_tenant.setdefault(job.tenant, []).append(job)
+        for tenant, mine in by_tenant.items():
+            window = self.windows[tenant]
+            if len(mine) == len(window.labels):
+                self._clear(window)
+                del self.windows[tenant]
+                continue
+            ahead = sum(map(window.is_ahead, mine))
+            reach = sum(job.in_reach for job in mine)
+            for job in mine:
+                if job.in_reach:
+                    self._leave(window, job)
+                if window.edge is job:
+                    window.edge = None
+                del window.of[job.label]
+            window.labels = [label for label in window.labels if label in window.of]
+            window.reach -= reach
+            window.ahead -= ahead
+
+    def _clear(self, window: Window) -> None:
+        """All jobs of a tenant go: nobody inherits their chunks."""
+        needed_by, ranks = self._needed_by, self.moves.ranks
+        for number in range(window.reach):
+            job = window.job(number)
+            for row in job.rows:
+                if needed_by.pop(row, None) is not None:
+                    ranks[row] = None
+            self.moves.work += len(job.rows)
+            job.rows, job.owned = [], 0
+            self._leave(window, job)
 
     # ------------------------------------------------------------------------------------- what happens to chunks
 
@@ -253,6 +305,7 @@ class JobBook:
             if ahead:
                 self.moves.ahead.update(dict.fromkeys(rows))
             return
+        label, owned = job.label, 0
         for place, row in enumerate(rows):
             known = needed_by.get(row)
             if known is None:
@@ -263,16 +316,17 @@ class JobBook:
                 if known[0] is not job:
                     continue
                 self._resize(window, before, -1)
-            elif known.label < job.label:
+            elif known.label < label:
                 needed_by[row] = [known, job]
                 continue
             else:
                 needed_by[row] = [job, known]
                 self._resize(window, known, -1)
-            ranks[row] = job.label + place
-            self._resize(window, job, +1)
+            ranks[row] = label + place
+            owned += 1
             if ahead:
                 self.moves.ahead[row] = None
+        self._resize(window, job, owned)
 
     def strip(self, job: Job) -> None:
         """The job needs no chunk, for now."""
@@ -310,7 +364,7 @@ class JobBook:
             if window.is_ahead(heir):
                 self.moves.ahead[row] = None
 
-    def join_manifest(self, job: Job, manifest: Manifest) -> bool:
+    def join_manifest(self, job: Job, manifest: object) -> bool:
         """The job in reach names it; whether it is the first to do so, and is to be filled. Who was that until now has
         no chunks any more."""
         job.manifest = manifest
@@ -397,7 +451,7 @@ class JobBook:
                 break
             window.ahead_bytes += size
             window.ahead += 1
-            self.moves.ahead.update(dict.fromkeys(row for row in job.rows if self.owner(row) is job))
+            self.moves.ahead.update(dict.fromkeys(job.rows))
 
     def take_moves(self) -> Moves:
         moves, self.moves = self.moves, Moves()

@@ -535,6 +535,8 @@ class Process:
         for snapshot in (False, True) if not whole else (True,):
             said = tuple(queue.values()) if snapshot else tuple(hints)
             self.numbers[namespace] = number = self.numbers.get(namespace, 0) + 1
+            if self.random.random() < 0.25:
+                return  # lost on its way, and nobody here noticed
             self.unsure.add(namespace)  # until it is answered
             answer = yield from self.ask(
                 ev.PublishQueue, namespace, said, removed=tuple(removed), snapshot=snapshot, number=number

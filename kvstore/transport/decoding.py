@@ -37,6 +37,7 @@ from kvstore.types import (
 from kvstore.v1 import admin_pb2, hints_pb2, stats_pb2, store_pb2
 
 TTL_MS_MAX = 24 * 3600 * 1000
+HINT_NUMBER_MAX = 1 << 53
 """Longest time a request may name; the core clips it further."""
 POSITION_MAX = 1 << 40
 """Tokens of a session, positions and their deltas."""
@@ -360,6 +361,7 @@ def _publish_queue(message: hints_pb2.PublishQueueRequest, ticket: Ticket) -> ev
         removed=tuple(job_name("removed", job) for job in message.removed),
         snapshot=not message.delta,
         ttl_ms=number("ttl_ms", message.ttl_ms, TTL_MS_MAX),
+        number=number("number", message.number, HINT_NUMBER_MAX),
     )
 
 

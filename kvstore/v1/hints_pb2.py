@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvstore/v1/hints.proto\x12\nkvstore.v1\"D\n\x04Hint\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x0c\n\x04keys\x18\x04 \x03(\x0c\"\x90\x01\n\x13PublishQueueRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\x04\x12\x1f\n\x05hints\x18\x03 \x03(\x0b\x32\x10.kvstore.v1.Hint\x12\x0f\n\x07removed\x18\x04 \x03(\x0c\x12\r\n\x05\x64\x65lta\x18\x05 \x01(\x08\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\x04\"O\n\nQueueReply\x12\x0f\n\x07results\x18\x01 \x01(\x0c\x12\x17\n\x0fprefetch_window\x18\x02 \x01(\x04\x12\x17\n\x0f\x65viction_window\x18\x03 \x01(\x04*s\n\nHintResult\x12\x18\n\x14HINT_RESULT_ACCEPTED\x10\x00\x12\x18\n\x14HINT_RESULT_DEFERRED\x10\x01\x12\x17\n\x13HINT_RESULT_CLIPPED\x10\x02\x12\x18\n\x14HINT_RESULT_REJECTED\x10\x03\x32P\n\x05Hints\x12G\n\x0cPublishQueue\x12\x1f.kvstore.v1.PublishQueueRequest\x1a\x16.kvstore.v1.QueueReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvstore/v1/hints.proto\x12\nkvstore.v1\"D\n\x04Hint\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x0c\n\x04keys\x18\x04 \x03(\x0c\"\xa0\x01\n\x13PublishQueueRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\x04\x12\x1f\n\x05hints\x18\x03 \x03(\x0b\x32\x10.kvstore.v1.Hint\x12\x0f\n\x07removed\x18\x04 \x03(\x0c\x12\r\n\x05\x64\x65lta\x18\x05 \x01(\x08\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\x04\x12\x0e\n\x06number\x18\x07 \x01(\x04\"h\n\nQueueReply\x12\x0f\n\x07results\x18\x01 \x01(\x0c\x12\x17\n\x0fprefetch_window\x18\x02 \x01(\x04\x12\x17\n\x0f\x65viction_window\x18\x03 \x01(\x04\x12\x17\n\x0fsnapshot_wanted\x18\x04 \x01(\x08*s\n\nHintResult\x12\x18\n\x14HINT_RESULT_ACCEPTED\x10\x00\x12\x18\n\x14HINT_RESULT_DEFERRED\x10\x01\x12\x17\n\x13HINT_RESULT_CLIPPED\x10\x02\x12\x18\n\x14HINT_RESULT_REJECTED\x10\x03\x32P\n\x05Hints\x12G\n\x0cPublishQueue\x12\x1f.kvstore.v1.PublishQueueRequest\x1a\x16.kvstore.v1.QueueReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.v1.hints_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HINTRESULT']._serialized_start=336
-  _globals['_HINTRESULT']._serialized_end=451
+  _globals['_HINTRESULT']._serialized_start=377
+  _globals['_HINTRESULT']._serialized_end=492
   _globals['_HINT']._serialized_start=38
   _globals['_HINT']._serialized_end=106
   _globals['_PUBLISHQUEUEREQUEST']._serialized_start=109
-  _globals['_PUBLISHQUEUEREQUEST']._serialized_end=253
-  _globals['_QUEUEREPLY']._serialized_start=255
-  _globals['_QUEUEREPLY']._serialized_end=334
-  _globals['_HINTS']._serialized_start=453
-  _globals['_HINTS']._serialized_end=533
+  _globals['_PUBLISHQUEUEREQUEST']._serialized_end=269
+  _globals['_QUEUEREPLY']._serialized_start=271
+  _globals['_QUEUEREPLY']._serialized_end=375
+  _globals['_HINTS']._serialized_start=494
+  _globals['_HINTS']._serialized_end=574
 # @@protoc_insertion_point(module_scope)

@@ -31,27 +31,31 @@ class Hint(_message.Message):
     def __init__(self, job: _Optional[bytes] = ..., position: _Optional[int] = ..., session: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PublishQueueRequest(_message.Message):
-    __slots__ = ("request_id", "namespace_id", "hints", "removed", "delta", "ttl_ms")
+    __slots__ = ("request_id", "namespace_id", "hints", "removed", "delta", "ttl_ms", "number")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     namespace_id: int
     hints: _containers.RepeatedCompositeFieldContainer[Hint]
     removed: _containers.RepeatedScalarFieldContainer[bytes]
     delta: bool
     ttl_ms: int
-    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., hints: _Optional[_Iterable[_Union[Hint, _Mapping]]] = ..., removed: _Optional[_Iterable[bytes]] = ..., delta: bool = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    number: int
+    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., hints: _Optional[_Iterable[_Union[Hint, _Mapping]]] = ..., removed: _Optional[_Iterable[bytes]] = ..., delta: bool = ..., ttl_ms: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class QueueReply(_message.Message):
-    __slots__ = ("results", "prefetch_window", "eviction_window")
+    __slots__ = ("results", "prefetch_window", "eviction_window", "snapshot_wanted")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_WINDOW_FIELD_NUMBER: _ClassVar[int]
     EVICTION_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_WANTED_FIELD_NUMBER: _ClassVar[int]
     results: bytes
     prefetch_window: int
     eviction_window: int
-    def __init__(self, results: _Optional[bytes] = ..., prefetch_window: _Optional[int] = ..., eviction_window: _Optional[int] = ...) -> None: ...
+    snapshot_wanted: bool
+    def __init__(self, results: _Optional[bytes] = ..., prefetch_window: _Optional[int] = ..., eviction_window: _Optional[int] = ..., snapshot_wanted: bool = ...) -> None: ...

@@ -137,6 +137,7 @@ def queue_to_proto(answer: QueueAccepted) -> hints_pb2.QueueReply:
         results=bytes(answer.results),
         prefetch_window=answer.prefetch_window,
         eviction_window=answer.eviction_window,
+        snapshot_wanted=answer.snapshot_wanted,
     )
 
 
@@ -145,6 +146,7 @@ def queue_from_proto(message: hints_pb2.QueueReply) -> QueueAccepted:
         results=hints_from_bytes(message.results),
         prefetch_window=message.prefetch_window,
         eviction_window=message.eviction_window,
+        snapshot_wanted=message.snapshot_wanted,
     )
 
 

@@ -1,5 +1,5 @@
 """Clients in the documents, as they are pasted: proto/README.md's knows the sockets and the stubs, and nothing of our
-library; docs/asyncio.md's is the awaitable one."""
+library; docs/asyncio.md's is the awaitable one, docs/schedulers.md's a gateway."""
 
 import re
 import subprocess
@@ -55,3 +55,9 @@ def test_the_awaitable_client_runs_as_pasted(start_daemon, run_dir):
     for _ in range(2):
         ended = run(run_dir, ROOT / "docs" / "asyncio.md")
         assert (ended.stdout.splitlines(), ended.stderr) == (["4 chunks loaded", "ACCEPTED"], "")
+
+
+def test_the_gateway_of_schedulers_runs_as_pasted(start_daemon, run_dir):
+    start_daemon()
+    ended = run(run_dir, ROOT / "docs" / "schedulers.md")
+    assert (ended.stdout, ended.stderr) == (f"{[f'answered chat {number}' for number in range(4)]}\n", "")

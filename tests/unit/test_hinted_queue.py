@@ -18,7 +18,8 @@ from kvstore.types import HintResult
 
 
 class ScriptedClient:
-    """Raises what stands in `problems`, one a call, then listens."""
+    """Raises what stands in `problems`, one a call, then listens: `heard` has the queue as it is known after each
+    message, in order."""
 
     def __init__(self, *problems: StoreError) -> None:
         self.boot_id = b"first"
@@ -26,6 +27,10 @@ class ScriptedClient:
         self.heard: list[list[str]] = []
         self.unrecorded: set[str] = set()
         """Sessions that the daemon does not know."""
+        self.number = 0
+        self.jobs: dict[bytes, Hint] = {}
+        self.said = self.refused = self.wanted = 0
+        """Hints; how many were rejected; and how often a snapshot was wanted."""
         self._problems = list(problems)
         self._changed = threading.Condition()
 
@@ -36,14 +41,37 @@ class ScriptedClient:
             self._changed.notify_all()
             if self._problems:
                 raise self._problems.pop(0)
-            positions = [hint.position for hint in hints]
-            assert positions == sorted(set(positions))
-            self.heard.append([hint.session.decode() for hint in hints])
-            results = [
-                HintResult.REJECTED if name in self.unrecorded else HintResult.ACCEPTED
-                for name in self.heard[-1]
-            ]
-            return QueueAccepted(tuple(results), 0, 0)
+            number = options["number"]
+            if not options["snapshot"] and number != self.number + 1:
+                self.wanted += 1
+                return QueueAccepted((HintResult.REJECTED,) * len(hints), 0, 0, snapshot_wanted=True)
+            if number <= self.number:
+                return QueueAccepted((HintResult.REJECTED,) * len(hints), 0, 0)
+            self.number = number
+            if options["snapshot"]:
+                self.jobs = {}
+            for name in options["removed"]:
+                del self.jobs[name]
+            self.said += len(hints)
+            self.jobs |= {hint.job: hint for hint in hints}
+            ordered = sorted(self.jobs.values(), key=lambda hint: hint.position)
+            self.heard.append([hint.session.decode() for hint in ordered])
+            unknown = [hint.session.decode() in self.unrecorded for hint in hints]
+            for hint in hints:
+                if hint.session.decode() in self.unrecorded:
+                    self.refused += 1
+            return QueueAccepted(
+                tuple(HintResult.REJECTED if so else HintResult.ACCEPTED for so in unknown), 0, 0
+            )
+
+    def restart(self) -> None:
+        """As another daemon, or one that knows nothing any more."""
+        self.boot_id = b"second"
+        self.forget()
+
+    def forget(self) -> None:
+        with self._changed:
+            self.number, self.jobs = 0, {}
 
     def wait(self, condition: Callable[[], bool]) -> None:
         with self._changed:
@@ -124,9 +152,82 @@ def test_a_daemon_that_was_started_anew_is_told(made: list[HintedQueue]) -> None
     queue.put(job("a"))
     client.wait(lambda: len(client.heard) > 0 and client.heard[-1] == ["a"])
     before = client.calls
-    client.boot_id = b"second"
+    client.restart()
     client.wait(lambda: client.calls > before)
     assert client.heard[-1] == ["a"]
+
+
+def test_what_changes_is_told_and_no_more(made: list[HintedQueue]) -> None:
+    client = ScriptedClient()
+    queue = queue_for(client, made)
+    for number in range(100):
+        queue.put(job(str(number)))
+    client.wait(lambda: client.heard[-1:] != [] and len(client.heard[-1]) == 100)
+    said = client.said
+    for number in range(100, 130):
+        running = queue.start()
+        assert running is not None
+        queue.finish(running)
+        queue.put(job(str(number)))
+        there = [str(at) for at in range(number - 99, number + 1)]
+        client.wait(lambda there=there: client.heard[-1] == there)  # type: ignore[misc]
+    assert client.said - said <= 30 + 5, "one hint for each job that comes"
+
+
+def test_a_daemon_that_lost_a_change_is_told_all(made: list[HintedQueue]) -> None:
+    client = ScriptedClient()
+    queue = queue_for(client, made)
+    queue.put(job("a"))
+    client.wait(lambda: client.heard[-1:] == [["a"]])
+    client.forget()
+    queue.put(job("b"))
+    client.wait(lambda: client.heard[-1:] == [["a", "b"]])
+    assert client.wanted == 1
+
+
+def test_another_queue_of_the_same_client_is_heard(made: list[HintedQueue]) -> None:
+    client = ScriptedClient()
+    for name in "ab":
+        queue = queue_for(client, made)
+        for number in range(5):
+            queue.put(job(name))
+            client.wait(lambda name=name, number=number: client.heard[-1:] == [[name] * (number + 1)])  # type: ignore[misc]
+        queue.close()
+
+
+def test_a_job_whose_session_is_recorded_later_is_told_again(made: list[HintedQueue]) -> None:
+    client = ScriptedClient()
+    client.unrecorded = {"a"}
+    queue = queue_for(client, made)
+    queue.put(job("a"))
+    queue.put(job("a"))
+    client.wait(lambda: client.heard[-1:] == [["a", "a"]])
+    running = queue.start()
+    assert running is not None
+    client.unrecorded = set()
+    refused = client.refused
+    queue.finish(running)
+    client.wait(lambda: client.heard[-1] == ["a"] and client.said > refused)
+    assert client.refused == refused
+
+
+def test_positions_begin_anew_when_the_head_is_far_from_0(
+    made: list[HintedQueue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.scheduler.hints.RENUMBER_AT", 4)
+    client = ScriptedClient()
+    queue = queue_for(client, made)
+    for name in "abc":
+        queue.put(job(name))
+    highest = 0
+    for name in "defghijklmnop":
+        running = queue.start()
+        assert running is not None
+        queue.finish(running)
+        queue.put(job(name))
+        client.wait(lambda name=name: client.heard[-1:] and client.heard[-1][2:] == [name])  # type: ignore[misc]
+        highest = max(highest, *(hint.position for hint in client.jobs.values()))
+    assert 3 <= highest <= 8
 
 
 def test_a_daemon_that_does_not_answer_holds_up_nobody(made: list[HintedQueue]) -> None:
@@ -180,9 +281,9 @@ def test_hints_of_sessions_that_nobody_recorded_are_counted_apart_and_told_once(
     queue.put(job("c"))
     client.wait(lambda: client.heard[-1:] == [["a", "b", "c"]])
     queue.close()
-    taken = sum(not heard or "c" in heard for heard in client.heard)
-    assert queue.published == taken, "a snapshot of which nothing was taken is not published"
-    assert queue.rejected == sum(len(set(heard) & {"a", "b"}) for heard in client.heard) >= 4
+    taken = queue.published
+    assert 1 <= taken < client.calls, "a message of which nothing was taken is not published"
+    assert queue.rejected == client.refused >= 2
     assert queue.counters == {"published": taken, "rejected": queue.rejected, "failed": 0, "unknown": 0}
     (record,) = caplog.records
     assert (
@@ -218,7 +319,7 @@ async def test_the_queue_of_an_event_loop_tells_every_change() -> None:
         queue.finish(running)
         await awaited.wait(lambda: client.heard[-1:] == [["b", "c", "d"]])
         before = client.calls
-        client.boot_id = b"second"
+        client.restart()
         await awaited.wait(lambda: client.calls > before)
     assert queue._task.done(), "closed: nothing is told"
     queue.put(job("e"))

@@ -59,3 +59,14 @@ def test_only_a_running_job_can_finish() -> None:
     with pytest.raises(KeyError):
         queue.finish(a1)
     assert len(queue) == 0
+
+
+def test_a_job_that_waits_can_be_withdrawn_and_no_other() -> None:
+    queue, (first, second, b1) = filled("a1", "a1", "b1")
+    queue.withdraw(second)
+    assert queue.waiting == (first, b1) and queue.waiting[0] is first
+    with pytest.raises(KeyError):
+        queue.withdraw(second)
+    assert queue.start() is first
+    with pytest.raises(KeyError):
+        queue.withdraw(first)

@@ -169,7 +169,7 @@ class Policy(ABC):
         self, namespaces: Mapping[NamespaceId, Namespace], changes: Mapping[int, int | None]
     ) -> None:
         """The queue changed a little: these rows, in any order, have such a rank now, or none."""
-        rank = {row: place for row, place in (self.rank | changes).items() if place is not None}
+        rank = {row: place for row, place in {**self.rank, **changes}.items() if place is not None}
         self.set_ranks(namespaces, dict(sorted(rank.items(), key=itemgetter(1))))
 
     def job_end(self, row: int) -> int:

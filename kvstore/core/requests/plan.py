@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 
 from kvstore.core.bulk import batch
-from kvstore.core.chunks import NONE
+from kvstore.core.chunks import DOOMED, NONE, STORED
 from kvstore.core.cold_tier import ColdTier
 from kvstore.core.jobs import PLACE_MAX, Job, Window
 from kvstore.core.manifests import Manifest
@@ -68,21 +68,21 @@ class Planner:
         self._look_again()
         windows = list(jobs.windows.values())
         while True:
-            sharing = sum(window.bytes > 0 for window in windows)
-            shares = self._shares(sharing, len(windows))
-            for window in windows:
-                self._reach(window, shares)
+            sharing = _sharing(windows)
+            for tenant, window in jobs.windows.items():
+                self._reach(window, self._shares(tenant, sharing, len(windows)))
             # A share has room for one job's chunks at least: that a tenant has any does not depend on its size.
-            if sharing == sum(window.bytes > 0 for window in windows):
+            if sharing == _sharing(windows):
                 return
 
-    def _shares(self, sharing: int, tenants: int) -> Shares:
+    def _shares(self, tenant: str, sharing: int, tenants: int) -> Shares:
         """Tenants with jobs that have chunks have equal parts of the memory: neither a long queue of one nor an empty
-        one shortens another's windows."""
+        one shortens another's windows. What a tenant's record takes from it, others do not get as a window."""
         limits = self._state.limits
+        share = self._state.jobs.shares.get(tenant, 1.0) / max(1, sharing)
         return Shares(
-            int(limits.arena_bytes * limits.prefetch_share_max) // max(1, sharing),
-            (limits.arena_bytes + self._tier.bytes_max) // max(1, sharing),
+            int(limits.arena_bytes * limits.prefetch_share_max * share),
+            int((limits.arena_bytes + self._tier.bytes_max) * share),
             PLAN_ROWS_MAX // max(1, tenants),
         )
 
@@ -144,7 +144,7 @@ class Planner:
         state = self._state
         windows = state.jobs.windows
         found = {tenant: self._chunks_of(window) for tenant, window in windows.items()}
-        looked_at_max = self._shares(1, len(windows)).looked_at
+        looked_at_max = self._shares("", 1, len(windows)).looked_at
         sharing = 0
         for jobs in found.values():
             looked_at = 0
@@ -154,9 +154,9 @@ class Planner:
                     sharing += 1
                 if rows or looked_at > looked_at_max:
                     break
-        shares = self._shares(sharing, len(windows))
         plan = Plan()
         for tenant, jobs in found.items():
+            shares = self._shares(tenant, sharing, len(windows))
             used = looked_at = ahead = kept = 0
             for job, rows, looked in jobs:
                 new = {row: job.label + place for place, row in enumerate(rows) if row not in plan.rank}
@@ -187,6 +187,11 @@ class Planner:
             rows, looked_at, _ = look_up(state, namespace, job, manifest)
             found.append((job, rows, looked_at))
         return found
+
+
+def _sharing(windows: Sequence[Window]) -> int:
+    """Of how many tenants some job has a chunk that can be had."""
+    return sum(window.bytes > 0 for window in windows)
 
 
 def _is_over(window: Window, shares: Shares) -> bool:
@@ -226,7 +231,11 @@ def usable_leading(state: State, namespace: Namespace, rows: Sequence[int]) -> i
     """How many of these, from the first, can be had."""
     if len(rows) >= state.batch_min:
         return batch.usable_leading(state, namespace, rows)
+    chunks, shards = state.chunks, namespace.shards
+    ready, flags, shard0 = chunks.ready, chunks.flags, chunks.shard0
+    readable = STORED if state.disk_state is not DiskState.OFF else 0
     for usable, row in enumerate(rows):
-        if row == NONE or not state.is_usable(row):
+        there = row != NONE and (flags[row] & readable or (ready[row] == shards and shard0[row] != NONE))
+        if not there or flags[row] & DOOMED:
             return usable
     return len(rows)

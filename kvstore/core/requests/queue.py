@@ -5,21 +5,22 @@
                       a namespace's share, what the window does not need goes first, then what is needed last.
 
 Both are cut within a tenant's part of the memory. The windows order victims; they never refuse to evict. A queue longer
-than the window is clipped from its tail, and the answer says so. `core.jobs` keeps the queue's books, `plan.py` moves the
-windows; here is what schedulers ask, and when plans are made.
+than the window is clipped from its tail, and the answer says so. `core.jobs` keeps the queue's books, `plan.py` moves
+the windows; here is what schedulers ask, and when plans are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core import events as ev
 from kvstore.core.bulk import needed
 from kvstore.core.chunks import DOOMED, PROMOTING, STORED
 from kvstore.core.cold_tier import ColdTier
-from kvstore.core.jobs import Job
+from kvstore.core.jobs import LINE_STEP, Job
 from kvstore.core.namespaces import Namespace
+from kvstore.core.requests.credit import Credit
 from kvstore.core.requests.plan import Planner
 from kvstore.core.requests.reads import clip_ttl
 from kvstore.core.state import State
@@ -54,6 +55,8 @@ class Feed:
     """A numbered message vouches for everything that was said before."""
     looked_at: Millis = NEVER
     """No job ends before this."""
+    in_line: bool = True
+    """Its jobs stand where their positions say; else only their order is that of their positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Queue:
     def __init__(self, state: State, tier: ColdTier, promote: Callable[[int], None]) -> None:
         self.state = state
         self.planner = Planner(state, tier)
+        self.credit = Credit(state)
         self._promote = promote
         self.feeds: dict[WorkerId, dict[NamespaceId, Feed]] = {}
         self._planned_at: Millis = -REPLAN_MS
@@ -135,32 +139,42 @@ class Queue:
         """The hints of a message that is not a repetition; those that are not kept, with the answer."""
         state, limits = self.state, self.state.limits
         hints = {hint.job: hint for hint in event.hints}
-        if event.snapshot:
-            for name in [name for name in feed.jobs if name not in hints]:
-                self._remove(feed, name)
-        for name in event.removed:
-            self._remove(feed, name)
+        gone = {name: None for name in feed.jobs if name not in hints} if event.snapshot else {}
+        gone.update(dict.fromkeys(event.removed))
+        ordered = sorted(hints.values(), key=lambda hint: hint.position)
+        lines = self._lines(feed, ordered) if event.snapshot else {}
+        self._end(feed, gone)
         ttl_ms = clip_ttl(event.ttl_ms, limits.hint_ttl_ms, limits.hint_ttl_max_ms)
         until = state.now + ttl_ms
         feed.number = event.number
         feed.renewed_until = until if event.number else 0
         feed.looked_at = min(feed.looked_at, until)
         refused: dict[bytes, HintResult] = {}
-        new: list[Job] = []
+        wanted: list[ev.Hint] = []
+        away: list[bytes] = []
         feeds = self.feeds[worker.id].values()
         others = sum(len(other.jobs) for other in feeds if other is not feed)
         keys_of_others = sum(other.keys for other in feeds if other is not feed)
-        for hint in sorted(hints.values(), key=lambda hint: hint.position):
+        if not lines:
+            self._put_in_line(feed)
+        moved: dict[bytes, Job] = {}
+        for hint in ordered:
             known = feed.jobs.get(hint.job)
-            if known is not None and (known.position, known.session, known.keys) == (
-                hint.position,
-                hint.session,
-                hint.keys,
-            ):
-                known.until = until
-                continue
             if known is not None:
-                self._remove(feed, hint.job)
+                same = known.keys == hint.keys and known.session == hint.session
+                if same and (known.position == hint.position or lines.get(hint.job) == known.line):
+                    known.position = hint.position
+                    known.until = until
+                    continue
+                if same:
+                    moved[hint.job] = known
+                else:
+                    self.credit.ended(known)
+                away.append(hint.job)
+            wanted.append(hint)
+        self._remove(feed, away)
+        new: list[Job] = []
+        for hint in wanted:
             if not (hint.keys or (namespace.id, hint.session) in state.sessions.by_name):
                 refused[hint.job] = HintResult.REJECTED
                 continue
@@ -170,6 +184,7 @@ class Queue:
             ):
                 refused[hint.job] = HintResult.CLIPPED
                 continue
+            line = lines[hint.job] if lines else state.jobs.new_line(hint.position)
             job = Job(
                 worker.id,
                 feed.tenant,
@@ -178,22 +193,83 @@ class Queue:
                 hint.session,
                 hint.keys,
                 hint.position,
-                state.jobs.next_arrival(),
+                line,
+                moved[hint.job].since if hint.job in moved else state.now,
                 until,
                 feed.chunk_bytes,
             )
+            if hint.job in moved:
+                self.credit.moved(moved.pop(hint.job), job)
             feed.jobs[hint.job] = job
             feed.keys += len(hint.keys)
             new.append(job)
+        for job in moved.values():
+            self.credit.dropped(job)
         state.jobs.add(new)
         state.counters["hints_rejected"] += sum(result is HintResult.REJECTED for result in refused.values())
         return refused
 
-    def _remove(self, feed: Feed, name: bytes) -> None:
-        job = feed.jobs.pop(name, None)
-        if job is not None:
-            feed.keys -= len(job.keys)
-            self.state.jobs.remove(job)
+    def _lines(self, feed: Feed, ordered: Sequence[ev.Hint]) -> dict[bytes, int]:
+        """Where the jobs of a snapshot stand if those that are known stay where they are: the head of a queue goes, all
+        others have other positions and are in the same order. Nothing, if they are not, or if others of the tenant have
+        jobs that stand between them."""
+        window = self.state.jobs.windows.get(feed.tenant)
+        if window is None or len(window.labels) != len(feed.jobs):
+            return {}
+        if feed.in_line and all(
+            hint.position == known.position
+            for hint in ordered
+            if (known := feed.jobs.get(hint.job)) is not None
+        ):
+            return {}
+        lines: dict[bytes, int] = {}
+        waiting: list[bytes] = []
+        last = None
+        for hint in ordered:
+            known = feed.jobs.get(hint.job)
+            if known is None or known.keys != hint.keys or known.session != hint.session:
+                waiting.append(hint.job)
+                continue
+            step = LINE_STEP if last is None else (known.line - last) // (len(waiting) + 1)
+            if step < 1:
+                return {}
+            lines.update(
+                (job, known.line - step * at)
+                for at, job in zip(range(len(waiting), 0, -1), waiting, strict=True)
+            )
+            waiting.clear()
+            last = lines[hint.job] = known.line
+        if last is None:
+            return {}
+        lines.update((job, last + LINE_STEP * at) for at, job in enumerate(waiting, 1))
+        feed.in_line = False
+        return lines
+
+    def _put_in_line(self, feed: Feed) -> None:
+        """Where their positions say, among those of the tenant's other schedulers."""
+        jobs = self.state.jobs
+        for feeds in self.feeds.values():
+            for other in feeds.values():
+                if other.tenant == feed.tenant and not other.in_line:
+                    other.in_line = True
+                    moved = list(other.jobs.values())
+                    jobs.remove_many(moved)
+                    for job in moved:
+                        job.stand(jobs.new_line(job.position))
+                    jobs.add(moved)
+
+    def _end(self, feed: Feed, names: Iterable[bytes]) -> None:
+        """Those that are there, of which the scheduler has no more to say."""
+        for name in names:
+            if name in feed.jobs:
+                self.credit.ended(feed.jobs[name])
+        self._remove(feed, names)
+
+    def _remove(self, feed: Feed, names: Iterable[bytes]) -> None:
+        """Those that are there."""
+        jobs = [job for name in names if (job := feed.jobs.pop(name, None)) is not None]
+        feed.keys -= sum(len(job.keys) for job in jobs)
+        self.state.jobs.remove_many(jobs)
 
     def _drop_if_empty(self, worker: WorkerId, namespace: NamespaceId) -> None:
         feeds = self.feeds[worker]
@@ -224,8 +300,9 @@ class Queue:
 
     def forget(self, worker: WorkerId) -> None:
         for feed in self.feeds.pop(worker, {}).values():
-            for name in list(feed.jobs):
-                self._remove(feed, name)
+            for job in feed.jobs.values():
+                self.credit.dropped(job)
+            self._remove(feed, list(feed.jobs))
         self._unanswered = [published for published in self._unanswered if published.ticket.worker != worker]
 
     def _expire(self) -> None:
@@ -241,8 +318,7 @@ class Queue:
                 feed.looked_at = feed.renewed_until
                 continue
             over = [name for name, job in feed.jobs.items() if job.until <= now]
-            for name in over:
-                self._remove(feed, name)
+            self._end(feed, over)
             if over:
                 feed.number = 0  # changes to what is over mean nothing
             self.state.counters["hints_expired"] += len(over)
@@ -253,6 +329,7 @@ class Queue:
 
     def tick(self) -> None:
         self._expire()
+        self.credit.tick()
         waiting = self._unanswered or self._promoting or self.state.jobs.cooled or self.planner.is_due
         interval_ms = max(REPLAN_MS, self._planned_rows // PUBLISH_ROWS_PER_MS)
         if waiting and self._planned_at + interval_ms <= self.state.now:
@@ -272,6 +349,7 @@ class Queue:
         moves = state.jobs.take_moves()
         self._planned_at = state.now
         self._planned_rows = moves.work
+        self.credit.note_near()
         cooled, state.jobs.cooled = state.jobs.cooled, {}
         if not state.policy.uses_ranks:
             return
@@ -288,11 +366,10 @@ class Queue:
         state = self.state
         rank, jobs = state.policy.rank, state.jobs
         wanted: list[int] = []
-        for row in self._promoting:
+        for row in self._on_ssd_only(list(self._promoting)):
             job = jobs.owner(row)
             if job is not None and row in rank and jobs.windows[job.tenant].is_ahead(job):
                 wanted.append(row)
-        wanted = self._on_ssd_only(wanted)
         wanted.sort(key=rank.__getitem__)
         self._planned_rows += len(wanted)
         self._promoting = dict.fromkeys(wanted[PROMOTED_PER_PLAN_MAX:])

@@ -91,9 +91,9 @@ class Life:
                 ev.Hint(b"%d" % dice.randrange(12), dice.randrange(6), session, () if session else keys)
             )
         removed = tuple(b"%d" % dice.randrange(12) for _ in range(dice.randrange(3)))
-        self.world.ask(
-            ev.PublishQueue, worker, number, tuple(hints), removed, dice.random() < 0.3, number=self.number(worker, number)
-        )  # fmt: skip
+        said = self.number(worker, number)
+        whole = dice.random() < 0.3
+        self.world.ask(ev.PublishQueue, worker, number, tuple(hints), removed, whole, number=said)
 
     def number(self, worker: WorkerId, number: int) -> int:
         """Mostly none; else one after the other, and now and then too late or too early."""
@@ -104,7 +104,7 @@ class Life:
         return self.numbers[worker, number]
 
 
-@pytest.mark.parametrize("rows_max, share", [(1 << 19, 0.3), (20, 1.0)])
+@pytest.mark.parametrize(("rows_max", "share"), [(1 << 19, 0.3), (20, 1.0)])
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_kept_up_to_date_is_what_is_made_anew(
     seed: int, rows_max: int, share: float, monkeypatch: pytest.MonkeyPatch
@@ -113,8 +113,8 @@ def test_what_is_kept_up_to_date_is_what_is_made_anew(
     monkeypatch.setattr(plan, "PLAN_ROWS_MAX", rows_max)
     shares = plan.Planner._shares
 
-    def narrow(planner: plan.Planner, sharing: int, tenants: int) -> plan.Shares:
-        found = shares(planner, sharing, tenants)
+    def narrow(planner: plan.Planner, tenant: str, sharing: int, tenants: int) -> plan.Shares:
+        found = shares(planner, tenant, sharing, tenants)
         return plan.Shares(int(found.ahead_bytes * share), int(found.kept_bytes * share), found.looked_at)
 
     monkeypatch.setattr(plan.Planner, "_shares", narrow)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvstore.core import events as ev
-from kvstore.core.jobs import ARRIVAL_BITS, PLACE_BITS
+from kvstore.core.jobs import ARRIVAL_BITS, LINES_BEFORE, PLACE_BITS
 from kvstore.sim.world import PAGE, World, chain, spec
 from kvstore.types import ChunkKey, LeaseId, NamespaceId, WorkerId
 
@@ -107,7 +107,9 @@ class Played:
         state = self.world.store.state
         namespace = state.namespaces[self.namespace]
         for sooner_than in (-1, 0, 2):
-            bound = (sooner_than + 1 << ARRIVAL_BITS + PLACE_BITS) - 1  # the last rank at that position
+            bound = (
+                LINES_BEFORE + sooner_than + 1 << ARRIVAL_BITS + PLACE_BITS
+            ) - 1  # the last at that position
             found = [state.chunks.key[row] for row in state.policy.victims(namespace.dram, 1_000, bound)]
             if self.model.kind != "hints":
                 assert found == self.model.victims()

@@ -325,6 +325,62 @@ def test_a_hint_that_is_published_again_lives_on() -> None:
     assert jobs(world, worker) == {b"j": 0}
 
 
+def test_numbered_changes_are_taken_in_order_and_once() -> None:
+    world, worker, namespace = start()
+    save(world, worker, namespace, "a", "b", "c")
+    a, b, c = (hint(name, place, chain(name, 1)) for place, name in enumerate("abc"))
+    publish(world, worker, namespace, a, number=1)
+    assert not publish(world, worker, namespace, b, snapshot=False, number=2).snapshot_wanted
+    assert publish(world, worker, namespace, snapshot=False, removed=(b"a",), number=3).results == ()
+    late = publish(world, worker, namespace, a, snapshot=False, number=2)
+    assert not late.snapshot_wanted and jobs(world, worker) == {b"b": 1}, "it was taken, and is not again"
+    early = publish(world, worker, namespace, c, snapshot=False, removed=(b"b",), number=5)
+    assert early.snapshot_wanted and early.results == (REJECTED,)
+    assert (early.prefetch_window, early.eviction_window) == (1, 1) and jobs(world, worker) == {b"b": 1}
+    assert publish(world, worker, namespace, c, number=6).results == (ACCEPTED,)
+    assert not publish(world, worker, namespace, a, number=4).snapshot_wanted, "a snapshot that comes late"
+    assert jobs(world, worker) == {b"c": 2}
+    publish(world, worker, namespace, a, snapshot=False)
+    assert jobs(world, worker) == {b"c": 2, b"a": 0}, "without a number as ever"
+    assert publish(world, worker, namespace, b, snapshot=False, number=7).snapshot_wanted
+    assert world.counters["hints_out_of_order"] == 2
+
+
+def test_a_numbered_change_renews_what_was_said_before() -> None:
+    world, worker, namespace = start(hint_ttl_ms=1_000)
+    save(world, worker, namespace, "a", "b")
+    publish(world, worker, namespace, hint("a", 0, chain("a", 1)), number=1)
+    for number in range(2, 6):
+        world.tick(900)
+        assert not publish(world, worker, namespace, snapshot=False, number=number).snapshot_wanted
+    assert jobs(world, worker) == {b"a": 0}
+    world.tick(1_000)
+    assert jobs(world, worker) == {}
+    change = publish(world, worker, namespace, hint("b", 0, chain("b", 1)), snapshot=False, number=6)
+    assert change.snapshot_wanted, "what it changes is over"
+
+
+def test_a_snapshot_of_a_queue_that_moved_on_costs_what_is_new() -> None:
+    """All positions are others, and the order is the same."""
+    world, worker, namespace = start(segments=4)
+    names = "abcdefgh"
+    save(world, worker, namespace, *names)
+    queue = world.store.queue
+    for first in range(4):
+        now = names[first : first + 4]
+        publish(world, worker, namespace, *[hint(name, at, chain(name, 1)) for at, name in enumerate(now)])
+        assert queue._planned_rows == (4 if not first else 2), "one that went and one that came"
+        index = world.store.state.namespaces[namespace].index
+        assert places(world, [index[key] for name in now for key in chain(name, 1)]) == [0, 1, 2, 3]
+    other = world.join()
+    world.open(spec(shard_bytes=100), other)
+    publish(world, other, namespace, hint("between", 1, chain("a", 1)))
+    index = world.store.state.namespaces[namespace].index
+    publish(world, worker, namespace, *[hint(name, at, chain(name, 1)) for at, name in enumerate("defg")])
+    rows = [index[key] for name in "deafg" for key in chain(name, 1)]
+    assert places(world, rows) == [0, 1, 2, 3, 4], "two queues stand where their positions say"
+
+
 def test_hints_of_a_worker_are_bounded() -> None:
     world, worker, namespace = start(hints_per_worker_max=2)
     save(world, worker, namespace, "a")

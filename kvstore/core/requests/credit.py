@@ -1,0 +1,179 @@
+"""Whose hints come true: a tenant's windows grow and shrink with its record.
+
+A hint is advice, and may be wrong, late or hostile. What it names keeps DRAM from what would be asked for instead, so a
+tenant whose jobs come has all of its windows, and one whose jobs do not is left with a hundredth, which shows when they
+come true again. A job came true if its last chunk was hit while the daemon knew of it, or soon after, and if the job
+had come near the head of its queue: who says last what comes first is no help either.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from kvstore.core.chunks import NONE
+from kvstore.core.jobs import Job, Window
+from kvstore.core.state import State
+from kvstore.types import ChunkKey, Millis, NamespaceId
+
+GRACE_MS = 1_000
+"""Some schedulers take a job off their queue before it asks for anything."""
+ENDED_MAX = 16_384
+"""Jobs that are waited for so long."""
+BENEFIT_OF_DOUBT = 4.0
+"""Hints that came true before any was given."""
+JUDGED_MAX = 64.0
+"""Beyond, all that was judged counts half: what a scheduler did lately tells most."""
+NEAR_JOBS = 8
+"""So many at the head of a queue are near, however small the window."""
+MARKED_JOBS = 64
+"""So many at the head are watched."""
+PATIENCE, PATIENCE_MIN = 2, 256
+"""A job at the head has failed when its tenant asked for so many times the chunks of the window, and so many, since."""
+LOOK_MS = 100
+"""How often that is looked at."""
+LEAST_SHARE = 0.01
+STEPS = 16
+"""A share changes by such parts: each change moves the ends of the windows."""
+
+
+@dataclass(slots=True)
+class Mark:
+    """How often the last chunk of a job had been hit, and what its tenant had asked for, when that was noted."""
+
+    key: ChunkKey
+    hits: int
+    asked: int
+    used: bool
+    """It came true already, or saved the chunk itself: its end tells nothing, but it must not stay for ever."""
+
+
+@dataclass(slots=True)
+class Record:
+    true: float = BENEFIT_OF_DOUBT
+    false: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Of its windows; all of them when three in four came true."""
+        ratio = self.true / (self.true + self.false)
+        return max(LEAST_SHARE, min(1.0, round(STEPS * 2 * (ratio - 0.25)) / STEPS))
+
+    def add(self, *, true: bool) -> None:
+        self.true += true
+        self.false += not true
+        if self.true + self.false > JUDGED_MAX:
+            self.true, self.false = self.true / 2, self.false / 2
+
+
+class Credit:
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self.records: dict[str, Record] = {}
+        """By tenant, of those that ever had a job judged."""
+        self._marks: dict[Job, Mark] = {}
+        self._ended: deque[tuple[Millis, str, NamespaceId, Mark]] = deque()
+        self._looked_at: Millis = -LOOK_MS
+        self._asked: Counter[str] = Counter()
+        """Chunks that each tenant had ever asked for, lately."""
+
+    def ended(self, job: Job) -> None:
+        """It is about to leave the queue."""
+        mark = self._marks.pop(job, None)
+        if mark is None or mark.used:
+            return
+        window = self._state.jobs.windows[job.tenant]
+        if not _is_near(window, job):
+            self._judge(job.tenant, true=False)
+        elif self._was_hit(job.namespace, mark):
+            self._judge(job.tenant, true=True)
+        elif len(self._ended) < ENDED_MAX:
+            self._ended.append((self._state.now + GRACE_MS, job.tenant, job.namespace, mark))
+
+    def moved(self, old: Job, new: Job) -> None:
+        """The same job, at another place."""
+        mark = self._marks.pop(old, None)
+        if mark is not None:
+            self._marks[new] = mark
+
+    def dropped(self, job: Job) -> None:
+        """Its scheduler is gone: nobody knows what became of it."""
+        self._marks.pop(job, None)
+
+    def tick(self) -> None:
+        state = self._state
+        while self._ended and self._ended[0][0] <= state.now:
+            _, tenant, namespace, mark = self._ended.popleft()
+            hit = self._was_hit(namespace, mark)
+            if hit is not None:
+                self._judge(tenant, true=hit)
+        if self._looked_at + LOOK_MS > state.now:
+            return
+        self._looked_at = state.now
+        asked: Counter[str] = Counter()
+        for space in state.namespaces.values():
+            asked[space.tenant] += sum(space.lookups)
+        self._asked = asked
+        for tenant, window in state.jobs.windows.items():
+            self._lose_patience(tenant, window)
+
+    def note_near(self) -> None:
+        """Of the jobs at the heads of the queues, how often their chunks were hit until now."""
+        for tenant, window in self._state.jobs.windows.items():
+            for number in range(min(window.reach, MARKED_JOBS)):
+                job = window.job(number)
+                if job.rows and job not in self._marks:
+                    self._mark(job, self._asked[tenant])
+
+    def _lose_patience(self, tenant: str, window: Window) -> None:
+        """With the jobs at the head, if one of the first stays for ever."""
+        jobs = [window.job(number) for number in range(min(window.reach, MARKED_JOBS))]
+        if not jobs:
+            return
+        asked = self._asked[tenant]
+        chunks = max(window.ahead_bytes // jobs[0].chunk_bytes, sum(job.owned for job in jobs))
+        patience = PATIENCE_MIN + PATIENCE * chunks
+
+        def is_overdue(job: Job) -> bool:
+            mark = self._marks.get(job)
+            return mark is not None and asked - mark.asked >= patience
+
+        marked = [job for job in jobs if job in self._marks]
+        if not any(map(is_overdue, marked[:NEAR_JOBS])):
+            return
+        for job in filter(is_overdue, marked):
+            hit = self._was_hit(job.namespace, self._marks[job])
+            if hit is not None:
+                self._judge(tenant, true=hit)
+            self._mark(job, asked, used=bool(hit))
+
+    def _mark(self, job: Job, asked: int, *, used: bool = False) -> None:
+        self._marks.pop(job, None)
+        if job.rows:
+            chunks, row = self._state.chunks, job.rows[-1]
+            used = used or chunks.born_at[row] >= job.since
+            self._marks[job] = Mark(chunks.key[row], chunks.hits[row], asked, used)
+
+    def _was_hit(self, namespace_id: NamespaceId, mark: Mark) -> bool | None:
+        """None: the chunk is gone, so that nobody knows."""
+        state = self._state
+        namespace = state.namespaces.get(namespace_id)
+        row = namespace.index.get(mark.key, NONE) if namespace is not None else NONE
+        if row == NONE:
+            return None
+        if state.chunks.hits[row] > mark.hits:
+            return True
+        return False if state.is_usable(row) else None
+
+    def _judge(self, tenant: str, *, true: bool) -> None:
+        state = self._state
+        record = self.records.setdefault(tenant, Record())
+        record.add(true=true)
+        state.counters["hints_came_true" if true else "hints_came_to_nothing"] += 1
+        if state.jobs.shares.get(tenant, 1.0) != record.share:
+            state.jobs.shares[tenant] = record.share
+            state.jobs.changed = True
+
+
+def _is_near(window: Window, job: Job) -> bool:
+    return window.is_ahead(job) or job.label <= window.labels[min(NEAR_JOBS, len(window.labels)) - 1]

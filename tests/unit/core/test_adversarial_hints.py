@@ -1,0 +1,204 @@
+"""Hints are advice: wrong, late, doubled, hostile or absent, they make nothing worse than LRU by more than a hundredth
+of the hits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+
+from kvstore.core import events as ev
+from kvstore.core.limits import Limits
+from kvstore.core.requests.credit import LEAST_SHARE
+from kvstore.core.store import Store
+from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.types import ChunkKey, Outcome, StagedPiece, WorkerId
+
+CHUNK = 4096
+DRAM_CHUNKS = 512
+TURNS = 1_800
+AHEAD = 100
+SESSIONS = 400
+WORSE_MAX = 0.01
+Turn = tuple[ChunkKey, ...]
+
+
+class Engine:
+    """A tenant's worker, whose turns load what is there and save the rest; and its scheduler."""
+
+    def __init__(self, store: Store, worker: int, tenant: str) -> None:
+        self._store = store
+        self._request = 0
+        self.now = 0
+        self.worker = WorkerId(worker)
+        self.hits = self.asked = 0
+        self.apply(ev.WorkerJoined(self.worker, tenant, tenant))
+        spec = NamespaceSpec("m", b"w", "bytes", 64, (GroupSpec("kv", CHUNK),))
+        self.namespace = self.ask(ev.Open, spec).namespace
+
+    def apply(self, event: Any) -> list[Any]:
+        return self._store.apply(event, self.now)
+
+    def ask(self, kind: Any, *args: Any, **named: Any) -> Any:
+        self._request += 1
+        effects = self.apply(kind(ev.Ticket(self.worker, self._request), *args, **named))
+        while effects:
+            effect = effects.pop(0)
+            if isinstance(effect, ev.Reply) and effect.ticket.worker == self.worker:
+                return effect.answer
+            if isinstance(effect, ev.CopyIn):
+                effects += self.apply(ev.OpDone(effect.op, tuple(range(len(effect.targets)))))
+        return None
+
+    def turn(self, keys: Turn, now: int) -> None:
+        self.now = now
+        self.apply(ev.Tick())
+        found = self.ask(ev.Acquire, self.namespace, keys)
+        self.hits += found.outcomes.count(Outcome.HIT)
+        self.asked += len(keys)
+        if found.lease:
+            self.ask(ev.Release, (found.lease,))
+        reserved = self.ask(ev.Reserve, self.namespace, keys)
+        if reserved.reservation:
+            pieces = tuple(StagedPiece(CHUNK * at, CHUNK) for at in range(len(reserved.extents)))
+            self.ask(ev.Commit, reserved.reservation, pieces)
+
+    @property
+    def rate(self) -> float:
+        return self.hits / self.asked
+
+
+def store(eviction: str = "hints") -> Store:
+    made = Store(Limits(DRAM_CHUNKS * CHUNK, 16 * CHUNK, eviction=eviction, pin_share_max=1.0))
+    for effect in made.start():
+        assert isinstance(effect, ev.CreateSegment)
+        made.apply(ev.SegmentReady(effect.op), 0)
+    return made
+
+
+def session(number: int, chunks: int = 8) -> Turn:
+    return tuple(ChunkKey(b"%d %d" % (number, place)) for place in range(chunks))
+
+
+@cache
+def turns(seed: int) -> tuple[Turn, ...]:
+    """Few sessions come often, many rarely (Zipf)."""
+    dice = random.Random(seed)
+    weights = [1 / (rank + 1) ** 0.9 for rank in range(SESSIONS)]
+    return tuple(session(number) for number in dice.choices(range(SESSIONS), weights, k=TURNS))
+
+
+Adversary = Callable[[Sequence[Turn], int, random.Random], list[tuple[bytes, int, Turn]]]
+"""What it publishes before a turn: jobs, their positions and chunks."""
+
+
+def true(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    return [(b"%d" % turn, turn - at, work[turn]) for turn in range(at, min(at + AHEAD, TURNS))]
+
+
+def absent(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    return []
+
+
+def late(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    """What was asked for lately."""
+    return [(b"%d" % turn, place, work[turn]) for place, turn in enumerate(range(max(0, at - AHEAD), at))]
+
+
+def wrong(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    """Any sessions; a job stays for as long as a true one would."""
+    return [
+        (b"%d" % turn, turn - at, session(hash((turn, "wrong")) % SESSIONS)) for turn in range(at, at + AHEAD)
+    ]
+
+
+def standing(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    """The same for ever: of what is asked for least."""
+    return [(b"%d" % place, place, session(SESSIONS - 1 - place)) for place in range(AHEAD)]
+
+
+def backwards(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    """What comes last comes first."""
+    return [(name, AHEAD - position, keys) for name, position, keys in true(work, at, dice)]
+
+
+def opposite(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    """Everything but what comes."""
+    coming = {work[turn] for turn in range(at, min(at + AHEAD, TURNS))}
+    others = [number for number in range(SESSIONS) if session(number) not in coming]
+    return [(b"%d" % number, place, session(number)) for place, number in enumerate(others[:AHEAD])]
+
+
+def shuffled(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    return [(name, dice.randrange(AHEAD), keys) for name, _, keys in true(work, at, dice)]
+
+
+def doubled(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    return [
+        (name + suffix, position, keys) for name, position, keys in true(work, at, dice) for suffix in (b"", b"+")
+    ]  # fmt: skip
+
+
+def unknown(work: Sequence[Turn], at: int, dice: random.Random) -> list[tuple[bytes, int, Turn]]:
+    """Chunks that nobody has."""
+    return [(b"%d" % place, place, session(10_000 + at + place)) for place in range(AHEAD)]
+
+
+HOSTILE = (absent, late, wrong, standing, backwards, opposite, shuffled, doubled, unknown)
+
+
+def replay(adversary: Adversary | None, seed: int = 1) -> float:
+    """Hits of the last two thirds: nobody is known by his first words."""
+    engine = Engine(store("hints" if adversary else "lru"), 1, "alice")
+    work, dice = turns(seed), random.Random(2)
+    for at, keys in enumerate(work):
+        if adversary is not None and at % 4 == 0:
+            hints = tuple(
+                ev.Hint(name, position, keys=of) for name, position, of in adversary(work, at, dice)
+            )
+            engine.ask(ev.PublishQueue, engine.namespace, hints)
+        engine.turn(keys, 100 * (at + 1))
+        if at == TURNS // 3:
+            engine.hits = engine.asked = 0
+    return engine.rate
+
+
+@cache
+def lru() -> float:
+    return replay(None)
+
+
+@pytest.mark.parametrize("adversary", HOSTILE, ids=lambda adversary: adversary.__name__)
+def test_no_hints_make_it_much_worse_than_lru(adversary: Adversary) -> None:
+    rate = replay(adversary)
+    assert rate >= lru() - WORSE_MAX, (rate, lru())
+
+
+def test_true_hints_make_it_better() -> None:
+    assert replay(true) > lru() + 0.05
+
+
+def test_credit_follows_each_tenants_record() -> None:
+    """Whose hints come true has all of its windows, whose do not a hundredth; and gets them back when they do."""
+    made = store()
+    alice, bob = Engine(made, 1, "alice"), Engine(made, 2, "bob")
+    dice = random.Random(2)
+
+    def live(first: int, last: int, of_bob: Adversary) -> tuple[float, float]:
+        for at in range(first, last):
+            for engine, work, adversary in ((alice, turns(1), true), (bob, turns(2), of_bob)):
+                if at % 4 == 0:
+                    hints = tuple(
+                        ev.Hint(name, place, keys=of) for name, place, of in adversary(work, at, dice)
+                    )
+                    engine.ask(ev.PublishQueue, engine.namespace, hints)
+                engine.turn(work[at], 100 * (at + 1))
+        shares = made.state.jobs.shares
+        return shares.get("alice", 1.0), shares.get("bob", 1.0)
+
+    assert live(0, 700, opposite) == (1.0, LEAST_SHARE)
+    alice_has, bob_has = live(700, 1_000, true)
+    assert alice_has == 1.0 and bob_has > 0.9
