@@ -362,6 +362,7 @@ LATER = {
         "kvstore.core.bulk.needed",
         "kvstore.core.policies.hints",
     ): "what is done in bulk is part of what it belongs to",
+    ("kvstore.core.bulk.cohorts", "kvstore.core.policies.expected"): "so too",
     ("kvstore.core.bulk.needed", "kvstore.core.state"): "so too",
     ("kvstore.core.bulk.batch", "kvstore.core.workers"): "so too",
     ("kvstore.core.bulk.batch", "kvstore.core.state"): "so too",

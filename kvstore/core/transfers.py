@@ -44,6 +44,8 @@ from kvstore.types import (
 
 CHUNKS_PER_OP_MAX = 64
 EXPLORE = 100
+WRITE_GAIN = 2.0
+"""A write is worth it for a chunk that promises so many times the hits of what goes for it."""
 ROOM_SHARE = 64
 """An SSD of which more than such a part is free has room."""
 BYTES_PER_OP_MAX = 8 << 20
@@ -220,7 +222,7 @@ class Transfers:
         return self._tier.fits(state.namespace_of(row))
 
     def _is_worth_it(self, row: int) -> bool:
-        """A write to a full SSD is, if somebody named the chunk, or it is worth more than what would go for it. One of
+        """A write to a full SSD is, if somebody named the chunk, or it promises more than what would go for it. One of
         EXPLORE others is written all the same, or nobody would learn what it was worth."""
         state = self.state
         named = (
@@ -229,7 +231,11 @@ class Transfers:
         if named:
             return True
         worth = state.policy.worth_of(row)
-        if worth == inf or self._has_room() or worth > state.policy.least_worth(state.namespace_of(row).ssd):
+        if (
+            worth == inf
+            or self._has_room()
+            or (worth > WRITE_GAIN * state.policy.least_worth(state.namespace_of(row).ssd))
+        ):
             return True
         state.counters["chunks_not_stored"] += 1
         return state.counters["chunks_not_stored"] % EXPLORE == 0

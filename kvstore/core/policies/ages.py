@@ -135,9 +135,10 @@ def _worths_after(alive: Table, ends: Table, after: Millis) -> Table:
 class Ages:
     """Lives of one kind: how many ended at which age, and how many came through."""
 
-    __slots__ = ("ended", "passed", "young")
+    __slots__ = ("_ran_at", "ended", "passed", "young")
 
     def __init__(self) -> None:
+        self._ran_at: Millis = 0
         self.ended = [0.0] * BUCKETS
         self.passed = [0.0] * BUCKETS
         self.young: list[deque[list[int]]] = [deque() for _ in range(BUCKETS)]
@@ -157,6 +158,8 @@ class Ages:
         """`count` lives that began then end at this age."""
         number = bucket_of(age)
         self.ended[number] += count
+        if began + age - self._ran_at >= FIRST_MS * MERGED_SHARE:
+            self.run(began + age)
         for near in (number, number - 1, number + 1):
             if 0 <= near < BUCKETS:
                 count = self._take(self.young[near], began, count)
@@ -179,6 +182,7 @@ class Ages:
 
     def run(self, now: Millis) -> None:
         """Time has passed: lives that outlived their bucket came through."""
+        self._ran_at = now
         for number in range(BUCKETS - 1):
             young = self.young[number]
             if not young:

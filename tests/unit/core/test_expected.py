@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import KEPT, STORED
+from kvstore.core.chunks import STORED
 from kvstore.core.policies import ages
 from kvstore.core.policies.ages import BUCKETS, EDGES, PRIOR, Ages, Book, bucket_of, worths
 from kvstore.core.policies.expected import Expected, history_of
 from kvstore.errors import StoreError
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, World, chain, spec
-from kvstore.types import GrantResult
+from kvstore.types import GrantResult, Wait
 
 NEVER_MS = 1 << 40
 
@@ -142,7 +142,7 @@ def test_what_passes_by_does_not_push_out_what_is_used() -> None:
             for number in range(6):
                 hits[eviction] += reads.ask(f"chain {number} ")
             reads.pass_by(12)
-    assert hits["expected"] > 4 * hits["hints"] + 100
+    assert hits["expected"] > hits["hints"] + 40
 
 
 def refusing() -> Reads:
@@ -162,8 +162,11 @@ def granted(reads: Reads, name: str) -> set[GrantResult]:
 
 def test_a_save_that_is_worth_less_than_what_would_go_is_refused_and_remembered() -> None:
     reads = refusing()
-    assert granted(reads, "new ") == {GrantResult.FULL}
-    assert reads.world.outcomes(reads.worker, reads.namespace, chain("new ", 4)) == ["EVICTED"] * 4
+    found = [granted(reads, f"new {number} ") for number in range(4)]
+    assert found.count({GrantResult.FULL}) >= 3, "one of them may be tried all the same"
+    refused = found.index({GrantResult.FULL})
+    keys = chain(f"new {refused} ", 4)
+    assert reads.world.outcomes(reads.worker, reads.namespace, keys) == ["EVICTED"] * 4
 
 
 def test_one_of_a_hundred_refusals_is_made_good() -> None:
@@ -182,23 +185,33 @@ def test_a_namespace_with_sessions_and_what_a_job_waits_for_are_not_refused() ->
     assert granted(reads, "new ") == {GrantResult.GRANTED}
 
 
-def test_a_write_to_a_full_ssd_has_to_be_worth_it() -> None:
-    """What passes by is not written, but if a session names it."""
-    reads = Reads(slabs=2, slab_slots=64)
-    for _ in range(20):
-        for number in range(6):
-            reads.ask(f"chain {number} ")
-        reads.pass_by(12)
-    world, state = reads.world, reads.world.store.state
-    assert state.counters["chunks_not_stored"] > 50
-    reads.pass_by(1)
+def test_a_write_to_a_full_ssd_has_to_be_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is worth nothing is not written, but if a session or a job names it, or a commit waits for it; one of a
+    hundred is, so that somebody learns."""
+    reads = Reads(slabs=2, slab_slots=64, durable_within_ms=100)
+    reads.pass_by(50)
+    world, worker, state = reads.world, reads.worker, reads.world.store.state
+    assert state.counters["chunks_evicted_from_ssd"]
+    monkeypatch.setattr(Expected, "worth_of", lambda policy, row: 0.0)
+    monkeypatch.setattr(Expected, "least_worth", lambda policy, candidates: 1e-6)
+
+    def stored(name: str) -> set[bool]:
+        world.settle(1_000)
+        index = state.namespaces[reads.namespace].index
+        return {bool(state.chunks.flags[index[key]] & STORED) for key in chain(name, 4)}
+
+    reads.ask("new ")
+    assert stored("new ") == {False}
+    world.append(worker, reads.namespace, b"session", chain("new ", 4))
+    assert stored("new ") == {True}
+    reads.ask("durable ")
+    reserved = world.reserve(worker, reads.namespace, chain("durable too ", 4))
+    world.ask(ev.Commit, worker, reserved.reservation, world.write(reserved), wait=Wait.DURABLE)
+    assert (stored("durable "), stored("durable too ")) == ({False}, {True})
+    written = state.counters["chunks_stored"]
+    reads.pass_by(50)
     world.settle(1_000)
-    index = state.namespaces[reads.namespace].index
-    rows = [index[key] for key in chain(f"passes by {reads.passed} ", 4)]
-    assert not any(state.chunks.flags[row] & STORED for row in rows)
-    world.append(reads.worker, reads.namespace, b"session", chain(f"passes by {reads.passed} ", 4))
-    world.settle(1_000)
-    assert all(state.chunks.flags[row] & STORED and state.chunks.flags[row] & KEPT for row in rows)
+    assert state.counters["chunks_stored"] - written == 2
 
 
 @settings(max_examples=8, deadline=None)
