@@ -44,8 +44,6 @@ from kvstore.types import (
 
 CHUNKS_PER_OP_MAX = 64
 EXPLORE = 100
-WRITE_GAIN = 2.0
-"""A write is worth it for a chunk that promises so many times the hits of what goes for it."""
 ROOM_SHARE = 64
 """An SSD of which more than such a part is free has room."""
 BYTES_PER_OP_MAX = 8 << 20
@@ -234,7 +232,7 @@ class Transfers:
         if (
             worth == inf
             or self._has_room()
-            or (worth > WRITE_GAIN * state.policy.least_worth(state.namespace_of(row).ssd))
+            or (worth > state.policy.least_worth(state.namespace_of(row).ssd))
         ):
             return True
         state.counters["chunks_not_stored"] += 1
