@@ -263,6 +263,10 @@ class JobBook:
         if self._needed_by:
             self.cooled.update(dict.fromkeys(row for row in rows if row in self._needed_by))
 
+    def awaited(self, namespace: NamespaceId, key: ChunkKey) -> set[ChunkKey]:
+        """What is asked for by the jobs in reach that stop at this chunk, because it cannot be had."""
+        return {wanted for job in self._awaited.get((namespace, key), ()) for wanted in (*job.keys, key)}
+
     def session_changed(self, namespace: NamespaceId, name: bytes) -> None:
         """It has another manifest, or is gone, or came."""
         for job in self._of_session.get((namespace, name), ()):

@@ -23,6 +23,7 @@ from kvstore.core.chunks import (
     COMMITTED,
     DOOMED,
     HITS_MAX,
+    KEPT,
     LISTED,
     NONE,
     QUEUED,
@@ -419,8 +420,8 @@ def _take_out(
         state.jobs.lost_many(victims)
         view.shard_checksum[shard_rows] = 0
         view.shard0[gone] = NONE
+        view.flags[gone] &= ~np.uint16(KEPT)
         view.reason[gone] = Reason.EVICTED
-        view.used_at[gone] = state.now
         state.counters["chunks_evicted"] += len(victims)
     return index, slots
 

@@ -183,15 +183,20 @@ class Reads:
 
     def _used(self, namespace: Namespace, rows: Sequence[int]) -> None:
         state = self.state
+        many = len(rows) >= state.batch_min and batch.distinct(rows)
+        new = rows if many else list(dict.fromkeys(rows))
         if state.demanded:
             found = state.demanded.intersection(rows)
+            if found:  # that they were asked for has been noted
+                new = [row for row in new if row not in found]
             state.demanded -= found
             namespace.ssd_hits += len(found)
+        state.policy.used(new)
         if state.prefetched:
             found = state.prefetched.intersection(rows)
             state.prefetched -= found
             state.counters["prefetch_on_time"] += len(found)
-        if len(rows) >= state.batch_min and batch.distinct(rows):
+        if many:
             batch.used(state, namespace, rows)
         else:
             self._used_each(namespace, rows)

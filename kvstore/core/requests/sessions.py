@@ -211,6 +211,7 @@ class Sessions:
         state = self.state
         sessions = state.sessions
         references.add(state, manifest.rows[same:])
+        state.keep(manifest.rows[same:])
         if old is None:
             if len(sessions.by_name) >= state.limits.sessions_max:
                 self._drop_oldest()
