@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from kvstore.types import EXTENTS_PER_ANSWER_MAX, Protection
 
+GHOSTS_SHARE, GHOST_BYTES = 512, 300
+"""Ghosts take at most such a part of the arena's size, at so many bytes each, unless `ghosts_max` allows more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -98,7 +101,8 @@ class Limits:
     """Extents and entries of those that are kept whole, the newest in any case; of the rest an outline is kept.
     0: of all."""
     ghosts_max: int = 100_000
-    """Keys remembered after their bytes went, to say why they are a miss."""
+    """Keys remembered after their bytes went, to say why they are a miss and when they are used again; or more, in an
+    arena of which GHOSTS_SHARE holds more."""
     sessions_max: int = 1_000_000
     session_entries_max: int = 65_536
     manifest_entries_max: int = 16_000_000
@@ -107,6 +111,11 @@ class Limits:
     @property
     def segment_count(self) -> int:
         return self.arena_bytes // self.segment_bytes
+
+    @property
+    def ghost_rows_max(self) -> int:
+        """A policy learns nothing of a reuse that comes after the ghost is gone, so ghosts grow with the arena."""
+        return max(self.ghosts_max, self.arena_bytes // GHOSTS_SHARE // GHOST_BYTES)
 
     @property
     def pin_bytes_max(self) -> int:

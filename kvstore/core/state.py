@@ -159,6 +159,7 @@ class State:
     """Who is meant where several ranks each committed shards of one chunk: its maker is then a digest of theirs."""
     batch_min: int = field(init=False)
     """From how many chunks on they are handled as a batch."""
+    _ghosts_max: int = field(init=False)
     restored_at: Millis = -1
     """Chunks that a restart brought were born then, as far as anybody knows."""
 
@@ -171,6 +172,7 @@ class State:
         self.batch_min = limits.batch_min
         self.policy = POLICIES[limits.eviction](self.chunks, limits.batch_min)
         self.policy.lives_min = limits.lives_min
+        self._ghosts_max = limits.ghost_rows_max
         self.cold = Cold(self.policy.candidates)
         self.ssd_slots = Pool(
             segment_bytes=limits.disk_slab_bytes,
@@ -694,7 +696,7 @@ class State:
 
     def forget_ghosts(self) -> None:
         """The oldest, if there are too many."""
-        over = self.ghosts.count - self.limits.ghosts_max
+        over = self.ghosts.count - self._ghosts_max
         if over >= self.batch_min:
             ghosts.forget_oldest(self, over)
         else:

@@ -10,7 +10,7 @@ here: a late read's targets are quarantined until the call returns, a late write
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,6 +25,7 @@ from kvstore.core.chunks import (
     QUEUED,
     STORED,
     STORING,
+    TAIL,
     TRANSIENT,
 )
 from kvstore.core.cold_tier import ColdTier
@@ -45,6 +46,10 @@ from kvstore.types import (
 
 CHUNKS_PER_OP_MAX = 64
 EXPLORE = 100
+USED_MIN = 0.25
+"""A write that is read again more seldom than this, before the SSD has been written over, is one too many,"""
+SAVES_AVERAGED = 4_096
+"""unless most of so many saves are no better."""
 ROOM_SHARE = 64
 """An SSD of which more than such a part is free has room."""
 BYTES_PER_OP_MAX = 8 << 20
@@ -108,6 +113,17 @@ class Transfers:
         """In a row."""
         self._room: tuple[Millis, bool] = (-1, True)
         """Whether the SSD has some, and when that was looked up."""
+        self.declined: OrderedDict[int, tuple[ChunkKey, int]] = OrderedDict()
+        """Resident chunks that were not worth a write, with their hits then. They are looked at again while they are in
+        DRAM: somebody may name or use them."""
+        self._averaged = 0
+        self._used_mean = 0.0
+        """Of saves, how many are used again before the SSD has been written over."""
+        self._slots_below = 0
+        self._lap_slots = 0
+        self._lap_began: Millis = 0
+        self._lap_ms: Millis = 0
+        """In which as many slots were written as the SSD has; 0: not yet."""
         self._failed_reads: dict[int, FailedRead] = {}
         """By chunk row, the one that failed last at the end."""
 
@@ -169,6 +185,7 @@ class Transfers:
             return
         state, tier = self.state, self._tier
         self.try_again()
+        self._reconsider()
         state.disk_full = False
         for op, read in self.reads.items():
             if read.quarantined is None and read.deadline <= state.now:
@@ -210,7 +227,10 @@ class Transfers:
                 if looked_at > LOOKED_AT_PER_STEP_MAX:
                     break
                 row, key = state.to_store[0]
-                storable = self._storable(row, key) and self._is_worth_it(row)
+                storable = self._storable(row, key)
+                if storable and not self._is_worth_it(row):
+                    storable = False
+                    self.declined[row] = key, state.chunks.hits[row]
                 if storable and not self._tier.place(row):
                     if state.disk_full:  # for this slot size at least: another may have room
                         state.to_store.rotate(-1)
@@ -235,23 +255,58 @@ class Transfers:
         return self._tier.fits(state.namespace_of(row))
 
     def _is_worth_it(self, row: int) -> bool:
-        """A write to a full SSD is, if somebody named the chunk, or it promises more than what would go for it. One of
-        EXPLORE others is written all the same, or nobody would learn what it was worth."""
+        """A write to a full SSD is, if somebody named the chunk, or it promises more than what would go for it and is
+        likely to be used before it goes itself. One of EXPLORE others is written all the same, or nobody would learn
+        what it was worth."""
         state = self.state
-        named = (
-            state.chunks.flags[row] & (KEPT | TRANSIENT) or state.chunks.refs[row] or row in state.policy.rank
-        )
-        if named:
+        if self._is_named(row):
             return True
         worth = state.policy.worth_of(row)
+        if worth == inf or self._has_room():
+            return True
         if (
-            worth == inf
-            or self._has_room()
-            or (worth > state.policy.least_worth(state.namespace_of(row).ssd))
+            not state.chunks.flags[row] & TAIL
+            and worth > state.policy.least_worth(state.namespace_of(row).ssd)
+            and self._is_likely_used(row)
         ):
             return True
         state.counters["chunks_not_stored"] += 1
         return state.counters["chunks_not_stored"] % EXPLORE == 0
+
+    def _is_named(self, row: int) -> bool:
+        state = self.state
+        kept = state.chunks.flags[row] & (KEPT | TRANSIENT)
+        return bool(kept or state.chunks.refs[row] or row in state.policy.rank)
+
+    def _is_likely_used(self, row: int) -> bool:
+        """Before as much is written as the SSD holds: more likely than USED_MIN, or than the mean of all saves."""
+        if not self._lap_ms:
+            return True
+        chance = self.state.policy.used_within(row, self._lap_ms)
+        self._averaged = min(SAVES_AVERAGED, self._averaged + 1)
+        self._used_mean += (chance - self._used_mean) / self._averaged
+        return chance >= min(USED_MIN, self._used_mean)
+
+    def _note_written(self, slots: int) -> None:
+        """Measures how long the SSD holds what is written."""
+        self._lap_slots += slots
+        if self._lap_slots >= self._slots_below > 0:
+            self._lap_ms = max(1, self.state.now - self._lap_began)
+            self._lap_slots, self._lap_began = 0, self.state.now
+
+    def _reconsider(self) -> None:
+        """What was declined and is in DRAM still."""
+        state = self.state
+        for _ in range(min(len(self.declined), LOOKED_AT_PER_STEP_MAX)):
+            row, (key, hits) = self.declined.popitem(last=False)
+            flags = state.chunks.flags[row]
+            if state.chunks.key[row] != key or flags & (STORED | STORING | QUEUED) or not state.is_hit(row):
+                continue
+            now = state.chunks.hits[row]
+            if self._is_named(row) or (now != hits and self._is_worth_it(row)):
+                state.store_later(row)
+            else:
+                self.declined[row] = key, now
 
     def _has_room(self) -> bool:
         """The SSD, without dropping anything."""
@@ -260,6 +315,7 @@ class Transfers:
         pool = self.state.ssd_slots
         free = sum(slab.free for slab in pool.classes.values())
         slots = sum(segment.capacity for segment in pool.segments)
+        self._slots_below = slots
         unused = pool.idle or any(segment.phase is Phase.ABSENT for segment in pool.segments)
         self._room = self.state.now, bool(unused) or free * ROOM_SHARE > slots
         return self._room[1]
@@ -285,6 +341,7 @@ class Transfers:
             chunks.flags[row] &= ~STORING
             if all(result is DiskResult.OK for result in mine):
                 self._tier.stored(row)
+                self._note_written(namespace.shards)
                 chunks.flags[row] |= STORED
                 state.counters["chunks_stored"] += 1
             else:

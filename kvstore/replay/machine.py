@@ -415,10 +415,18 @@ class Machine:
         if not new:
             return
         parent = lookup.keys[lookup.served - 1] if lookup.served else ChunkKey(b"")
-        got: ev.Reserved = self.ask(ev.Reserve(self.ticket, self.namespace, new, parent))
+        got: ev.Reserved = self.ask(
+            ev.Reserve(self.ticket, self.namespace, new, parent, token_counts=self._counts(turn, len(new)))
+        )
         if got.reservation:
             checksums = (0,) * len(got.extents)
             self.ask(ev.Commit(self.ticket, got.reservation, checksums=checksums))
+
+    def _counts(self, turn: Turn, count: int) -> tuple[int, ...]:
+        """Tokens of the last `count` chunks; none: all are whole. Behind a tail nothing is saved."""
+        full = self.trace.chunk_tokens
+        last = full if turn.answer else self.trace.last_tokens(turn)
+        return (full,) * (count - 1) + (last,) if last < full else ()
 
     def count(self, turn: Turn, lookup: Lookup, waited_ms: float) -> None:
         result = self.result

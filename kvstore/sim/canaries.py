@@ -13,6 +13,7 @@ from kvstore.core.jobs import JobBook
 from kvstore.core.manifests import Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policies import Candidates
+from kvstore.core.policies.expected import Expected
 from kvstore.core.policies.hints import Hints
 from kvstore.core.pool import Pool, Segment
 from kvstore.core.requests import reads
@@ -278,7 +279,13 @@ def _holes(original: Original) -> Any:
     return usable
 
 
+def _aged(original: Original) -> Any:
+    """What is used stands among what was never used."""
+    return lambda policy, candidates, kind, since: original(policy, candidates, kind, 0)
+
+
 CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
+    "forget-use": (Expected, "_cohort", _aged),
     "skip-generation": (Pool, "_bump", _generation),
     "free-pinned": (State, "unpin", _pinned),
     "serve-doomed": (reads, "lookup", _doomed),

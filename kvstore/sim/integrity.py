@@ -498,7 +498,7 @@ class Watch:
         for ranked in self._ranked():
             assert len(ranked) == self._sums.lists[id(ranked)], (ranked, self._sums.lists[id(ranked)])
             assert ranked.entries <= 2 * len(ranked) + STALE_IN_HEAP_MAX, ranked
-        assert self.state.ghosts.count <= self.state.limits.ghosts_max, self.state.ghosts
+        assert self.state.ghosts.count <= self.state.limits.ghost_rows_max, self.state.ghosts
 
     def _check_all(self) -> None:
         """What only a walk through everything finds: rings apart from their list or parent, strange entries."""

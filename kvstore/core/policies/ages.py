@@ -224,6 +224,7 @@ class Book:
         "_lives_then",
         "ages",
         "lives",
+        "used_by",
         "version",
         "worth",
     )
@@ -235,6 +236,8 @@ class Book:
         """That began, ever."""
         self.worth: list[list[float]] = PRIOR
         """By kind and bucket."""
+        self.used_by: list[list[float]] = []
+        """The chance to be used by the end of a bucket, of what was just used, by kind."""
         self.version = 0
         """Counts how often the worths were computed."""
         self._lives_then = 0
@@ -267,7 +270,9 @@ class Book:
         self._lives_then, self._computed_at = self.lives, now
         for ages in self.ages:
             ages.run(now)
-        self.worth = worths(self.chances()).tolist()
+        chances = self.chances()
+        self.worth = worths(chances).tolist()
+        self.used_by = (1 - np.cumprod(1 - chances, axis=1)).tolist()
         self.version += 1
         if sum(ages.passed[0] for ages in self.ages) > KEPT_LIVES and now - self._halved_at >= KEPT_MS:
             self._halved_at = now

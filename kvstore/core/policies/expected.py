@@ -212,6 +212,13 @@ class Expected(Hints):
             return inf
         return book.worth[past & KIND_MASK][ages.bucket_of(max(0, self.now - self._chunks.used_at[row]))]
 
+    def used_within(self, row: int, ms: Millis) -> float:
+        book = self.book(row)
+        past = self._chunks.history[row]
+        if not past or not book.knows:
+            return 1.0
+        return book.used_by[past & KIND_MASK][ages.bucket_of(ms)]
+
     def least_worth(self, candidates: Candidates) -> float:
         for worth, _ in self._walk_cells(cast("ByWorth", candidates)):
             return worth

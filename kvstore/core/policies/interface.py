@@ -125,6 +125,10 @@ class Policy(ABC):
         """Of a chunk that no queued job needs, in hits per slot and millisecond; what is not known is worth all."""
         return inf
 
+    def used_within(self, row: int, ms: Millis) -> float:
+        """The chance that a chunk is used within so long of its last use; what is not known is taken for certain."""
+        return 1.0
+
     def least_worth(self, candidates: Candidates) -> float:
         """Of the next victim that no queued job needs; none is worth nothing."""
         return 0.0

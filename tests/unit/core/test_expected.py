@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import STORED
+from kvstore.core.limits import Limits
 from kvstore.core.policies import ages
 from kvstore.core.policies.ages import BUCKETS, EDGES, PRIOR, Ages, Book, bucket_of, worths
 from kvstore.core.policies.expected import Expected, history_of
@@ -212,6 +213,98 @@ def test_a_write_to_a_full_ssd_has_to_be_worth_it(monkeypatch: pytest.MonkeyPatc
     reads.pass_by(50)
     world.settle(1_000)
     assert state.counters["chunks_stored"] - written == 2
+
+
+def not_worth_it(monkeypatch: pytest.MonkeyPatch, chance: float, mean: float) -> Reads:
+    """A full SSD, of which it is known how long it holds what is written; kinds are used again so often."""
+    reads = Reads(slabs=2, slab_slots=64)
+    reads.pass_by(50)
+    transfers = reads.world.store.transfers
+    assert transfers._lap_ms, "it was written over once"
+    transfers._averaged, transfers._used_mean = 4_096, mean
+    monkeypatch.setattr(Expected, "worth_of", lambda policy, row: 1.0)
+    monkeypatch.setattr(Expected, "least_worth", lambda policy, candidates: 0.0)
+    monkeypatch.setattr(Expected, "used_within", lambda policy, row, ms: chance)
+    return reads
+
+
+@pytest.mark.parametrize(
+    ("chance", "mean", "written"),
+    [(0.1, 0.4, False), (0.3, 0.9, True), (0.1, 0.05, True)],
+    ids=["seldom used", "often enough", "better than most"],
+)
+def test_what_is_seldom_used_before_the_ssd_is_written_over_is_not_written(
+    monkeypatch: pytest.MonkeyPatch, chance: float, mean: float, written: bool
+) -> None:
+    reads = not_worth_it(monkeypatch, chance, mean)
+    state = reads.world.store.state
+    reads.ask("new ")
+    reads.world.settle(1_000)
+    index = state.namespaces[reads.namespace].index
+    assert {bool(state.chunks.flags[index[key]] & STORED) for key in chain("new ", 4)} == {written}
+
+
+@pytest.mark.parametrize("what", ["job", "session", "use"])
+def test_what_was_not_worth_a_write_is_written_when_somebody_names_or_uses_it(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    reads = not_worth_it(monkeypatch, 0.1, 0.4)
+    world, state, keys = reads.world, reads.world.store.state, chain("new ", 4)
+    reads.ask("new ")
+    world.settle(1_000)
+    rows = [state.namespaces[reads.namespace].index[key] for key in keys]
+    assert not any(state.chunks.flags[row] & STORED for row in rows)
+    if what == "job":
+        world.ask(ev.PublishQueue, reads.worker, reads.namespace, (ev.Hint(b"job", 0, keys=keys),))
+    elif what == "session":
+        world.append(reads.worker, reads.namespace, b"session", keys)
+    else:
+        monkeypatch.setattr(Expected, "used_within", lambda policy, row, ms: 0.5)
+        world.settle(1_000)
+        assert not any(state.chunks.flags[row] & STORED for row in rows), "nothing happened"
+        assert reads.ask("new ") == 4
+    world.settle(1_000)
+    assert all(state.chunks.flags[row] & STORED for row in rows)
+
+
+def test_a_tail_that_nobody_names_is_not_written_to_a_full_ssd(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = not_worth_it(monkeypatch, 0.9, 0.4)
+    world, state = reads.world, reads.world.store.state
+    (key,) = chain("tail ", 1)
+    reserved = world.reserve(reads.worker, reads.namespace, (key,), token_counts=(1,))
+    world.commit(reads.worker, reserved)
+    world.settle(1_000)
+    row = state.namespaces[reads.namespace].index[key]
+    assert not state.chunks.flags[row] & STORED
+    world.append(reads.worker, reads.namespace, b"session", (key,), counts=(1,))
+    world.settle(1_000)
+    assert state.chunks.flags[row] & STORED
+
+
+def test_the_chance_to_be_used_within_a_time_grows_with_it() -> None:
+    book = Book(lives_min=1)
+    book.begin(ages.UNKNOWN, 0, 5_000)
+    book.end(ages.UNKNOWN, 0, 60_000, 1_500)
+    assert book.refresh(10_000_000)
+    chances = book.used_by[ages.UNKNOWN]
+    assert all(sooner <= later for sooner, later in pairwise(chances))
+    assert chances[bucket_of(30_000)] < 0.02
+    assert chances[bucket_of(60_000)] == pytest.approx(0.3, abs=0.03)
+
+
+def test_ghosts_grow_with_the_arena_and_take_a_bounded_part_of_it() -> None:
+    small, large = (Limits(arena_bytes=gib << 30, segment_bytes=1 << 30) for gib in (1, 512))
+    assert small.ghost_rows_max == small.ghosts_max
+    assert large.ghost_rows_max > 10 * small.ghost_rows_max
+    assert large.ghost_rows_max * 300 <= large.arena_bytes / 512
+
+
+def test_as_many_ghosts_are_remembered_as_the_arena_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.core.limits.GHOST_BYTES", 1)
+    reads = Reads(ghosts_max=4, eviction="lru")
+    reads.pass_by(100)
+    state = reads.world.store.state
+    assert state.ghosts.count == min(400 - 64, 64 * PAGE // 512)
 
 
 @settings(max_examples=8, deadline=None)

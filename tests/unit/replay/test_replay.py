@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.core import events as ev
+from kvstore.core.chunks import TAIL
 from kvstore.errors import BadRequest
 from kvstore.replay import Trace, Turn, read_trace, replay
 from kvstore.replay.machine import Machine
@@ -31,6 +32,20 @@ def test_only_the_leading_run_is_a_hit() -> None:
     """Two of the four chunks leave for those of another session; the end of the chain goes first."""
     result = replay(trace((1, 2, 3, 4), (11, 12), (1, 2, 3, 4)), dram_chunks=4, policy="lru")
     assert result.hits == 2
+
+
+def test_a_prompt_that_ends_within_a_chunk_saves_a_tail() -> None:
+    turns = Trace("made", 64, [Turn(0, (1, 2), 100), Turn(1, (3, 4), 128), Turn(2, (5, 6), 100, answer=(7,))])
+    machine = Machine(
+        turns, dram_chunks=8, ssd_chunks=0, policy="expected", chunk_bytes=1 << 20, ssd_bytes_per_s=1e9,
+        ssd_latency_ms=0.0,
+    )  # fmt: skip
+    machine.run(look_ahead=0, warm_up=0)
+    state = machine.store.state
+    index = state.namespaces[machine.namespace].index
+    rows = [index[machine.keys[number]] for number in (1, 2, 3, 4, 5, 6, 7)]
+    assert [state.chunks.tokens[row] for row in rows] == [64, 36, 64, 64, 64, 64, 64]
+    assert [bool(state.chunks.flags[row] & TAIL) for row in rows] == [False, True, *[False] * 5]
 
 
 def test_answers_are_saved_with_their_prompt() -> None:
