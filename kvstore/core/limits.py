@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from kvstore.types import EXTENTS_PER_ANSWER_MAX, Protection
 
-GHOSTS_SHARE, GHOST_BYTES = 512, 300
-"""Ghosts take at most such a part of the arena's size, at so many bytes each, unless `ghosts_max` allows more."""
+GHOSTS_MIN, GHOSTS_SHARE, GHOST_BYTES = 100_000, 512, 300
+"""So many ghosts, or as many as fit into such a part of the arena's size, at so many bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,9 @@ class Limits:
     remembered_rows_max: int = 16_384
     """Extents and entries of those that are kept whole, the newest in any case; of the rest an outline is kept.
     0: of all."""
-    ghosts_max: int = 100_000
-    """Keys remembered after their bytes went, to say why they are a miss and when they are used again; or more, in an
-    arena of which GHOSTS_SHARE holds more."""
+    ghosts_max: int | None = None
+    """Keys remembered after their bytes went, to say why they are a miss and when they are used again.
+    None: GHOSTS_MIN, or as many as GHOSTS_SHARE of the arena holds."""
     sessions_max: int = 1_000_000
     session_entries_max: int = 65_536
     manifest_entries_max: int = 16_000_000
@@ -115,7 +115,9 @@ class Limits:
     @property
     def ghost_rows_max(self) -> int:
         """A policy learns nothing of a reuse that comes after the ghost is gone, so ghosts grow with the arena."""
-        return max(self.ghosts_max, self.arena_bytes // GHOSTS_SHARE // GHOST_BYTES)
+        if self.ghosts_max is not None:
+            return self.ghosts_max
+        return max(GHOSTS_MIN, self.arena_bytes // GHOSTS_SHARE // GHOST_BYTES)
 
     @property
     def pin_bytes_max(self) -> int:

@@ -294,14 +294,15 @@ def test_the_chance_to_be_used_within_a_time_grows_with_it() -> None:
 
 def test_ghosts_grow_with_the_arena_and_take_a_bounded_part_of_it() -> None:
     small, large = (Limits(arena_bytes=gib << 30, segment_bytes=1 << 30) for gib in (1, 512))
-    assert small.ghost_rows_max == small.ghosts_max
+    assert small.ghost_rows_max == 100_000
     assert large.ghost_rows_max > 10 * small.ghost_rows_max
     assert large.ghost_rows_max * 300 <= large.arena_bytes / 512
 
 
 def test_as_many_ghosts_are_remembered_as_the_arena_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.core.limits.GHOST_BYTES", 1)
-    reads = Reads(ghosts_max=4, eviction="lru")
+    monkeypatch.setattr("kvstore.core.limits.GHOSTS_MIN", 4)
+    reads = Reads(eviction="lru")
     reads.pass_by(100)
     state = reads.world.store.state
     assert state.ghosts.count == min(400 - 64, 64 * PAGE // 512)
