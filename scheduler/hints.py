@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from kvstore.client import Hint, QueueAccepted
 from kvstore.errors import NotFound, StoreError
@@ -69,11 +69,14 @@ class Ledger:
     are numbered anew. Not for several threads at a time.
     """
 
+    highest: ClassVar[int] = 0
+    """Of all messages of this process: to a client's next queue the daemon must not say that it heard all that."""
+
     def __init__(self) -> None:
         self._told: dict[tuple[int, int], Told] = {}
         """By the job's id, and which of several entries of the same object it is."""
         self._names = 0
-        self._number = 0
+        self._number = Ledger.highest
         self._whole = True
 
     def forget(self) -> None:
@@ -107,6 +110,7 @@ class Ledger:
         for first in range(0, max(1, len(hints), len(removed)), MESSAGE_HINTS_MAX):
             part = slice(first, first + MESSAGE_HINTS_MAX)
             self._number += 1
+            Ledger.highest = max(Ledger.highest, self._number)
             yield Message(hints[part], [] if whole else removed[part], whole and first == 0, self._number)
 
     def answered(self, message: Message, answer: QueueAccepted) -> list[Hint]:

@@ -40,6 +40,7 @@ class Job:
     position: int
     line: int
     """Where it stands among the tenant's jobs; no two stand at the same."""
+    since: Millis
     until: Millis
     chunk_bytes: int
     label: int = field(init=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.client import Client, Hint, Namespace, SessionEntry, connect_async
+from kvstore.client import Client, Hint, Namespace, SessionEntry, connect, connect_async
 from kvstore.errors import BadRequest, NotFound, StoreError
 from kvstore.scheduler.hints import HintedQueue
 from kvstore.scheduler.job_queue import Job
@@ -172,6 +172,21 @@ def test_deltas(space: Namespace) -> None:
     answer = space.publish_queue([hint(2, 2)], removed=[b"job 0", b"unknown"], snapshot=False)
     assert answer.eviction_window == 2
     assert space.publish_queue([]).eviction_window == 0, "an empty snapshot: nothing waits"
+
+
+def test_numbered_deltas(space: Namespace, run_dir: Path) -> None:
+    for number in range(3):
+        talk(space, number)
+    assert space.publish_queue([hint(0)], number=1).eviction_window == 1
+    assert space.publish_queue([hint(1, 1)], snapshot=False, number=2).eviction_window == 2
+    again = space.publish_queue([], removed=[b"job 0"], snapshot=False, number=2)
+    assert (again.eviction_window, again.snapshot_wanted) == (2, False), "it was heard already"
+    lost = space.publish_queue([hint(2, 2)], snapshot=False, number=4)
+    assert (lost.results, lost.eviction_window, lost.snapshot_wanted) == ((REJECTED,), 2, True)
+    with connect(str(run_dir)) as other:
+        answer = other.publish_queue(SPEC.model, [hint(2, 2)], snapshot=False, number=5)
+        assert answer.snapshot_wanted, "another connection is another scheduler"
+    assert space.publish_queue([hint(2, 2)], number=5).eviction_window == 1
 
 
 def test_late_and_wasted_prefetches_are_counted(

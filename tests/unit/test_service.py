@@ -442,6 +442,13 @@ def published(**fields: Any) -> ev.Event:
     return call.event(hints_pb2.PublishQueueRequest(namespace_id=1, **fields), ev.Ticket(WORKER, 1))
 
 
+def test_the_number_of_a_message_is_bounded():
+    assert published().number == 0
+    assert published(delta=True, number=decoding.HINT_NUMBER_MAX).number == decoding.HINT_NUMBER_MAX
+    with pytest.raises(errors.BadRequest, match="number="):
+        published(number=decoding.HINT_NUMBER_MAX + 1)
+
+
 def test_the_keys_of_all_hints_together_are_bounded():
     most = decoding.HINT_KEYS_PER_REQUEST_MAX
     many = [hints_pb2.Hint(job=b"%d" % n, keys=[b"k"] * 4_096) for n in range(most // 4_096)]

@@ -28,7 +28,7 @@ NEAR_JOBS = 8
 """So many at the head of a queue are near, however small the window."""
 MARKED_JOBS = 64
 """So many at the head are watched."""
-PATIENCE, PATIENCE_MIN = 4, 256
+PATIENCE, PATIENCE_MIN = 2, 256
 """A job at the head has failed when its tenant asked for so many times the chunks of the window, and so many, since."""
 LOOK_MS = 100
 """How often that is looked at."""
@@ -44,6 +44,8 @@ class Mark:
     key: ChunkKey
     hits: int
     asked: int
+    used: bool
+    """It came true already, or saved the chunk itself: its end tells nothing, but it must not stay for ever."""
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ class Credit:
     def ended(self, job: Job) -> None:
         """It is about to leave the queue."""
         mark = self._marks.pop(job, None)
-        if mark is None:
+        if mark is None or mark.used:
             return
         window = self._state.jobs.windows[job.tenant]
         if not _is_near(window, job):
@@ -121,32 +123,36 @@ class Credit:
             for number in range(min(window.reach, MARKED_JOBS)):
                 job = window.job(number)
                 if job.rows and job not in self._marks:
-                    self._marks[job] = self._mark(job, self._asked[tenant])
+                    self._mark(job, self._asked[tenant])
 
     def _lose_patience(self, tenant: str, window: Window) -> None:
-        """With the jobs at the head, if the first of them stays for ever."""
+        """With the jobs at the head, if one of the first stays for ever."""
         jobs = [window.job(number) for number in range(min(window.reach, MARKED_JOBS))]
-        first = next((job for job in jobs if job in self._marks), None)
+        if not jobs:
+            return
         asked = self._asked[tenant]
-        if first is None:
-            return
-        patience = PATIENCE_MIN + PATIENCE * max(
-            window.ahead_bytes // first.chunk_bytes, sum(job.owned for job in jobs)
-        )
-        if asked - self._marks[first].asked < patience:
-            return
-        for job in jobs:
-            mark = self._marks.get(job)
-            if mark is not None and asked - mark.asked >= patience:
-                hit = self._was_hit(job.namespace, mark)
-                if hit is not None:
-                    self._judge(tenant, true=hit)
-                if job.rows:
-                    self._marks[job] = self._mark(job, asked)
+        chunks = max(window.ahead_bytes // jobs[0].chunk_bytes, sum(job.owned for job in jobs))
+        patience = PATIENCE_MIN + PATIENCE * chunks
 
-    def _mark(self, job: Job, asked: int) -> Mark:
-        chunks, row = self._state.chunks, job.rows[-1]
-        return Mark(chunks.key[row], chunks.hits[row], asked)
+        def is_overdue(job: Job) -> bool:
+            mark = self._marks.get(job)
+            return mark is not None and asked - mark.asked >= patience
+
+        marked = [job for job in jobs if job in self._marks]
+        if not any(map(is_overdue, marked[:NEAR_JOBS])):
+            return
+        for job in filter(is_overdue, marked):
+            hit = self._was_hit(job.namespace, self._marks[job])
+            if hit is not None:
+                self._judge(tenant, true=hit)
+            self._mark(job, asked, used=bool(hit))
+
+    def _mark(self, job: Job, asked: int, *, used: bool = False) -> None:
+        self._marks.pop(job, None)
+        if job.rows:
+            chunks, row = self._state.chunks, job.rows[-1]
+            used = used or chunks.born_at[row] >= job.since
+            self._marks[job] = Mark(chunks.key[row], chunks.hits[row], asked, used)
 
     def _was_hit(self, namespace_id: NamespaceId, mark: Mark) -> bool | None:
         """None: the chunk is gone, so that nobody knows."""

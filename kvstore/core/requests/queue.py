@@ -194,6 +194,7 @@ class Queue:
                 hint.keys,
                 hint.position,
                 line,
+                moved[hint.job].since if hint.job in moved else state.now,
                 until,
                 feed.chunk_bytes,
             )

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core.limits import Limits
+from kvstore.core.requests.credit import LEAST_SHARE
 from kvstore.core.store import Store
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.types import ChunkKey, Outcome, StagedPiece, WorkerId
@@ -178,3 +179,26 @@ def test_no_hints_make_it_much_worse_than_lru(adversary: Adversary) -> None:
 
 def test_true_hints_make_it_better() -> None:
     assert replay(true) > lru() + 0.05
+
+
+def test_credit_follows_each_tenants_record() -> None:
+    """Whose hints come true has all of its windows, whose do not a hundredth; and gets them back when they do."""
+    made = store()
+    alice, bob = Engine(made, 1, "alice"), Engine(made, 2, "bob")
+    dice = random.Random(2)
+
+    def live(first: int, last: int, of_bob: Adversary) -> tuple[float, float]:
+        for at in range(first, last):
+            for engine, work, adversary in ((alice, turns(1), true), (bob, turns(2), of_bob)):
+                if at % 4 == 0:
+                    hints = tuple(
+                        ev.Hint(name, place, keys=of) for name, place, of in adversary(work, at, dice)
+                    )
+                    engine.ask(ev.PublishQueue, engine.namespace, hints)
+                engine.turn(work[at], 100 * (at + 1))
+        shares = made.state.jobs.shares
+        return shares.get("alice", 1.0), shares.get("bob", 1.0)
+
+    assert live(0, 700, opposite) == (1.0, LEAST_SHARE)
+    alice_has, bob_has = live(700, 1_000, true)
+    assert alice_has == 1.0 and bob_has > 0.9
