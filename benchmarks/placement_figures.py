@@ -232,10 +232,10 @@ session that found all whole chunks of its history. Paper's figures stand beside
 its queue are unknown, so the comparison is of kind, not of percent."""
     ]
     parts.append(
-        """In short: where storage is short of what sessions still need (128G/2T, or 0.1 of CCpUT), the queue is worth more
-than a third of all hits over LRU, and the core is above the paper's own policy and close to the optimum. Where
-everything fits, policies do not matter. What falls short of the paper: fewer hits are in DRAM by the time their turn is
-served (the paper: over 99.6 %). The batch of 24 jobs and the window share 128 GB, our engine holds a job's chunks in
+        """In short: where storage is short of what sessions still need (128G/2T, or 0.1 of CCpUT), the queue is worth
+more than a third of all hits over LRU, and the core is above the paper's own policy and close to the optimum. Where
+everything fits, policies do not matter. What falls short of the paper: fewer hits are in DRAM by the time their turn
+is served (the paper: over 99.6 %). The batch of 24 jobs and the window share 128 GB, our engine holds a job's chunks in
 DRAM until its prefill ends, and turns that find no queue were never foreseen."""
     )
     parts.append("## Figure 13: hit rates")

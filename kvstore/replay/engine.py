@@ -223,7 +223,9 @@ class Engine:
     def _arrive(self, number: int) -> None:
         job = Job(number, self.machine.trace.turns[number], self.machine.now)
         self.queue.append(job)
-        if len(self.queue) <= self.hardware.batch:  # else it is told with the next that leaves the queue: soon enough
+        if (
+            len(self.queue) <= self.hardware.batch
+        ):  # else it is told with the next that leaves the queue: soon enough
             self._publish()
 
     def _publish(self) -> None:
