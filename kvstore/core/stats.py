@@ -99,7 +99,7 @@ def traffic(queue: Queue, transfers: Transfers) -> dict[str, float]:
     the tiers. A chunk that waits for its read is counted with those that are being read, and may be gone meanwhile."""
     reading = sum(len(read.rows) for read in transfers.reads.values())
     return {
-        "queued_jobs": sum(map(len, queue.jobs.values())),
+        "queued_jobs": sum(job.action is None for jobs in queue.jobs.values() for job in jobs.values()),
         "prefetch_window_jobs": queue.windows.prefetch.total(),
         "eviction_window_jobs": queue.windows.eviction.total(),
         "chunks_being_promoted": reading + len(transfers.demanded) + len(transfers.foreseen),

@@ -16,6 +16,7 @@ from kvstore.core import events as ev
 from kvstore.errors import StoreError
 from kvstore.layout import NamespaceSpec
 from kvstore.types import (
+    ActionKind,
     ChunkKey,
     Extent,
     GrantResult,
@@ -129,6 +130,11 @@ class Process:
     peers: list[Process] = field(default_factory=list)
     """The other ranks of its engine."""
     requests: int = 0
+    hints: random.Random = field(init=False)
+    """What a scheduler orders beside its queue; a die of its own, so that older seeds go on as they did."""
+
+    def __post_init__(self) -> None:
+        self.hints = random.Random(f"hints {self.name} {self.tenant}")
 
     def __repr__(self) -> str:
         return f"{self.name} (worker {self.worker})"
@@ -195,6 +201,8 @@ class Process:
         if chance.random() < 0.2:
             yield from self._edit(namespace, number, conversation)
         keys = tuple(conversation.keys)
+        if keys and chance.random() < 0.3:  # it found them in its own caches, or will in part
+            self.tell(ev.Touch, namespace, keys[: chance.randrange(1, len(keys) + 1)])
         if keys:
             yield from self.ask(ev.Match, namespace, keys, len(keys) * CHUNK_TOKENS)
             yield from self._load(namespace, keys)
@@ -509,7 +517,32 @@ class Process:
         removed = tuple(b"job %d" % chance.randrange(20) for _ in range(chance.randrange(3)))
         snapshot = chance.random() < 0.5
         yield from self.ask(ev.PublishQueue, namespace, tuple(hints), removed=removed, snapshot=snapshot)
+        if self.hints.random() < 0.6:
+            yield from self._act(number)
         yield Sleep(chance.randrange(50, 300))
+
+    def _act(self, number: int) -> Program:
+        """It orders something about some of its tenant's chunks, and no longer wants something else."""
+        chance = self.hints
+        actions = []
+        for _ in range(chance.randrange(1, 4)):
+            conversation = chance.choice(self.conversations[number])
+            named: dict[str, Any] = {"session": conversation.name}
+            if chance.random() < 0.5:
+                named = {"keys": tuple(conversation.keys[: chance.randrange(1, 12)])}
+            action = ev.HintAction(
+                b"order %d" % chance.randrange(8),
+                chance.choice(list(ActionKind)),
+                ttl_ms=chance.choice((0, 200, 2_000)),
+                eta_ms=chance.choice((0, 100, 1_500)),
+                **named,
+            )
+            actions.append(action)
+        cancelled = tuple(b"order %d" % chance.randrange(8) for _ in range(chance.randrange(2)))
+        answer: ev.ActionsApplied = yield from self.ask(
+            ev.ApplyActions, self.namespaces[number], tuple(actions), cancelled
+        )
+        assert len(answer.results) == len(answer.chunks) == len(actions), (self, actions, answer)
 
     def _look(self) -> Program:
         """An operator looks at everything, and now and then drops something."""

@@ -6,6 +6,7 @@ exactly one `Reply` effect, at once or later. Effects are performed in the order
 
 from kvstore.answers import (
     Acquired,
+    ActionsApplied,
     Answer,
     ChunkHistory,
     Committed,
@@ -62,6 +63,7 @@ from kvstore.core.events.effects import (
 from kvstore.core.events.requests import (
     Abort,
     Acquire,
+    ApplyActions,
     Commit,
     DiskDone,
     DiskTrouble,
@@ -94,6 +96,7 @@ from kvstore.core.events.requests import (
     SlabReady,
     Tick,
     Ticket,
+    Touch,
     Truncate,
     UpdateSession,
     WantSegments,
@@ -101,13 +104,15 @@ from kvstore.core.events.requests import (
     WorkerJoined,
     WorkerLeft,
 )
-from kvstore.types import Hint, SessionEntries, SessionEntry
+from kvstore.types import Hint, HintAction, SessionEntries, SessionEntry
 
 __all__ = [
     "Abort",
     "Acquire",
     "Acquired",
+    "ActionsApplied",
     "Answer",
+    "ApplyActions",
     "AssignSegment",
     "Checksum",
     "ChunkHistory",
@@ -137,6 +142,7 @@ __all__ = [
     "GetSession",
     "GetStats",
     "Hint",
+    "HintAction",
     "Idle",
     "IndexUsage",
     "LeasesRevoked",
@@ -190,6 +196,7 @@ __all__ = [
     "Tick",
     "Ticket",
     "TierEffect",
+    "Touch",
     "Truncate",
     "UpdateSession",
     "WantSegments",

@@ -24,7 +24,7 @@ from kvstore.core.requests.reads import clip_ttl
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest
-from kvstore.types import ChunkKey, HintResult, Millis, NamespaceId, WorkerId
+from kvstore.types import ChunkKey, HintAction, HintResult, Millis, NamespaceId, WorkerId
 
 REPLAN_MS = 20
 """Without a new hint, plans are made at most this often,"""
@@ -47,6 +47,10 @@ class Job:
     keys: tuple[ChunkKey, ...]
     position: int
     until: Millis
+    promote_at: Millis = 0
+    """Not brought to DRAM before."""
+    action: HintAction | None = None
+    """It stands for a hint action (see `hint_actions`), not for a queued job."""
 
 
 @dataclass(slots=True)
@@ -102,8 +106,10 @@ class Queue:
                 )
         jobs = self.jobs.setdefault(worker.id, {})
         if event.snapshot:
-            for number, job in [pair for pair in jobs if pair[0] == namespace.id]:
-                del jobs[number, job]
+            for pair in [
+                pair for pair, job in jobs.items() if pair[0] == namespace.id and job.action is None
+            ]:
+                del jobs[pair]
         for job_name in event.removed:
             jobs.pop((namespace.id, job_name), None)
         until = state.now + clip_ttl(event.ttl_ms, limits.hint_ttl_ms, limits.hint_ttl_max_ms)
@@ -147,6 +153,21 @@ class Queue:
             self.windows.prefetch[tenant],
             self.windows.eviction[tenant],
         )
+
+    def put(self, worker: WorkerId, name: bytes, job: Job) -> None:
+        """A job of a hint action: `name` is none that a caller could give a job of his."""
+        self.jobs.setdefault(worker, {})[job.namespace, name] = job
+        self._due = True
+
+    def drop(self, worker: WorkerId, namespace: NamespaceId, name: bytes) -> bool:
+        """Whether there was such a job."""
+        jobs = self.jobs.get(worker, {})
+        if jobs.pop((namespace, name), None) is None:
+            return False
+        if not jobs:
+            del self.jobs[worker]
+        self._due = True
+        return True
 
     def forget(self, worker: WorkerId) -> None:
         if self.jobs.pop(worker, None) is not None:
@@ -235,7 +256,7 @@ class Queue:
             windows.eviction[tenant] += 1
             if used[tenant] <= in_dram:
                 windows.prefetch[tenant] += 1
-                if namespace is not None and new:
+                if namespace is not None and new and job.promote_at <= state.now:
                     promoting += self._on_ssd_only(namespace, list(new))
                 windows.results[key] = HintResult.ACCEPTED
             else:
