@@ -389,6 +389,8 @@ class HintAction:
     kind: ActionKind
     session: bytes = b""
     keys: tuple[ChunkKey, ...] = ()
+    tokens: tuple[int, ...] = ()
+    """Token ids of a prompt, of whose full chunks the client library makes keys."""
     ttl_ms: int = 0
     """How long it lasts (EXPECT: beyond `eta_ms`); 0: the daemon's default."""
     eta_ms: int = 0
@@ -416,3 +418,5 @@ class Hint:
     position: int
     session: bytes = b""
     keys: tuple[ChunkKey, ...] = ()
+    tokens: tuple[int, ...] = ()
+    """Token ids of the job's prompt, of whose full chunks the client library makes keys."""

@@ -8,13 +8,15 @@ from typing import Any
 from unittest import mock
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DOOMED, NONE, ChunkTable
+from kvstore.core.chunks import DOOMED, LISTED, NONE, ChunkTable
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policies import Candidates
 from kvstore.core.policies.hints import Hints
 from kvstore.core.pool import Pool, Segment
 from kvstore.core.requests import reads
+from kvstore.core.requests.hint_actions import HintActions
 from kvstore.core.requests.saves import Saves
+from kvstore.core.requests.touches import Touches
 from kvstore.core.segments import Segments
 from kvstore.core.ssd.durability import Durability
 from kvstore.core.state import State
@@ -237,6 +239,28 @@ def _forgets_parent(original: Original) -> Any:
     return lambda chunks, row: None
 
 
+def _greedy_pin(original: Original) -> Any:
+    """A hint may pin whatever it names."""
+    return lambda actions, tenant, kind: 1 << 60
+
+
+def _outlived(original: Original) -> Any:
+    """Orders of a worker that is gone stay in force."""
+    return lambda actions, worker: None
+
+
+def _touched_pinned(original: Original) -> Any:
+    """A touch makes evictable what a lease pins."""
+
+    def renew(touches: Touches, namespace: Namespace, rows: Sequence[int]) -> None:
+        original(touches, namespace, rows)
+        state = touches._state
+        pinned = [row for row in rows if state.chunks.pins[row] and not state.chunks.flags[row] & LISTED]
+        state.policy.add(namespace.dram, pinned)
+
+    return renew
+
+
 CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "skip-generation": (Pool, "_bump", _generation),
     "free-pinned": (State, "unpin", _pinned),
@@ -256,6 +280,9 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "failed-is-corrupt": (reads.Reads, "audited", _failed_audit),
     "trust-disk": (Transfers, "_has_read", _unchecked),
     "mapped-elsewhere": (Segments, "_replace_if_unmapped", _retired),
+    "greedy-pin": (HintActions, "_room", _greedy_pin),
+    "outlived-hint": (HintActions, "forget", _outlived),
+    "touch-pinned": (Touches, "_renew_resident", _touched_pinned),
     "keep-children": (ChunkTable, "leave_children", _forgets_parent),
 }
 

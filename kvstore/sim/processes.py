@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any, Protocol
 
 from kvstore.core import events as ev
@@ -130,11 +131,8 @@ class Process:
     peers: list[Process] = field(default_factory=list)
     """The other ranks of its engine."""
     requests: int = 0
-    hints: random.Random = field(init=False)
-    """What a scheduler orders beside its queue; a die of its own, so that older seeds go on as they did."""
-
-    def __post_init__(self) -> None:
-        self.hints = random.Random(f"hints {self.name} {self.tenant}")
+    hints: Random = field(default_factory=Random)
+    """What its orders beside the queue, and its touches, are drawn from."""
 
     def __repr__(self) -> str:
         return f"{self.name} (worker {self.worker})"
@@ -201,8 +199,8 @@ class Process:
         if chance.random() < 0.2:
             yield from self._edit(namespace, number, conversation)
         keys = tuple(conversation.keys)
-        if keys and chance.random() < 0.3:  # it found them in its own caches, or will in part
-            self.tell(ev.Touch, namespace, keys[: chance.randrange(1, len(keys) + 1)])
+        if keys and self.hints.random() < 0.3:  # it found them in its own caches, or will in part
+            self.tell(ev.Touch, namespace, keys[: self.hints.randrange(1, len(keys) + 1)])
         if keys:
             yield from self.ask(ev.Match, namespace, keys, len(keys) * CHUNK_TOKENS)
             yield from self._load(namespace, keys)

@@ -18,7 +18,7 @@ which each tenant that has any gets an equal part.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ from kvstore.types import (
 )
 
 FIRST, BEHIND, LAST = -1, 1 << 40, 1 << 62
-"""Positions in the queue: before the first queued job, behind the last one (and the time is added), behind everything."""
+"""Positions in the queue: before the first queued job, behind the last one (the due time is added), last of all."""
 NEVER: Millis = 1 << 62
 JOB_NAME_SUFFIX = b"\0" * 64
 """A queued job's name is shorter than any that ends so."""
@@ -203,11 +203,10 @@ class HintActions:
 
     def _left(self, worker: WorkerId) -> Left:
         """What the worker's bounds leave room for."""
-        jobs = self._queue.jobs.get(worker, {}).values()
+        jobs, keys = self._queue.held_by(worker)
         waiting = [demotion for place, demotion in self.demotions.items() if place.worker == worker]
-        named = sum(len(job.keys) for job in jobs) + sum(len(demotion.keys) for demotion in waiting)
-        count = len(jobs) + len(waiting)
-        return Left(self._state.limits.hints_per_worker_max - count, KEYS_PER_WORKER_MAX - named)
+        count = self._state.limits.hints_per_worker_max - jobs - len(waiting)
+        return Left(count, KEYS_PER_WORKER_MAX - keys - sum(len(demotion.keys) for demotion in waiting))
 
     def _bytes_max(self, kind: ActionKind) -> int:
         """Of all tenants together."""
@@ -316,7 +315,7 @@ class HintActions:
 
     # ----------------------------------------------------------------------------------------------- for operators
 
-    def gauges(self) -> Mapping[str, float]:
+    def gauges(self) -> dict[str, float]:
         """Of all tenants."""
         kinds = Counter(kept.action.kind for kept in self.kept.values())
         return {
@@ -365,9 +364,7 @@ class HintActions:
         state, limits = self._state, self._state.limits
         in_queue = {
             Place(worker, namespace, name.removesuffix(JOB_NAME_SUFFIX))
-            for worker, jobs in self._queue.jobs.items()
-            for (namespace, name), job in jobs.items()
-            if job.action is not None
+            for worker, namespace, name in self._queue.of_actions()
         }
         assert in_queue == self.kept.keys(), (in_queue ^ self.kept.keys(), self)
         assert {place.worker for place in (*self.kept, *self.demotions)} <= state.workers.keys(), self

@@ -11,7 +11,7 @@ than the window is clipped from its tail, and the answer says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count, repeat
 
@@ -168,6 +168,16 @@ class Queue:
             del self.jobs[worker]
         self._due = True
         return True
+
+    def held_by(self, worker: WorkerId) -> tuple[int, int]:
+        """How many jobs, and keys in them, a worker has, those of hint actions included."""
+        jobs = self.jobs.get(worker, {}).values()
+        return len(jobs), sum(len(job.keys) for job in jobs)
+
+    def of_actions(self) -> Iterator[tuple[WorkerId, NamespaceId, bytes]]:
+        """Jobs that stand for hint actions: whose, where, and their names."""
+        for worker, jobs in self.jobs.items():
+            yield from ((worker, *name) for name, job in jobs.items() if job.action is not None)
 
     def forget(self, worker: WorkerId) -> None:
         if self.jobs.pop(worker, None) is not None:
