@@ -124,6 +124,14 @@ class AsyncClient:
             self._client.apply_actions, model, actions, cancelled=cancelled, timeout_s=timeout_s
         )
 
+    async def prompt_keys(
+        self, model: str, tokens: Tokens, *, timeout_s: float | None = None
+    ) -> list[ChunkKey]:
+        return await asyncio.to_thread(self._client.prompt_keys, model, tokens, timeout_s=timeout_s)
+
+    async def only_model(self, *, timeout_s: float | None = None) -> str:
+        return await asyncio.to_thread(self._client.only_model, timeout_s=timeout_s)
+
     async def stats(self, *, timeout_s: float | None = None) -> stats_pb2.StatsReply:
         return await asyncio.to_thread(self._client.stats, timeout_s=timeout_s)
 

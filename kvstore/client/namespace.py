@@ -901,7 +901,7 @@ def queue_request(
     removed: Sequence[bytes],
     snapshot: bool,
     ttl_ms: int,
-    keys_of: KeysOf,
+    keys_of: KeysOf | None = None,
 ) -> hints_pb2.PublishQueueRequest:
     """The message, without its namespace. Raises BadRequest."""
     hints = listed("hints", hints, "Hint")
@@ -916,7 +916,7 @@ def queue_request(
     )
 
 
-def _hint(where: str, hint: Hint, keys_of: KeysOf) -> hints_pb2.Hint:
+def _hint(where: str, hint: Hint, keys_of: KeysOf | None) -> hints_pb2.Hint:
     one_of(where, hint, Hint)
     keys = _keys_named(where, hint, keys_of)
     session = hint.session
@@ -928,10 +928,12 @@ def _hint(where: str, hint: Hint, keys_of: KeysOf) -> hints_pb2.Hint:
     )
 
 
-def _keys_named(where: str, named: Hint | HintAction, keys_of: KeysOf) -> Sequence[ChunkKey]:
+def _keys_named(where: str, named: Hint | HintAction, keys_of: KeysOf | None) -> Sequence[ChunkKey]:
     """By keys, else by the beginning of a prompt: behind so many chunks nobody needs a hint."""
     keys = _checked_keys(f"{where}.keys", named.keys)
-    return keys if keys or not len(named.tokens) else keys_of(named.tokens)[:KEYS_PER_REQUEST_MAX]
+    if keys or keys_of is None or not len(named.tokens):
+        return keys
+    return keys_of(named.tokens)[:KEYS_PER_REQUEST_MAX]
 
 
 def actions_request(

@@ -26,8 +26,9 @@ from kvstore.client.namespace import (
 from kvstore.client.prompts import prompt_keys
 from kvstore.client.region import Region
 from kvstore.errors import NotFound
+from kvstore.keys import Tokens
 from kvstore.layout import NamespaceSpec
-from kvstore.types import Hint, HintAction, Protection
+from kvstore.types import ChunkKey, Hint, HintAction, Protection
 from kvstore.v1 import hints_pb2_grpc, stats_pb2, stats_pb2_grpc
 
 STAGING_BYTES = 64 << 20
@@ -143,6 +144,7 @@ class Client:
 
         Raises NotFound while no worker has opened one, and other StoreErrors.
         """
+        text("model", model)
         reply = self._of_model(
             model,
             "PublishQueue",
@@ -162,6 +164,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> ActionsApplied:
         """As `Namespace.apply_actions`, for the namespace of `model` that was opened last, as in `publish_queue`."""
+        text("model", model)
         reply = self._of_model(
             model,
             "ApplyActions",
@@ -170,11 +173,36 @@ class Client:
         )
         return actions_applied(reply, len(actions))
 
+    def prompt_keys(self, model: str, tokens: Tokens, *, timeout_s: float | None = None) -> list[ChunkKey]:
+        """Keys of all full chunks of a prompt, as whoever stores the KV of `model` makes them. Raises NotFound,
+        Unsupported (its hashes are not known here; see `client.prompts`), and other StoreErrors."""
+        text("model", model)
+        row = self._namespaces_by_model.get(model) or self._namespace_of_model(model, timeout_s)
+        self._namespaces_by_model[model] = row
+        return prompt_keys(wire.spec_from_proto(row.spec), row.salt, tokens)
+
+    def only_model(self, *, timeout_s: float | None = None) -> str:
+        """The name of the one model that workers have opened. Raises NotFound if there is none, or several."""
+        names = sorted({row.model for row in self._list_namespaces(timeout_s)})
+        if len(names) != 1:
+            raise NotFound(
+                "name the model: there is not just one", field="model", value=", ".join(names) or "none"
+            )
+        return names[0]
+
+    def _list_namespaces(self, timeout_s: float | None) -> Sequence[stats_pb2.NamespaceStats]:
+        reply: stats_pb2.ListNamespacesReply = self.unary(
+            stats_pb2_grpc.StatsStub,
+            "ListNamespaces",
+            stats_pb2.ListNamespacesRequest(),
+            timeout_s=timeout_s,
+        )
+        return reply.namespaces
+
     def _of_model(
         self, model: str, method: str, request: Callable[[KeysOf], Any], timeout_s: float | None
     ) -> Any:
         """A call of service Hints about a model's namespace."""
-        text("model", model)
         known = self._namespaces_by_model.get(model)
         for attempt in range(2):
             if known is None:
@@ -195,13 +223,7 @@ class Client:
         raise AssertionError("the second attempt returns or raises")
 
     def _namespace_of_model(self, model: str, timeout_s: float | None) -> stats_pb2.NamespaceStats:
-        reply = self.unary(
-            stats_pb2_grpc.StatsStub,
-            "ListNamespaces",
-            stats_pb2.ListNamespacesRequest(),
-            timeout_s=timeout_s,
-        )
-        found: list[stats_pb2.NamespaceStats] = [row for row in reply.namespaces if row.model == model]
+        found = [row for row in self._list_namespaces(timeout_s) if row.model == model]
         if not found:
             raise NotFound("no worker has opened it", field="model", value=model)
         return max(found, key=lambda row: row.namespace_id)

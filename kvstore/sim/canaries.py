@@ -239,9 +239,9 @@ def _forgets_parent(original: Original) -> Any:
     return lambda chunks, row: None
 
 
-def _greedy_pin(original: Original) -> Any:
-    """A hint may pin whatever it names."""
-    return lambda actions, tenant, kind: 1 << 60
+def _unshared_pins(original: Original) -> Any:
+    """Whoever pinned first keeps it all, however many tenants come."""
+    return lambda actions, kind: None
 
 
 def _outlived(original: Original) -> Any:
@@ -280,7 +280,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "failed-is-corrupt": (reads.Reads, "audited", _failed_audit),
     "trust-disk": (Transfers, "_has_read", _unchecked),
     "mapped-elsewhere": (Segments, "_replace_if_unmapped", _retired),
-    "greedy-pin": (HintActions, "_room", _greedy_pin),
+    "unshared-pins": (HintActions, "_share", _unshared_pins),
     "outlived-hint": (HintActions, "forget", _outlived),
     "touch-pinned": (Touches, "_renew_resident", _touched_pinned),
     "keep-children": (ChunkTable, "leave_children", _forgets_parent),

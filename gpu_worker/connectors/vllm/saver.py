@@ -219,7 +219,8 @@ class Saver:
                 for copied, result in zip(batch, write.results, strict=True)
                 if result is GrantResult.ALREADY
             ]
-            namespace.touch(again)
+            if again:
+                namespace.touch(again)
         saved = len(write.granted) if outcome.ok else 0
         if not outcome.ok:
             log.info("not saved: %s", outcome.error)
