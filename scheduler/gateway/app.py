@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from kvstore.scheduler.gateway.dispatch import Dispatcher, Full, Server, Ticket
 from kvstore.scheduler.gateway.lookahead import LookAhead
@@ -30,6 +31,8 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 BODY_BYTES_MAX = 32 << 20
 CONNECT_S = 5.0
 PRESENCE_S_MAX = 3_600.0
+CLIENT_CLOSED = 499
+"""Nobody reads it; logs do."""
 PASSED_ON = ("content-type", "x-request-id")
 log = logging.getLogger(__name__)
 
@@ -93,18 +96,18 @@ class Gateway:
         except Full:
             return _error(429, "too many requests wait", {"Retry-After": "1"})
         gone = asyncio.create_task(_gone(request))
+        answer = None
         try:
             answer = await self._ask(ticket, gone)
-        except BaseException:
-            self.dispatcher.leave(ticket)
-            raise
+        except _Gone:
+            return Response(status_code=CLIENT_CLOSED)
         finally:
             gone.cancel()
+            if answer is None:
+                self.dispatcher.leave(ticket)
         if answer is None:
-            self.dispatcher.leave(ticket)
             return _error(502, "no server could be reached")
-        headers = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
-        return StreamingResponse(self._relay(ticket, answer), answer.status_code, headers)
+        return _Relay(self, ticket, answer)
 
     async def _ask(self, ticket: Ticket, gone: asyncio.Task[None]) -> httpx.Response | None:
         """The beginning of an answer; None: no server is there. Raises _Gone when nobody waits for it any more."""
@@ -115,24 +118,8 @@ class Gateway:
                 return await _unless(gone, asyncio.ensure_future(self._http.send(request, stream=True)))
             except httpx.TransportError as error:
                 log.warning("%s: %s", server.url, error or type(error).__name__)
-                if not self.dispatcher.again(ticket, server):
-                    ticket.turn.cancel()  # it holds no slot any more
+                if not self.dispatcher.again(ticket):
                     return None
-
-    async def _relay(self, ticket: Ticket, answer: httpx.Response) -> AsyncIterator[bytes]:
-        try:
-            async for data in answer.aiter_raw():
-                yield data
-            ticket.turn.result().answered += 1
-            if self.ahead is not None and answer.status_code == 200:
-                self.ahead.answered(ticket)
-        except httpx.TransportError as error:
-            log.warning("an answer broke off: %s", error or type(error).__name__)
-            ticket.turn.result().broke()
-            raise
-        finally:
-            self.dispatcher.leave(ticket)
-            await asyncio.shield(answer.aclose())  # which ends the request there
 
     # ----------------------------------------------------------------------------------------------------- others
 
@@ -174,6 +161,38 @@ class Gateway:
         for name, count in (self.ahead.counters if self.ahead is not None else {}).items():
             lines.append(f"attnstore_gateway_hints_{name}_total {count}")
         return PlainTextResponse("\n".join(lines) + "\n")
+
+
+class _Relay(StreamingResponse):
+    """A server's answer, passed through as it comes. Whatever ends it frees the server's slot."""
+
+    def __init__(self, gateway: Gateway, ticket: Ticket, answer: httpx.Response) -> None:
+        headers = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
+        super().__init__(self._pieces(), answer.status_code, headers)
+        self._gateway = gateway
+        self._ticket = ticket
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._gateway.dispatcher.leave(self._ticket)
+            await asyncio.shield(self._answer.aclose())  # which ends the request there, if it still runs
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        server, ahead = self._ticket.server, self._gateway.ahead
+        assert server is not None, self._ticket
+        try:
+            async for data in self._answer.aiter_raw():
+                yield data
+        except httpx.TransportError as error:
+            log.warning("an answer broke off: %s", error or type(error).__name__)
+            server.broke()
+            raise
+        server.answered += 1
+        if ahead is not None and self._answer.status_code == 200:
+            ahead.answered(self._ticket)
 
 
 class _Gone(Exception):

@@ -45,6 +45,9 @@ class Ticket:
     body: dict[str, Any]
     session: str
     turn: asyncio.Future[Server]
+    """Done with its first turn; a second one, elsewhere, is another future."""
+    server: Server | None = None
+    """The one of whose slots it has one."""
     tried: set[str] = field(default_factory=set)
     """Servers that could not be reached for it."""
 
@@ -93,11 +96,13 @@ class Dispatcher:
             self.on_wait(ticket)
         return ticket
 
-    def again(self, ticket: Ticket, server: Server) -> bool:
+    def again(self, ticket: Ticket) -> bool:
         """Its server could not be reached: it is the next to have a turn elsewhere. False: all were tried."""
-        server.running -= 1
+        server = ticket.server
+        assert server is not None, ticket
         server.broke()
         ticket.tried.add(server.url)
+        self._let_go(ticket)
         more = any(other.url not in ticket.tried for other in self.servers)
         if more:
             ticket.turn = asyncio.get_running_loop().create_future()
@@ -110,10 +115,14 @@ class Dispatcher:
         if ticket in self._waiting:
             self._waiting.remove(ticket)
             self.on_leave(ticket)
-        elif ticket.turn.done() and not ticket.turn.cancelled():
-            ticket.turn.result().running -= 1
         ticket.turn.cancel()
+        self._let_go(ticket)
         self._serve()
+
+    def _let_go(self, ticket: Ticket) -> None:
+        if ticket.server is not None:
+            ticket.server.running -= 1
+            ticket.server = None
 
     def _serve(self) -> None:
         for ticket in list(self._waiting):
@@ -124,6 +133,7 @@ class Dispatcher:
                 return
             self._waiting.remove(ticket)
             server.running += 1
+            ticket.server = server
             if ticket.session:
                 self._last[ticket.session] = server.url
                 self._last.move_to_end(ticket.session)

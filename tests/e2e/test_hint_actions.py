@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli.kvctl import main as kvctl
+from kvstore.cli import kvctl
 from kvstore.client import ActionKind, Client, Hint, HintAction, Namespace, SessionEntry, connect_async
 from kvstore.errors import BadRequest, NotFound
 from kvstore.types import HintResult
@@ -131,12 +131,12 @@ def test_kvctl_shows_what_hints_want(
         ]
     )
     where = ["--run-dir", str(run_dir)]
-    assert kvctl([*where, "sessions"]) == 0
+    assert kvctl._run([*where, "sessions"]) == 0
     assert "expected in " in capsys.readouterr().out
-    assert kvctl([*where, "explain", "agent"]) == 0
+    assert kvctl._run([*where, "explain", "agent"]) == 0
     shown = capsys.readouterr().out
     assert "expected in " in shown and "pinned for " in shown
-    assert kvctl([*where, "sessions", "--json"]) == 0
+    assert kvctl._run([*where, "sessions", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["hints"]
 
 
