@@ -224,20 +224,6 @@ def same(same: Same) -> Same:
 
 
 @pytest.fixture(scope="module")
-def words(folder: Path, model: Path) -> Path:
-    """The model with a tokenizer, which the API wants."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    path = folder / "words"
-    shutil.copytree(model, path, copy_function=shutil.copy2)
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(512)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return path
-
-
-@pytest.fixture(scope="module")
 def daemon(folder: Path) -> Iterator[Daemon]:
     place = folder / "serve"
     (place / "ssd").mkdir(parents=True)

@@ -156,6 +156,9 @@ class Store:
         self.adopt_error: StoreError | None = None
         self.leases: list[Lease] = []
         self.heard: list[tuple[list[bytes], list[bytes]]] = []
+        self.touched: list[list[ChunkKey]] = []
+        self.orders: list[tuple[list[HintAction], list[bytes]]] = []
+        self.order_error: StoreError | None = None
         self.asked = threading.Event()
         self.may_read = _set()
         self.copying = threading.Event()
@@ -208,6 +211,19 @@ class Store:
         self.heard.append(([hint.job for hint in hints], list(removed)))
         return QueueAccepted((HintResult.ACCEPTED,) * len(hints), 3, 5)
 
+    def touch(self, wanted: Sequence[ChunkKey]) -> bool:
+        assert len(wanted) <= 4096
+        self.touched.append(list(wanted))
+        return True
+
+    def apply_actions(
+        self, actions: Sequence[HintAction], *, cancelled: Sequence[bytes], timeout_s: float
+    ) -> ActionsApplied:
+        if self.order_error is not None:
+            raise self.order_error
+        self.orders.append((list(actions), list(cancelled)))
+        return ActionsApplied((HintResult.CLIPPED,) * len(actions), (1,) * len(actions))
+
 
 def _set() -> threading.Event:
     event = threading.Event()
@@ -229,6 +245,7 @@ class Rig:
         self.loader = RowLoader(self.rows, self.crew, self.opener, self.tally)
         self.saver = RowSaver(self.rows, self.crew, self.opener, self.tally, rows_max=4, maker=MAKER)
         self.board = HintBoard(self.crew, self.opener, self.tally)
+        self.orders = Orders(self.crew, self.opener, self.tally)
         self._numbers = iter(range(1000))
 
     def opener(self, timeout_s: float) -> Any:
