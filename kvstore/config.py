@@ -119,9 +119,19 @@ class StoreConfig:
     small request costs a fifth there. Off: all use gRPC, which every client can; it is easier to look into."""
 
     tcp_address: str = ""
-    """"host:port" to serve gRPC on TCP too; empty: off. No authentication there yet, see tcp_unauthenticated."""
+    """"host:port" to serve gRPC on TCP too; empty: off. Needs access_file; other addresses than loopback need TLS."""
     tcp_unauthenticated: bool = False
-    """Allows a TCP address that is not loopback. Whoever reaches it can read and write tenant "default"."""
+    """For development: on loopback, and without access_file, every process of this machine reads and writes tenant
+    "default" over TCP."""
+    access_file: str = ""
+    """TOML file that says who comes in over TCP, as which tenant, in which roles: see docs/security.md. Read again when
+    it, or a file that it names, changes."""
+    tls_certificate: str = ""
+    """PEM file of the certificate that TCP callers see, with its chain. Read again when it changes."""
+    tls_key: str = ""
+    """PEM file of its private key, without a password, that other users cannot read."""
+    tls_client_ca: str = ""
+    """PEM file of the authorities whose client certificates are accepted; every client then needs one (mTLS)."""
     message_bytes_max: int = 4 << 20
     """Largest message that is read, by gRPC or on a fast lane."""
     metrics_port: int = 0

@@ -30,7 +30,12 @@ def start(folder: Path, room_bytes: int, protection: str = "sealed") -> Server:
     command = [
         *(sys.executable, "-P", "-m", "kvstore", f"--run-dir={run_dir}", "--log-level=warning"),
         *(f"--dram-bytes={room_bytes // SEGMENT_BYTES * SEGMENT_BYTES}", f"--segment-bytes={SEGMENT_BYTES}"),
-        *(f"--protection={protection}", f"--tcp-address={tcp}", "--staging-bytes=128M"),
+        *(
+            f"--protection={protection}",
+            f"--tcp-address={tcp}",
+            "--tcp-unauthenticated",
+            "--staging-bytes=128M",
+        ),
     ]
     address = {"run_dir": str(run_dir), "tcp": tcp}
     return Server(address, (subprocess.Popen(command, stdout=subprocess.DEVNULL),))

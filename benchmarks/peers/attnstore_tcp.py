@@ -14,7 +14,7 @@ from peers import START_S, ByKey, Item, Shape, attempts
 from peers.attnstore import chunk_key, missing, spec_of, start
 
 __all__ = ["GIVES", "Client", "missing", "start"]
-GIVES = "ours over TCP, for callers without shared memory; not authenticated yet"
+GIVES = "ours over TCP, for callers without shared memory"
 FRAME_BYTES = 2 << 20
 TIMEOUT_S = 30.0
 PAYLOAD_TAG = b"\x7a"

@@ -44,7 +44,7 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
             "model": namespace.spec.model,
             "weights_epoch": namespace.spec.weights_epoch,
             "spec": namespace.spec,
-            "salt": namespace.salt,
+            "salt": namespace.salt if namespace.tenant == worker.tenant else b"",
             "chunk_tokens": namespace.spec.chunk_tokens,
             "chunk_bytes": namespace.payload_bytes,
             "chunks": namespace.visible,

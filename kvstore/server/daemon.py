@@ -28,7 +28,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import grpc
@@ -53,9 +53,11 @@ from kvstore.tiers.copier import Copier
 from kvstore.tiers.disk_port import Disk, RealDisk
 from kvstore.tiers.regions import Regions
 from kvstore.tiers.ssd import SsdTier
+from kvstore.transport.access import Access, Tls
 from kvstore.transport.bytes_service import BYTES_SERVICE, BytesService
 from kvstore.transport.callers import TcpCallers
 from kvstore.transport.descriptors import DEFAULT_TENANT, DescriptorServer
+from kvstore.transport.door import TcpDoor
 from kvstore.transport.reflection import Reflection
 from kvstore.transport.service import ADMIN_SERVICE, HINTS_SERVICE, STATS_SERVICE, STORE_SERVICE, Service
 from kvstore.types import DiskState, Protection, WorkerId
@@ -103,7 +105,7 @@ DESCRIPTORS_OF_OUR_OWN = 256
 SELF = WorkerId(-1)
 """The daemon as a client of its own core: metrics, draining. Workers on the descriptor socket are numbered from 1."""
 FIRST_GUEST = -2
-"""And on downwards: TCP callers without a token, and guests of Get and Put."""
+"""And on downwards: TCP callers, and guests of Get and Put."""
 
 
 class DirectoryTaken(ConfigError):
@@ -235,10 +237,11 @@ def _is_at(fd: int, path: str | os.PathLike[str]) -> bool:
 class TcpAddress:
     host: str
     port: int
+    tls: Tls | None
 
     @classmethod
     def of(cls, config: StoreConfig) -> TcpAddress | None:
-        """Raises ConfigError for what is no address, or is reachable from elsewhere without the flag that says so."""
+        """Raises ConfigError for what is no address, would let in anybody, or would show secrets to who listens."""
         if not config.tcp_address:
             return None
         host, _, port = config.tcp_address.rpartition(":")
@@ -257,14 +260,34 @@ class TcpAddress:
             raise ConfigError(
                 "needs a numeric IP address", field="tcp_address", value=config.tcp_address
             ) from None
-        if not loopback and not config.tcp_unauthenticated:
+        if bool(config.tls_certificate) != bool(config.tls_key):
+            missing = "tls_key" if config.tls_certificate else "tls_certificate"
+            raise ConfigError("TLS needs both certificate and key", field=missing, value="empty")
+        if config.tls_client_ca and not config.tls_certificate:
+            raise ConfigError("client certificates need TLS", field="tls_certificate", value="empty")
+        tls = Tls(config.tls_certificate, config.tls_key, config.tls_client_ca) if config.tls_key else None
+        if not loopback and tls is None:
             raise ConfigError(
-                "is reachable from other machines, and TCP has no authentication yet",
+                "is reachable from other machines, and without TLS everybody on the way could read tokens and KV",
                 field="tcp_address",
                 value=config.tcp_address,
-                remedy="use 127.0.0.1, or set tcp_unauthenticated to let anybody read and write",
+                remedy="set tls_certificate and tls_key, or use 127.0.0.1",
             )
-        return cls(host, int(port))
+        if not config.access_file and not (loopback and config.tcp_unauthenticated):
+            raise ConfigError(
+                "nothing says who may come in over TCP",
+                field="access_file",
+                value="empty",
+                remedy="name the callers in an access file"
+                + (
+                    ", or set tcp_unauthenticated to let in every process of this machine" if loopback else ""
+                ),
+            )
+        if config.access_file and config.tcp_unauthenticated:
+            raise ConfigError(
+                "contradicts access_file", field="tcp_unauthenticated", value=True, remedy="set one of them"
+            )
+        return cls(host, int(port), tls)
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -353,8 +376,12 @@ class Daemon:
         self._tcp = TcpAddress.of(config)
         check_memory(config)
         check_file_limit(config)
+        self._access: Access | None = None
         if self._tcp is not None:
             check_port_is_free("tcp_address", self._tcp.host, self._tcp.port)
+            self._access = Access(config.access_file, DEFAULT_TENANT)
+            if self._tcp.tls is not None:
+                self._tcp.tls.credentials()
         if config.metrics_port:
             check_port_is_free("metrics_port", "127.0.0.1", config.metrics_port)
         self.boot_id = secrets.token_bytes(16)
@@ -366,7 +393,7 @@ class Daemon:
         self._numbers = itertools.count(FIRST_GUEST, -1)
         self._servers: list[grpc.aio.Server] = []
         """More than one where the run directory was cleaned: those who are connected to the first stay there."""
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self._directory = RunDirectory(self.config)
 
     async def run(self) -> int:
@@ -431,14 +458,11 @@ class Daemon:
             grpc_target=self._grpc_target,
             open_lane=(lambda worker: self._service.open_lane(worker)) if config.fast_lane else None,
         )
-        self._callers: TcpCallers | None = None
+        self._door: TcpDoor | None = None
         if self._tcp is not None:
-            self._callers = TcpCallers(
-                self.loop,
-                lambda: WorkerId(next(self._numbers)),
-                port=self._tcp.port,
-                tenant=DEFAULT_TENANT,
-            )
+            assert self._access is not None
+            callers = TcpCallers(self.loop, lambda: WorkerId(next(self._numbers)), port=self._tcp.port)
+            self._door = TcpDoor(self._access, callers)
         peer_timeout_s = config.peer_timeout_ms / 1000
         self._service = Service(
             self.loop,
@@ -447,7 +471,8 @@ class Daemon:
             welcome=store_pb2.AttachWelcome(
                 lease_ttl_ms=config.lease_ttl_ms, reservation_ttl_ms=config.reservation_ttl_ms
             ),
-            tcp=self._callers,
+            tcp=self._door,
+            who=self._who,
             peer_timeout_s=peer_timeout_s,
             message_bytes_max=config.message_bytes_max,
             discard=self._regions.discard,
@@ -490,7 +515,9 @@ class Daemon:
         await self._descriptors.start()
         for path in (self.config.descriptor_socket, self.config.stream_socket):
             self._directory.opened(path)
-        self._watching = asyncio.create_task(self._watch_directory())
+        self._watching = [asyncio.create_task(self._watch_directory())]
+        if self._door is not None:
+            self._watching.append(asyncio.create_task(self._door.watch()))
         if self.config.metrics_port:
             await self._metrics.start(self.config.metrics_port)
 
@@ -501,7 +528,11 @@ class Daemon:
             self._health.set(name, NOT_SERVING)
         if self.config.ssd_dir:
             self._health.set(SSD, NOT_SERVING)
-        shown = Reflection((*names, HEALTH_SERVICE), peer_timeout_s=self._service.peer_timeout_s)
+        shown = Reflection(
+            (*names, HEALTH_SERVICE),
+            peer_timeout_s=self._service.peer_timeout_s,
+            check=self._service.check_tcp,
+        )
         parts = (self._service, bytes_service, self._health, shown)
         self._handlers = tuple(part.handlers() for part in parts)
         self._served = names
@@ -531,7 +562,8 @@ class Daemon:
                 f"cannot be used: {problem.strerror}", field="run_dir", value=self.config.run_dir
             ) from None
         if tcp is not None:
-            self._bind(server, str(tcp), field="tcp_address")
+            tls = tcp.tls.credentials() if tcp.tls is not None else None
+            self._bind(server, str(tcp), field="tcp_address", tls=tls)
         await server.start()
         self._servers.append(server)
 
@@ -561,9 +593,14 @@ class Daemon:
             await asyncio.sleep(POLL_S)
 
     @staticmethod
-    def _bind(server: grpc.aio.Server, address: str, *, field: str) -> None:
+    def _bind(
+        server: grpc.aio.Server, address: str, *, field: str, tls: grpc.ServerCredentials | None = None
+    ) -> None:
         try:
-            server.add_insecure_port(address)
+            if tls is None:
+                server.add_insecure_port(address)
+            else:
+                server.add_secure_port(address, tls)
         except RuntimeError as problem:
             raise ConfigError(f"cannot be bound: {problem}", field=field, value=address) from None
 
@@ -574,6 +611,11 @@ class Daemon:
     def _worker_of(self, token: bytes) -> WorkerId | None:
         identity = self._descriptors.worker_of(token)
         return None if identity is None else identity.worker
+
+    def _who(self, worker: WorkerId) -> Mapping[str, object]:
+        """For the audit log."""
+        by_tcp = self._door.who(worker) if self._door is not None else {}
+        return by_tcp or self._descriptors.who(worker) or {"worker": worker}
 
     def _announce(self) -> None:
         """That it is ready, to health, log and systemd at once; and what this daemon uses, to people and machines."""
@@ -617,7 +659,7 @@ class Daemon:
             f" ({config.protection}), staging at most {config.staging_bytes_max / 2**20:,.0f} MiB",
             "ssd": f"SSD {self._ssd_text()}",
             "directory": f"directory {config.run_dir}",
-            "tcp": f"TCP {self._tcp} (not authenticated)" if self._tcp else "TCP off",
+            "tcp": self._tcp_text(),
             "metrics": f"metrics http://127.0.0.1:{config.metrics_port}/metrics"
             if config.metrics_port
             else "metrics off",
@@ -634,6 +676,13 @@ class Daemon:
                 **parts,
             }
         )
+
+    def _tcp_text(self) -> str:
+        if self._tcp is None:
+            return "TCP off"
+        tls = "" if self._tcp.tls is None else ", mTLS" if self._tcp.tls.client_ca else ", TLS"
+        who = f"identities of {self.config.access_file}" if self.config.access_file else "NOT AUTHENTICATED"
+        return f"TCP {self._tcp} ({who}{tls})"
 
     def _ssd_text(self) -> str:
         config = self.config
@@ -768,18 +817,19 @@ class Daemon:
             "staging_bytes": float(self._staging.bytes_granted),
             "regions": float(lent.regions),
             "region_bytes": float(lent.bytes),
+            "tcp_refused": float(self._access.refused if self._access is not None else 0),
         }
         return families((await self._own_stats()).values, process, __version__, self.loop.disk_stats())
 
     async def _close(self) -> None:
         """Each step bounded; the last is the lock, so that no successor meets our remains."""
         self._metrics.close()
-        if self._callers is not None:
-            self._callers.close()
+        if self._door is not None:
+            self._door.close()
         self._service.close()
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        for watching in self._watching:
+            watching.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
         stopping = [asyncio.ensure_future(server.stop(grace=0.5)) for server in self._servers]
         if stopping:
             await asyncio.wait(stopping, timeout=CLOSE_TIMEOUT_S)

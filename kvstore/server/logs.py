@@ -26,6 +26,8 @@ from kvstore.errors import shorten
 
 log = logging.getLogger(__name__)
 
+AUDIT = "kvstore.audit"
+"""The logger of the audit log, none of whose lines are held back: see `transport/audit.py`."""
 STDERR = "stderr"
 """The logger of what others write to standard error."""
 TEXT_MAX = 2_000
@@ -79,7 +81,8 @@ def _plain(value: object) -> object:
 
 
 class RateLimit(logging.Filter):
-    """At most REPEATS_MAX lines per PERIOD_S of one template (the text before `%` formatting); critical ones pass."""
+    """At most REPEATS_MAX lines per PERIOD_S of one template (the text before `%` formatting); critical ones pass, and
+    those of the audit log."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class RateLimit(logging.Filter):
         """(logger, template) -> [start of the period, lines in it, held back]."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno >= logging.CRITICAL:
+        if record.levelno >= logging.CRITICAL or record.name == AUDIT:
             return True
         now = self._clock()
         key = (record.name, str(record.msg))

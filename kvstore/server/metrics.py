@@ -128,6 +128,7 @@ PROCESS = {
     "staging_bytes": "Staging memory of all workers.",
     "regions": "Regions that workers lent the daemon.",
     "region_bytes": "Size of those regions; their memory is the workers'.",
+    "tcp_refused": "Calls over TCP without a valid identity, since the start.",
 }
 NAMESPACE = {
     "chunks": ("chunks", "Chunks that are hits."),

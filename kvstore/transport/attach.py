@@ -17,7 +17,7 @@ from kvstore.core.events import Ticket
 from kvstore.errors import BadRequest, Exhausted, StoreError, Unauthenticated
 from kvstore.server.logs import fields
 from kvstore.server.loop import Loop, Push
-from kvstore.transport import decoding
+from kvstore.transport import audit, decoding
 from kvstore.transport.rpc import INTERNAL
 from kvstore.types import WorkerId
 from kvstore.v1 import store_pb2
@@ -47,6 +47,7 @@ class Serving(Protocol):
     loop: Loop
     draining: bool
     peer_timeout_s: float
+    who: audit.Who
 
     def check_not_draining(self) -> None:
         """Raises Unavailable."""
@@ -151,7 +152,7 @@ class Attached:
                 return
             packed = call.extents and body.packed_extents
             channel = self._loop.channel(
-                lambda answer: self._answered(channel, request_id, answer, packed), REQUEST_TIMEOUT_S
+                lambda answer: self._answered(channel, event, answer, packed), REQUEST_TIMEOUT_S
             )
             event = call.event(body, Ticket(self._worker, request_id, channel))
             if self._service.draining and type(event) in STARTS_SOMETHING:
@@ -163,9 +164,11 @@ class Attached:
         self._channels.add(channel)
         self._loop.post(event)
 
-    def _answered(self, channel: int, request_id: int, answer: events.Answer, packed: bool) -> None:
+    def _answered(self, channel: int, event: Any, answer: events.Answer, packed: bool) -> None:
         self._channels.discard(channel)
-        self._answer(request_id, answer, packed)
+        if type(event) in audit.NAMED:
+            audit.ended(event, self._service.who(self._worker), answer)
+        self._answer(event.ticket.request_id, answer, packed)
 
     def _answer(self, request_id: int, answer: events.Answer, packed: bool = False) -> None:
         try:

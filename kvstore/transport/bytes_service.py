@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,8 +63,8 @@ class BytesService:
     def handlers(self) -> Handlers:
         return Handlers(
             {
-                f"/{BYTES_SERVICE}/Get": self._service.method(self._get, "Get"),
-                f"/{BYTES_SERVICE}/Put": self._service.method(self._put, "Put"),
+                f"/{BYTES_SERVICE}/Get": self._service.method(self._get, "Bytes/Get"),
+                f"/{BYTES_SERVICE}/Put": self._service.method(self._put, "Bytes/Put"),
             }
         )
 
@@ -94,6 +94,7 @@ class BytesService:
             await rpc.write(context, first.SerializeToString(), self._service.peer_timeout_s)
             for extent in lease.extents:
                 for start in range(0, extent.length, frame_bytes):
+                    await self._service.carry(context, caller, min(frame_bytes, extent.length - start))
                     if time.monotonic() - checked_at > lease.ttl_ms / 3000:
                         checked_at = time.monotonic()
                         await self._renew(guest, lease)
@@ -132,26 +133,27 @@ class BytesService:
             derived=first.derived,
             maker=decoding.maker_id(first.maker),
         )
-        async with self._guest(caller, namespace) as guest:
+        frames = self._payloads(caller, memoryview(first.payload), context)
+        async with self._guest(caller, namespace) as guest, contextlib.aclosing(frames):
             reserved: events.Reserved = await self._ask(replace(event, ticket=Ticket(guest)))
             match reserved.results[0]:
                 case GrantResult.GRANTED:
-                    return await self._fill(guest, reserved, memoryview(first.payload), context)
+                    return await self._fill(guest, reserved, frames)
                 case GrantResult.ALREADY:
-                    differs = await self._differs(guest, event, memoryview(first.payload), context)
+                    differs = await self._differs(guest, event, frames)
                     reply = bytes_pb2.PutReply(grant=GrantResult.ALREADY, differs=differs)
                 case result:
                     reply = bytes_pb2.PutReply(grant=result)
         return reply.SerializeToString()
 
     async def _fill(
-        self, guest: WorkerId, reserved: events.Reserved, payload: memoryview, context: Context
+        self, guest: WorkerId, reserved: events.Reserved, frames: AsyncIterator[memoryview]
     ) -> bytes:
         """Receive the bytes into their slots, and commit."""
         loop = self._loop
         slots = [loop.arena.view(extent.segment, extent.offset, extent.length) for extent in reserved.extents]
         sums = [xxhash.xxh3_64() for _ in slots]
-        async for index, offset, piece in self._pieces([slot.size for slot in slots], payload, context):
+        async for index, offset, piece in pieces([slot.size for slot in slots], frames):
             # No await between this and the copy: a reservation that has ended has given its slots away.
             if reserved.reservation not in loop.store.state.reservations:
                 raise Precondition(
@@ -169,7 +171,7 @@ class BytesService:
         return reply.SerializeToString()
 
     async def _differs(
-        self, guest: WorkerId, event: events.Reserve, payload: memoryview, context: Context
+        self, guest: WorkerId, event: events.Reserve, frames: AsyncIterator[memoryview]
     ) -> bool:
         """Whether the caller's bytes are others than those that were committed before; False where they are gone."""
         lease: events.Acquired = await self._ask(
@@ -179,37 +181,23 @@ class BytesService:
         if not sizes:
             return False
         sums = [xxhash.xxh3_64() for _ in sizes]
-        async for index, _, piece in self._pieces(sizes, payload, context):
+        async for index, _, piece in pieces(sizes, frames):
             sums[index].update(piece)
         return any(
             mine.intdigest() != extent.checksum for mine, extent in zip(sums, lease.extents, strict=True)
         )
 
-    async def _pieces(
-        self, sizes: Sequence[int], payload: memoryview, context: Context
-    ) -> AsyncIterator[tuple[int, int, memoryview]]:
-        """(shard's place, offset in it, bytes) of everything that the caller sends, which must be `sizes` exactly."""
-        total = sum(sizes)
-        index = offset = received = 0
+    async def _payloads(
+        self, caller: WorkerId, payload: memoryview, context: Context
+    ) -> AsyncGenerator[memoryview, None]:
+        """What the frames of a Put bring: `payload` came with the first."""
         while True:
-            received += len(payload)
-            if received > total:
-                raise BadRequest(
-                    f"the chunk has {total} bytes", field="payload", value=f"{received} bytes or more"
-                )
-            while len(payload):
-                piece = payload[: sizes[index] - offset]
-                yield index, offset, piece
-                payload = payload[len(piece) :]
-                offset += len(piece)
-                if offset == sizes[index]:
-                    index, offset = index + 1, 0
+            await self._service.carry(context, caller, len(payload))
+            yield payload
             raw = await rpc.read(context, self._service.peer_timeout_s)
             if raw is None:
-                break
+                return
             payload = payload_of(raw)
-        if received < total:
-            raise BadRequest(f"the chunk has {total} bytes", field="payload", value=f"{received} bytes")
 
     # -------------------------------------------------------------------------------------------------- guests
 
@@ -238,6 +226,29 @@ class BytesService:
 
     async def _ask(self, event: Any) -> Any:
         return await self._loop.ask(event, REQUEST_TIMEOUT_S)
+
+
+async def pieces(
+    sizes: Sequence[int], frames: AsyncIterator[memoryview]
+) -> AsyncIterator[tuple[int, int, memoryview]]:
+    """(shard's place, offset in it, bytes) of everything that a caller sends, which must be `sizes` exactly."""
+    total = sum(sizes)
+    index = offset = received = 0
+    async for payload in frames:
+        received += len(payload)
+        if received > total:
+            raise BadRequest(
+                f"the chunk has {total} bytes", field="payload", value=f"{received} bytes or more"
+            )
+        while len(payload):
+            piece = payload[: sizes[index] - offset]
+            yield index, offset, piece
+            payload = payload[len(piece) :]
+            offset += len(piece)
+            if offset == sizes[index]:
+                index, offset = index + 1, 0
+    if received < total:
+        raise BadRequest(f"the chunk has {total} bytes", field="payload", value=f"{received} bytes")
 
 
 def payload_frame(payload: memoryview) -> bytes:

@@ -3,7 +3,7 @@
     connection   without an id, a caller is its connection, and ends with it
     id           a caller that sends `kvstore-client-bin` (CLIENT_METADATA) is the same over all of its connections, and
                  ends CLIENT_KEPT_S after the last of them: a request that is repeated on a new connection gets its
-                 first answer
+                 first answer; it is so for one identity (`identities.py`), and the same id sent by another is another
 
 gRPC tells the peer's address alone, which another connection may have a moment later, and never that a connection has
 ended. The kernel knows: each connection is a socket of this process, and its inode is no other's while it is open.
@@ -26,6 +26,8 @@ from urllib.parse import unquote
 from kvstore.core.events import Event, WorkerJoined, WorkerLeft
 from kvstore.errors import BadRequest, Exhausted, Unavailable
 from kvstore.server.logs import fields
+from kvstore.transport.identities import Identity
+from kvstore.transport.roles import Role
 from kvstore.types import WorkerId
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ LOOK_S = 1.0
 SOCKETS = "/proc/self/fd"
 
 Address = tuple[str, int]
+Key = tuple[Identity, bytes]
+"""Who somebody is by proof, and by its own id."""
 
 
 class Inbox(Protocol):
@@ -54,6 +58,7 @@ class Inbox(Protocol):
 @dataclass(slots=True, eq=False)
 class _Caller:
     worker: WorkerId
+    identity: Identity
     client: bytes
     """Empty: it is its connection."""
     connections: set[str] = field(default_factory=set)
@@ -65,8 +70,7 @@ class _Caller:
 class _Connection:
     fd: int
     inode: int
-    callers: dict[bytes, _Caller] = field(default_factory=dict)
-    """By client id."""
+    callers: dict[Key, _Caller] = field(default_factory=dict)
 
     def is_open(self) -> bool:
         try:
@@ -84,20 +88,18 @@ class TcpCallers:
         new_worker: Callable[[], WorkerId],
         *,
         port: int,
-        tenant: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`port` is the daemon's own."""
         self._inbox = inbox
         self._new_worker = new_worker
         self._port = port
-        self._tenant = tenant
         self._clock = clock
         self._connections: dict[str, _Connection] = {}
         """By the peer's address, as gRPC writes it."""
-        self._clients: dict[bytes, _Caller] = {}
+        self._clients: dict[Key, _Caller] = {}
         """Those that have an id."""
-        self._workers: set[WorkerId] = set()
+        self._workers: dict[WorkerId, _Caller] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -106,7 +108,17 @@ class TcpCallers:
     def __contains__(self, worker: WorkerId) -> bool:
         return worker in self._workers
 
-    def worker_of(self, peer: str, client: bytes = b"") -> WorkerId:
+    def identity_of(self, worker: WorkerId) -> Identity:
+        return self._workers[worker].identity
+
+    def who(self, worker: WorkerId) -> dict[str, object]:
+        """For the audit log; empty: it is none of these."""
+        caller = self._workers.get(worker)
+        if caller is None:
+            return {}
+        return {"identity": caller.identity.name, "peer": ", ".join(sorted(caller.connections))}
+
+    def worker_of(self, peer: str, identity: Identity, client: bytes = b"") -> WorkerId:
         """The worker that stands for who calls from `peer` (gRPC's "ipv4:127.0.0.1:50001"). Raises BadRequest,
         Exhausted, Unavailable."""
         if client and not CLIENT_BYTES_MIN <= len(client) <= CLIENT_BYTES_MAX:
@@ -117,7 +129,8 @@ class TcpCallers:
                 remedy="send 16 random bytes, the same with each call, or none",
             )
         connection = self._connection(peer)
-        caller = connection.callers.get(client)
+        key = (identity.lasting, client)
+        caller = connection.callers.get(key)
         if caller is None:
             if len(connection.callers) >= CALLERS_PER_CONNECTION_MAX:
                 raise Exhausted(
@@ -125,9 +138,10 @@ class TcpCallers:
                     field=CLIENT_METADATA,
                     remedy="send the same id with each call",
                 )
-            caller = self._clients.get(client) or self._join(client, peer)
-            connection.callers[client] = caller
+            caller = self._clients.get(key) or self._join(identity, client, peer)
+            connection.callers[key] = caller
             caller.connections.add(peer)
+        caller.identity = identity  # with the expiry of the newest token
         return caller.worker
 
     def _connection(self, peer: str) -> _Connection:
@@ -144,7 +158,7 @@ class TcpCallers:
             self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
         return connection
 
-    def _join(self, client: bytes, peer: str) -> _Caller:
+    def _join(self, identity: Identity, client: bytes, peer: str) -> _Caller:
         if len(self._workers) >= CALLERS_MAX:
             self.look()
         if len(self._workers) >= CALLERS_MAX:
@@ -152,13 +166,20 @@ class TcpCallers:
                 f"{CALLERS_MAX} callers over TCP are known already",
                 remedy=f"close connections, and try again after {CLIENT_KEPT_S:.0f} s",
             )
-        caller = _Caller(self._new_worker(), client)
-        self._workers.add(caller.worker)
+        caller = _Caller(self._new_worker(), identity, client)
+        self._workers[caller.worker] = caller
         if client:
-            self._clients[client] = caller
+            self._clients[identity.lasting, client] = caller
         # Posted before whatever the caller asks, so it reaches the core earlier.
-        self._inbox.post(WorkerJoined(caller.worker, tenant=self._tenant, engine_group="", remote=True))
-        log.info("a TCP caller joined", extra=fields(worker=caller.worker, peer=peer, client=client.hex()))
+        admin = Role.OPERATOR in identity.roles
+        joined = WorkerJoined(
+            caller.worker, tenant=identity.tenant, engine_group="", admin=admin, remote=True
+        )
+        self._inbox.post(joined)
+        log.info(
+            "a TCP caller joined",
+            extra=fields(worker=caller.worker, identity=identity.name, peer=peer, client=client.hex()),
+        )
         return caller
 
     # -------------------------------------------------------------------------------------------------------- ending
@@ -179,6 +200,14 @@ class TcpCallers:
             if not caller.connections and caller.ends_at <= now:
                 self._leave(caller)
 
+    def drop(self, still: Callable[[Identity], bool]) -> None:
+        """Let go of those who would not come in any more: their leases end, and what they have going fails."""
+        for caller in list(self._workers.values()):
+            if not still(caller.identity):
+                for peer in caller.connections:
+                    self._connections[peer].callers.pop((caller.identity.lasting, caller.client), None)
+                self._leave(caller)
+
     def _ended(self, peer: str, connection: _Connection) -> None:
         del self._connections[peer]
         for caller in connection.callers.values():
@@ -189,8 +218,8 @@ class TcpCallers:
 
     def _leave(self, caller: _Caller) -> None:
         """Its leases end, and what it was answered is forgotten."""
-        self._workers.discard(caller.worker)
-        self._clients.pop(caller.client, None)
+        del self._workers[caller.worker]
+        self._clients.pop((caller.identity.lasting, caller.client), None)
         self._inbox.post(WorkerLeft(caller.worker))
         log.info("a TCP caller left", extra=fields(worker=caller.worker))
 

@@ -205,6 +205,11 @@ class DescriptorServer:
         """None: never given out, or its connection or process has ended."""
         return self._tokens.get(token)
 
+    def who(self, worker: WorkerId) -> dict[str, object]:
+        """For the audit log; empty: it is none of these."""
+        peer = self._workers.get(worker)
+        return {} if peer is None else {"uid": peer.uid, "pid": peer.pid}
+
     def forget(self, worker: WorkerId) -> None:
         """The core has nothing of this worker any more: its process is watched no longer. Unknown workers are fine."""
         peer = self._workers.pop(worker, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -16,7 +16,15 @@ CALLS_MAX = 16
 
 
 class Reflection:
-    def __init__(self, services: Sequence[str], *, peer_timeout_s: float) -> None:
+    def __init__(
+        self,
+        services: Sequence[str],
+        *,
+        peer_timeout_s: float,
+        check: Callable[[Context], None] = lambda _: None,
+    ) -> None:
+        """`check` raises for whom it should not answer."""
+        self._check = check
         # its stubs have it awaited, where it is iterated
         self._answers: Any = reflection.aio.ReflectionServicer((*services, SERVICE))
         self._peer_timeout_s = peer_timeout_s
@@ -27,6 +35,7 @@ class Reflection:
         return Handlers({f"/{SERVICE}/{name}": rpc.stream(self._serve, name)})
 
     async def _serve(self, _: Any, context: Context) -> None:
+        self._check(context)
         with self._limit.taken(SERVICE):
             async for reply in self._answers.ServerReflectionInfo(self._questions(context), context):
                 await rpc.write(context, reply.SerializeToString(), self._peer_timeout_s)

@@ -36,7 +36,7 @@ from kvstore.errors import (
     Unavailable,
 )
 from kvstore.server.loop import Loop, monotonic_ms
-from kvstore.transport import decoding, rpc
+from kvstore.transport import audit, decoding, rpc
 from kvstore.transport.attach import (
     FINISH_TIMEOUT_S,
     LAST_WRITE_TIMEOUT_S,
@@ -47,8 +47,8 @@ from kvstore.transport.attach import (
     UNSENT_PAUSE_BYTES,
     Attached,
 )
-from kvstore.transport.callers import CLIENT_METADATA, TcpCallers
 from kvstore.transport.decoding import Call
+from kvstore.transport.door import TcpDoor
 from kvstore.transport.lane import Lane
 from kvstore.transport.rpc import CallLimit, Context, Handlers
 from kvstore.types import WorkerId
@@ -71,7 +71,7 @@ CALLS_PER_WORKER_MAX = 512
 READS_PER_WORKER_MAX = 16
 """Requests of one worker that are being received: each may have message_bytes_max."""
 TCP_CALLERS = "over TCP"
-"""Whose places those are in which TCP callers receive their requests, all of them together."""
+"""And a tenant's name: whose places those are in which its TCP callers receive their requests, all of them together."""
 STRANGERS_MAX = 64
 """Attach streams that have not said who they are; each may do so in HELLO_TIMEOUT_S."""
 WATCHERS_MAX = 64
@@ -86,7 +86,7 @@ Identify = Callable[[bytes], WorkerId | None]
 
 
 class Service:
-    """Handlers of Store and Stats. `tcp` knows TCP callers without a token; None: they are refused."""
+    """Handlers of Store and Stats. `tcp` says who calls over TCP; None: nobody does."""
 
     def __init__(
         self,
@@ -95,16 +95,18 @@ class Service:
         *,
         boot_id: bytes,
         welcome: store_pb2.AttachWelcome,
-        tcp: TcpCallers | None = None,
+        tcp: TcpDoor | None = None,
         peer_timeout_s: float = PEER_TIMEOUT_S,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         discard: Callable[[int], None] = os.close,
+        who: audit.Who = lambda worker: {"worker": worker},
     ) -> None:
-        """`discard`: see `Lane`."""
+        """`discard`: see `Lane`; `who`: see the audit log."""
         self.loop = loop
         self.peer_timeout_s = peer_timeout_s
         self.draining = False
         self._identify = identify
+        self.who = who
         self._boot_id = boot_id
         self._welcome = welcome
         self._message_bytes_max = message_bytes_max
@@ -132,22 +134,25 @@ class Service:
             (ADMIN_SERVICE, decoding.ADMIN_CALLS),
         ):
             for name, call in calls.items():
-                methods[f"/{service}/{name}"] = self.method(self._unary(call), name)
+                methods[f"/{service}/{name}"] = self.method(self._unary(call), f"{call.service}/{name}")
         methods[f"/{STORE_SERVICE}/Attach"] = rpc.stream(self._attach, "Attach")
-        methods[f"/{STATS_SERVICE}/Explain"] = self.method(self._explain, "Explain")
-        methods[f"/{STATS_SERVICE}/GetStats"] = self.method(self._get_stats, "GetStats")
-        methods[f"/{STATS_SERVICE}/ListNamespaces"] = self.method(self._list_namespaces, "ListNamespaces")
-        methods[f"/{STATS_SERVICE}/WatchStats"] = self.method(self._watch_stats, "WatchStats")
+        methods[f"/{STATS_SERVICE}/Explain"] = self.method(self._explain, "Stats/Explain")
+        methods[f"/{STATS_SERVICE}/GetStats"] = self.method(self._get_stats, "Stats/GetStats")
+        methods[f"/{STATS_SERVICE}/ListNamespaces"] = self.method(
+            self._list_namespaces, "Stats/ListNamespaces"
+        )
+        methods[f"/{STATS_SERVICE}/WatchStats"] = self.method(self._watch_stats, "Stats/WatchStats")
         return Handlers(methods)
 
     def method(self, answer: Answer, name: str) -> grpc.RpcMethodHandler[Any, Any]:
-        """Everything but Attach: the caller is known by its token before anything of its request is taken."""
+        """Everything but Attach: the caller is known, and may call this ("Service/Method"), before anything of its
+        request is taken."""
 
         async def serve(_: Any, context: Context) -> None:
-            worker = self.caller(context)
-            by_tcp = self._tcp is not None and worker in self._tcp
-            # TCP callers read in the places of one worker: whoever wants to be many of them just connects again.
-            with self._limit.taken(worker, TCP_CALLERS if by_tcp else worker) as reading:
+            worker = self.caller(context, name)
+            # All of a tenant read in the places of one worker: whoever wants to be many just connects again.
+            reader = (TCP_CALLERS, self._tcp.tenant_of(worker)) if self._tcp and is_tcp(context) else worker
+            with self._limit.taken(worker, reader) as reading:
                 raw = await rpc.read(context, self.peer_timeout_s, reading)
                 if raw is None:
                     raise BadRequest("the call ended before its request", field="message", value="absent")
@@ -159,15 +164,14 @@ class Service:
 
     # ------------------------------------------------------------------------------------------------ identity
 
-    def caller(self, context: Context) -> WorkerId:
-        """Who calls: by the token in the metadata, or over TCP by the connection or the caller's own id. Raises
-        Unauthenticated; BadRequest, Exhausted and Unavailable over TCP."""
-        client = b""
+    def caller(self, context: Context, method: str) -> WorkerId:
+        """Who calls: over TCP by what proves it, on this machine by the token of its descriptor socket, which is worth
+        nothing over TCP. Raises Unauthenticated; over TCP also Denied, BadRequest, Exhausted and Unavailable."""
+        if self._tcp is not None and is_tcp(context):
+            return self._tcp.caller(context, method)
         for key, value in context.invocation_metadata() or ():
-            data = value if isinstance(value, bytes) else value.encode()
-            if key == CLIENT_METADATA:
-                client = data
             if key == wire.TOKEN_METADATA:
+                data = value if isinstance(value, bytes) else value.encode()
                 worker = self._identify(data)
                 if worker is None:
                     raise Unauthenticated(
@@ -177,14 +181,22 @@ class Service:
                         remedy="say hello on the descriptor socket again",
                     )
                 return worker
-        if self._tcp is not None and is_tcp(context):
-            return self._tcp.worker_of(context.peer(), client)
         raise Unauthenticated(
             "no token in the metadata",
             field=wire.TOKEN_METADATA,
             value="absent",
             remedy="say hello on the descriptor socket and send the token that it answers",
         )
+
+    def check_tcp(self, context: Context) -> None:
+        """For what asks no caller on this machine who it is. Raises Unauthenticated."""
+        if self._tcp is not None and is_tcp(context):
+            self._tcp.check(context)
+
+    async def carry(self, context: Context, worker: WorkerId, size: int) -> None:
+        """`size` bytes pass between a caller and the store: over TCP not faster than its tenant may."""
+        if self._tcp is not None and is_tcp(context):
+            await self._tcp.carry(context, worker, size)
 
     def check_not_draining(self) -> None:
         if self.draining:
@@ -203,7 +215,12 @@ class Service:
             event = build(message, Ticket(worker, getattr(message, "request_id", 0)))
             if type(event) in STARTS_SOMETHING:
                 self.check_not_draining()
-            found = await self.loop.ask(event, time_left(context))
+            try:
+                found = await self.loop.ask(event, time_left(context))
+            except StoreError as error:
+                audit.ended(event, self.who(worker), error)
+                raise
+            audit.ended(event, self.who(worker), found)
             packed = {"packed": True} if getattr(message, "packed_extents", False) else {}
             return call.reply(found, **packed).SerializeToString()
 
@@ -267,6 +284,7 @@ class Service:
         self._watchers += 1
         try:
             while not self.draining:
+                self.check_tcp(context)  # a token that was taken back ends this too
                 reply = await self._stats_of(worker, REQUEST_TIMEOUT_S)
                 await rpc.write(context, reply.SerializeToString(), self.peer_timeout_s)
                 await asyncio.sleep(interval_ms / 1000)

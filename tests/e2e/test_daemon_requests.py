@@ -453,7 +453,7 @@ def test_settled_is_pushed(daemon, worker, connect, namespace, spec):
 @pytest.fixture(params=["sealed"])
 def tcp(start_daemon, request):
     port = free_port()
-    daemon = start_daemon(tcp_address=f"127.0.0.1:{port}", protection=request.param)
+    daemon = start_daemon(tcp_address=f"127.0.0.1:{port}", tcp_unauthenticated=True, protection=request.param)
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield daemon, channel
 

@@ -244,13 +244,16 @@ def test_port_in_use(launch, setting, port):
         taken.listen()
         value = port if setting == "metrics_port" else f"127.0.0.1:{port}"
         refused(
-            launch(**{setting: value}), f"{setting}=127.0.0.1:{port}: cannot be used: Address already in use"
+            launch(**{setting: value, "tcp_unauthenticated": True}),
+            f"{setting}=127.0.0.1:{port}: cannot be used: Address already in use",
         )
 
 
 def test_tcp_port_of_another_daemon(start_daemon, launch, run_dir, port):
-    start_daemon(tcp_address=f"127.0.0.1:{port}")
-    second = launch(run_dir=run_dir.parent / "other", tcp_address=f"127.0.0.1:{port}")
+    start_daemon(tcp_address=f"127.0.0.1:{port}", tcp_unauthenticated=True)
+    second = launch(
+        run_dir=run_dir.parent / "other", tcp_address=f"127.0.0.1:{port}", tcp_unauthenticated=True
+    )
     refused(second, f"tcp_address=127.0.0.1:{port}: cannot be used: Address already in use")
     assert not (run_dir.parent / "other").exists(), "something was started all the same"
 
@@ -286,6 +289,24 @@ def refused(daemon, start: str) -> None:
         ({"tcp_address": "example.org:80"}, "tcp_address=example.org:80: needs a numeric IP address"),
         ({"tcp_address": "0.0.0.0:5000"}, "tcp_address=0.0.0.0:5000: is reachable from other machines"),
         ({"tcp_address": "[::]:5000"}, "tcp_address=[::]:5000: is reachable from other machines"),
+        (
+            {"tcp_address": "0.0.0.0:5000", "tcp_unauthenticated": True},
+            "tcp_address=0.0.0.0:5000: is reachable from other machines",
+        ),
+        ({"tcp_address": "127.0.0.1:5000"}, "access_file=empty: nothing says who may come in over TCP"),
+        (
+            {"tcp_address": "127.0.0.1:5000", "access_file": "/nowhere"},
+            "access_file=/nowhere: cannot be read",
+        ),
+        (
+            {"tcp_address": "127.0.0.1:5000", "access_file": "/nowhere", "tcp_unauthenticated": True},
+            "tcp_unauthenticated=True: contradicts access_file",
+        ),
+        ({"tcp_address": "127.0.0.1:5000", "tls_key": "/k"}, "tls_certificate=empty: TLS needs both"),
+        (
+            {"tcp_address": "127.0.0.1:5000", "tls_client_ca": "/k"},
+            "tls_certificate=empty: client certificates",
+        ),
         ({"run_dir": "/tmp/" + "d" * 100}, "run_dir=/tmp/" + "d" * 75),
         ({"run_dir": "/dev/null"}, "run_dir=/dev/null: is not a directory"),
         ({"run_dir": "/proc/nowhere"}, "run_dir=/proc/nowhere: cannot be used: No such file or directory"),

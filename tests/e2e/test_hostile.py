@@ -110,7 +110,9 @@ def tcp_port() -> int:
 
 @pytest.fixture
 def daemon(start_daemon: Callable[..., Any], tcp_port: int) -> Any:
-    return start_daemon(log_level="info", tcp_address=f"127.0.0.1:{tcp_port}", peer_timeout_ms=2_000)
+    return start_daemon(
+        log_level="info", tcp_address=f"127.0.0.1:{tcp_port}", tcp_unauthenticated=True, peer_timeout_ms=2_000
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ connections

@@ -17,7 +17,7 @@ def daemon(start_daemon):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return start_daemon(tcp_address=f"127.0.0.1:{port}", log_level="debug")
+    return start_daemon(tcp_address=f"127.0.0.1:{port}", tcp_unauthenticated=True, log_level="debug")
 
 
 class TcpCaller:

@@ -18,6 +18,7 @@ PROCESS = {
     "staging_bytes": 4096.0,
     "regions": 1.0,
     "region_bytes": 8192.0,
+    "tcp_refused": 3.0,
 }
 BOUND_S = 20.0
 
@@ -93,6 +94,7 @@ def test_names_and_values():
         ("kvstored_staging_bytes",): 4096,
         ("kvstored_regions",): 1,
         ("kvstored_region_bytes",): 8192,
+        ("kvstored_tcp_refused",): 3,
         ("kvstored_arena_bytes",): 40,
         ("kvstored_arena_ready_bytes",): 30,
         ("kvstored_arena_assigned_bytes",): 20,

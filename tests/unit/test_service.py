@@ -16,8 +16,11 @@ from kvstore.core.limits import Limits
 from kvstore.core.store import Store
 from kvstore.errors import Code, DeadlineExceeded, Unavailable
 from kvstore.transport import decoding, rpc
+from kvstore.transport.access import Access
 from kvstore.transport.attach import OUTSTANDING_MAX, PUSHES_MAX
 from kvstore.transport.callers import CLIENT_METADATA
+from kvstore.transport.door import TcpDoor
+from kvstore.transport.identities import Identity
 from kvstore.transport.rpc import DETAILS_MAX, STATUS, CallLimit, answering, read, write
 from kvstore.transport.service import AttachStream, Service, stats_to_proto
 from kvstore.types import ChunkKey, NamespaceId, Outcome, Reason, WorkerId
@@ -598,7 +601,8 @@ class Callers:
     def __init__(self) -> None:
         self.asked: list[tuple[str, bytes]] = []
 
-    def worker_of(self, peer: str, client: bytes) -> WorkerId:
+    def worker_of(self, peer: str, identity: Identity, client: bytes) -> WorkerId:
+        assert identity.tenant == "default"
         self.asked.append((peer, client))
         return WorkerId(-2)
 
@@ -615,23 +619,22 @@ TCP_PEER = "ipv4:127.0.0.1:1"
         (True, Call(TCP_PEER), -2, [(TCP_PEER, b"")]),
         (True, Call("ipv6:[::1]:1"), -2, [("ipv6:[::1]:1", b"")]),
         (True, Call(TCP_PEER, ((CLIENT_METADATA, b"my own id"),)), -2, [(TCP_PEER, b"my own id")]),
-        (True, Call(TCP_PEER, TOKEN), 1, []),
+        (True, Call(TCP_PEER, TOKEN), None, []),
         (True, Call(TCP_PEER, ((wire.TOKEN_METADATA, b"bad"),)), None, []),
         (True, Call("unix:"), None, []),
         (True, Call("unix:", ((CLIENT_METADATA, b"my own id"),)), None, []),
     ],
 )
 def test_who_calls(tcp, call, worker, asked):
-    callers = Callers() if tcp else None
-    service = Service(
-        Core(), {b"good": WORKER}.get, boot_id=b"", welcome=store_pb2.AttachWelcome(), tcp=callers
-    )
+    callers = Callers()
+    door = TcpDoor(Access("", "default"), callers) if tcp else None
+    service = Service(Core(), {b"good": WORKER}.get, boot_id=b"", welcome=store_pb2.AttachWelcome(), tcp=door)
     if worker is None:
         with pytest.raises(errors.Unauthenticated):
-            service.caller(call)
+            service.caller(call, "Store/Open")
     else:
-        assert service.caller(call) == worker
-    assert (callers.asked if tcp else []) == asked
+        assert service.caller(call, "Store/Open") == worker
+    assert callers.asked == asked
 
 
 def test_statistics_fit_the_message():
