@@ -115,7 +115,9 @@ class Gateway:
             server = await _unless(gone, ticket.turn)
             request = self._http.build_request("POST", server.url + ticket.path, json=ticket.body)
             try:
-                return await _unless(gone, asyncio.ensure_future(self._http.send(request, stream=True)))
+                sent = asyncio.ensure_future(self._http.send(request, stream=True))
+                answer: httpx.Response = await _unless(gone, sent)
+                return answer
             except httpx.TransportError as error:
                 log.warning("%s: %s", server.url, error or type(error).__name__)
                 if not self.dispatcher.again(ticket):

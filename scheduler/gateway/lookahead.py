@@ -220,7 +220,8 @@ class LookAhead:
             for number, keys in sorted(known.items())
             if anew or number not in self._told
         ]
-        few, count = [], 0
+        few: list[Hint] = []
+        count = 0
         for hint in hints:  # what is over comes with the next message
             count += len(hint.keys)
             if few and count > KEYS_PER_REQUEST_MAX:
