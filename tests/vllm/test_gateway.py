@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -116,6 +117,12 @@ def ask(url: str, asked: Any, **more: Any) -> dict[str, Any]:
     return dict(answer.json())
 
 
+def streamed(url: str, tokens: list[int]) -> Any:
+    """More than anybody waits for."""
+    body = {"model": "tiny", "prompt": tokens, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    return httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=BOUND_S)
+
+
 def explained(client: Client, keys: list[Any]) -> list[Any]:
     rows = client.unary(
         stats_pb2_grpc.StatsStub, "ListNamespaces", stats_pb2.ListNamespacesRequest()
@@ -146,29 +153,21 @@ def test_what_waits_is_told_ahead_and_answered_as_the_server_alone_answers(
     assert len(keys) == 5
     wait_until(lambda: stored(client, keys))  # under the keys that were made here
 
-    long = [
-        threading.Thread(target=ask, args=(gateway, prompt(number, 40)), kwargs={"max_tokens": 700})
-        for number in (2, 3)
-    ]
-    for thread in long:
-        thread.start()
-    wait_until(
-        lambda: (
-            sum(server.call("GET", "/metrics")[1].count(b"num_requests_running") for server in servers) > 0
-            and metric(gateway, "attnstore_gateway_waiting") == 0
-        )
-    )
     found: list[dict[str, Any]] = []
     text = " ".join(f"w{token}" for token in tokens)
     waits = [
         threading.Thread(target=lambda asked=asked: found.append(ask(gateway, asked)))
         for asked in (tokens, text)
     ]
+    with contextlib.ExitStack() as busy:  # both servers, until the daemon knows of those that wait
+        for number in (2, 3):
+            lines = busy.enter_context(streamed(gateway, prompt(number, 40))).iter_lines()
+            assert next(lines).startswith("data: ")
+        for thread in waits:
+            thread.start()
+        wait_until(lambda: metric(gateway, "attnstore_gateway_hints_told_total") >= 2)
+        assert all(chunk.needed for chunk in explained(client, keys))
     for thread in waits:
-        thread.start()
-    wait_until(lambda: metric(gateway, "attnstore_gateway_hints_told_total") >= 2)
-    assert all(chunk.needed for chunk in explained(client, keys))
-    for thread in (*waits, *long):
         thread.join(BOUND_S)
     assert [answer["choices"][0]["token_ids"] for answer in found] == [alone["tokens"]] * 2
     wait_until(lambda: client.stats().gauges["queued_jobs"] == 0)
@@ -176,8 +175,7 @@ def test_what_waits_is_told_ahead_and_answered_as_the_server_alone_answers(
 
 def test_who_goes_away_frees_its_server(servers: list[Server], gateway: str) -> None:
     before = metric(gateway, "attnstore_gateway_waiting")
-    body = {"model": "tiny", "prompt": prompt(4, 40), "max_tokens": 900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{gateway}/v1/completions", json=body, timeout=BOUND_S) as answer:
+    with streamed(gateway, prompt(4, 40)) as answer:
         assert next(answer.iter_lines()).startswith("data: ")
     urls = [f"http://127.0.0.1:{server.port}" for server in servers]
     wait_until(lambda: sum(metric(url, "vllm:num_requests_running") for url in urls) == 0)

@@ -55,6 +55,7 @@ class Server:
             folder / "serve.log",
             {
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+                "OMP_WAIT_POLICY": "PASSIVE",  # compute threads of two servers would spin against each other
                 "VLLM_SERVER_DEV_MODE": "1",  # an address at which it forgets its own prefix cache
                 "PYTHONPATH": named_vllm(folder),
             },
