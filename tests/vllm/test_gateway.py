@@ -160,9 +160,10 @@ def test_what_waits_is_told_ahead_and_answered_as_the_server_alone_answers(
         for asked in (tokens, text)
     ]
     with contextlib.ExitStack() as busy:  # both servers, until the daemon knows of those that wait
-        for number in (2, 3):
-            lines = busy.enter_context(streamed(gateway, prompt(number, 40))).iter_lines()
-            assert next(lines).startswith("data: ")
+        lines = [
+            busy.enter_context(streamed(gateway, prompt(number, 40))).iter_lines() for number in (2, 3)
+        ]  # who drops such an iterator closes its answer
+        assert all(next(each).startswith("data: ") for each in lines)
         for thread in waits:
             thread.start()
         wait_until(lambda: metric(gateway, "attnstore_gateway_hints_told_total") >= 2)
