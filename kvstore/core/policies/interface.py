@@ -83,6 +83,9 @@ class Policy(ABC):
     def came_back(self, row: int) -> None:  # noqa: B027  # who has nothing to learn from it, says nothing
         """The bytes of a ghost are about to be written again: `reason` still says why they went, and `used_at` when."""
 
+    def used_elsewhere(self, row: int) -> None:  # noqa: B027
+        """A ghost was used in its engine's own caches; `used_at` still says when it was used before, or went."""
+
     def forget(self, row: int) -> None:  # noqa: B027
         """The row's bytes are gone, or its number is about to be reused. It is in no candidates any more."""
 

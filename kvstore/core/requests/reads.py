@@ -191,6 +191,11 @@ class Reads:
             found = state.prefetched.intersection(rows)
             state.prefetched -= found
             state.counters["prefetch_on_time"] += len(found)
+        self.count_use(namespace, rows)
+
+    def count_use(self, namespace: Namespace, rows: Sequence[int]) -> None:
+        """`rows`, which are resident, were used now: by a lease, or in their engine's own caches."""
+        state = self.state
         if len(rows) >= state.batch_min and batch.distinct(rows):
             batch.used(state, namespace, rows)
         else:
@@ -206,6 +211,14 @@ class Reads:
             start = chunks.shard0[row]
             for shard_row in range(start, start + namespace.shards):
                 state.pool.segments[chunks.shard_segment[shard_row]].touched_at = state.now
+
+    def count_use_of_cold(self, rows: Sequence[int]) -> None:
+        """The same of rows that are on SSD alone."""
+        chunks = self.state.chunks
+        for row in rows:
+            chunks.used_at[row] = self.state.now
+            if chunks.hits[row] < HITS_MAX:
+                chunks.hits[row] += 1
 
     def renew(self, worker: Worker, event: ev.Renew) -> ev.Renewed:
         """The quota was charged when the pins were taken, so whatever is renewed fits in the group's share."""
