@@ -9,6 +9,8 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED
+from kvstore.core.requests.credit import LOOK_MS, MARKED_JOBS, PATIENCE_MIN
+from kvstore.core.stats import traffic
 from kvstore.errors import BadRequest, NotFound
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, World, chain, spec
@@ -305,6 +307,75 @@ def test_a_worker_has_so_many_jobs_and_orders_and_no_more() -> None:
     assert (
         order(world, worker, namespace, EXPECT, chain("a", 1), name="1")[0] is ACCEPTED
     )  # instead of itself
+
+
+def test_of_the_windows_schedulers_are_told_their_own_jobs_alone() -> None:
+    world, worker, namespace = start()
+    for name in ("system", "agent", "a", "b"):
+        save(world, worker, namespace, name)
+    order(world, worker, namespace, PIN, chain("system", 1), name="pin")
+    order(world, worker, namespace, EXPECT, chain("agent", 1))
+    jobs = tuple(ev.Hint(name.encode(), place, keys=chain(name, 1)) for place, name in enumerate("ab"))
+    told = world.ask(ev.PublishQueue, worker, namespace, jobs)
+    assert (told.results, told.prefetch_window, told.eviction_window) == ((ACCEPTED, ACCEPTED), 2, 2)
+    shown = traffic(world.store.queue, world.store.transfers)
+    assert [shown[f"{name}_jobs"] for name in ("queued", "prefetch_window", "eviction_window")] == [2] * 3
+    world.ask(ev.PublishQueue, worker, namespace, ())
+    assert world.store.queue.reach("alice") == (0, 0)
+
+
+def test_a_queue_that_moves_up_stays_behind_the_pins_and_where_it_was() -> None:
+    """A snapshot that finds the known jobs in their order leaves them where they stand, hint actions or not."""
+    world, worker, namespace = start()
+    for name in ("system", "a", "b"):
+        save(world, worker, namespace, name)
+
+    def publish(*names: str) -> None:
+        hints = (ev.Hint(name.encode(), place, keys=chain(name, 1)) for place, name in enumerate(names))
+        world.ask(ev.PublishQueue, worker, namespace, tuple(hints))
+
+    publish("a")
+    known = dict(world.store.queue.feeds[worker][namespace].jobs)
+    order(world, worker, namespace, PIN, chain("system", 1))
+    order(world, worker, namespace, RETAIN, chain("system", 1), name="last")
+    publish("b", "a")
+    jobs = world.store.queue.feeds[worker][namespace].jobs
+    assert jobs[b"a"] is known[b"a"]
+    window = world.store.state.jobs.windows["alice"]
+    places = [window.of[label] for label in window.labels]
+    assert [job.action.kind if job.action else job.name for job in places] == [PIN, b"b", b"a", RETAIN]
+
+
+def test_credit_judges_queued_jobs_however_many_pins_stand_before_them() -> None:
+    world, worker, namespace = start(hint_pin_share_max=1.0)
+    for name in ("system", "waits", "asked"):
+        save(world, worker, namespace, name)
+    for number in range(
+        MARKED_JOBS + 1
+    ):  # what is saved later has no bytes yet that a share could be full of
+        order(world, worker, namespace, PREFETCH, chain("system", 1), name=f"prefetch {number}")
+    order(world, worker, namespace, PIN, chain("system", 1), name="pin")
+
+    def ask_for_others() -> None:
+        for _ in range(8):
+            for _ in range(PATIENCE_MIN // 4):
+                world.release(worker, world.acquire(worker, namespace, chain("asked", 1)).lease)
+            world.tick(LOOK_MS)
+
+    ask_for_others()
+    assert "alice" not in world.store.queue.credit.records, "a hint action promises nothing"
+    world.ask(ev.PublishQueue, worker, namespace, (ev.Hint(b"job", 0, keys=chain("waits", 1)),))
+    world.tick(30)
+    ask_for_others()
+    assert world.store.queue.credit.records["alice"].false > 0
+
+
+def test_a_worker_has_so_many_orders_however_many_jobs_it_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.core.requests.hint_actions.ACTIONS_PER_WORKER_MAX", 2)
+    world, worker, namespace = start()
+    save(world, worker, namespace, "a", 1)
+    results = [order(world, worker, namespace, EXPECT, chain("a", 1), name=name)[0] for name in "123"]
+    assert results == [ACCEPTED, ACCEPTED, REJECTED]
 
 
 def test_what_names_nothing_known_or_another_tenants_namespace_is_refused() -> None:
