@@ -182,6 +182,10 @@ bench-check: venv  ## did anything get slower from BASE to HEAD? (BENCH=name ARG
 bench-docs: venv  ## write docs/performance.md from benchmarks/results/
 	$(PY) benchmarks/performance.py
 
+.PHONY: docs-placement
+docs-placement: venv  ## write docs/placement.md: the paper's figures with the core in virtual time (ARGS='--scale 1')
+	$(PY) benchmarks/placement_figures.py $(ARGS)
+
 bench-%: venv  ## run benchmarks/%.py (ARGS='--quick --json --out')
 	$(PY) benchmarks/$*.py $(ARGS)
 

@@ -109,7 +109,10 @@ class SessionInfo:
     version: int
     entries: Sequence[SessionEntry]
     usable: int
-    """Leading entries that are whole: what can be loaded now."""
+    """Leading entries that are whole: what can be loaded now of a chain."""
+    usable_beyond: bytes = b""
+    """Of the entries from `usable` on, a byte each: 1 where the entry can be loaded now, too. Entries of an approximate
+    manifest (Prompt Cache's) do not need those before them."""
     entries_forgotten: bool = False
     """Of a repeated request: it was carried out, as `version`, but the session has moved on since, and what it held at
     that version is not remembered."""

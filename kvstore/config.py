@@ -83,9 +83,9 @@ class StoreConfig:
     """Rate at which all that is on SSD (under protection "group" also what is in DRAM) is read and verified in the
     background, round after round, while the disk has nothing else to do; 0: never."""
 
-    eviction: str = "hints"
-    """What leaves DRAM first: "hints": what no queued job needs, least recently used first, then what is needed last;
-    "lru"; "fifo"."""
+    eviction: str = "expected"
+    """What leaves DRAM first: "expected": what no queued job needs, in the order of the hits that may be expected of
+    it, then what is needed last; "hints": as that, but least recently used first; "lru"; "fifo"."""
     prefetch_share_max: float = 0.8
     """Share of the arena that chunks fetched ahead for queued jobs may fill."""
     hint_pin_share_max: float = 0.25

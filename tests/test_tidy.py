@@ -26,7 +26,9 @@ ENGINES = ("vllm", "sglang", "lmcache")
 """Not installed where our own code runs: only their connectors import them, and nothing imports those."""
 BOTTOM = ("types", "errors", "keys", "layout", "answers", "arguments")
 """Modules of kvstore that everybody may import: nouns, failures, chunk keys, geometry, answers."""
-INNER_ROOMS = tuple(f"kvstore.{room}" for room in ("core", "server", "transport", "tiers", "sim", "cli"))
+INNER_ROOMS = tuple(
+    f"kvstore.{room}" for room in ("core", "server", "transport", "tiers", "sim", "replay", "cli")
+)
 """Rooms of the daemon: an engine's process, which has the client, needs nothing of them."""
 OUTSIDE_WORLD = (
     *("asyncio", "concurrent", "multiprocessing", "queue", "sched", "signal", "subprocess", "threading"),
@@ -84,19 +86,29 @@ def allowed(package: str, name: str) -> bool:
         case "kvstore.core":
             bottom = within(name, *(f"kvstore.{module}" for module in BOTTOM))
             return (own or bottom) if ours else not within(name, *OUTSIDE_WORLD, *HEAVY)
+        case "kvstore.promptcache":
+            bottom = within(name, *(f"kvstore.{module}" for module in BOTTOM))
+            return (own or bottom) if ours else not within(name, *HEAVY)
         case "kvstore.client" | "kvstore.wire":
             return not within(name, *SIDES, *HEAVY, *INNER_ROOMS)
         case "kvstore.tiers":
             core = within(name, "kvstore.core.events", "kvstore.core.ssd", "kvstore.core.namespaces")
-            rooms = ("client", "cli", "sim", "transport", "server", "core")
+            rooms = ("client", "cli", "sim", "replay", "transport", "server", "core")
             closed = within(name, *(f"kvstore.{room}" for room in rooms))
             return core or within(name, "kvstore.server.logs") or not (closed or within(name, *SIDES, *HEAVY))
         case "kvstore.transport":
             events = within(name, "kvstore.core.events", "kvstore.server.loop", "kvstore.server.logs")
-            closed = within(name, *(f"kvstore.{room}" for room in ("client", "cli", "sim", "server", "core")))
+            closed = within(
+                name, *(f"kvstore.{room}" for room in ("client", "cli", "sim", "replay", "server", "core"))
+            )
             return events or not (closed or within(name, *SIDES, *HEAVY))
         case "kvstore.server":
-            return not within(name, *SIDES, *HEAVY, "kvstore.client", "kvstore.cli", "kvstore.sim")
+            return not within(
+                name, *SIDES, *HEAVY, "kvstore.client", "kvstore.cli", "kvstore.sim", "kvstore.replay"
+            )
+        case "kvstore.replay":
+            bottom = within(name, *(f"kvstore.{module}" for module in BOTTOM))
+            return own or bottom or within(name, "kvstore.core") or not (ours or within(name, *HEAVY))
         case "kvstore":
             return not within(name, *SIDES, *HEAVY)
         case "kvstore.scheduler":
@@ -106,7 +118,7 @@ def allowed(package: str, name: str) -> bool:
             connectors = "kvstore.gpu_worker.connectors"
             if package != connectors and within(name, connectors, *ENGINES):
                 return False
-            names = ["client", "types", "layout", "keys", "errors", "kernels"]
+            names = ["client", "types", "layout", "keys", "errors", "kernels", "promptcache"]
             if package == connectors:
                 # What digests what computes, and what decides whether to load: neither knows an engine.
                 names += ["gpu_worker.identity", "gpu_worker.compute_or_load"]
@@ -122,7 +134,19 @@ def test_imports_flow_one_way(package: str) -> None:
     wrong = []
     for name, path in modules(package):
         rooms = (
-            *(f"kvstore.{room}" for room in ("core", "client", "wire", "tiers", "transport", "server")),
+            *(
+                f"kvstore.{room}"
+                for room in [
+                    "core",
+                    "promptcache",
+                    "replay",
+                    "client",
+                    "wire",
+                    "tiers",
+                    "transport",
+                    "server",
+                ]
+            ),
             "kvstore.gpu_worker.connectors",
         )
         parts = (part for part in rooms if within(name, part))
@@ -155,7 +179,19 @@ def test_imports_flow_one_way(package: str) -> None:
         ("kvstore.transport", "kvstore.server.daemon", False),
         ("kvstore.server", "kvstore.core.store.Store", True),
         ("kvstore.server", "kvstore.sim.integrity", False),
+        ("kvstore.replay", "kvstore.core.store.Store", True),
+        ("kvstore.replay", "kvstore.server.loop", False),
+        ("kvstore.replay", "kvstore.sim.disk", False),
+        ("kvstore.replay", "matplotlib.pyplot", True),
+        ("kvstore.core", "kvstore.replay", False),
+        ("kvstore.server", "kvstore.replay", False),
         ("kvstore.core", "os.path", False),
+        ("kvstore.core", "kvstore.promptcache.schema", False),
+        ("kvstore.promptcache", "kvstore.keys.derived_key", True),
+        ("kvstore.promptcache", "kvstore.client", False),
+        ("kvstore.promptcache", "transformers", False),
+        ("kvstore.tiers", "kvstore.promptcache.schema.parse_schema", True),
+        ("kvstore.gpu_worker", "kvstore.promptcache.layout.Layout", True),
         ("kvstore.core", "time.monotonic", False),
         ("kvstore.scheduler", "kvstore.client.Client", True),
         ("kvstore.scheduler", "kvstore.core.store", False),
@@ -341,11 +377,18 @@ LATER = {
         "kvstore.cli.check",
         "kvstore.tiers.check",
     ): "needs what only the daemon's install has; `kvctl` works without",
+    (
+        "kvstore.cli.simulate",
+        "kvstore.replay.hardware",
+    ): "loaded only when it runs: every kvctl pays for imports",
+    ("kvstore.cli.simulate", "kvstore.replay.trace"): "so too",
+    ("kvstore.cli.advise", "kvstore.replay.shadow"): "so too",
     ("kvstore.client.namespace", "kvstore.client.sync"): "the public way back to the client that opened it",
     (
         "kvstore.core.bulk.needed",
         "kvstore.core.policies.hints",
     ): "what is done in bulk is part of what it belongs to",
+    ("kvstore.core.bulk.cohorts", "kvstore.core.policies.expected"): "so too",
     ("kvstore.core.bulk.needed", "kvstore.core.state"): "so too",
     ("kvstore.core.bulk.batch", "kvstore.core.workers"): "so too",
     ("kvstore.core.bulk.batch", "kvstore.core.state"): "so too",

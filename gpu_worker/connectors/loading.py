@@ -12,7 +12,7 @@ import functools
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 OURS = "kvstore"
@@ -24,9 +24,9 @@ class Loaded:
     """The tensors that were loaded into one model, by their names in the checkpoint; a later one takes the place of an
     earlier one of the same name."""
 
-    def __init__(self, *, contents: bool, parameters: frozenset[str] = frozenset()) -> None:
+    def __init__(self, *, contents: bool, parameters: Mapping[str, int] | None = None) -> None:
         """`contents`: digest what is loaded; else only count the loads. `parameters`: the model's, by name, when it was
-        made: quantised layers drop some once they have packed them."""
+        made, with a number for each tensor: quantised layers drop some once they have packed them."""
         self.loads = 0
         """Calls of `load_weights` that have begun."""
         self.filled: set[str] = set()
@@ -34,10 +34,17 @@ class Loaded:
         self.broken = ""
         """Why the contents are not known."""
         self.contents = contents
-        self.parameters = parameters
+        self.parameters = frozenset(parameters or ())
+        self._numbers = dict(parameters or {})
+        """A module that two others hold has its parameters under two names, and a model says one of them."""
         self._digests: dict[str, bytes] = {}
         self._history = b""
         """Digest of what was loaded under other names, a part of which may still count."""
+
+    def fills(self) -> frozenset[str]:
+        """All names of the parameters that were filled."""
+        filled = {self._numbers[name] for name in self.filled if name in self._numbers}
+        return frozenset(self.filled) | {name for name, number in self._numbers.items() if number in filled}
 
     def digest(self) -> bytes:
         """32 bytes over all names and contents."""
@@ -96,8 +103,8 @@ def watch(model: Any, *, contents: bool) -> Loaded:
     """From now on notes what is loaded into the model. Idempotent."""
     if (known := _loaded.get(model)) is not None:
         return known
-    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    loaded = _loaded[model] = Loaded(contents=contents, parameters=frozenset(names))
+    parameters = {name: id(tensor) for name, tensor in model.named_parameters(remove_duplicate=False)}
+    loaded = _loaded[model] = Loaded(contents=contents, parameters=parameters)
     original = getattr(model, "load_weights", None)
     if original is None:
         return loaded

@@ -1,19 +1,20 @@
-"""`kvctl quarantine` and `kvctl recall`: what an operator orders of a running daemon."""
+"""`kvctl quarantine`, `kvctl recall` and `kvctl record`: what an operator orders of a running daemon."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import time
 from typing import Any
 
 from google.protobuf.message import Message
 
 from kvstore.cli.command import Command, number
-from kvstore.cli.output import say, say_json
+from kvstore.cli.output import note, say, say_json
 from kvstore.cli.tables import age, name, peer_text, plain, size, table
 from kvstore.client import Client
-from kvstore.errors import DeadlineExceeded
+from kvstore.errors import BadRequest, DeadlineExceeded
 from kvstore.types import MAKER_BYTES
 from kvstore.v1 import admin_pb2, admin_pb2_grpc
 
@@ -21,6 +22,7 @@ RECALL_WAIT_S = 300.0
 """For the index, all requests together."""
 AGE_MS_MAX = 100 * 365 * 86_400_000
 """No chunk is older."""
+RECORD_POLL_S = 0.5
 REQUEST_S = 40.0
 """Longer than the daemon's own patience with one request."""
 
@@ -54,12 +56,12 @@ def moment(text: str) -> int:
     return min(ago, AGE_MS_MAX)
 
 
-def _ask(client: Client, method: str, request: Message, timeout_s: float | None = None) -> Any:
+def ask_admin(client: Client, method: str, request: Message, timeout_s: float | None = None) -> Any:
     return client.unary(admin_pb2_grpc.AdminStub, method, request, timeout_s=timeout_s)
 
 
 def quarantine(client: Client, options: argparse.Namespace) -> int:
-    reply: admin_pb2.ListQuarantineReply = _ask(
+    reply: admin_pb2.ListQuarantineReply = ask_admin(
         client,
         "ListQuarantine",
         admin_pb2.ListQuarantineRequest(limit=options.limit, retry=options.retry),
@@ -97,12 +99,12 @@ def recall(client: Client, options: argparse.Namespace) -> int:
     request = admin_pb2.RecallRequest(
         maker=options.maker, age_ms_max=options.since or 0, dry_run=True, sessions_max=options.limit
     )
-    reply: admin_pb2.RecallReply = _ask(client, "Recall", request, timeout_s=REQUEST_S)
+    reply: admin_pb2.RecallReply = ask_admin(client, "Recall", request, timeout_s=REQUEST_S)
     request.dry_run = options.dry_run
     deadline = time.monotonic() + RECALL_WAIT_S
     while not options.dry_run:
         try:
-            _ask(client, "Recall", request, timeout_s=REQUEST_S)
+            ask_admin(client, "Recall", request, timeout_s=REQUEST_S)
             break
         except DeadlineExceeded:
             if time.monotonic() > deadline:
@@ -153,7 +155,64 @@ def _recall_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=number, default=1000, metavar="N", help="sessions listed at most")
 
 
+def record(client: Client, options: argparse.Namespace) -> int:
+    """Begins one and waits for its end, which an interrupt hastens; or only looks, or stops one."""
+    if options.stop or options.status:
+        return _recorded(options, ask_admin(client, "Record", admin_pb2.RecordRequest(stop=options.stop)))
+    if not options.file:
+        raise BadRequest(
+            "is missing", field="FILE", value="", remedy="name a new file, or give --status or --stop"
+        )
+    request = admin_pb2.RecordRequest(
+        path=os.path.abspath(options.file), bytes_max=options.bytes_max, seconds=options.seconds
+    )
+    reply: admin_pb2.RecordReply = ask_admin(client, "Record", request)
+    if options.background:
+        return _recorded(options, reply)
+    note(f"kvctl: the daemon records to {reply.path}; an interrupt ends it")
+    try:
+        while reply.running:
+            time.sleep(RECORD_POLL_S)
+            reply = ask_admin(client, "Record", admin_pb2.RecordRequest())
+    except KeyboardInterrupt:
+        reply = ask_admin(client, "Record", admin_pb2.RecordRequest(stop=True))
+    return _recorded(options, reply)
+
+
+def _recorded(options: argparse.Namespace, reply: admin_pb2.RecordReply) -> int:
+    if options.json:
+        say_json(plain(reply))
+    elif not reply.path:
+        say("nothing was recorded since the daemon started")
+    else:
+        state = "is being recorded" if reply.running else f"ended: {reply.ended}"
+        say(
+            f"{reply.path} {state}; {reply.lookups:,} lookups, {reply.saves:,} saves, {size(reply.bytes)};"
+            f" {reply.dropped:,} dropped"
+        )
+    return 0
+
+
+def _record_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", nargs="?", metavar="FILE", help="a new file; the daemon writes it (mode 0600)"
+    )
+    parser.add_argument("--seconds", type=number, default=0, metavar="N", help="how long (default: an hour)")
+    parser.add_argument(
+        "--bytes-max", type=number, default=0, metavar="N", help="how large it may become (default: 1 GiB)"
+    )
+    parser.add_argument("--background", action="store_true", help="do not wait for its end")
+    parser.add_argument("--status", action="store_true", help="how far it is")
+    parser.add_argument("--stop", action="store_true", help="end it")
+
+
 COMMANDS = (
+    Command(
+        "record",
+        "have the daemon write what engines look up and save to a file, keys hashed anew: a trace for simulate",
+        run=record,
+        arguments=_record_arguments,
+    ),
     Command(
         "quarantine",
         "slots that are out of service: where, since when, and until when",

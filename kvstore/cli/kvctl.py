@@ -17,7 +17,19 @@ from typing import Any
 
 try:
     from kvstore import __version__
-    from kvstore.cli import admin, check, demo, doctor, files, sessions, stats, top
+    from kvstore.cli import (
+        admin,
+        advise,
+        check,
+        demo,
+        doctor,
+        files,
+        promptcache,
+        sessions,
+        simulate,
+        stats,
+        top,
+    )
     from kvstore.cli.command import Command, seconds
     from kvstore.cli.output import OutputClosed, abandon, note, open_standard_streams, say
     from kvstore.client import connect
@@ -33,8 +45,11 @@ COMMANDS: tuple[Command, ...] = (
     *sessions.COMMANDS,
     *files.COMMANDS,
     *admin.COMMANDS,
+    *promptcache.COMMANDS,
     *check.COMMANDS,
     *doctor.COMMANDS,
+    *simulate.COMMANDS,
+    *advise.COMMANDS,
     *demo.COMMANDS,
 )
 """In the order of the help. A new command is an entry in the COMMANDS of its module."""

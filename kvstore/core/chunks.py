@@ -56,6 +56,9 @@ QUEUED = 1024
 TRANSIENT = 2048
 """Its worker keeps the bytes too: what is on SSD and not pinned is not kept in DRAM."""
 
+KEPT = 4096
+"""A session or a durable commit named it: it is written to SSD, whatever it is worth."""
+
 
 class LinkedRows:
     """Ends of a doubly linked list of rows; the links are columns of the table."""
@@ -88,6 +91,8 @@ class Views:
             "pins",
             "refs",
             "hits",
+            "cohort",
+            "history",
         ),
         *("tokens", "shard0", "ready", "reserved", "flags", "reason", "maker"),
         *("shard_segment", "shard_slot", "shard_checksum", "shard_ready"),
@@ -106,6 +111,8 @@ class Views:
         self.pins = _view(table.pins)
         self.refs = _view(table.refs)
         self.hits = _view(table.hits)
+        self.cohort = _view(table.cohort)
+        self.history = _view(table.history)
         self.tokens = _view(table.tokens)
         self.shard0 = _view(table.shard0)
         self.ready = _view(table.ready)
@@ -141,6 +148,9 @@ class ChunkTable:
         """How many manifest entries name it."""
         self.hits = array("I")
         """At most HITS_MAX are counted."""
+        self.cohort = array("i")
+        self.history = array("H")
+        """For the policy: where it lists the row, and what it knows of its past (0: nothing)."""
         self.tokens = array("i")
         self.shard0 = array("i")
         self.ready = array("H")
@@ -233,6 +243,8 @@ class ChunkTable:
             self.pins,
             self.refs,
             self.hits,
+            self.cohort,
+            self.history,
             self.tokens,
             self.ready,
             self.reserved,
@@ -251,6 +263,7 @@ class ChunkTable:
         self.key[row] = NO_KEY
         self.namespace[row] = NONE
         self.hits[row] = 0
+        self.history[row] = 0
         self.tokens[row] = 0
         self.set_maker(row, b"")
         self.flags[row] = 0

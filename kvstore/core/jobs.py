@@ -56,12 +56,13 @@ class Job:
     label: int = field(init=False)
     """Of all jobs, the soonest first; the rank of its first chunk."""
     rows: list[int] = field(default_factory=list)
-    """The chunks that it will ask for and that can be had, up to the first that cannot. While it is in reach."""
+    """The chunks that it will ask for and that can be had: of a chain up to the first that cannot. While it is in
+    reach."""
     owned: int = 0
     """How many of them no sooner job needs."""
     looked_at: int = 0
-    stop: ChunkKey | None = None
-    """The first that cannot be had, if there is one."""
+    awaits: Sequence[ChunkKey] = ()
+    """Those that would be among them if they could be had, each once: of a chain one at most."""
     manifest: object | None = None
     """That `rows` were taken from. Of several jobs that name it, the first has them."""
     in_reach: bool = False
@@ -163,7 +164,7 @@ class JobBook:
         self._needed_by: dict[int, Job | list[Job]] = {}
         """By chunk row: the jobs in reach that need it, the soonest first."""
         self._awaited: dict[tuple[NamespaceId, ChunkKey], dict[Job, None]] = {}
-        """Jobs in reach that stop at this chunk."""
+        """Jobs in reach that await this chunk."""
         self._of_session: dict[tuple[NamespaceId, bytes], dict[Job, None]] = {}
         self._of_manifest: dict[int, list[Job]] = {}
         """By its id, the soonest first: whoever is listed keeps it alive."""
@@ -284,6 +285,10 @@ class JobBook:
         if self._needed_by:
             self.cooled.update(dict.fromkeys(row for row in rows if row in self._needed_by))
 
+    def awaited(self, namespace: NamespaceId, key: ChunkKey) -> set[ChunkKey]:
+        """What is asked for by the jobs in reach that stop at this chunk, because it cannot be had."""
+        return {wanted for job in self._awaited.get((namespace, key), ()) for wanted in (*job.keys, key)}
+
     def session_changed(self, namespace: NamespaceId, name: bytes) -> None:
         """It has another manifest, or is gone, or came."""
         for job in self._of_session.get((namespace, name), ()):
@@ -302,15 +307,15 @@ class JobBook:
 
     # ------------------------------------------------------------------------------------------- chunks of one job
 
-    def fill(self, job: Job, rows: list[int], looked_at: int, stop: ChunkKey | None) -> None:
+    def fill(self, job: Job, rows: list[int], looked_at: int, awaits: Sequence[ChunkKey]) -> None:
         """The job, in reach and without chunks, needs these."""
         window = self.windows[job.tenant]
         job.looked_at = looked_at
         window.looked_at += looked_at
         self.moves.work += max(1, looked_at)
-        if stop is not None:
-            job.stop = stop
-            self._awaited.setdefault((job.namespace, stop), {})[job] = None
+        job.awaits = awaits
+        for key in awaits:
+            self._awaited.setdefault((job.namespace, key), {})[job] = None
         if not rows:
             return
         job.rows = rows
@@ -351,12 +356,12 @@ class JobBook:
         window = self.windows[job.tenant]
         window.looked_at -= job.looked_at
         job.looked_at = 0
-        if job.stop is not None:
-            waiting = self._awaited[job.namespace, job.stop]
+        for key in job.awaits:
+            waiting = self._awaited[job.namespace, key]
             del waiting[job]
             if not waiting:
-                del self._awaited[job.namespace, job.stop]
-            job.stop = None
+                del self._awaited[job.namespace, key]
+        job.awaits = ()
         rows, job.rows = job.rows, []
         self.moves.work += len(rows)
         self._resize(window, job, -job.owned)
@@ -484,7 +489,7 @@ class JobBook:
             assert window.labels == sorted(window.of) and window.labels, (tenant, window)
             jobs = list(map(window.of.__getitem__, window.labels))
             assert all(job.in_reach == (at < window.reach) for at, job in enumerate(jobs)), (tenant, window)
-            assert not any(job.rows or job.owned or job.stop for job in jobs[window.reach :]), (
+            assert not any(job.rows or job.owned or job.awaits for job in jobs[window.reach :]), (
                 tenant,
                 window,
             )
@@ -498,7 +503,7 @@ class JobBook:
         for job in _in_reach(self.windows.values()):
             assert job.owned == sum(needed_by[row][0] is job for row in job.rows), job
         waiting = {
-            (job.namespace, job.stop, job) for job in _in_reach(self.windows.values()) if job.stop is not None
+            (job.namespace, key, job) for job in _in_reach(self.windows.values()) for key in job.awaits
         }
         assert waiting == {(*name, job) for name, jobs in self._awaited.items() for job in jobs}
         assert all(job.in_reach for job in self.stale), self.stale

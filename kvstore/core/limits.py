@@ -38,8 +38,11 @@ class Limits:
     ahead_slots_max: int = 64
     """no more than these, for what is free serves nobody (0: none). Half of them spare most saves an eviction."""
 
-    eviction: str = "hints"
-    """"hints": chunks that queued jobs need go last, the others least recently used first; "lru"; "fifo"."""
+    eviction: str = "expected"
+    """"expected": chunks that queued jobs need go last, the others in the order of the hits that may be expected of
+    them; "hints": these least recently used first; "lru"; "fifo"."""
+    lives_min: int = 5_000
+    """"expected" goes by recency alone until it has seen so many chunks of a tenant being saved or used."""
     prefetch_share_max: float = 0.8
     """Share of the arena that the prefetch window may fill."""
     hints_per_worker_max: int = 1 << 17

@@ -17,6 +17,7 @@ from kvstore.core.chunks import (
     COMMITTED,
     DOOMED,
     DURABLE,
+    KEPT,
     LISTED,
     NONE,
     PROMOTING,
@@ -169,6 +170,7 @@ class State:
         )
         self.batch_min = limits.batch_min
         self.policy = POLICIES[limits.eviction](self.chunks, limits.batch_min)
+        self.policy.lives_min = limits.lives_min
         self.cold = Cold(self.policy.candidates)
         self.ssd_slots = Pool(
             segment_bytes=limits.disk_slab_bytes,
@@ -236,6 +238,7 @@ class State:
 
     def add_namespace(self, namespace: Namespace) -> None:
         self.namespaces[namespace.id] = namespace
+        self.policy.opened(namespace)
         namespace.dram = self.policy.candidates()
         header = self.limits.disk_header_bytes
         sizes = frozenset(self.ssd_slots.slot_bytes(header + length) for length in namespace.shard_bytes)
@@ -245,6 +248,7 @@ class State:
         """They hold nothing any more."""
         for namespace in gone:
             del self.namespaces[namespace.id]
+            self.policy.closed(namespace.id)
         self.cold.keep([namespace.ssd for namespace in self.namespaces.values()])
 
     def own_namespace(self, worker: Worker, namespace_id: NamespaceId) -> Namespace:
@@ -480,12 +484,14 @@ class State:
         self._tally(namespace, row, +1)
         if chunks.flags[row] & LISTED:
             chunks.unlink(self.partials, row)
+        promoted = chunks.flags[row] & PROMOTING
         chunks.flags[row] = chunks.flags[row] & ~PROMOTING | COMMITTED
         if chunks.flags[row] & DOOMED:
             self.to_ghost(row, Reason(chunks.reason[row]))
             return False
         chunks.reason[row] = Reason.NONE
-        chunks.used_at[row] = self.now
+        if not promoted:
+            chunks.used_at[row] = self.now
         if self.disk_state is not DiskState.ABSENT and not chunks.flags[row] & STORED:
             self.store_later(row)
         self.settle(row, ready=True)
@@ -507,6 +513,15 @@ class State:
         chunks.flags[row] |= QUEUED
         self.to_store.append((row, chunks.key[row]))
         self.forget_stale_to_store()
+
+    def keep(self, rows: Iterable[int]) -> None:
+        """Somebody named these chunks: they are to be on SSD, whatever they are worth."""
+        chunks = self.chunks
+        for row in rows:
+            chunks.flags[row] |= KEPT
+            stored = chunks.flags[row] & (STORED | STORING | QUEUED)
+            if self.disk_state is not DiskState.ABSENT and not stored and self.is_hit(row):
+                self.store_later(row)
 
     def forget_stale_to_store(self) -> None:
         chunks = self.chunks
@@ -557,14 +572,13 @@ class State:
         self._free_dram(namespace, row, quarantine=reason is Reason.CORRUPT)
         self._free_copy(namespace, row, quarantine=reason is Reason.CORRUPT)
         chunks.take_shards(row, namespace.shards)
-        chunks.flags[row] &= ~DOOMED
+        chunks.flags[row] &= ~(DOOMED | KEPT)
         self.policy.forget(row)
         self.jobs.lost(row)
         self.settle(row, ready=False)
         if nothing_lost and reason is Reason.INCOMPLETE:
             reason = Reason(chunks.reason[row])  # an aborted save tells nothing new
         chunks.reason[row] = reason
-        chunks.used_at[row] = self.now
         if chunks.refs[row]:
             return
         if reason is Reason.NEVER_SEEN:
@@ -740,10 +754,20 @@ class State:
         else:
             evictable = self._unpin_each(namespace, rows)
         if used:
+            self._store_used(evictable)
             self.policy.add(namespace.dram, evictable)
         else:
             self.policy.put_back(namespace.dram, evictable)
         self.room += 1
+
+    def _store_used(self, rows: Sequence[int]) -> None:
+        """What was not worth a write to SSD may be now that it was used."""
+        if not self.counters["chunks_not_stored"]:
+            return
+        flags = self.chunks.flags
+        for row in rows:
+            if not flags[row] & (STORED | STORING | QUEUED):
+                self.store_later(row)
 
     def _unpin_each(self, namespace: Namespace, rows: Sequence[int]) -> Sequence[int]:
         chunks = self.chunks

@@ -134,7 +134,7 @@ class Store:
     def restore(self, snapshot: Any, now: Millis) -> Restored:
         """Put what the tier below DRAM holds in place (of the SSD: `Snapshot`); before `start` and the first event. How
         old it is nobody knows: sessions and chunks count as used at `now`, by the clock that `apply` goes on with."""
-        self.state.now = now
+        self.state.now = self.state.policy.now = now
         restored = self.cold_tier.restore(snapshot)
         self._next_namespace = restored.next_namespace
         return restored
@@ -148,7 +148,7 @@ class Store:
     def apply(self, event: ev.Event, now: Millis) -> list[ev.Effect]:
         """One step. `now` never goes back (a clock that does is held)."""
         state = self.state
-        state.now = max(state.now, now)
+        state.now = state.policy.now = max(state.now, now)
         if state.leases.expire(state.now):
             state.room += 1
         fact = self._facts.get(type(event))

@@ -14,19 +14,22 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import inf
 from typing import NamedTuple
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import (
     DOOMED,
+    KEPT,
     PROMOTING,
     QUEUED,
     STORED,
     STORING,
+    TRANSIENT,
 )
 from kvstore.core.cold_tier import ColdTier
 from kvstore.core.namespaces import Namespace
-from kvstore.core.pool import Segment
+from kvstore.core.pool import Phase, Segment
 from kvstore.core.segments import Segments
 from kvstore.core.state import State
 from kvstore.types import (
@@ -41,6 +44,9 @@ from kvstore.types import (
 )
 
 CHUNKS_PER_OP_MAX = 64
+EXPLORE = 100
+ROOM_SHARE = 64
+"""An SSD of which more than such a part is free has room."""
 BYTES_PER_OP_MAX = 8 << 20
 LOOKED_AT_PER_STEP_MAX = 1_024
 """Entries of the queues of writes and of reads, most of which may be stale, in one step."""
@@ -100,6 +106,8 @@ class Transfers:
         """Demanded chunks whose namespace waits for a segment; tried again when it has come, and with each tick."""
         self._read_errors = 0
         """In a row."""
+        self._room: tuple[Millis, bool] = (-1, True)
+        """Whether the SSD has some, and when that was looked up."""
         self._failed_reads: dict[int, FailedRead] = {}
         """By chunk row, the one that failed last at the end."""
 
@@ -202,7 +210,7 @@ class Transfers:
                 if looked_at > LOOKED_AT_PER_STEP_MAX:
                     break
                 row, key = state.to_store[0]
-                storable = self._storable(row, key)
+                storable = self._storable(row, key) and self._is_worth_it(row)
                 if storable and not self._tier.place(row):
                     if state.disk_full:  # for this slot size at least: another may have room
                         state.to_store.rotate(-1)
@@ -225,6 +233,36 @@ class Transfers:
         if not state.is_queued(row, key) or not state.is_hit(row) or flags & (STORED | STORING):
             return False
         return self._tier.fits(state.namespace_of(row))
+
+    def _is_worth_it(self, row: int) -> bool:
+        """A write to a full SSD is, if somebody named the chunk, or it promises more than what would go for it. One of
+        EXPLORE others is written all the same, or nobody would learn what it was worth."""
+        state = self.state
+        named = (
+            state.chunks.flags[row] & (KEPT | TRANSIENT) or state.chunks.refs[row] or row in state.policy.rank
+        )
+        if named:
+            return True
+        worth = state.policy.worth_of(row)
+        if (
+            worth == inf
+            or self._has_room()
+            or (worth > state.policy.least_worth(state.namespace_of(row).ssd))
+        ):
+            return True
+        state.counters["chunks_not_stored"] += 1
+        return state.counters["chunks_not_stored"] % EXPLORE == 0
+
+    def _has_room(self) -> bool:
+        """The SSD, without dropping anything."""
+        if self._room[0] == self.state.now:
+            return self._room[1]
+        pool = self.state.ssd_slots
+        free = sum(slab.free for slab in pool.classes.values())
+        slots = sum(segment.capacity for segment in pool.segments)
+        unused = pool.idle or any(segment.phase is Phase.ABSENT for segment in pool.segments)
+        self._room = self.state.now, bool(unused) or free * ROOM_SHARE > slots
+        return self._room[1]
 
     def _write(self, rows: list[int], size: int) -> None:
         state = self.state
@@ -280,6 +318,8 @@ class Transfers:
         state.policy.remove(state.namespace_of(row).ssd, row)
         chunks.flags[row] |= PROMOTING
         if demanded:
+            state.policy.used((row,))
+            chunks.used_at[row] = state.now
             self._demand(self._wanted(row))
         else:
             state.prefetched.add(row)

@@ -40,7 +40,7 @@ from kvstore.config import MORE_SEGMENTS, ONE_SEGMENT, StoreConfig
 from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.core.store import Store
-from kvstore.errors import ConfigError, StoreError
+from kvstore.errors import BadRequest, ConfigError, StoreError
 from kvstore.memory import fix_mmap_threshold, keep_freed_memory, memory_limit_bytes
 from kvstore.server.garbage import ShortSearches, no_searches
 from kvstore.server.health import NOT_SERVING, SERVING, SSD, Health
@@ -48,10 +48,12 @@ from kvstore.server.health import SERVICE as HEALTH_SERVICE
 from kvstore.server.logs import fields, leave, timestamp
 from kvstore.server.loop import Loop, monotonic_ms
 from kvstore.server.metrics import MetricsServer, families
+from kvstore.server.recorder import Recorder
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.copier import Copier
 from kvstore.tiers.disk_port import Disk, RealDisk
 from kvstore.tiers.regions import Regions
+from kvstore.tiers.schema_files import SchemaFiles
 from kvstore.tiers.ssd import SsdTier
 from kvstore.transport.access import Access, Tls
 from kvstore.transport.bytes_service import BYTES_SERVICE, BytesService
@@ -59,9 +61,10 @@ from kvstore.transport.callers import TcpCallers
 from kvstore.transport.descriptors import DEFAULT_TENANT, DescriptorServer
 from kvstore.transport.door import TcpDoor
 from kvstore.transport.reflection import Reflection
+from kvstore.transport.schema_service import PROMPT_CACHE_SERVICE, SchemaService
 from kvstore.transport.service import ADMIN_SERVICE, HINTS_SERVICE, STATS_SERVICE, STORE_SERVICE, Service
 from kvstore.types import DiskState, Protection, WorkerId
-from kvstore.v1 import store_pb2
+from kvstore.v1 import admin_pb2, store_pb2
 
 log = logging.getLogger(__name__)
 
@@ -476,7 +479,12 @@ class Daemon:
             peer_timeout_s=peer_timeout_s,
             message_bytes_max=config.message_bytes_max,
             discard=self._regions.discard,
+            record=self._record,
         )
+        schemas = SchemaFiles(config.ssd_dir)
+        schemas.load()
+        self._schemas = SchemaService(self._service, schemas)
+        self._recorder = Recorder(store.state, self._observe)
         self._metrics = MetricsServer(self._families)
         self._health = Health(peer_timeout_s=peer_timeout_s)
 
@@ -523,7 +531,14 @@ class Daemon:
 
     async def _start_grpc(self) -> None:
         bytes_service = BytesService(self._service, self._numbers)
-        names = (STORE_SERVICE, HINTS_SERVICE, STATS_SERVICE, ADMIN_SERVICE, BYTES_SERVICE)
+        names = (
+            STORE_SERVICE,
+            HINTS_SERVICE,
+            STATS_SERVICE,
+            ADMIN_SERVICE,
+            BYTES_SERVICE,
+            PROMPT_CACHE_SERVICE,
+        )
         for name in names:
             self._health.set(name, NOT_SERVING)
         if self.config.ssd_dir:
@@ -533,7 +548,7 @@ class Daemon:
             peer_timeout_s=self._service.peer_timeout_s,
             check=self._service.check_tcp,
         )
-        parts = (self._service, bytes_service, self._health, shown)
+        parts = (self._service, bytes_service, self._schemas, self._health, shown)
         self._handlers = tuple(part.handlers() for part in parts)
         self._served = names
         await self._serve_grpc(tcp=self._tcp)
@@ -603,6 +618,19 @@ class Daemon:
                 server.add_secure_port(address, tls)
         except RuntimeError as problem:
             raise ConfigError(f"cannot be bound: {problem}", field=field, value=address) from None
+
+    def _observe(self, observer: Callable[[events.Event, int], None] | None) -> None:
+        self.loop.observer = observer
+
+    async def _record(self, request: admin_pb2.RecordRequest) -> admin_pb2.RecordReply:
+        if request.stop:
+            await self._recorder.stop()
+        elif request.path:
+            if not os.path.isabs(request.path):
+                raise BadRequest("must be absolute", field="path", value=request.path)
+            await self._recorder.start(request.path, bytes_max=request.bytes_max, seconds=request.seconds)
+        last = self._recorder.last
+        return admin_pb2.RecordReply() if last is None else admin_pb2.RecordReply(**asdict(last))
 
     def _show_disk(self, state: DiskState) -> None:
         if self.config.ssd_dir and self._ready:
@@ -823,6 +851,7 @@ class Daemon:
 
     async def _close(self) -> None:
         """Each step bounded; the last is the lock, so that no successor meets our remains."""
+        await self._recorder.stop()
         self._metrics.close()
         if self._door is not None:
             self._door.close()

@@ -95,6 +95,8 @@ class Loop:
         self._on_fatal = on_fatal
         self._on_disk = on_disk
         self._clock = clock
+        self.observer: Callable[[events.Event, Millis], None] | None = None
+        """Sees every event before it is applied, and costs next to nothing (`recorder.py`)."""
         self._inbox: deque[events.Event] = deque()
         self._turn_due = False
         self._rest_due = False
@@ -253,6 +255,8 @@ class Loop:
                 self._retired.get(event.ticket.worker, set()).difference_update(event.segments)
             elif isinstance(event, (events.WorkerClosed, events.WorkerLeft)):
                 self._push(event)
+            if self.observer is not None:
+                self.observer(event, now)
             self._perform_all(self.store.apply(event, now))
         self._turn_due = True
         self._asyncio.call_soon(self._turn)

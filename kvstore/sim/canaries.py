@@ -10,6 +10,7 @@ from unittest import mock
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, LISTED, NONE, ChunkTable
 from kvstore.core.jobs import JobBook
+from kvstore.core.manifests import Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policies import Candidates
 from kvstore.core.policies.hints import Hints
@@ -18,6 +19,7 @@ from kvstore.core.requests import reads
 from kvstore.core.requests.hint_actions import HintActions
 from kvstore.core.requests.queue import Queue
 from kvstore.core.requests.saves import Saves
+from kvstore.core.requests.sessions import Sessions
 from kvstore.core.requests.touches import Touches
 from kvstore.core.segments import Segments
 from kvstore.core.ssd.durability import Durability
@@ -290,6 +292,16 @@ def _touched_pinned(original: Original) -> Any:
     return renew
 
 
+def _holes(original: Original) -> Any:
+    """What stands behind a hole of a manifest is said to be there."""
+
+    def usable(sessions: Sessions, session: Session) -> tuple[int, bytes]:
+        leading, beyond = original(sessions, session)
+        return leading, bytes([*beyond[:1], *(1 for _ in beyond[1:])])
+
+    return usable
+
+
 CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "skip-generation": (Pool, "_bump", _generation),
     "free-pinned": (State, "unpin", _pinned),
@@ -316,6 +328,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "unshared-pins": (HintActions, "_share", _unshared_pins),
     "outlived-hint": (HintActions, "forget", _outlived),
     "touch-pinned": (Touches, "_renew_resident", _touched_pinned),
+    "ignore-holes": (Sessions, "_usable", _holes),
     "keep-children": (ChunkTable, "leave_children", _forgets_parent),
 }
 

@@ -157,6 +157,8 @@ class Cluster(DiskWorld):
                 self._check_matched(effect.ticket, effect.answer)
             case ev.Reserved():
                 self._check_granted(effect.ticket, effect.answer)
+            case ev.SessionInfo():
+                self._check_session(effect.ticket, effect.answer)
         self._listener.replied(ticket, effect.answer)
 
     # ------------------------------------------------------------------------------------------------------ checks
@@ -220,6 +222,19 @@ class Cluster(DiskWorld):
         kept = {name: job.position for name, job in feed.jobs.items()}
         said = {name: hint.position for name, hint in queue.items()}
         assert kept.items() <= said.items(), (worker, namespace, number, kept, said)
+
+    def _check_session(self, ticket: ev.Ticket, answer: ev.SessionInfo) -> None:
+        """Of each entry it is told whether it can be had: a hole hides none of those behind it."""
+        event = self._asked[ticket.worker, ticket.request_id]
+        if not isinstance(event, ev.GetSession):
+            return  # the same event may have gone on
+        state = self.store.state
+        session = state.sessions.by_name.get((event.namespace, event.session))
+        rows = session.manifest.rows if session is not None else ()
+        retired = state.namespaces[event.namespace].retired
+        each = [not retired and state.is_usable(row) for row in rows]
+        assert answer.usable == [*each, False].index(False), (event, answer, each)
+        assert list(answer.usable_beyond) == each[answer.usable :], (event, answer, each)
 
     def _check_granted(self, ticket: ev.Ticket, answer: ev.Reserved) -> None:
         """Slots of segments that serve the caller's namespace, each granted to nobody else."""

@@ -45,6 +45,7 @@ Owner = tuple[int, int]
 
 ROW_COLUMNS = (
     *("namespace", "parent", "first_child", "next_sibling", "prev_sibling", "newer", "older", "used_at"),
+    *("cohort", "history"),
     *("pins", "refs", "shard0", "ready", "reserved", "flags", "reason"),
 )
 SHARD_COLUMNS = (

@@ -486,8 +486,33 @@ class Process:
             other.born += 1
         elif what < 0.9:
             yield from self.ask(ev.Forget, namespace, conversation.name)
+        elif what < 0.95:
+            yield from self._assemble(namespace, conversation)
         elif conversation.keys:
             yield from self.ask(ev.Forget, namespace, b"", tuple(conversation.keys[-2:]))
+
+    def _assemble(self, namespace: NamespaceId, conversation: Conversation) -> Program:
+        """A manifest as Prompt Cache makes them: some chunks of a conversation, in any order, with gaps between."""
+        chance = self.random
+        name = conversation.name + b" parts"
+        info: ev.SessionInfo = yield from self.ask(ev.GetSession, namespace, name)
+        if info.entries and chance.random() < 0.2:
+            yield from self.ask(ev.Forget, namespace, name)
+            return
+        keys = chance.sample(conversation.keys, chance.randrange(len(conversation.keys) + 1))
+        if not keys:
+            return
+        matched: ev.Matched = yield from self.ask(ev.Match, namespace, tuple(keys))
+        position = 0
+        entries = []
+        for key, outcome in zip(keys, matched.outcomes, strict=True):
+            if outcome is not Outcome.MISS:
+                position += chance.randrange(2 * CHUNK_TOKENS)
+                entries.append(ev.SessionEntry(key, position, CHUNK_TOKENS, approximate=True))
+                position += CHUNK_TOKENS
+        if entries:
+            yield from self.ask(ev.UpdateSession, namespace, name, info.version, 0, tuple(entries))
+            yield from self.ask(ev.GetSession, namespace, name)
 
     # ------------------------------------------------------------------------------------------------------ others
 
@@ -521,7 +546,8 @@ class Process:
         hints = []
         for position in range(chance.randrange(6)):
             conversation = chance.choice(self.conversations[number])
-            named: dict[str, Any] = {"session": conversation.name}
+            parts = b" parts" if chance.random() < 0.2 else b""
+            named: dict[str, Any] = {"session": conversation.name + parts}
             if chance.random() < 0.5:
                 named = {"keys": tuple(conversation.keys[: chance.randrange(1, 8)])}
             hints.append(ev.Hint(b"job %d" % chance.randrange(20), position, **named))

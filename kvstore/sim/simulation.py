@@ -138,6 +138,7 @@ class Simulation:
             index_bytes=index.choice((1 << 40, 12_000, 20_000, 40_000)),
             index_sessions_share=index.choice((0.25, 0.5, 0.75)),
             eviction=chance.choice(("hints", *POLICIES)),
+            lives_min=30,
         )
         self.cluster.watch._full_every = FULL_EVERY
         self.members = self._people()

@@ -50,6 +50,7 @@ from kvstore.tiers.format import Defect, SlabHeader
 from kvstore.tiers.index import DATA_FILE, TABLES, SlabRow, Table, assemble_session, room_for_rows
 from kvstore.tiers.io_pool import Result
 from kvstore.tiers.lmdb_pages import Damage, LmdbPages, Unreadable
+from kvstore.tiers.schema_files import SCHEMAS_DIR
 from kvstore.tiers.ssd import INDEX_DIR, NEW_INDEX_DIR, PROBE_FILE
 from kvstore.tiers.verify import Verifier
 from kvstore.types import KEY_BYTES_MAX, ChunkKey, DiskResult, Record, SlabId
@@ -628,7 +629,7 @@ class Check:
 
     def _check_files(self) -> None:
         mine = {format.slab_name(number) for number in (*self._slabs, *self._closed)} | set(self._files)
-        known = {LOCK_FILE, PROBE_FILE, INDEX_DIR}
+        known = {LOCK_FILE, PROBE_FILE, INDEX_DIR, SCHEMAS_DIR}
         for name in sorted(self._disk.names(self._directory)):
             status = os.lstat(os.path.join(self._directory, name))
             if stat.S_ISREG(status.st_mode):

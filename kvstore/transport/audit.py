@@ -14,6 +14,7 @@ from kvstore.core import events
 from kvstore.errors import StoreError
 from kvstore.server.logs import AUDIT, fields
 from kvstore.types import WorkerId
+from kvstore.v1 import admin_pb2
 
 audit = logging.getLogger(AUDIT)
 forgotten = logging.getLogger(f"{AUDIT}.forget")
@@ -39,8 +40,13 @@ NAMED: dict[type[Any], Naming] = {
         "age_ms_max": event.age_ms_max,
         "dry_run": event.dry_run,
     },
+    admin_pb2.RecordRequest: lambda request: (
+        {"call": "Admin/Record", "path": request.path, "stop": request.stop}
+        if request.path or request.stop
+        else None
+    ),
 }
-"""By the kind of event: what of it is written down; None: it only asks."""
+"""By the kind of event, or of request where no event is made of it: what of it is written down; None: it only asks."""
 
 
 def ended(event: Any, who: Mapping[str, object], answer: object) -> None:

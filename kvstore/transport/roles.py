@@ -54,6 +54,11 @@ ROLES: dict[str, frozenset[Role]] = {
     "Admin/Scrub": _OPERATES,
     "Admin/ListQuarantine": _OPERATES,
     "Admin/Recall": _OPERATES,
+    "PromptCache/GetSchema": _LOOKS_UP,
+    "PromptCache/ListSchemas": _LOOKS_UP,
+    "PromptCache/PutSchema": _WRITES,
+    "PromptCache/RemoveSchema": _WRITES,
+    "Admin/Record": _OPERATES,
     "Bytes/Get": _READS,
     "Bytes/Put": _WRITES,
 }

@@ -29,6 +29,7 @@ from kvstore.core.events import Ticket
 from kvstore.errors import (
     BadRequest,
     DeadlineExceeded,
+    Denied,
     Exhausted,
     Precondition,
     StoreError,
@@ -52,7 +53,7 @@ from kvstore.transport.door import TcpDoor
 from kvstore.transport.lane import Lane
 from kvstore.transport.rpc import CallLimit, Context, Handlers
 from kvstore.types import WorkerId
-from kvstore.v1 import stats_pb2, store_pb2
+from kvstore.v1 import admin_pb2, stats_pb2, store_pb2
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ WATCH_INTERVAL_MS_MAX = 3_600_000
 Answer = Callable[[WorkerId, bytes, Context], Awaitable[bytes | None]]
 """Of a method with one request, or whose first message says it all: (caller, that message, context) -> the reply, or
 None where it has written its replies itself."""
+Record = Callable[[admin_pb2.RecordRequest], Awaitable[admin_pb2.RecordReply]]
 Identify = Callable[[bytes], WorkerId | None]
 """The worker that a token belongs to: `DescriptorServer.worker_of`."""
 
@@ -100,8 +102,9 @@ class Service:
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         discard: Callable[[int], None] = os.close,
         who: audit.Who = lambda worker: {"worker": worker},
+        record: Record | None = None,
     ) -> None:
-        """`discard`: see `Lane`; `who`: see the audit log."""
+        """`discard`: see `Lane`; `who`: see the audit log; `record`: who carries out Admin.Record."""
         self.loop = loop
         self.peer_timeout_s = peer_timeout_s
         self.draining = False
@@ -111,6 +114,7 @@ class Service:
         self._welcome = welcome
         self._message_bytes_max = message_bytes_max
         self._discard = discard
+        self._record_by = record
         self._started_ms = monotonic_ms()
         self._tcp = tcp
         self._streams: dict[WorkerId, Attached] = {}
@@ -136,6 +140,7 @@ class Service:
             for name, call in calls.items():
                 methods[f"/{service}/{name}"] = self.method(self._unary(call), f"{call.service}/{name}")
         methods[f"/{STORE_SERVICE}/Attach"] = rpc.stream(self._attach, "Attach")
+        methods[f"/{ADMIN_SERVICE}/Record"] = self.method(self._record, "Admin/Record")
         methods[f"/{STATS_SERVICE}/Explain"] = self.method(self._explain, "Stats/Explain")
         methods[f"/{STATS_SERVICE}/GetStats"] = self.method(self._get_stats, "Stats/GetStats")
         methods[f"/{STATS_SERVICE}/ListNamespaces"] = self.method(
@@ -238,6 +243,24 @@ class Service:
             if not found.rest:
                 return b"".join(parts)
             event = replace(event, session=b"", keys=found.rest)
+
+    async def _record(self, worker: WorkerId, raw: bytes, context: Context) -> bytes:
+        request = wire.parse(admin_pb2.RecordRequest, raw)
+        caller = self.loop.store.state.workers.get(worker)
+        try:
+            if caller is None or not caller.admin or caller.remote or self._record_by is None:
+                raise Denied(
+                    "is for admins on the daemon's own machine, whose files it writes",
+                    field="Record",
+                    value=f"worker {worker}",
+                    remedy="ask there as the daemon's own user, or root",
+                )
+            reply = await self._record_by(request)
+        except StoreError as error:
+            audit.ended(request, self.who(worker), error)
+            raise
+        audit.ended(request, self.who(worker), reply)
+        return reply.SerializeToString()
 
     async def _get_stats(self, worker: WorkerId, raw: bytes, context: Context) -> bytes:
         wire.parse(stats_pb2.GetStatsRequest, raw)

@@ -131,3 +131,33 @@ class RecallReply(_message.Message):
     sessions: _containers.RepeatedCompositeFieldContainer[RecalledSession]
     sessions_in_all: int
     def __init__(self, chunks: _Optional[int] = ..., bytes: _Optional[int] = ..., pinned: _Optional[int] = ..., sessions: _Optional[_Iterable[_Union[RecalledSession, _Mapping]]] = ..., sessions_in_all: _Optional[int] = ...) -> None: ...
+
+class RecordRequest(_message.Message):
+    __slots__ = ("path", "stop", "bytes_max", "seconds")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    stop: bool
+    bytes_max: int
+    seconds: int
+    def __init__(self, path: _Optional[str] = ..., stop: bool = ..., bytes_max: _Optional[int] = ..., seconds: _Optional[int] = ...) -> None: ...
+
+class RecordReply(_message.Message):
+    __slots__ = ("running", "path", "lookups", "saves", "bytes", "dropped", "ended")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    SAVES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    running: bool
+    path: str
+    lookups: int
+    saves: int
+    bytes: int
+    dropped: int
+    ended: str
+    def __init__(self, running: bool = ..., path: _Optional[str] = ..., lookups: _Optional[int] = ..., saves: _Optional[int] = ..., bytes: _Optional[int] = ..., dropped: _Optional[int] = ..., ended: _Optional[str] = ...) -> None: ...

@@ -49,6 +49,11 @@ class AdminStub(object):
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.RecallRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__pb2.RecallReply.FromString,
                 _registered_method=True)
+        self.Record = channel.unary_unary(
+                '/kvstore.v1.Admin/Record',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.RecordRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.RecordReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -74,6 +79,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Record(self, request, context):
+        """Write what engines look up and save to a new file, keys hashed anew; or only look, or end it. One at a time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +103,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Recall,
                     request_deserializer=kvstore_dot_v1_dot_admin__pb2.RecallRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__pb2.RecallReply.SerializeToString,
+            ),
+            'Record': grpc.unary_unary_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.RecordRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.RecordReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +191,33 @@ class Admin(object):
             '/kvstore.v1.Admin/Recall',
             kvstore_dot_v1_dot_admin__pb2.RecallRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__pb2.RecallReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/Record',
+            kvstore_dot_v1_dot_admin__pb2.RecordRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.RecordReply.FromString,
             options,
             channel_credentials,
             insecure,

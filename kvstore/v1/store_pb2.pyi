@@ -447,18 +447,20 @@ class ForgetRequest(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., session: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class SessionReply(_message.Message):
-    __slots__ = ("session", "version", "entries", "usable", "entries_forgotten")
+    __slots__ = ("session", "version", "entries", "usable", "usable_beyond", "entries_forgotten")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     USABLE_FIELD_NUMBER: _ClassVar[int]
+    USABLE_BEYOND_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     version: int
     entries: _containers.RepeatedCompositeFieldContainer[SessionEntry]
     usable: int
+    usable_beyond: bytes
     entries_forgotten: bool
-    def __init__(self, session: _Optional[bytes] = ..., version: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[SessionEntry, _Mapping]]] = ..., usable: _Optional[int] = ..., entries_forgotten: bool = ...) -> None: ...
+    def __init__(self, session: _Optional[bytes] = ..., version: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[SessionEntry, _Mapping]]] = ..., usable: _Optional[int] = ..., usable_beyond: _Optional[bytes] = ..., entries_forgotten: bool = ...) -> None: ...
 
 class DoneReply(_message.Message):
     __slots__ = ("count", "not_durable")

@@ -217,6 +217,7 @@ def session_to_proto(
     if reply is None:
         reply = store_pb2.SessionReply()
     reply.session, reply.version, reply.usable = answer.session, answer.version, answer.usable
+    reply.usable_beyond = answer.usable_beyond
     reply.entries_forgotten = answer.entries_forgotten
     if isinstance(answer.entries, SessionEntries) and len(answer.entries) >= ENTRIES_MIN:
         reply.MergeFromString(repeated.session_entries(answer.entries))
@@ -231,6 +232,7 @@ def session_from_proto(message: store_pb2.SessionReply) -> SessionInfo:
         version=message.version,
         entries=entries_from_proto(message.entries),
         usable=message.usable,
+        usable_beyond=message.usable_beyond,
         entries_forgotten=message.entries_forgotten,
     )
 

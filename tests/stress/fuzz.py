@@ -28,11 +28,11 @@ if importlib.util.find_spec("atheris"):
     import atheris
 
     with atheris.instrument_imports(include=["kvstore"], exclude=["kvstore.v1"]):
-        from kvstore import config, errors, wire
+        from kvstore import config, errors, promptcache, wire
         from kvstore.tiers import format
         from kvstore.transport import bytes_service, decoding, descriptors
 else:
-    from kvstore import config, errors, wire
+    from kvstore import config, errors, promptcache, wire
     from kvstore.tiers import format
     from kvstore.transport import bytes_service, decoding, descriptors
 
@@ -125,6 +125,30 @@ def parse_config(data: bytes) -> None:
     config.load(toml=toml, environment={}, flags={})
 
 
+def parse_schema(data: bytes) -> None:
+    """What is read is written and read as the same, and has a layout."""
+    schema = promptcache.parse_schema(data)
+    assert promptcache.parse_schema(schema.to_pml()) == schema
+    layout = promptcache.Layout(schema, promptcache.ByteTokenizer())
+    keys = list(promptcache.Encoding(layout, bytes(32)).keys())
+    assert len(keys) == len(set(keys)) or schema.scaffolds
+
+
+TRIP = promptcache.parse_schema(
+    "<schema name='s'><user><module name='a'>A<param name='p' len='9'/><union scaffold='c'><module name='b'/>"
+    "<module name='c'>C</module></union></module></user><module name='d.e'>D</module></schema>"
+)
+
+
+def parse_prompt(data: bytes) -> None:
+    """What is read is written and read as the same, and each of its positions is taken once."""
+    prompt = promptcache.parse_prompt(data, TRIP)
+    assert promptcache.parse_prompt(prompt.to_pml(), TRIP) == prompt
+    layout = promptcache.Layout(TRIP, promptcache.ByteTokenizer())
+    positions = layout.place(prompt).positions
+    assert positions == sorted(set(positions))
+
+
 HELLO = descriptor_pb2.DescriptorRequest(
     hello=descriptor_pb2.Hello(protocol=1, client="c", engine_group="g", rank=3)
 ).SerializeToString()
@@ -158,6 +182,23 @@ TARGETS = {
     "packets": Target(parse_packet, (errors.StoreError,), (HELLO,)),
     "frames": Target(
         parse_frame, (errors.StoreError,), (bytes_pb2.PutFrame(payload=b"abc").SerializeToString(),)
+    ),
+    "schemas": Target(
+        parse_schema,
+        (errors.StoreError,),
+        (
+            TRIP.to_pml().encode(),
+            b"<?xml version='1.0'?><schema name=s>a < b && c <!-- x --><![CDATA[<user>]]>&lt;<param a 3>\n</schema>",
+            b"<schema name='s'>\n <module name=a cache=false>\n x</module><scaffold modules='a'/></user></schema>",
+        ),
+    ),
+    "prompts": Target(
+        parse_prompt,
+        (errors.StoreError,),
+        (
+            b"<prompt schema='s'><a p='1'>t<b/></a> &amp; x<y <d.e/><user>q</user></prompt>",
+            b"<prompt schema=s>f<int>(x)<a><param name=p>1</param></a></prompt>",
+        ),
     ),
     "config": Target(
         parse_config,

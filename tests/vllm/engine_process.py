@@ -7,6 +7,7 @@
     {"flush": 5.0}      until all is saved          -> {"flushed": ..., "worker": {...}, "scheduler": {...}}
     {"forget": true}    what a restart would make it forget
     {"metrics": true}                               -> {"name": value}: vLLM's own counters
+    {"drop_group": 1}   the store forgets all that the engine has used of this group      -> {"dropped": chunks}
     {"rpc": "reload_weights", "kwargs": {...}}      a call to all ranks      -> {"called": true}
     {"lora": {"name": ..., "id": ..., "path": ..., "inplace": true}}   load an adapter   -> {"loaded": ...}
     {"scale": 1.5, "counted": true}                 all embeddings, in place, by no call of vLLM's; does a counter move?
@@ -20,6 +21,8 @@ import os
 import sys
 import time
 from typing import Any
+
+ASKED: set[bytes] = set()
 
 
 def main() -> None:
@@ -42,6 +45,8 @@ def main() -> None:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
+    if (offloading := offloading_of(llm)) is not None:
+        note_keys(offloading.secondary_tiers[0])
     say({"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
@@ -55,6 +60,8 @@ def main() -> None:
                 offloading.primary_tier.reset_cache()
         elif "flush" in request:
             say(flush(llm, request["flush"]))
+        elif "drop_group" in request:
+            say({"dropped": drop_group(llm, request["drop_group"])})
         elif "rpc" in request:
             llm.collective_rpc(request["rpc"], kwargs=request.get("kwargs"))
             say({"called": True})
@@ -142,6 +149,34 @@ def offloading_of(llm: Any) -> Any:
     """vLLM's manager of its host memory and the tiers below it, where that is its connector."""
     connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
     return getattr(getattr(connector, "connector_scheduler", None), "manager", None)
+
+
+def note_keys(tier: Any) -> None:
+    """All that the tier is asked about, or has to save."""
+    lookup, start = tier.lookup, tier._saver.start
+
+    def noting_lookup(key: Any, context: Any) -> Any:
+        ASKED.add(bytes(key))
+        return lookup(key, context)
+
+    def noting_start(transfer: Any, parents: Any) -> None:
+        ASKED.update(map(bytes, transfer.keys))
+        start(transfer, parents)
+
+    tier.lookup, tier._saver.start = noting_lookup, noting_start
+
+
+def drop_group(llm: Any, group: int) -> int:
+    from vllm.v1.kv_offload.base import get_offload_group_idx
+
+    from kvstore.types import KEYS_PER_REQUEST_MAX
+
+    tier = offloading_of(llm).secondary_tiers[0]
+    keys = [key for key in ASKED if get_offload_group_idx(key) == group]
+    forgotten = 0
+    for start in range(0, len(keys), KEYS_PER_REQUEST_MAX):
+        forgotten += tier._namespace(10.0).forget(keys=keys[start : start + KEYS_PER_REQUEST_MAX])
+    return forgotten
 
 
 def flush(llm: Any, timeout_s: float) -> dict[str, Any]:

@@ -145,3 +145,69 @@ def test_another_forward_is_part(tmp_path: Path) -> None:
     assert "code" in weights_of(model).reason
     model.forward = torch.relu  # type: ignore[method-assign]
     assert "forward" in weights_of(model).reason
+
+
+class Shared(nn.Module):
+    """Two modules hold a third one; what is loaded is told under one of its names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.second = nn.Module()
+        self.second.inner = self.first
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        for _, tensor in weights:
+            self.first.weight.data = tensor
+        return {"first.weight"}
+
+
+def test_a_weight_with_two_names_was_loaded_under_one() -> None:
+    digests = []
+    for value in (1.0, 2.0):
+        model = Shared()
+        watch(model, contents=True)
+        model.load_weights([("first.weight", torch.full((4, 4), value))])
+        model.first.weight = nn.Parameter(torch.empty(0))  # packed out of sight
+        told = weights_of(model)
+        assert told.digest, told.reason
+        digests.append(told.digest)
+    assert digests[0] != digests[1]
+
+
+def runner(model: nn.Module, drafter: nn.Module | None) -> SimpleNamespace:
+    return SimpleNamespace(
+        get_model=lambda: model,
+        lora_manager=None,
+        drafter=SimpleNamespace(model=drafter) if drafter else None,
+    )
+
+
+def test_the_drafters_weights_are_part() -> None:
+    config = SimpleNamespace(speculative_config=SimpleNamespace(method="eagle"))
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    digests = {
+        Held(runner(linear(), each), config, 0).weights(anew=True).digest for each in (one, one, other)
+    }
+    assert len(digests) == 2 and b"" not in digests
+    blind = Held(runner(linear(), None), config, 0).weights(anew=True)
+    assert blind.digest == b"" and "drafter" in blind.reason
+    config.speculative_config.method = "ngram"
+    assert Held(runner(linear(), None), config, 0).weights(anew=True).digest
+
+
+def test_scales_of_kv_are_told_apart() -> None:
+    class Attention(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.register_buffer("_k_scale", torch.tensor(scale))
+            self._v_scale_float = 1.0
+
+    def scales(model: nn.Module) -> bytes:
+        return held(model).weights(anew=True).scales
+
+    assert scales(Attention(0.5)) == scales(Attention(0.5)) != scales(Attention(0.25))
+    other = Attention(0.5)
+    other._v_scale_float = 2.0
+    assert scales(other) != scales(Attention(0.5))
+    assert weights_of(Attention(0.5)).digest != weights_of(Attention(0.25)).digest

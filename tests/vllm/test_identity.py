@@ -207,13 +207,18 @@ def test_our_idea_of_the_hash_seed_is_vllms(monkeypatch: pytest.MonkeyPatch) -> 
     assert kv_cache_utils.resolve_none_hash_seed(sha256) == identity.DEFAULT_SEED
 
 
+def _latent_without_prefix_caching(config: Any) -> None:
+    config.model_config.use_mla, config.cache_config.enable_prefix_caching = True, False
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
         (lambda c: setattr(c.kv_transfer_config, "kv_load_failure_policy", "fail"), "recompute"),
         (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), "context parallel"),
-        (lambda c: setattr(c, "speculative_config", SimpleNamespace(method="eagle3")), "draft"),
+        (lambda c: setattr(c, "speculative_config", SimpleNamespace(method="dflash")), "draft"),
         (lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash"), "random"),
+        (_latent_without_prefix_caching, "behind a restored prefix"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
@@ -224,6 +229,8 @@ def test_settings_that_cannot_work_are_refused(
         cache_config=copy.copy(config.cache_config),
         parallel_config=copy.copy(config.parallel_config),
         speculative_config=None,
+        model_config=SimpleNamespace(use_mla=False),
+        device_config=SimpleNamespace(device_type="cpu"),
     )
     identity.check_settings(changed)
     change(changed)
@@ -238,8 +245,15 @@ def test_groups_that_cannot_be_stored_are_refused() -> None:
     window = SlidingWindowSpec(BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=64)
     state = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
     assert identity.group_of(cache(FULL)).layer_names == ["l0"]
-    for specs in ((), (window,), (state,), (FULL, window), (replace(FULL, sliding_window=64),)):
-        with pytest.raises(Unsupported, match="supported, so far"):
+    kept = replace(FULL, sliding_window=64)  # as vLLM says it where it keeps all of a window's tokens
+    assert identity.group_of(cache(kept)).layer_names == ["l0"]
+    aligned = replace(state, mamba_cache_mode="align")
+    for specs in ((window,), (aligned,), (FULL, window), (FULL, aligned)):
+        with pytest.raises(Unsupported, match="KVStoreTier") as refused:
+            identity.group_of(cache(*specs))
+        assert ("--disable-hybrid" in str(refused.value)) is (specs == (FULL, window))
+    for specs in ((), (state,), (replace(FULL, non_causal=True),)):
+        with pytest.raises(Unsupported):
             identity.group_of(cache(*specs))
 
 

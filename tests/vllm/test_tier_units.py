@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
@@ -48,7 +49,12 @@ from kvstore.gpu_worker.connectors.vllm.cpu_spec import CopyWorker, CPUTieringSp
 from kvstore.gpu_worker.connectors.vllm.kv_hints import REASONS, Answer, answer_hints
 from kvstore.gpu_worker.connectors.vllm.settings import TierSettings
 from kvstore.gpu_worker.connectors.vllm.tier import COUNTERS, PREFIX, KVStoreTier
-from kvstore.gpu_worker.connectors.vllm.tier_identity import Engine, is_prefix_only, namespace_of_rows
+from kvstore.gpu_worker.connectors.vllm.tier_identity import (
+    Engine,
+    is_prefix_only,
+    namespace_of_rows,
+    row_layout,
+)
 from kvstore.layout import NamespaceSpec
 from kvstore.types import ActionKind, ChunkKey
 from kvstore.v1 import stats_pb2, stats_pb2_grpc
@@ -178,6 +184,11 @@ class Rig:
         assert len(values) == 1, values
         return int(values[0])
 
+    def reset(self) -> None:
+        """As vLLM's scheduler does it, and its ranks say that nothing of before is under way any more."""
+        self.manager.reset_cache()
+        getattr(self.manager, "on_reset_flushed", lambda: None)()
+
     def forget(self) -> None:
         self.idle()
         self.manager.primary_tier.reset_cache()
@@ -299,6 +310,81 @@ def test_a_chunk_that_vanishes_fails_alone(launch: Callable[..., Rig]) -> None:
     assert [event.keys for event in rig.tier.take_events() if event.removed] == [keys[1:2]]
 
 
+def ranks_of(config: Any, ranks: int, *, heads: int) -> Any:
+    """The same engine on so many tensor-parallel ranks, its model with so many KV heads in all."""
+    wide = copy.copy(config)
+    wide.parallel_config = copy.copy(config.parallel_config)
+    wide.parallel_config.tensor_parallel_size = wide.parallel_config.world_size = ranks
+    wide.model_config = copy.copy(config.model_config)
+    wide.model_config.get_total_num_kv_heads = lambda: heads
+    return wide
+
+
+@pytest.mark.parametrize("in_a_file", [True, False])
+def test_one_copy_of_what_ranks_share(config: Any, daemon: Daemon, in_a_file: bool) -> None:
+    """Four ranks, two KV heads: of a row's four parts the store has two, and all four come back."""
+    keys = keys_of(f"shared {in_a_file}", 3)
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    tier = {
+        "type": "KVStoreTier",
+        "module_path": "kvstore.gpu_worker.connectors.vllm.tier",
+        "run_dir": str(daemon.run_dir),
+        "salt": str(in_a_file),
+    }
+    rigs = []
+    for _ in range(2):
+        made = make(ranks_of(config, 4, heads=2), caches(spec), rows=24, secondary_tiers=[tier])
+        rigs.append(Rig(made))
+        rigs[-1].tier._saver._adoptable &= in_a_file
+    first, other = rigs
+    try:
+        part = first.spec.cpu_page_size_per_worker
+        assert first.tier._rows.copies == ((0, part), (2 * part, 3 * part))
+        context = first.request("one", keys)
+        given = first.manager.prepare_store(keys, context)
+        by_key = dict(zip(given.keys_to_store, given.store_spec.chunk_ids, strict=True))
+        for number, key in enumerate(keys):
+            row = first.rows[by_key[key]]
+            row[: 2 * part], row[2 * part : 4 * part] = 10 + number, 20 + number
+        first.rows[by_key[keys[2]]][part] += 1  # ranks that should agree do not
+        first.manager.complete_store(set(keys), context)
+        first.idle()
+        total = first.tier.tally.total
+        assert total["blocks_saved"] == 2 and total["replicas_differ"] == 1
+        assert total["bytes_saved"] == total["bytes_shared"] == 2 * 2 * part
+        assert (first.tier._saver._region is not None) is in_a_file
+
+        context = other.request("two", keys)
+        assert other.find(context, keys) == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS]
+        assert other.tier.tally.total["bytes_loaded"] == 2 * 2 * part
+        for number, key in enumerate(keys[:2]):
+            (row,) = other.manager.prepare_load([key], context).chunk_ids
+            assert set(other.rows[row][: 2 * part]) == {10 + number}
+            assert set(other.rows[row][2 * part : 4 * part]) == {20 + number}
+            other.manager.complete_load([key], context)
+        assert other.tier.tally.total["bugs"] == first.tier.tally.total["bugs"] == 0
+    finally:
+        for rig in rigs:
+            rig.close()
+
+
+def test_latent_rows_of_all_ranks_are_one(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM joins them itself where its ranks are processes of one machine; elsewhere the store does."""
+    wide = ranks_of(config, 2, heads=4)
+    monkeypatch.setattr(type(wide.model_config), "use_mla", True)
+    latent = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    cache = caches(latent)
+    cache.kv_tp_replicas = 2
+    rows = []
+    for backend in ("mp", "ray"):
+        wide.parallel_config.distributed_executor_backend = backend
+        spec = CPUTieringSpec(build_offloading_config(_with_memory(wide), cache))
+        rows.append(row_layout(Engine(wide, cache), spec, int(spec.kv_bytes_per_chunk)))
+    joined, apart = rows
+    assert (joined.copies, apart.copies) == (((0,),), ((0, apart.part_bytes),))
+    assert joined.part_bytes == apart.part_bytes
+
+
 def test_copies_on_a_cpu_may_begin_in_the_middle_of_a_row(config: Any) -> None:
     """Two groups, two tensors, rows of two blocks."""
     spec = CPUTieringSpec(
@@ -373,7 +459,7 @@ def test_a_daemon_that_reads_late_shows_nothing(
         assert total["blocks_saved"] == 1, "only that of before"
         rig.rows[:] = 200
         assert rig.find(rig.request("two"), keys_of("unseen", 1)) == [LookupResult.MISS]
-        rig.until(lambda: total["lookups_late"] == 1)
+        rig.until(lambda: total["lookups_late"] == 1)  # counted by the thread that asked
     finally:
         daemon.signal(signal.SIGCONT)
     rig.forget()
@@ -438,7 +524,7 @@ def test_a_reset_drains_and_begins_a_new_epoch(launch: Callable[..., Rig]) -> No
     assert [event.keys for event in rig.manager.take_events() if event.medium.value == "STORAGE"] == [keys]
     waiting = rig.request("waiting", keys)
     rig.manager.lookup(keys[0], waiting)
-    rig.manager.reset_cache()
+    rig.reset()
     (gone,) = (event for event in rig.manager.take_events() if event.medium.value == "STORAGE")
     assert gone.removed and set(gone.keys) == set(keys)
     assert rig.tier.tally.total["resets"] == 1
@@ -488,7 +574,7 @@ def test_rows_of_before_an_update_are_not_saved_after_it(launch: Callable[..., R
     assert rig.tier.tally.total["blocks_dropped"] == 1
     rig.manager.on_request_finished(rig.contexts["one"])
     rig.manager.on_request_finished(rig.contexts["two"])
-    rig.manager.reset_cache()
+    rig.reset()
     rig.put(rig.request("three", last), {last[0]: 3})
     rig.forget()
     assert rig.find(rig.request("four", last), last) == [LookupResult.HIT]
@@ -579,7 +665,7 @@ def test_a_reset_does_not_wait_for_a_daemon_that_hangs(launch: Callable[..., Rig
     try:
         rig.put(rig.request("one", keys), dict.fromkeys(keys, 1))
         begun = time.monotonic()
-        rig.manager.reset_cache()
+        rig.reset()
         assert time.monotonic() - begun < BOUND_S
         assert not rig.manager._jobs
     finally:
@@ -809,14 +895,14 @@ def test_what_cannot_be_told_apart_is_refused(config: Any) -> None:
     cases = [
         (changed(lora_config=object()), caches(), "lora_config"),
         (
-            changed(speculative_config=type("S", (), {"method": "eagle"})()),
+            changed(speculative_config=type("S", (), {"method": "dflash"})()),
             caches(),
             "speculative_config.method",
         ),
         (
             config,
             caches(FULL, MambaSpec(block_size=BLOCK, shapes=((1, 1),), dtypes=(torch.float32,))),
-            "kv_cache_groups",
+            "mamba_cache_mode",
         ),
     ]
     for other, cache, field in cases:

@@ -10,10 +10,11 @@ For engines that keep a host tier of their own and ask a slower tier about it fr
 A row belongs to the engine again once its transfer was reported; nothing touches it from then on (Transfer).
 """
 
+from kvstore.gpu_worker.connectors.offload.boundaries import Group, needed
 from kvstore.gpu_worker.connectors.offload.crew import Crew
 from kvstore.gpu_worker.connectors.offload.hints import HintBoard
 from kvstore.gpu_worker.connectors.offload.loader import RowLoader
-from kvstore.gpu_worker.connectors.offload.lookups import Inquiry, Lookups, Verdict
+from kvstore.gpu_worker.connectors.offload.lookups import Inquiry, Lookups, Needed, Verdict
 from kvstore.gpu_worker.connectors.offload.orders import Chains, Order, Orders
 from kvstore.gpu_worker.connectors.offload.rows import Rows
 from kvstore.gpu_worker.connectors.offload.saver import RowSaver
@@ -24,9 +25,11 @@ __all__ = [
     "Chains",
     "Counts",
     "Crew",
+    "Group",
     "HintBoard",
     "Inquiry",
     "Lookups",
+    "Needed",
     "Order",
     "Orders",
     "RowLoader",
@@ -36,4 +39,5 @@ __all__ = [
     "Transfer",
     "Transfers",
     "Verdict",
+    "needed",
 ]

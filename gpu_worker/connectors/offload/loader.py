@@ -57,7 +57,7 @@ class RowLoader:
             self._copied.observe(loaded * self._rows.row_bytes, time.monotonic() - transfer.begun)
         self._tally.add(
             blocks_loaded=loaded,
-            bytes_loaded=loaded * self._rows.row_bytes,
+            bytes_loaded=loaded * self._rows.chunk_bytes,
             blocks_failed=len(transfer.keys) - loaded,
         )
 
@@ -84,7 +84,8 @@ class RowLoader:
         if not transfer.hold():
             return False
         try:
-            done = hit.lease.copy_to(hit.number, self._rows.row(transfer.rows[number]))
+            parts = self._rows.parts(transfer.rows[number])
+            done = hit.lease.copy_many([(hit.number, shard, 0, part) for shard, part in parts])
             transfer.done[number] = done
             return done
         finally:

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client import ReadLease
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 Opener = Callable[[float], "Namespace | None"]
 """Gives the namespace, at the latest after so many seconds; None: there is no store now."""
+Needed = Callable[[Collection[ChunkKey]], Sequence[ChunkKey]]
+"""Of the keys of a question that are there, those that the request needs. Called on a thread of the crew."""
+THERE = (Outcome.HIT, Outcome.PENDING)
 log = logging.getLogger(__name__)
 
 
@@ -47,10 +50,20 @@ class Hit(NamedTuple):
 class Question:
     """Keys of one request that the store is asked about once. Its leases live until nobody uses it any more."""
 
-    def __init__(self, keys: Sequence[ChunkKey], *, prefix: bool, deadline: float, held_until: float) -> None:
-        """`prefix`: behind the first key that is missing, the others are of no use."""
+    def __init__(
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        prefix: bool,
+        deadline: float,
+        held_until: float,
+        needed: Needed | None = None,
+    ) -> None:
+        """`prefix`: behind the first key that is missing, the others are of no use. `needed`: only what it names is
+        pinned, promoted and found."""
         self.keys = tuple(keys)
         self.prefix = prefix
+        self.needed = needed
         self.deadline = deadline
         self.held_until = held_until
         self.done = False
@@ -122,8 +135,9 @@ class Lookups:
         try:
             namespace = self._opener(max(0.0, question.deadline - time.monotonic()))
             if namespace is not None:
-                for start in range(0, len(question.keys), KEYS_PER_REQUEST_MAX):
-                    part = question.keys[start : start + KEYS_PER_REQUEST_MAX]
+                keys = self._chosen(namespace, question)
+                for start in range(0, len(keys), KEYS_PER_REQUEST_MAX):
+                    part = keys[start : start + KEYS_PER_REQUEST_MAX]
                     wanted, deadline = self._worth(namespace, part, question, found, leases)
                     if wanted:
                         find(namespace, wanted, deadline, found, leases, prefix=question.prefix)
@@ -176,6 +190,16 @@ class Lookups:
             wait_s = max(wait_s, SAVING_SHARE * plan.saves_s)
         rest = [keys[number] for number in chosen if lease.outcomes[number] is Outcome.PENDING]
         return rest, min(question.deadline, now + wait_s)
+
+    def _chosen(self, namespace: Namespace, question: Question) -> Sequence[ChunkKey]:
+        if question.needed is None:
+            return question.keys
+        there: set[ChunkKey] = set()
+        for start in range(0, len(question.keys), KEYS_PER_REQUEST_MAX):
+            part = question.keys[start : start + KEYS_PER_REQUEST_MAX]
+            matched = namespace.match(part, timeout_s=max(0.0, question.deadline - time.monotonic()))
+            there.update(key for key, outcome in zip(part, matched.outcomes, strict=True) if outcome in THERE)
+        return question.needed(there)
 
 
 def find(
@@ -234,8 +258,17 @@ class Inquiry:
 
     @property
     def keys(self) -> tuple[ChunkKey, ...]:
-        """Asked about since it waits."""
-        return tuple(self._asked)
+        """Asked about since it waits; where it is known what of that the request needs, only that."""
+        return tuple(
+            key
+            for key, question in self._asked.items()
+            if question is None or question.needed is None or key in question.found
+        )
+
+    @property
+    def new(self) -> tuple[ChunkKey, ...]:
+        """To be asked about."""
+        return tuple(self._new)
 
     @property
     def loads(self) -> bool:
@@ -262,13 +295,15 @@ class Inquiry:
             return Verdict.WAIT
         return Verdict.MISS
 
-    def ask(self, now: float, *, prefix: bool) -> None:
+    def ask(self, now: float, *, prefix: bool, needed: Needed | None = None) -> None:
         """Ask about what is new, all at once."""
         if not self._new or self.begun is None:
             return
         keys, self._new = self._new, []
         deadline = self.begun + self._lookup_s
-        question = Question(keys, prefix=prefix, deadline=deadline, held_until=deadline + self._hold_s)
+        question = Question(
+            keys, prefix=prefix, deadline=deadline, held_until=deadline + self._hold_s, needed=needed
+        )
         self._asked.update(dict.fromkeys(keys, question))
         self._tally.add(lookups=len(keys))
         if now < deadline:

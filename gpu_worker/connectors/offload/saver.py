@@ -44,7 +44,7 @@ class RowSaver:
         self._opener = opener
         self._tally = tally
         self._maker = maker
-        self._part = max(1, min(PART_KEYS_MAX, PART_BYTES_MAX // rows.row_bytes))
+        self._part = max(1, min(PART_KEYS_MAX, PART_BYTES_MAX // rows.chunk_bytes))
         self._region: Region | None = None
         self._adoptable = rows.fd is not None
         self._crew = crew
@@ -106,6 +106,9 @@ class RowSaver:
         self, namespace: Namespace, transfer: Transfer, numbers: Sequence[int], parents: Sequence[ChunkKey]
     ) -> bool:
         """False: the store cannot be reached, or was too slow; the rest need not be tried."""
+        numbers = [number for number in numbers if self._is_whole(transfer, number)]
+        if not numbers:
+            return not transfer.over
         region = self._adopted(namespace.client) if self._adoptable else None
         with namespace.write(
             [transfer.keys[number] for number in numbers],
@@ -138,7 +141,8 @@ class RowSaver:
             transfer.let_go()
         self._tally.add(
             blocks_saved=len(granted),
-            bytes_saved=len(granted) * self._rows.row_bytes,
+            bytes_saved=len(granted) * self._rows.chunk_bytes,
+            bytes_shared=len(granted) * self._rows.shared_bytes,
             blocks_already=len(already),
         )
         refused = [numbers[index] for index, result in enumerate(batch.results) if result is GrantResult.FULL]
@@ -147,12 +151,27 @@ class RowSaver:
             return self._save_part(namespace, transfer, refused, parents)
         return True
 
+    def _is_whole(self, transfer: Transfer, number: int) -> bool:
+        """Whether the row's replicas are replicas: whatever vLLM says of its ranks, a part is never stored for others
+        that hold something else."""
+        if not self._rows.shared_bytes:
+            return True
+        if not transfer.hold():
+            return False
+        try:
+            same = self._rows.agree(transfer.rows[number])
+        finally:
+            transfer.let_go()
+        if not same:
+            self._tally.add(replicas_differ=1)
+        return same
+
     def _read(
         self, batch: WriteBatch, transfer: Transfer, granted: Sequence[int], region: Region | None
     ) -> bool:
         """The granted rows into the batch. False: the transfer was over before that."""
         if region is not None:
-            offsets = [transfer.rows[number] * self._rows.row_bytes for number in granted]
+            offsets = [offset for number in granted for offset in self._rows.offsets(transfer.rows[number])]
             try:
                 batch.fill(region, offsets, timeout_s=transfer.left_s)
             except PASSING:
@@ -166,7 +185,8 @@ class RowSaver:
             if not transfer.hold():
                 return False
             try:
-                batch.copy_from(index, self._rows.row(transfer.rows[number]))
+                parts = dict(reversed(self._rows.parts(transfer.rows[number])))  # one copy of each shard
+                batch.copy_many([(index, shard, part) for shard, part in parts.items()])
             finally:
                 transfer.let_go()
         return True

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvstore.gpu_worker.connectors.vllm.identity import check_settings, group_of
+from kvstore.gpu_worker.connectors.vllm.interface import check_interface
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.metadata import RankLayout, RankReport, StepMetadata
 from kvstore.gpu_worker.connectors.vllm.scheduler import SchedulerSide
@@ -34,6 +35,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     Hybrid models are vLLM's business to hand us (SupportsHMA); those with other than full attention are refused.
     """
+
+    def __new__(cls, *_: Any, **__: Any) -> KVStoreConnector:
+        """Raises Unsupported where vLLM would call it otherwise than it expects."""
+        check_interface(KVStoreConnector, KVConnectorBase_V1)
+        connector: KVStoreConnector = super().__new__(cls)
+        return connector
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -17,35 +17,47 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvstore.errors import StoreError
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
+from kvstore.gpu_worker.connectors.vllm.groups import groups_of
 from kvstore.gpu_worker.connectors.vllm.held import Held
 from kvstore.gpu_worker.connectors.vllm.identity import (
+    USE_THE_TIER,
     build_of_vllm,
     check_settings,
+    group_of,
     hash_protocol,
     namespace_of,
     vllm_version,
 )
+from kvstore.gpu_worker.connectors.vllm.interface import TESTED
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.lookups import Lookups
 from kvstore.gpu_worker.connectors.vllm.metadata import Load, Save, StepMetadata
 from kvstore.gpu_worker.connectors.vllm.settings import Settings, TierSettings
-from kvstore.gpu_worker.connectors.vllm.tier_doctor import TIER, round_trip, tier_settings
-from kvstore.gpu_worker.connectors.vllm.tier_identity import Engine, check_engine
+from kvstore.gpu_worker.connectors.vllm.skeleton import planned_cache
+from kvstore.gpu_worker.connectors.vllm.tier_doctor import (
+    TIER,
+    daemon_room,
+    round_trip,
+    row_room,
+    tier_settings,
+)
+from kvstore.gpu_worker.connectors.vllm.tier_identity import check_engine_settings
 from kvstore.gpu_worker.connectors.vllm.worker import WorkerSide
 from kvstore.keys import ROOT
 from kvstore.types import ChunkKey
 
-TESTED = ("0.32", "0.33")
 MODULE = "kvstore.gpu_worker.connectors.vllm"
 CONNECTOR = "KVStoreConnector"
 PLUGINS, PLUGIN = "vllm.general_plugins", "attnstore"
 BLOCKS = 3
+BLOCKS_IN_ALL = 7
 BLOCK_TOKENS = 16
 """Where vLLM has not chosen yet."""
 
@@ -77,6 +89,9 @@ class Patient:
         self.settings = Settings()
         self.tier: TierSettings | None = None
         """Set when the tier is configured instead of the connector."""
+        self.cache: KVCacheConfig | None = None
+        self.guessed = ""
+        """Why the groups are not known: they are taken for one of full attention."""
 
     def checks(self) -> list[Callable[[], str]]:
         return [
@@ -85,6 +100,7 @@ class Patient:
             self.check_connector,
             self.check_settings,
             self.check_model,
+            self.check_stored,
             self.check_weights,
             self.check_hashes,
             self.check_round_trip,
@@ -147,26 +163,51 @@ class Patient:
 
     def check_settings(self) -> str:
         if self.tier is not None:
-            check_engine(Engine(self.config, self._cache()))
+            check_engine_settings(self.config)
             return "no setting of vLLM stands in the way"
         check_settings(self.config)
         return "a load that fails is computed; no setting of vLLM stands in the way"
 
     def check_model(self) -> str:
         model = self.config.model_config
-        window = model.get_sliding_window() if self.tier is None else None
-        hybrid = model.is_hybrid or model.is_attention_free
-        if window or hybrid or model.is_encoder_decoder:
-            kind = f"a window of {window}" if window else "other layers than attention"
-            raise Failed(
-                f"its layers have {kind}",
-                "only models whose layers all have full attention are supported, so far",
-            )
         device = self.config.device_config.device_type
         if device != "cpu" and self.tier is None:
-            raise Failed(f"its KV lies on {device}", "KV is taken from CPU memory only, so far")
-        kind = "latent (MLA)" if model.use_mla else "full"
-        return f"{kind} attention in {model.get_total_num_hidden_layers()} layers, on {device}"
+            raise Failed(
+                f"its KV lies on {device}", f"KV is taken from CPU memory only, so far: {USE_THE_TIER}"
+            )
+        cache = self._cache()
+        if self.guessed and (model.is_hybrid or model.is_attention_free or model.get_sliding_window()):
+            raise Failed(
+                f"its groups are not known before vLLM has loaded it: {self.guessed}",
+                "start vLLM: what cannot be stored is refused then",
+            )
+        if self.tier is None:
+            group_of(cache)
+        groups = groups_of(cache, blocks_per_chunk=self._blocks_per_chunk(cache))
+        return f"{'; '.join(map(str, groups))}; on {device}"
+
+    def check_stored(self) -> str:
+        """What of it, how much that is, and how much of it fits."""
+        cache = self._cache()
+        per_chunk = self._blocks_per_chunk(cache)
+        groups = groups_of(cache, blocks_per_chunk=per_chunk)
+        if self.tier is not None:
+            made = build_offloading_config(self.config, cache)
+            row = made.worker_kv_bytes_per_block * per_chunk
+            room = row_room(self.config, row)
+        else:
+            row, room = sum(group.block_bytes for group in groups), ""
+        rate = sum(row / group.chunk_tokens for group in groups)
+        by_group = ", ".join(
+            f"{group.kind} {row >> 10} KiB each {group.chunk_tokens} tokens" for group in groups
+        )
+        daemon = daemon_room(self.run_dir, rate, self.timeout_s)
+        return f"{by_group}: at most {rate:,.0f} bytes a token, of all ranks that differ{room}; {daemon}"
+
+    def _blocks_per_chunk(self, cache: KVCacheConfig) -> int:
+        if self.tier is None:
+            return 1
+        return int(build_offloading_config(self.config, cache).cache.blocks_per_chunk)
 
     def check_weights(self) -> str:
         known = {point.name for point in importlib.metadata.entry_points(group=PLUGINS)}
@@ -189,7 +230,11 @@ class Patient:
             return round_trip(self.config, cache, self.tier, self.timeout_s)
         layers = cache.kv_cache_groups[0].layer_names
         spec = cache.kv_cache_groups[0].kv_cache_spec
-        shape = (cache.num_blocks, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+        element = spec.dtype.itemsize
+        shape = (cache.num_blocks, spec.block_size, spec.page_size_bytes // spec.block_size // element)
+        if cache.num_blocks in shape[1:]:  # which dimension counts blocks must be plain
+            cache.num_blocks += 1
+            shape = (cache.num_blocks, *shape[1:])
         settings = Settings.of(
             {**vars(self.settings), "salt": f"doctor {secrets.token_hex(16)}", "layerwise": False}
         )
@@ -259,6 +304,17 @@ class Patient:
         )
 
     def _cache(self) -> KVCacheConfig:
+        """Of one rank alone, which the configuration is set to."""
+        if self.cache is None:
+            try:
+                self.cache = planned_cache(self.config, BLOCKS_IN_ALL)
+            except Exception as error:
+                # Whatever a model raises that cannot be made without its weights.
+                self.guessed = f"{type(error).__name__}: {error}"
+                self.cache = self._guess()
+        return self.cache
+
+    def _guess(self) -> KVCacheConfig:
         model, parallel = self.config.model_config, self.config.parallel_config
         names = [f"layer.{number}" for number in range(model.get_num_layers(parallel))]
         spec = FullAttentionSpec(
@@ -267,12 +323,10 @@ class Patient:
             head_size=model.get_head_size(),
             dtype=model.dtype,
         )
-        taken = (spec.block_size, spec.num_kv_heads, 2 * spec.head_size)
-        blocks = next(count for count in (5, 7, 11, 13) if count not in taken)
-        parallel.tensor_parallel_size = parallel.pipeline_parallel_size = (
-            1  # one rank's share, looked at alone
+        parallel.tensor_parallel_size = parallel.pipeline_parallel_size = parallel.world_size = 1
+        return KVCacheConfig(
+            BLOCKS_IN_ALL, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)]
         )
-        return KVCacheConfig(blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)])
 
 
 def _wait(what: Callable[[], bool], timeout_s: float) -> None:

@@ -21,7 +21,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.connectors.loading import Loaded, loaded_into, watch
-from kvstore.gpu_worker.connectors.vllm.identity import adapter_digest
+from kvstore.gpu_worker.connectors.vllm.identity import DRAFTERS, adapter_digest
 from kvstore.gpu_worker.connectors.vllm.metadata import HeldAdapter
 from kvstore.gpu_worker.identity import absorb, digest_of_files, digest_of_tensor
 
@@ -43,6 +43,8 @@ FULL_SHARE = 100
 """They take at most this part of the time."""
 STRANGE_MAX = 8
 """So many changes by no known call are followed; then the weights have no name until a known one."""
+SCALES = ("_k_scale", "_v_scale", "k_scale", "v_scale", "kv_scale")
+"""Of attention layers: begin the names of factors by which KV is quantised."""
 PACKAGES = ("vllm", "torch", "transformers")
 """What they compute is told by vLLM's version. Other code, of plug-ins and of models that bring theirs, may be another
 tomorrow under the same name."""
@@ -61,6 +63,9 @@ class RankWeights:
     """32 bytes; b"": not known."""
     reason: str = ""
     """Why it is not known."""
+    scales: bytes = b""
+    """Digest of the factors by which KV is quantised, 16 bytes. They are part of `digest` too: here people see them
+    differ."""
     unverified_s: float = field(default=0.0, compare=False)
     """How long ago they were last seen to be those that they are named for."""
 
@@ -82,8 +87,9 @@ class Held:
         self.generation = 0
         self.config = config
         self._runner = runner
-        self._model: nn.Module = runner.get_model()
-        self._loaded = _watched(self._model)
+        self._models: list[tuple[nn.Module, Loaded]] = []
+        """The model, and its drafter's, with what was loaded into each."""
+        self._find_models()
         self._strange = 0
         """Changes by no known call, since the last known one."""
         self._known: RankWeights | None = None
@@ -110,10 +116,11 @@ class Held:
         if anew or self._known is None or self._look() != self._marks:
             before = self._known
             begun = time.monotonic()
-            digest, reason = b"", ""
+            digest, reason, scales = b"", "", b""
             self._strange = 0 if anew else self._strange
             try:
                 digest = self._digest()
+                scales = self._scales()
             except (Unsupported, ValueError, RuntimeError, OSError) as error:
                 reason = str(error)
             self._marks = self._look()
@@ -122,9 +129,9 @@ class Held:
             self._full_at = time.monotonic() + max(FULL_EVERY_S, FULL_SHARE * (time.monotonic() - begun))
             if before is not None and (before.digest != digest or not digest):
                 self.generation += 1
-            self._known = RankWeights(self.rank, self.generation, digest, reason)
+            self._known = RankWeights(self.rank, self.generation, digest, reason, scales)
         elif self._known.generation != self.generation:
-            self._known = RankWeights(self.rank, self.generation, self._known.digest, self._known.reason)
+            self._known = replace(self._known, generation=self.generation)
         return self._known
 
     def check(self) -> int:
@@ -154,7 +161,11 @@ class Held:
     def _look(self) -> tuple[object, ...]:
         moving = (_mark(holder.get(name)) for holder, name in self._watched)
         hooks = sum(map(len, self._hooks))
-        return (id(self._runner.get_model()), self._loaded.loads, hooks, *moving)
+        loads = sum(loaded.loads for _, loaded in self._models)
+        return (*map(id, _models_of(self._runner)), loads, hooks, *moving)
+
+    def _find_models(self) -> None:
+        self._models = [(model, _watched(model)) for model in _models_of(self._runner)]
 
     def _digest(self) -> bytes:
         """Raises Unsupported."""
@@ -162,21 +173,36 @@ class Held:
             raise Unsupported(
                 "weights or buffers change all the time, by no call that is known",
                 field="model",
-                value=type(self._model).__name__,
+                value=type(self._models[0][0]).__name__,
             )
-        self._model = model = self._runner.get_model()
-        self._loaded = _watched(model)
+        self._find_models()
+        if _drafts(self.config) and len(self._models) < 2:
+            raise Unsupported(
+                "the drafter's weights are nowhere to be seen, and its KV is stored with the model's",
+                field="speculative_config.method",
+                value=self.config.speculative_config.method,
+                remedy="set weights_digest",
+            )
+        modules = [module for model, _ in self._models for module in model.modules()]
         self._watched = [
             (holder, name)
-            for module in model.modules()
+            for module in modules
             for holder in (module._parameters, module._buffers)
             for name in holder
         ]
-        modules = dict(model.named_modules())
         self._hooks = [
             *GLOBAL_HOOKS,
-            *(hooks for each in modules.values() for hooks in (each._forward_hooks, each._forward_pre_hooks)),
+            *(hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)),
         ]
+        if len(self._models) == 1:
+            return self._digest_of(*self._models[0])
+        state = hashlib.blake2b(digest_size=32, person=b"kvs.vllm.draft")
+        for model, loaded in self._models:
+            absorb(state, self._digest_of(model, loaded))
+        return state.digest()
+
+    def _digest_of(self, model: nn.Module, loaded: Loaded) -> bytes:
+        modules = dict(model.named_modules())
         if any(self._hooks):
             hooked = [
                 name for name, each in modules.items() if each._forward_hooks or each._forward_pre_hooks
@@ -199,31 +225,32 @@ class Held:
                 hidden.append(name.replace(".base_layer.", "."))
             absorb(state, f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_of_tensor(tensor))
         # Of those that are gone, what was not loaded is as the code made it.
-        gone = self._loaded.parameters - there
-        hidden += sorted(gone & self._loaded.filled if self._loaded.filled else gone)
+        gone = loaded.parameters - there
+        hidden += sorted(gone & loaded.fills() if loaded.filled else gone)
         if hidden:
-            absorb(state, self._loaded_digest(hidden))
+            absorb(state, _loaded_digest(model, hidden))
         return state.digest()
 
-    def _loaded_digest(self, hidden: list[str]) -> bytes:
-        loaded = loaded_into(self._model)
-        if loaded is None or not loaded.contents or not loaded.filled:
-            raise Unsupported(
-                "vLLM has packed weights out of sight, and nobody saw them being loaded",
-                field="model",
-                value=hidden[0],
-                remedy="let vLLM load the plug-in attnstore (VLLM_PLUGINS), load weights from files, or set "
-                "weights_digest",
-            )
-        missing = [name for name in hidden if name not in loaded.filled]
-        if loaded.broken or missing:
-            raise Unsupported(
-                loaded.broken or "vLLM has packed weights out of sight that it did not load",
-                field="model",
-                value=", ".join(missing[:3]),
-                remedy="load all weights again",
-            )
-        return loaded.digest()
+    def _scales(self) -> bytes:
+        """Of all layers that have some, as tensors or as numbers."""
+        state = hashlib.blake2b(digest_size=16, person=b"kvs.vllm.scales")
+        for model, _ in self._models:
+            for name, module in model.named_modules():
+                numbers = {
+                    given: value
+                    for given, value in vars(module).items()
+                    if given.startswith(SCALES) and isinstance(value, float)
+                }
+                tensors = {
+                    given: tensor
+                    for given, tensor in (*module._parameters.items(), *module._buffers.items())
+                    if given.startswith(SCALES) and tensor is not None
+                }
+                for given, tensor in sorted(tensors.items()):
+                    absorb(state, f"{name}.{given}".encode(), digest_of_tensor(tensor))
+                if numbers:
+                    absorb(state, f"{name} {sorted(numbers.items())}".encode())
+        return state.digest()
 
     # ------------------------------------------------------------------------------------------------------ adapters
 
@@ -269,6 +296,43 @@ class Held:
         """Adapters loaded since the last call, by rank and id."""
         news, self._news = self._news, {}
         return {(self.rank, number): adapter for number, adapter in news.items()}
+
+
+def _loaded_digest(model: nn.Module, hidden: Sequence[str]) -> bytes:
+    loaded = loaded_into(model)
+    if loaded is None or not loaded.contents or not loaded.filled:
+        raise Unsupported(
+            "vLLM has packed weights out of sight, and nobody saw them being loaded",
+            field="model",
+            value=hidden[0],
+            remedy="let vLLM load the plug-in attnstore (VLLM_PLUGINS), load weights from files, or set "
+            "weights_digest",
+        )
+    filled = loaded.fills()
+    missing = [name for name in hidden if name not in filled]
+    if loaded.broken or missing:
+        raise Unsupported(
+            loaded.broken or "vLLM has packed weights out of sight that it did not load",
+            field="model",
+            value=", ".join(missing[:3]),
+            remedy="load all weights again",
+        )
+    return loaded.digest()
+
+
+def _models_of(runner: Any) -> list[nn.Module]:
+    """The model, and the one that drafts for it."""
+    models = [runner.get_model()]
+    for name in ("drafter", "speculator"):
+        drafter = getattr(getattr(runner, name, None), "model", None)
+        if isinstance(drafter, nn.Module):
+            models.append(drafter)
+    return models
+
+
+def _drafts(config: Any) -> bool:
+    speculative = getattr(config, "speculative_config", None)
+    return speculative is not None and speculative.method in DRAFTERS
 
 
 def _watched(model: nn.Module) -> Loaded:

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from kvstore.errors import BadRequest, ConfigError, Unsupported
+from kvstore.gpu_worker.connectors.vllm.groups import groups_of
 from kvstore.gpu_worker.connectors.vllm.metadata import RankLayout
 from kvstore.gpu_worker.connectors.vllm.settings import Settings
 from kvstore.gpu_worker.identity import absorb, digest_of_files
@@ -34,7 +35,14 @@ HASHES = ("sha256", "sha256_cbor")
 FAST_HASHES = ("xxhash", "xxhash_cbor")
 """Random in every process unless PYTHONHASHSEED is set."""
 DEFAULT_SEED = "vllm-none-hash"
+USE_THE_TIER = (
+    "use the tier KVStoreTier below vLLM's OffloadingConnector, which takes all groups (docs/vllm.md)"
+)
+OR_KEEP_ALL = ", or start vLLM with --disable-hybrid-kv-cache-manager: it keeps all tokens of all layers then"
 DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
+DRAFTERS = ("eagle", "eagle3", "mtp", "draft_model")
+"""Their KV is restored with the model's. At a block's last token it may depend on one that the hash does not cover: a
+draft is worse by that, never the answer, because the model verifies every draft."""
 ROPE_BY_LENGTH = ("dynamic", "longrope")
 SEEING = (
     *("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method"),
@@ -74,12 +82,20 @@ def check_comparable(config: Any) -> None:
                 value=getattr(parallel, name),
             )
     speculative = config.speculative_config
-    if speculative is not None and speculative.method not in DRAFTERS_WITHOUT_KV:
+    if speculative is not None and speculative.method not in (*DRAFTERS_WITHOUT_KV, *DRAFTERS):
         raise Unsupported(
-            "the KV of a draft model depends on tokens that the block hash does not cover",
+            "nobody knows what this drafter keeps in its KV",
             field="speculative_config.method",
             value=speculative.method,
-            remedy="supported: " + ", ".join(DRAFTERS_WITHOUT_KV),
+            remedy="supported: " + ", ".join((*DRAFTERS_WITHOUT_KV, *DRAFTERS)),
+        )
+    latent = getattr(config.model_config, "use_mla", False)
+    if latent and config.device_config.device_type == "cpu" and not cache.enable_prefix_caching:
+        raise Unsupported(
+            "vLLM has no prefix caching for latent KV on this CPU, and behind a restored prefix it answered otherwise",
+            field="model_config.use_mla",
+            value=True,
+            remedy="run it on a GPU with the tier, or on a CPU with AMX",
         )
     if getattr(cache, "calculate_kv_scales", False):
         raise Unsupported(
@@ -91,27 +107,21 @@ def check_comparable(config: Any) -> None:
 
 
 def group_of(kv_cache_config: Any) -> Any:
-    """The one group. Raises Unsupported when there are others than full attention."""
-    groups = kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) != 1:
+    """The one group. Raises Unsupported when there are others than full attention.
+
+    Layers with a window are fine where vLLM keeps all of their KV, as it does without its hybrid manager.
+    """
+    groups = groups_of(kv_cache_config)
+    if len(groups) != 1 or groups[0].window is not None:
+        kinds = ", ".join(dict.fromkeys(group.kind for group in groups))
+        attention = all(group.kind != "state" for group in groups)
         raise Unsupported(
-            "only models with one group of KV layers are supported, so far",
+            "the connector takes models with one group of KV layers, all of whose tokens are kept",
             field="kv_cache_config.kv_cache_groups",
-            value=", ".join(kinds) or "none",
-            remedy="models whose layers all have full attention",
+            value=f"{len(groups)} of {kinds}",
+            remedy=f"{USE_THE_TIER}{OR_KEEP_ALL if attention and len(groups) > 1 else ''}",
         )
-    spec = groups[0].kv_cache_spec
-    # One spec, or (on a rank) one for each layer where they differ in size.
-    for single in getattr(spec, "kv_cache_specs", {"": spec}).values():
-        windowed = getattr(single, "sliding_window", None) or getattr(single, "attention_chunk_size", None)
-        if not isinstance(single, FullAttentionSpec) or windowed or getattr(single, "non_causal", False):
-            raise Unsupported(
-                "only full, causal attention is supported, so far",
-                field="kv_cache_config.kv_cache_groups",
-                value=f"{type(single).__name__}{' with a window' if windowed else ''}",
-            )
-    return groups[0]
+    return kv_cache_config.kv_cache_groups[0]
 
 
 def hash_protocol(algorithm: str, environment: Mapping[str, str]) -> str:
@@ -150,9 +160,10 @@ def namespace_of(
     *,
     block_tokens: int,
     weights: bytes,
+    scales: bytes = b"",
 ) -> NamespaceSpec:
-    """The replica's namespace, from what all its ranks, by (pp, tp), say. `weights`: digest of those that all of them
-    hold (weights.Known). Raises Unsupported, BadRequest."""
+    """The replica's namespace, from what all its ranks, by (pp, tp), say. `weights`, `scales`: digests of those that
+    all of them hold (weights.Known). Raises Unsupported, BadRequest."""
     parallel = config.parallel_config
     stages, width = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     expected = {(stage, rank) for stage in range(stages) for rank in range(width)}
@@ -195,6 +206,7 @@ def namespace_of(
         chunk_tokens=block_tokens,
         groups=tuple(groups),
         weights_epoch=settings.weights_epoch,
+        kv_scales_digest=scales_digest(config, scales),
         hash_protocol=hash_protocol(cache.prefix_caching_hash_algo, os.environ),
         tensor_parallel=width,
         pipeline_parallel=stages,
@@ -202,6 +214,11 @@ def namespace_of(
     )
     spec.validate()
     return spec
+
+
+def scales_digest(config: Any, scales: bytes) -> bytes:
+    """That of the factors by which KV is quantised, where it is."""
+    return scales if is_quantized_kv_cache(str(config.cache_config.cache_dtype)) else b""
 
 
 def reset_spec(spec: NamespaceSpec, owner: bytes, count: int) -> NamespaceSpec:
@@ -239,17 +256,6 @@ def describe_backend(config: Any, layer_names: Sequence[str], specs: Sequence[An
         }
         packing = f":{'+'.join(sorted(ways))}"
     return f"{'+'.join(names)}{packing}/{machine}"
-
-
-def replicas_of(config: Any, kv_cache_config: Any) -> int:
-    """How many consecutive tensor-parallel ranks hold the same KV."""
-    known = getattr(kv_cache_config, "kv_tp_replicas", 1)
-    width: int = config.parallel_config.tensor_parallel_size
-    if known > 1:
-        return int(known)
-    if isinstance(group_of(kv_cache_config).kv_cache_spec, MLAAttentionSpec):
-        return width
-    return max(1, width // int(config.model_config.get_total_num_kv_heads()))
 
 
 # ------------------------------------------------------------------------------------------------------------- weights

@@ -173,9 +173,14 @@ class SchedulerSide:
         self._name(bytes(32))  # whatever the weights are
         self._mind_weights()
 
-    def _name(self, weights: bytes) -> NamespaceSpec:
+    def _name(self, weights: bytes, scales: bytes = b"") -> NamespaceSpec:
         return namespace_of(
-            self._config, self._settings, self._ranks, block_tokens=self._block_tokens, weights=weights
+            self._config,
+            self._settings,
+            self._ranks,
+            block_tokens=self._block_tokens,
+            weights=weights,
+            scales=scales,
         )
 
     def _namespace(self, timeout_s: float) -> Namespace | None:
@@ -196,7 +201,7 @@ class SchedulerSide:
             return
         if self._stepped:
             self._doubtful = set(range(self._blocks))
-        base = self._name(self._known.digest) if self._known is not None else None
+        base = self._name(self._known.digest, self._known.scales) if self._known is not None else None
         if base is not None and base == self._base and self._spec is not None:
             return  # the same weights, another adapter
         self._base, self._spec = base, None

@@ -44,6 +44,7 @@ from kvstore.gpu_worker.connectors.offload import (
     HintBoard,
     Inquiry,
     Lookups,
+    Needed,
     Orders,
     RowLoader,
     Rows,
@@ -52,9 +53,12 @@ from kvstore.gpu_worker.connectors.offload import (
     Transfer,
     Transfers,
     Verdict,
+    needed,
 )
+from kvstore.gpu_worker.connectors.vllm.groups import groups_of
 from kvstore.gpu_worker.connectors.vllm.hint_desk import HintDesk, session_of
 from kvstore.gpu_worker.connectors.vllm.identity import reset_spec
+from kvstore.gpu_worker.connectors.vllm.interface import check_interface
 from kvstore.gpu_worker.connectors.vllm.kv_hints import hints_of
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.settings import TierSettings
@@ -63,6 +67,7 @@ from kvstore.gpu_worker.connectors.vllm.tier_identity import (
     engine_under_construction,
     is_prefix_only,
     namespace_of_rows,
+    row_layout,
 )
 from kvstore.gpu_worker.connectors.vllm.weights import Known, Watch, executor_under_construction
 from kvstore.keys import ROOT
@@ -105,6 +110,8 @@ COUNTERS = {
     "loads_dropped": "Loads that failed at once: too many waited.",
     "blocks_saved": "Chunks saved out of rows of vLLM's memory.",
     "bytes_saved": "Bytes saved out of rows of vLLM's memory.",
+    "bytes_shared": "Bytes of those rows that need no saving: another rank's part of the row is the same.",
+    "replicas_differ": "Chunks not saved: ranks that should have the same KV have not.",
     "blocks_already": "Chunks that the store had already.",
     "blocks_refused": "Chunks not saved: the store had no room, was away or too slow.",
     "blocks_dropped": "Chunks not saved: too many rows waited to be, or they are of a time before a reset.",
@@ -161,6 +168,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
+    def __new__(cls, *_: Any, **__: Any) -> KVStoreTier:
+        """Raises Unsupported where vLLM would call it otherwise than it expects."""
+        check_interface(KVStoreTier, SecondaryTierManager)
+        tier: KVStoreTier = super().__new__(cls)
+        return tier
+
     def __init__(
         self,
         offloading_spec: OffloadingSpec,
@@ -175,8 +188,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self.locality = _locality(settings.locality)
         engine = engine_under_construction()
         row_bytes = self.block_size_bytes
-        name = functools.partial(namespace_of_rows, engine, offloading_spec, settings, row_bytes=row_bytes)
-        self._name: Callable[[bytes], NamespaceSpec] = lambda weights: name(weights=weights)
+        self._name: Callable[..., NamespaceSpec] = functools.partial(
+            namespace_of_rows, engine, offloading_spec, settings, row_bytes=row_bytes
+        )
         executor = executor_under_construction()
         self._watch = Watch(executor, name=settings.weights_digest) if executor is not None else None
         self._known: Known | None = None
@@ -189,10 +203,15 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         """Whether there were requests since vLLM's own memory was emptied."""
         self._base: NamespaceSpec | None = None
         self._spec: NamespaceSpec | None = None
-        self._name(bytes(32) if self._watch is not None else b"")  # whatever the weights are
+        self._name(weights=bytes(32) if self._watch is not None else b"")  # whatever the weights are
         self._settings = settings
         self._prefix = is_prefix_only(engine)
         self._groups = tuple(group.group_id for group in offloading_spec.config.groups)
+        self._kinds = (
+            groups_of(engine.kv_cache_config, blocks_per_chunk=offloading_spec.blocks_per_chunk)
+            if engine is not None
+            else []
+        )
         self._chunk_tokens = {
             group.group_id: group.tokens_per_block * offloading_spec.blocks_per_chunk
             for group in offloading_spec.config.groups
@@ -207,6 +226,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._announced: OrderedDict[OffloadKey, None] = OrderedDict()
 
         self._requests: dict[str, Inquiry] = {}
+        self._contexts: dict[str, ReqContext] = {}
         self._waiting: dict[str, Inquiry] = {}
         """Those that have asked and are not computed yet."""
         self._hinted: dict[str, float] = {}
@@ -225,7 +245,13 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             timeout_s=settings.connect_ms / 1000,
             staging_bytes=max(STAGING_BYTES_MIN, 2 * row_bytes),
         )
-        self._rows = Rows(primary_kv_view, _file_of(offloading_spec, primary_kv_view.nbytes))
+        layout = row_layout(engine, offloading_spec, row_bytes)
+        self._rows = Rows(
+            primary_kv_view,
+            _file_of(offloading_spec, primary_kv_view.nbytes),
+            copies=layout.copies,
+            part_bytes=layout.part_bytes,
+        )
         self._askers = Crew("kv-ask", threads=ASK_THREADS, waiting_max=WAITING_MAX)
         self._loaders = Crew("kv-load", threads=LOAD_THREADS, waiting_max=WAITING_MAX)
         self._savers = Crew("kv-save", threads=SAVE_THREADS, waiting_max=WAITING_MAX)
@@ -247,7 +273,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._finished: list[JobResult] = []
         """Not told yet."""
         if self._watch is None:
-            self._base = self._spec = self._name(b"")
+            self._base = self._spec = self._name(weights=b"")
             self._link.open(self._spec)
         self._mind_weights()
 
@@ -286,7 +312,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             return
         # Rows that are being saved are of the weights before; what is being loaded is too.
         self._drain(now)
-        base = self._name(self._known.digest) if self._known is not None else None
+        known = self._known
+        base = self._name(weights=known.digest, scales=known.scales) if known is not None else None
         self._base, self._spec = base, None
         self._mixed = self._used or bool(self._requests)
         if self._mixed:
@@ -334,9 +361,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         if self._closed or self._spec is None or not 0 < len(key) <= KEY_BYTES_MAX:
             return LookupResult.MISS
         inquiry = self._inquiry(req_context.req_id)
-        verdict = inquiry.verdict(ChunkKey(key), time.monotonic(), keys_max=self._rows.count)
+        # Of several groups, what of all that is needed is decided once all was asked about.
+        keys_max = self._rows.count * (1 if self._prefix else max(1, len(self._kinds)))
+        verdict = inquiry.verdict(ChunkKey(key), time.monotonic(), keys_max=keys_max)
         if inquiry.begun is not None:
             self._waiting[inquiry.name] = inquiry
+            self._contexts[inquiry.name] = req_context
         if verdict is Verdict.MISS:
             self._lost([key])
         return VERDICTS[verdict]
@@ -355,7 +385,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 inquiry.again()
         now = time.monotonic()
         for name, inquiry in self._waiting.items():
-            inquiry.ask(now, prefix=self._prefix)
+            inquiry.ask(now, prefix=self._prefix, needed=self._needed(name, inquiry))
             inquiry.tick(now)
             assert inquiry.begun is not None, inquiry
             due = self._hinted.get(name, inquiry.begun + HINT_AFTER_S - HINT_AGAIN_S) + HINT_AGAIN_S
@@ -364,6 +394,17 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 self._hinted[name] = now
         self._board.flush()
         self._orders.flush()
+
+    def _needed(self, name: str, inquiry: Inquiry) -> Needed | None:
+        """Of several groups, or one with a window, a request needs a part only."""
+        if self._prefix or not self._kinds or not inquiry.new:
+            return None
+        context = self._contexts[name]
+        places = {
+            key: (get_offload_group_idx(OffloadKey(key)), _position(context, OffloadKey(key)))
+            for key in inquiry.new
+        }
+        return functools.partial(needed, self._kinds, places, keys_max=self._rows.count)
 
     def _waits_no_more(self, name: str) -> None:
         if (inquiry := self._waiting.pop(name, None)) is not None:
@@ -379,6 +420,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         name = req_context.req_id
         self._waits_no_more(name)
         self._requests.pop(name, None)
+        self._contexts.pop(name, None)
         seen = self._begun.pop(name, None)
         stale = name in self._stale
         self._stale.discard(name)
@@ -498,7 +540,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             success=transfer.complete,
             successful_keys=successful,
             transfer_time=time.monotonic() - transfer.begun,
-            transfer_bytes=count * self._rows.row_bytes,
+            transfer_bytes=count * self._rows.chunk_bytes,
         )
 
     @harmless(lambda: None)

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
+from kvstore.client import connect
 from kvstore.errors import StoreError, Unavailable
 from kvstore.gpu_worker.compute_or_load import Line
 from kvstore.gpu_worker.connectors.offload import Crew, RowLoader, Rows, RowSaver, Tally, Transfer
@@ -42,6 +43,24 @@ def tier_settings(transfer: Any) -> TierSettings | None:
         if (tier.get("type"), tier.get("module_path")) == (TIER, MODULE):
             return TierSettings.of({name: value for name, value in tier.items() if name not in OURS})
     return None
+
+
+def row_room(config: Any, row_bytes: int) -> str:
+    """How much vLLM's own host memory holds."""
+    given = int(config.kv_transfer_config.kv_connector_extra_config.get("cpu_bytes_to_use") or 0)
+    return f"; vLLM's own memory of {given / (1 << 30):.3g} GiB holds {given // max(1, row_bytes):,} rows"
+
+
+def daemon_room(run_dir: str, rate: float, timeout_s: float) -> str:
+    """How many tokens the daemon holds, at so many bytes a token. Raises StoreError."""
+    with connect(run_dir, timeout_s=timeout_s) as client:
+        reply = client.stats(timeout_s=timeout_s)
+    rooms = [("DRAM", reply.arena.bytes)]
+    if reply.ssd.bytes:
+        rooms.append(("SSD", reply.ssd.bytes))
+    return "the daemon's " + ", ".join(
+        f"{name} of {given / (1 << 30):.3g} GiB {given / max(1.0, rate):,.0f} tokens" for name, given in rooms
+    )
 
 
 def round_trip(config: Any, cache: KVCacheConfig, settings: TierSettings, timeout_s: float) -> str:

@@ -16,14 +16,17 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from kvstore.errors import ConfigError, Unsupported
+from kvstore.gpu_worker.connectors.offload import Group
+from kvstore.gpu_worker.connectors.vllm.groups import groups_of, tp_replicas
 from kvstore.gpu_worker.connectors.vllm.identity import (
     check_comparable,
     describe_backend,
     hash_protocol,
+    scales_digest,
     vllm_version,
     weights_digest,
 )
@@ -58,9 +61,14 @@ def engine_under_construction() -> Engine | None:
     return None
 
 
-def check_engine(engine: Engine) -> None:
-    """Raises Unsupported or ConfigError, naming the vLLM setting that stands in the way."""
-    config = engine.config
+def check_engine(engine: Engine, blocks_per_chunk: int = 1) -> list[Group]:
+    """What is stored, by group. Raises Unsupported or ConfigError, naming the vLLM setting that stands in the way."""
+    check_engine_settings(engine.config)
+    return groups_of(engine.kv_cache_config, blocks_per_chunk=blocks_per_chunk)
+
+
+def check_engine_settings(config: Any) -> None:
+    """As `check_engine`, before anything is known of the groups."""
     check_comparable(config)
     if config.lora_config is not None:
         raise Unsupported(
@@ -75,13 +83,33 @@ def check_engine(engine: Engine) -> None:
             field="parallel_config.nnodes",
             value=config.parallel_config.nnodes,
         )
-    for group in engine.kv_cache_config.kv_cache_groups:
-        if not isinstance(group.kv_cache_spec, AttentionSpec):
-            raise Unsupported(
-                "only layers with attention are supported, so far",
-                field="kv_cache_config.kv_cache_groups",
-                value=type(group.kv_cache_spec).__name__,
-            )
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where in a row each shard of its chunk is (see offload.Rows)."""
+
+    part_bytes: int
+    copies: tuple[tuple[int, ...], ...]
+
+    @property
+    def replicas(self) -> int:
+        return len(self.copies[0])
+
+
+def row_layout(engine: Engine | None, offloading: OffloadingSpec, row_bytes: int) -> RowLayout:
+    """vLLM's rows have a part for each rank, in order; where it has not joined equal ones itself, the store does."""
+    given = offloading.config
+    parts, part_bytes = given.parallel.world_size, getattr(offloading, "cpu_page_size_per_worker", 0)
+    joined = offloading.replicated_layout or given.canonical_layout
+    if engine is None or joined or parts < 2 or not 0 < parts * part_bytes <= row_bytes:
+        return RowLayout(row_bytes, ((0,),))
+    replicas = tp_replicas(engine.config, engine.kv_cache_config)
+    if replicas < 2 or parts % replicas:
+        return RowLayout(row_bytes, ((0,),))
+    starts = [number * part_bytes for number in range(parts)]
+    copies = tuple(tuple(starts[first : first + replicas]) for first in range(0, parts, replicas))
+    return RowLayout(part_bytes, copies)
 
 
 def is_prefix_only(engine: Engine | None) -> bool:
@@ -103,10 +131,12 @@ def namespace_of_rows(
     *,
     row_bytes: int,
     weights: bytes,
+    scales: bytes = b"",
 ) -> NamespaceSpec:
-    """`weights`: digest of those that all ranks hold (weights.Known); b"" where vLLM does not show its ranks. Raises
-    Unsupported, ConfigError, BadRequest."""
+    """`weights`, `scales`: digests of those that all ranks hold (weights.Known); b"" where vLLM does not show its
+    ranks. Raises Unsupported, ConfigError, BadRequest."""
     given = offloading.config
+    rows = row_layout(engine, offloading, row_bytes)
     layout = {
         "row_bytes": row_bytes,
         "blocks_per_chunk": given.cache.blocks_per_chunk,
@@ -117,13 +147,14 @@ def namespace_of_rows(
         "kv_cache_layout": given.kv_cache_layout,
         "canonical": given.canonical_layout,
         "replicated": bool(offloading.replicated_layout),
+        "copies": rows.copies,
         "parallel": [
             *(given.parallel.world_size, given.parallel.tp_size, given.parallel.pp_size),
             *(given.parallel.pcp_size, given.parallel.dcp_size),
         ],
     }
     if engine is not None and (weights or settings.weights_digest):
-        check_engine(engine)
+        groups = check_engine(engine, offloading.blocks_per_chunk)
         specs = [group.kv_cache_spec for group in engine.kv_cache_config.kv_cache_groups]
         layout["specs"] = [repr(spec) for spec in specs]
         model = engine.config.model_config.hf_config.model_type
@@ -131,7 +162,7 @@ def namespace_of_rows(
         dtype = str(engine.config.cache_config.cache_dtype)
         digest = weights_digest(engine.config, Settings(weights_digest=settings.weights_digest), weights)
         protocol = hash_protocol(engine.config.cache_config.prefix_caching_hash_algo, os.environ)
-        latent = all(isinstance(spec, MLAAttentionSpec) for spec in specs)
+        latent = all(group.kind == "latent" for group in groups)
     else:
         # Whoever names the weights answers for everything that decides what KV comes out.
         if not settings.weights_digest:
@@ -156,12 +187,14 @@ def namespace_of_rows(
         groups=(
             GroupSpec(
                 name=GROUP,
-                shard_bytes=row_bytes,
+                shard_bytes=rows.part_bytes,
+                shard_count=len(rows.copies),
                 kind=GroupKind.LATENT if latent else GroupKind.FULL,
                 position_rule="engine",
             ),
         ),
         weights_epoch=settings.weights_epoch,
+        kv_scales_digest=scales_digest(engine.config, scales) if engine is not None else b"",
         hash_protocol=protocol,
         tensor_parallel=given.parallel.tp_size,
         pipeline_parallel=given.parallel.pp_size,
@@ -174,7 +207,10 @@ def namespace_of_rows(
 def _backend(engine: Engine, specs: list[Any]) -> str:
     groups = engine.kv_cache_config.kv_cache_groups
     names = [name for group in groups for name in group.layer_names]
-    described = describe_backend(engine.config, names, specs)
+    # A state's element type is part of its spec; kernels pack attention only.
+    described = describe_backend(
+        engine.config, names, [spec for spec in specs if not isinstance(spec, MambaSpec)]
+    )
     if described.startswith("none"):
         # The model is in other processes. They choose by device and by what they are told, and so do all like them.
         chosen = hashlib.sha256(repr(engine.config.attention_config).encode()).hexdigest()[:16]

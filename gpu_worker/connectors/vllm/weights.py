@@ -66,6 +66,8 @@ class Known:
     digest: bytes
     generations: dict[int, int]
     """By rank."""
+    scales: bytes = b""
+    """Digest of the factors by which their KV is quantised: 16 bytes; b"": not known."""
 
 
 class Watch:
@@ -142,7 +144,10 @@ class Watch:
         self._complaint = ""
         if anew:
             log.info("weights %s, read in %.1f s", state.hexdigest()[:16], time.monotonic() - begun)
-        return Known(state.digest(), {rank.rank: rank.generation for rank in ranks})
+        scales = b"".join(rank.scales for rank in ranks)
+        if scales:
+            scales = hashlib.blake2b(scales, digest_size=16, person=b"kvs.vllm.scales").digest()
+        return Known(state.digest(), {rank.rank: rank.generation for rank in ranks}, scales)
 
     def poll(self, known: Known) -> None:
         """Asks the ranks whether something changed without a call; then it has `moved`."""

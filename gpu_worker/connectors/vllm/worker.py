@@ -13,8 +13,9 @@ import torch
 
 from kvstore.gpu_worker.connectors.vllm.blocks import PagedBlocks
 from kvstore.gpu_worker.connectors.vllm.events import events_wanted
+from kvstore.gpu_worker.connectors.vllm.groups import tp_replicas
 from kvstore.gpu_worker.connectors.vllm.held import Held, held_by
-from kvstore.gpu_worker.connectors.vllm.identity import backend_of, group_of, replicas_of, vllm_version
+from kvstore.gpu_worker.connectors.vllm.identity import backend_of, group_of, vllm_version
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.loader import LayerLoad, Loader
 from kvstore.gpu_worker.connectors.vllm.metadata import (
@@ -72,7 +73,7 @@ class WorkerSide:
         group = group_of(self._kv_cache_config)
         self.blocks = PagedBlocks(tensors, group.layer_names, self._kv_cache_config.num_blocks)
         parallel = self._config.parallel_config
-        replicas = replicas_of(self._config, self._kv_cache_config)
+        replicas = tp_replicas(self._config, self._kv_cache_config)
         self.layout = RankLayout(
             backend_of(self._config, self._kv_cache_config), tuple(self.blocks.shapes), replicas
         )

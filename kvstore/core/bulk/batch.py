@@ -23,6 +23,7 @@ from kvstore.core.chunks import (
     COMMITTED,
     DOOMED,
     HITS_MAX,
+    KEPT,
     LISTED,
     NONE,
     QUEUED,
@@ -81,8 +82,15 @@ def look_up(
 @equals("state.State.is_usable")
 def usable_leading(state: State, namespace: Namespace, rows: Sequence[int]) -> int:
     """How many of these, from the first, `State.is_usable`; NONE is not."""
+    first_hole = usable_each(state, namespace, rows).find(0)
+    return len(rows) if first_hole < 0 else first_hole
+
+
+@equals("state.State.is_usable")
+def usable_each(state: State, namespace: Namespace, rows: Sequence[int]) -> bytes:
+    """Of each of these whether `State.is_usable`, 1 or 0; NONE is not."""
     if not state.chunks.rows_ever:
-        return 0
+        return bytes(len(rows))
     view = state.chunks.views
     which = as_rows(rows)
     flags = view.flags[which]
@@ -91,7 +99,7 @@ def usable_leading(state: State, namespace: Namespace, rows: Sequence[int]) -> i
     if state.disk_state is not DiskState.OFF:
         usable |= flags & (STORED | DOOMED) == STORED
     usable &= which != NONE
-    return len(rows) if usable.all() else int(usable.argmin())
+    return bytes(usable.astype(np.uint8))
 
 
 @equals("state.State.extent")
@@ -412,8 +420,8 @@ def _take_out(
         state.jobs.lost_many(victims)
         view.shard_checksum[shard_rows] = 0
         view.shard0[gone] = NONE
+        view.flags[gone] &= ~np.uint16(KEPT)
         view.reason[gone] = Reason.EVICTED
-        view.used_at[gone] = state.now
         state.counters["chunks_evicted"] += len(victims)
     return index, slots
 

@@ -47,6 +47,7 @@ def forget_oldest(state: State, count: int) -> None:
     view.maker[which] = NONE
     view.namespace[which] = NONE
     view.hits[which] = 0
+    view.history[which] = 0
     view.tokens[which] = 0
     view.flags[which] = 0
     view.reason[which] = Reason.NEVER_SEEN

@@ -58,9 +58,9 @@ def changed(
         resident = (view.ready[rows] == namespace.shards) & (view.shard0[rows] != NONE)
         stored = ~resident & (view.flags[rows] & STORED != 0)
         dram, ssd = _lists(namespace)
-        kept = _ranked(chunks, dram, rows, resident)
+        kept = _ranked(policy, chunks, dram, rows, resident)
         _order(dram, now, ranks, mine[kept])
-        kept = _ranked(chunks, ssd, rows, stored)
+        kept = _ranked(policy, chunks, ssd, rows, stored)
         if len(kept):
             on_ssd.setdefault(id(ssd), (ssd, []))[1].append(mine[kept])
     for candidates, parts in on_ssd.values():
@@ -72,13 +72,15 @@ def _lists(namespace: Namespace) -> tuple[ByNeed, ByNeed]:
     return cast("ByNeed", namespace.dram), cast("ByNeed", namespace.ssd)
 
 
-def _ranked(chunks: ChunkTable, candidates: ByNeed, rows: Rows, which: npt.NDArray[np.bool_]) -> Rows:
+def _ranked(
+    policy: Hints, chunks: ChunkTable, candidates: ByNeed, rows: Rows, which: npt.NDArray[np.bool_]
+) -> Rows:
     """Take those of `rows` that are `which` and listed out of the recency list; where they stand in `rows`."""
     view = chunks.views
     listed = which & (view.flags[rows] & LISTED != 0)
     new = rows[listed & (view.flags[rows] & RANKED == 0)]
     if len(new):
-        batch.unlink(chunks, candidates.recency, new)
+        policy.unlink_many(candidates, new)
         view.flags[new] |= np.uint16(RANKED | LISTED)
     return np.flatnonzero(listed)
 

@@ -72,7 +72,7 @@ class Hints(Lru):
             ranked(candidates).remove(row)
             chunks.flags[row] = flags & ~(RANKED | LISTED)
         elif flags & LISTED:
-            chunks.unlink(cast("ByNeed", candidates).recency, row)
+            self.unlink(candidates, row)
 
     def remove_many(self, candidates: Candidates, rows: Rows) -> None:
         mine = self._chunks.views.flags[rows] & RANKED != 0
@@ -81,7 +81,15 @@ class Hints(Lru):
                 self.remove(candidates, row)
             rows = rows[~mine]
         if len(rows):
-            super().remove_many(candidates, rows)
+            self.unlink_many(candidates, rows)
+
+    def unlink(self, candidates: Candidates, row: int) -> None:
+        """`row`, listed among what no job needs, leaves."""
+        self._chunks.unlink(cast("ByNeed", candidates).recency, row)
+
+    def unlink_many(self, candidates: Candidates, rows: Rows) -> None:
+        """`unlink` for each."""
+        batch.unlink(self._chunks, cast("ByNeed", candidates).recency, rows)
 
     def forget(self, row: int) -> None:
         self.rank.pop(row, None)
@@ -168,7 +176,7 @@ class Hints(Lru):
         else:
             return
         if not flags & RANKED:
-            chunks.unlink(cast("ByNeed", candidates).recency, row)
+            self.unlink(candidates, row)
         self._rank(ranked(candidates), row)
 
     def change_ranks(

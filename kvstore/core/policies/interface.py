@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from math import inf
 from operator import itemgetter
 from typing import ClassVar
 
@@ -41,6 +42,10 @@ class Policy(ABC):
         self.rank: dict[int, int] = {}
         """By chunk row, of what the queue needs: the lowest is needed first (see `core.jobs`). Others may look,
         `set_ranks` and `change_ranks` alone change it."""
+        self.now: Millis = 0
+        """Of the step that is going on."""
+        self.lives_min = 0
+        """A policy that learns goes by recency until it has seen so many chunks being saved or used."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.rank)} chunks ranked)"
@@ -58,8 +63,8 @@ class Policy(ABC):
 
     @abstractmethod
     def add_last(self, candidates: Candidates, row: int) -> None:
-        """`row`, listed nowhere, goes after all others that are there now, unless a queued job needs any of these
-        later, or none needs it."""
+        """`row`, listed nowhere, left the tier above. By recency it goes after all others that are there now, unless a
+        queued job needs any of these later, or none needs it; another policy may know better."""
 
     def add_last_many(self, candidates: Candidates, rows: Rows) -> None:
         """`add_last` for each, one after the other."""
@@ -80,11 +85,27 @@ class Policy(ABC):
         for row in rows.tolist():
             self.remove(candidates, row)
 
+    def pass_over(self, candidates: Candidates, row: int) -> None:
+        """`row`, which no queued job needs, is the next victim, and must stay: the others go before it."""
+        self.remove(candidates, row)
+        self.add_last(candidates, row)
+
+    def opened(self, namespace: Namespace) -> None:  # noqa: B027
+        """A namespace is new."""
+
+    def closed(self, namespace: NamespaceId) -> None:  # noqa: B027
+        """It holds nothing any more, and its number is not used again."""
+
+    def used(self, rows: Sequence[int]) -> None:  # noqa: B027
+        """Somebody uses these rows of one namespace now, which the store has; `used_at` still says when they were used
+        before."""
+
     def came_back(self, row: int) -> None:  # noqa: B027  # who has nothing to learn from it, says nothing
-        """The bytes of a ghost are about to be written again: `reason` still says why they went, and `used_at` when."""
+        """The bytes of a ghost are about to be written again: `reason` still says why they went, and
+        `used_at` when they were last used."""
 
     def used_elsewhere(self, row: int) -> None:  # noqa: B027
-        """A ghost was used in its engine's own caches; `used_at` still says when it was used before, or went."""
+        """A ghost was used in its engine's own caches; `used_at` still says when it was used before."""
 
     def forget(self, row: int) -> None:  # noqa: B027
         """The row's bytes are gone, or its number is about to be reused. It is in no candidates any more."""
@@ -93,6 +114,27 @@ class Policy(ABC):
         """`forget` for each."""
         for row in rows:
             self.forget(row)
+
+    # ---------------------------------------------------------------------------------------------------- admission
+
+    def admitted(
+        self, namespace: Namespace, rows: Sequence[int], parent: int, tokens: Sequence[int], free: int
+    ) -> int:
+        """How many of the leading chunks that somebody is about to save are worth more than what goes for them, with
+        so many slots `free`. They stand in chain order, no queued job needs them, and nobody sees them now: `rows` are
+        ghosts, or NONE. `parent` is the row above the first, `tokens` how many each has."""
+        return len(rows)
+
+    def worth_of(self, row: int) -> float:
+        """Of a chunk that no queued job needs, in hits per slot and millisecond; what is not known is worth all."""
+        return inf
+
+    def least_worth(self, candidates: Candidates) -> float:
+        """Of the next victim that no queued job needs; none is worth nothing."""
+        return 0.0
+
+    def refused(self, rows: Sequence[int]) -> None:  # noqa: B027
+        """These ghosts were not admitted; `used_at` still says when they were used before, and is about to say now."""
 
     # ----------------------------------------------------------------------------------------------------- victims
 

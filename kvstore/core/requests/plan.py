@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import compress, repeat
 
 from kvstore.core.bulk import batch
 from kvstore.core.chunks import DOOMED, NONE, STORED
@@ -208,23 +208,35 @@ def _manifest(state: State, job: Job) -> Manifest | None:
 
 def look_up(
     state: State, namespace: Namespace, job: Job, manifest: Manifest | None
-) -> tuple[list[int], int, ChunkKey | None]:
-    """The chunks that the job will ask for and that can be had, up to the first that cannot, each once; how many were
-    looked at; and that first one, if there is one."""
+) -> tuple[list[int], int, Sequence[ChunkKey]]:
+    """The chunks that the job will ask for and that can be had, each once: of a chain up to the first that cannot, of a
+    manifest that is no chain all of them. How many were looked at; and those that are missed."""
     rows: Sequence[int]
     if job.keys:
         rows = list(map(namespace.index.get, job.keys, repeat(NONE)))
     elif manifest is not None:
         rows = manifest.rows
     else:
-        return [], 0, None
+        return [], 0, ()
     rows = rows[: PLACE_MAX + 1]
+    if manifest is not None and not manifest.exact:
+        each = usable_each(state, namespace, rows)
+        missed = dict.fromkeys(row for row, usable in zip(rows, each, strict=True) if not usable)
+        found = list(dict.fromkeys(compress(rows, each)))
+        return found, len(rows), list(dict.fromkeys(map(state.chunks.key.__getitem__, missed)))
     usable = usable_leading(state, namespace, rows)
-    stop = None
+    awaits: Sequence[ChunkKey] = ()
     if usable < len(rows):
-        stop = job.keys[usable] if job.keys else state.chunks.key[rows[usable]]
+        awaits = (job.keys[usable] if job.keys else state.chunks.key[rows[usable]],)
     found = list(dict.fromkeys(rows[:usable]))
-    return found, usable + (stop is not None), stop
+    return found, usable + len(awaits), awaits
+
+
+def usable_each(state: State, namespace: Namespace, rows: Sequence[int]) -> bytes:
+    """Of each of a manifest's chunks whether it can be had, 1 or 0."""
+    if len(rows) >= state.batch_min:
+        return batch.usable_each(state, namespace, rows)
+    return bytes(map(state.is_usable, rows))
 
 
 def usable_leading(state: State, namespace: Namespace, rows: Sequence[int]) -> int:

@@ -183,20 +183,29 @@ class Reads:
 
     def _used(self, namespace: Namespace, rows: Sequence[int]) -> None:
         state = self.state
+        many = len(rows) >= state.batch_min and batch.distinct(rows)
+        new = rows if many else list(dict.fromkeys(rows))
         if state.demanded:
             found = state.demanded.intersection(rows)
+            if found:  # that they were asked for has been noted
+                new = [row for row in new if row not in found]
             state.demanded -= found
             namespace.ssd_hits += len(found)
+        state.policy.used(new)
         if state.prefetched:
             found = state.prefetched.intersection(rows)
             state.prefetched -= found
             state.counters["prefetch_on_time"] += len(found)
-        self.count_use(namespace, rows)
+        self._count(namespace, rows, many=many)
 
     def count_use(self, namespace: Namespace, rows: Sequence[int]) -> None:
-        """`rows`, which are resident, were used now: by a lease, or in their engine's own caches."""
+        """`rows`, which are resident and named once each, were used now in their engine's own caches."""
+        self.state.policy.used(rows)
+        self._count(namespace, rows, many=len(rows) >= self.state.batch_min)
+
+    def _count(self, namespace: Namespace, rows: Sequence[int], *, many: bool) -> None:
         state = self.state
-        if len(rows) >= state.batch_min and batch.distinct(rows):
+        if many:
             batch.used(state, namespace, rows)
         else:
             self._used_each(namespace, rows)
@@ -214,6 +223,7 @@ class Reads:
 
     def count_use_of_cold(self, rows: Sequence[int]) -> None:
         """The same of rows that are on SSD alone."""
+        self.state.policy.used(rows)
         chunks = self.state.chunks
         for row in rows:
             chunks.used_at[row] = self.state.now

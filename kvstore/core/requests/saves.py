@@ -19,6 +19,7 @@ from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, NONE, STORED, TAIL, 
 from kvstore.core.cold_tier import ColdTier
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
+from kvstore.core.requests import admission
 from kvstore.core.requests.reads import clip_ttl, wanted_shards
 from kvstore.core.reservation import Copying, Reservation
 from kvstore.core.segments import Segments
@@ -132,11 +133,15 @@ class Saves:
         parents = event.parents or (event.parent, *event.keys[:-1])
         results: list[GrantResult] = []
         wanted = sum([namespace.slot_bytes[shard] for shard in shards])
-        new = self._new_keys(namespace, event.keys, shards)
+        refused = admission.refused(state, namespace, event, shards, counts)
+        new = {} if refused else self._new_keys(namespace, event.keys, shards)
         again = False
         for index, key in enumerate(event.keys):
             if index < len(results):
                 continue  # granted with those before
+            if index in refused:
+                results.append(GrantResult.FULL)
+                continue
             if index in new:
                 run = slice(index, new[index])
                 granted = self._grant_new(worker, namespace, reservation, event, run, parents, counts)
@@ -544,9 +549,16 @@ class Saves:
             answer = ev.Committed((CommitResult.ALREADY,) * len(ended.keys))
             if event.wait is Wait.VISIBLE:
                 return answer
-            self._tier.await_durable(event.ticket, namespace, ended.keys, answer)
+            self._await_durable(event.ticket, namespace, ended.keys, answer)
             return None
         raise self._has_ended(worker, event.reservation)
+
+    def _await_durable(
+        self, ticket: ev.Ticket, namespace: Namespace, keys: Sequence[ChunkKey], answer: ev.Committed
+    ) -> None:
+        rows = (namespace.index.get(key, NONE) for key in keys)
+        self.state.keep(row for row in rows if row != NONE and self.state.chunks.shard0[row] != NONE)
+        self._tier.await_durable(ticket, namespace, keys, answer)
 
     def _has_ended(self, worker: Worker, reservation_id: ReservationId) -> StoreError:
         """Why nothing can be done with it; a stranger's is not told from one that never was."""
@@ -608,7 +620,7 @@ class Saves:
         answer = ev.Committed(tuple(results))
         if wait is Wait.VISIBLE:
             return answer
-        self._tier.await_durable(ticket, namespace, keys, answer)
+        self._await_durable(ticket, namespace, keys, answer)
         return None
 
     def _mark_all_ready(

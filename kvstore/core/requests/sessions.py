@@ -68,20 +68,22 @@ class Sessions:
     def info(self, session: Session) -> ev.SessionInfo:
         """The session as it is now; no use of it."""
         entries = session.manifest.entries(self.state.chunks.key)
-        return ev.SessionInfo(session.name, session.version, entries, self._usable(session))
+        usable, beyond = self._usable(session)
+        return ev.SessionInfo(session.name, session.version, entries, usable, beyond)
 
-    def _usable(self, session: Session) -> int:
-        """Leading entries that are whole in some tier (invariant 6); none of an old epoch."""
-        if self.state.namespaces[session.namespace].retired:
-            return 0
+    def _usable(self, session: Session) -> tuple[int, bytes]:
+        """Leading entries that are whole in some tier (invariant 6), and of those behind, which are; none of an old
+        epoch."""
         state = self.state
         rows = session.manifest.rows
+        if state.namespaces[session.namespace].retired:
+            return 0, bytes(len(rows))
         if len(rows) >= state.batch_min:
-            return batch.usable_leading(state, state.namespaces[session.namespace], rows)
-        for index, row in enumerate(rows):
-            if not state.is_usable(row):
-                return index
-        return len(rows)
+            each = batch.usable_each(state, state.namespaces[session.namespace], rows)
+        else:
+            each = bytes(map(state.is_usable, rows))
+        first_hole = each.find(0)
+        return (len(rows), b"") if first_hole < 0 else (first_hole, each[first_hole:])
 
     # ------------------------------------------------------------------------------------------------------ writing
 
@@ -212,6 +214,7 @@ class Sessions:
         state = self.state
         sessions = state.sessions
         references.add(state, manifest.rows[same:])
+        state.keep(manifest.rows[same:])
         if old is None:
             if len(sessions.by_name) >= state.limits.sessions_max:
                 self._drop_oldest()
@@ -397,7 +400,7 @@ class Sessions:
             session.version,
             len(manifest),
             manifest.token_count,
-            self._usable(session),
+            self._usable(session)[0],
             resident * namespace.payload_bytes,
             state.now - session.used_at,
             len(manifest) * namespace.payload_bytes,

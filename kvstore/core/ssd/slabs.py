@@ -271,8 +271,7 @@ class Slabs:
                 state.evict_copy(row)
                 return Looking.FOUND
             mine = state.namespace_of(row).ssd
-            policy.remove(mine, row)
-            policy.add_last(mine, row)
+            policy.pass_over(mine, row)
             self._passed_over += 1
         return Looking.AGAIN
 

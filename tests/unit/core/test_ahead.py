@@ -230,7 +230,7 @@ def test_it_costs_no_hit_that_so_many_slots_less_would_not_cost() -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     dice = random.Random(seed)
-    world, worker, namespace = full_world(ahead_share_max=16 / SLOTS)
+    world, worker, namespace = full_world(ahead_share_max=16 / SLOTS, eviction="lru")
     whole, less = (OrderedDict.fromkeys(OLD[SLOTS - 1 - n] for n in range(SLOTS)) for _ in range(2))
     freed = hits = 0
     for _ in range(600):

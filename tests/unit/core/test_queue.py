@@ -120,6 +120,23 @@ def test_a_chunk_that_two_jobs_need_counts_once_and_for_the_nearer_one() -> None
     assert ends[0] == ends[1] == ends[2] < policy.rank[rows[3]] <= ends[3] < policy.rank[rows[4]] <= ends[4]
 
 
+@pytest.mark.parametrize("approximate", [False, True])
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("batch_min", [2, 1_000])
+def test_a_hole_ends_a_chain_and_hides_no_module(approximate: bool, lost: int, batch_min: int) -> None:
+    """A prompt of Prompt Cache needs each of its modules, whatever became of those before it."""
+    world, worker, namespace = start(batch_min=batch_min)
+    keys = chain("a", 3)
+    save(world, worker, namespace, "a", count=3)
+    world.append(worker, namespace, b"s", keys, approximate=approximate)
+    world.ask(ev.Forget, worker, namespace, b"", (keys[lost],))
+    assert publish(world, worker, namespace, hint("j", 0, session=b"s")).results == (ACCEPTED,)
+    index = world.store.state.namespaces[namespace].index
+    rank = world.store.state.policy.rank
+    needed = [key in index and index[key] in rank for key in keys]
+    assert needed == [number != lost if approximate else number < lost for number in range(3)]
+
+
 def test_a_chunk_that_a_job_names_twice_counts_once() -> None:
     world, worker, namespace = start()
     fourteen(world, worker, namespace)

@@ -49,6 +49,28 @@ def test_a_session_is_a_list_of_committed_chunks_with_a_version() -> None:
     assert world.session(worker, namespace, b"s") == second
 
 
+@pytest.mark.parametrize("batch_min", [2, 1_000])
+def test_a_hole_hides_no_later_entry(batch_min: int) -> None:
+    """Modules of Prompt Cache: in any order, with gaps between them and a partial one in the middle."""
+    world = World(batch_min=batch_min)
+    worker = world.join()
+    namespace = world.open(spec(), worker)
+    keys = chain("k", 5)
+    world.save(worker, namespace, keys)
+    tail = ChunkKey(b"tail")
+    world.save(worker, namespace, (tail,), token_counts=(2,))
+    entries = [ev.SessionEntry(key, 10 * place, 4, approximate=True) for place, key in enumerate(keys)]
+    entries.insert(2, ev.SessionEntry(tail, 14, 2, approximate=True))
+    info = world.ask(ev.UpdateSession, worker, namespace, b"s", 0, 0, tuple(entries))
+    assert (info.usable, info.usable_beyond) == (6, b"")
+    world.ask(ev.Forget, worker, namespace, b"", (keys[1], keys[3]))
+    info = world.session(worker, namespace, b"s")
+    assert (info.usable, info.usable_beyond) == (1, bytes([0, 1, 1, 0, 1]))
+    assert [(entry.first_token, entry.token_count) for entry in info.entries] == [
+        *((0, 4), (10, 4), (14, 2), (20, 4), (30, 4), (40, 4)),
+    ]
+
+
 def test_a_session_that_is_not_there_has_version_0() -> None:
     world, worker, namespace = started()
     assert world.session(worker, namespace, b"s") == ev.SessionInfo(b"s", 0, (), 0)

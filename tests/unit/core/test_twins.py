@@ -19,8 +19,20 @@ import pytest
 
 import kvstore.core.bulk
 from kvstore.core import events as ev
-from kvstore.core.bulk import HELPERS, TWINS, batch, ghosts, needed, recency, references, slots, table
+from kvstore.core.bulk import (
+    HELPERS,
+    TWINS,
+    batch,
+    cohorts,
+    ghosts,
+    needed,
+    recency,
+    references,
+    slots,
+    table,
+)
 from kvstore.core.chunks import DERIVED, DOOMED, LISTED, NONE, RANKED, STORED, TAIL, TRANSIENT, LinkedRows
+from kvstore.core.policies.expected import Expected
 from kvstore.core.policies.lists import Ranked
 from kvstore.core.requests.reads import lookup
 from kvstore.core.store import Store
@@ -261,6 +273,14 @@ def _(life: Life, bulk: bool) -> Any:
     return next(number for number, row in enumerate(rows) if row == NONE or not life.state.is_usable(row))
 
 
+@case("batch.usable_each")
+def _(life: Life, bulk: bool) -> Any:
+    rows = [*life.rows(), NONE]
+    if bulk:
+        return batch.usable_each(life.state, life.space, rows)
+    return bytes(row != NONE and life.state.is_usable(row) for row in rows)
+
+
 @case("batch.extents")
 def _(life: Life, bulk: bool) -> Any:
     rows, lengths = life.rows(life.resident), life.space.shard_bytes
@@ -419,6 +439,22 @@ def _(life: Life, bulk: bool) -> None:
     else:
         for row in rows:
             life.state.add_maker(row, MAKERS[0])
+
+
+@case("cohorts.used")
+def _(life: Life, bulk: bool) -> Any:
+    policy = Expected(life.chunks, NEVER)
+    policy.opened(life.space)
+    rows = life.rows()
+    policy.now = life.state.now
+    policy.used_each(rows[::2])
+    policy.now += 100
+    if bulk:
+        cohorts.used(policy, life.chunks, rows)
+    else:
+        policy.used_each(rows)
+    (book,) = policy.books
+    return book.lives, [(each.ended, [list(young) for young in each.young]) for each in book.ages]
 
 
 @case("ghosts.forget_oldest")

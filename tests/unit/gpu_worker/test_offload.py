@@ -53,8 +53,8 @@ COUNTERS = dict.fromkeys(
             "blocks_failed",
         ),
         *("loads_dropped", "blocks_saved", "bytes_saved", "blocks_already", "blocks_refused"),
-        *("blocks_dropped", "saves_dropped", "hints_published", "hints_refused"),
-        *("blocks_touched", "blocks_untold"),
+        *("blocks_dropped", "saves_dropped", "hints_published", "hints_refused", "bytes_shared"),
+        *("replicas_differ", "blocks_touched", "blocks_untold"),
     ),
     "",
 )
@@ -74,14 +74,16 @@ class Lease:
         self.backlog = Backlog(outcomes.count(Outcome.PENDING) * ROW_BYTES, 0, store.ssd_bytes_per_s)
         self.released = False
 
-    def copy_to(self, index: int, out: Any) -> bool:
-        key = self._keys[index]
+    def copy_many(self, pieces: Sequence[tuple[int, int, int, Any]]) -> bool:
         self._store.copying.set()
         assert self._store.may_copy.wait(BOUND_S)
-        if self.released or key in self._store.void:
-            out[:] = 0xEE  # as of a copy whose slot was reused under it
-            return False
-        np.copyto(out, np.frombuffer(self._store.chunks[key], np.uint8))
+        for index, shard, offset, out in pieces:
+            key = self._keys[index]
+            if self.released or key in self._store.void:
+                out[:] = 0xEE  # as of a copy whose slot was reused under it
+                return False
+            start = shard * len(out) + offset
+            np.copyto(out, np.frombuffer(self._store.chunks[key], np.uint8)[start : start + len(out)])
         return True
 
     def settled(self, timeout_s: float) -> tuple[int, ...]:
@@ -116,7 +118,7 @@ class Batch:
             for index in self.granted[store.staging :]:
                 self.results[index] = GrantResult.FULL
             self.granted = self.granted[: store.staging]
-        self._bytes = {index: np.zeros(ROW_BYTES, np.uint8) for index in self.granted}
+        self._bytes = {index: np.zeros(store.chunk_bytes, np.uint8) for index in self.granted}
         store.parents.update(zip(wanted, parents, strict=True))
 
     def __enter__(self) -> Batch:
@@ -125,10 +127,11 @@ class Batch:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def copy_from(self, index: int, source: Any) -> None:
+    def copy_many(self, pieces: Sequence[tuple[int, int, Any]]) -> None:
         assert self._staged
-        self._store.copied.append(index)
-        self._bytes[index][:] = source
+        for index, shard, source in pieces:
+            self._store.copied.append(index)
+            self._bytes[index][shard * len(source) : (shard + 1) * len(source)] = source
 
     def fill(self, region: Region, offsets: Sequence[int], *, timeout_s: float) -> None:
         assert not self._staged
@@ -136,8 +139,12 @@ class Batch:
         assert self._store.may_fill.wait(BOUND_S)
         if self._store.fill_error is not None:
             raise self._store.fill_error
-        for index, offset in zip(self.granted, offsets, strict=True):
-            self._bytes[index][:] = region.memory[offset : offset + ROW_BYTES]
+        shards = len(offsets) // max(1, len(self.granted))
+        part = self._store.chunk_bytes // max(1, shards)
+        for number, offset in enumerate(offsets):
+            target = self._bytes[self.granted[number // shards]]
+            start = number % shards * part
+            target[start : start + part] = region.memory[offset : offset + part]
 
     def commit(self, *, timeout_s: float) -> Any:
         if self._store.commit_error is None:
@@ -162,6 +169,7 @@ class Store:
 
     def __init__(self, memory: Any) -> None:
         self.client = self
+        self.chunk_bytes = ROW_BYTES
         self.chunks: dict[ChunkKey, bytes] = {}
         self.promoting: set[ChunkKey] = set()
         """PENDING at the first read, there at the next."""
@@ -194,6 +202,10 @@ class Store:
         self.filling = threading.Event()
         self.may_fill = _set()
         self._memory = memory
+
+    def match(self, wanted: Sequence[ChunkKey], *, timeout_s: float) -> Any:
+        there = (Outcome.HIT if key in self.chunks else Outcome.MISS for key in wanted)
+        return type("Matched", (), {"outcomes": tuple(there)})
 
     def read(
         self,
@@ -267,13 +279,14 @@ def _set() -> threading.Event:
 class Rig:
     """Six rows; a crew of one thread for everything."""
 
-    def __init__(self, fd: int | None = 7, waiting_max: int = 8) -> None:
+    def __init__(self, fd: int | None = 7, waiting_max: int = 8, **layout: Any) -> None:
         self.memory = np.arange(6 * ROW_BYTES, dtype=np.uint32).astype(np.uint8)
         self.store = Store(self.memory)
         self.away = False
         self.tally = Tally(COUNTERS)
         self.crew = Crew("test", threads=1, waiting_max=waiting_max)
-        self.rows = Rows(memoryview(self.memory).cast("B", (6, ROW_BYTES)), fd)
+        self.rows = Rows(memoryview(self.memory).cast("B", (6, ROW_BYTES)), fd, **layout)
+        self.store.chunk_bytes = self.rows.chunk_bytes
         self.choice = ComputeOrLoad()
         self.lookups = Lookups(
             self.crew, self.opener, self.tally, self.choice, lambda wanted: TOKENS * len(wanted)
@@ -946,3 +959,55 @@ def test_copies_tell_how_fast_they_are(rig: Rig) -> None:
         rig.idle()
         inquiry.again()
     assert rig.choice.copy.known
+
+
+@pytest.mark.parametrize("fd", [7, None])
+def test_what_ranks_share_is_stored_once(fd: int | None) -> None:
+    """Four parts of a row, two and two the same; of one row they are not, whatever the engine says."""
+    part = ROW_BYTES // 4
+    rig = Rig(fd, copies=((0, part), (2 * part, 3 * part)), part_bytes=part)
+    rows = rig.memory.reshape(6, 4, part)
+    rows[:, 1], rows[:, 3] = rows[:, 0], rows[:, 2]
+    rows[2, 3, 5] += 1
+    wanted = keys("a", "b", "c")
+    transfer = rig.save(wanted, [0, 1, 2])
+    rig.idle()
+    assert transfer.done == [True, True, False]
+    assert rig.store.chunks[wanted[0]] == rows[0, 0].tobytes() + rows[0, 2].tobytes()
+    assert wanted[2] not in rig.store.chunks
+    total = rig.tally.total
+    assert (total["replicas_differ"], total["blocks_refused"]) == (1, 1)
+    assert total["bytes_saved"] == total["bytes_shared"] == 2 * 2 * part
+
+    load = rig.transfer(wanted[:2], [4, 5])
+    rig.loader.start(load, [None, None], [])
+    rig.idle()
+    assert load.complete and rig.tally.total["bytes_loaded"] == 2 * 2 * part
+    assert (rows[4] == rows[0]).all() and (rows[5] == rows[1]).all()
+    _close(rig)
+
+
+def test_only_what_is_needed_is_pinned(rig: Rig) -> None:
+    wanted = keys("a", "b", "c", "d")
+    rig.store.chunks.update(dict.fromkeys(wanted[:3], bytes(ROW_BYTES)))
+    told: list[set[ChunkKey]] = []
+
+    def needed(there: Any) -> list[ChunkKey]:
+        told.append(set(there))
+        return wanted[1:2]
+
+    inquiry = rig.inquiry()
+    for key in wanted:
+        assert inquiry.verdict(key, 0.0, keys_max=9) is Verdict.WAIT
+    assert inquiry.new == tuple(wanted)
+    inquiry.ask(0.0, prefix=False, needed=needed)
+    rig.idle()
+    assert told == [set(wanted[:3])]
+    assert [inquiry.verdict(key, 0.0, keys_max=9) for key in wanted] == [
+        Verdict.MISS,
+        Verdict.HIT,
+        Verdict.MISS,
+        Verdict.MISS,
+    ]
+    assert inquiry.keys == (wanted[1],)
+    inquiry.scheduled()

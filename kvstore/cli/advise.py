@@ -1,0 +1,225 @@
+"""`kvctl advise`: what other sizes and policies would do for the live load. The daemon records (`kvctl record`), and
+shadow caches run here, in kvctl's own process: the daemon pays for the recording alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvstore.cli.admin import ask_admin
+from kvstore.cli.command import Command, number
+from kvstore.cli.output import note, say, say_json
+from kvstore.cli.simulate import byte_size, share_of
+from kvstore.cli.tables import share, size, table
+from kvstore.client import Client
+from kvstore.errors import BadRequest, Unavailable
+from kvstore.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from kvstore.replay.shadow import Shadows
+
+FACTORS = (0.5, 1.0, 1.5, 2.0, 4.0)
+"""Of the present DRAM."""
+POLL_S = 0.2
+SHOW_S = 10.0
+SECONDS = 60
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--seconds", type=number, default=SECONDS, metavar="N", help=f"how long to look (default: {SECONDS})"
+    )
+    parser.add_argument(
+        "--dram",
+        type=byte_size,
+        nargs="+",
+        default=[],
+        metavar="BYTES",
+        help="sizes (default: 0.5 to 4 times)",
+    )
+    parser.add_argument(
+        "--ssd", type=byte_size, metavar="BYTES", help="of the shadows (default: the daemon's)"
+    )
+    parser.add_argument("--policy", nargs="+", default=["hints"], metavar="NAME")
+    parser.add_argument(
+        "--share", type=share_of, default=0.1, metavar="SHARE", help="of the sessions, sampled (default: 0.1)"
+    )
+    parser.add_argument(
+        "--metrics-port", type=number, default=0, metavar="PORT", help="for Prometheus, while it looks"
+    )
+
+
+def advise(client: Client, options: argparse.Namespace) -> int:
+    from kvstore.core.policies import POLICIES
+
+    for name in options.policy:
+        if name not in POLICIES:
+            raise BadRequest(
+                "no such policy", field="--policy", value=name, remedy="known: " + ", ".join(POLICIES)
+            )
+    stats = client.stats()
+    dram, ssd = stats.arena.bytes, stats.ssd.bytes if options.ssd is None else options.ssd
+    gauges = _gauges(options.metrics_port) if options.metrics_port else None
+    with tempfile.TemporaryDirectory(prefix="kvctl-advise-") as folder:
+        path = os.path.join(folder, "trace")
+        ask_admin(client, "Record", admin_pb2.RecordRequest(path=path, seconds=options.seconds + 60))
+        note(f"kvctl: looking for {options.seconds} s; an interrupt ends it")
+        shadows = None
+        try:
+            shadows = _look(path, options, dram, ssd, gauges)
+        finally:
+            reply = ask_admin(client, "Record", admin_pb2.RecordRequest(stop=True))
+    if shadows is None or not shadows.sampled:
+        raise Unavailable(
+            f"{reply.lookups} lookups in {options.seconds} s: too few to say anything",
+            field="--seconds",
+            value=options.seconds,
+            remedy="look longer, or with a larger --share",
+        )
+    _tell(shadows, options, dram, reply.dropped)
+    return 0
+
+
+def _look(path: str, options: argparse.Namespace, dram: int, ssd: int, gauges: Any) -> Shadows | None:
+    """Feed what the daemon writes, as it comes, for the time that was asked for."""
+    from kvstore.replay.readers import Recorded
+    from kvstore.replay.shadow import Shadows, Size
+
+    sizes = [
+        Size(each, ssd, policy)
+        for policy in options.policy
+        for each in (options.dram or [int(factor * dram) for factor in FACTORS])
+    ]
+    if dram not in {each.dram_bytes for each in sizes}:
+        sizes.insert(0, Size(dram, ssd, options.policy[0]))
+    shadows: Shadows | None = None
+    readers: dict[int, Recorded] = {}
+    shown_at = time.monotonic()
+    for line in _lines(path, time.monotonic() + options.seconds):
+        if "n" not in line:
+            continue
+        reader = readers.setdefault(line["n"], Recorded())
+        turn = reader.take(line)
+        if line["n"] != 0:
+            continue  # shadows have one chunk size: that of the namespace that was seen first
+        if shadows is None:
+            shadows = Shadows(
+                sizes, chunk_tokens=reader.chunk_tokens, chunk_bytes=reader.chunk_bytes, share=options.share
+            )
+        if turn is not None:
+            shadows.feed(turn)
+        if gauges is not None and time.monotonic() - shown_at >= 1.0:
+            shown_at = time.monotonic()
+            _show(gauges, shadows)
+    if shadows is not None:
+        for turn in readers[0].rest():
+            shadows.feed(turn)
+        if gauges is not None:
+            _show(gauges, shadows)
+    return shadows
+
+
+def _lines(path: str, until: float) -> Iterator[dict[str, Any]]:
+    """Whole lines of a file that grows, until then, or an interrupt."""
+    rest = b""
+    with open(path, "rb") as file:
+        try:
+            while True:
+                data = file.read(1 << 20)
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    yield json.loads(line)
+                if not data:
+                    if time.monotonic() >= until:
+                        return
+                    time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            return
+
+
+def _gauges(port: int) -> Any:
+    try:
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+    except ImportError:
+        raise BadRequest(
+            "needs prometheus-client",
+            field="--metrics-port",
+            value=port,
+            remedy="pip install 'attnstore[daemon]'",
+        ) from None
+    registry = CollectorRegistry()
+    labels = ("dram_bytes", "ssd_bytes", "policy")
+    gauge = Gauge(
+        "kvstored_shadow_hit_ratio",
+        "Chunks that a store of this size would have served",
+        labels,
+        registry=registry,
+    )
+    start_http_server(port, addr="127.0.0.1", registry=registry)
+    return gauge
+
+
+def _show(gauge: Any, shadows: Shadows) -> None:
+    for wanted, result in shadows.results:
+        gauge.labels(str(wanted.dram_bytes), str(wanted.ssd_bytes), wanted.policy).set(result.hit_rate)
+
+
+def _tell(shadows: Shadows, options: argparse.Namespace, dram: int, dropped: int) -> None:
+    now = next(result for wanted, result in shadows.results if wanted.dram_bytes == dram)
+    rows: list[dict[str, Any]] = [
+        {
+            "policy": wanted.policy,
+            "dram_bytes": wanted.dram_bytes,
+            "ssd_bytes": wanted.ssd_bytes,
+            "hit_rate": result.hit_rate,
+            "hit_rate_dram": result.hits_dram / result.chunks if result.chunks else 0.0,
+            "gain": result.hit_rate - now.hit_rate,
+        }
+        for wanted, result in shadows.results
+    ]
+    if options.json:
+        say_json({"share": shadows.share, "turns": shadows.sampled, "dropped": dropped, "rows": rows})
+        return
+    say(
+        f"{shadows.sampled:,} turns of a sample of {share(shadows.share)} of the sessions"
+        + (f"; {dropped:,} lookups were not seen" if dropped else "")
+    )
+    say(
+        table(
+            ["policy", "DRAM", "SSD", "hits", "in DRAM", ""],
+            [
+                [
+                    row["policy"],
+                    size(row["dram_bytes"]),
+                    size(row["ssd_bytes"]),
+                    share(row["hit_rate"]),
+                    share(row["hit_rate_dram"]),
+                    _words(row, dram),
+                ]
+                for row in rows
+            ],
+        )
+    )
+
+
+def _words(row: dict[str, Any], dram: int) -> str:
+    """+64 GiB DRAM = +7 % of hits"""
+    more = row["dram_bytes"] - dram
+    if not more:
+        return "the size it has"
+    return f"{'+' if more > 0 else '-'}{size(abs(more))} DRAM = {100 * row['gain']:+.1f} % of hits"
+
+
+COMMANDS = (
+    Command(
+        "advise",
+        "what other sizes and policies would serve of the live load: shadow caches over a sample of it",
+        run=advise,
+        arguments=add_arguments,
+    ),
+)

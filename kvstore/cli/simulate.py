@@ -1,0 +1,352 @@
+"""`kvctl simulate` and `kvctl plan`: what would a store serve of a trace, and how large should it be? No daemon."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from kvstore.cli.command import Command, number
+from kvstore.cli.output import note, say, say_json
+from kvstore.cli.tables import share, size, table
+from kvstore.config import parse_setting
+from kvstore.errors import BadRequest, ConfigError
+
+if TYPE_CHECKING:
+    from kvstore.replay.hardware import Hardware, Model
+    from kvstore.replay.trace import Trace
+
+COMPUTED_ANEW = "recompute"
+"""In place of a policy, with --model: no store at all."""
+
+
+def byte_size(text: str) -> int:
+    try:
+        return int(parse_setting("dram_bytes", text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def share_of(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return value
+
+
+def option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
+    for kind in (int, float):
+        try:
+            return name, kind(value)
+        except ValueError:
+            continue
+    return name, value
+
+
+def _trace_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="TRACE", help="a trace file, .zst or not")
+    parser.add_argument(
+        "--format",
+        required=True,
+        metavar="NAME",
+        help="mooncake, agentic, sharegpt, azure, lmcache or recorded (kvctl record)",
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        type=option,
+        metavar="NAME=VALUE",
+        help="of the format's reader: sessions=9000, rate=1.0, seed=1, window=4096, chunk_tokens=256, ...",
+    )
+    parser.add_argument("--turns", type=number, default=0, metavar="N", help="only the first N turns")
+    parser.add_argument("--warm-up", type=number, default=0, metavar="N", help="turns that do not count")
+    parser.add_argument(
+        "--model", metavar="NAME", help="llama-13b, llama-65b, llama-70b, falcon-40b, mistral-7b"
+    )
+    parser.add_argument(
+        "--kv-bytes-per-token", type=byte_size, metavar="BYTES", help="of another model (default: 128K)"
+    )
+    parser.add_argument(
+        "--prefill-tokens-per-s", type=float, metavar="N", help="of the engine, measured; else from the model"
+    )
+    parser.add_argument("--ssd-rate", type=byte_size, metavar="BYTES", help="a second (default: 5 GB)")
+    parser.add_argument(
+        "--pcie-rate", type=byte_size, metavar="BYTES", help="a second and GPU (default: 26 GB)"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _trace_arguments(parser)
+    parser.add_argument(
+        "--dram", type=byte_size, nargs="+", default=[], metavar="BYTES", help="one or several sizes"
+    )
+    parser.add_argument("--ssd", type=byte_size, default=0, metavar="BYTES")
+    parser.add_argument(
+        "--hbm", type=byte_size, default=0, metavar="BYTES", help="the engine's own prefix cache"
+    )
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        default=["hints"],
+        metavar="NAME",
+        help="hints, lru, fifo, ... of the daemon; s3-fifo, gdsf, paper, belady as baselines; recompute",
+    )
+    parser.add_argument(
+        "--look-ahead",
+        type=number,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="turns that wait behind each; with --engine the queue itself tells",
+    )
+    parser.add_argument(
+        "--engine",
+        action="store_true",
+        help="with a serving engine around it: queue, time to first token, cost",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="hit rate against DRAM as a PNG")
+    parser.add_argument("--html", metavar="FILE", help="tables and plots as one page")
+
+
+def _read(options: argparse.Namespace) -> tuple[Trace, Model, Hardware]:
+    from kvstore.replay.hardware import MODELS, Hardware, Model
+    from kvstore.replay.readers import FORMATS, read_trace
+
+    if options.model and options.model not in MODELS:
+        raise BadRequest(
+            "no such model", field="--model", value=options.model, remedy="known: " + ", ".join(MODELS)
+        )
+    model = MODELS[options.model] if options.model else Model("other", 8e9, 131_072)
+    if options.kv_bytes_per_token:
+        model = dataclasses.replace(model, kv_bytes_per_token=options.kv_bytes_per_token)
+    if options.prefill_tokens_per_s:
+        model = model.faster(options.prefill_tokens_per_s)
+    hardware = Hardware()
+    if options.ssd_rate:
+        hardware = dataclasses.replace(hardware, ssd_bytes_per_s=options.ssd_rate)
+    if options.pcie_rate:
+        hardware = dataclasses.replace(hardware, pcie_bytes_per_s=options.pcie_rate)
+    settings = dict(options.option)
+    if options.format == "sharegpt":
+        settings.setdefault("window", model.window)
+    try:
+        trace = read_trace(options.trace, options.format, **settings)
+    except TypeError as error:
+        if options.format not in FORMATS or "keyword" not in str(error):
+            raise
+        raise BadRequest("no such option of this reader", field="--option", value=str(error)) from None
+    return trace.first(options.turns) if options.turns else trace, model, hardware
+
+
+def simulate(_: str, options: argparse.Namespace) -> int:
+    from kvstore.core.policies import POLICIES
+    from kvstore.replay.baselines import BASELINES, baseline
+    from kvstore.replay.engine import serve
+    from kvstore.replay.machine import replay
+    from kvstore.replay.report import as_row, line_plot, page, png, write
+
+    unknown = [name for name in options.policy if name not in (*POLICIES, *BASELINES, COMPUTED_ANEW)]
+    if unknown:
+        known = ", ".join(dict.fromkeys((*POLICIES, *BASELINES, COMPUTED_ANEW)))
+        raise BadRequest("no such policy", field="--policy", value=unknown[0], remedy=f"known: {known}")
+    trace, model, hardware = _read(options)
+    chunk_bytes = model.kv_bytes_per_token * trace.chunk_tokens
+    rows: list[dict[str, Any]] = []
+    for policy in options.policy:
+        for dram in options.dram or [1 << 37]:
+            for look_ahead in options.look_ahead if not options.engine else [0]:
+                dram_chunks, ssd_chunks = max(1, dram // chunk_bytes), options.ssd // chunk_bytes
+                if options.engine:
+                    if policy not in POLICIES and policy != COMPUTED_ANEW:
+                        note(f"kvctl: {policy} is a baseline, which no engine runs with: left out")
+                        continue
+                    served = serve(
+                        trace,
+                        model,
+                        hardware=hardware,
+                        dram_bytes=dram,
+                        ssd_bytes=options.ssd,
+                        hbm_bytes=options.hbm,
+                        policy="lru" if policy == COMPUTED_ANEW else policy,
+                        warm_up=options.warm_up,
+                        store=policy != COMPUTED_ANEW,
+                    )
+                    rows.append(as_row(served.result, chunk_bytes, served) | {"policy": policy})
+                elif policy in POLICIES:
+                    result = replay(
+                        trace,
+                        dram_chunks=dram_chunks,
+                        ssd_chunks=ssd_chunks,
+                        hbm_chunks=options.hbm // chunk_bytes,
+                        look_ahead=look_ahead,
+                        policy=policy,
+                        warm_up=options.warm_up,
+                        chunk_bytes=chunk_bytes,
+                        ssd_bytes_per_s=hardware.ssd_bytes_per_s,
+                        ssd_latency_ms=hardware.ssd_latency_ms,
+                    )
+                    rows.append(as_row(result, chunk_bytes))
+                elif policy in BASELINES:
+                    result = baseline(
+                        trace,
+                        policy,
+                        dram_chunks=dram_chunks,
+                        ssd_chunks=ssd_chunks,
+                        look_ahead=look_ahead,
+                        warm_up=options.warm_up,
+                        chunk_bytes=chunk_bytes,
+                    )
+                    rows.append(as_row(result, chunk_bytes) | {"policy": policy})
+    if options.plot or options.html:
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            name = row["policy"] + (
+                f", {row['look_ahead']} ahead" if row["look_ahead"] and not options.engine else ""
+            )
+            lines.setdefault(name, []).append((row["dram_bytes"] / (1 << 30), row["token_hit_rate"]))
+        title = f"{trace.name}: tokens served, by GiB of DRAM"
+        figure = line_plot(title, "DRAM, GiB", "share of prompt tokens", lines, log_x=True)
+        if options.plot:
+            write(options.plot, png(figure))
+        if options.html:
+            write(options.html, page(title, rows, [figure]))
+    if options.json:
+        say_json({"model": model.name, "chunk_bytes": chunk_bytes, "rows": rows})
+    else:
+        say(_as_table(rows, timed=options.engine))
+    return 0
+
+
+def _as_table(rows: list[dict[str, Any]], *, timed: bool) -> str:
+    head = [
+        "policy",
+        "ahead",
+        "DRAM",
+        "SSD",
+        "hits",
+        "in HBM",
+        "in DRAM",
+        "on SSD",
+        "tokens",
+        "sessions",
+        "SSD written",
+    ]
+    if timed:
+        head += ["first token", "95th", "GPU hours", "cost"]
+    lines: list[list[object]] = []
+    for row in rows:
+        line: list[object] = [
+            row["policy"],
+            row["look_ahead"],
+            size(row["dram_bytes"]),
+            size(row["ssd_bytes"]),
+            *(share(row[name]) for name in ("hit_rate", "hit_rate_hbm", "hit_rate_dram", "hit_rate_ssd")),
+            share(row["token_hit_rate"]),
+            share(row["session_hit_rate"]),
+            size(row["ssd_bytes_written"]),
+        ]
+        if timed:
+            line += [f"{row['first_token_mean_s']:.3f} s", f"{row['first_token_p95_s']:.3f} s"]
+            line += [f"{row['gpu_hours']:.2f}", f"${row['cost']:.2f}"]
+        lines.append(line)
+    return table(head, lines)
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    _trace_arguments(parser)
+    parser.add_argument(
+        "--target",
+        type=share_of,
+        default=0.9,
+        metavar="SHARE",
+        help="of the tokens that an endless store would serve (default: 0.9)",
+    )
+    parser.add_argument("--policy", default="hints", metavar="NAME")
+    parser.add_argument(
+        "--look-ahead", type=number, default=0, metavar="N", help="turns that wait behind each"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="the curve as a PNG")
+
+
+def plan(_: str, options: argparse.Namespace) -> int:
+    from kvstore.core.policies import POLICIES
+    from kvstore.replay.plan import plan as make_plan
+
+    if options.policy not in POLICIES:
+        raise BadRequest(
+            "no such policy", field="--policy", value=options.policy, remedy="known: " + ", ".join(POLICIES)
+        )
+    trace, model, hardware = _read(options)
+    made = make_plan(
+        trace,
+        model,
+        options.target,
+        hardware=hardware,
+        policy=options.policy,
+        look_ahead=options.look_ahead,
+        warm_up=options.warm_up,
+    )
+    if options.plot:
+        from kvstore.replay.report import line_plot, png, write
+
+        points = [(point.capacity_bytes / (1 << 30), point.hit_rate) for point in made.curve]
+        title = f"{trace.name}, {model.name}: tokens served, by capacity"
+        write(
+            options.plot,
+            png(line_plot(title, "GiB", "share of prompt tokens", {options.policy: points}, log_x=True)),
+        )
+    if options.json:
+        say_json(
+            dataclasses.asdict(made)
+            | {
+                "rcc_over_ccput": made.rcc_over_ccput,
+                "loading_beats_recomputing": {"dram": made.loading.dram_wins, "ssd": made.loading.ssd_wins},
+            }
+        )
+        return 0
+    load = made.loading
+    say(
+        "\n".join(
+            (
+                f"{trace.name}, {len(trace):,} turns, {model.name} ({size(model.kv_bytes_per_token)} a token):",
+                f"  an endless store serves {share(made.best)} of the prompts' tokens;"
+                f" wanted {share(made.target)} of that",
+                f"  DRAM {size(made.dram_bytes)}, SSD {size(made.ssd_bytes)}: {share(made.hit_rate)} of the tokens,"
+                f" {share(made.dram_share)} of the hits in DRAM when asked for"
+                + ("" if made.reached else "; THE TARGET IS NOT REACHED"),
+                f"  it costs ${made.cost_per_hour:.2f} an hour and spares GPU time for ${made.gpu_saved_per_hour:.2f}",
+                f"  {made.sessions_per_hour:,} distinct sessions an hour at most: CCpUT {size(made.ccput_bytes)},"
+                f" needed {share(made.rcc_over_ccput)} of it",
+                f"  1,000 tokens: computed in {1000 * load.recompute_s:.1f} ms, from DRAM {1000 * load.dram_s:.1f} ms,"
+                f" from SSD {1000 * load.ssd_s:.1f} ms: loading "
+                + ("pays from both" if load.ssd_wins and load.dram_wins else "")
+                + ("pays from DRAM alone" if load.dram_wins and not load.ssd_wins else "")
+                + ("does not pay" if not load.dram_wins else ""),
+                table(
+                    ["capacity", "tokens served", "of the best"],
+                    [[size(p.capacity_bytes), share(p.hit_rate), share(p.share_of_best)] for p in made.curve],
+                ),
+            )
+        )
+    )
+    return 0
+
+
+COMMANDS = (
+    Command(
+        "simulate",
+        "replay a trace through the store's own decisions: hit rates, time to first token, bytes, cost; no daemon",
+        run_alone=simulate,
+        arguments=add_arguments,
+    ),
+    Command(
+        "plan",
+        "how much DRAM and SSD a workload needs for a hit rate, and whether loading beats recomputing; no daemon",
+        run_alone=plan,
+        arguments=add_plan_arguments,
+    ),
+)

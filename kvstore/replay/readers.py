@@ -1,0 +1,393 @@
+"""Readers of published trace formats. Each takes a path, compressed with zstd (`.zst`) or not, and gives a `Trace`.
+
+    mooncake  JSON lines: timestamp (ms), input_length, output_length, hash_ids (prefix-chained blocks of 512 tokens)
+    agentic   JSON lines, a session each: requests with t (s), in, out and h = [[first block, count], ...], blocks local
+              to the session; sub-agents nested. Sessions have no start times: Poisson arrivals are drawn
+    sharegpt  JSON lines, a conversation each: turns = [[user tokens, assistant tokens], ...]. No times at all: Poisson
+              arrivals and think times are drawn (AttentionStore, section 4.1)
+    azure     CSV: TIMESTAMP, ContextTokens, GeneratedTokens; no sessions, so nothing is ever met again
+    lmcache   JSON lines: timestamp (us), session_id, input and output as text
+    recorded  what `kvctl record` had the daemon write (`server/recorder.py`)
+
+What is drawn comes from a seed, the same for all policies that are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import io
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from kvstore.errors import BadRequest
+from kvstore.replay.trace import Trace, Turn, numbers
+
+MOONCAKE_CHUNK_TOKENS = 512
+AGENTIC_BLOCK_TOKENS = 64
+CHUNK_TOKENS = 64
+SECONDS_PER_OUTPUT_TOKEN = 0.03
+THINK_MEDIAN_S = 40.0
+THINK_SIGMA = 1.0
+"""Of the logarithm: two thirds of all think times are between 0.37 and 2.7 times the median."""
+BYTES_PER_TOKEN = 4
+"""Of text of which nobody says how it is cut into tokens."""
+
+
+@contextlib.contextmanager
+def opened(path: str | Path) -> Iterator[IO[str]]:
+    """The file as text. Raises OSError; BadRequest where `zstandard` is missing."""
+    if str(path).endswith(".zst"):
+        try:
+            import zstandard
+        except ImportError:
+            raise BadRequest(
+                "is compressed with zstd",
+                field="trace",
+                value=str(path),
+                remedy="pip install 'attnstore[simulate]', or decompress it first",
+            ) from None
+        with open(path, "rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
+            yield io.TextIOWrapper(stream, "utf-8")
+    else:
+        with open(path, encoding="utf-8") as file:
+            yield file
+
+
+def _lines(path: str | Path, *needed: str) -> Iterator[dict[str, Any]]:
+    """Objects of a file of JSON lines that have these fields. Raises BadRequest with the line's number."""
+    with opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line)
+            except ValueError as error:
+                raise _malformed(path, number, f"is not JSON: {error}") from None
+            missing = [name for name in needed if not isinstance(found, dict) or name not in found]
+            if missing:
+                raise _malformed(path, number, f"has no {missing[0]}")
+            yield found
+
+
+def _spread(turns: list[Turn]) -> None:
+    """Turns with one time stand for a step of a coarse clock: they are spread evenly over it."""
+    start = step = 0
+    while start < len(turns):
+        end = start + 1
+        while end < len(turns) and turns[end].at_ms == turns[start].at_ms:
+            end += 1
+        step = turns[end].at_ms - turns[start].at_ms if end < len(turns) else step
+        for number in range(start, end):
+            turns[number].at_ms += step * (number - start) // (end - start)
+        start = end
+
+
+def _malformed(path: str | Path, number: int, why: str) -> BadRequest:
+    return BadRequest(
+        why, field=f"trace, line {number}", value=str(path), remedy="another --format? " + ", ".join(FORMATS)
+    )
+
+
+class Continued:
+    """Sessions of traces that name none: a session goes on where a prompt begins with chunks of its earlier ones, more
+    than one of them, for a system prompt in common makes no session."""
+
+    def __init__(self) -> None:
+        self._turns: dict[int, tuple[int, int]] = {}
+        """By chunk: whose it was last, and in which turn."""
+
+    def of(self, new: int, chunks: Sequence[int], whole: Sequence[int]) -> tuple[int, int]:
+        """(session, number of the turn in it); `new` names one that begins. `whole` chunks can be met again."""
+        known = next((n for n in range(len(chunks), 0, -1) if chunks[n - 1] in self._turns), 0)
+        session, before = self._turns[chunks[known - 1]] if known > 1 else (new, -1)
+        for chunk in whole:
+            self._turns[chunk] = (session, before + 1)
+        return session, before + 1
+
+
+def mooncake(path: str | Path, *, chunk_tokens: int = MOONCAKE_CHUNK_TOKENS) -> Trace:
+    """A session is not named: it is taken to go on where a prompt begins with all whole chunks of an earlier one. The
+    trace says nothing of the answer's chunks; they are met again as parts of later prompts."""
+    turns: list[Turn] = []
+    sessions = Continued()
+    for row in _lines(path, "timestamp", "input_length", "hash_ids"):
+        chunks = row["hash_ids"]
+        session, number = sessions.of(len(turns), chunks, chunks[: int(row["input_length"]) // chunk_tokens])
+        turns.append(
+            Turn(
+                int(row["timestamp"]),
+                numbers(chunks),
+                int(row["input_length"]),
+                int(row.get("output_length", 0)),
+                (),
+                session,
+                number,
+            )
+        )
+    trace = Trace("mooncake", chunk_tokens, turns)
+    _spread(trace.turns)
+    trace.note_history()
+    return trace
+
+
+def agentic(
+    path: str | Path,
+    *,
+    rate: float = 0.05,
+    seed: int = 1,
+    sessions: int = 0,
+    chunk_tokens: int = 512,
+) -> Trace:
+    """`rate`: sessions that begin in a second. `chunk_tokens`: so many blocks of 64 make a chunk; a chunk is named by
+    its last block, which stands for all before it."""
+    if chunk_tokens % AGENTIC_BLOCK_TOKENS:
+        raise BadRequest(
+            f"must be a multiple of {AGENTIC_BLOCK_TOKENS}", field="chunk_tokens", value=chunk_tokens
+        )
+    each = chunk_tokens // AGENTIC_BLOCK_TOKENS
+    chance = random.Random(seed)
+    begins = 0.0
+    turns: list[Turn] = []
+    next_session = 0
+    next_chunk = 0
+    for row in _lines(path, "requests"):
+        if sessions and next_session >= sessions:
+            break
+        begins += chance.expovariate(rate)
+        known: dict[int, int] = {}
+        todo = [(begins, next_session, row["requests"])]
+        while todo:
+            started, session, requests = todo.pop()
+            next_session = max(next_session, session + 1)
+            count = 0
+            for request in requests:
+                if "requests" in request:
+                    next_session += 1
+                    todo.append((started + float(request["t"]), next_session - 1, request["requests"]))
+                    continue
+                blocks = [first + n for first, run in request["h"] for n in range(run)]
+                ends = [*blocks[each - 1 :: each], *(blocks[-1:] if len(blocks) % each else ())]
+                chunks: list[int] = []
+                for end in ends:
+                    if end not in known:
+                        known[end] = next_chunk
+                        next_chunk += 1
+                    chunks.append(known[end])
+                turns.append(
+                    Turn(
+                        int((started + float(request["t"])) * 1000),
+                        numbers(chunks),
+                        int(request["in"]),
+                        int(request["out"]),
+                        (),
+                        session,
+                        count,
+                    )
+                )
+                count += 1
+    trace = Trace("agentic", chunk_tokens, turns)
+    trace.note_history()
+    return trace
+
+
+def sharegpt(
+    path: str | Path,
+    *,
+    sessions: int = 9_000,
+    rate: float = 1.0,
+    think_median_s: float = THINK_MEDIAN_S,
+    sigma: float = THINK_SIGMA,
+    seed: int = 1,
+    chunk_tokens: int = CHUNK_TOKENS,
+    window: int = 0,
+    invalidates: bool = False,
+) -> Trace:
+    """`rate` sessions begin in a second; the next turn comes 30 ms for each token of the answer later, and a think time
+    later: lognormal with the median `think_median_s`. `window` > 0: a conversation that outgrows so many tokens loses
+    the earlier half of them (section 3.4); `invalidates`: what is left has other positions, hence other chunks."""
+    chance = random.Random(seed)
+    begins = 0.0
+    turns: list[Turn] = []
+    next_chunk = 0
+    for session, row in enumerate(_lines(path, "turns")):
+        if sessions and session >= sessions:
+            break
+        begins += chance.expovariate(rate)
+        at_s = begins
+        chunks: list[int] = []
+        tokens = 0
+        think_s = -0.001
+        for number, (asked, answered) in enumerate(row["turns"]):
+            asked, answered = max(1, int(asked)), int(answered)
+            if window:
+                asked, answered = min(asked, window // 2), min(answered, window // 2)
+                while tokens + asked + answered > window and tokens:
+                    cut = min(window // 2 // chunk_tokens, len(chunks))
+                    tokens = max(0, tokens - cut * chunk_tokens) if cut else 0
+                    left = tokens // chunk_tokens
+                    chunks = chunks[cut:]
+                    if invalidates:
+                        chunks = list(range(next_chunk, next_chunk + left))
+                        next_chunk += left
+            history = len(chunks)
+            tokens += asked
+            prompt = tokens // chunk_tokens - len(chunks)
+            chunks += range(next_chunk, next_chunk + prompt)
+            next_chunk += prompt
+            tokens += answered
+            rest = tokens // chunk_tokens - len(chunks)
+            answer = range(next_chunk, next_chunk + rest)
+            next_chunk += rest
+            turns.append(
+                Turn(
+                    int(at_s * 1000),
+                    numbers(chunks),
+                    tokens - answered,
+                    answered,
+                    numbers(answer),
+                    session,
+                    number,
+                    history,
+                    int(think_s * 1000),
+                )
+            )
+            chunks += answer
+            think_s = chance.lognormvariate(math.log(think_median_s), sigma)
+            at_s += answered * SECONDS_PER_OUTPUT_TOKEN + think_s
+    return Trace("sharegpt", chunk_tokens, turns)
+
+
+def azure(path: str | Path, *, chunk_tokens: int = CHUNK_TOKENS) -> Trace:
+    turns: list[Turn] = []
+    start: datetime | None = None
+    next_chunk = 0
+    with opened(path) as file:
+        rows = csv.DictReader(line for line in file if line.strip())
+        for number, row in enumerate(rows, 2):
+            try:
+                at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+                asked, answered = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise _malformed(
+                    path, number, f"is not TIMESTAMP,ContextTokens,GeneratedTokens: {error}"
+                ) from None
+            start = start or at
+            count = asked // chunk_tokens
+            chunks = numbers(range(next_chunk, next_chunk + count))
+            next_chunk += count
+            turns.append(
+                Turn(int((at - start).total_seconds() * 1000), chunks, asked, answered, (), number - 2)
+            )
+    return Trace("azure", chunk_tokens, turns)
+
+
+def lmcache(path: str | Path, *, chunk_tokens: int = 16) -> Trace:
+    """Text is cut every four bytes: of a token only its place counts here."""
+    turns: list[Turn] = []
+    known: dict[bytes, int] = {}
+    sessions: dict[Any, tuple[int, int]] = {}
+    start: int | None = None
+    size = chunk_tokens * BYTES_PER_TOKEN
+    for row in _lines(path, "timestamp", "input", "session_id"):
+        at = int(row["timestamp"])
+        start = at if start is None else start
+        text, digest = str(row["input"]).encode(), b""
+        chunks: list[int] = []
+        for offset in range(0, len(text) - size + 1, size):
+            digest = hashlib.blake2b(digest + text[offset : offset + size], digest_size=16).digest()
+            chunks.append(known.setdefault(digest, len(known)))
+        session, number = sessions.get(row["session_id"], (len(sessions), 0))
+        sessions[row["session_id"]] = (session, number + 1)
+        turns.append(
+            Turn(
+                (at - start) // 1000,
+                numbers(chunks),
+                -(-len(text) // BYTES_PER_TOKEN),
+                len(str(row.get("output", "")).encode()) // BYTES_PER_TOKEN,
+                (),
+                session,
+                number,
+            )
+        )
+    trace = Trace("lmcache", chunk_tokens, turns)
+    trace.note_history()
+    return trace
+
+
+class Recorded:
+    """Turns out of the lines of a recording, of one namespace, as they come. A turn is whole when its worker begins the
+    next: what it saved in between, and did not ask for, is its answer."""
+
+    def __init__(self) -> None:
+        self.chunk_tokens = self.chunk_bytes = 0
+        """As of the last line."""
+        self._open: dict[int, Turn] = {}
+        self._count = 0
+        self._sessions = Continued()
+
+    def take(self, line: Mapping[str, Any]) -> Turn | None:
+        """The turn that this line ends, if it ends one."""
+        self.chunk_tokens, self.chunk_bytes = int(line["c"]), int(line["b"])
+        before = self._open.get(line["w"])
+        if "ask" not in line:
+            if before is not None:
+                known = {*before.chunks, *before.answer}
+                new = (chunk for chunk in line["save"] if chunk not in known)
+                before.answer = numbers([*before.answer, *new])
+            return None
+        chunks = line["ask"]
+        session, number = self._sessions.of(self._count, chunks, chunks)
+        self._open[line["w"]] = Turn(
+            int(line["t"]), numbers(chunks), len(chunks) * self.chunk_tokens, 0, (), session, number
+        )
+        self._count += 1
+        return before
+
+    def rest(self) -> list[Turn]:
+        """Those that nothing has ended."""
+        left = list(self._open.values())
+        self._open.clear()
+        return left
+
+
+def recorded(path: str | Path, *, namespace: int = -1) -> Trace:
+    """One `namespace` (its number in the file); -1: the one with most lookups. The file names no tokens: prompts count
+    as whole chunks."""
+    lines = [line for line in _lines(path) if "ask" in line or "save" in line]
+    counts = Counter(line["n"] for line in lines if "ask" in line)
+    chosen = counts.most_common(1)[0][0] if counts and namespace < 0 else namespace
+    reader = Recorded()
+    mine = [line for line in lines if line["n"] == chosen]
+    turns = [turn for turn in map(reader.take, mine) if turn is not None] + reader.rest()
+    if not turns:
+        raise BadRequest("holds no lookup of that namespace", field="trace", value=str(path))
+    trace = Trace("recorded", reader.chunk_tokens, turns)
+    trace.note_history()
+    return trace
+
+
+FORMATS: Mapping[str, Callable[..., Trace]] = {
+    "mooncake": mooncake,
+    "agentic": agentic,
+    "sharegpt": sharegpt,
+    "azure": azure,
+    "lmcache": lmcache,
+    "recorded": recorded,
+}
+
+
+def read_trace(path: str | Path, format: str, **options: Any) -> Trace:
+    """A trace file as the reader of `format` understands it; `options` are the reader's. Raises BadRequest, OSError."""
+    if format not in FORMATS:
+        raise BadRequest(
+            "no such format", field="format", value=format, remedy="known: " + ", ".join(FORMATS)
+        )
+    return FORMATS[format](path, **options)

@@ -1,0 +1,179 @@
+"""gRPC service PromptCache: schemas in and out. The tenant is that of the caller's identity.
+
+Reading a schema and writing its file take a thread, one for all, so that requests are carried out one after the other
+and neither a long schema nor a disk that hangs holds up the daemon's loop. A request waits CALL_TIMEOUT_S at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from google.protobuf.message import Message
+
+from kvstore import wire
+from kvstore.errors import BadRequest, DeadlineExceeded, Exhausted
+from kvstore.promptcache.markup import DOCUMENT_BYTES_MAX, NAME_LENGTH_MAX
+from kvstore.promptcache.schema import DIGEST_BYTES
+from kvstore.tiers.schema_files import SchemaFiles, Version
+from kvstore.transport.rpc import Context, Handlers
+from kvstore.transport.service import Service, time_left
+from kvstore.types import WorkerId
+from kvstore.v1 import promptcache_pb2 as pb
+
+PROMPT_CACHE_SERVICE = "kvstore.v1.PromptCache"
+CALL_TIMEOUT_S = 10.0
+WAITING_MAX = 64
+"""Requests for the thread."""
+DOCUMENT_NAME_MAX = 256
+
+
+class SchemaService:
+    def __init__(self, service: Service, files: SchemaFiles) -> None:
+        self._service = service
+        self._files = files
+        self._thread = OneThread()
+
+    def __repr__(self) -> str:
+        return f"SchemaService({self._files})"
+
+    def handlers(self) -> Handlers:
+        calls = {
+            "PutSchema": self._put,
+            "GetSchema": self._get,
+            "ListSchemas": self._list,
+            "RemoveSchema": self._remove,
+        }
+        return Handlers(
+            {
+                f"/{PROMPT_CACHE_SERVICE}/{name}": self._service.method(call, f"PromptCache/{name}")
+                for name, call in calls.items()
+            }
+        )
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    async def _put(self, caller: WorkerId, raw: bytes, context: Context) -> bytes:
+        self._service.check_not_draining()
+        message = wire.parse(pb.PutSchemaRequest, raw)
+        if not 1 <= len(message.text) <= DOCUMENT_BYTES_MAX:
+            raise BadRequest(
+                f"has 1 to {DOCUMENT_BYTES_MAX} bytes", field="text", value=f"{len(message.text)} bytes"
+            )
+        if len(message.document) > DOCUMENT_NAME_MAX:
+            raise BadRequest(
+                f"has at most {DOCUMENT_NAME_MAX} characters", field="document", value=message.document
+            )
+        tenant, document = self._tenant(caller), message.document or "schema"
+
+        def put() -> pb.PutSchemaReply:
+            version, added, warnings = self._files.put(tenant, message.text, document)
+            return pb.PutSchemaReply(
+                schema=self._to_proto(version), added=added, durable=self._files.durable, warnings=warnings
+            )
+
+        return await self._on_thread(put, context)
+
+    async def _get(self, caller: WorkerId, raw: bytes, context: Context) -> bytes:
+        message = wire.parse(pb.GetSchemaRequest, raw)
+        tenant, name, digest = self._tenant(caller), _name(message.name), _digest(message.digest)
+
+        def get() -> pb.GetSchemaReply:
+            version, text = self._files.get(tenant, name, digest)
+            return pb.GetSchemaReply(schema=self._to_proto(version), text=text)
+
+        return await self._on_thread(get, context)
+
+    async def _list(self, caller: WorkerId, raw: bytes, context: Context) -> bytes:
+        message = wire.parse(pb.ListSchemasRequest, raw)
+        tenant, name = self._tenant(caller), _name(message.name) if message.name else ""
+
+        def listed() -> pb.ListSchemasReply:
+            found = self._files.versions(tenant, name, all_versions=message.all_versions)
+            return pb.ListSchemasReply(schemas=map(self._to_proto, found))
+
+        return await self._on_thread(listed, context)
+
+    async def _remove(self, caller: WorkerId, raw: bytes, context: Context) -> bytes:
+        message = wire.parse(pb.RemoveSchemaRequest, raw)
+        tenant, name, digest = self._tenant(caller), _name(message.name), _digest(message.digest)
+        return await self._on_thread(
+            lambda: pb.RemoveSchemaReply(removed=self._files.remove(tenant, name, digest)), context
+        )
+
+    # ------------------------------------------------------------------------------------------------- helpers
+
+    def _tenant(self, caller: WorkerId) -> str:
+        return self._service.loop.store.state.worker(caller).tenant
+
+    def _to_proto(self, version: Version) -> pb.SchemaVersion:
+        return pb.SchemaVersion(
+            name=version.name,
+            digest=version.digest,
+            number=version.number,
+            bytes=version.bytes,
+            modules=version.modules,
+            current=self._files.is_current(version),
+        )
+
+    async def _on_thread(self, call: Callable[[], Message], context: Context) -> bytes:
+        done = self._thread.submit(call)
+        try:
+            async with asyncio.timeout(min(CALL_TIMEOUT_S, time_left(context))):
+                return await asyncio.wrap_future(done)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the disk, or requests before this one, took too long",
+                remedy="look what is there, and try again",
+            ) from None
+
+
+class OneThread:
+    """Carries out calls one after the other, WAITING_MAX of them at a time. It ends with the process: nobody waits for
+    a disk that hangs."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Message], Future[bytes]]] = queue.SimpleQueue()
+        self._room = threading.BoundedSemaphore(WAITING_MAX)
+        self._thread: threading.Thread | None = None
+
+    def submit(self, call: Callable[[], Message]) -> Future[bytes]:
+        """The reply, serialised. Raises Exhausted."""
+        if not self._room.acquire(blocking=False):
+            raise Exhausted(f"{WAITING_MAX} requests about schemas wait already", remedy="try again later")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvstored-schemas", daemon=True)
+            self._thread.start()
+        done: Future[bytes] = Future()
+        self._calls.put((call, done))
+        return done
+
+    def _run(self) -> None:
+        while True:
+            call, done = self._calls.get()
+            self._room.release()
+            if not done.set_running_or_notify_cancel():
+                continue  # whoever asked has gone
+            try:
+                done.set_result(call().SerializeToString())
+            except BaseException as problem:
+                done.set_exception(problem)
+
+
+def _name(name: str) -> str:
+    if not 1 <= len(name) <= NAME_LENGTH_MAX:
+        raise BadRequest(
+            f"has 1 to {NAME_LENGTH_MAX} characters{'' if name else '; it is missing'}",
+            field="name",
+            value=name,
+        )
+    return name
+
+
+def _digest(digest: bytes) -> bytes:
+    if len(digest) not in (0, DIGEST_BYTES):
+        raise BadRequest(f"has {DIGEST_BYTES} bytes or none", field="digest", value=digest)
+    return digest

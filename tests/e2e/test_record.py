@@ -1,0 +1,129 @@
+"""`kvctl record`: a real daemon writes a trace of its engines, and the replay reads it."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.client import connect
+from kvstore.errors import Conflict, StoreError, Unavailable
+from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.replay import read_trace, replay
+from kvstore.v1 import admin_pb2, admin_pb2_grpc
+
+from .test_admin import kvctl_
+
+pytest.importorskip("aiofiles", reason="aiofiles is not installed: the daemon cannot record")
+SPEC = NamespaceSpec("recorded-model", b"digest", "k:[T]:int8", 4, (GroupSpec("kv", 4096),))
+
+
+def turn(store: Any, tokens: range) -> int:
+    """A prompt is looked up, and what is missing saved. How many chunks were there."""
+    keys = store.keys(tokens)
+    with store.read(keys) as lease:
+        hits: int = lease.hits
+    with store.write(keys[hits:], parent=keys[hits - 1] if hits else b"") as batch:
+        batch.copy_many([(i, None, bytes(4096)) for i in batch.granted])
+        batch.commit()
+    return hits
+
+
+def test_what_engines_do_is_written_and_can_be_replayed(daemon: Any, run_dir: Path) -> None:
+    path = run_dir.parent / "trace.jsonl"
+    with connect(str(run_dir)) as client:
+        store = client.open(SPEC)
+        begun = kvctl_(run_dir, "record", str(path), "--background")
+        assert (begun["running"], begun["path"]) == (True, str(path))
+        met = [
+            turn(store, range(16)),
+            turn(store, range(32)),
+            turn(store, range(100, 112)),
+            turn(store, range(40)),
+        ]
+        ended = kvctl_(run_dir, "record", "--stop")
+        keys = store.keys(range(40))
+    assert met == [0, 4, 0, 8]
+    assert (ended["running"], ended["lookups"], ended["saves"], ended["dropped"]) == (False, 4, 4, 0)
+    assert ended["ended"] == "stopped"
+    assert ended["bytes"] == path.stat().st_size
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    text = path.read_bytes()
+    assert not any(key in text or key.hex().encode() in text for key in keys), "keys are hashed anew"
+    trace = read_trace(path, "recorded")
+    assert [len(turn.chunks) for turn in trace] == [4, 8, 3, 10]
+    assert [turn.history for turn in trace] == [0, 4, 0, 8]
+    assert replay(trace, dram_chunks=64).hits == sum(met)
+
+
+def test_one_at_a_time_and_never_over_a_file(daemon: Any, run_dir: Path) -> None:
+    there = run_dir.parent / "there"
+    there.write_text("mine")
+
+    def record(client: Any, **request: Any) -> Any:
+        return client.unary(admin_pb2_grpc.AdminStub, "Record", admin_pb2.RecordRequest(**request))
+
+    with connect(str(run_dir)) as client:
+        with pytest.raises(Unavailable, match="exists"):
+            record(client, path=str(there))
+        with pytest.raises(StoreError, match="absolute"):
+            record(client, path="trace.jsonl")
+        record(client, path=str(run_dir.parent / "new"))
+        with pytest.raises(Conflict, match="running"):
+            record(client, path=str(run_dir.parent / "newer"))
+        assert record(client, stop=True).ended == "stopped"
+        assert not record(client).running
+    assert there.read_text() == "mine"
+
+
+def test_the_end_of_the_daemon_ends_a_recording(start_daemon: Callable[..., Any], run_dir: Path) -> None:
+    daemon = start_daemon()
+    path = run_dir.parent / "trace.jsonl"
+    with connect(str(run_dir)) as client:
+        store = client.open(SPEC)
+        kvctl_(run_dir, "record", str(path), "--background")
+        turn(store, range(16))
+    assert daemon.stop() == 0
+    assert len(read_trace(path, "recorded")) == 1
+
+
+def test_advise_says_what_more_memory_would_bring(
+    start_daemon: Callable[..., Any], run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Chats that come back one after the other, more than fit: nothing is hit, and in four times the DRAM all is."""
+    start_daemon(dram_bytes=8 << 20, segment_bytes=4 << 20)
+    spec = NamespaceSpec("advised-model", b"digest", "k:[T]:int8", 4, (GroupSpec("kv", 256 << 10),))
+    ended = threading.Event()
+
+    def chat() -> None:
+        with connect(str(run_dir)) as client:
+            store = client.open(spec)
+            while not ended.is_set():
+                for first in range(0, 16_000, 1_000):
+                    keys = store.keys(range(first, first + 12))
+                    with store.read(keys) as lease:
+                        hits = lease.hits
+                    with store.write(keys[hits:]) as batch:
+                        batch.copy_many([(i, None, bytes(256 << 10)) for i in batch.granted])
+                        batch.commit()
+
+    chatting = threading.Thread(target=chat)
+    chatting.start()
+    try:
+        found = kvctl_(
+            run_dir, "advise", "--seconds", "4", "--share", "1.0", "--dram", "8M", "32M", "--policy", "lru"
+        )
+    finally:
+        ended.set()
+        chatting.join()
+    small, large = found["rows"]
+    assert found["turns"] >= 32, "each chat was seen twice"
+    assert (small["dram_bytes"], large["dram_bytes"]) == (8 << 20, 32 << 20)
+    assert small["hit_rate"] == 0.0
+    assert large["hit_rate"] > 0.4
+    assert large["gain"] == large["hit_rate"]
+    assert not kvctl_(run_dir, "record", "--status")["running"]

@@ -1,0 +1,250 @@
+"""The policy of expected hits: what it learns, what goes first, what is not saved, and what is not written."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import STORED
+from kvstore.core.policies import ages
+from kvstore.core.policies.ages import BUCKETS, EDGES, PRIOR, Ages, Book, bucket_of, worths
+from kvstore.core.policies.expected import Expected, history_of
+from kvstore.errors import StoreError
+from kvstore.sim.disk import DiskWorld
+from kvstore.sim.world import PAGE, World, chain, spec
+from kvstore.types import GrantResult, Wait
+
+NEVER_MS = 1 << 40
+
+
+@given(st.integers(0, NEVER_MS))
+def test_an_age_is_in_the_bucket_between_whose_edges_it_lies(age: int) -> None:
+    number = bucket_of(age)
+    assert EDGES[number] <= age
+    assert number == BUCKETS - 1 or age < EDGES[number + 1]
+
+
+def test_a_chance_is_that_of_those_that_came_so_far() -> None:
+    """Of 100 lives 60 end after a second; of the rest nobody sees the end, and half of them are young."""
+    book = Book(lives_min=1)
+    book.begin(ages.UNKNOWN, 0, 80)
+    book.end(ages.UNKNOWN, 0, 1_000, 60)
+    book.begin(ages.UNKNOWN, 5_000, 20)
+    assert book.refresh(5_400)
+    mine = book.ages[ages.UNKNOWN]
+    number = bucket_of(1_000)
+    assert (mine.ended[number], mine.passed[number]) == (60, 20)
+    assert sum(mine.passed[number + 1 : number + 5]) == 4 * 20, "the young ones have not come so far"
+    chance = book.chances()[ages.UNKNOWN]
+    assert chance[number] == pytest.approx(0.75, abs=0.25) and chance[number] > 5 * chance[number - 1]
+
+
+def test_lives_that_end_are_those_that_began_then() -> None:
+    mine = Ages()
+    for began in range(0, 10_000, 1_000):
+        mine.begin(began, 5)
+    mine.run(20_000)
+    mine.end(3_000, 17_000, 5)
+    assert sum(count for young in mine.young for _, count in young) == 45
+    assert all(count for young in mine.young for began, count in young if began != 3_000)
+
+
+def test_what_nobody_knows_is_worth_less_the_longer_ago_it_was_used() -> None:
+    assert all(older < younger for younger, older in pairwise(PRIOR[0]))
+
+
+def test_what_was_never_used_again_is_worth_less_the_longer_ago_it_was_saved() -> None:
+    """Much data without a use must not make what is older than all data look better."""
+    book = Book(lives_min=1)
+    for now in range(0, 100_000, 50):
+        book.begin(ages.FIRST_TURN, now, 10)
+        book.refresh(now)
+    worth = book.worth[ages.FIRST_TURN]
+    assert all(older <= younger for younger, older in pairwise(worth))
+
+
+def test_what_comes_within_a_look_ahead_counts_for_nothing() -> None:
+    """All come back after about 10 s: who knows that nothing comes for a minute expects nothing of them."""
+    chance = np.full((1, BUCKETS), 1e-6)
+    chance[0, bucket_of(10_000)] = 0.9
+    young = bucket_of(1_000)
+    known, unknown = worths(chance, 60_000)[0], worths(chance)[0]
+    assert unknown[young] > 100 * known[young]
+    assert unknown[young] == pytest.approx(0.9 / 9_500, rel=0.3)
+
+
+def test_kinds_fit_in_what_is_kept_of_a_chunk() -> None:
+    for kind in range(ages.KINDS):
+        assert history_of(kind, 99, 99) < 1 << 16
+        assert ages.describe(kind)
+
+
+class Reads:
+    """A world in which some chains are read again and again while others pass by."""
+
+    def __init__(self, **limits: object) -> None:
+        named = {
+            "lives_min": 100,
+            "reserve_share_max": 1.0,
+            "pin_share_max": 1.0,
+            "ahead_slots_max": 0,
+        } | limits
+        kind = DiskWorld if "slabs" in named else World
+        self.world = kind(segments=4, segment_bytes=16 * PAGE, **named)
+        self.worker = self.world.join()
+        self.namespace = self.world.open(spec(), self.worker)
+        self.passed = 0
+
+    def ask(self, name: str, count: int = 4) -> int:
+        """How many of its chunks are hits; the others are saved."""
+        keys = chain(name, count)
+        acquired = self.world.acquire(self.worker, self.namespace, keys)
+        if acquired.lease:
+            self.world.release(self.worker, acquired.lease)
+        hits = [outcome.name for outcome in acquired.outcomes].count("HIT")
+        if hits < count:
+            parent = keys[hits - 1] if hits else b""
+            reserved = self.world.reserve(self.worker, self.namespace, keys[hits:], parent=parent)
+            if reserved.reservation:
+                self.world.commit(self.worker, reserved)
+        self.world.tick(100)
+        return hits
+
+    def pass_by(self, count: int) -> None:
+        for _ in range(count):
+            self.passed += 1
+            self.ask(f"passes by {self.passed} ")
+
+
+def hits_of_a_loop(eviction: str) -> int:
+    """20 chains of 4 chunks in turn, in 64 slots: by recency each is gone when its turn comes."""
+    reads = Reads(eviction=eviction)
+    return sum(reads.ask(f"chain {number % 20} ") for number in range(160))
+
+
+def test_a_loop_that_does_not_fit_is_kept_in_part() -> None:
+    assert hits_of_a_loop("hints") == 0
+    assert hits_of_a_loop("expected") > 40
+
+
+def test_what_passes_by_does_not_push_out_what_is_used() -> None:
+    hits = {}
+    for eviction in ("hints", "expected"):
+        reads = Reads(eviction=eviction)
+        hits[eviction] = 0
+        for _ in range(20):
+            for number in range(6):
+                hits[eviction] += reads.ask(f"chain {number} ")
+            reads.pass_by(12)
+    assert hits["expected"] > hits["hints"] + 40
+
+
+def refusing() -> Reads:
+    reads = Reads()
+    for _ in range(20):
+        for number in range(6):
+            reads.ask(f"chain {number} ")
+        reads.pass_by(12)
+    assert reads.world.store.state.counters["saves_refused"] > 50
+    return reads
+
+
+def granted(reads: Reads, name: str) -> set[GrantResult]:
+    found = reads.world.reserve(reads.worker, reads.namespace, chain(name, 4))
+    return set(found.results)
+
+
+def test_a_save_that_is_worth_less_than_what_would_go_is_refused_and_remembered() -> None:
+    reads = refusing()
+    found = [granted(reads, f"new {number} ") for number in range(4)]
+    assert found.count({GrantResult.FULL}) >= 3, "one of them may be tried all the same"
+    refused = found.index({GrantResult.FULL})
+    keys = chain(f"new {refused} ", 4)
+    assert reads.world.outcomes(reads.worker, reads.namespace, keys) == ["EVICTED"] * 4
+
+
+def test_one_of_a_hundred_refusals_is_made_good() -> None:
+    reads = refusing()
+    found = [granted(reads, f"new {number} ") for number in range(120)]
+    assert 1 <= found.count({GrantResult.GRANTED}) <= 2
+
+
+def test_a_namespace_with_sessions_and_what_a_job_waits_for_are_not_refused() -> None:
+    reads = refusing()
+    world, worker, namespace = reads.world, reads.worker, reads.namespace
+    world.ask(ev.PublishQueue, worker, namespace, (ev.Hint(b"job", 0, keys=chain("awaited ", 4)),))
+    assert granted(reads, "awaited ") == {GrantResult.GRANTED}
+    assert granted(reads, "not awaited ") == {GrantResult.FULL}
+    world.append(worker, namespace, b"session", chain("chain 0 ", 2))
+    assert granted(reads, "new ") == {GrantResult.GRANTED}
+
+
+def test_a_write_to_a_full_ssd_has_to_be_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is worth nothing is not written, but if a session or a job names it, or a commit waits for it; one of a
+    hundred is, so that somebody learns."""
+    reads = Reads(slabs=2, slab_slots=64, durable_within_ms=100)
+    reads.pass_by(50)
+    world, worker, state = reads.world, reads.worker, reads.world.store.state
+    assert state.counters["chunks_evicted_from_ssd"]
+    monkeypatch.setattr(Expected, "worth_of", lambda policy, row: 0.0)
+    monkeypatch.setattr(Expected, "least_worth", lambda policy, candidates: 1e-6)
+
+    def stored(name: str) -> set[bool]:
+        world.settle(1_000)
+        index = state.namespaces[reads.namespace].index
+        return {bool(state.chunks.flags[index[key]] & STORED) for key in chain(name, 4)}
+
+    reads.ask("new ")
+    assert stored("new ") == {False}
+    world.append(worker, reads.namespace, b"session", chain("new ", 4))
+    assert stored("new ") == {True}
+    reads.ask("durable ")
+    reserved = world.reserve(worker, reads.namespace, chain("durable too ", 4))
+    world.ask(ev.Commit, worker, reserved.reservation, world.write(reserved), wait=Wait.DURABLE)
+    assert (stored("durable "), stored("durable too ")) == ({False}, {True})
+    written = state.counters["chunks_stored"]
+    reads.pass_by(50)
+    world.settle(1_000)
+    assert state.counters["chunks_stored"] - written == 2
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 1 << 32), st.booleans())
+def test_pinned_and_needed_chunks_stay_and_saves_make_progress(seed: int, disk: bool) -> None:
+    """The worlds check after each event that no pinned chunk loses its slot and that no capacity is exceeded."""
+    dice = random.Random(seed)
+    reads = Reads(lives_min=20, **({"slabs": 4, "slab_slots": 16} if disk else {}))
+    world, state = reads.world, reads.world.store.state
+    assert isinstance(state.policy, Expected)
+    held = []
+    for _ in range(40):
+        name = f"chain {int(30 * dice.random() ** 2)} "
+        if dice.random() < 0.1:
+            hints = tuple(
+                ev.Hint(b"%d" % n, n, keys=chain(f"chain {dice.randrange(30)} ", 4)) for n in range(3)
+            )
+            world.ask(ev.PublishQueue, reads.worker, reads.namespace, hints)
+        rank, dram = state.policy.rank, state.namespaces[reads.namespace].dram
+        needed = {row for row in rank if state.is_hit(row) and not state.chunks.pins[row]}
+        spare = dram.unneeded
+        wanted = dice.randrange(1, 5)
+        try:
+            reads.ask(name, wanted)
+        except StoreError:
+            continue
+        if spare > 8:
+            gone = [row for row in needed if row in state.policy.rank and not state.is_hit(row)]
+            assert not gone, "what a job needs went though others were there"
+        if dice.random() < 0.2 and len(held) < 3:
+            acquired = world.acquire(reads.worker, reads.namespace, chain(name, wanted))
+            held += [acquired.lease] if acquired.lease else []
+        elif held and dice.random() < 0.3:
+            world.release(reads.worker, held.pop())
+    free = sum(slab.free for slab in state.pool.classes.values())
+    assert free or dram.count, "something may always go"
