@@ -70,7 +70,7 @@ class Cohort(LinkedRows):
 
 
 class ByWorth(ByNeed):
-    __slots__ = ("aged_at", "by_use", "by_worth", "in_order", "row_count", "versions")
+    __slots__ = ("aged_at", "by_use", "by_worth", "in_order", "row_count", "worth_versions")
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class ByWorth(ByNeed):
         """By book and kind, and time of use."""
         self.in_order: list[tuple[float, int, int]] = []
         """(worth, bucket times -1, cell) of all cells, the least worth first."""
-        self.versions = -1
+        self.worth_versions = -1
         self.aged_at: Millis = 0
         self.row_count = 0
 
@@ -451,8 +451,8 @@ class Expected(Hints):
                 if cell:
                     self._age_cell(candidates, number, cell)
             versions = sum(book.version for book in self.books)
-            if versions != candidates.versions:
-                candidates.versions = versions
+            if versions != candidates.worth_versions:
+                candidates.worth_versions = versions
                 candidates.by_worth = {number: cell for number, cell in candidates.by_worth.items() if cell}
                 candidates.in_order = sorted(map(self._place, candidates.by_worth))
 

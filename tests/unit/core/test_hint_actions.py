@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED
+from kvstore.core.policies.expected import USES_MASK, USES_SHIFT
 from kvstore.core.requests.credit import LOOK_MS, MARKED_JOBS, PATIENCE_MIN
 from kvstore.core.stats import traffic
 from kvstore.errors import BadRequest, NotFound
@@ -473,6 +474,26 @@ def test_a_ghost_that_is_touched_is_remembered_for_longer() -> None:
     save(world, worker, namespace, "d", 2)  # two ghosts more, and two must be forgotten
     assert world.outcomes(worker, namespace, chain("a", 2)) == ["EVICTED"] * 2
     assert world.outcomes(worker, namespace, chain("b", 2)) == ["NEVER_SEEN"] * 2
+
+
+@pytest.mark.parametrize("batch_min", [2, 24])
+@pytest.mark.parametrize("where", ["dram", "ssd", "gone"])
+def test_the_policy_learns_from_touches_as_from_other_uses(where: str, batch_min: int) -> None:
+    world, worker, namespace = start(eviction="expected", batch_min=batch_min, slabs=where == "ssd")
+    save(world, worker, namespace, "a", 2)
+    if where != "dram":
+        save(world, worker, namespace, "others", DRAM)
+    assert world.where(namespace, chain("a", 2))[0].startswith(where) or where == "gone"
+    state = world.store.state
+    rows = [state.namespaces[namespace].index[key] for key in chain("a", 2)]
+
+    def uses() -> list[int]:
+        return [state.chunks.history[row] >> USES_SHIFT & USES_MASK for row in rows]
+
+    assert uses() == [1, 1]
+    world.tick(100)
+    assert world.ask(ev.Touch, worker, namespace, chain("a", 2)).count == 2
+    assert uses() == [2, 2]
 
 
 def test_what_is_forgotten_or_of_an_old_epoch_is_not_touched() -> None:
