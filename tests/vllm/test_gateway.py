@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,18 +174,17 @@ def test_what_waits_is_told_ahead_and_answered_as_the_server_alone_answers(
 
 
 def test_who_goes_away_frees_its_server(servers: list[Server], gateway: str) -> None:
-    before = metric(gateway, "attnstore_gateway_waiting")
     with streamed(gateway, prompt(4, 40)) as answer:
         assert next(answer.iter_lines()).startswith("data: ")
     urls = [f"http://127.0.0.1:{server.port}" for server in servers]
     wait_until(lambda: sum(metric(url, "vllm:num_requests_running") for url in urls) == 0)
-    started = time.monotonic()
-    ask(gateway, prompt(5, 40))
-    assert before == 0 and time.monotonic() - started < BOUND_S
+    for number in range(2):  # one after the other, and each finds a slot
+        ask(gateway, prompt(5 + number, 40))
+    assert metric(gateway, "attnstore_gateway_waiting") == 0
 
 
 def test_orders_of_agents_come_through_vllm_serve(gateway: str, client: Client) -> None:
-    tokens = prompt(6, 3 * BLOCK + 1)
+    tokens = prompt(7, 3 * BLOCK + 1)
     hints = {
         "protocol_version": "1",
         "actions": [
