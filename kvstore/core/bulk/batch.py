@@ -434,7 +434,7 @@ def _by_first(pool: Pool, index: npt.NDArray[np.int32]) -> list[tuple[Segment, A
 
 
 def _when_given_back(group: tuple[Segment, Any]) -> int:
-    """Which shard puts a segment where it stands among those with free slots: the first one in it, or the last one where
+    """Which shard puts a segment where it stands among those with free slots: the first one in it, or the last where
     nothing is left in the segment, since `Pool.give_back` puts an empty one behind the others."""
     segment, mine = group
     if isinstance(mine, slice):  # all are in this one

@@ -173,7 +173,10 @@ def test_hundreds_of_keys_at_once(eviction: str, shards: int, monkeypatch: pytes
 def test_hundreds_of_keys_of_two_models_above_an_ssd(eviction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is stored, is promoted, is dropped once it is stored, or doomed while it is saved; a disk that is slow,
     full or hung; segments that change hands; a table of chunks that is full."""
-    for seed in (332489163, random.SystemRandom().randrange(1 << 32)):  # segments emptied in turns, and anything
+    for seed in (
+        332489163,
+        random.SystemRandom().randrange(1 << 32),
+    ):  # segments emptied in turns, and anything
         _two_models(seed, eviction, monkeypatch)
 
 
