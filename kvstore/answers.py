@@ -172,6 +172,8 @@ class ChunkHistory:
     """It survives a restart."""
     needed: bool = False
     """By a queued job inside the eviction window."""
+    resident_in: tuple[str, ...] = ()
+    """Engine groups whose workers have it in memory of their own, as they reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,14 @@ class QueueAccepted:
     """Jobs whose chunks fit in DRAM and SSD: (C_mem + C_disk) / S_kv."""
     snapshot_wanted: bool = False
     """Nothing was taken: a numbered message before this one is not known here. Publish a snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentRanks:
+    """How soon what a worker keeps is needed."""
+
+    ranks: tuple[int, ...]
+    """One per key: 0 if no job inside the eviction window needs it; else from 1 on, what is needed first has 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +311,7 @@ Answer = (
     | Explained
     | Done
     | QueueAccepted
+    | ResidentRanks
     | Scrubbed
     | QuarantineList
     | Recalled

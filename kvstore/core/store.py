@@ -23,6 +23,7 @@ from kvstore.core.requests.outlines import Outline
 from kvstore.core.requests.queue import Queue
 from kvstore.core.requests.reads import Reads
 from kvstore.core.requests.recall import Recalls
+from kvstore.core.requests.resident import Residents
 from kvstore.core.requests.saves import Saves
 from kvstore.core.requests.sessions import Sessions
 from kvstore.core.segments import Segments
@@ -52,8 +53,10 @@ READ_ONLY = (
     ev.WantSegments,
     ev.Scrub,
     ev.ListQuarantine,
+    ev.ReportResident,
 )
-"""Asked again, these are answered anew; everything else is remembered by request id."""
+"""Asked again, these are answered anew (a report of what is resident says the same again); everything else is
+remembered by request id."""
 
 
 TIERS: dict[str, Callable[[State], ColdTier]] = {"ssd": SlabTier}
@@ -71,7 +74,8 @@ class Store:
         self.queue = Queue(
             self.state, self.cold_tier, lambda row: self.transfers.promote(row, demanded=False)
         )
-        self.sessions = Sessions(self.state, self.cold_tier)
+        self.residents = Residents(self.state)
+        self.sessions = Sessions(self.state, self.cold_tier, self.residents)
         self.duplicates = Duplicates(self.state, self.reads)
         self.rewrites = Rewrites(self.state, self.cold_tier)
         self.recalls = Recalls(self.state, self.cold_tier)
@@ -90,6 +94,7 @@ class Store:
             ev.Abort: self.saves.abort,
             ev.ReportLoad: self.reads.report,
             ev.ReportDuplicates: self.duplicates.report,
+            ev.ReportResident: self.residents.report,
             ev.GetSession: self.sessions.get,
             ev.UpdateSession: self.sessions.update,
             ev.Truncate: self.sessions.truncate,
@@ -233,7 +238,7 @@ class Store:
         return answer
 
     def _stats(self, worker: Worker) -> ev.Stats:
-        values = stats(self.state, worker)
+        values = stats(self.state, worker, self.residents)
         if worker.admin:
             values["gauges"] |= traffic(self.queue, self.transfers)
         return ev.Stats(values)
@@ -357,6 +362,7 @@ class Store:
         worker.closed = True
         # Nobody will take its hints back; a scheduler that reconnects publishes again.
         self.queue.forget(worker.id)
+        self.residents.forget(worker.id)
         self.saves.abort_all(worker, gone=False)
         self._remove_if_over(worker)
 
@@ -390,6 +396,7 @@ class Store:
                 del state.groups[worker.tenant, worker.group.name]
         self.segments.unmapped(worker, list(worker.holds))
         self.queue.forget(worker.id)
+        self.residents.forget(worker.id)
         del state.workers[worker.id]
         state.effects.append(ev.ForgetWorker(worker.id))
 
@@ -434,6 +441,7 @@ class Store:
         self.segments.tick()
         self.transfers.tick()
         self.queue.tick()
+        self.residents.tick()
         self.sessions.tick()
         self.recalls.tick()
         self.rewrites.tick()

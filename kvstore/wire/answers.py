@@ -24,6 +24,7 @@ from kvstore.answers import (
     Recalled,
     Renewed,
     Reserved,
+    ResidentRanks,
     Scrubbed,
     SessionInfo,
     SessionList,
@@ -272,10 +273,19 @@ def explained_to_proto(answer: Explained) -> stats_pb2.ExplainReply:
                 moving=chunk.moving,
                 durable=chunk.durable,
                 needed=chunk.needed,
+                resident_in=map(clean, chunk.resident_in),
             )
             for chunk in answer.chunks
         ],
     )
+
+
+def resident_to_proto(answer: ResidentRanks) -> store_pb2.ResidentReply:
+    return store_pb2.ResidentReply(ranks=answer.ranks)
+
+
+def resident_from_proto(message: store_pb2.ResidentReply) -> ResidentRanks:
+    return ResidentRanks(tuple(message.ranks))
 
 
 def scrubbed_to_proto(answer: Scrubbed) -> admin_pb2.ScrubReply:
@@ -361,6 +371,7 @@ ANSWERS: dict[type[Any], AnswerKind] = {
     Committed: AnswerKind(committed_to_proto, "commit", committed_from_proto),
     SessionInfo: AnswerKind(session_to_proto, "session", session_from_proto),
     QueueAccepted: AnswerKind(queue_to_proto, "queue", queue_from_proto),
+    ResidentRanks: AnswerKind(resident_to_proto, "resident", resident_from_proto),
     Done: AnswerKind(done_to_proto, "done", done_from_proto),
     SessionList: AnswerKind(sessions_to_proto),
     Explained: AnswerKind(explained_to_proto),
