@@ -219,6 +219,15 @@ class PoolStore:
         if request.session:
             self._saving[request.session] = save
 
+    def abandon(self, request: Request) -> None:
+        """It ends before its prompt was read: what was queued of it is saved, and is nobody's manifest."""
+        save, request.save = request.save, None
+        if save is None:
+            return
+        save.session = ""
+        save.finish(_Chunks(self._pool, ()), request.tokens[: save.queued_tokens])
+        self._ended.append((save, request.store_keys[: save.queued_tokens // self._chunk_tokens]))
+
     def collect(self) -> None:
         """What saves that have ended could not bring into the store is no longer taken to be there."""
         going_on = []
@@ -243,7 +252,6 @@ class PoolStore:
         """The model computes otherwise: nothing of before is taken to be in the store."""
         self._ended.clear()
         self._saving.clear()
-        self._reporter.offer(None, ())
 
     def _save_of(self, request: Request) -> TurnSave | None:
         """Begins it, behind the leading chunks that the store has already."""

@@ -58,8 +58,10 @@ def test_a_report_ends_by_the_clock() -> None:
     report(world, worker, namespace, *keys, ttl_ms=1_000)
     world.now += 999
     assert chunks(world, worker, namespace) == 4
-    world.tick(1)
-    assert chunks(world, worker, namespace) == 0
+    world.now += 1  # and before the clock's next tick
+    assert chunks(world, worker, namespace) == 0 and holders(world, worker, namespace, keys) == [False] * 4
+    world.tick()
+    assert world.store.residents.reports == {}
 
 
 def test_the_answer_ranks_what_the_queue_needs_soonest_first() -> None:

@@ -574,3 +574,20 @@ def test_a_daemon_that_takes_no_reports_is_told_no_more(engine: MakeEngine, stor
         one.add(text(20), 3)
         one.finish().check()
     assert one.counters["reports_failed"] == 1 and one.counters["reports"] == 0
+
+
+def test_what_could_not_be_saved_of_an_aborted_request_is_saved_by_the_next(
+    engine: MakeEngine, store: FakeStore
+) -> None:
+    one = engine(prefill_tokens=T)
+    prompt = text(5 * T + 3)
+    store.room = 0
+    number = one.add(prompt, 3)
+    while one.request(number).computed < 3 * T:
+        one.step()
+    one.abort(number)
+    assert one.flush(BOUND_S)
+    store.room = None
+    one.add(prompt, 3)
+    finish(one)
+    assert len(store.chunks) == 5
