@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
-from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Delay
 from kvstore.gpu_worker.connectors.lookup import LAST_LOOK_S, look_up
 from kvstore.types import ChunkKey
 
@@ -61,6 +61,7 @@ class Lookup:
         self.begun = 0.0
         self.counted = False
         """Whether what is computed though the store has it was counted."""
+        self.delay = Delay()
         self._lock = threading.Lock()
         self._ended = False
         self._leases: list[ReadLease] = []
@@ -175,6 +176,7 @@ class Lookups:
                     deadline=lookup.deadline - ANSWER_S,
                     have=lambda: lookup.local,
                     promised=promised,
+                    delay=lookup.delay,
                 )
                 hits, load, lost, bound_s = looked.hits, looked.load, looked.lost, looked.plan.bound_s
         except Exception as error:

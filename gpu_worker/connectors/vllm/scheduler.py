@@ -235,6 +235,7 @@ class SchedulerSide:
             if time.monotonic() < min(lookup.deadline, lookup.begun + max(ANSWER_MIN_S, saves_s)):
                 return None, False
             self.tally.add(lookups_late=1)
+            self.choice.delayed(lookup.delay, time.monotonic(), self._busy_s)
             tracked.tried = request.num_preemptions  # computed; not asked again in the next step
             self._end_lookup(tracked)
             return 0, False
@@ -287,6 +288,7 @@ class SchedulerSide:
             promised=_promised(request),
         )
         tracked.lookup.preemptions = request.num_preemptions
+        tracked.lookup.delay.busy_s = self._busy_s
         self.tally.add(lookups=1)
         return tracked.lookup
 
@@ -360,6 +362,10 @@ class SchedulerSide:
         self._loading[request.request_id] = lookup
         self.tally.add(hit_tokens=num_external_tokens)
 
+    @property
+    def _busy_s(self) -> float:
+        return self._steps.busy_s if self._steps is not None else 0.0
+
     def step(self, output: Any) -> StepMetadata:
         self._mind_weights()
         self._stepped = True
@@ -379,6 +385,8 @@ class SchedulerSide:
             computed[new.req_id] = new.num_computed_tokens
             tracked = self._requests.get(new.req_id)
             if tracked is not None:
+                if tracked.lookup is not None:
+                    self.choice.delayed(tracked.lookup.delay, time.monotonic(), self._busy_s)
                 metadata.fresh.update(self._begin(tracked, list(new.block_ids[0]), new.num_computed_tokens))
         cached = output.scheduled_cached_reqs
         for number, name in enumerate(cached.req_ids):
