@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 from kvstore.gpu_worker.compute_or_load import BOUND_MIN_S, ComputeOrLoad, Line
 from kvstore.gpu_worker.connectors.vllm import scheduler
 from kvstore.gpu_worker.connectors.vllm.steps import Steps, tokens_of_step
+from kvstore.types import Tier
 
 from .conftest import BLOCK, BOUND_S, Daemon, prompt
 from .test_ranks import Rig
@@ -138,6 +139,23 @@ def test_a_load_whose_time_is_up_is_computed(rig: Callable[..., Rig], layerwise:
         loader.start = lambda load, spec: whole(replace(load, bound_s=0.0), spec)
     assert engine.run(tokens) == 0
     assert engine.workers[0].worker_side.tally.total["blocks_failed"] == 9
+
+
+def test_how_long_a_load_keeps_a_request_is_learnt(rig: Callable[..., Rig], answered: None) -> None:
+    """Of copies alone, parking a request would cost nothing."""
+    tokens = prompt(22, 300)
+    rig().run(tokens)
+    engine = rig()
+    choice = learn(engine, tokens_per_s=100, copy_bytes_per_s=1e15)
+    gate = engine.hold_loads()
+    steps = iter(range(10_000))
+
+    def between() -> None:
+        if next(steps) == 20:
+            gate.set()
+
+    assert engine.run(tokens, between=between) == 288
+    assert choice._late_s[Tier.DRAM] > 0 and not choice._late_s[Tier.SSD]
 
 
 def test_one_request_loads_what_several_want(rig: Callable[..., Rig]) -> None:
@@ -264,6 +282,10 @@ def test_only_steps_that_compute_prompts_count() -> None:
     steps.scheduled({"a": 1, "b": 500}, 10.0)
     steps.ended(11.0)
     assert line.seconds(500) == pytest.approx(1.0)
+    assert steps.busy_s == 11.0, "decoding keeps the engine busy too"
+    steps.scheduled({}, 11.0)
+    steps.ended(12.0)
+    assert steps.busy_s == 11.0
 
 
 def test_a_step_that_is_scheduled_ahead_lasts_from_the_end_of_the_one_before() -> None:
