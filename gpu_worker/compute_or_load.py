@@ -46,8 +46,8 @@ SLACK_S = 0.01
 LATE_SHARE = 0.25
 """How much the last delay counts against those before it."""
 MARGIN_SHARE = 0.25
-"""Of the computing that they save: so much sooner than computing, chunks on SSD have to be there. A disk's next reads are
-not as fast as its last ones, and a request that waited for nothing computes as well."""
+"""Of the computing that they save: so much sooner than computing, chunks on SSD have to be there. A disk's next reads
+are not as fast as its last ones, and a request that waited for nothing computes as well."""
 BOUND_MIN_S = 0.1
 """A copy in memory is given this time at least: a machine that is busy delays it, and computing too."""
 
@@ -122,6 +122,32 @@ class Line:
             if each > 0:
                 return 0.0, xy / xx
         return 0.0, y / x
+
+
+class Computing(Line):
+    """What computing tokens takes. Attention makes long prompts take more than in proportion, so a line through short
+    and long ones says too much of the short: of each size, what was measured at about that size counts if it is less.
+    """
+
+    def __init__(self, *, skipped: int = 0) -> None:
+        super().__init__(skipped=skipped)
+        self._sizes: dict[int, Line] = {}
+        """By the number of bits of the size. Replaced as a whole."""
+
+    def observe(self, units: float, seconds: float) -> None:
+        skips = self._skip > 0
+        super().observe(units, seconds)
+        if units >= 1 and not skips:
+            size = int(units).bit_length()
+            line = self._sizes.get(size, Line())
+            line.observe(units, seconds)
+            self._sizes = {**self._sizes, size: line}
+
+    def saved(self, units: float) -> float:
+        """Seconds that computing `units` less saves."""
+        line = self._sizes.get(int(units).bit_length())
+        all_s = self.each * units
+        return min(all_s, line.seconds(units)) if line is not None else all_s
 
 
 class Why(enum.Enum):
@@ -216,7 +242,7 @@ class ComputeOrLoad:
     """What an engine has learnt, and what it makes of it."""
 
     def __init__(self) -> None:
-        self.compute = Line(skipped=1)
+        self.compute = Computing(skipped=1)
         """Tokens computed in one step of the engine -> seconds."""
         self.copy = Line(skipped=1)
         """Bytes of one load, from DRAM to where the engine wants them -> seconds, waiting for earlier ones included."""
@@ -232,7 +258,7 @@ class ComputeOrLoad:
         """Seconds of computing; infinite as long as nobody knows."""
         if tokens <= 0:
             return 0.0
-        return self.compute.each * tokens if self.compute.known else math.inf
+        return self.compute.saved(tokens) if self.compute.known else math.inf
 
     def delayed(self, delay: Delay, now: float, busy_s: float = 0.0) -> None:
         """A request goes on: with what it waited for, or without. `busy_s`: seconds of steps that the engine has ever

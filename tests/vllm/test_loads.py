@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kvstore.gpu_worker.compute_or_load import BOUND_MIN_S, ComputeOrLoad, Line
+from kvstore.gpu_worker.compute_or_load import BOUND_MIN_S, ComputeOrLoad, Computing, Line
 from kvstore.gpu_worker.connectors.vllm import scheduler
 from kvstore.gpu_worker.connectors.vllm.steps import Steps, tokens_of_step
 from kvstore.types import Tier
@@ -59,7 +59,7 @@ def side(rig: Rig) -> Any:
 def learn(rig: Rig, *, tokens_per_s: float, copy_bytes_per_s: float = 1e9) -> ComputeOrLoad:
     """From now on that is what was measured."""
     choice: ComputeOrLoad = side(rig).choice
-    choice.compute, choice.copy = Line(), Line()
+    choice.compute, choice.copy = Computing(), Line()
     side(rig)._steps._compute = Line()  # what this machine takes is of no account
     for count in (64, 512, 64, 512):
         choice.compute.observe(count, count / tokens_per_s)

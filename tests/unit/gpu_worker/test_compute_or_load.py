@@ -116,6 +116,25 @@ def test_a_few_loads_are_no_reason_to_compute() -> None:
     assert choice.choose(found("DD"), now=0, wait_max_s=1).chunks == 0
 
 
+def test_long_prompts_do_not_make_short_ones_slow() -> None:
+    """Attention's share grows with the prompt: 2,048 tokens take three times what 1,024 take, not twice."""
+    choice = ComputeOrLoad()
+    for _ in range(8):
+        for tokens, seconds in ((256, 0.02), (1_024, 0.1), (2_048, 0.3), (2_048, 0.3)):
+            choice.compute.observe(tokens, seconds)
+    assert choice.saves(256) == pytest.approx(0.02, rel=0.01)
+    assert choice.saves(1_024) == pytest.approx(0.1, rel=0.01)
+    assert choice.saves(2_048) == pytest.approx(0.3, rel=0.1)
+    assert choice.choose(found("S" * 16, rate=340e6), now=0, wait_max_s=5).why is Why.COMPUTE
+
+
+def test_what_a_step_takes_anyway_is_not_saved() -> None:
+    choice = learned()
+    for _ in range(8):
+        choice.compute.observe(64, 0.02 + 0.064)
+    assert choice.saves(64) == pytest.approx(0.064, rel=0.01)
+
+
 # --------------------------------------------------------------------------------------------------------- choices
 
 
