@@ -48,6 +48,10 @@ LATE_SHARE = 0.25
 MARGIN_SHARE = 0.25
 """Of the computing that they save: so much sooner than computing, chunks on SSD have to be there. A disk's next reads
 are not as fast as its last ones, and a request that waited for nothing computes as well."""
+VAIN_MAX = 4
+"""So many answers in a row that give nothing to load: then an engine waits little for the next ones."""
+VAIN_SHARE = 0.05
+"""Of the computing that could be saved: so long it waits then."""
 BOUND_MIN_S = 0.1
 """A copy in memory is given this time at least: a machine that is busy delays it, and computing too."""
 
@@ -250,6 +254,7 @@ class ComputeOrLoad:
         """So much later than reading and copying takes requests went on, of late: questions, threads, the steps of an
         engine that parks them, a busy machine."""
         self._patience = {Tier.DRAM: Patience(), Tier.SSD: Patience()}
+        self._vain = 0
 
     def __repr__(self) -> str:
         return f"ComputeOrLoad(compute {self.compute}, copy {self.copy})"
@@ -259,6 +264,15 @@ class ComputeOrLoad:
         if tokens <= 0:
             return 0.0
         return self.compute.saved(tokens) if self.compute.known else math.inf
+
+    def answered(self, *, useful: bool) -> None:
+        """The store has answered about a request, in time or not; `useful`: there is something to load."""
+        self._vain = 0 if useful else self._vain + 1
+
+    @property
+    def asks_in_vain(self) -> bool:
+        """Whether the store has nothing worth loading, of late: then it is not to cost anything either."""
+        return self._vain >= VAIN_MAX
 
     def delayed(self, delay: Delay, now: float, busy_s: float = 0.0) -> None:
         """A request goes on: with what it waited for, or without. `busy_s`: seconds of steps that the engine has ever

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kvstore.gpu_worker.compute_or_load import BOUND_MIN_S, ComputeOrLoad, Computing, Line
+from kvstore.gpu_worker.compute_or_load import BOUND_MIN_S, VAIN_MAX, ComputeOrLoad, Computing, Line
 from kvstore.gpu_worker.connectors.vllm import scheduler
 from kvstore.gpu_worker.connectors.vllm.steps import Steps, tokens_of_step
 from kvstore.types import Tier
@@ -102,6 +102,27 @@ def test_a_request_does_not_wait_for_a_store_that_could_save_it_little(
     daemon.signal(signal.SIGSTOP)
     assert engine.run(prompt(5, 300)) == 0
     assert side(engine).tally.total["lookups_late"] == 1
+
+
+def test_a_store_that_has_had_nothing_is_hardly_waited_for(rig: Callable[..., Rig], daemon: Daemon) -> None:
+    """Not the second that could be saved, but a twentieth of it; whatever is found ends that."""
+    engine = rig()
+    engine.run(prompt(4, 300))  # the store is there
+    choice = learn(engine, tokens_per_s=288)
+    for _ in range(VAIN_MAX):
+        choice.answered(useful=False)
+    connector, waiting = side(engine), engine.request(prompt(23, 300))
+    daemon.signal(signal.SIGSTOP)
+    connector.on_new_request(waiting)
+    lookup = connector._requests[waiting.request_id].lookup
+    assert connector._patience_s(waiting, lookup, 9) == pytest.approx(0.05)
+    choice.answered(useful=True)
+    assert connector._patience_s(waiting, lookup, 9) == pytest.approx(1.0)
+    for _ in range(VAIN_MAX):
+        choice.answered(useful=False)
+    lookup.delay.tier = Tier.SSD
+    assert connector._patience_s(waiting, lookup, 9) == pytest.approx(1.0), "it comes"
+    connector.finished(waiting)
 
 
 def test_nor_for_one_that_has_only_what_vllm_has_itself(rig: Callable[..., Rig], daemon: Daemon) -> None:

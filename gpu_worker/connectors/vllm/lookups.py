@@ -183,6 +183,7 @@ class Lookups:
             # An adapter that cannot be told, or our bug: the request is computed either way, and the thread lives on.
             log.warning("a request is computed without the store: %s", error, exc_info=not _expected(error))
         finally:
+            self._choice.answered(useful=load > lookup.local)
             lookup.settle(leases, hits, keys, digest, lost, load=load, bound_s=bound_s)
             with self._changed:
                 self._waiting -= 1

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
+from kvstore.gpu_worker.compute_or_load import VAIN_SHARE, ComputeOrLoad
 from kvstore.gpu_worker.connectors.vllm.events import Events, events_wanted
 from kvstore.gpu_worker.connectors.vllm.identity import (
     adapted_key,
@@ -109,6 +109,8 @@ class SchedulerSide:
             lookup_s=settings.lookup_ms / 1000,
             hold_s=settings.hold_ms / 1000,
         )
+        self._idle_s = IDLE_S
+        """How long a step without anything to compute may wait: until somebody's patience ends."""
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._loading: dict[str, Lookup] = {}
@@ -231,8 +233,10 @@ class SchedulerSide:
         # At least one token is left to compute: its logits are what the request is for.
         blocks = (request.num_tokens - 1) // self._block_tokens
         if not lookup.done:
-            saves_s = self.choice.saves((blocks - local) * self._block_tokens)
-            if time.monotonic() < min(lookup.deadline, lookup.begun + max(ANSWER_MIN_S, saves_s)):
+            until = min(lookup.deadline, lookup.begun + self._patience_s(request, lookup, blocks - local))
+            left_s = until - time.monotonic()
+            if left_s > 0:
+                self._idle_s = min(self._idle_s, left_s)
                 return None, False
             self.tally.add(lookups_late=1)
             self.choice.delayed(lookup.delay, time.monotonic(), self._busy_s)
@@ -254,6 +258,15 @@ class SchedulerSide:
             tracked.tried = request.num_preemptions  # computed; not asked again in the next step
             return 0, False
         return tokens, not self._settings.layerwise
+
+    def _patience_s(self, request: Any, lookup: Lookup, blocks: int) -> float:
+        """How long a request may wait for the store's answer about so many blocks."""
+        saves_s = self.choice.saves(blocks * self._block_tokens)
+        # Something was found that comes; or without an answer, nothing of the request would be named and saved.
+        awaited = lookup.delay.tier is not None or request.lora_request is not None or _promised(request) > 0
+        if self.choice.asks_in_vain and not awaited:
+            return VAIN_SHARE * saves_s
+        return max(ANSWER_MIN_S, saves_s)
 
     def _comes_with_another(self, tracked: Tracked, lookup: Lookup, local: int) -> bool:
         """Whether another request loads what comes first: once that has ended, vLLM has it for both."""
@@ -415,7 +428,8 @@ class SchedulerSide:
             self._steps.scheduled(output.num_scheduled_tokens, time.monotonic())
         metadata.idle = not output.num_scheduled_tokens
         if metadata.idle:
-            self._lookups.await_answer(IDLE_S)
+            self._lookups.await_answer(self._idle_s)
+        self._idle_s = IDLE_S
         now = time.monotonic()
         for tracked in self._requests.values():
             tracked.own = None

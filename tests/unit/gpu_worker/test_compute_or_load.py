@@ -13,6 +13,7 @@ from kvstore.gpu_worker.compute_or_load import (
     EXPLORE_BYTES,
     EXPLORE_SHARE,
     MARGIN_SHARE,
+    VAIN_MAX,
     ComputeOrLoad,
     Delay,
     Found,
@@ -218,6 +219,16 @@ def test_a_delay_counts_once_and_without_what_others_computed_meanwhile() -> Non
     choice.delayed(delay, now=20.0)
     choice.delayed(Delay(), now=20.0)
     assert choice._late_s == {Tier.SSD: late_s, Tier.DRAM: 0.0}
+
+
+def test_a_store_that_has_nothing_is_not_waited_for() -> None:
+    choice = learned()
+    for _ in range(VAIN_MAX):
+        assert not choice.asks_in_vain
+        choice.answered(useful=False)
+    assert choice.asks_in_vain
+    choice.answered(useful=True)
+    assert not choice.asks_in_vain
 
 
 def test_nobody_knows_what_was_expected_before_computing_is_measured() -> None:
