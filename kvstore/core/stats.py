@@ -6,13 +6,14 @@ from typing import Any
 
 from kvstore.core.pool import Phase
 from kvstore.core.requests.queue import Queue
+from kvstore.core.requests.resident import Residents
 from kvstore.core.state import State
 from kvstore.core.transfers import Transfers
 from kvstore.core.workers import Worker
 from kvstore.types import DiskState, Reason, SlotState
 
 
-def stats(state: State, worker: Worker) -> dict[str, Any]:
+def stats(state: State, worker: Worker, residents: Residents) -> dict[str, Any]:
     """{"arena": {…}, "ssd": {…}, "pools": [{…}], "namespaces": [{…}], "counters": {…}, "gauges": {…}}
 
     In every pool free + reserved + ready + quarantined = capacity. Counters and gauges of the whole daemon are for
@@ -44,6 +45,7 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
             "model": namespace.spec.model,
             "weights_epoch": namespace.spec.weights_epoch,
             "spec": namespace.spec,
+            "salt": namespace.salt if namespace.tenant == worker.tenant else b"",
             "chunk_tokens": namespace.spec.chunk_tokens,
             "chunk_bytes": namespace.payload_bytes,
             "chunks": namespace.visible,
@@ -51,6 +53,7 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
             "cold_chunks": namespace.cold,
             "cold_bytes": namespace.cold * namespace.payload_bytes,
             "ssd_hits": namespace.ssd_hits,
+            "worker_chunks": residents.count(namespace.id),
             "resident_bytes": namespace.visible * namespace.payload_bytes,
             "pinned_bytes": namespace.pinned * namespace.chunk_bytes,
             "sessions": namespace.sessions,
@@ -100,8 +103,8 @@ def traffic(queue: Queue, transfers: Transfers) -> dict[str, float]:
     reading = sum(len(read.rows) for read in transfers.reads.values())
     return {
         "queued_jobs": queue.count,
-        "prefetch_window_jobs": sum(window.ahead for window in queue.state.jobs.windows.values()),
-        "eviction_window_jobs": sum(window.kept for window in queue.state.jobs.windows.values()),
+        "prefetch_window_jobs": sum(ahead for ahead, _ in map(queue.reach, queue.state.jobs.windows)),
+        "eviction_window_jobs": sum(kept for _, kept in map(queue.reach, queue.state.jobs.windows)),
         "chunks_being_promoted": reading + len(transfers.demanded) + len(transfers.foreseen),
         "chunks_being_stored": sum(len(write.rows) for write in transfers.writes.values()),
     }

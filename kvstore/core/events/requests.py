@@ -9,6 +9,7 @@ from kvstore.types import (
     ChunkKey,
     DiskResult,
     Hint,
+    HintAction,
     LeaseId,
     NamespaceId,
     OpId,
@@ -201,6 +202,18 @@ class ReportDuplicates:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportResident:
+    """What the worker keeps in memory of its own, as a snapshot of the namespace. The answer ranks these chunks by the
+    queue."""
+
+    ticket: Ticket
+    namespace: NamespaceId
+    keys: tuple[ChunkKey, ...]
+    ttl_ms: int = 0
+    """0: the default of hints."""
+
+
+@dataclass(frozen=True, slots=True)
 class GetSession:
     ticket: Ticket
     namespace: NamespaceId
@@ -302,6 +315,27 @@ class PublishQueue:
     ttl_ms: int = 0
     number: int = 0
     """0: it is not numbered."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyActions:
+    """Hint actions: each is in force from now on, for its time, or until its name comes in `cancelled`, or its worker
+    goes. Cancelled ones go first."""
+
+    ticket: Ticket
+    namespace: NamespaceId
+    actions: tuple[HintAction, ...] = ()
+    cancelled: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """A request of an engine used these chunks, in chain order, and had no need to ask for them: they were in the
+    engine's own caches. Their ages, and those of ghosts among them, are those of the last use anywhere."""
+
+    ticket: Ticket
+    namespace: NamespaceId
+    keys: tuple[ChunkKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,6 +496,7 @@ Event = (
     | Abort
     | ReportLoad
     | ReportDuplicates
+    | ReportResident
     | GetSession
     | UpdateSession
     | Truncate
@@ -471,6 +506,8 @@ Event = (
     | Explain
     | GetStats
     | PublishQueue
+    | ApplyActions
+    | Touch
     | Scrub
     | ListQuarantine
     | Recall
