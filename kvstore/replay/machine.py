@@ -143,6 +143,7 @@ def replay(
     look_ahead: int | Sequence[int] = 0,
     policy: str = "hints",
     warm_up: int = 0,
+    whole: bool = False,
     chunk_bytes: int = 1 << 20,
     ssd_bytes_per_s: float = math.inf,
     ssd_latency_ms: float = 0.0,
@@ -152,7 +153,7 @@ def replay(
 
     `look_ahead`: before each turn its job leaves the queue, where so many turns wait behind it; or how many, for each
     turn. `hbm_chunks`: what the engine keeps itself, and does not ask the store for. `policy`: a name in
-    `core.policies.POLICIES`. `warm_up`: turns that are served, but not counted. `limits`: anything else of
+    `core.policies.POLICIES`. `whole`: the last chunk of a prompt counts as whole, as in published figures. `warm_up`: turns that are served, but not counted. `limits`: anything else of
     `core.limits.Limits`. Turns are served one after the other, as fast as they come: what a turn waits for is the SSD.
     Raises BadRequest.
     """
@@ -162,6 +163,7 @@ def replay(
         ssd_chunks=ssd_chunks,
         hbm_chunks=hbm_chunks,
         policy=policy,
+        whole=whole,
         chunk_bytes=chunk_bytes,
         ssd_bytes_per_s=ssd_bytes_per_s,
         ssd_latency_ms=ssd_latency_ms,
@@ -197,6 +199,7 @@ class Machine:
         hbm_chunks: int = 0,
         tick_ms: float = 0.0,
         policy: str,
+        whole: bool = False,
         chunk_bytes: int,
         ssd_bytes_per_s: float,
         ssd_latency_ms: float,
@@ -205,6 +208,7 @@ class Machine:
         if dram_chunks < 1:
             raise BadRequest("must be at least 1", field="dram_chunks", value=dram_chunks)
         self.trace = trace
+        self._whole = whole
         self.chunk_bytes = chunk_bytes
         settings: dict[str, Any] = {
             "arena_bytes": dram_chunks * chunk_bytes,
@@ -425,7 +429,7 @@ class Machine:
     def _counts(self, turn: Turn, count: int) -> tuple[int, ...]:
         """Tokens of the last `count` chunks; none: all are whole. Behind a tail nothing is saved."""
         full = self.trace.chunk_tokens
-        last = full if turn.answer else self.trace.last_tokens(turn)
+        last = full if turn.answer or self._whole else self.trace.last_tokens(turn)
         return (full,) * (count - 1) + (last,) if last < full else ()
 
     def count(self, turn: Turn, lookup: Lookup, waited_ms: float) -> None:

@@ -120,7 +120,11 @@ def test_a_real_trace_gives_the_known_figures(dram_chunks: int, look_ahead: int,
         pytest.skip(f"no {path.name}: the shared data are not on this machine")
     pytest.importorskip("zstandard", reason="zstandard is not installed: the trace is compressed")
     result = replay(
-        read_trace(path, "mooncake"), dram_chunks=dram_chunks, look_ahead=look_ahead, policy="hints"
+        read_trace(path, "mooncake"),
+        dram_chunks=dram_chunks,
+        look_ahead=look_ahead,
+        policy="hints",
+        whole=True,
     )
     assert round(result.hit_rate, 4) == hit_rate
 
