@@ -17,6 +17,8 @@ PROMPT_TOKENS_MAX = 1 << 24
 """Of one prompt or answer: more is no request of any engine."""
 TIME_MAX = 1 << 53
 """In the unit of the trace: up to here its JSON numbers are exact."""
+RUN_BLOCKS_MAX = 1 << 19
+"""That a few bytes of a file may stand for."""
 READ_BYTES = 1 << 18
 
 
@@ -164,8 +166,8 @@ def runs(value: Any) -> list[int]:
     """[[first, how many], ...] written out."""
     if not isinstance(value, list) or not all(isinstance(run, list) and len(run) == 2 for run in value):
         raise ValueError("is no list of runs")
-    if sum(tokens(length) for _, length in value) > PROMPT_TOKENS_MAX:
-        raise ValueError(f"has more than {PROMPT_TOKENS_MAX:,} blocks")
+    if sum(tokens(length) for _, length in value) > RUN_BLOCKS_MAX:
+        raise ValueError(f"has more than {RUN_BLOCKS_MAX:,} blocks")
     return [number(first) + n for first, length in value for n in range(length)]
 
 

@@ -158,7 +158,8 @@ class Recorder:
                         break
                     wait_s = min(FLUSH_S, max(0.0, until - time.monotonic()))
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._stopping.wait(), wait_s)
+                        async with asyncio.timeout(wait_s):
+                            await self._stopping.wait()
                 noted = [self._buffer.popleft() for _ in range(min(EVENTS_PER_WRITE, len(self._buffer)))]
                 self._keys -= sum(len(one.keys) for one in noted)
                 if noted:

@@ -29,12 +29,14 @@ if importlib.util.find_spec("atheris"):
 
     with atheris.instrument_imports(include=["kvstore"], exclude=["kvstore.v1"]):
         from kvstore import config, errors, promptcache, wire
+        from kvstore.replay import readers
         from kvstore.tiers import format
-        from kvstore.transport import bytes_service, decoding, descriptors
+        from kvstore.transport import bytes_service, decoding, descriptors, identities
 else:
     from kvstore import config, errors, promptcache, wire
+    from kvstore.replay import readers
     from kvstore.tiers import format
-    from kvstore.transport import bytes_service, decoding, descriptors
+    from kvstore.transport import bytes_service, decoding, descriptors, identities
 
 from kvstore.core.events import SessionEntry, Ticket
 from kvstore.layout import GroupSpec, NamespaceSpec
@@ -147,6 +149,56 @@ def parse_prompt(data: bytes) -> None:
     layout = promptcache.Layout(TRIP, promptcache.ByteTokenizer())
     positions = layout.place(prompt).positions
     assert positions == sorted(set(positions))
+
+
+def in_a_file(name: str, data: bytes, read: Callable[[str], Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, name)
+        Path(path).write_bytes(data)
+        return read(path)
+
+
+def parse_access(data: bytes) -> None:
+    """What is let in has a name, a tenant and a role; who shows nothing is not let in."""
+    found = in_a_file("access.toml", data, lambda path: identities.read(path, {"TOKEN": "t" * 40}))
+    known = [*found.by_token.values(), *found.by_certificate.values(), *found.by_service_account.values()]
+    assert known and all(each.name and each.tenant and each.roles for each in known)
+    assert all(min(rates.calls_per_s, rates.bytes_per_s) >= 0 for rates in found.rates.values())
+    with contextlib.suppress(errors.Unauthenticated):
+        found.of("Bearer " + data[:40].decode("latin-1"), (), 0.0)
+        raise AssertionError("somebody came in with no token of the file")
+
+
+def parse_trace(data: bytes) -> None:
+    """The first byte chooses the format, and whether it is compressed. Times go up from 0."""
+    if not data:
+        return
+    name = list(readers.FORMATS)[data[0] % len(readers.FORMATS)]
+    file = "trace.zst" if data[0] & 128 else "trace"
+    trace = in_a_file(file, data[1:], lambda path: readers.read_trace(path, name))
+    at = [turn.at_ms for turn in trace]
+    assert at and at == sorted(at) and at[0] >= 0
+    assert all(turn.input_tokens >= 0 and turn.history <= len(turn.chunks) for turn in trace)
+
+
+def parse_deltas(data: bytes) -> None:
+    """Messages of one scheduler, each after its length: whatever their numbers, a delta is taken behind the message
+    before it alone, and the store's own invariants hold (the world checks them)."""
+    world = World()
+    worker = world.join()
+    namespace = world.open(spec(shard_bytes=100), worker)
+    numbers = [0]
+    while data:
+        length, data = data[0], data[1:]
+        message = wire.parse(hints_pb2.PublishQueueRequest, data[:length])
+        data = data[length:]
+        message.namespace_id = int(namespace)
+        event = decoding.HINTS_CALLS["PublishQueue"].event(message, Ticket(worker, world.number()))  # type: ignore[misc]
+        answer = world.publish(event)
+        feed = world.store.queue.feeds.get(worker, {}).get(namespace)
+        if not event.snapshot and event.number > numbers[-1] + 1:
+            assert answer.snapshot_wanted
+        numbers.append(feed.number if feed is not None else 0)
 
 
 HELLO = descriptor_pb2.DescriptorRequest(
