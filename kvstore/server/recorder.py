@@ -91,7 +91,10 @@ class Recorder:
         """Raises Conflict while one is running, Unavailable where the file cannot be made, or aiofiles is missing."""
         if self._task is not None and not self._task.done():
             raise Conflict(
-                "one is running", field="path", value=self.last and self.last.path, remedy="stop it first"
+                "one is running",
+                field="path",
+                value=self.last and self.last.path,
+                remedy="kvctl record --stop",
             )
         try:
             import aiofiles

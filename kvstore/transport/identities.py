@@ -279,7 +279,9 @@ class _Reader:
         try:
             ends_at = None if expires is None else expires.astimezone(UTC).timestamp()
         except OverflowError:  # within a day of the calendar's ends
-            raise ConfigError("is no year to come", field=f"identity {name}: expires", value=expires) from None
+            raise ConfigError(
+                "is no year to come", field=f"identity {name}: expires", value=expires
+            ) from None
         return Identity(name, tenant, frozenset(map(Role, roles)), ends_at)
 
     def _proofs(self, entry: dict[str, Any], name: str) -> list[tuple[str, Any]]:

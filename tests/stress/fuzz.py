@@ -17,6 +17,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Callable
@@ -38,10 +39,12 @@ else:
     from kvstore.tiers import format
     from kvstore.transport import bytes_service, decoding, descriptors, identities
 
+from kvstore.core import events as ev
 from kvstore.core.events import SessionEntry, Ticket
 from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.sim.world import World, spec
 from kvstore.types import ChunkKey, SlabId, WorkerId
-from kvstore.v1 import bytes_pb2, descriptor_pb2, store_pb2
+from kvstore.v1 import bytes_pb2, descriptor_pb2, hints_pb2, store_pb2
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "fuzz"
 TICKET = Ticket(WorkerId(1), 2)
@@ -53,6 +56,8 @@ class Target:
     parse: Callable[[bytes], Any]
     refusals: tuple[type[Exception], ...]
     seeds: tuple[bytes, ...]
+    inputs: int = 3_000
+    """How many the test suite tries: fewer of what is slow."""
 
     def __call__(self, data: bytes) -> None:
         with contextlib.suppress(*self.refusals):
@@ -187,18 +192,22 @@ def parse_deltas(data: bytes) -> None:
     world = World()
     worker = world.join()
     namespace = world.open(spec(shard_bytes=100), worker)
-    numbers = [0]
     while data:
         length, data = data[0], data[1:]
         message = wire.parse(hints_pb2.PublishQueueRequest, data[:length])
         data = data[length:]
         message.namespace_id = int(namespace)
-        event = decoding.HINTS_CALLS["PublishQueue"].event(message, Ticket(worker, world.number()))  # type: ignore[misc]
-        answer = world.publish(event)
+        call = decoding.HINTS_CALLS["PublishQueue"]
+        assert call.event is not None
+        event = call.event(message, Ticket(worker, 0))
         feed = world.store.queue.feeds.get(worker, {}).get(namespace)
-        if not event.snapshot and event.number > numbers[-1] + 1:
-            assert answer.snapshot_wanted
-        numbers.append(feed.number if feed is not None else 0)
+        before = feed.number if feed is not None else 0
+        world.tick(1)
+        said = {"removed": event.removed, "snapshot": event.snapshot, "ttl_ms": event.ttl_ms}
+        answer = world.ask(ev.PublishQueue, worker, namespace, event.hints, number=event.number, **said)
+        lost = bool(event.number) and not event.snapshot and event.number > before + 1
+        assert answer.snapshot_wanted == lost, (event, before)
+        assert len(answer.results) == len(event.hints)
 
 
 HELLO = descriptor_pb2.DescriptorRequest(
@@ -206,6 +215,36 @@ HELLO = descriptor_pb2.DescriptorRequest(
 ).SerializeToString()
 OPEN = store_pb2.OpenRequest(request_id=1, namespace=wire.spec_to_proto(SPEC))
 RESERVE = store_pb2.ReserveRequest(request_id=2, namespace_id=1, keys=[b"k", b"j"], token_counts=[64, 3])
+MESSAGES = (
+    hints_pb2.PublishQueueRequest(number=1, hints=[hints_pb2.Hint(job=b"a", position=1, keys=[b"k"])]),
+    hints_pb2.PublishQueueRequest(number=2, delta=True, hints=[hints_pb2.Hint(job=b"b", session=b"s")]),
+    hints_pb2.PublishQueueRequest(number=2, delta=True, removed=[b"a"]),
+    hints_pb2.PublishQueueRequest(number=9, delta=True, removed=[b"a"], ttl_ms=5),
+    hints_pb2.PublishQueueRequest(
+        number=3, delta=True, hints=[hints_pb2.Hint(job=b"a", position=7, keys=[b"k"])]
+    ),
+)
+DELTAS = b"".join(bytes([message.ByteSize()]) + message.SerializeToString() for message in MESSAGES)
+TRACES = {
+    "mooncake": b'{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}\n' * 2,
+    "agentic": b'{"requests": [{"t": 0, "in": 600, "out": 9, "h": [[1, 9]]}, {"t": 1, "requests": []}]}\n',
+    "sharegpt": b'{"turns": [[100, 200], [30, 90]]}\n',
+    "azure": b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n",
+    "lmcache": b'{"timestamp": 1, "session_id": "s", "input": "' + b"x" * 99 + b'", "output": "y"}\n',
+    "recorded": b'{"t": 1, "w": 0, "n": 0, "c": 64, "b": 4096, "ask": [1]}\n'
+    b'{"t": 2, "w": 0, "n": 0, "c": 64, "b": 4096, "save": [2], "after": 1}\n',
+}
+ACCESS = b"""[[identity]]
+name = "a"
+tenant = "t"
+roles = ["worker", "scheduler"]
+token_sha256 = "%s"
+token_env = "TOKEN"
+certificate = "c.example"
+expires = 2027-06-01T00:00:00Z
+[tenants.t]
+calls_per_s = 2_000
+""" % (b"0123456789abcdef" * 4)
 PAGE = next(format.encode_session_pages([SessionEntry(ChunkKey(b"a"), 0, 4)]))
 
 TARGETS = {
@@ -252,6 +291,14 @@ TARGETS = {
             b"<prompt schema=s>f<int>(x)<a><param name=p>1</param></a></prompt>",
         ),
     ),
+    "access": Target(parse_access, (errors.ConfigError,), (ACCESS,), inputs=800),
+    "traces": Target(
+        parse_trace,
+        (errors.StoreError,),
+        tuple(bytes([list(readers.FORMATS).index(name)]) + text for name, text in TRACES.items()),
+        inputs=800,
+    ),
+    "deltas": Target(parse_deltas, (errors.StoreError,), (DELTAS,), inputs=300),
     "config": Target(
         parse_config,
         (errors.ConfigError,),

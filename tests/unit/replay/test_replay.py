@@ -191,7 +191,7 @@ MOONCAKE = '{"timestamp": 0, "input_length": 512, "hash_ids": [1]}\n'
 
 
 def mooncake_with(**fields: str) -> tuple[str, str, str]:
-    name, value = next(iter(fields.items()))
+    name = next(iter(fields))
     row = {"timestamp": "0", "input_length": "512", "hash_ids": "[1]"} | fields
     text = ", ".join(f'"{field}": {text}' for field, text in row.items())
     return "mooncake", MOONCAKE + "{" + text + "}\n", f"line 2.*{name} is no"
