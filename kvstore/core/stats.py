@@ -44,6 +44,7 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
             "model": namespace.spec.model,
             "weights_epoch": namespace.spec.weights_epoch,
             "spec": namespace.spec,
+            "salt": namespace.salt if namespace.tenant == worker.tenant else b"",
             "chunk_tokens": namespace.spec.chunk_tokens,
             "chunk_bytes": namespace.payload_bytes,
             "chunks": namespace.visible,
@@ -100,8 +101,8 @@ def traffic(queue: Queue, transfers: Transfers) -> dict[str, float]:
     reading = sum(len(read.rows) for read in transfers.reads.values())
     return {
         "queued_jobs": queue.count,
-        "prefetch_window_jobs": sum(window.ahead for window in queue.state.jobs.windows.values()),
-        "eviction_window_jobs": sum(window.kept for window in queue.state.jobs.windows.values()),
+        "prefetch_window_jobs": sum(ahead for ahead, _ in map(queue.reach, queue.state.jobs.windows)),
+        "eviction_window_jobs": sum(kept for _, kept in map(queue.reach, queue.state.jobs.windows)),
         "chunks_being_promoted": reading + len(transfers.demanded) + len(transfers.foreseen),
         "chunks_being_stored": sum(len(write.rows) for write in transfers.writes.values()),
     }
