@@ -98,10 +98,11 @@ def traffic(queue: Queue, transfers: Transfers) -> dict[str, float]:
     """Gauges for admins: the queue and how far its windows reach, in jobs, and the chunks that are on their way between
     the tiers. A chunk that waits for its read is counted with those that are being read, and may be gone meanwhile."""
     reading = sum(len(read.rows) for read in transfers.reads.values())
+    reach = [queue.reach(tenant) for tenant in queue.state.jobs.windows]
     return {
         "queued_jobs": queue.count,
-        "prefetch_window_jobs": sum(window.ahead for window in queue.state.jobs.windows.values()),
-        "eviction_window_jobs": sum(window.kept for window in queue.state.jobs.windows.values()),
+        "prefetch_window_jobs": sum(ahead for ahead, _ in reach),
+        "eviction_window_jobs": sum(kept for _, kept in reach),
         "chunks_being_promoted": reading + len(transfers.demanded) + len(transfers.foreseen),
         "chunks_being_stored": sum(len(write.rows) for write in transfers.writes.values()),
     }

@@ -309,6 +309,8 @@ class Transfers:
         if chunks.flags[row] & PROMOTING:
             if demanded and row in state.prefetched:
                 state.prefetched.discard(row)
+                state.policy.used((row,))
+                chunks.used_at[row] = state.now
                 state.counters["prefetch_late"] += 1
                 if not chunks.reserved[row]:
                     self._demand(self._wanted(row))

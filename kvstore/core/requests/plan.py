@@ -157,16 +157,17 @@ class Planner:
         plan = Plan()
         for tenant, jobs in found.items():
             shares = self._shares(tenant, sharing, len(windows))
-            used = looked_at = ahead = kept = 0
+            used = handed_over = looked_at = ahead = kept = 0
             for job, rows, looked in jobs:
                 new = {row: job.label + place for place, row in enumerate(rows) if row not in plan.rank}
                 used += len(new) * job.chunk_bytes
+                handed_over += len(new) * job.chunk_bytes * job.handed_over
                 looked_at += looked
                 if used > shares.kept_bytes or looked_at > shares.looked_at:
                     break
                 plan.rank.update(new)
                 kept += 1
-                ahead += used <= shares.ahead_bytes
+                ahead += used - handed_over <= shares.ahead_bytes
             plan.kept[tenant], plan.ahead[tenant] = kept, ahead
         return plan
 

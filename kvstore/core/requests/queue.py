@@ -11,16 +11,17 @@ the windows; here is what schedulers ask, and when plans are made.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvstore.core import events as ev
 from kvstore.core.bulk import needed
 from kvstore.core.chunks import DOOMED, PROMOTING, STORED
 from kvstore.core.cold_tier import ColdTier
-from kvstore.core.jobs import LINE_STEP, Job
+from kvstore.core.jobs import LINE_STEP, LINES_BEFORE, Job
 from kvstore.core.namespaces import Namespace
-from kvstore.core.requests.credit import Credit
+from kvstore.core.requests.credit import GRACE_MS, Credit, Mark
 from kvstore.core.requests.plan import Planner
 from kvstore.core.requests.reads import clip_ttl
 from kvstore.core.state import State
@@ -36,6 +37,8 @@ KEYS_PER_WORKER_MAX = 1 << 19
 """In hints that name keys: these are kept, some 75 bytes each."""
 PROMOTED_PER_PLAN_MAX = 4_096
 """Chunks that one plan asks for."""
+HANDED_OVER_MAX = 256
+"""Jobs that left their queues, of all tenants; the first of them is let go for one more."""
 POSITION_MAX = 1 << 31
 NEVER = 1 << 62
 
@@ -70,6 +73,15 @@ class Publication:
     refused: dict[bytes, HintResult]
 
 
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A job that is on its way from its queue to an engine."""
+
+    job: Job
+    mark: Mark
+    until: Millis
+
+
 class Queue:
     def __init__(self, state: State, tier: ColdTier, promote: Callable[[int], None]) -> None:
         self.state = state
@@ -83,10 +95,12 @@ class Queue:
         self._promoting: dict[int, None] = {}
         """Rows in the prefetch window that may be on SSD alone."""
         self._unanswered: list[Publication] = []
+        self._handed_over: deque[HandedOver] = deque()
+        """Jobs that left their queues and keep their windows until somebody asks for their chunks, or GRACE_MS."""
 
     def __repr__(self) -> str:
-        windows = self.state.jobs.windows.values()
-        prefetch, eviction = (sum(window.ahead for window in windows), sum(window.kept for window in windows))
+        reach = [self.reach(tenant) for tenant in self.state.jobs.windows]
+        prefetch, eviction = sum(ahead for ahead, _ in reach), sum(kept for _, kept in reach)
         return f"Queue({self.count} jobs, windows: prefetch {prefetch}, eviction {eviction})"
 
     @property
@@ -97,7 +111,9 @@ class Queue:
     def reach(self, tenant: str) -> tuple[int, int]:
         """How far the prefetch and the eviction window of a tenant reach, in jobs."""
         window = self.state.jobs.windows.get(tenant)
-        return (window.ahead, window.kept) if window is not None else (0, 0)
+        if window is None:
+            return 0, 0
+        return max(0, window.ahead - window.handed_over), max(0, window.kept - window.handed_over)
 
     # --------------------------------------------------------------------------------------------------- publishing
 
@@ -214,7 +230,7 @@ class Queue:
         others have other positions and are in the same order. Nothing, if they are not, or if others of the tenant have
         jobs that stand between them."""
         window = self.state.jobs.windows.get(feed.tenant)
-        if window is None or len(window.labels) != len(feed.jobs):
+        if window is None or len(window.labels) - window.handed_over != len(feed.jobs):
             return {}
         if feed.in_line and all(
             hint.position == known.position
@@ -258,12 +274,40 @@ class Queue:
                         job.stand(jobs.new_line(job.position))
                     jobs.add(moved)
 
-    def _end(self, feed: Feed, names: Iterable[bytes]) -> None:
-        """Those that are there, of which the scheduler has no more to say."""
+    def _end(self, feed: Feed, names: Iterable[bytes], *, hand_over: bool = True) -> None:
+        """Those that are there, of which the scheduler has no more to say. Many a scheduler takes a job off its queue
+        before the engine asks for its chunks: until then they would be what no job needs and goes first."""
+        leaving: list[tuple[Job, Mark]] = []
         for name in names:
-            if name in feed.jobs:
-                self.credit.ended(feed.jobs[name])
+            job = feed.jobs.get(name)
+            mark = self.credit.ended(job) if job is not None else None
+            if job is not None and mark is not None:
+                leaving.append((job, mark))
         self._remove(feed, names)
+        for job, mark in leaving[-HANDED_OVER_MAX:] if hand_over else ():
+            self._hand_over(job, mark)
+
+    def _hand_over(self, gone: Job, mark: Mark) -> None:
+        """A job that was just removed stands before all others for a while."""
+        jobs = self.state.jobs
+        if len(self._handed_over) >= HANDED_OVER_MAX:
+            jobs.remove(self._handed_over.popleft().job)
+        job = replace(gone, line=jobs.new_line(-LINES_BEFORE), rows=[], handed_over=True)
+        self._handed_over.append(HandedOver(job, mark, self.state.now + GRACE_MS))
+        jobs.add((job,))
+
+    def _let_go(self) -> None:
+        """Of the jobs that were handed over, those whose chunks somebody has asked for, and the overdue."""
+        now, staying, going = self.state.now, deque[HandedOver](), list[Job]()
+        for handed in self._handed_over:
+            asked = self.credit.was_asked_for(handed.job.namespace, handed.mark)
+            if handed.until <= now or asked is not False:
+                going.append(handed.job)
+            else:
+                staying.append(handed)
+        if going:
+            self._handed_over = staying
+            self.state.jobs.remove_many(going)
 
     def _remove(self, feed: Feed, names: Iterable[bytes]) -> None:
         """Those that are there."""
@@ -303,6 +347,9 @@ class Queue:
             for job in feed.jobs.values():
                 self.credit.dropped(job)
             self._remove(feed, list(feed.jobs))
+        for handed in [handed for handed in self._handed_over if handed.job.worker == worker]:
+            self._handed_over.remove(handed)
+            self.state.jobs.remove(handed.job)
         self._unanswered = [published for published in self._unanswered if published.ticket.worker != worker]
 
     def _expire(self) -> None:
@@ -318,7 +365,7 @@ class Queue:
                 feed.looked_at = feed.renewed_until
                 continue
             over = [name for name, job in feed.jobs.items() if job.until <= now]
-            self._end(feed, over)
+            self._end(feed, over, hand_over=False)
             if over:
                 feed.number = 0  # changes to what is over mean nothing
             self.state.counters["hints_expired"] += len(over)
@@ -329,6 +376,8 @@ class Queue:
 
     def tick(self) -> None:
         self._expire()
+        if self._handed_over:
+            self._let_go()
         self.credit.tick()
         waiting = self._unanswered or self._promoting or self.state.jobs.cooled or self.planner.is_due
         interval_ms = max(REPLAN_MS, self._planned_rows // PUBLISH_ROWS_PER_MS)
@@ -345,6 +394,8 @@ class Queue:
     def plan(self) -> None:
         """Rank what the queue needs, soonest job first, as far as all tiers reach; promote what DRAM can hold of it."""
         state = self.state
+        if self._handed_over:
+            self._let_go()
         self.planner.update()
         moves = state.jobs.take_moves()
         self._planned_at = state.now
