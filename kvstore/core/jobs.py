@@ -111,6 +111,11 @@ class Window:
     def job(self, number: int) -> Job:
         return self.of[self.labels[number]]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether all of its jobs have left their queues."""
+        return len(self.labels) == self.handed_over
+
     def handed_over_bytes(self) -> int:
         """Of the chunks of these."""
         jobs = map(self.job, range(min(self.handed_over, self.kept)))
@@ -479,7 +484,10 @@ class JobBook:
         for tenant, window in self.windows.items():
             assert window.labels == sorted(window.of) and window.labels, (tenant, window)
             jobs = list(map(window.of.__getitem__, window.labels))
-            assert all(job.handed_over == (at < window.handed_over) for at, job in enumerate(jobs)), (tenant, window)
+            assert all(job.handed_over == (at < window.handed_over) for at, job in enumerate(jobs)), (
+                tenant,
+                window,
+            )
             assert all(job.in_reach == (at < window.reach) for at, job in enumerate(jobs)), (tenant, window)
             assert not any(job.rows or job.owned or job.awaits for job in jobs[window.reach :]), (
                 tenant,

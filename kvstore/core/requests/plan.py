@@ -146,8 +146,10 @@ class Planner:
         found = {tenant: self._chunks_of(window) for tenant, window in windows.items()}
         looked_at_max = self._shares("", 1, len(windows)).looked_at
         sharing = 0
-        for jobs in found.values():
+        for tenant, jobs in found.items():
             looked_at = 0
+            if windows[tenant].is_empty:
+                continue
             for _, rows, looked in jobs:
                 looked_at += looked
                 if rows:
@@ -191,8 +193,8 @@ class Planner:
 
 
 def _sharing(windows: Sequence[Window]) -> int:
-    """Of how many tenants some job has a chunk that can be had."""
-    return sum(window.bytes > 0 for window in windows)
+    """Of how many tenants some job has a chunk that can be had. Who has no job left in a queue takes nobody's share."""
+    return sum(window.bytes > 0 and not window.is_empty for window in windows)
 
 
 def _is_over(window: Window, shares: Shares) -> bool:

@@ -83,11 +83,18 @@ class HandedOver:
 
 
 class Queue:
-    def __init__(self, state: State, tier: ColdTier, promote: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        state: State,
+        tier: ColdTier,
+        promote: Callable[[int], None],
+        needed_sooner: Callable[[Iterable[int]], None],
+    ) -> None:
         self.state = state
         self.planner = Planner(state, tier)
         self.credit = Credit(state)
         self._promote = promote
+        self._needed_sooner = needed_sooner
         self.feeds: dict[WorkerId, dict[NamespaceId, Feed]] = {}
         self._planned_at: Millis = -REPLAN_MS
         self._planned_rows = 0
@@ -408,6 +415,7 @@ class Queue:
         if changes:
             state.room += 1  # what was needed may go now, or is needed later than something else
             state.policy.change_ranks(state.namespaces, changes)
+            self._needed_sooner(changes)
         self._promoting.update(moves.ahead)
         self._promoting.update(cooled)
         self._promote_ahead()
