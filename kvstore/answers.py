@@ -13,6 +13,7 @@ from kvstore.types import (
     Extents,
     GrantResult,
     HintResult,
+    HintState,
     LeaseId,
     Millis,
     NamespaceId,
@@ -136,6 +137,8 @@ class SessionRow:
     """Of those that have a copy on SSD."""
     reason: Reason = Reason.NONE
     """Of the first entry that is not in DRAM; NONE if all are."""
+    hints: tuple[HintState, ...] = ()
+    """Hint actions that name the session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +174,9 @@ class ChunkHistory:
     durable: bool = False
     """It survives a restart."""
     needed: bool = False
-    """By a queued job inside the eviction window."""
+    """By a queued job, or a hint action, inside the eviction window."""
+    hints: tuple[HintState, ...] = ()
+    """Hint actions that name it, itself or its session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +207,16 @@ class QueueAccepted:
     """Jobs whose chunks fit in DRAM and SSD: (C_mem + C_disk) / S_kv."""
     snapshot_wanted: bool = False
     """Nothing was taken: a numbered message before this one is not known here. Publish a snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionsApplied:
+    """One result, and one number of chunks that it is about, per action."""
+
+    results: tuple[HintResult, ...]
+    """ACCEPTED: it is done, or in force. DEFERRED: in force, and chunks are on their way or wait for the SSD. CLIPPED:
+    in force for the first of the chunks, as far as the tenant's share goes. REJECTED: nothing of it can be done."""
+    chunks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +316,7 @@ Answer = (
     | Explained
     | Done
     | QueueAccepted
+    | ActionsApplied
     | Scrubbed
     | QuarantineList
     | Recalled

@@ -88,6 +88,10 @@ class StoreConfig:
     it, then what is needed last; "hints": as that, but least recently used first; "lru"; "fifo"."""
     prefetch_share_max: float = 0.8
     """Share of the arena that chunks fetched ahead for queued jobs may fill."""
+    hint_pin_share_max: float = 0.25
+    """Share of the arena that pins of hints may keep, of all tenants together; each has an equal part. 0: no pins."""
+    hint_retain_share_max: float = 0.5
+    """Share of arena and SSD that hints may have retained, likewise."""
     hint_ttl_ms: int = 60_000
     """Time to live of hints unless the scheduler asks for less; it publishes again before that."""
     session_ttl_ms: int = 7 * 24 * 3_600_000
@@ -195,6 +199,9 @@ class StoreConfig:
             raise ConfigError(
                 "must be above 0 and at most 1", field="prefetch_share_max", value=self.prefetch_share_max
             )
+        for name in ("hint_pin_share_max", "hint_retain_share_max"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError("must be between 0 and 1", field=name, value=getattr(self, name))
         if self.eviction not in POLICIES:
             known = ", ".join(f'"{name}"' for name in POLICIES)
             raise ConfigError(f"must be one of {known}", field="eviction", value=self.eviction)
@@ -276,6 +283,8 @@ class StoreConfig:
             reserve_share_max=self.reserve_share_max,
             eviction=self.eviction,
             prefetch_share_max=self.prefetch_share_max,
+            hint_pin_share_max=self.hint_pin_share_max,
+            hint_retain_share_max=self.hint_retain_share_max,
             hint_ttl_ms=self.hint_ttl_ms,
             session_ttl_ms=self.session_ttl_ms,
             makers_max=min(MAKERS_MAX, self.ssd_index_max // INDEX_BYTES_PER_MAKERS)

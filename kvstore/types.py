@@ -365,6 +365,48 @@ class SessionEntries(Sequence[SessionEntry]):
         return f"SessionEntries({len(self)} entries, {sum(self.token_count)} tokens)"
 
 
+class ActionKind(enum.IntEnum):
+    """What a hint asks for chunks that are named by keys or by session; see `HintAction`."""
+
+    PREFETCH = 0
+    """They will be asked for as soon as the queue's turn is over: bring them to DRAM."""
+    DEMOTE = 1
+    """Nobody will ask for them for long: let them leave DRAM for the tier below."""
+    PIN = 2
+    """They stay in DRAM as long as there is anything else to evict."""
+    RETAIN = 3
+    """They leave the last tier after what nobody asked to keep."""
+    EXPECT = 4
+    """They will be asked for in `eta_ms`: somebody types, or a tool runs. Kept till then, and in DRAM in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class HintAction:
+    """One order of a hint. Advisory: it orders victims and starts transfers, within bounds, and ends by itself."""
+
+    name: bytes
+    """The caller's name for it; a later action of the same name replaces it."""
+    kind: ActionKind
+    session: bytes = b""
+    keys: tuple[ChunkKey, ...] = ()
+    tokens: tuple[int, ...] = ()
+    """Token ids of a prompt, of whose full chunks the client library makes keys."""
+    ttl_ms: int = 0
+    """How long it lasts (EXPECT: beyond `eta_ms`); 0: the daemon's default."""
+    eta_ms: int = 0
+    """Of EXPECT alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class HintState:
+    """An action that is in force, as `Explain` and `ListSessions` show it."""
+
+    kind: ActionKind
+    ends_in_ms: int
+    due_in_ms: int = 0
+    """Of EXPECT: until the chunks are wanted; 0: now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hint:
     """ "Job J, for session S or keys K, is n-th in the queue": what the scheduler knows of the future.
@@ -376,3 +418,5 @@ class Hint:
     position: int
     session: bytes = b""
     keys: tuple[ChunkKey, ...] = ()
+    tokens: tuple[int, ...] = ()
+    """Token ids of the job's prompt, of whose full chunks the client library makes keys."""

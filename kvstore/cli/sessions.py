@@ -11,8 +11,16 @@ from kvstore.cli.output import say, say_json
 from kvstore.cli.tables import age, name, peer_text, plain, size, table, word
 from kvstore.client import Client
 from kvstore.errors import BadRequest, NotFound
-from kvstore.types import MAKER_BYTES, Outcome, Reason, Tier
-from kvstore.v1 import stats_pb2, store_pb2, store_pb2_grpc
+from kvstore.types import MAKER_BYTES, ActionKind, Outcome, Reason, Tier
+from kvstore.v1 import hints_pb2, stats_pb2, store_pb2, store_pb2_grpc
+
+HINTED = {
+    ActionKind.PREFETCH: "prefetched",
+    ActionKind.DEMOTE: "demoted",
+    ActionKind.PIN: "pinned",
+    ActionKind.RETAIN: "retained",
+    ActionKind.EXPECT: "expected",
+}
 
 
 def sessions(client: Client, options: argparse.Namespace) -> int:
@@ -34,6 +42,7 @@ def _sessions_text(reply: stats_pb2.ListSessionsReply) -> str:
         "on SSD",
         "idle",
         "reason",
+        "hints",
     )
     rows = [
         (
@@ -49,6 +58,7 @@ def _sessions_text(reply: stats_pb2.ListSessionsReply) -> str:
             size(row.ssd_bytes),
             age(row.idle_ms),
             _reason(row.reason),
+            _hints(row.hints) or "-",
         )
         for row in reply.rows
     ]
@@ -124,7 +134,21 @@ def _decision(chunk: stats_pb2.ChunkHistory) -> str:
         what = "being read from SSD" if chunk.moving else "left DRAM for SSD"
     else:
         what = "never saved" if chunk.reason == Reason.NEVER_SEEN else "dropped"
+    if chunk.hints:
+        return f"{what}, {_hints(chunk.hints)}"
     return f"{what}, needed by the queue" if chunk.needed else what
+
+
+def _hints(states: Sequence[hints_pb2.HintState]) -> str:
+    """What hint actions want of it, and for how long yet."""
+    told = []
+    for state in states:
+        kind = ActionKind(state.kind)
+        if kind is ActionKind.EXPECT and state.due_in_ms:
+            told.append(f"expected in {age(state.due_in_ms)}")
+        else:
+            told.append(f"{HINTED[kind]} for {age(state.ends_in_ms)}")
+    return ", ".join(told)
 
 
 def forget(client: Client, options: argparse.Namespace) -> int:

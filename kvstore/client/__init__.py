@@ -14,7 +14,7 @@ Light on purpose: grpcio, protobuf, numpy, xxhash. A lost, late or refusing daem
 miss, a dropped save), never an exception; set-up and session calls raise `kvstore.errors.StoreError`.
 """
 
-from kvstore.answers import Backlog, Matched, QueueAccepted, SessionInfo
+from kvstore.answers import ActionsApplied, Backlog, Matched, QueueAccepted, SessionInfo
 from kvstore.client.aio import (
     AsyncClient,
     AsyncNamespace,
@@ -28,9 +28,11 @@ from kvstore.client.namespace import Forgotten, Namespace
 from kvstore.client.reads import Reads
 from kvstore.client.region import Region
 from kvstore.client.sync import Client, connect
-from kvstore.types import Hint, SessionEntry
+from kvstore.types import ActionKind, Hint, HintAction, SessionEntry
 
 __all__ = [
+    "ActionKind",
+    "ActionsApplied",
     "AsyncClient",
     "AsyncNamespace",
     "AsyncReadLease",
@@ -40,6 +42,7 @@ __all__ = [
     "CommitOutcome",
     "Forgotten",
     "Hint",
+    "HintAction",
     "Matched",
     "Namespace",
     "QueueAccepted",

@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.answers import Matched, QueueAccepted, SessionInfo
+from kvstore.answers import ActionsApplied, Matched, QueueAccepted, SessionInfo
 from kvstore.client.batch import CommitOutcome, WriteBatch
 from kvstore.client.call import drive_async
 from kvstore.client.lease import ReadLease
@@ -25,7 +25,17 @@ from kvstore.client.region import Region
 from kvstore.client.sync import STAGING_BYTES, TIMEOUT_S, Client, connect
 from kvstore.keys import ROOT, Tokens
 from kvstore.layout import NamespaceSpec
-from kvstore.types import ChunkKey, GrantResult, Hint, Outcome, Protection, Reason, SessionEntry, Wait
+from kvstore.types import (
+    ChunkKey,
+    GrantResult,
+    Hint,
+    HintAction,
+    Outcome,
+    Protection,
+    Reason,
+    SessionEntry,
+    Wait,
+)
 from kvstore.v1 import stats_pb2
 
 COPY_INLINE_MAX = 1 << 20
@@ -103,6 +113,26 @@ class AsyncClient:
             number=number,
             timeout_s=timeout_s,
         )
+
+    async def apply_actions(
+        self,
+        model: str,
+        actions: Sequence[HintAction],
+        *,
+        cancelled: Sequence[bytes] = (),
+        timeout_s: float | None = None,
+    ) -> ActionsApplied:
+        return await asyncio.to_thread(
+            self._client.apply_actions, model, actions, cancelled=cancelled, timeout_s=timeout_s
+        )
+
+    async def prompt_keys(
+        self, model: str, tokens: Tokens, *, timeout_s: float | None = None
+    ) -> list[ChunkKey]:
+        return await asyncio.to_thread(self._client.prompt_keys, model, tokens, timeout_s=timeout_s)
+
+    async def only_model(self, *, timeout_s: float | None = None) -> str:
+        return await asyncio.to_thread(self._client.only_model, timeout_s=timeout_s)
 
     async def stats(self, *, timeout_s: float | None = None) -> stats_pb2.StatsReply:
         return await asyncio.to_thread(self._client.stats, timeout_s=timeout_s)
@@ -266,6 +296,18 @@ class AsyncNamespace:
         return await drive_async(
             self._namespace.publishing_queue(hints, removed, snapshot, ttl_ms, number, timeout_s)
         )
+
+    async def apply_actions(
+        self,
+        actions: Sequence[HintAction],
+        *,
+        cancelled: Sequence[bytes] = (),
+        timeout_s: float | None = None,
+    ) -> ActionsApplied:
+        return await drive_async(self._namespace.applying_actions(actions, cancelled, timeout_s))
+
+    def touch(self, keys: Sequence[ChunkKey]) -> bool:
+        return self._namespace.touch(keys)
 
 
 class AsyncReadLease:

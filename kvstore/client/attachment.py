@@ -78,6 +78,8 @@ _EXPECTS = {
     "fork": "session",
     "forget": "done",
     "publish_queue": "queue",
+    "apply_actions": "actions",
+    "touch": "done",
     "segments_unmapped": "done",
     "heartbeat": "done",
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import wire
-from kvstore.answers import Acquired, Matched, Opened, QueueAccepted, Reserved, SessionInfo
+from kvstore.answers import Acquired, ActionsApplied, Matched, Opened, QueueAccepted, Reserved, SessionInfo
 from kvstore.arguments import NUMBER_MAX, binary, flag, listed, one_of, shown, text, whole, wholes, wrong_type
 from kvstore.client.attachment import Attachment
 from kvstore.client.batch import StagedPieces, WriteBatch
@@ -25,6 +25,7 @@ from kvstore.client.geometry import Geometry
 from kvstore.client.lease import Grant, ReadLease, Waiter
 from kvstore.client.mapped_extents import MappedExtents
 from kvstore.client.mappings import Mappings
+from kvstore.client.prompts import prompt_keys
 from kvstore.client.reads import Reads
 from kvstore.client.staging import footprint
 from kvstore.errors import BadRequest, DeadlineExceeded, NotFound, StoreError, Unavailable
@@ -35,9 +36,11 @@ from kvstore.types import (
     KEYS_PER_REQUEST_MAX,
     MAKER_BYTES,
     SESSION_NAME_BYTES_MAX,
+    ActionKind,
     ChunkKey,
     GrantResult,
     Hint,
+    HintAction,
     NamespaceId,
     Outcome,
     Protection,
@@ -59,6 +62,10 @@ READS_AHEAD_MAX = 16
 CHECKSUM_MAX = (1 << 64) - 1
 JOB_NAME_BYTES_MAX = 64
 QUEUE_POSITION_MAX = 1 << 31
+
+
+KeysOf = Callable[[Tokens], list[ChunkKey]]
+"""Makes keys of a prompt's token ids."""
 
 
 class Forgotten(int):
@@ -107,6 +114,11 @@ class Namespace:
     def keys(self, tokens: Tokens, parent: ChunkKey = ROOT) -> list[ChunkKey]:
         """Keys of all full chunks of `tokens`, which follow the chain that ends in `parent`."""
         return exact_chain(self._salt, tokens, self.spec.chunk_tokens, parent)
+
+    def prompt_keys(self, tokens: Tokens) -> list[ChunkKey]:
+        """As `keys` of a chain's beginning, by whatever protocol the namespace's keys are made. Raises Unsupported for
+        one that is not known."""
+        return prompt_keys(self.spec, self._salt, tokens)
 
     def tail_key(self, tokens: Tokens, parent: ChunkKey) -> ChunkKey:
         """Key of the rest of a conversation: fewer tokens than a chunk, after `parent`."""
@@ -286,6 +298,33 @@ class Namespace:
         Raises StoreError: a scheduler that is not heard has only lost time, so most callers log it and go on.
         """
         return drive(self.publishing_queue(hints, removed, snapshot, ttl_ms, number, timeout_s))
+
+    def apply_actions(
+        self,
+        actions: Sequence[HintAction],
+        *,
+        cancelled: Sequence[bytes] = (),
+        timeout_s: float | None = None,
+    ) -> ActionsApplied:
+        """Prefetch, demote, pin, retain or expect chunks, by session, keys or token ids; `cancelled` are names of
+        earlier actions. An action ends after its time, and with this client. The answer has a result per action, and
+        how many of its chunks are there.
+
+        Raises StoreError: nothing is lost but time that could have been saved.
+        """
+        return drive(self.applying_actions(actions, cancelled, timeout_s))
+
+    def touch(self, keys: Sequence[ChunkKey]) -> bool:
+        """A request used these chunks, in chain order, and found them in its engine's own caches: their ages start
+        anew. One message, whose answer nobody waits for. False: not connected, or too much is unanswered. At most 4096
+        keys."""
+        keys = _checked_keys("keys", keys)
+        binding = self._bound()
+        if binding is None or not keys:
+            return False
+        attachment, number = binding
+        body = store_pb2.TouchRequest(namespace_id=number, keys=keys)
+        return attachment.call("touch", body, self._connection.deadline(None)).request is not None
 
     # -------------------------------------------------------------------------------------------- operations
 
@@ -717,9 +756,23 @@ class Namespace:
         number: int,
         timeout_s: float | None,
     ) -> Operation[QueueAccepted]:
-        body = queue_request(hints, removed=removed, snapshot=snapshot, ttl_ms=ttl_ms, number=number)
+        body = queue_request(
+            hints,
+            removed=removed,
+            snapshot=snapshot,
+            ttl_ms=ttl_ms,
+            number=number,
+            keys_of=self.prompt_keys,
+        )
         answer = yield from self._asking("publish_queue", body, timeout_s)
         return queue_accepted(answer.queue, len(hints))
+
+    def applying_actions(
+        self, actions: Sequence[HintAction], cancelled: Sequence[bytes], timeout_s: float | None
+    ) -> Operation[ActionsApplied]:
+        body = actions_request(actions, cancelled=cancelled, keys_of=self.prompt_keys)
+        answer = yield from self._asking("apply_actions", body, timeout_s)
+        return actions_applied(answer.actions, len(actions))
 
     def _asking(self, field: str, body: Any, timeout_s: float | None) -> Operation[store_pb2.AttachReply]:
         """A request that waits for a connection and whose failure is raised."""
@@ -866,7 +919,13 @@ def _name(name: str | bytes, field: str = "name") -> bytes:
 
 
 def queue_request(
-    hints: Sequence[Hint], *, removed: Sequence[bytes], snapshot: bool, ttl_ms: int, number: int = 0
+    hints: Sequence[Hint],
+    *,
+    removed: Sequence[bytes],
+    snapshot: bool,
+    ttl_ms: int,
+    number: int = 0,
+    keys_of: KeysOf | None = None,
 ) -> hints_pb2.PublishQueueRequest:
     """The message, without its namespace. Raises BadRequest."""
     hints = listed("hints", hints, "Hint")
@@ -874,7 +933,7 @@ def queue_request(
     _check_count("hints", hints)
     _check_count("removed", removed)
     return hints_pb2.PublishQueueRequest(
-        hints=[_hint(f"hints[{index}]", hint) for index, hint in enumerate(hints)],
+        hints=[_hint(f"hints[{index}]", hint, keys_of) for index, hint in enumerate(hints)],
         removed=[_check_job(f"removed[{index}]", job) for index, job in enumerate(removed)],
         delta=not flag("snapshot", snapshot),
         ttl_ms=whole("ttl_ms", ttl_ms),
@@ -882,9 +941,9 @@ def queue_request(
     )
 
 
-def _hint(where: str, hint: Hint) -> hints_pb2.Hint:
+def _hint(where: str, hint: Hint, keys_of: KeysOf | None) -> hints_pb2.Hint:
     one_of(where, hint, Hint)
-    keys = _checked_keys(f"{where}.keys", hint.keys)
+    keys = _keys_named(where, hint, keys_of)
     session = hint.session
     return hints_pb2.Hint(
         job=_check_job(f"{where}.job", hint.job),
@@ -892,6 +951,48 @@ def _hint(where: str, hint: Hint) -> hints_pb2.Hint:
         session=_name(session, f"{where}.session") if session or not isinstance(session, bytes) else b"",
         keys=keys,
     )
+
+
+def _keys_named(where: str, named: Hint | HintAction, keys_of: KeysOf | None) -> Sequence[ChunkKey]:
+    """By keys, else by the beginning of a prompt: behind so many chunks nobody needs a hint."""
+    keys = _checked_keys(f"{where}.keys", named.keys)
+    if keys or keys_of is None or not len(named.tokens):
+        return keys
+    return keys_of(named.tokens)[:KEYS_PER_REQUEST_MAX]
+
+
+def actions_request(
+    actions: Sequence[HintAction], *, cancelled: Sequence[bytes], keys_of: KeysOf
+) -> hints_pb2.ApplyActionsRequest:
+    """The message, without its namespace. Raises BadRequest."""
+    actions = listed("actions", actions, "HintAction")
+    cancelled = listed("cancelled", cancelled, "names of actions (bytes)")
+    return hints_pb2.ApplyActionsRequest(
+        actions=[_action(f"actions[{index}]", action, keys_of) for index, action in enumerate(actions)],
+        cancelled=[_check_job(f"cancelled[{index}]", name) for index, name in enumerate(cancelled)],
+    )
+
+
+def _action(where: str, action: HintAction, keys_of: KeysOf) -> hints_pb2.HintAction:
+    one_of(where, action, HintAction)
+    one_of(f"{where}.kind", action.kind, ActionKind)
+    return hints_pb2.HintAction(
+        name=_check_job(f"{where}.name", action.name),
+        kind=f"ACTION_KIND_{action.kind.name}",
+        session=_name(action.session, f"{where}.session") if action.session else b"",
+        keys=_keys_named(where, action, keys_of),
+        ttl_ms=whole(f"{where}.ttl_ms", action.ttl_ms),
+        eta_ms=whole(f"{where}.eta_ms", action.eta_ms),
+    )
+
+
+def actions_applied(reply: hints_pb2.ActionsReply, actions: int) -> ActionsApplied:
+    applied = wire.actions_from_proto(reply)
+    if not len(applied.results) == len(applied.chunks) == actions:
+        raise StoreError(
+            "the daemon answered for another number of actions", field="results", value=len(applied.results)
+        )
+    return applied
 
 
 def queue_accepted(reply: hints_pb2.QueueReply, hints: int) -> QueueAccepted:

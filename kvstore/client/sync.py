@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import grpc
 
-from kvstore.answers import QueueAccepted
+from kvstore import wire
+from kvstore.answers import ActionsApplied, QueueAccepted
 from kvstore.arguments import one_of, text
 from kvstore.client.attachment import Attachment
 from kvstore.client.call import drive
 from kvstore.client.connection import Connection, State
-from kvstore.client.namespace import Namespace, queue_accepted, queue_request
+from kvstore.client.namespace import (
+    KeysOf,
+    Namespace,
+    actions_applied,
+    actions_request,
+    queue_accepted,
+    queue_request,
+)
+from kvstore.client.prompts import prompt_keys
 from kvstore.client.region import Region
 from kvstore.errors import NotFound
+from kvstore.keys import Tokens
 from kvstore.layout import NamespaceSpec
-from kvstore.types import Hint, Protection
+from kvstore.types import ChunkKey, Hint, HintAction, Protection
 from kvstore.v1 import hints_pb2_grpc, stats_pb2, stats_pb2_grpc
 
 STAGING_BYTES = 64 << 20
@@ -33,7 +44,7 @@ class Client:
     def __init__(self, connection: Connection) -> None:
         """Use `connect`."""
         self._connection = connection
-        self._namespaces_by_model: dict[str, int] = {}
+        self._namespaces_by_model: dict[str, stats_pb2.NamespaceStats] = {}
         # Also when it is only dropped, and at exit: gRPC's threads must not meet an interpreter that goes down.
         self._finalizer = weakref.finalize(self, connection.close)
 
@@ -135,14 +146,73 @@ class Client:
         Raises NotFound while no worker has opened one, and other StoreErrors.
         """
         text("model", model)
-        request = queue_request(hints, removed=removed, snapshot=snapshot, ttl_ms=ttl_ms, number=number)
+        reply = self._of_model(
+            model,
+            "PublishQueue",
+            lambda keys_of: queue_request(
+                hints, removed=removed, snapshot=snapshot, ttl_ms=ttl_ms, number=number, keys_of=keys_of
+            ),
+            timeout_s,
+        )
+        return queue_accepted(reply, len(hints))
+
+    def apply_actions(
+        self,
+        model: str,
+        actions: Sequence[HintAction],
+        *,
+        cancelled: Sequence[bytes] = (),
+        timeout_s: float | None = None,
+    ) -> ActionsApplied:
+        """As `Namespace.apply_actions`, for the namespace of `model` that was opened last, as in `publish_queue`."""
+        text("model", model)
+        reply = self._of_model(
+            model,
+            "ApplyActions",
+            lambda keys_of: actions_request(actions, cancelled=cancelled, keys_of=keys_of),
+            timeout_s,
+        )
+        return actions_applied(reply, len(actions))
+
+    def prompt_keys(self, model: str, tokens: Tokens, *, timeout_s: float | None = None) -> list[ChunkKey]:
+        """Keys of all full chunks of a prompt, as whoever stores the KV of `model` makes them. Raises NotFound,
+        Unsupported (its hashes are not known here; see `client.prompts`), and other StoreErrors."""
+        text("model", model)
+        row = self._namespaces_by_model.get(model) or self._namespace_of_model(model, timeout_s)
+        self._namespaces_by_model[model] = row
+        return prompt_keys(wire.spec_from_proto(row.spec), row.salt, tokens)
+
+    def only_model(self, *, timeout_s: float | None = None) -> str:
+        """The name of the one model that workers have opened. Raises NotFound if there is none, or several."""
+        names = sorted({row.model for row in self._list_namespaces(timeout_s)})
+        if len(names) != 1:
+            raise NotFound(
+                "name the model: there is not just one", field="model", value=", ".join(names) or "none"
+            )
+        return names[0]
+
+    def _list_namespaces(self, timeout_s: float | None) -> Sequence[stats_pb2.NamespaceStats]:
+        reply: stats_pb2.ListNamespacesReply = self.unary(
+            stats_pb2_grpc.StatsStub,
+            "ListNamespaces",
+            stats_pb2.ListNamespacesRequest(),
+            timeout_s=timeout_s,
+        )
+        return reply.namespaces
+
+    def _of_model(
+        self, model: str, method: str, request: Callable[[KeysOf], Any], timeout_s: float | None
+    ) -> Any:
+        """A call of service Hints about a model's namespace."""
         known = self._namespaces_by_model.get(model)
         for attempt in range(2):
             if known is None:
                 known = self._namespace_of_model(model, timeout_s)
-            request.namespace_id = known
+            spec, salt = wire.spec_from_proto(known.spec), known.salt
+            message = request(partial(prompt_keys, spec, salt))
+            message.namespace_id = known.namespace_id
             try:
-                reply = self.unary(hints_pb2_grpc.HintsStub, "PublishQueue", request, timeout_s=timeout_s)
+                reply = self.unary(hints_pb2_grpc.HintsStub, method, message, timeout_s=timeout_s)
             except NotFound:
                 # The daemon was started anew, or a newer epoch was opened: what we knew is gone.
                 known = None
@@ -150,20 +220,14 @@ class Client:
                     raise
                 continue
             self._namespaces_by_model[model] = known
-            break
-        return queue_accepted(reply, len(hints))
+            return reply
+        raise AssertionError("the second attempt returns or raises")
 
-    def _namespace_of_model(self, model: str, timeout_s: float | None) -> int:
-        reply = self.unary(
-            stats_pb2_grpc.StatsStub,
-            "ListNamespaces",
-            stats_pb2.ListNamespacesRequest(),
-            timeout_s=timeout_s,
-        )
-        found: list[int] = [row.namespace_id for row in reply.namespaces if row.model == model]
+    def _namespace_of_model(self, model: str, timeout_s: float | None) -> stats_pb2.NamespaceStats:
+        found = [row for row in self._list_namespaces(timeout_s) if row.model == model]
         if not found:
             raise NotFound("no worker has opened it", field="model", value=model)
-        return max(found)
+        return max(found, key=lambda row: row.namespace_id)
 
     def unary(
         self,

@@ -7,6 +7,9 @@ nothing; the simulator and the tests hold both together.
 
 A chunk that several jobs need is counted for the first of them, and ranked with it. A chunk's rank is its job's label
 and its place in the job, so that no job behind one that comes or goes is numbered anew.
+
+A hint action that keeps or brings chunks (`requests/hint_actions.py`) is a job too. Its position is beyond those of
+queued jobs, and it counts in no sum that schedulers are told.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from kvstore.types import ChunkKey, Millis, NamespaceId, WorkerId
+from kvstore.types import ChunkKey, HintAction, Millis, NamespaceId, WorkerId
 
 PLACE_BITS = 17
 """Of a rank: a job has fewer chunks."""
@@ -27,6 +30,9 @@ LINE_STEP = 1 << ARRIVAL_BITS
 """and positions are so far apart,"""
 LINES_BEFORE = 1 << 32
 """with room for so many more before position 0."""
+FIRST, BEHIND, LAST = -(1 << 31), 1 << 40, 1 << 62
+"""Positions of hint actions: before the first queued job, even where a snapshot puts some before others that stay in
+line; behind the last one (the due time is added); last of all."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +49,10 @@ class Job:
     since: Millis
     until: Millis
     chunk_bytes: int
+    promote_at: Millis = 0
+    """Its chunks are not brought to DRAM before."""
+    action: HintAction | None = None
+    """It stands for a hint action, not for a queued job."""
     label: int = field(init=False)
     """Of all jobs, the soonest first; the rank of its first chunk."""
     rows: list[int] = field(default_factory=list)
@@ -71,6 +81,12 @@ class Job:
         return f"Job({self.name!r} at {self.position}, {len(self.rows)} chunks, {self.owned} its own)"
 
 
+def first_label(position: int) -> int:
+    """No job at this position, or behind it, has a lower one."""
+    return position + LINES_BEFORE << ARRIVAL_BITS + PLACE_BITS
+
+
+_QUEUED_FROM, _QUEUED_TO = first_label(FIRST + 1), first_label(BEHIND)
 _label = attrgetter("label")
 MANY = 16
 """Jobs: from so many on, what is done to all of them at once pays."""
@@ -110,6 +126,13 @@ class Window:
 
     def job(self, number: int) -> Job:
         return self.of[self.labels[number]]
+
+    @property
+    def queued(self) -> range:
+        """The numbers of the queued jobs; those that left their queues and pins stand before them, other actions
+        behind."""
+        labels = self.labels
+        return range(bisect_left(labels, _QUEUED_FROM), bisect_left(labels, _QUEUED_TO))
 
     @property
     def is_empty(self) -> bool:

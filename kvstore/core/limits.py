@@ -46,6 +46,11 @@ class Limits:
     prefetch_share_max: float = 0.8
     """Share of the arena that the prefetch window may fill."""
     hints_per_worker_max: int = 1 << 17
+    """Queued jobs and hint actions together."""
+    hint_pin_share_max: float = 0.25
+    """Share of the arena that pins of hints may keep, of all tenants together; each has an equal part."""
+    hint_retain_share_max: float = 0.5
+    """Share of all tiers that hints may have retained, likewise."""
     hint_ttl_ms: int = 60_000
     hint_ttl_max_ms: int = 3_600_000
     session_ttl_ms: int = 0

@@ -44,6 +44,7 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
             "model": namespace.spec.model,
             "weights_epoch": namespace.spec.weights_epoch,
             "spec": namespace.spec,
+            "salt": namespace.salt if namespace.tenant == worker.tenant else b"",
             "chunk_tokens": namespace.spec.chunk_tokens,
             "chunk_bytes": namespace.payload_bytes,
             "chunks": namespace.visible,
@@ -98,11 +99,10 @@ def traffic(queue: Queue, transfers: Transfers) -> dict[str, float]:
     """Gauges for admins: the queue and how far its windows reach, in jobs, and the chunks that are on their way between
     the tiers. A chunk that waits for its read is counted with those that are being read, and may be gone meanwhile."""
     reading = sum(len(read.rows) for read in transfers.reads.values())
-    reach = [queue.reach(tenant) for tenant in queue.state.jobs.windows]
     return {
         "queued_jobs": queue.count,
-        "prefetch_window_jobs": sum(ahead for ahead, _ in reach),
-        "eviction_window_jobs": sum(kept for _, kept in reach),
+        "prefetch_window_jobs": sum(ahead for ahead, _ in map(queue.reach, queue.state.jobs.windows)),
+        "eviction_window_jobs": sum(kept for _, kept in map(queue.reach, queue.state.jobs.windows)),
         "chunks_being_promoted": reading + len(transfers.demanded) + len(transfers.foreseen),
         "chunks_being_stored": sum(len(write.rows) for write in transfers.writes.values()),
     }

@@ -19,12 +19,14 @@ from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
 from kvstore.core.requests import repeats
 from kvstore.core.requests.duplicates import Duplicates
+from kvstore.core.requests.hint_actions import HintActions
 from kvstore.core.requests.outlines import Outline
 from kvstore.core.requests.queue import Queue
 from kvstore.core.requests.reads import Reads
 from kvstore.core.requests.recall import Recalls
 from kvstore.core.requests.saves import Saves
 from kvstore.core.requests.sessions import Sessions
+from kvstore.core.requests.touches import Touches
 from kvstore.core.segments import Segments
 from kvstore.core.ssd.rewrites import Rewrites
 from kvstore.core.ssd.scrub import Scrubber
@@ -52,6 +54,7 @@ READ_ONLY = (
     ev.WantSegments,
     ev.Scrub,
     ev.ListQuarantine,
+    ev.Touch,
 )
 """Asked again, these are answered anew; everything else is remembered by request id."""
 
@@ -74,7 +77,9 @@ class Store:
             lambda row: self.transfers.promote(row, demanded=False),
             lambda rows: self.transfers.needed_sooner(rows),
         )
-        self.sessions = Sessions(self.state, self.cold_tier)
+        self.actions = HintActions(self.state, self.cold_tier, self.queue)
+        self.touches = Touches(self.state, self.reads)
+        self.sessions = Sessions(self.state, self.cold_tier, self.actions)
         self.duplicates = Duplicates(self.state, self.reads)
         self.rewrites = Rewrites(self.state, self.cold_tier)
         self.recalls = Recalls(self.state, self.cold_tier)
@@ -102,6 +107,8 @@ class Store:
             ev.Explain: self.sessions.explain,
             ev.GetStats: lambda worker, _: self._stats(worker),
             ev.PublishQueue: self.queue.publish,
+            ev.ApplyActions: self.actions.apply,
+            ev.Touch: self.touches.touch,
             ev.Scrub: self.scrub.ask,
             ev.ListQuarantine: self.rewrites.list,
             ev.Recall: self.recalls.ask,
@@ -238,7 +245,7 @@ class Store:
     def _stats(self, worker: Worker) -> ev.Stats:
         values = stats(self.state, worker)
         if worker.admin:
-            values["gauges"] |= traffic(self.queue, self.transfers)
+            values["gauges"] |= traffic(self.queue, self.transfers) | self.actions.gauges()
         return ev.Stats(values)
 
     def _open(self, worker: Worker, event: ev.Open) -> ev.Opened:
@@ -359,6 +366,7 @@ class Store:
             return
         worker.closed = True
         # Nobody will take its hints back; a scheduler that reconnects publishes again.
+        self.actions.forget(worker.id)
         self.queue.forget(worker.id)
         self.saves.abort_all(worker, gone=False)
         self._remove_if_over(worker)
@@ -392,6 +400,7 @@ class Store:
             if state.groups.get((worker.tenant, worker.group.name)) is worker.group:
                 del state.groups[worker.tenant, worker.group.name]
         self.segments.unmapped(worker, list(worker.holds))
+        self.actions.forget(worker.id)
         self.queue.forget(worker.id)
         del state.workers[worker.id]
         state.effects.append(ev.ForgetWorker(worker.id))
@@ -436,6 +445,7 @@ class Store:
         self.reads.tick()
         self.segments.tick()
         self.transfers.tick()
+        self.actions.tick()
         self.queue.tick()
         self.sessions.tick()
         self.recalls.tick()

@@ -69,7 +69,7 @@ def _figure(width: float, height: float) -> Figure:
         raise BadRequest(
             "needs matplotlib", field="plot", value="PNG", remedy="pip install 'attnstore[simulate]'"
         ) from None
-    return Figure(figsize=(width, height), dpi=100, layout="tight")
+    return Figure(figsize=(width, height), dpi=100, layout="constrained")
 
 
 def line_plot(title: str, x: str, y: str, lines: Lines, *, log_x: bool = False) -> Figure:
@@ -83,7 +83,7 @@ def line_plot(title: str, x: str, y: str, lines: Lines, *, log_x: bool = False) 
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
     return figure
 
 
@@ -101,7 +101,7 @@ def bar_plot(title: str, y: str, groups: Mapping[str, Mapping[str, float]]) -> F
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set(title=title, ylabel=y)
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
     return figure
 
 

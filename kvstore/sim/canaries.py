@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DOOMED, NONE, ChunkTable
+from kvstore.core.chunks import DOOMED, LISTED, NONE, ChunkTable
 from kvstore.core.jobs import JobBook
 from kvstore.core.manifests import Session
 from kvstore.core.namespaces import Namespace
@@ -16,9 +16,11 @@ from kvstore.core.policies import Candidates
 from kvstore.core.policies.hints import Hints
 from kvstore.core.pool import Pool, Segment
 from kvstore.core.requests import reads
+from kvstore.core.requests.hint_actions import HintActions
 from kvstore.core.requests.queue import Queue
 from kvstore.core.requests.saves import Saves
 from kvstore.core.requests.sessions import Sessions
+from kvstore.core.requests.touches import Touches
 from kvstore.core.segments import Segments
 from kvstore.core.ssd.durability import Durability
 from kvstore.core.state import State
@@ -268,6 +270,28 @@ def _any_number(original: Original) -> Any:
     return publish
 
 
+def _unshared_pins(original: Original) -> Any:
+    """Whoever pinned first keeps it all, however many tenants come."""
+    return lambda actions, kind: None
+
+
+def _outlived(original: Original) -> Any:
+    """Orders of a worker that is gone stay in force."""
+    return lambda actions, worker: None
+
+
+def _touched_pinned(original: Original) -> Any:
+    """A touch makes evictable what a lease pins."""
+
+    def renew(touches: Touches, namespace: Namespace, rows: Sequence[int]) -> None:
+        original(touches, namespace, rows)
+        state = touches._state
+        pinned = [row for row in rows if state.chunks.pins[row] and not state.chunks.flags[row] & LISTED]
+        state.policy.add(namespace.dram, pinned)
+
+    return renew
+
+
 def _holes(original: Original) -> Any:
     """What stands behind a hole of a manifest is said to be there."""
 
@@ -301,6 +325,9 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "plan-without-new": (JobBook, "came", _not_noticed),
     "plan-old-session": (JobBook, "session_changed", _not_inherited),
     "skip-lost-hints": (Queue, "publish", _any_number),
+    "unshared-pins": (HintActions, "_share", _unshared_pins),
+    "outlived-hint": (HintActions, "forget", _outlived),
+    "touch-pinned": (Touches, "_renew_resident", _touched_pinned),
     "ignore-holes": (Sessions, "_usable", _holes),
     "keep-children": (ChunkTable, "leave_children", _forgets_parent),
 }

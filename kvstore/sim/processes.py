@@ -10,12 +10,14 @@ import random
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any, Protocol
 
 from kvstore.core import events as ev
 from kvstore.errors import StoreError
 from kvstore.layout import NamespaceSpec
 from kvstore.types import (
+    ActionKind,
     ChunkKey,
     Extent,
     GrantResult,
@@ -129,6 +131,8 @@ class Process:
     peers: list[Process] = field(default_factory=list)
     """The other ranks of its engine."""
     requests: int = 0
+    hints: Random = field(default_factory=Random)
+    """What its orders beside the queue, and its touches, are drawn from."""
     numbers_hints: bool = False
     queued: dict[NamespaceId, dict[bytes, ev.Hint]] = field(default_factory=dict)
     """A scheduler's queue, by job."""
@@ -203,6 +207,8 @@ class Process:
         if chance.random() < 0.2:
             yield from self._edit(namespace, number, conversation)
         keys = tuple(conversation.keys)
+        if keys and self.hints.random() < 0.3:  # it found them in its own caches, or will in part
+            self.tell(ev.Touch, namespace, keys[: self.hints.randrange(1, len(keys) + 1)])
         if keys:
             yield from self.ask(ev.Match, namespace, keys, len(keys) * CHUNK_TOKENS)
             yield from self._load(namespace, keys)
@@ -551,6 +557,8 @@ class Process:
             yield from self._publish_numbered(namespace, hints, removed)
         else:
             yield from self.ask(ev.PublishQueue, namespace, tuple(hints), removed=removed, snapshot=snapshot)
+        if self.hints.random() < 0.6:
+            yield from self._act(number)
         yield Sleep(chance.randrange(50, 300))
 
     def _publish_numbered(
@@ -577,6 +585,29 @@ class Process:
                 self.host.cluster.check_queue(self.worker, namespace, number, queue)
                 return
             assert not snapshot, (self, number, answer)
+
+    def _act(self, number: int) -> Program:
+        """It orders something about some of its tenant's chunks, and no longer wants something else."""
+        chance = self.hints
+        actions = []
+        for _ in range(chance.randrange(1, 4)):
+            conversation = chance.choice(self.conversations[number])
+            named: dict[str, Any] = {"session": conversation.name}
+            if chance.random() < 0.5:
+                named = {"keys": tuple(conversation.keys[: chance.randrange(1, 12)])}
+            action = ev.HintAction(
+                b"order %d" % chance.randrange(8),
+                chance.choice(list(ActionKind)),
+                ttl_ms=chance.choice((0, 200, 2_000)),
+                eta_ms=chance.choice((0, 100, 1_500)),
+                **named,
+            )
+            actions.append(action)
+        cancelled = tuple(b"order %d" % chance.randrange(8) for _ in range(chance.randrange(2)))
+        answer: ev.ActionsApplied = yield from self.ask(
+            ev.ApplyActions, self.namespaces[number], tuple(actions), cancelled
+        )
+        assert len(answer.results) == len(answer.chunks) == len(actions), (self, actions, answer)
 
     def _look(self) -> Program:
         """An operator looks at everything, and now and then drops something."""

@@ -171,6 +171,7 @@ class World:
             self._perform_all(effects)
             self.watch.check()
             self.store.rewrites.check_integrity()
+            self.store.actions.check_integrity()
             self._applied(event)
 
     def _applied(self, event: ev.Event) -> None:

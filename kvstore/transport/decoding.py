@@ -25,6 +25,7 @@ from kvstore.types import (
     KEYS_PER_REQUEST_MAX,
     MAKER_BYTES,
     SESSION_NAME_BYTES_MAX,
+    ActionKind,
     ChunkKey,
     LeaseId,
     NamespaceId,
@@ -45,6 +46,7 @@ NUMBER_MAX = (1 << 63) - 1
 QUEUE_POSITION_MAX = 1 << 31
 JOB_NAME_BYTES_MAX = 64
 HINT_KEYS_PER_REQUEST_MAX = 65_536
+ACTIONS_PER_REQUEST_MAX = 256
 SEGMENTS_PER_REQUEST_MAX = 65_536
 ROWS_MAX = 100_000
 SCRUB_BYTES_PER_S_MAX = 1 << 40
@@ -384,6 +386,45 @@ def job_name(field: str, name: bytes) -> bytes:
     return name
 
 
+def _apply_actions(message: hints_pb2.ApplyActionsRequest, ticket: Ticket) -> events.ApplyActions:
+    count("actions", message.actions, ACTIONS_PER_REQUEST_MAX)
+    count("cancelled", message.cancelled, KEYS_PER_REQUEST_MAX)
+    keys = sum(len(action.keys) for action in message.actions)
+    if keys > HINT_KEYS_PER_REQUEST_MAX:
+        raise BadRequest(
+            f"a request has at most {HINT_KEYS_PER_REQUEST_MAX}",
+            field="number of keys of all actions",
+            value=keys,
+            remedy="name sessions, or split the request",
+        )
+    return events.ApplyActions(
+        ticket,
+        namespace_id(message.namespace_id),
+        tuple(_action(f"actions[{index}]", action) for index, action in enumerate(message.actions)),
+        cancelled=tuple(job_name("cancelled", name) for name in message.cancelled),
+    )
+
+
+def _action(where: str, action: hints_pb2.HintAction) -> events.HintAction:
+    kind = ActionKind(number(f"{where}.kind", action.kind, max(ActionKind)))
+    if not (action.session or action.keys):
+        raise BadRequest("names a session or keys; both are missing", field=f"{where}.keys", value="()")
+    if action.eta_ms and kind is not ActionKind.EXPECT:
+        raise BadRequest("is of EXPECT alone", field=f"{where}.eta_ms", value=action.eta_ms)
+    return events.HintAction(
+        job_name(f"{where}.name", action.name),
+        kind,
+        session=session_name(f"{where}.session", action.session) if action.session else b"",
+        keys=chunk_keys(f"{where}.keys", action.keys),
+        ttl_ms=number(f"{where}.ttl_ms", action.ttl_ms, TTL_MS_MAX),
+        eta_ms=number(f"{where}.eta_ms", action.eta_ms, TTL_MS_MAX),
+    )
+
+
+def _touch(message: store_pb2.TouchRequest, ticket: Ticket) -> events.Touch:
+    return events.Touch(ticket, namespace_id(message.namespace_id), some_keys(message.keys))
+
+
 def _segments_unmapped(message: store_pb2.SegmentsUnmappedRequest, ticket: Ticket) -> events.SegmentsUnmapped:
     count("segments", message.segments, SEGMENTS_PER_REQUEST_MAX)
     return events.SegmentsUnmapped(ticket, tuple(map(SegmentId, message.segments)))
@@ -471,6 +512,7 @@ REQUESTS = (
     Call("Store", "Truncate", "truncate", store_pb2.TruncateRequest, _truncate, events.SessionInfo),
     Call("Store", "Fork", "fork", store_pb2.ForkRequest, _fork, events.SessionInfo),
     Call("Store", "Forget", "forget", store_pb2.ForgetRequest, _forget, events.Done),
+    Call("Store", "Touch", "touch", store_pb2.TouchRequest, _touch, events.Done),
     Call("", "", "segments_unmapped", store_pb2.SegmentsUnmappedRequest, _segments_unmapped, events.Done),
     Call("", "", "heartbeat", store_pb2.HeartbeatRequest, None, events.Done),
     Call(
@@ -480,6 +522,14 @@ REQUESTS = (
         hints_pb2.PublishQueueRequest,
         _publish_queue,
         events.QueueAccepted,
+    ),
+    Call(
+        "Hints",
+        "ApplyActions",
+        "apply_actions",
+        hints_pb2.ApplyActionsRequest,
+        _apply_actions,
+        events.ActionsApplied,
     ),
     Call("Stats", "ListSessions", "", stats_pb2.ListSessionsRequest, _list_sessions, events.SessionList),
     Call("Stats", "Explain", "", stats_pb2.ExplainRequest, _explain, events.Explained),

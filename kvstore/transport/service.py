@@ -272,6 +272,7 @@ class Service:
         reply = stats_to_proto(answer)
         for shown, row in zip(reply.namespaces, answer.values["namespaces"], strict=True):
             shown.spec.CopyFrom(wire.spec_to_proto(row["spec"]))
+            shown.salt = row["salt"]
         return stats_pb2.ListNamespacesReply(namespaces=reply.namespaces).SerializeToString()
 
     async def _stats_of(self, worker: WorkerId, timeout_s: float) -> stats_pb2.StatsReply:
@@ -533,7 +534,7 @@ def stats_to_proto(answer: events.Stats) -> stats_pb2.StatsReply:
     namespaces = []
     for row in values["namespaces"]:
         plain = dict(row)
-        del plain["spec"]  # long, and for ListNamespaces alone
+        del plain["spec"], plain["salt"]  # long, and for ListNamespaces alone
         for reason, times in plain.pop("by_reason").items():
             counters[f"lookups{{namespace={row['namespace_id']},reason={reason}}}"] = times
         namespaces.append(stats_pb2.NamespaceStats(**plain))

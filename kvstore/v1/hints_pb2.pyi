@@ -13,10 +13,23 @@ class HintResult(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     HINT_RESULT_DEFERRED: _ClassVar[HintResult]
     HINT_RESULT_CLIPPED: _ClassVar[HintResult]
     HINT_RESULT_REJECTED: _ClassVar[HintResult]
+
+class ActionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ACTION_KIND_PREFETCH: _ClassVar[ActionKind]
+    ACTION_KIND_DEMOTE: _ClassVar[ActionKind]
+    ACTION_KIND_PIN: _ClassVar[ActionKind]
+    ACTION_KIND_RETAIN: _ClassVar[ActionKind]
+    ACTION_KIND_EXPECT: _ClassVar[ActionKind]
 HINT_RESULT_ACCEPTED: HintResult
 HINT_RESULT_DEFERRED: HintResult
 HINT_RESULT_CLIPPED: HintResult
 HINT_RESULT_REJECTED: HintResult
+ACTION_KIND_PREFETCH: ActionKind
+ACTION_KIND_DEMOTE: ActionKind
+ACTION_KIND_PIN: ActionKind
+ACTION_KIND_RETAIN: ActionKind
+ACTION_KIND_EXPECT: ActionKind
 
 class Hint(_message.Message):
     __slots__ = ("job", "position", "session", "keys")
@@ -59,3 +72,49 @@ class QueueReply(_message.Message):
     eviction_window: int
     snapshot_wanted: bool
     def __init__(self, results: _Optional[bytes] = ..., prefetch_window: _Optional[int] = ..., eviction_window: _Optional[int] = ..., snapshot_wanted: bool = ...) -> None: ...
+
+class HintAction(_message.Message):
+    __slots__ = ("name", "kind", "session", "keys", "ttl_ms", "eta_ms")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    ETA_MS_FIELD_NUMBER: _ClassVar[int]
+    name: bytes
+    kind: ActionKind
+    session: bytes
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    ttl_ms: int
+    eta_ms: int
+    def __init__(self, name: _Optional[bytes] = ..., kind: _Optional[_Union[ActionKind, str]] = ..., session: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., ttl_ms: _Optional[int] = ..., eta_ms: _Optional[int] = ...) -> None: ...
+
+class ApplyActionsRequest(_message.Message):
+    __slots__ = ("request_id", "namespace_id", "actions", "cancelled")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    ACTIONS_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    namespace_id: int
+    actions: _containers.RepeatedCompositeFieldContainer[HintAction]
+    cancelled: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., actions: _Optional[_Iterable[_Union[HintAction, _Mapping]]] = ..., cancelled: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class ActionsReply(_message.Message):
+    __slots__ = ("results", "chunks")
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    results: bytes
+    chunks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, results: _Optional[bytes] = ..., chunks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class HintState(_message.Message):
+    __slots__ = ("kind", "ends_in_ms", "due_in_ms")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ENDS_IN_MS_FIELD_NUMBER: _ClassVar[int]
+    DUE_IN_MS_FIELD_NUMBER: _ClassVar[int]
+    kind: ActionKind
+    ends_in_ms: int
+    due_in_ms: int
+    def __init__(self, kind: _Optional[_Union[ActionKind, str]] = ..., ends_in_ms: _Optional[int] = ..., due_in_ms: _Optional[int] = ...) -> None: ...

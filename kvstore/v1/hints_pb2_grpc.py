@@ -39,6 +39,11 @@ class HintsStub(object):
                 request_serializer=kvstore_dot_v1_dot_hints__pb2.PublishQueueRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_hints__pb2.QueueReply.FromString,
                 _registered_method=True)
+        self.ApplyActions = channel.unary_unary(
+                '/kvstore.v1.Hints/ApplyActions',
+                request_serializer=kvstore_dot_v1_dot_hints__pb2.ApplyActionsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_hints__pb2.ActionsReply.FromString,
+                _registered_method=True)
 
 
 class HintsServicer(object):
@@ -52,6 +57,13 @@ class HintsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ApplyActions(self, request, context):
+        """Orders about chunks, beside any queue. Each ends by itself; none is more than a wish.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_HintsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +71,11 @@ def add_HintsServicer_to_server(servicer, server):
                     servicer.PublishQueue,
                     request_deserializer=kvstore_dot_v1_dot_hints__pb2.PublishQueueRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_hints__pb2.QueueReply.SerializeToString,
+            ),
+            'ApplyActions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyActions,
+                    request_deserializer=kvstore_dot_v1_dot_hints__pb2.ApplyActionsRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_hints__pb2.ActionsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +105,33 @@ class Hints(object):
             '/kvstore.v1.Hints/PublishQueue',
             kvstore_dot_v1_dot_hints__pb2.PublishQueueRequest.SerializeToString,
             kvstore_dot_v1_dot_hints__pb2.QueueReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyActions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Hints/ApplyActions',
+            kvstore_dot_v1_dot_hints__pb2.ApplyActionsRequest.SerializeToString,
+            kvstore_dot_v1_dot_hints__pb2.ActionsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,3 +1,4 @@
+from kvstore.v1 import hints_pb2 as _hints_pb2
 from kvstore.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -150,7 +151,7 @@ class PoolStats(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., capacity: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., ready: _Optional[int] = ..., quarantined: _Optional[int] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
-    __slots__ = ("namespace_id", "tenant", "model", "weights_epoch", "chunks", "incomplete", "resident_bytes", "pinned_bytes", "sessions", "lookups", "hits", "segments", "cold_chunks", "cold_bytes", "ssd_hits", "spec", "chunk_tokens", "chunk_bytes")
+    __slots__ = ("namespace_id", "tenant", "model", "weights_epoch", "chunks", "incomplete", "resident_bytes", "pinned_bytes", "sessions", "lookups", "hits", "segments", "cold_chunks", "cold_bytes", "ssd_hits", "spec", "chunk_tokens", "chunk_bytes", "salt")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +170,7 @@ class NamespaceStats(_message.Message):
     SPEC_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     namespace_id: int
     tenant: str
     model: str
@@ -187,7 +189,8 @@ class NamespaceStats(_message.Message):
     spec: _types_pb2.Namespace
     chunk_tokens: int
     chunk_bytes: int
-    def __init__(self, namespace_id: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., weights_epoch: _Optional[int] = ..., chunks: _Optional[int] = ..., incomplete: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., lookups: _Optional[int] = ..., hits: _Optional[int] = ..., segments: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., cold_bytes: _Optional[int] = ..., ssd_hits: _Optional[int] = ..., spec: _Optional[_Union[_types_pb2.Namespace, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+    salt: bytes
+    def __init__(self, namespace_id: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., weights_epoch: _Optional[int] = ..., chunks: _Optional[int] = ..., incomplete: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., lookups: _Optional[int] = ..., hits: _Optional[int] = ..., segments: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., cold_bytes: _Optional[int] = ..., ssd_hits: _Optional[int] = ..., spec: _Optional[_Union[_types_pb2.Namespace, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., salt: _Optional[bytes] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ("namespace_id", "limit", "skip", "session")
@@ -202,7 +205,7 @@ class ListSessionsRequest(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., limit: _Optional[int] = ..., skip: _Optional[int] = ..., session: _Optional[bytes] = ...) -> None: ...
 
 class SessionRow(_message.Message):
-    __slots__ = ("session", "tenant", "namespace_id", "version", "entry_count", "token_count", "usable", "resident_bytes", "idle_ms", "bytes", "ssd_bytes", "reason")
+    __slots__ = ("session", "tenant", "namespace_id", "version", "entry_count", "token_count", "usable", "resident_bytes", "idle_ms", "bytes", "ssd_bytes", "reason", "hints")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +218,7 @@ class SessionRow(_message.Message):
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     tenant: str
     namespace_id: int
@@ -227,7 +231,8 @@ class SessionRow(_message.Message):
     bytes: int
     ssd_bytes: int
     reason: int
-    def __init__(self, session: _Optional[bytes] = ..., tenant: _Optional[str] = ..., namespace_id: _Optional[int] = ..., version: _Optional[int] = ..., entry_count: _Optional[int] = ..., token_count: _Optional[int] = ..., usable: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., idle_ms: _Optional[int] = ..., bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., reason: _Optional[int] = ...) -> None: ...
+    hints: _containers.RepeatedCompositeFieldContainer[_hints_pb2.HintState]
+    def __init__(self, session: _Optional[bytes] = ..., tenant: _Optional[str] = ..., namespace_id: _Optional[int] = ..., version: _Optional[int] = ..., entry_count: _Optional[int] = ..., token_count: _Optional[int] = ..., usable: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., idle_ms: _Optional[int] = ..., bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., reason: _Optional[int] = ..., hints: _Optional[_Iterable[_Union[_hints_pb2.HintState, _Mapping]]] = ...) -> None: ...
 
 class ListSessionsReply(_message.Message):
     __slots__ = ("rows", "total")
@@ -248,7 +253,7 @@ class ExplainRequest(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., session: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ChunkHistory(_message.Message):
-    __slots__ = ("key", "outcome", "reason", "token_count", "shards_ready", "shards", "pins", "hits", "age_ms", "idle_ms", "manifests", "derived", "maker", "bytes", "tiers", "moving", "durable", "needed")
+    __slots__ = ("key", "outcome", "reason", "token_count", "shards_ready", "shards", "pins", "hits", "age_ms", "idle_ms", "manifests", "derived", "maker", "bytes", "tiers", "moving", "durable", "needed", "hints")
     KEY_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +272,7 @@ class ChunkHistory(_message.Message):
     MOVING_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     NEEDED_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     outcome: int
     reason: int
@@ -285,7 +291,8 @@ class ChunkHistory(_message.Message):
     moving: bool
     durable: bool
     needed: bool
-    def __init__(self, key: _Optional[bytes] = ..., outcome: _Optional[int] = ..., reason: _Optional[int] = ..., token_count: _Optional[int] = ..., shards_ready: _Optional[int] = ..., shards: _Optional[int] = ..., pins: _Optional[int] = ..., hits: _Optional[int] = ..., age_ms: _Optional[int] = ..., idle_ms: _Optional[int] = ..., manifests: _Optional[int] = ..., derived: bool = ..., maker: _Optional[bytes] = ..., bytes: _Optional[int] = ..., tiers: _Optional[int] = ..., moving: bool = ..., durable: bool = ..., needed: bool = ...) -> None: ...
+    hints: _containers.RepeatedCompositeFieldContainer[_hints_pb2.HintState]
+    def __init__(self, key: _Optional[bytes] = ..., outcome: _Optional[int] = ..., reason: _Optional[int] = ..., token_count: _Optional[int] = ..., shards_ready: _Optional[int] = ..., shards: _Optional[int] = ..., pins: _Optional[int] = ..., hits: _Optional[int] = ..., age_ms: _Optional[int] = ..., idle_ms: _Optional[int] = ..., manifests: _Optional[int] = ..., derived: bool = ..., maker: _Optional[bytes] = ..., bytes: _Optional[int] = ..., tiers: _Optional[int] = ..., moving: bool = ..., durable: bool = ..., needed: bool = ..., hints: _Optional[_Iterable[_Union[_hints_pb2.HintState, _Mapping]]] = ...) -> None: ...
 
 class ExplainReply(_message.Message):
     __slots__ = ("version", "chunks")

@@ -94,6 +94,11 @@ class StoreStub(object):
                 request_serializer=kvstore_dot_v1_dot_store__pb2.ReportDuplicatesRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_store__pb2.DoneReply.FromString,
                 _registered_method=True)
+        self.Touch = channel.unary_unary(
+                '/kvstore.v1.Store/Touch',
+                request_serializer=kvstore_dot_v1_dot_store__pb2.TouchRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_store__pb2.DoneReply.FromString,
+                _registered_method=True)
         self.GetSession = channel.unary_unary(
                 '/kvstore.v1.Store/GetSession',
                 request_serializer=kvstore_dot_v1_dot_store__pb2.GetSessionRequest.SerializeToString,
@@ -198,6 +203,13 @@ class StoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Touch(self, request, context):
+        """Chunks that a request used without asking for them. Nobody need wait for the answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetSession(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -289,6 +301,11 @@ def add_StoreServicer_to_server(servicer, server):
             'ReportDuplicates': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportDuplicates,
                     request_deserializer=kvstore_dot_v1_dot_store__pb2.ReportDuplicatesRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_store__pb2.DoneReply.SerializeToString,
+            ),
+            'Touch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Touch,
+                    request_deserializer=kvstore_dot_v1_dot_store__pb2.TouchRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_store__pb2.DoneReply.SerializeToString,
             ),
             'GetSession': grpc.unary_unary_rpc_method_handler(
@@ -640,6 +657,33 @@ class Store(object):
             target,
             '/kvstore.v1.Store/ReportDuplicates',
             kvstore_dot_v1_dot_store__pb2.ReportDuplicatesRequest.SerializeToString,
+            kvstore_dot_v1_dot_store__pb2.DoneReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Touch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Store/Touch',
+            kvstore_dot_v1_dot_store__pb2.TouchRequest.SerializeToString,
             kvstore_dot_v1_dot_store__pb2.DoneReply.FromString,
             options,
             channel_credentials,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from kvstore.answers import (
     NO_BACKLOG,
     Acquired,
+    ActionsApplied,
     Answer,
     Backlog,
     Committed,
@@ -30,6 +31,7 @@ from kvstore.answers import (
 )
 from kvstore.errors import StoreError
 from kvstore.types import (
+    HintState,
     LeaseId,
     NamespaceId,
     ReservationId,
@@ -175,6 +177,23 @@ def queue_from_proto(message: hints_pb2.QueueReply) -> QueueAccepted:
     )
 
 
+def actions_to_proto(answer: ActionsApplied) -> hints_pb2.ActionsReply:
+    return hints_pb2.ActionsReply(results=bytes(answer.results), chunks=answer.chunks)
+
+
+def actions_from_proto(message: hints_pb2.ActionsReply) -> ActionsApplied:
+    return ActionsApplied(hints_from_bytes(message.results), tuple(message.chunks))
+
+
+def _hint_states(states: Sequence[HintState]) -> list[hints_pb2.HintState]:
+    return [
+        hints_pb2.HintState(
+            kind=f"ACTION_KIND_{state.kind.name}", ends_in_ms=state.ends_in_ms, due_in_ms=state.due_in_ms
+        )
+        for state in states
+    ]
+
+
 def filled_to_proto(_: Filled) -> store_pb2.FillReply:
     return store_pb2.FillReply()
 
@@ -242,6 +261,7 @@ def sessions_to_proto(answer: SessionList) -> stats_pb2.ListSessionsReply:
                 bytes=row.bytes,
                 ssd_bytes=row.ssd_bytes,
                 reason=row.reason,
+                hints=_hint_states(row.hints),
             )
             for row in answer.rows
         ],
@@ -272,6 +292,7 @@ def explained_to_proto(answer: Explained) -> stats_pb2.ExplainReply:
                 moving=chunk.moving,
                 durable=chunk.durable,
                 needed=chunk.needed,
+                hints=_hint_states(chunk.hints),
             )
             for chunk in answer.chunks
         ],
@@ -360,6 +381,7 @@ ANSWERS: dict[type[Any], AnswerKind] = {
     Filled: AnswerKind(filled_to_proto, "fill", filled_from_proto),
     Committed: AnswerKind(committed_to_proto, "commit", committed_from_proto),
     SessionInfo: AnswerKind(session_to_proto, "session", session_from_proto),
+    ActionsApplied: AnswerKind(actions_to_proto, "actions", actions_from_proto),
     QueueAccepted: AnswerKind(queue_to_proto, "queue", queue_from_proto),
     Done: AnswerKind(done_to_proto, "done", done_from_proto),
     SessionList: AnswerKind(sessions_to_proto),

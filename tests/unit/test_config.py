@@ -200,3 +200,12 @@ def test_a_client_without_the_daemon_says_what_to_install() -> None:
     ended = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "is not installed: this is the client alone (pip install 'attnstore[daemon]')" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["hint_pin_share_max", "hint_retain_share_max"])
+def test_shares_of_hints_are_shares(name: str) -> None:
+    assert getattr(StoreConfig(**{name: 0.0}), name) == 0.0
+    for value in (-0.1, 1.1):
+        with pytest.raises(ConfigError, match="between 0 and 1") as refused:
+            StoreConfig(**{name: value})
+        assert refused.value.field == name

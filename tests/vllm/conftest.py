@@ -216,6 +216,20 @@ def model(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def words(folder: Path, model: Path) -> Path:
+    """The model with a tokenizer, which the API wants."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = folder / "words"
+    shutil.copytree(model, path, copy_function=shutil.copy2)
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(512)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return path
+
+
+@pytest.fixture(scope="session")
 def launch_engine(folder: Path, model: Path) -> Iterator[Callable[..., Engine]]:
     """launch(name, run_dir or None, extra={}, **vllm_options) -> Engine"""
     started: list[Engine] = []

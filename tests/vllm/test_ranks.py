@@ -1039,6 +1039,7 @@ class FullStore:
     def __init__(self, ok: bool) -> None:
         self.results = (GrantResult.GRANTED, GrantResult.ALREADY, GrantResult.FULL)
         self.granted = (0,)
+        self.touched: list[ChunkKey] = []
         self._ok = ok
 
     def namespace(self, spec: Any, timeout_s: float) -> Any:
@@ -1046,6 +1047,10 @@ class FullStore:
 
     def write(self, keys: list[ChunkKey], **_: Any) -> Any:
         return nullcontext(self)
+
+    def touch(self, keys: Sequence[ChunkKey]) -> bool:
+        self.touched += keys
+        return True
 
     def copy_many(self, pieces: Sequence[tuple[int, int | None, Any]]) -> None:
         assert [(index, shard, source.nbytes) for index, shard, source in pieces] == [
@@ -1059,7 +1064,8 @@ class FullStore:
 @pytest.mark.parametrize("ok", [True, False])
 def test_what_was_not_committed_is_not_said_to_be_there(ok: bool) -> None:
     tally, changes = Tally(), Changes(wanted=True)
-    saver = Saver(FullStore(ok), 8, 0, tally, changes, queue_bytes=24, save_s=1.0, maker=b"m" * 16)
+    store = FullStore(ok)
+    saver = Saver(store, 8, 0, tally, changes, queue_bytes=24, save_s=1.0, maker=b"m" * 16)
     keys = [ChunkKey(name) for name in (b"a", b"b", b"c")]
     shards = saver.buffers(4)
     assert len(shards) == 3, "bounded"
@@ -1069,6 +1075,7 @@ def test_what_was_not_committed_is_not_said_to_be_there(ok: bool) -> None:
     assert [change.keys for change in changes.take()] == [tuple(keys[:2] if ok else keys[1:2])]
     counts = {name: tally.total[name] for name in ("blocks_saved", "blocks_already", "blocks_refused")}
     assert counts == {"blocks_saved": int(ok), "blocks_already": 1, "blocks_refused": 1 + (not ok)}
+    assert store.touched == [b"b"], "computed again: a use that no lookup has told of"
 
 
 class Recorder(FullStore):

@@ -55,6 +55,7 @@ class Server:
             folder / "serve.log",
             {
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+                "OMP_WAIT_POLICY": "PASSIVE",  # compute threads of two servers would spin against each other
                 "VLLM_SERVER_DEV_MODE": "1",  # an address at which it forgets its own prefix cache
                 "PYTHONPATH": named_vllm(folder),
             },
@@ -221,20 +222,6 @@ def counted(daemon: Daemon) -> dict[str, int]:
 def same(same: Same) -> Same:
     """vLLM's engine process chooses the number of its compute threads itself, so its last bits may be others."""
     return partial(same, exactly=False)
-
-
-@pytest.fixture(scope="module")
-def words(folder: Path, model: Path) -> Path:
-    """The model with a tokenizer, which the API wants."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    path = folder / "words"
-    shutil.copytree(model, path, copy_function=shutil.copy2)
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(512)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return path
 
 
 @pytest.fixture(scope="module")

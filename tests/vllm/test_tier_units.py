@@ -40,6 +40,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
+from kvstore import wire
+from kvstore.client import connect
 from kvstore.errors import ConfigError, StoreError, Unsupported
 from kvstore.gpu_worker.connectors.offload import Verdict
 from kvstore.gpu_worker.connectors.vllm import tier as tier_module
@@ -54,6 +56,8 @@ from kvstore.gpu_worker.connectors.vllm.tier_identity import (
     row_layout,
 )
 from kvstore.layout import NamespaceSpec
+from kvstore.types import ActionKind, ChunkKey
+from kvstore.v1 import stats_pb2, stats_pb2_grpc
 
 from .conftest import BLOCK, Daemon, Executor, transfer_config
 
@@ -713,7 +717,9 @@ def test_requests_leave_nothing_behind(launch: Callable[..., Rig]) -> None:
     for name in ("one", "two"):
         rig.manager.on_request_finished(rig.contexts[name])
     tier = rig.tier
-    assert not (tier._requests or tier._waiting or tier._hinted or tier._stale or tier._ordered)
+    assert not (
+        tier._requests or tier._waiting or tier._hinted or tier._stale or tier._begun or len(tier._desk)
+    )
 
 
 def test_who_waits_long_is_told_to_the_daemon(
@@ -975,24 +981,45 @@ def test_orders_are_answered_one_by_one() -> None:
             ("prefetch", {"block_hashes": ["xyz"]}),
             ("prefetch", {"block_hashes": "ab"}),
             ("share", {}),
-            ("demote", {}),
-            ("pin", {}),
-            ("retain", {}),
             ("", {}),
+            ("demote", {}),
+            ("pin", {"session_id": "known", "ttl_s": 2.5}),
+            ("retain", {"session_id": "unknown"}),
+            ("tool_call", {"session_id": "known", "eta_s": 40}),
+            ("typing", {"eta_ms": 1_500}),
+            ("pin", {"eta_ms": 1}),
+            ("pause", {"eta_s": "soon"}),
+            ("retain", {"ttl_ms": -1}),
+            ("cancel", {"action_id": "8"}),
+            ("cancel", {}),
         ),
         groups=(0, 3),
+        chain_of=lambda session: [ChunkKey(b"its only chunk")] if session == "known" else [],
     )
     names = [answered.answer for answered in answers]
-    assert names == [Answer.ACCEPTED, Answer.DEFERRED, Answer.CLIPPED] + [Answer.REJECTED] * 7
+    assert names == [
+        *(Answer.ACCEPTED, Answer.DEFERRED, Answer.CLIPPED, Answer.REJECTED, Answer.REJECTED),
+        *(Answer.REJECTED, Answer.REJECTED, Answer.DEFERRED, Answer.ACCEPTED, Answer.REJECTED),
+        *(Answer.ACCEPTED, Answer.DEFERRED, Answer.REJECTED, Answer.REJECTED, Answer.REJECTED),
+        *(Answer.ACCEPTED, Answer.REJECTED),
+    ]
     assert answers[0].keys == (
         *(b"\x00\xff\0\0\0\0", b"\x00\xff\0\0\0\3"),
         *(b"\xab\xcd\0\0\0\0", b"\xab\xcd\0\0\0\3"),
     )
     assert len(answers[2].keys) == 4096
     assert all(answered.why for answered in answers)
-    assert [answered.why for answered in answers[5:9]] == [
-        REASONS[kind] for kind in ("share", "demote", "pin", "retain")
+    assert answers[5].why == REASONS["share"]
+    kinds = [(answered.kind, answered.own, answered.ttl_ms, answered.eta_ms) for answered in answers[7:12]]
+    assert kinds == [
+        (ActionKind.DEMOTE, True, 0, 0),
+        (ActionKind.PIN, False, 2_500, 0),
+        (None, False, 0, 0),
+        (ActionKind.EXPECT, False, 0, 40_000),
+        (ActionKind.EXPECT, True, 0, 1_500),
     ]
+    assert answers[8].keys == answers[10].keys == (b"its only chunk",)
+    assert (answers[8].name, answers[15].cancels) == ("8", "8")
 
 
 @pytest.mark.parametrize(
@@ -1014,12 +1041,83 @@ def test_orders_are_bounded() -> None:
     assert len(answer_hints(envelope(*[("pin", {})] * 500), (0,))) == 64
 
 
-def test_what_is_ordered_is_told_and_ends_with_the_request(launch: Callable[..., Rig]) -> None:
+def test_what_is_ordered_is_told_to_the_daemon_and_counted_by_its_answer(launch: Callable[..., Rig]) -> None:
     rig = launch()
-    named = ["ab" * 32]
-    context = rig.request("one", kv_hints=envelope(("prefetch", {"keys": named}), ("pin", {})))
-    assert rig.tier.tally.total["actions_accepted"] == rig.tier.tally.total["actions_rejected"] == 1
-    rig.until(lambda: rig.tier.tally.total["hints_published"] + rig.tier.tally.total["hints_refused"])
+    named = ["ab" * 32]  # which nobody has saved
+    rig.request("one", kv_hints=envelope(("prefetch", {"keys": named}), ("dance", {})))
+    total = rig.tier.tally.total
+    rig.until(lambda: total["actions_deferred"] == 1)
+    assert (total["actions_accepted"], total["actions_rejected"]) == (0, 1)
+
+
+def explained(daemon: Daemon, rig: Rig, keys: Sequence[bytes]) -> list[Any]:
+    with connect(str(daemon.run_dir)) as client:
+        number = max(
+            row.namespace_id
+            for row in client.unary(
+                stats_pb2_grpc.StatsStub, "ListNamespaces", stats_pb2.ListNamespacesRequest()
+            ).namespaces
+            if row.spec == wire.spec_to_proto(rig.tier._spec)
+        )
+        ask = stats_pb2.ExplainRequest(namespace_id=number, keys=keys)
+        return list(client.unary(stats_pb2_grpc.StatsStub, "Explain", ask).chunks)
+
+
+def test_what_vllms_own_memory_had_is_told_as_used_when_the_request_ends(
+    launch: Callable[..., Rig], daemon: Daemon
+) -> None:
+    rig = launch()
+    keys = keys_of("touched", 3)
+    first = rig.request("first", keys)
+    rig.step("first")
+    rig.put(first, {key: number + 1 for number, key in enumerate(keys)})
+    rig.until(lambda: rig.tier.tally.total["blocks_saved"] == 3)
+    rig.manager.on_request_finished(first)
+    assert [chunk.hits for chunk in explained(daemon, rig, keys)] == [0, 0, 0]
+    second = rig.request("second", keys)
+    rig.step("second")
+    rig.manager.on_request_finished(second)
+    rig.until(lambda: rig.tier.tally.total["blocks_touched"] == 3)
+    rig.until(lambda: [chunk.hits for chunk in explained(daemon, rig, keys)] == [1, 1, 1])
+    never = rig.request("aborted while it waited", keys)
+    rig.manager.on_request_finished(never)
+    rig.step()
+    assert rig.tier.tally.total["blocks_touched"] == 3
+
+
+def test_orders_about_a_request_are_carried_out_when_it_has_ended(
+    launch: Callable[..., Rig], daemon: Daemon
+) -> None:
+    rig = launch()
+    keys = keys_of("ordered", 2)
+    actions = envelope(("pin", {"ttl_s": 60}), ("tool_call", {"eta_s": 40}), ("dance", {}))
+    context = rig.request("one", keys, kv_hints=actions, kv_transfer_params={"session_id": "agent"})
+    rig.step("one")
+    rig.put(context, {key: number + 1 for number, key in enumerate(keys)})
+    rig.until(lambda: rig.tier.tally.total["blocks_saved"] == 2)
+    total = rig.tier.tally.total
+    assert (total["actions_accepted"], total["actions_rejected"]) == (0, 1)
     rig.manager.on_request_finished(context)
-    assert not rig.tier._ordered
-    rig.until(lambda: not rig.tier._board._removed)
+    rig.until(lambda: total["actions_accepted"] + total["actions_deferred"] == 2)
+    for chunk in explained(daemon, rig, keys):
+        first, second = chunk.hints
+        assert (first.kind, second.kind) == (ActionKind.PIN, ActionKind.EXPECT)
+        assert 0 < first.ends_in_ms <= 60_000 and 30_000 < second.due_in_ms <= 40_000
+    later = rig.request("two", kv_hints=envelope(("cancel", {"action_id": "0"})))
+    rig.until(lambda: [len(chunk.hints) for chunk in explained(daemon, rig, keys)] == [1, 1])
+    rig.manager.on_request_finished(later)
+    third = rig.request("three", kv_hints=envelope(("demote", {"session_id": "agent"})))
+    rig.until(lambda: total["actions_rejected"] == 2)  # a tool runs, and then they are wanted again
+    rig.manager.on_request_finished(third)
+
+
+def test_hints_come_by_way_of_vllm_serve_too(launch: Callable[..., Rig]) -> None:
+    rig = launch()
+    actions = {
+        "protocol_version": "1",
+        "actions": [
+            {"action_id": "a", "action_type": "retain", "payload": {"keys": ["cd" * 32], "ttl_s": 1}}
+        ],
+    }
+    rig.request("one", kv_transfer_params={"kv_hints": actions})
+    rig.until(lambda: rig.tier.tally.total["actions_deferred"] == 1)

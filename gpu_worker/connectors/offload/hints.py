@@ -10,7 +10,7 @@ from kvstore.client import Hint, QueueAccepted
 from kvstore.errors import StoreError
 from kvstore.gpu_worker.connectors.offload.crew import Crew
 from kvstore.gpu_worker.connectors.offload.lookups import Opener
-from kvstore.gpu_worker.connectors.offload.tally import Tally
+from kvstore.gpu_worker.connectors.offload.tally import Counts
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, HintResult
 
 JOBS_MAX = 256
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class HintBoard:
     """What changed is collected, and told together once the daemon has heard what went before."""
 
-    def __init__(self, crew: Crew, opener: Opener, tally: Tally) -> None:
+    def __init__(self, crew: Crew, opener: Opener, tally: Counts) -> None:
         self._crew = crew
         self._opener = opener
         self._tally = tally

@@ -133,6 +133,8 @@ class RowSaver:
                     log.info("not saved: %s", outcome.error)
                     return False
         already = [numbers[index] for index, result in enumerate(batch.results) if result in ALREADY]
+        if already:
+            namespace.touch([transfer.keys[number] for number in already])  # computed again: that was a use
         if transfer.hold():
             for number in (*granted, *already):
                 transfer.done[number] = True

@@ -5,6 +5,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from typing import Protocol
+
+
+class Counts(Protocol):
+    """Where it is counted: a `Tally`, or an engine's own."""
+
+    def add(self, **counts: int) -> None: ...
 
 
 class Tally:

@@ -213,6 +213,14 @@ class Saver:
                 self._unverified.append((time.monotonic(), namespace, mine))
         self._changes.add(namespace.spec, there, self._shard)
         already = sum(result in ALREADY for result in write.results)
+        if self._shard == 0:  # computed again, which was a use; one rank tells of it
+            again = [
+                copied.key
+                for copied, result in zip(batch, write.results, strict=True)
+                if result is GrantResult.ALREADY
+            ]
+            if again:
+                namespace.touch(again)
         saved = len(write.granted) if outcome.ok else 0
         if not outcome.ok:
             log.info("not saved: %s", outcome.error)

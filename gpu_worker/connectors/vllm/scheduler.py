@@ -4,8 +4,10 @@ there is something to compute.
     on_new_request ------------> lookup, in the background
     get_num_new_matched_tokens   its answer; None ("ask again") until it is there or its deadline has passed
     update_state_after_alloc     where the hits go: a Load for the next step
-    build_connector_meta         the step's Loads, and a Save for each block that it makes full
-    request_finished             whatever the request still held
+    build_connector_meta         the step's Loads, and a Save for each block that it makes full; the daemon is told who
+                                 waits, in the background
+    request_finished             whatever the request still held; what of it vLLM had itself is told of as used, and
+                                 kv_hints about its blocks are carried out
 
 Only tokens that are accepted are saved: a block is named by vLLM's hash of its tokens, and vLLM hashes accepted ones
 alone; a rejected draft is in no hash.
@@ -22,16 +24,19 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
+from kvstore.gpu_worker.connectors.offload import Crew, HintBoard, Orders
 from kvstore.gpu_worker.connectors.vllm.events import Events, events_wanted
+from kvstore.gpu_worker.connectors.vllm.hint_desk import HintDesk, session_of
 from kvstore.gpu_worker.connectors.vllm.identity import (
     adapted_key,
     adapter_digest,
     namespace_of,
     reset_spec,
 )
+from kvstore.gpu_worker.connectors.vllm.kv_hints import hints_of
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.lookups import Lookup, Lookups
 from kvstore.gpu_worker.connectors.vllm.metadata import (
@@ -52,10 +57,18 @@ from kvstore.keys import ROOT
 from kvstore.layout import NamespaceSpec
 from kvstore.types import ChunkKey
 
+if TYPE_CHECKING:
+    from kvstore.client import Namespace
+
 ANSWER_MIN_S = 0.02
 """So long a request waits for the store's answer, however little it could save."""
 PROMISED = "kvstore_blocks"
 """Field of `kv_transfer_params`."""
+HINT_AFTER_S = 0.05
+"""A request that waits longer is told to the daemon, and again every HINT_AGAIN_S."""
+HINT_AGAIN_S = 20.0
+TELLING_MAX = 16
+CLOSE_S = 2.0
 log = logging.getLogger(__name__)
 
 
@@ -77,6 +90,13 @@ class Tracked:
     """It waited for another request's load."""
     own: int | None = None
     """Leading tokens that vLLM has or we load, if that was asked since the last step."""
+    position: int = 0
+    """Requests came in this order."""
+    arrived: float = field(default_factory=time.monotonic)
+    hinted: float = 0.0
+    """When the daemon was told that it waits; 0: it was not, or knows that it waits no more."""
+    begun: bool = False
+    """vLLM has computed some of it."""
 
 
 class SchedulerSide:
@@ -138,6 +158,11 @@ class SchedulerSide:
         self._spec: NamespaceSpec | None = None
         self._spec_to_send: NamespaceSpec | None = None
         self.tally = Tally()
+        self._arrivals = 0
+        self._tellers = Crew("kv-hints", threads=1, waiting_max=TELLING_MAX)
+        self._board = HintBoard(self._tellers, self._namespace, self.tally)
+        self._orders = Orders(self._tellers, self._namespace, self.tally)
+        self._desk = HintDesk(self._orders, self.tally, ())
         self.events = Events(block_tokens) if events_wanted(config) else None
 
     # ------------------------------------------------------------------------------------------------- namespace
@@ -157,6 +182,11 @@ class SchedulerSide:
             weights=weights,
             scales=scales,
         )
+
+    def _namespace(self, timeout_s: float) -> Namespace | None:
+        """For threads. Of the present weights and epoch."""
+        spec = self._spec
+        return self._link.namespace(spec, timeout_s) if spec is not None else None
 
     def _use(self, spec: NamespaceSpec) -> None:
         self._spec = self._spec_to_send = spec
@@ -194,8 +224,11 @@ class SchedulerSide:
         """Nothing that was found or computed before counts any more."""
         if self.events is not None:
             self.events.reset()
+        self._board.clear()
+        self._desk.clear()
         for tracked in self._requests.values():
             self._end_lookup(tracked)
+            tracked.hinted = 0.0
             # Not one that still waits: its KV is yet to be computed. One that loads may have what it wanted already.
             tracked.stale = bool(tracked.blocks) or tracked.tried == tracked.request.num_preemptions
 
@@ -203,7 +236,12 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         self._mind_weights()
-        tracked = self._requests[request.request_id] = Tracked(request)
+        tracked = self._requests[request.request_id] = Tracked(request, position=self._arrivals)
+        self._arrivals += 1
+        envelope = hints_of(request)
+        if envelope is not None:
+            self._desk.open(request.request_id, envelope)
+            self._orders.flush()
         if _usable(request):
             self._look_up(tracked)
 
@@ -414,16 +452,36 @@ class SchedulerSide:
             lookup = tracked.lookup
             if lookup is not None and lookup.done and now > lookup.held_until:
                 lookup.end()
+            if not tracked.begun:
+                self._hint(tracked, now)
+        self._board.flush()
+        self._orders.flush()
         return metadata
 
     def step_ended(self) -> None:
         if self._steps is not None:
             self._steps.ended(time.monotonic())
 
+    def _hint(self, tracked: Tracked, now: float) -> None:
+        """The daemon is told of a request that waits for long, and again before it forgets that."""
+        lookup = tracked.lookup
+        due = tracked.hinted + HINT_AGAIN_S if tracked.hinted else tracked.arrived + HINT_AFTER_S
+        if now < due or lookup is None or not lookup.done or not lookup.keys or not self._may_load:
+            return
+        if self._board.add(tracked.request.request_id, tracked.position, lookup.keys):
+            tracked.hinted = now
+
+    def _waits_no_more(self, tracked: Tracked) -> None:
+        if tracked.hinted:
+            tracked.hinted = 0.0
+            self._board.remove(tracked.request.request_id)
+
     def _begin(self, tracked: Tracked, blocks: list[int], computed: int) -> list[int]:
         """A request that is scheduled, for the first time or again, with these blocks; returns those still to be
         computed. One that was parked for a load has `own` no more: of that, vLLM knows by now what failed."""
         tracked.blocks = blocks
+        tracked.begun = True
+        self._waits_no_more(tracked)
         begun = computed // self._block_tokens
         if tracked.own is not None:
             self._doubtful.update(blocks[tracked.own // self._block_tokens : begun])
@@ -503,16 +561,35 @@ class SchedulerSide:
         the store or about to be."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None:
+            self._waits_no_more(tracked)
+            self._tell_used(tracked)
             self._end_lookup(tracked)
         self.loaded({request.request_id})
         if tracked is None or not tracked.saved or not _handed(request).get("do_remote_decode"):
             return None
         return {PROMISED: tracked.saved}
 
+    def _tell_used(self, tracked: Tracked) -> None:
+        """What the lookup found was a use when it was found, and what was saved when it was saved."""
+        request = tracked.request
+        chain: list[ChunkKey] = []
+        adapter = self._adapter(tracked)
+        known = self._spec is not None and adapter is not None and _usable(request)
+        if tracked.begun and not tracked.stale and known:
+            computed = min(len(request.block_hashes), request.num_computed_tokens // self._block_tokens)
+            chain = tracked.keys[:computed]
+            for block_hash in request.block_hashes[len(chain) : computed]:
+                chain.append(ChunkKey(_key(adapter or b"", bytes(block_hash))))
+        self._orders.touch(chain[tracked.saved :])
+        self._desk.close(request.request_id, session_of(request), chain)
+        self._orders.flush()
+
     def close(self) -> None:
         for tracked in self._requests.values():
             self._end_lookup(tracked)
         self._lookups.close()
+        if not self._tellers.close(CLOSE_S):
+            log.warning("a thread still tells the daemon something; it ends with its deadline")
         self._link.close()
 
 

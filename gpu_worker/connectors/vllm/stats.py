@@ -26,6 +26,14 @@ COUNTERS = {
     "blocks_dropped": "Blocks not saved: the queue was full, or the daemon away.",
     "blocks_refused": "Blocks not saved: the store had no room, or the save failed.",
     "blocks_recalled": "Blocks that the store forgot again: the weights had changed, nobody knows when.",
+    "hints_published": "Waiting requests that the daemon was told of, and keeps blocks for.",
+    "hints_refused": "Waiting requests that the daemon was told of, too far for its memory.",
+    "blocks_touched": "Blocks of which the daemon was told that a request used them without it.",
+    "blocks_untold": "Such blocks of which it was not: too many waited, or it was away.",
+    "actions_accepted": "kv_hints actions that are done or in force.",
+    "actions_clipped": "kv_hints actions that are in force for a part of their blocks.",
+    "actions_deferred": "kv_hints actions that are in force while blocks are on their way, or not saved yet.",
+    "actions_rejected": "kv_hints actions that the store cannot carry out.",
     "resets": "Resets of the cache: a new weights epoch each.",
 }
 

@@ -45,6 +45,7 @@ from kvstore.gpu_worker.connectors.offload import (
     Inquiry,
     Lookups,
     Needed,
+    Orders,
     RowLoader,
     Rows,
     RowSaver,
@@ -55,9 +56,10 @@ from kvstore.gpu_worker.connectors.offload import (
     needed,
 )
 from kvstore.gpu_worker.connectors.vllm.groups import groups_of
+from kvstore.gpu_worker.connectors.vllm.hint_desk import HintDesk, session_of
 from kvstore.gpu_worker.connectors.vllm.identity import reset_spec
 from kvstore.gpu_worker.connectors.vllm.interface import check_interface
-from kvstore.gpu_worker.connectors.vllm.kv_hints import Answer, answer_hints
+from kvstore.gpu_worker.connectors.vllm.kv_hints import hints_of
 from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.settings import TierSettings
 from kvstore.gpu_worker.connectors.vllm.steps import Steps, tokens_of_step
@@ -117,9 +119,11 @@ COUNTERS = {
     "saves_dropped": "Saves that failed at once, with their chunks.",
     "hints_published": "Waiting requests that the daemon was told of, and keeps chunks for.",
     "hints_refused": "Waiting requests that the daemon was told of, too far for its memory.",
-    "actions_accepted": "kv_hints actions that the daemon was told of.",
-    "actions_clipped": "kv_hints actions of which the daemon was told a part.",
-    "actions_deferred": "kv_hints actions that are carried out when the request's blocks are known.",
+    "blocks_touched": "Chunks of which the daemon was told that a request used them without it.",
+    "blocks_untold": "Such chunks of which it was not: too many waited, or it was away.",
+    "actions_accepted": "kv_hints actions that are done or in force.",
+    "actions_clipped": "kv_hints actions that are in force for a part of their chunks.",
+    "actions_deferred": "kv_hints actions that are in force while chunks are on their way, or not saved yet.",
     "actions_rejected": "kv_hints actions that the store cannot carry out.",
     "blocks_recalled": "Chunks that the store forgot again: the weights had changed, nobody knows when.",
     "resets": "Resets of the cache: a new weights epoch each.",
@@ -227,8 +231,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         """Those that have asked and are not computed yet."""
         self._hinted: dict[str, float] = {}
         """Those of them that the daemon was told of, and when."""
-        self._ordered: dict[str, list[str]] = {}
-        """What the daemon was told because of a request's kv_hints."""
+        self._begun: dict[str, set[ChunkKey]] = {}
+        """By request that vLLM computes, or has: the keys of it that the store was asked to load or save."""
         self._stale: set[str] = set()
         """Their KV was computed before a reset."""
         self._arrivals = 0
@@ -255,6 +259,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._steps = Steps(self.choice.compute) if settings.compute_or_load else None
         self._lookups = Lookups(self._askers, self._namespace, self.tally, self.choice, self._tokens_without)
         self._board = HintBoard(self._askers, self._namespace, self.tally)
+        self._orders = Orders(self._askers, self._namespace, self.tally)
+        self._desk = HintDesk(self._orders, self.tally, self._groups)
         self._loader = RowLoader(self._rows, self._loaders, self._namespace, self.tally, self.choice.copy)
         self._saver = RowSaver(
             self._rows,
@@ -329,8 +335,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._mind_weights()
         self._used = True
         self._inquiry(req_context.req_id)
-        if req_context.kv_hints is not None:
-            self._obey(req_context.req_id, req_context.kv_hints)
+        envelope = hints_of(req_context)
+        if envelope is not None:
+            self._desk.open(req_context.req_id, envelope)
+            self._orders.flush()
         return RequestOffloadingContext()
 
     def _inquiry(self, name: str) -> Inquiry:
@@ -346,18 +354,6 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             )
             self._arrivals += 1
         return inquiry
-
-    def _obey(self, name: str, envelope: Any) -> None:
-        for answered in answer_hints(envelope, self._groups):
-            answer = answered.answer
-            if answered.keys:
-                told = f"kv_hints {secrets.token_hex(8)}"
-                if self._board.add(told, self._arrivals, answered.keys):
-                    self._ordered.setdefault(name, []).append(told)
-                else:
-                    answer = Answer.REJECTED
-            self.tally.add(**{f"actions_{answer.value}": 1})
-            log.info("kv_hints: %s %s: %s", answered.action, answer.value, answered.why)
 
     @harmless(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -380,6 +376,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         if self._steps is not None:
             self._steps.scheduled(tokens_of_step(), time.monotonic())
         for name in context.new_req_ids:
+            self._begun.setdefault(name, set())
             if name in self._waiting:
                 self._waits_no_more(name)
         for name in context.preempted_req_ids:
@@ -396,6 +393,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             if now >= due and not inquiry.loads and self._board.add(name, inquiry.position, inquiry.keys):
                 self._hinted[name] = now
         self._board.flush()
+        self._orders.flush()
 
     def _needed(self, name: str, inquiry: Inquiry) -> Needed | None:
         """Of several groups, or one with a window, a request needs a part only."""
@@ -416,19 +414,25 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def _take_back_hints(self, name: str) -> None:
         if self._hinted.pop(name, None) is not None:
             self._board.remove(name)
-        for told in self._ordered.pop(name, ()):
-            self._board.remove(told)
 
     @harmless(lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._waits_no_more(req_context.req_id)
-        self._requests.pop(req_context.req_id, None)
-        self._contexts.pop(req_context.req_id, None)
-        self._stale.discard(req_context.req_id)
+        name = req_context.req_id
+        self._waits_no_more(name)
+        self._requests.pop(name, None)
+        self._contexts.pop(name, None)
+        seen = self._begun.pop(name, None)
+        stale = name in self._stale
+        self._stale.discard(name)
+        chain = _chain_of(req_context) if seen is not None and not stale and self._spec is not None else []
+        if chain and seen is not None:
+            self._orders.touch([key for key in chain if key not in seen])
+        self._desk.close(name, session_of(req_context), chain)
+        self._orders.flush()
 
     @harmless(lambda: None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Nothing to do: what is used in vLLM's own memory needs no place in the store's, and loads are seen there."""
+        """Nothing to do: a request's whole chain is told of when it ends, in one message."""
 
     # ------------------------------------------------------------------------------------------------------- transfers
 
@@ -448,6 +452,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _store(self, given: TransferJob) -> None:
         transfer, context = self._job(given, self._settings.save_ms), given.req_context
+        if (seen := self._begun.get(context.req_id)) is not None:
+            seen.update(transfer.keys)
         self._used = True
         self._mind_weights()
         if self._closed or self._mixed or self._spec is None or context.req_id in self._stale:
@@ -459,6 +465,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         transfer = self._job(given, self._settings.load_ms)
         self.tally.add(hits=len(transfer.keys))
         self._take_back_hints(given.req_context.req_id)
+        self._begun.setdefault(given.req_context.req_id, set()).update(transfer.keys)
         hits, questions = self._inquiry(given.req_context.req_id).load(transfer.keys)
         self._loader.start(transfer, hits, questions)
 
@@ -564,6 +571,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             inquiry.again()
         self._stale.update(self._requests)
         self._board.clear()
+        self._desk.clear()
         if self._events is not None:
             self._lost(list(self._announced))
 
@@ -628,6 +636,11 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._saver.close()
         self._link.close()
         self._rows.close()
+
+
+def _chain_of(context: ReqContext) -> list[ChunkKey]:
+    """The keys of all whole chunks of a request, in order; none where vLLM does not keep them."""
+    return [ChunkKey(key) for key in getattr(context, "_offload_key_positions", ())]
 
 
 def _position(context: ReqContext, key: OffloadKey) -> int:

@@ -33,7 +33,7 @@ from kvstore.core.chunks import (
 )
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Pool, Segment, SlabClass
-from kvstore.types import ChunkKey, DiskState, Extents, Reason
+from kvstore.types import ChunkKey, DiskState, Extents, Reason, SlotState
 
 if TYPE_CHECKING:
     from kvstore.core.state import State
@@ -379,8 +379,10 @@ def leave_dram(state: State, namespace: Namespace, victims: Sequence[int], *, st
     index, slots = _take_out(
         state, namespace, gone, _shard_rows(start, range(namespace.shards)), stored=stored
     )
-    for segment, mine in _by_first(state.pool, index):
+    groups = _by_first(state.pool, index)
+    for segment, mine in sorted(groups, key=_when_given_back):
         slots_of.give_back(state.pool, segment, slots[mine])
+    for segment, mine in groups:
         state.bump(segment, slots[mine].tolist())
     state.room += 1
     if not stored:
@@ -429,6 +431,16 @@ def _take_out(
 def _by_first(pool: Pool, index: npt.NDArray[np.int32]) -> list[tuple[Segment, Any]]:
     """As `_by_segment`, in the order of the first shard in each."""
     return sorted(_by_segment(pool, index), key=lambda group: _first(group[1]))
+
+
+def _when_given_back(group: tuple[Segment, Any]) -> int:
+    """Which shard puts a segment where it stands among those with free slots: the first one in it, or the last where
+    nothing is left in the segment, since `Pool.give_back` puts an empty one behind the others."""
+    segment, mine = group
+    if isinstance(mine, slice):  # all are in this one
+        return 0
+    becomes_empty = segment.counts[SlotState.FREE] + len(mine) == segment.capacity
+    return int(mine[-1 if becomes_empty else 0])
 
 
 def _first(mine: Any) -> int:

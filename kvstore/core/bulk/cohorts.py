@@ -56,14 +56,10 @@ def is_chain(chunks: ChunkTable, rows: Sequence[int]) -> bool:
 
 @helper
 def by_cohort(chunks: ChunkTable, rows: batch.Rows) -> Iterator[tuple[int, batch.Rows]]:
-    """Each of the rows' cohorts, with its rows, in their order."""
+    """Parts of `rows` that are in one cohort each, with its number."""
     numbers = chunks.views.cohort[rows]
-    first = int(numbers[0])
-    if (numbers == first).all():
-        yield first, rows
-        return
-    for number in np.unique(numbers).tolist():
-        yield number, rows[numbers == number]
+    for start, end in _runs(numbers[1:] != numbers[:-1], len(rows)):
+        yield int(numbers[start]), rows[start:end]
 
 
 def _runs(breaks: npt.NDArray[np.bool_], count: int) -> Iterator[tuple[int, int]]:

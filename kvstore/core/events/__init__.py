@@ -7,6 +7,7 @@ exactly one `Reply` effect, at once or later. Effects are performed in the order
 from kvstore.answers import (
     NO_BACKLOG,
     Acquired,
+    ActionsApplied,
     Answer,
     Backlog,
     ChunkHistory,
@@ -64,6 +65,7 @@ from kvstore.core.events.effects import (
 from kvstore.core.events.requests import (
     Abort,
     Acquire,
+    ApplyActions,
     Commit,
     DiskDone,
     DiskTrouble,
@@ -96,6 +98,7 @@ from kvstore.core.events.requests import (
     SlabReady,
     Tick,
     Ticket,
+    Touch,
     Truncate,
     UpdateSession,
     WantSegments,
@@ -103,14 +106,16 @@ from kvstore.core.events.requests import (
     WorkerJoined,
     WorkerLeft,
 )
-from kvstore.types import Hint, SessionEntries, SessionEntry
+from kvstore.types import Hint, HintAction, SessionEntries, SessionEntry
 
 __all__ = [
     "NO_BACKLOG",
     "Abort",
     "Acquire",
     "Acquired",
+    "ActionsApplied",
     "Answer",
+    "ApplyActions",
     "AssignSegment",
     "Backlog",
     "Checksum",
@@ -141,6 +146,7 @@ __all__ = [
     "GetSession",
     "GetStats",
     "Hint",
+    "HintAction",
     "Idle",
     "IndexUsage",
     "LeasesRevoked",
@@ -194,6 +200,7 @@ __all__ = [
     "Tick",
     "Ticket",
     "TierEffect",
+    "Touch",
     "Truncate",
     "UpdateSession",
     "WantSegments",

@@ -9,6 +9,7 @@ from kvstore.types import (
     ChunkKey,
     DiskResult,
     Hint,
+    HintAction,
     LeaseId,
     NamespaceId,
     OpId,
@@ -305,6 +306,27 @@ class PublishQueue:
 
 
 @dataclass(frozen=True, slots=True)
+class ApplyActions:
+    """Hint actions: each is in force from now on, for its time, or until its name comes in `cancelled`, or its worker
+    goes. Cancelled ones go first."""
+
+    ticket: Ticket
+    namespace: NamespaceId
+    actions: tuple[HintAction, ...] = ()
+    cancelled: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """A request of an engine used these chunks, in chain order, and had no need to ask for them: they were in the
+    engine's own caches. Their ages, and those of ghosts among them, are those of the last use anywhere."""
+
+    ticket: Ticket
+    namespace: NamespaceId
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Scrub:
     """Begin a round of the scrubber that looks at everything now (`start`; one that was asked for before is joined), at
     `bytes_per_s` (0: a modest rate), or only say how far it is. Admins only, like the next two."""
@@ -471,6 +493,8 @@ Event = (
     | Explain
     | GetStats
     | PublishQueue
+    | ApplyActions
+    | Touch
     | Scrub
     | ListQuarantine
     | Recall

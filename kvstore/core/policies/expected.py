@@ -70,7 +70,7 @@ class Cohort(LinkedRows):
 
 
 class ByWorth(ByNeed):
-    __slots__ = ("aged_at", "by_use", "by_worth", "in_order", "row_count", "versions")
+    __slots__ = ("aged_at", "by_use", "by_worth", "in_order", "row_count", "worth_versions")
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class ByWorth(ByNeed):
         """By book and kind, and time of use."""
         self.in_order: list[tuple[float, int, int]] = []
         """(worth, bucket times -1, cell) of all cells, the least worth first."""
-        self.versions = -1
+        self.worth_versions = -1
         self.aged_at: Millis = 0
         self.row_count = 0
 
@@ -154,6 +154,9 @@ class Expected(Hints):
     def came_back(self, row: int) -> None:
         if self._chunks.history[row]:
             self.used((row,))
+
+    def used_elsewhere(self, row: int) -> None:
+        self.came_back(row)
 
     def _begin_lives(self, rows: Sequence[int]) -> None:
         """Of `rows`, in chain order, those that were never seen before begin their first lives."""
@@ -448,8 +451,8 @@ class Expected(Hints):
                 if cell:
                     self._age_cell(candidates, number, cell)
             versions = sum(book.version for book in self.books)
-            if versions != candidates.versions:
-                candidates.versions = versions
+            if versions != candidates.worth_versions:
+                candidates.worth_versions = versions
                 candidates.by_worth = {number: cell for number, cell in candidates.by_worth.items() if cell}
                 candidates.in_order = sorted(map(self._place, candidates.by_worth))
 

@@ -97,11 +97,15 @@ class Policy(ABC):
         """It holds nothing any more, and its number is not used again."""
 
     def used(self, rows: Sequence[int]) -> None:  # noqa: B027
-        """Somebody uses these resident rows of one namespace now; `used_at` still says when they were used before."""
+        """Somebody uses these rows of one namespace now, which the store has; `used_at` still says when they were used
+        before."""
 
     def came_back(self, row: int) -> None:  # noqa: B027  # who has nothing to learn from it, says nothing
         """The bytes of a ghost are about to be written again: `reason` still says why they went, and
         `used_at` when they were last used."""
+
+    def used_elsewhere(self, row: int) -> None:  # noqa: B027
+        """A ghost was used in its engine's own caches; `used_at` still says when it was used before."""
 
     def forget(self, row: int) -> None:  # noqa: B027
         """The row's bytes are gone, or its number is about to be reused. It is in no candidates any more."""

@@ -124,14 +124,13 @@ class Credit:
     def note_near(self) -> None:
         """Of the jobs at the heads of the queues, how often their chunks were hit until now."""
         for tenant, window in self._state.jobs.windows.items():
-            for number in range(min(window.reach, MARKED_JOBS)):
-                job = window.job(number)
-                if job.rows and job not in self._marks and not job.handed_over:
+            for job in _head(window):
+                if job.rows and job not in self._marks:
                     self._mark(job, self._asked[tenant])
 
     def _lose_patience(self, tenant: str, window: Window) -> None:
         """With the jobs at the head, if one of the first stays for ever."""
-        jobs = [window.job(number) for number in range(min(window.reach, MARKED_JOBS))]
+        jobs = _head(window)
         if not jobs:
             return
         asked = self._asked[tenant]
@@ -182,6 +181,12 @@ class Credit:
             state.jobs.changed = True
 
 
+def _head(window: Window) -> list[Job]:
+    """Of the queued jobs in reach, the first; a hint action promises nothing that could come true."""
+    queued = window.queued
+    return [window.job(number) for number in queued[:MARKED_JOBS] if number < window.reach]
+
+
 def _is_near(window: Window, job: Job) -> bool:
-    near = min(window.handed_over + NEAR_JOBS, len(window.labels))
-    return window.is_ahead(job) or job.label <= window.labels[near - 1]
+    queued = window.queued
+    return window.is_ahead(job) or job.label <= window.labels[queued[:NEAR_JOBS].stop - 1]

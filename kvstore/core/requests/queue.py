@@ -11,8 +11,9 @@ the windows; here is what schedulers ask, and when plans are made.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvstore.core import events as ev
@@ -96,6 +97,10 @@ class Queue:
         self._promote = promote
         self._needed_sooner = needed_sooner
         self.feeds: dict[WorkerId, dict[NamespaceId, Feed]] = {}
+        self.actions: dict[WorkerId, dict[tuple[NamespaceId, bytes], Job]] = {}
+        """Jobs that stand for hint actions: other feeds' jobs behind, before and between them never change them."""
+        self._later: list[tuple[Millis, int, Job]] = []
+        """Those that are to be promoted at some time to come, the soonest first; labels tell equal ones apart."""
         self._planned_at: Millis = -REPLAN_MS
         self._planned_rows = 0
         """How many the last plan looked at."""
@@ -112,15 +117,54 @@ class Queue:
 
     @property
     def count(self) -> int:
-        """Of all jobs."""
+        """Of all queued jobs."""
         return sum(len(feed.jobs) for feeds in self.feeds.values() for feed in feeds.values())
 
     def reach(self, tenant: str) -> tuple[int, int]:
-        """How far the prefetch and the eviction window of a tenant reach, in jobs."""
+        """How far the prefetch and the eviction window of a tenant reach, in queued jobs."""
         window = self.state.jobs.windows.get(tenant)
         if window is None:
             return 0, 0
-        return max(0, window.ahead - window.handed_over), max(0, window.kept - window.handed_over)
+        queued = window.queued
+        ahead, kept = (min(max(end, queued.start), queued.stop) for end in (window.ahead, window.kept))
+        return ahead - queued.start, kept - queued.start
+
+    # ------------------------------------------------------------------------------------------------- hint actions
+
+    def put(self, job: Job) -> None:
+        """A job of a hint action: its name is none that a caller could give a job of his, and it has none yet."""
+        self.actions.setdefault(job.worker, {})[job.namespace, job.name] = job
+        self.state.jobs.add([job])
+        if self.state.now < job.promote_at < NEVER:
+            insort(self._later, (job.promote_at, job.label, job))
+
+    def drop(self, worker: WorkerId, namespace: NamespaceId, name: bytes) -> bool:
+        """Whether there was such a job."""
+        jobs = self.actions.get(worker, {})
+        job = jobs.pop((namespace, name), None)
+        if job is None:
+            return False
+        if not jobs:
+            del self.actions[worker]
+        self.state.jobs.remove(job)
+        self._not_later(job)
+        return True
+
+    def held_by(self, worker: WorkerId) -> tuple[int, int]:
+        """How many jobs, and keys in them, a worker has, those of hint actions included."""
+        feeds, actions = self.feeds.get(worker, {}).values(), self.actions.get(worker, {}).values()
+        jobs = sum(len(feed.jobs) for feed in feeds) + len(actions)
+        return jobs, sum(feed.keys for feed in feeds) + sum(len(job.keys) for job in actions)
+
+    def of_actions(self) -> Iterator[tuple[WorkerId, NamespaceId, bytes]]:
+        """Jobs that stand for hint actions: whose, where, and their names."""
+        for worker, jobs in self.actions.items():
+            yield from ((worker, *name) for name in jobs)
+
+    def _not_later(self, job: Job) -> None:
+        at = bisect_left(self._later, (job.promote_at, job.label))
+        if at < len(self._later) and self._later[at][2] is job:
+            del self._later[at]
 
     # --------------------------------------------------------------------------------------------------- publishing
 
@@ -175,9 +219,8 @@ class Queue:
         refused: dict[bytes, HintResult] = {}
         wanted: list[ev.Hint] = []
         away: list[bytes] = []
-        feeds = self.feeds[worker.id].values()
-        others = sum(len(other.jobs) for other in feeds if other is not feed)
-        keys_of_others = sum(other.keys for other in feeds if other is not feed)
+        held, held_keys = self.held_by(worker.id)
+        others, keys_of_others = held - len(feed.jobs), held_keys - feed.keys
         if not lines:
             self._put_in_line(feed)
         moved: dict[bytes, Job] = {}
@@ -237,7 +280,7 @@ class Queue:
         others have other positions and are in the same order. Nothing, if they are not, or if others of the tenant have
         jobs that stand between them."""
         window = self.state.jobs.windows.get(feed.tenant)
-        if window is None or len(window.labels) - window.handed_over != len(feed.jobs):
+        if window is None or len(window.queued) != len(feed.jobs):
             return {}
         if feed.in_line and all(
             hint.position == known.position
@@ -357,6 +400,8 @@ class Queue:
         for handed in [handed for handed in self._handed_over if handed.job.worker == worker]:
             self._handed_over.remove(handed)
             self.state.jobs.remove(handed.job)
+        for namespace, name in list(self.actions.get(worker, {})):
+            self.drop(worker, namespace, name)
         self._unanswered = [published for published in self._unanswered if published.ticket.worker != worker]
 
     def _expire(self) -> None:
@@ -386,7 +431,8 @@ class Queue:
         if self._handed_over:
             self._let_go()
         self.credit.tick()
-        waiting = self._unanswered or self._promoting or self.state.jobs.cooled or self.planner.is_due
+        due = self.planner.is_due or (self._later and self._later[0][0] <= self.state.now)
+        waiting = self._unanswered or self._promoting or self.state.jobs.cooled or due
         interval_ms = max(REPLAN_MS, self._planned_rows // PUBLISH_ROWS_PER_MS)
         if waiting and self._planned_at + interval_ms <= self.state.now:
             self._plan_and_answer()
@@ -409,6 +455,8 @@ class Queue:
         self._planned_rows = moves.work
         self.credit.note_near()
         cooled, state.jobs.cooled = state.jobs.cooled, {}
+        due = bisect_left(self._later, (state.now + 1,))
+        now_due, self._later = self._later[:due], self._later[due:]
         if not state.policy.uses_ranks:
             return
         changes = {row: rank for row, rank in moves.ranks.items() if state.policy.rank.get(row) != rank}
@@ -418,6 +466,8 @@ class Queue:
             self._needed_sooner(changes)
         self._promoting.update(moves.ahead)
         self._promoting.update(cooled)
+        for _, _, job in now_due:
+            self._promoting.update(dict.fromkeys(job.rows))
         self._promote_ahead()
 
     def _promote_ahead(self) -> None:
@@ -427,7 +477,9 @@ class Queue:
         wanted: list[int] = []
         for row in self._on_ssd_only(list(self._promoting)):
             job = jobs.owner(row)
-            if job is not None and row in rank and jobs.windows[job.tenant].is_ahead(job):
+            if job is None or row not in rank or job.promote_at > state.now:
+                continue
+            if jobs.windows[job.tenant].is_ahead(job):
                 wanted.append(row)
         wanted.sort(key=rank.__getitem__)
         self._planned_rows += len(wanted)

@@ -196,6 +196,15 @@ class Reads:
             found = state.prefetched.intersection(rows)
             state.prefetched -= found
             state.counters["prefetch_on_time"] += len(found)
+        self._count(namespace, rows, many=many)
+
+    def count_use(self, namespace: Namespace, rows: Sequence[int]) -> None:
+        """`rows`, which are resident and named once each, were used now in their engine's own caches."""
+        self.state.policy.used(rows)
+        self._count(namespace, rows, many=len(rows) >= self.state.batch_min)
+
+    def _count(self, namespace: Namespace, rows: Sequence[int], *, many: bool) -> None:
+        state = self.state
         if many:
             batch.used(state, namespace, rows)
         else:
@@ -211,6 +220,15 @@ class Reads:
             start = chunks.shard0[row]
             for shard_row in range(start, start + namespace.shards):
                 state.pool.segments[chunks.shard_segment[shard_row]].touched_at = state.now
+
+    def count_use_of_cold(self, rows: Sequence[int]) -> None:
+        """The same of rows that are on SSD alone."""
+        self.state.policy.used(rows)
+        chunks = self.state.chunks
+        for row in rows:
+            chunks.used_at[row] = self.state.now
+            if chunks.hits[row] < HITS_MAX:
+                chunks.hits[row] += 1
 
     def renew(self, worker: Worker, event: ev.Renew) -> ev.Renewed:
         """The quota was charged when the pins were taken, so whatever is renewed fits in the group's share."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from kvstore.core import events as ev
@@ -12,11 +13,12 @@ from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, DURABLE, NONE, PROMO
 from kvstore.core.cold_tier import ColdTier
 from kvstore.core.manifests import Manifest, Session
 from kvstore.core.namespaces import Namespace
+from kvstore.core.requests.hint_actions import HintActions
 from kvstore.core.requests.reads import lookup
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition
-from kvstore.types import ChunkKey, DiskState, NamespaceId, Outcome, Reason, Tier
+from kvstore.types import ChunkKey, DiskState, HintState, NamespaceId, Outcome, Reason, Tier
 
 LISTED_MAX = 500
 LISTED_ENTRIES_MAX = 10_000
@@ -48,8 +50,9 @@ class Forgetting:
 
 
 class Sessions:
-    def __init__(self, state: State, tier: ColdTier) -> None:
+    def __init__(self, state: State, tier: ColdTier, actions: HintActions) -> None:
         self.state = state
+        self._actions = actions
         self._tier = tier
         self.forgetting: deque[Forgetting] = deque()
 
@@ -350,10 +353,13 @@ class Sessions:
             for namespace in state.namespaces.values()
             if (worker.admin or namespace.tenant == worker.tenant) and event.namespace in (None, namespace.id)
         }
+        hints = self._actions.by_session()
         if event.session:
             named = (state.sessions.by_name.get((number, event.session)) for number in seen)
             found = sorted((session for session in named if session), key=lambda one: -one.used_at)
-            rows = [self._session_row(seen[session.namespace], session) for session in found[event.skip :]]
+            rows = [
+                self._session_row(seen[session.namespace], session, hints) for session in found[event.skip :]
+            ]
             return ev.SessionList(tuple(rows[: min(event.limit, LISTED_MAX)]), len(found))
         total = sum(namespace.sessions for namespace in seen.values())
         newest_first = (
@@ -363,13 +369,18 @@ class Sessions:
         entries = 0
         end = min(event.skip + min(event.limit, LISTED_MAX), total)
         for session in islice(newest_first, min(event.skip, end), end):
-            rows.append(self._session_row(seen[session.namespace], session))
+            rows.append(self._session_row(seen[session.namespace], session, hints))
             entries += len(session.manifest)
             if entries > LISTED_ENTRIES_MAX:
                 break
         return ev.SessionList(tuple(rows), total)
 
-    def _session_row(self, namespace: Namespace, session: Session) -> ev.SessionRow:
+    def _session_row(
+        self,
+        namespace: Namespace,
+        session: Session,
+        hints: Mapping[tuple[NamespaceId, bytes], Sequence[HintState]],
+    ) -> ev.SessionRow:
         state = self.state
         chunks = state.chunks
         manifest = session.manifest
@@ -395,6 +406,7 @@ class Sessions:
             len(manifest) * namespace.payload_bytes,
             stored * namespace.payload_bytes,
             reason,
+            tuple(hints.get((namespace.id, session.name), ())),
         )
 
     def explain(self, worker: Worker, event: ev.Explain) -> ev.Explained:
@@ -410,7 +422,10 @@ class Sessions:
                 raise NotFound("no such session", field="session", value=event.session)
             version = session.version
             keys += map(state.chunks.key.__getitem__, session.manifest.rows)
-        told = tuple(self._history(namespace, key) for key in keys[:EXPLAINED_MAX])
+        hints = self._actions.on_keys(namespace, keys[:EXPLAINED_MAX])
+        told = tuple(
+            replace(self._history(namespace, key), hints=tuple(hints[key])) for key in keys[:EXPLAINED_MAX]
+        )
         return ev.Explained(version, told, rest=tuple(keys[EXPLAINED_MAX:]))
 
     def _history(self, namespace: Namespace, key: ChunkKey) -> ev.ChunkHistory:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvstore.core.chunks import LISTED, NONE, PROMOTING, QUEUED, RANKED, STORED, LinkedRows
+from kvstore.core.policies.hints import Hints
 from kvstore.core.store import Store
 from kvstore.sim.integrity import Watch, check_integrity
 from kvstore.sim.simulation import Simulation
@@ -16,8 +18,9 @@ from kvstore.types import SlotState
 
 @pytest.fixture(scope="module")
 def simulation() -> Simulation:
-    """In the middle of things: chunks in both tiers, pins, sessions, reservations."""
-    simulation = Simulation(1, 100_000, only=[])
+    """In the middle of things: chunks in both tiers, pins, sessions, reservations; and lists by recency."""
+    drawn = (Simulation(seed, 100_000, only=[]) for seed in itertools.count(1))
+    simulation = next(each for each in drawn if type(each.cluster.store.state.policy) is Hints)
     while simulation.cluster.events < 1_500 or not enough(simulation.cluster.store):
         simulation._next()
         assert simulation.cluster.events < 20_000

@@ -12,7 +12,7 @@ from kvstore.core.requests import plan
 from kvstore.errors import StoreError
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, chain, spec
-from kvstore.types import DiskState, WorkerId
+from kvstore.types import ActionKind, DiskState, WorkerId
 
 
 class Life:
@@ -67,8 +67,10 @@ class Life:
                 world.ask(ev.Forget, worker, number, name.encode() if dice.random() < 0.5 else b"", keys[:2])
             elif action < 0.43:
                 world.ask(ev.Fork, worker, number, name.encode(), dice.choice(b"abcdef").to_bytes(1))
-            elif action < 0.85:
+            elif action < 0.75:
                 self.publish(worker, number)
+            elif action < 0.85:
+                self.order(worker, number)
             elif action < 0.87:
                 (world.kill if dice.random() < 0.5 else world.close)(worker)
                 self.workers = [pair for pair in self.workers if pair[0] != worker]
@@ -95,6 +97,22 @@ class Life:
         whole = dice.random() < 0.3
         self.world.ask(ev.PublishQueue, worker, number, tuple(hints), removed, whole, number=said)
 
+    def order(self, worker: WorkerId, number: int) -> None:
+        """Hint actions, before and behind the queue."""
+        dice = self.dice
+        keys = chain(dice.choice("abcdef"), dice.randrange(1, 5))
+        session = dice.choice("abcdef").encode() if dice.random() < 0.4 else b""
+        action = ev.HintAction(
+            b"%d" % dice.randrange(6),
+            dice.choice(list(ActionKind)),
+            session,
+            () if session else keys,
+            ttl_ms=dice.choice((0, 50, 1_000)),
+            eta_ms=dice.choice((0, 100, 700)),
+        )
+        cancelled = (b"%d" % dice.randrange(6),) if dice.random() < 0.3 else ()
+        self.world.ask(ev.ApplyActions, worker, number, (action,), cancelled)
+
     def number(self, worker: WorkerId, number: int) -> int:
         """Mostly none; else one after the other, and now and then too late or too early."""
         if self.dice.random() < 0.5:
@@ -119,7 +137,7 @@ def test_what_is_kept_up_to_date_is_what_is_made_anew(
 
     monkeypatch.setattr(plan.Planner, "_shares", narrow)
     life = Life(seed)
-    ranked = kept = 0
+    ranked = kept = before = behind = 0
     for _ in range(400):
         life.step()
         store = life.world.store
@@ -127,6 +145,12 @@ def test_what_is_kept_up_to_date_is_what_is_made_anew(
         store.queue.planner.check()
         assert not store.queue.planner.is_due or store.state.disk_state is DiskState.OFF
         ranked += bool(store.state.policy.rank)
-        kept += any(window.edge is not None for window in store.state.jobs.windows.values())
+        windows = store.state.jobs.windows.values()
+        kept += any(window.edge is not None for window in windows)
+        before += any(window.queued and window.queued.start for window in windows)
+        behind += any(window.queued and window.queued.stop < window.kept for window in windows)
     assert ranked > 100, "the life that is lived here has no queue to speak of"
     assert kept > 10, "nor one that is longer than the windows: the test shows little"
+    assert before > 10 and behind > (10 if share < 1 or rows_max > 20 else 0), (
+        "no hint actions around the queue"
+    )

@@ -466,7 +466,7 @@ def test_jobs_that_name_one_session_look_at_it_once(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("batch_min", [2, 1 << 30])
 def test_what_no_job_needs_any_more_goes_back_in_the_order_of_its_chain(batch_min: int) -> None:
     """Where it was used last: before what is used since, behind what was used long before."""
-    world, worker, namespace = start(segments=4, batch_min=batch_min)
+    world, worker, namespace = start(segments=4, batch_min=batch_min, eviction="hints")
     for name in ("old", "a", "b", "new"):
         save(world, worker, namespace, name, count=3)
         world.tick(1_000)

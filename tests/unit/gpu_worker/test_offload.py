@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.client import Backlog, Hint, QueueAccepted
+from kvstore.client import ActionKind, ActionsApplied, Backlog, Hint, HintAction, QueueAccepted
 from kvstore.errors import BadRequest, StoreError, Unavailable
 from kvstore.gpu_worker.compute_or_load import BOUND_MIN_S, ComputeOrLoad
 from kvstore.gpu_worker.connectors.offload import (
+    Chains,
     Crew,
     HintBoard,
     Inquiry,
     Lookups,
+    Order,
+    Orders,
     RowLoader,
     Rows,
     RowSaver,
@@ -29,6 +32,7 @@ from kvstore.gpu_worker.connectors.offload import (
     Transfer,
     Verdict,
 )
+from kvstore.gpu_worker.connectors.offload import orders as orders_module
 from kvstore.keys import ROOT
 from kvstore.types import ChunkKey, GrantResult, HintResult, Outcome, Reason
 
@@ -50,7 +54,7 @@ COUNTERS = dict.fromkeys(
         ),
         *("loads_dropped", "blocks_saved", "bytes_saved", "blocks_already", "blocks_refused"),
         *("blocks_dropped", "saves_dropped", "hints_published", "hints_refused", "bytes_shared"),
-        *("replicas_differ",),
+        *("replicas_differ", "blocks_touched", "blocks_untold"),
     ),
     "",
 )
@@ -184,6 +188,9 @@ class Store:
         self.adopt_error: StoreError | None = None
         self.leases: list[Lease] = []
         self.heard: list[tuple[list[bytes], list[bytes]]] = []
+        self.touched: list[list[ChunkKey]] = []
+        self.orders: list[tuple[list[HintAction], list[bytes]]] = []
+        self.order_error: StoreError | None = None
         self.asked = threading.Event()
         self.may_read = _set()
         self.copying = threading.Event()
@@ -249,6 +256,19 @@ class Store:
         self.heard.append(([hint.job for hint in hints], list(removed)))
         return QueueAccepted((HintResult.ACCEPTED,) * len(hints), 3, 5)
 
+    def touch(self, wanted: Sequence[ChunkKey]) -> bool:
+        assert len(wanted) <= 4096
+        self.touched.append(list(wanted))
+        return True
+
+    def apply_actions(
+        self, actions: Sequence[HintAction], *, cancelled: Sequence[bytes], timeout_s: float
+    ) -> ActionsApplied:
+        if self.order_error is not None:
+            raise self.order_error
+        self.orders.append((list(actions), list(cancelled)))
+        return ActionsApplied((HintResult.CLIPPED,) * len(actions), (1,) * len(actions))
+
 
 def _set() -> threading.Event:
     event = threading.Event()
@@ -274,6 +294,7 @@ class Rig:
         self.loader = RowLoader(self.rows, self.crew, self.opener, self.tally, self.choice.copy)
         self.saver = RowSaver(self.rows, self.crew, self.opener, self.tally, rows_max=4, maker=MAKER)
         self.board = HintBoard(self.crew, self.opener, self.tally)
+        self.orders = Orders(self.crew, self.opener, self.tally)
         self._numbers = iter(range(1000))
 
     def opener(self, timeout_s: float) -> Any:
@@ -442,6 +463,7 @@ def test_rows_are_saved_as_they_are(fd: int | None) -> None:
         zip(keys("a", "b", "c"), (rig.row(4), b"x" * ROW_BYTES, rig.row(5)), strict=True)
     )
     assert rig.store.parents[ChunkKey(b"c")] == b"b"
+    assert rig.store.touched == [keys("b")], "computed again, which was a use"
     assert transfer.complete
     assert rig.tally.total["blocks_saved"] == 2 and rig.tally.total["blocks_already"] == 1
     _close(rig)
@@ -728,6 +750,101 @@ def test_a_daemon_that_is_back_hears_what_is_still_true(rig: Rig) -> None:
     rig.board.flush()
     rig.idle()
     assert len(rig.store.heard[1][1]) == 4096
+
+
+# -------------------------------------------------------------------------------------------------- orders and touches
+
+
+def order(name: str, *named: str) -> Order:
+    return Order(name, ActionKind.PIN, tuple(keys(*named)), ttl_ms=7)
+
+
+def test_what_was_used_and_what_is_ordered_is_told_together(rig: Rig) -> None:
+    answers: list[tuple[str, HintResult, int]] = []
+    rig.orders.touch(keys("a", "b"))
+    rig.orders.touch(())
+    rig.orders.touch(keys("c"))
+    for name in ("one", "two"):
+        assert rig.orders.add(
+            order(name, "a"), lambda result, chunks, name=name: answers.append((name, result, chunks))
+        )
+    rig.orders.cancel("two")
+    rig.orders.cancel("earlier")
+    rig.orders.flush()
+    rig.idle()
+    assert rig.store.touched == [keys("a", "b", "c")]
+    ((actions, cancelled),) = rig.store.orders
+    assert actions == [HintAction(b"one", ActionKind.PIN, keys=tuple(keys("a")), ttl_ms=7)]
+    assert cancelled == [b"earlier", b"two"]
+    assert answers == [("one", HintResult.CLIPPED, 1)]
+    assert rig.tally.total["blocks_touched"] == 3
+    rig.orders.flush()
+    rig.idle()
+    assert len(rig.store.orders) == 1
+
+
+def test_many_orders_go_in_several_messages_and_many_keys_too(rig: Rig) -> None:
+    many = tuple(ChunkKey(b"%d" % number) for number in range(4096))
+    rig.orders.touch((*many, *keys("a")))
+    answers: list[int] = []
+    for number in range(70):
+        rig.orders.add(order(str(number), "a"), lambda result, chunks: answers.append(chunks))
+    rig.orders.flush()
+    for _ in range(3):
+        rig.idle()
+    assert [len(part) for part in rig.store.touched] == [4096, 1]
+    assert [len(actions) for actions, _ in rig.store.orders] == [64, 6] and len(answers) == 70
+
+
+def test_orders_that_nobody_hears_are_rejected(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[HintResult] = []
+    rig.store.order_error = Unavailable("away")
+    rig.orders.add(order("one", "a"), lambda result, chunks: answers.append(result))
+    rig.orders.flush()
+    rig.idle()
+    assert answers == [HintResult.REJECTED]
+    rig.away = True
+    rig.orders.add(order("two", "a"), lambda result, chunks: answers.append(result))
+    rig.orders.touch(keys("a"))
+    rig.orders.flush()
+    rig.idle()
+    assert len(answers) == 1, "the store may come"
+    monkeypatch.setattr(orders_module, "PATIENCE_S", -1.0)
+    rig.orders.flush()
+    rig.idle()
+    assert answers == [HintResult.REJECTED] * 2
+    rig.away, rig.store.order_error = False, None
+    rig.orders.flush()
+    rig.idle()
+    assert rig.store.touched == [keys("a")]
+
+
+def test_what_waits_to_be_told_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders_module, "TOUCHED_MAX", 3)
+    for names in ("ab", "cd"):
+        rig.orders.touch(keys(*names))
+    assert rig.tally.total["blocks_untold"] == 2, "the oldest"
+    assert all(rig.orders.add(order(str(number), "a"), print) for number in range(1_024))
+    assert not rig.orders.add(order("one more", "a"), print)
+    rig.orders.clear()
+    rig.orders.flush()
+    rig.idle()
+    assert rig.store.touched == rig.store.orders == []
+
+
+def test_the_last_request_of_each_session_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    chains = Chains()
+    chains.put("a", tuple(keys("1", "2")))
+    chains.put("a", tuple(keys("1")))
+    assert chains.get("a") == tuple(keys("1")) and chains.get("b") == ()
+    monkeypatch.setattr(orders_module, "SESSION_KEYS_MAX", 2)
+    chains.put("b", tuple(keys("1", "2")))
+    assert chains.get("a") == () and len(chains) == 1
+    monkeypatch.setattr(orders_module, "SESSIONS_MAX", 1)
+    chains.put("c", ())
+    assert chains.get("b") == () and len(chains) == 1
+    chains.clear()
+    assert len(chains) == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows

@@ -1,0 +1,10 @@
+"""A gateway in front of several OpenAI-compatible servers (vLLM) that share a store: it queues what they cannot take
+yet, and tells the daemon what waits, so that its KV is in DRAM when its turn comes.
+
+    app.py         HTTP: requests in, answers through as they come, aborts
+    dispatch.py    who waits, and which server takes whom
+    lookahead.py   prompts to token ids to chunk keys, and what the daemon is told
+
+`python -m kvstore.scheduler.gateway --server http://127.0.0.1:8000 --server http://127.0.0.1:8001 --run-dir DIR`. It
+needs `pip install "attnstore[gateway]"`. A daemon that is away or slow costs hints, never an answer.
+"""

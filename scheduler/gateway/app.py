@@ -1,0 +1,244 @@
+"""HTTP: the part of OpenAI's interface that is asked by prompt, answers passed through as they come.
+
+    POST /v1/completions, /v1/chat/completions   to a server, when it is its turn; 429 when too many wait
+    POST /v1/kv/presence                         {"session_id" or "prompt" or "messages", "eta_s", "ttl_s"}: who will
+                                                 ask soon, because somebody types or a tool runs
+    GET  /v1/models, /health, /metrics
+
+A client that goes away is taken out of the queue, or its request ended at its server, which frees what it holds. The
+session of a request is its `session_id`, the header X-Session-ID, or `user`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kvstore.scheduler.gateway.dispatch import Dispatcher, Full, Server, Ticket
+from kvstore.scheduler.gateway.lookahead import LookAhead
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+BODY_BYTES_MAX = 32 << 20
+CONNECT_S = 5.0
+PRESENCE_S_MAX = 3_600.0
+CLIENT_CLOSED = 499
+"""Nobody reads it; logs do."""
+PASSED_ON = ("content-type", "x-request-id")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    servers: tuple[str, ...]
+    """Base URLs, without /v1."""
+    run_dir: str = ""
+    """The daemon's; "": nothing is told ahead."""
+    model: str = ""
+    """What workers call the model in their namespace (`kvctl namespaces`); "": the only one there is."""
+    slots: int = 8
+    """Requests that each server is given at a time."""
+    waiting_max: int = 4_096
+
+
+def create_app(settings: Settings) -> FastAPI:
+    http = httpx.AsyncClient(
+        timeout=httpx.Timeout(None, connect=CONNECT_S), limits=httpx.Limits(max_connections=None)
+    )
+    servers = [Server(url.rstrip("/"), settings.slots) for url in settings.servers]
+    dispatcher = Dispatcher(servers, waiting_max=settings.waiting_max)
+    ahead = LookAhead(settings.run_dir, settings.model, dispatcher, http) if settings.run_dir else None
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if ahead is not None:
+            ahead.start()
+        yield
+        if ahead is not None:
+            await ahead.close()
+        await http.aclose()
+
+    app = FastAPI(title="attnstore gateway", lifespan=lifespan)
+    gateway = Gateway(http, dispatcher, ahead)
+    for path in PATHS:
+        app.add_api_route(path, gateway.generate, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/kv/presence", gateway.presence, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/models", gateway.models, methods=["GET"], response_model=None)
+    app.add_api_route("/health", gateway.health, methods=["GET"], response_model=None)
+    app.add_api_route("/metrics", gateway.metrics, methods=["GET"], response_model=None)
+    app.state.gateway = gateway
+    return app
+
+
+class Gateway:
+    def __init__(self, http: httpx.AsyncClient, dispatcher: Dispatcher, ahead: LookAhead | None) -> None:
+        self._http = http
+        self.dispatcher = dispatcher
+        self.ahead = ahead
+
+    # ------------------------------------------------------------------------------------------------- generating
+
+    async def generate(self, request: Request) -> Response:
+        body = await _body(request)
+        if body is None:
+            return _error(400, f"the body is no JSON object of at most {BODY_BYTES_MAX} bytes")
+        try:
+            ticket = self.dispatcher.enter(request.url.path, body, _session(request, body))
+        except Full:
+            return _error(429, "too many requests wait", {"Retry-After": "1"})
+        gone = asyncio.create_task(_gone(request))
+        answer = None
+        try:
+            answer = await self._ask(ticket, gone)
+        except _Gone:
+            return Response(status_code=CLIENT_CLOSED)
+        finally:
+            gone.cancel()
+            if answer is None:
+                self.dispatcher.leave(ticket)
+        if answer is None:
+            return _error(502, "no server could be reached")
+        return _Relay(self, ticket, answer)
+
+    async def _ask(self, ticket: Ticket, gone: asyncio.Task[None]) -> httpx.Response | None:
+        """The beginning of an answer; None: no server is there. Raises _Gone when nobody waits for it any more."""
+        while True:
+            server = await _unless(gone, ticket.turn)
+            request = self._http.build_request("POST", server.url + ticket.path, json=ticket.body)
+            try:
+                sent = asyncio.ensure_future(self._http.send(request, stream=True))
+                answer: httpx.Response = await _unless(gone, sent)
+                return answer
+            except httpx.TransportError as error:
+                log.warning("%s: %s", server.url, error or type(error).__name__)
+                if not self.dispatcher.again(ticket):
+                    return None
+
+    # ----------------------------------------------------------------------------------------------------- others
+
+    async def presence(self, request: Request) -> Response:
+        body = await _body(request)
+        if body is None:
+            return _error(400, f"the body is no JSON object of at most {BODY_BYTES_MAX} bytes")
+        times = [body.get(field, 0) for field in ("eta_s", "ttl_s")]
+        for value in times:
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or not 0 <= value <= PRESENCE_S_MAX:
+                return _error(400, f"eta_s and ttl_s are seconds, from 0 to {PRESENCE_S_MAX:g}: {value!r}")
+        if self.ahead is None:
+            return _error(404, "there is no store: start the gateway with --run-dir")
+        eta_s, ttl_s = times
+        return JSONResponse(await self.ahead.expect(body, int(1000 * eta_s), int(1000 * ttl_s)))
+
+    async def models(self) -> Response:
+        for server in self.dispatcher.servers:
+            try:
+                answer = await self._http.get(f"{server.url}/v1/models", timeout=CONNECT_S)
+            except httpx.HTTPError:
+                continue
+            return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+        return _error(502, "no server could be reached")
+
+    async def health(self) -> Response:
+        up = [server.url for server in self.dispatcher.servers if server.up]
+        return JSONResponse({"up": up}, 200 if up else 503)
+
+    async def metrics(self) -> Response:
+        dispatcher = self.dispatcher
+        lines = [f"attnstore_gateway_waiting {len(dispatcher)}"]
+        for server in dispatcher.servers:
+            label = f'{{server="{server.url}"}}'
+            lines.append(f"attnstore_gateway_running{label} {server.running}")
+            lines.append(f"attnstore_gateway_answered_total{label} {server.answered}")
+            lines.append(f"attnstore_gateway_failed_total{label} {server.failed}")
+        for name, count in (self.ahead.counters if self.ahead is not None else {}).items():
+            lines.append(f"attnstore_gateway_hints_{name}_total {count}")
+        return PlainTextResponse("\n".join(lines) + "\n")
+
+
+class _Relay(StreamingResponse):
+    """A server's answer, passed through as it comes. Whatever ends it frees the server's slot."""
+
+    def __init__(self, gateway: Gateway, ticket: Ticket, answer: httpx.Response) -> None:
+        headers = {name: answer.headers[name] for name in PASSED_ON if name in answer.headers}
+        super().__init__(self._pieces(), answer.status_code, headers)
+        self._gateway = gateway
+        self._ticket = ticket
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._gateway.dispatcher.leave(self._ticket)
+            await asyncio.shield(self._answer.aclose())  # which ends the request there, if it still runs
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        server, ahead = self._ticket.server, self._gateway.ahead
+        assert server is not None, self._ticket
+        try:
+            async for data in self._answer.aiter_raw():
+                yield data
+        except httpx.TransportError as error:
+            log.warning("an answer broke off: %s", error or type(error).__name__)
+            server.broke()
+            raise
+        server.answered += 1
+        if ahead is not None and self._answer.status_code == 200:
+            ahead.answered(self._ticket)
+
+
+class _Gone(Exception):
+    """Whoever asked is gone."""
+
+
+async def _gone(request: Request) -> None:
+    """Until it is; after its body was read, nothing else can come."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _unless(gone: asyncio.Task[None], wanted: asyncio.Future[Any]) -> Any:
+    """Its result; cancelled, and _Gone raised, when whoever asked is gone before."""
+    try:
+        await asyncio.wait({gone, wanted}, return_when=asyncio.FIRST_COMPLETED)
+        if not wanted.done():
+            raise _Gone
+        return wanted.result()
+    finally:
+        if not wanted.done():
+            wanted.cancel()
+
+
+async def _body(request: Request) -> dict[str, Any] | None:
+    """None: it is none, or too long."""
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > BODY_BYTES_MAX:
+            return None
+    try:
+        body = await asyncio.to_thread(httpx.Response(200, content=bytes(data)).json)
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def _session(request: Request, body: dict[str, Any]) -> str:
+    named = body.get("session_id") or request.headers.get("x-session-id") or body.get("user")
+    return named if isinstance(named, str) else ""
+
+
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """As OpenAI's interface says it."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status, headers)

@@ -1,0 +1,155 @@
+"""Requests that wait, in the order in which they came, and the servers that take them. On one event loop; nothing here
+waits but `Ticket.turn`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+SESSIONS_MAX = 16_384
+"""Of so many sessions it is remembered which server had them last."""
+DOWN_S = 2.0
+"""A server that could not be reached is not asked for so long, unless none is left."""
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    url: str
+    slots: int
+    """Requests that it is given at a time: more would wait there, where nobody can look ahead."""
+    running: int = 0
+    down_until: float = 0.0
+    answered: int = 0
+    failed: int = 0
+
+    @property
+    def up(self) -> bool:
+        return time.monotonic() >= self.down_until
+
+    def broke(self) -> None:
+        self.failed += 1
+        self.down_until = time.monotonic() + DOWN_S
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request, from its arrival to its end."""
+
+    number: int
+    path: str
+    body: dict[str, Any]
+    session: str
+    turn: asyncio.Future[Server]
+    """Done with its first turn; a second one, elsewhere, is another future."""
+    server: Server | None = None
+    """The one of whose slots it has one."""
+    tried: set[str] = field(default_factory=set)
+    """Servers that could not be reached for it."""
+
+    @property
+    def name(self) -> bytes:
+        return b"%d" % self.number
+
+
+class Full(Exception):
+    """Too many wait."""
+
+
+class Dispatcher:
+    def __init__(self, servers: list[Server], *, waiting_max: int) -> None:
+        self.servers = servers
+        self._waiting_max = waiting_max
+        self._waiting: deque[Ticket] = deque()
+        self._numbers = itertools.count()
+        self._last: OrderedDict[str, str] = OrderedDict()
+        """The server that had a session last: its own cache may still have its beginning."""
+        self.on_wait: Callable[[Ticket], None] = lambda ticket: None
+        self.on_leave: Callable[[Ticket], None] = lambda ticket: None
+        """A ticket that waited got its turn, or gave up."""
+
+    def __repr__(self) -> str:
+        running = ", ".join(f"{server.running}/{server.slots}" for server in self.servers)
+        return f"Dispatcher({len(self._waiting)} waiting, running {running})"
+
+    @property
+    def waiting(self) -> Iterator[Ticket]:
+        return iter(self._waiting)
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    def enter(self, path: str, body: dict[str, Any], session: str) -> Ticket:
+        """A request; its turn may have come already. Raises Full."""
+        if len(self._waiting) >= self._waiting_max:
+            raise Full
+        turn: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
+        ticket = Ticket(next(self._numbers), path, body, session, turn)
+        self._waiting.append(ticket)
+        self._serve()
+        if not turn.done():
+            self.on_wait(ticket)
+        return ticket
+
+    def again(self, ticket: Ticket) -> bool:
+        """Its server could not be reached: it is the next to have a turn elsewhere. False: all were tried."""
+        server = ticket.server
+        assert server is not None, ticket
+        server.broke()
+        ticket.tried.add(server.url)
+        self._let_go(ticket)
+        more = any(other.url not in ticket.tried for other in self.servers)
+        if more:
+            ticket.turn = asyncio.get_running_loop().create_future()
+            self._waiting.appendleft(ticket)
+        self._serve()
+        return more
+
+    def leave(self, ticket: Ticket) -> None:
+        """It was answered, or whoever asked is gone."""
+        if ticket in self._waiting:
+            self._waiting.remove(ticket)
+            self.on_leave(ticket)
+        ticket.turn.cancel()
+        self._let_go(ticket)
+        self._serve()
+
+    def _let_go(self, ticket: Ticket) -> None:
+        if ticket.server is not None:
+            ticket.server.running -= 1
+            ticket.server = None
+
+    def _serve(self) -> None:
+        for ticket in list(self._waiting):
+            server = self._server_for(ticket)
+            if server is None:
+                if any(other.running < other.slots for other in self.servers):
+                    continue  # it cannot have that one, somebody behind it can
+                return
+            self._waiting.remove(ticket)
+            server.running += 1
+            ticket.server = server
+            if ticket.session:
+                self._last[ticket.session] = server.url
+                self._last.move_to_end(ticket.session)
+                if len(self._last) > SESSIONS_MAX:
+                    self._last.popitem(last=False)
+            ticket.turn.set_result(server)
+            self.on_leave(ticket)
+
+    def _server_for(self, ticket: Ticket) -> Server | None:
+        """The one that had the session last, else the one with the most room, that is up if any is."""
+        free = [
+            server
+            for server in self.servers
+            if server.running < server.slots and server.url not in ticket.tried
+        ]
+        if any(server.up for server in self.servers):
+            free = [server for server in free if server.up]
+        last = self._last.get(ticket.session)
+        return min(free, key=lambda server: (server.url != last, server.running - server.slots), default=None)

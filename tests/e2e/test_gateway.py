@@ -1,0 +1,359 @@
+"""The gateway in front of two small servers that speak OpenAI's interface, and of a real daemon: queue, streams,
+aborts, a server that dies, and what the daemon is told ahead."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from kvstore.client import ActionKind, Client, Namespace
+from kvstore.scheduler.gateway.app import Settings, create_app
+from kvstore.v1 import stats_pb2, stats_pb2_grpc
+
+from .ssd_tools import SMALL_SSD, SPEC, client_of, demote, eventually, save
+
+BOUND_S = 20.0
+PROMPT = "".join(chr(ord("a") + number % 26) for number in range(3 * SPEC.chunk_tokens))
+
+
+def token_ids(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+class Listener:
+    """An app on a port of its own, in a thread of its own."""
+
+    def __init__(self, app: FastAPI) -> None:
+        settings = uvicorn.Config(
+            app, host="127.0.0.1", port=0, log_config=None, ws="none", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(settings)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        eventually(lambda: self._server.started)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(BOUND_S)
+        assert not self._thread.is_alive()
+
+
+class OpenAi:
+    """Answers when it is let go, piece by piece if asked to; knows who went away."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.asked: list[Any] = []
+        self.aborted: list[Any] = []
+        self.tokenized = 0
+        self.go = threading.Event()
+        app = FastAPI()
+        app.add_api_route("/tokenize", self._tokenize, methods=["POST"], response_model=None)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            app.add_api_route(path, self._complete, methods=["POST"], response_model=None)
+        app.add_api_route(
+            "/v1/models", lambda: {"data": [{"id": "tiny"}]}, methods=["GET"], response_model=None
+        )
+        self.listener = Listener(app)
+
+    async def _tokenize(self, request: Request) -> JSONResponse:
+        self.tokenized += 1
+        body = await request.json()
+        text = body.get("prompt") or "".join(message["content"] for message in body["messages"])
+        return JSONResponse({"tokens": token_ids(text)})
+
+    async def _complete(self, request: Request) -> Any:
+        body = await request.json()
+        self.asked.append(body.get("prompt") or body["messages"][0]["content"])
+        if body.get("stream"):
+            return StreamingResponse(self._pieces(body), media_type="text/event-stream")
+        while not self.go.is_set():
+            if await request.is_disconnected():
+                self.aborted.append(self.asked[-1])
+                return JSONResponse({})
+            await asyncio.sleep(0.005)
+        return JSONResponse({"by": self.name, "prompt": self.asked[-1]})
+
+    async def _pieces(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        try:
+            yield b'data: {"n": 0}\n\n'
+            while not self.go.is_set():
+                yield b": still here\n\n"
+                await asyncio.sleep(0.005)
+            yield b'data: {"n": 1}\n\ndata: [DONE]\n\n'
+        except asyncio.CancelledError:
+            self.aborted.append(body["prompt"])
+            raise
+
+
+@pytest.fixture
+def servers() -> Iterator[list[OpenAi]]:
+    both = [OpenAi("one"), OpenAi("two")]
+    yield both
+    for server in both:
+        server.go.set()
+        server.listener.stop()
+
+
+@pytest.fixture
+def gateway(servers: list[OpenAi]) -> Iterator[Callable[..., str]]:
+    """gateway(**settings) -> its URL"""
+    with contextlib.ExitStack() as ends:
+
+        def start(**settings: Any) -> str:
+            urls = tuple(server.listener.url for server in servers)
+            listener = Listener(create_app(Settings(**{"servers": urls, "slots": 1, **settings})))
+            ends.callback(listener.stop)
+            ends.callback(lambda: [server.go.set() for server in servers])
+            return listener.url
+
+        yield start
+
+
+class Asking:
+    """One request, in a thread."""
+
+    def __init__(self, url: str, body: dict[str, Any], path: str = "/v1/completions") -> None:
+        self.answer: Any = None
+        self._thread = threading.Thread(target=self._ask, args=(url + path, body), daemon=True)
+        self._thread.start()
+
+    def _ask(self, url: str, body: dict[str, Any]) -> None:
+        self.answer = httpx.post(url, json=body, timeout=BOUND_S)
+
+    def result(self) -> Any:
+        self._thread.join(BOUND_S)
+        return self.answer
+
+
+def figure(url: str, name: str) -> float:
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        label, _, value = line.rpartition(" ")
+        if label == name:
+            return float(value)
+    raise AssertionError(name)
+
+
+def test_requests_are_spread_queued_and_answered_as_the_servers_answer(
+    servers: list[OpenAi], gateway: Callable[..., str]
+) -> None:
+    url = gateway()
+    asking = [Asking(url, {"model": "tiny", "prompt": f"p{number}"}) for number in range(4)]
+    eventually(lambda: figure(url, "attnstore_gateway_waiting") == 2)
+    assert [len(server.asked) for server in servers] == [1, 1]
+    for server in servers:
+        server.go.set()
+    answers = [each.result() for each in asking]
+    assert {answer.status_code for answer in answers} == {200}
+    assert sorted(answer.json()["prompt"] for answer in answers) == ["p0", "p1", "p2", "p3"]
+    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"
+    assert len(httpx.get(f"{url}/health").json()["up"]) == 2
+
+
+def test_a_session_goes_to_the_server_that_had_it(servers: list[OpenAi], gateway: Callable[..., str]) -> None:
+    url = gateway(slots=4)
+    for server in servers:
+        server.go.set()
+    told = {
+        session: {
+            httpx.post(
+                f"{url}/v1/chat/completions",
+                json={"messages": [{"role": "user", "content": "x"}], "session_id": session},
+            ).json()["by"]
+            for _ in range(3)
+        }
+        for session in ("a", "b", "c")
+    }
+    assert all(len(names) == 1 for names in told.values()), told
+
+
+def test_streams_come_piece_by_piece_and_end_at_the_server_when_the_client_goes(
+    servers: list[OpenAi], gateway: Callable[..., str]
+) -> None:
+    url = gateway()
+    body = {"prompt": "streamed", "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=BOUND_S) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = answer.iter_lines()
+        assert next(lines) == 'data: {"n": 0}'  # while the rest is not there yet
+    eventually(lambda: [server.aborted for server in servers if server.asked] == [["streamed"]])
+    eventually(lambda: all(server.running == 0 for server in _servers(url, servers)))
+    for server in servers:
+        server.go.set()
+    assert httpx.post(f"{url}/v1/completions", json=body).text.endswith("data: [DONE]\n\n")
+
+
+def _servers(url: str, servers: list[OpenAi]) -> list[Any]:
+    class Row:
+        def __init__(self, server: OpenAi) -> None:
+            self.running = figure(url, f'attnstore_gateway_running{{server="{server.listener.url}"}}')
+
+    return [Row(server) for server in servers]
+
+
+def test_who_goes_away_leaves_the_queue_and_the_server(
+    servers: list[OpenAi], gateway: Callable[..., str]
+) -> None:
+    url = gateway()
+    for number in range(2):
+        Asking(url, {"prompt": f"first {number}"})
+    eventually(lambda: all(server.asked for server in servers))
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json={"prompt": "impatient"}, timeout=0.3)
+    eventually(lambda: figure(url, "attnstore_gateway_waiting") == 0)
+    servers[0].go.set()
+    eventually(lambda: _servers(url, servers)[0].running == 0)
+    servers[0].go.clear()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json={"prompt": "running"}, timeout=0.3)
+    eventually(lambda: servers[0].aborted == ["running"])
+    assert "impatient" not in [*servers[0].asked, *servers[1].asked]
+
+
+def test_a_server_that_is_gone_costs_nobody_an_answer(
+    servers: list[OpenAi], gateway: Callable[..., str]
+) -> None:
+    url = gateway(slots=2)
+    servers[0].listener.stop()
+    servers[1].go.set()
+    for number in range(4):
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": f"p{number}"}, timeout=BOUND_S)
+        assert (answer.status_code, answer.json()["by"]) == (200, "two")
+    servers[1].listener.stop()
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "nobody"}, timeout=BOUND_S)
+    assert answer.status_code == 502 and "no server" in answer.json()["error"]["message"]
+    assert [row.running for row in _servers(url, servers)] == [0, 0]
+    assert httpx.get(f"{url}/health").status_code == 503
+
+
+@pytest.mark.parametrize("body", [b"no json", b"[1]", b""])
+def test_what_cannot_be_read_is_refused(gateway: Callable[..., str], body: bytes) -> None:
+    answer = httpx.post(f"{gateway()}/v1/completions", content=body)
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_too_many_are_refused(servers: list[OpenAi], gateway: Callable[..., str]) -> None:
+    url = gateway(waiting_max=1)
+    asking = [Asking(url, {"prompt": f"p{number}"}) for number in range(3)]
+    eventually(lambda: figure(url, "attnstore_gateway_waiting") == 1)
+    refused = httpx.post(f"{url}/v1/completions", json={"prompt": "one more"})
+    assert refused.status_code == 429 and refused.headers["retry-after"]
+    for server in servers:
+        server.go.set()
+    assert {each.result().status_code for each in asking} == {200}
+
+
+# -------------------------------------------------------------------------------------------------- the daemon is told
+
+
+@pytest.fixture
+def client(start_daemon: Callable[..., Any], run_dir: Path) -> Iterator[Client]:
+    daemon = start_daemon(**{**SMALL_SSD, "ssd_dir": run_dir.parent / "ssd"})
+    with contextlib.closing(client_of(daemon)) as client:
+        yield client
+
+
+@pytest.fixture
+def space(client: Client) -> Namespace:
+    return client.open(SPEC)
+
+
+def queued(client: Client) -> float:
+    return client.stats().gauges["queued_jobs"]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_waits_is_in_dram_when_its_turn_comes(
+    servers: list[OpenAi],
+    gateway: Callable[..., str],
+    space: Namespace,
+    client: Client,
+    run_dir: Path,
+    chat: bool,
+) -> None:
+    keys = space.keys(token_ids(PROMPT))
+    save(space, keys)
+    demote(space, keys, filler=1)
+    url = gateway(run_dir=str(run_dir))
+    busy = [Asking(url, {"prompt": f"busy {number}"}) for number in range(2)]
+    eventually(lambda: all(server.asked for server in servers))
+    if chat:
+        body = {"messages": [{"role": "user", "content": PROMPT}]}
+        waits = Asking(url, body, "/v1/chat/completions")
+    else:
+        waits = Asking(url, {"prompt": PROMPT})
+    eventually(lambda: space.match(keys).outcomes.count(0) == len(keys))  # though nobody has asked for it
+    assert queued(client) == 1
+    for server in servers:
+        server.go.set()
+    assert waits.result().status_code == 200 and all(each.result().status_code == 200 for each in busy)
+    eventually(lambda: queued(client) == 0)
+
+
+def test_prompts_of_token_ids_need_no_tokenizer(
+    servers: list[OpenAi], gateway: Callable[..., str], space: Namespace, client: Client, run_dir: Path
+) -> None:
+    url = gateway(run_dir=str(run_dir), model=SPEC.model)
+    save(space, space.keys(token_ids(PROMPT)))
+    for number in range(2):
+        Asking(url, {"prompt": [number]})
+    eventually(lambda: all(server.asked for server in servers))
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json={"prompt": token_ids(PROMPT)}, timeout=1.0)
+    assert figure(url, "attnstore_gateway_hints_told_total") == 1
+    eventually(lambda: queued(client) == 0)  # it has gone away
+    assert servers[0].tokenized == servers[1].tokenized == 0
+
+
+def test_presence_is_told_by_session_and_by_prompt(
+    servers: list[OpenAi], gateway: Callable[..., str], space: Namespace, client: Client, run_dir: Path
+) -> None:
+    keys = space.keys(token_ids(PROMPT))
+    save(space, keys)
+    url = gateway(run_dir=str(run_dir))
+    for server in servers:
+        server.go.set()
+    presence = f"{url}/v1/kv/presence"
+    unknown = httpx.post(presence, json={"session_id": "agent", "eta_s": 40}).json()
+    assert unknown["result"] == "rejected" and unknown["why"]
+    httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, "session_id": "agent"})
+
+    def told() -> bool:
+        answer = httpx.post(presence, json={"session_id": "agent", "eta_s": 40}).json()
+        return bool(answer == {"result": "accepted", "chunks": len(keys)})
+
+    eventually(told)
+    (row,) = client.unary(
+        stats_pb2_grpc.StatsStub, "ListNamespaces", stats_pb2.ListNamespacesRequest()
+    ).namespaces
+    ask = stats_pb2.ExplainRequest(namespace_id=row.namespace_id, keys=keys[:1])
+    ((hint,),) = [chunk.hints for chunk in client.unary(stats_pb2_grpc.StatsStub, "Explain", ask).chunks]
+    assert hint.kind == ActionKind.EXPECT and 0 < hint.due_in_ms <= 40_000
+    assert httpx.post(presence, json={"prompt": PROMPT}).json()["result"] == "accepted"
+    for wrong in ({"eta_s": -1}, {"eta_s": "soon"}, {"ttl_s": 1e9}):
+        assert httpx.post(presence, json={"prompt": PROMPT, **wrong}).status_code == 400
+
+
+def test_without_a_daemon_everything_is_answered(
+    servers: list[OpenAi], gateway: Callable[..., str], tmp_path: Path
+) -> None:
+    url = gateway(run_dir=str(tmp_path / "nobody"))
+    asking = [Asking(url, {"prompt": f"p{number}", "session_id": "s"}) for number in range(4)]
+    eventually(lambda: figure(url, "attnstore_gateway_waiting") > 0)
+    for server in servers:
+        server.go.set()
+    assert {each.result().status_code for each in asking} == {200}
+    answer = httpx.post(f"{url}/v1/kv/presence", content=json.dumps({"prompt": "x"}))
+    assert answer.json()["result"] == "rejected"
