@@ -667,14 +667,15 @@ def test_a_job_that_left_its_queue_keeps_its_chunks_until_it_asks() -> None:
     )  # fmt: skip
     accepted = publish(world, worker, namespace, removed=(b"first",), snapshot=False)
     assert (accepted.prefetch_window, accepted.eviction_window) == (2, 2), "who left is not counted"
-    world.tick(GRACE_MS - 1)
+    world.tick(100)
     assert world.where(namespace, names("abcd")) == ["dram+ssd"] * 4
     lease = world.acquire(worker, namespace, names("abcd"), prefix_only=False)
     assert lease.outcomes == (HIT,) * 4
     world.release(worker, lease.lease)
     world.tick(100)
     world.tick(100)
-    assert world.where(namespace, names("efghijkl")) == ["dram+ssd"] * 8, "it asked, and others come"
+    assert not world.store.queue._handed_over, "it asked"
+    assert world.where(namespace, names("efghijkl")) == ["dram+ssd"] * 8, "and others come"
     assert world.counters["prefetch_wasted"] == 0
 
 
