@@ -126,7 +126,7 @@ $(RAY)/ready: pyproject.toml
 test-ray: $(RAY)/ready  ## hints from a real Ray actor and a Ray Serve deployment (ARGS='-k name')
 	$(RAY)/bin/python -P -m pytest tests/e2e/test_ray.py -o filterwarnings= --timeout 600 $(ARGS)
 
-test-vllm: vllm-installed  ## tests with a real vLLM engine, half an hour (ARGS='-k name')
+test-vllm: vllm-installed  ## tests with a real vLLM engine, an hour on two cores (ARGS='-k name')
 	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings= --timeout 600 $(ARGS)
 
 vllm-installed: venv $(VLLM)/ready

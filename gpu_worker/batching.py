@@ -89,7 +89,8 @@ class BatchEngine:
     `counters` by name: steps, requests; of tokens, prompt_tokens, computed_tokens, adopted_tokens (found in the pool),
     restored_tokens (from the store) and of these restored_ssd_tokens; preemptions, load_failures, promotions_awaited,
     requests_failed, requests_rejected (the queue was full), requests_unnamed (whose session no store could name),
-    requests_unexplained (of a model that cannot be explained: their KV is neither shared nor stored).
+    requests_unexplained (of a model that cannot be explained: their KV is neither shared nor stored); reports of what
+    is in the pool, and reports_failed.
     """
 
     def __init__(

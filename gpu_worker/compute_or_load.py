@@ -44,7 +44,14 @@ SLACK = 1.5
 SLACK_S = 0.01
 """A load may take so much longer than expected before it is looked at again."""
 LATE_SHARE = 0.25
-"""How much the last wait counts against those before it."""
+"""How much the last delay counts against those before it."""
+MARGIN_SHARE = 0.25
+"""Of the computing that they save: so much sooner than computing, chunks on SSD have to be there. A disk's next reads
+are not as fast as its last ones, and a request that waited for nothing computes as well."""
+VAIN_MAX = 4
+"""So many answers in a row that give nothing to load: then an engine waits little for the next ones."""
+VAIN_SHARE = 0.05
+"""Of the computing that could be saved: so long it waits then."""
 BOUND_MIN_S = 0.1
 """A copy in memory is given this time at least: a machine that is busy delays it, and computing too."""
 
@@ -121,6 +128,32 @@ class Line:
         return 0.0, y / x
 
 
+class Computing(Line):
+    """What computing tokens takes. Attention makes long prompts take more than in proportion, so a line through short
+    and long ones says too much of the short: of each size, what was measured at about that size counts if it is less.
+    """
+
+    def __init__(self, *, skipped: int = 0) -> None:
+        super().__init__(skipped=skipped)
+        self._sizes: dict[int, Line] = {}
+        """By the number of bits of the size. Replaced as a whole."""
+
+    def observe(self, units: float, seconds: float) -> None:
+        skips = self._skip > 0
+        super().observe(units, seconds)
+        if units >= 1 and not skips:
+            size = int(units).bit_length()
+            line = self._sizes.get(size, Line())
+            line.observe(units, seconds)
+            self._sizes = {**self._sizes, size: line}
+
+    def saved(self, units: float) -> float:
+        """Seconds that computing `units` less saves."""
+        line = self._sizes.get(int(units).bit_length())
+        all_s = self.each * units
+        return min(all_s, line.seconds(units)) if line is not None else all_s
+
+
 class Why(enum.Enum):
     """What was decided about a request's chunks that are not in DRAM, or if all are, about those."""
 
@@ -158,11 +191,31 @@ class Plan:
     """How long those on SSD may take. After that: look at what has come, and choose again."""
     saves_s: float = math.inf
     """What computing them would take: a load that takes longer is of no use."""
+    takes_s: float = 0.0
+    """What reading and copying them should take."""
 
     @property
     def bound_s(self) -> float:
         """When a copy of these chunks is late: then they are computed."""
         return max(BOUND_MIN_S, self.saves_s)
+
+
+@dataclass(slots=True)
+class Delay:
+    """What one request waits for because of a choice. Written by the thread that chooses, read when it is over."""
+
+    tier: Tier | None = None
+    """The slowest that it waits for; None: for none."""
+    since: float = 0.0
+    """When that was chosen: asking what there is comes before, and costs a request that computes as much."""
+    expected_s: float = 0.0
+    busy_s: float = 0.0
+    """What the engine had computed when the request came, see `ComputeOrLoad.delayed`."""
+
+    def begin(self, plan: Plan, tier: Tier, now: float) -> None:
+        """The first choice counts: what is chosen later is part of its delay."""
+        if self.tier is None and plan.why is not Why.UNKNOWN:
+            self.since, self.expected_s, self.tier = now, plan.takes_s, tier
 
 
 class Patience:
@@ -193,13 +246,15 @@ class ComputeOrLoad:
     """What an engine has learnt, and what it makes of it."""
 
     def __init__(self) -> None:
-        self.compute = Line(skipped=1)
+        self.compute = Computing(skipped=1)
         """Tokens computed in one step of the engine -> seconds."""
         self.copy = Line(skipped=1)
         """Bytes of one load, from DRAM to where the engine wants them -> seconds, waiting for earlier ones included."""
-        self._late_s = 0.0
-        """So much later than expected what was read from SSD came, of late: questions, threads, a busy machine."""
+        self._late_s = {Tier.DRAM: 0.0, Tier.SSD: 0.0}
+        """So much later than reading and copying takes requests went on, of late: questions, threads, the steps of an
+        engine that parks them, a busy machine."""
         self._patience = {Tier.DRAM: Patience(), Tier.SSD: Patience()}
+        self._vain = 0
 
     def __repr__(self) -> str:
         return f"ComputeOrLoad(compute {self.compute}, copy {self.copy})"
@@ -208,12 +263,26 @@ class ComputeOrLoad:
         """Seconds of computing; infinite as long as nobody knows."""
         if tokens <= 0:
             return 0.0
-        return self.compute.each * tokens if self.compute.known else math.inf
+        return self.compute.saved(tokens) if self.compute.known else math.inf
 
-    def waited(self, expected_s: float, seconds: float) -> None:
-        """What was read from SSD has come, or was given up, after `seconds`."""
-        late_s = min(max(0.0, seconds - expected_s), OUTLIER * expected_s + SLACK_S)
-        self._late_s += LATE_SHARE * (late_s - self._late_s)
+    def answered(self, *, useful: bool) -> None:
+        """The store has answered about a request, in time or not; `useful`: there is something to load."""
+        self._vain = 0 if useful else self._vain + 1
+
+    @property
+    def asks_in_vain(self) -> bool:
+        """Whether the store has nothing worth loading, of late: then it is not to cost anything either."""
+        return self._vain >= VAIN_MAX
+
+    def delayed(self, delay: Delay, now: float, busy_s: float = 0.0) -> None:
+        """A request goes on: with what it waited for, or without. `busy_s`: seconds of steps that the engine has ever
+        computed; those since the request came are no delay, for it would not have been its turn."""
+        if delay.tier is None:
+            return
+        seconds = now - delay.since - max(0.0, busy_s - delay.busy_s)
+        late_s = min(max(0.0, seconds - delay.expected_s), OUTLIER * delay.expected_s + SLACK_S)
+        self._late_s[delay.tier] += LATE_SHARE * (late_s - self._late_s[delay.tier])
+        delay.tier = None
 
     def choose(self, found: Found, *, now: float, wait_max_s: float, have: int = 0) -> Plan:
         """`have`: leading chunks that the engine has by itself; `wait_max_s`: for what is on SSD."""
@@ -248,15 +317,22 @@ class ComputeOrLoad:
         wait_s = 0.0
         if cold[chunks - have]:
             wait_s = min(wait_max_s, saves_s, SLACK * self._wait(found, cold[chunks - have]) + SLACK_S)
-        return Plan(chunks, why, wait_s, saves_s)
+        return Plan(chunks, why, wait_s, saves_s, self._takes(found, cold[chunks - have], chunks - have))
+
+    def _takes(self, found: Found, cold: int, chunks: int) -> float:
+        copying_s = self._copying(chunks * found.chunk_bytes)
+        return self._reading(found, cold) + copying_s if found.ssd_bytes_per_s or not cold else copying_s
 
     def _wait(self, found: Found, cold: int) -> float:
-        """Seconds until `cold` chunks have come from SSD."""
+        """Seconds until `cold` chunks have come from SSD and the request goes on, copies left out."""
+        return self._reading(found, cold) + self._late_s[Tier.SSD if cold else Tier.DRAM]
+
+    def _reading(self, found: Found, cold: int) -> float:
         if not cold:
             return 0.0
         if not found.ssd_bytes_per_s:
             return math.inf
-        return (found.ahead_bytes + cold * found.chunk_bytes) / found.ssd_bytes_per_s + self._late_s
+        return (found.ahead_bytes + cold * found.chunk_bytes) / found.ssd_bytes_per_s
 
     def _copying(self, size: int) -> float:
         return self.copy.seconds(size) if self.copy.settled else 0.0
@@ -268,6 +344,7 @@ class ComputeOrLoad:
             saves_s = self.saves((chunks - have) * found.chunk_tokens)
             wait_s = self._wait(found, cold[chunks - have])
             won = saves_s - wait_s - self._copying((chunks - have) * found.chunk_bytes)
+            won -= MARGIN_SHARE * self.saves(cold[chunks - have] * found.chunk_tokens)
             tiers = {Tier.SSD if cold[chunks - have] else Tier.DRAM}
             if any(self._patience[tier].lost for tier in tiers):
                 won -= SWITCH_SHARE * saves_s
@@ -305,14 +382,16 @@ class ComputeOrLoad:
         saves_s = self.saves((chunks - have) * found.chunk_tokens)
         all_s = self.saves((len(found.in_dram) - have) * found.chunk_tokens)
         wait_s = min(wait_max_s, EXPLORE_SHARE * (all_s if known else 3 * all_s))
-        return Plan(chunks, Why.EXPLORE, wait_s, saves_s)
+        takes_s = self._takes(found, cold[last], last)
+        return Plan(chunks, Why.EXPLORE, wait_s, saves_s, takes_s)
 
     def _try_dram(self, found: Found, have: int, now: float) -> Plan:
         if not self._patience[Tier.DRAM].lose(now):
             return Plan(have, Why.COMPUTE, saves_s=0.0)
         run = next((n for n, here in enumerate(found.in_dram[have:]) if not here), len(found.in_dram) - have)
         chunks = min(run, self._few(found))
-        return Plan(have + chunks, Why.EXPLORE, saves_s=self.saves(chunks * found.chunk_tokens))
+        saves_s = self.saves(chunks * found.chunk_tokens)
+        return Plan(have + chunks, Why.EXPLORE, saves_s=saves_s, takes_s=self._takes(found, 0, chunks))
 
 
 def _cold_before(in_dram: Sequence[bool], have: int) -> list[int]:

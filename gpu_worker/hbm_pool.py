@@ -24,6 +24,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 import torch
 
@@ -215,9 +216,15 @@ class HbmPool:
             if (chunk := self._chunk_of.pop(key, None)) is not None:
                 self._stored.pop(chunk, None)
 
-    def resident(self) -> list[ChunkKey]:
-        """What is here and in the store, by the store's keys."""
-        return list(self._chunk_of)
+    def resident(self, most: int) -> list[ChunkKey]:
+        """What is here and in the store, by the store's keys; of more than `most` those that are evicted last, because
+        a job needs them, then those that are evicted first, then those that somebody holds."""
+        keys = self._chunk_of
+        idle = (key for chunk in (*self._needed, *self._idle) if (key := self._stored.get(chunk)) is not None)
+        ordered = dict.fromkeys(key for key in islice(idle, most) if key in keys)
+        if len(ordered) < most:
+            ordered |= dict.fromkeys(islice((key for key in keys if key not in ordered), most - len(ordered)))
+        return list(ordered)
 
     def rank(self, ranks: Mapping[ChunkKey, int]) -> None:
         """From now on these keys of the store are needed, each by the job of that rank (0 comes first); others are

@@ -26,6 +26,7 @@ from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.layout import Bits, bits
 from kvstore.gpu_worker.loader import Load, Loader, Piece
 from kvstore.gpu_worker.request import Request
+from kvstore.gpu_worker.residency import REPORT_KEYS_MAX, Reporter
 from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, Layers, Saver, TurnSave
 from kvstore.gpu_worker.store import CONNECT_AGAIN_S, Store
 from kvstore.kernels.pages import BlockTable, gather
@@ -102,6 +103,7 @@ class PoolStore:
             timeout_s=save_timeout_s,
             maker=maker_of(model),
         )
+        self._reporter = Reporter(counters, timeout_s=lookup_timeout_s)
         self._ended: list[tuple[TurnSave, list[ChunkKey]]] = []
         """Saves that go on behind, each with the keys of all its full chunks."""
         self._saving: dict[str, TurnSave] = {}
@@ -217,6 +219,15 @@ class PoolStore:
         if request.session:
             self._saving[request.session] = save
 
+    def abandon(self, request: Request) -> None:
+        """It ends before its prompt was read: what was queued of it is saved, and is nobody's manifest."""
+        save, request.save = request.save, None
+        if save is None:
+            return
+        save.session = ""
+        save.finish(_Chunks(self._pool, ()), request.tokens[: save.queued_tokens])
+        self._ended.append((save, request.store_keys[: save.queued_tokens // self._chunk_tokens]))
+
     def collect(self) -> None:
         """What saves that have ended could not bring into the store is no longer taken to be there."""
         going_on = []
@@ -228,6 +239,14 @@ class PoolStore:
             if self._saving.get(save.session) is save:
                 del self._saving[save.session]
         self._ended = going_on
+        self._report()
+
+    def _report(self) -> None:
+        """Of what is in the pool, now and then; what the queue needs of it is evicted last."""
+        if (ranks := self._reporter.take_ranks()) is not None:
+            self._pool.rank(ranks)
+        if self._reporter.due:
+            self._reporter.offer(self._store.namespace(), self._pool.resident(REPORT_KEYS_MAX))
 
     def forget(self) -> None:
         """The model computes otherwise: nothing of before is taken to be in the store."""
@@ -270,6 +289,7 @@ class PoolStore:
 
     def close(self, timeout_s: float) -> None:
         try:
+            self._reporter.close()
             self._lookups.shutdown(wait=True)
             self._loader.close()
             self.saver.close(timeout_s)

@@ -90,6 +90,11 @@ class TurnSave:
         self._saver = saver
         self._queued = len(chain) * chunk_tokens
 
+    @property
+    def queued_tokens(self) -> int:
+        """Whose chunks are in the store, or queued, or cut."""
+        return self._queued
+
     def extend(self, source: Source, tokens: Sequence[int]) -> None:
         """`tokens` are those whose KV is in `source`: queues the chunks that became full since the last call."""
         chunk_tokens = self._saver.geometry.chunk_tokens

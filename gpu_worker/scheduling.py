@@ -113,6 +113,9 @@ class Scheduler:
 
     def stop_all(self) -> None:
         """For the end."""
+        if self._store is not None:
+            for request in (*self.running, *self.waiting):
+                self._store.abandon(request)
         self.waiting.clear()
         while self.running:
             self.stop(self.running[-1])
@@ -130,12 +133,15 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         """It gets no more tokens. What was computed of it stays in the pool, and in the store as its session; of a
         prompt that was not read to its end the session knows nothing."""
+        if self._store is not None:
+            if request.row >= 0 and request.computed >= request.prompt_tokens:
+                self._store.finish(request)
+            else:
+                self._store.abandon(request)
         if request.row < 0:
             self.waiting.remove(request)
-            return
-        if self._store is not None and request.computed >= request.prompt_tokens:
-            self._store.finish(request)
-        self.stop(request)
+        else:
+            self.stop(request)
 
     def stop(self, request: Request, *, retain: bool = True) -> None:
         """It runs no more, and holds nothing. `retain`: what was computed of it may stay in the pool."""

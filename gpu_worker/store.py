@@ -46,6 +46,7 @@ class Store:
         self._namespaces: dict[NamespaceSpec, Namespace] = {}
         self._connecting: threading.Thread | None = None
         self._connect_at = 0.0
+        self._starting = threading.Lock()
         self._closing = threading.Lock()
         self._closed = False
         if spec is None:
@@ -75,12 +76,8 @@ class Store:
         if self.spec is None:
             return None
         known = self._namespaces.get(self.spec)
-        idle = self._connecting is None or not self._connecting.is_alive()
-        if known is None and idle and time.monotonic() >= self._connect_at:
-            self._connecting = threading.Thread(
-                target=self._open_again, args=(self.spec,), name="kv-connect", daemon=True
-            )
-            self._connecting.start()
+        if known is None and time.monotonic() >= self._connect_at:
+            self._connect_behind(self.spec)
         return known
 
     def read(
@@ -107,6 +104,16 @@ class Store:
             client = self._client
         if client is not None:
             client.close()
+
+    def _connect_behind(self, spec: NamespaceSpec) -> None:
+        """On a thread of its own, one at a time: the model's thread asks for the namespace, and so does who wants to
+        know whether there is a daemon."""
+        with self._starting:
+            if self._connecting is None or not self._connecting.is_alive():
+                self._connecting = threading.Thread(
+                    target=self._open_again, args=(spec,), name="kv-connect", daemon=True
+                )
+                self._connecting.start()
 
     def _open_again(self, spec: NamespaceSpec) -> None:
         try:

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to loading and saving
@@ -27,6 +28,7 @@ from kvstore.client import connect
 from kvstore.gpu_worker.batching import WAITING_MAX, BatchEngine
 from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, model_name
 from kvstore.gpu_worker.serve.api import Api
+from kvstore.gpu_worker.serve.connection import Connection
 from kvstore.gpu_worker.serve.metrics import Metrics
 from kvstore.gpu_worker.serve.service import Service
 from kvstore.gpu_worker.serve.text import Text
@@ -62,13 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         host=options.host,
         port=options.port,
         uds=options.socket or None,
+        http=Connection,
         log_config=None,
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=options.drain_s,
         limit_concurrency=options.sequences_max + options.waiting_max + CONNECTIONS_TO_SPARE,
     )
-    server = uvicorn.Server(config)
     config.app = Api(
         Service(engine, ended=metrics.ended),
         metrics,
@@ -80,29 +82,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # uvicorn raises the signal that ended it once more, when all is over: then there is nothing left to do
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    _Announced(server, options).run()
+    _Server(config, options.socket).run()
 
 
-class _Announced:
-    """Says on standard output where the server is, once it is there."""
+class _Server(uvicorn.Server):
+    """Says on standard output where it is, once it is there, and ends at once at the second signal."""
 
-    def __init__(self, server: uvicorn.Server, options: argparse.Namespace) -> None:
-        self._server = server
-        self._options = options
-        self._startup = server.startup
+    def __init__(self, config: uvicorn.Config, socket: str) -> None:
+        super().__init__(config)
+        self._socket = socket
 
-    def run(self) -> None:
-        self._server.startup = self._start  # type: ignore[method-assign]
-        self._server.run()
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        super().handle_exit(sig, frame)
 
-    async def _start(self, sockets: list[Any] | None = None) -> None:
-        await self._startup(sockets)
-        if not self._server.started:
+    async def startup(self, sockets: list[Any] | None = None) -> None:
+        await super().startup(sockets)
+        if not self.started:
             return
-        if self._options.socket:
-            url = f"unix:{self._options.socket}"
+        if self._socket:
+            url = f"unix:{self._socket}"
         else:
-            host, port = self._server.servers[0].sockets[0].getsockname()[:2]
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(json.dumps({"ready": True, "url": url, "pid": os.getpid()}), flush=True)
 

@@ -177,6 +177,8 @@ class ChunkHistory:
     """By a queued job, or a hint action, inside the eviction window."""
     hints: tuple[HintState, ...] = ()
     """Hint actions that name it, itself or its session."""
+    resident_in: tuple[str, ...] = ()
+    """Engine groups whose workers have it in memory of their own, as they reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,14 @@ class QueueAccepted:
     """Jobs whose chunks fit in DRAM and SSD: (C_mem + C_disk) / S_kv."""
     snapshot_wanted: bool = False
     """Nothing was taken: a numbered message before this one is not known here. Publish a snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentRanks:
+    """How soon what a worker keeps is needed."""
+
+    ranks: tuple[int, ...]
+    """One per key: 0 if no job inside the eviction window needs it; else from 1 on, what is needed first has 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +326,7 @@ Answer = (
     | Explained
     | Done
     | QueueAccepted
+    | ResidentRanks
     | ActionsApplied
     | Scrubbed
     | QuarantineList

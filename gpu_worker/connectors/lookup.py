@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.client import ReadLease
-from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Found, Plan, Why
-from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Delay, Found, Plan, Why
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason, Tier
 
 if TYPE_CHECKING:
     from kvstore.client import Namespace
@@ -67,11 +67,14 @@ def look_up(
     deadline: float,
     have: Callable[[], int] = lambda: 0,
     promised: int = 0,
+    delay: Delay | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Looked:
     """Adds to `leases` what it pins, also when it raises. `deadline`: of `clock`; `have`: leading chunks that the
-    engine is known by now to have itself; `promised`: leading chunks that another engine is about to save."""
-    search = _Search(namespace, keys, choice, leases, chunk_tokens, deadline, have, promised, clock)
+    engine is known by now to have itself; `promised`: leading chunks that another engine is about to save; `delay`: is
+    told what the request waits for."""
+    delay = delay or Delay()
+    search = _Search(namespace, keys, choice, leases, chunk_tokens, deadline, have, promised, delay, clock)
     while not search.over:
         search.look()
     return search.result()
@@ -88,8 +91,10 @@ class _Search:
         deadline: float,
         have: Callable[[], int],
         promised: int,
+        delay: Delay,
         clock: Callable[[], float],
     ) -> None:
+        self._delay = delay
         self._namespace = namespace
         self._keys = keys
         self._choice = choice
@@ -121,6 +126,8 @@ class _Search:
         self._deadline = min(self._deadline, self._begun + seconds)
 
     def result(self) -> Looked:
+        if min(self._hits, self._plan.chunks) > self._have():
+            self._delay.begin(self._plan, Tier.DRAM, self._clock())
         return Looked(self._hits, min(self._hits, self._plan.chunks), self._plan, self._lost)
 
     def look(self) -> None:
@@ -146,6 +153,8 @@ class _Search:
         plan = self._choose(where, lease)
         wanted = plan.chunks - self._hits if plan.chunks > self._have() else 0
         self._in_vain = 0 if lease.hits else self._in_vain + 1
+        if wanted > 0 and plan.wait_s > 0:
+            self._delay.begin(plan, Tier.SSD, self._clock())
         if self._in_vain > IN_VAIN_MAX or left_s <= 0:
             self.over = True
         elif wanted > 0:
@@ -182,12 +191,8 @@ class _Search:
         self._waited = True
         lease = self._namespace.read(wanted, wait_ms=_ms(wait_s), timeout_s=self._left_s)
         try:
-            begun, told = self._clock(), lease.backlog
             if Outcome.PENDING in lease.outcomes:
                 lease.settled(wait_s)
-                if told.ssd_bytes_per_s:
-                    expected_s = (told.ahead_bytes + told.ssd_bytes) / told.ssd_bytes_per_s
-                    self._choice.waited(expected_s, self._clock() - begun)
         finally:
             self._keep(lease)
 

@@ -31,14 +31,22 @@ from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvstore.errors import Exhausted, Unavailable
 from kvstore.gpu_worker.serve.metrics import CONTENT_TYPE, Metrics
-from kvstore.gpu_worker.serve.protocol import Refused, Wish, messages_of, prompt_of, wish_of
+from kvstore.gpu_worker.serve.protocol import (
+    Refused,
+    Wish,
+    messages_of,
+    number_of,
+    prompt_of,
+    shown,
+    wish_of,
+)
 from kvstore.gpu_worker.serve.service import Ask, Job, Service, StepFailed
 from kvstore.gpu_worker.serve.text import Detokenizer, StopStrings, Text
 from kvstore.keys import ROOT
@@ -46,6 +54,8 @@ from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
 
 T = TypeVar("T")
 BODY_BYTES_MAX = 8 << 20
+BODY_S = 60.0
+"""In which a body has to arrive."""
 ADMIN = "admin"
 FLUSH_MAX_S = 600.0
 log = logging.getLogger(__name__)
@@ -162,9 +172,9 @@ class Api:
     async def _flush(self, request: Request, tenant: str) -> Response:
         self._check_admin(tenant)
         body = await _body(request)
-        timeout_s = body.get("timeout_s", 5.0)
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or timeout_s < 0:
-            raise Refused(400, f"timeout_s is {timeout_s!r}: must be a number of seconds", param="timeout_s")
+        timeout_s = number_of(body, "timeout_s", 5.0)
+        if timeout_s < 0:
+            raise Refused(400, f"timeout_s is {timeout_s}: must be at least 0", param="timeout_s")
         engine = self._service.engine
         flushed = await asyncio.to_thread(engine.flush, min(timeout_s, FLUSH_MAX_S))
         return JSONResponse({"flushed": flushed, "counters": {**engine.counters, **engine.save_counters}})
@@ -174,7 +184,7 @@ class Api:
         body = await _body(request)
         epoch = body.get("epoch")
         if epoch is not None and (type(epoch) is not int or not 0 <= epoch < 1 << 63):
-            raise Refused(400, f"epoch is {epoch!r}: must be a whole number", param="epoch")
+            raise Refused(400, f"epoch is {shown(epoch)}: must be a whole number", param="epoch")
         try:
             await self._service.call(lambda engine: engine.reset(epoch))
         except ValueError as error:
@@ -408,13 +418,19 @@ def _root(tenant: str, cache_salt: str) -> ChunkKey:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    """Raises Refused (400, 413)."""
+    """Raises Refused (400, 408, 413), and Gone."""
     parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > BODY_BYTES_MAX:
-            raise Refused(413, f"a request has at most {BODY_BYTES_MAX >> 20} MiB")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > BODY_BYTES_MAX:
+                    raise Refused(413, f"a request has at most {BODY_BYTES_MAX >> 20} MiB")
+    except TimeoutError:
+        raise Refused(408, f"the body did not arrive within {BODY_S:.0f} s") from None
+    except ClientDisconnect:
+        raise Gone from None
     try:
         body = json.loads(b"".join(parts) or b"{}")
     except (ValueError, RecursionError) as error:

@@ -4,6 +4,7 @@ servers do; fields that ask for what we do not do are refused by name."""
 from __future__ import annotations
 
 import math
+import reprlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,11 +53,16 @@ class Wish:
     return_token_ids: bool
 
 
+def shown(value: object) -> str:
+    """In a message: what a client sent may be long, or deep enough to overflow the stack of whoever spells it out."""
+    return reprlib.repr(value)
+
+
 def wish_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> Wish:
     """Raises Refused (400), naming the field."""
     for name, neutral in (("n", 1), ("best_of", 1), ("logprobs", False), ("echo", False), ("suffix", "")):
         if (value := body.get(name)) not in (None, neutral):
-            raise Refused(400, f"{name} is {value!r}: only {neutral!r} is served", param=name)
+            raise Refused(400, f"{name} is {shown(value)}: only {neutral!r} is served", param=name)
     for name in ("tools", "functions", "logit_bias", "prompt_logprobs", "audio"):
         if body.get(name):
             raise Refused(400, f"{name} is not served", param=name)
@@ -74,7 +80,7 @@ def wish_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> Wish:
         sampling=_sampling(body),
         stop=tuple(stop),
         stream=_flag(body, "stream"),
-        include_usage=_flag(body.get("stream_options") or {}, "include_usage"),
+        include_usage=_flag(_object(body, "stream_options"), "include_usage"),
         session=_session(body, headers),
         cache_salt=_text(body, "cache_salt"),
         ignore_eos=_flag(body, "ignore_eos"),
@@ -124,8 +130,8 @@ def _message(number: int, message: object) -> dict[str, str]:
 def _sampling(body: Mapping[str, Any]) -> Sampling:
     seed = _whole(body, "seed", least=None)
     values = {
-        "temperature": _number(body, "temperature", 1.0),
-        "top_p": _number(body, "top_p", 1.0),
+        "temperature": number_of(body, "temperature", 1.0),
+        "top_p": number_of(body, "top_p", 1.0),
         "top_k": _whole(body, "top_k", least=-1) or 0,
         "seed": secrets.randbits(62) if seed is None else seed % _SEEDS,
     }
@@ -143,13 +149,25 @@ def _session(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
     return session
 
 
-def _number(body: Mapping[str, Any], name: str, default: float) -> float:
+def number_of(body: Mapping[str, Any], name: str, default: float) -> float:
+    """Raises Refused (400) for what is no finite number."""
     value = body.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise Refused(400, f"{name} is {value!r}: must be a number", param=name)
+    try:
+        finite = type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float comes near
+        finite = False
+    if not finite:
+        raise Refused(400, f"{name} is {shown(value)}: must be a number", param=name)
     return float(value)
+
+
+def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise Refused(400, f"{name} is {shown(value)}: must be an object", param=name)
+    return value or {}
 
 
 def _whole(body: Mapping[str, Any], name: str, *, least: int | None) -> int | None:
@@ -159,7 +177,7 @@ def _whole(body: Mapping[str, Any], name: str, *, least: int | None) -> int | No
     if type(value) is not int or (least is not None and value < least):
         raise Refused(
             400,
-            f"{name} is {value!r}: must be a whole number"
+            f"{name} is {shown(value)}: must be a whole number"
             + (f" from {least} on" if least is not None else ""),
             param=name,
         )
@@ -169,12 +187,12 @@ def _whole(body: Mapping[str, Any], name: str, *, least: int | None) -> int | No
 def _flag(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise Refused(400, f"{name} is {value!r}: must be true or false", param=name)
+        raise Refused(400, f"{name} is {shown(value)}: must be true or false", param=name)
     return bool(value)
 
 
 def _text(body: Mapping[str, Any], name: str) -> str:
     value = body.get(name)
     if value is not None and not isinstance(value, str):
-        raise Refused(400, f"{name} is {value!r}: must be text", param=name)
+        raise Refused(400, f"{name} is {shown(value)}: must be text", param=name)
     return value or ""

@@ -226,10 +226,7 @@ class Service:
             try:
                 command()
             except Exception as error:
-                # A bug. The engine is in no known state: nothing more is computed, and everybody hears why.
-                log.exception("the engine broke down")
-                self._broken = f"the engine broke down: {error!r}"
-                self._tell(partial(self._fail, self._broken, True))
+                self._break_down(error)
 
     def _step(self, failures: int) -> int:
         try:
@@ -237,12 +234,22 @@ class Service:
         except Exception as error:
             # A bug, or a model that cannot compute: said here, and to all whose requests were live.
             log.exception("a step failed")
-            self._commands.put(self.engine.abort_all)
-            self._tell(partial(self._fail, f"a step failed: {error!r}", failures + 1 >= FAILURES_MAX))
+            try:
+                self.engine.abort_all()  # at once: a request that is taken later must not be stopped unheard
+            except Exception as worse:
+                self._break_down(worse)
+            else:
+                self._tell(partial(self._fail, f"a step failed: {error!r}", failures + 1 >= FAILURES_MAX))
             return failures + 1
         if outputs:
             self._tell(partial(self._take, outputs))
         return 0
+
+    def _break_down(self, error: Exception) -> None:
+        """A bug. The engine is in no known state: nothing more is computed, and everybody hears why."""
+        log.error("the engine broke down", exc_info=error)
+        self._broken = f"the engine broke down: {error!r}"
+        self._tell(partial(self._fail, self._broken, True))
 
     def _tell(self, what: Callable[[], None]) -> None:
         assert self._loop is not None

@@ -134,6 +134,8 @@ def _decision(chunk: stats_pb2.ChunkHistory) -> str:
         what = "being read from SSD" if chunk.moving else "left DRAM for SSD"
     else:
         what = "never saved" if chunk.reason == Reason.NEVER_SEEN else "dropped"
+    if chunk.resident_in:
+        what += f", in HBM of {', '.join(name or 'a worker' for name in chunk.resident_in[:3])}"
     if chunk.hints:
         return f"{what}, {_hints(chunk.hints)}"
     return f"{what}, needed by the queue" if chunk.needed else what

@@ -274,6 +274,11 @@ class AsyncNamespace:
             self._namespace.reporting_duplicates(keys, checksums, shards, maker, timeout_s)
         )
 
+    async def report_resident(
+        self, keys: Sequence[ChunkKey], *, ttl_ms: int = 0, timeout_s: float | None = None
+    ) -> tuple[int, ...]:
+        return await drive_async(self._namespace.reporting_resident(keys, ttl_ms, timeout_s))
+
     async def forget(
         self,
         name: str | bytes | None = None,

@@ -72,6 +72,7 @@ _EXPECTS = {
     "abort": "done",
     "report_load": "done",
     "report_duplicates": "done",
+    "report_resident": "resident",
     "get_session": "session",
     "update_session": "session",
     "truncate": "session",

@@ -275,6 +275,15 @@ class Namespace:
 
     # ------------------------------------------------------------------------------------------------- hints
 
+    def report_resident(
+        self, keys: Sequence[ChunkKey], *, ttl_ms: int = 0, timeout_s: float | None = None
+    ) -> tuple[int, ...]:
+        """Tell the daemon which chunks this worker keeps in memory of its own (HBM), up to 4,096 of them: it replaces
+        what was said before, and ends after `ttl_ms` (0: the daemon's default, a minute) and with this client. For
+        `kvctl explain`, statistics and routers. How soon queued jobs need each of them: 0 not at all, else from 1 on,
+        soonest first."""
+        return drive(self.reporting_resident(keys, ttl_ms, timeout_s))
+
     def publish_queue(
         self,
         hints: Sequence[Hint],
@@ -746,6 +755,18 @@ class Namespace:
         )
         answer = yield from self._asking("report_duplicates", body, timeout_s)
         return answer.done.count
+
+    def reporting_resident(
+        self, keys: Sequence[ChunkKey], ttl_ms: int, timeout_s: float | None
+    ) -> Operation[tuple[int, ...]]:
+        body = store_pb2.ReportResidentRequest(
+            keys=_checked_keys("keys", keys), ttl_ms=whole("ttl_ms", ttl_ms)
+        )
+        answer = yield from self._asking("report_resident", body, timeout_s)
+        ranks = tuple(answer.resident.ranks)
+        if len(ranks) != len(keys):
+            raise StoreError("one rank a key was asked for", field="ranks", value=len(ranks))
+        return ranks
 
     def publishing_queue(
         self,

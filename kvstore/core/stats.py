@@ -6,13 +6,14 @@ from typing import Any
 
 from kvstore.core.pool import Phase
 from kvstore.core.requests.queue import Queue
+from kvstore.core.requests.resident import Residents
 from kvstore.core.state import State
 from kvstore.core.transfers import Transfers
 from kvstore.core.workers import Worker
 from kvstore.types import DiskState, Reason, SlotState
 
 
-def stats(state: State, worker: Worker) -> dict[str, Any]:
+def stats(state: State, worker: Worker, residents: Residents) -> dict[str, Any]:
     """{"arena": {…}, "ssd": {…}, "pools": [{…}], "namespaces": [{…}], "counters": {…}, "gauges": {…}}
 
     In every pool free + reserved + ready + quarantined = capacity. Counters and gauges of the whole daemon are for
@@ -52,6 +53,7 @@ def stats(state: State, worker: Worker) -> dict[str, Any]:
             "cold_chunks": namespace.cold,
             "cold_bytes": namespace.cold * namespace.payload_bytes,
             "ssd_hits": namespace.ssd_hits,
+            "worker_chunks": residents.count(namespace.id),
             "resident_bytes": namespace.visible * namespace.payload_bytes,
             "pinned_bytes": namespace.pinned * namespace.chunk_bytes,
             "sessions": namespace.sessions,

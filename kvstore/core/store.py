@@ -24,6 +24,7 @@ from kvstore.core.requests.outlines import Outline
 from kvstore.core.requests.queue import Queue
 from kvstore.core.requests.reads import Reads
 from kvstore.core.requests.recall import Recalls
+from kvstore.core.requests.resident import Residents
 from kvstore.core.requests.saves import Saves
 from kvstore.core.requests.sessions import Sessions
 from kvstore.core.requests.touches import Touches
@@ -54,9 +55,11 @@ READ_ONLY = (
     ev.WantSegments,
     ev.Scrub,
     ev.ListQuarantine,
+    ev.ReportResident,
     ev.Touch,
 )
-"""Asked again, these are answered anew; everything else is remembered by request id."""
+"""Asked again, these are answered anew (a report of what is resident says the same again); everything else is
+remembered by request id."""
 
 
 TIERS: dict[str, Callable[[State], ColdTier]] = {"ssd": SlabTier}
@@ -77,9 +80,10 @@ class Store:
             lambda row: self.transfers.promote(row, demanded=False),
             lambda rows: self.transfers.needed_sooner(rows),
         )
+        self.residents = Residents(self.state)
         self.actions = HintActions(self.state, self.cold_tier, self.queue)
         self.touches = Touches(self.state, self.reads)
-        self.sessions = Sessions(self.state, self.cold_tier, self.actions)
+        self.sessions = Sessions(self.state, self.cold_tier, self.actions, self.residents)
         self.duplicates = Duplicates(self.state, self.reads)
         self.rewrites = Rewrites(self.state, self.cold_tier)
         self.recalls = Recalls(self.state, self.cold_tier)
@@ -98,6 +102,7 @@ class Store:
             ev.Abort: self.saves.abort,
             ev.ReportLoad: self.reads.report,
             ev.ReportDuplicates: self.duplicates.report,
+            ev.ReportResident: self.residents.report,
             ev.GetSession: self.sessions.get,
             ev.UpdateSession: self.sessions.update,
             ev.Truncate: self.sessions.truncate,
@@ -243,7 +248,7 @@ class Store:
         return answer
 
     def _stats(self, worker: Worker) -> ev.Stats:
-        values = stats(self.state, worker)
+        values = stats(self.state, worker, self.residents)
         if worker.admin:
             values["gauges"] |= traffic(self.queue, self.transfers) | self.actions.gauges()
         return ev.Stats(values)
@@ -368,6 +373,7 @@ class Store:
         # Nobody will take its hints back; a scheduler that reconnects publishes again.
         self.actions.forget(worker.id)
         self.queue.forget(worker.id)
+        self.residents.forget(worker.id)
         self.saves.abort_all(worker, gone=False)
         self._remove_if_over(worker)
 
@@ -402,6 +408,7 @@ class Store:
         self.segments.unmapped(worker, list(worker.holds))
         self.actions.forget(worker.id)
         self.queue.forget(worker.id)
+        self.residents.forget(worker.id)
         del state.workers[worker.id]
         state.effects.append(ev.ForgetWorker(worker.id))
 
@@ -447,6 +454,7 @@ class Store:
         self.transfers.tick()
         self.actions.tick()
         self.queue.tick()
+        self.residents.tick()
         self.sessions.tick()
         self.recalls.tick()
         self.rewrites.tick()

@@ -138,6 +138,7 @@ NAMESPACE = {
     "sessions": ("sessions", "Sessions."),
     "cold_chunks": ("cold_chunks", "Chunks on SSD only."),
     "cold_bytes": ("cold_bytes", "Bytes of chunks on SSD only."),
+    "worker_chunks": ("worker_chunks", "Chunks in memory of the workers' own, as they reported."),
 }
 """Name -> (column of the core's row, help)."""
 SLOT_STATES = ("free", "reserved", "ready", "quarantined")

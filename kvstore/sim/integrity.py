@@ -673,6 +673,7 @@ class Watch:
     # ----------------------------------------------------------------------------------------------------- workers
 
     def _check_workers(self) -> None:
+        self._store.residents.check()
         state = self.state
         waiting = Counter(wait.worker for waits in state.waits.values() for wait in waits)
         reserved: Counter[int] = Counter()

@@ -338,6 +338,8 @@ class Process:
         )
         if GrantResult.ALREADY in reserved.results and chance.random() < 0.2:
             yield from self._compare(task, reserved)
+        if chance.random() < 0.2:
+            yield from self._report_resident(task)
         if not reserved.reservation:
             if GrantResult.FULL in reserved.results:
                 yield Sleep(20)
@@ -384,6 +386,19 @@ class Process:
         ]
         sums = tuple(committed.get((namespace, key, 0), 1) ^ (self.random.random() < 0.1) for key in keys)
         yield from self.ask(ev.ReportDuplicates, namespace, tuple(keys), sums, (0,), self.maker)
+
+    def _report_resident(self, task: SaveTask) -> Program:
+        """What of a conversation it keeps, in any order; also what was never saved."""
+        keys = self.random.sample(task.keys, self.random.randrange(len(task.keys) + 1))
+        answer = yield from self.ask(
+            ev.ReportResident,
+            self.namespaces[task.namespace],
+            tuple(keys),
+            self.random.choice((0, 50, 5_000)),
+        )
+        assert len(answer.ranks) == len(keys), answer
+        needed = {rank for rank in answer.ranks if rank}
+        assert needed == {*range(1, len(needed) + 1)}, answer
 
     def _fill_ahead(self, reserved: ev.Reserved, staged: tuple[StagedPiece, ...]) -> Program:
         """Tell of some that they are written, and wait for no answer; returns the pieces that the commit has to name.

@@ -276,6 +276,15 @@ def _report_duplicates(message: store_pb2.ReportDuplicatesRequest, ticket: Ticke
     )
 
 
+def _report_resident(message: store_pb2.ReportResidentRequest, ticket: Ticket) -> events.ReportResident:
+    return events.ReportResident(
+        ticket,
+        namespace_id(message.namespace_id),
+        chunk_keys("keys", message.keys),
+        ttl_ms=number("ttl_ms", message.ttl_ms, TTL_MS_MAX),
+    )
+
+
 def _get_session(message: store_pb2.GetSessionRequest, ticket: Ticket) -> events.GetSession:
     return events.GetSession(
         ticket, namespace_id(message.namespace_id), session_name("session", message.session)
@@ -499,6 +508,14 @@ REQUESTS = (
         store_pb2.ReportDuplicatesRequest,
         _report_duplicates,
         events.Done,
+    ),
+    Call(
+        "Store",
+        "ReportResident",
+        "report_resident",
+        store_pb2.ReportResidentRequest,
+        _report_resident,
+        events.ResidentRanks,
     ),
     Call("Store", "GetSession", "get_session", store_pb2.GetSessionRequest, _get_session, events.SessionInfo),
     Call(

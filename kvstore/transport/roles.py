@@ -39,6 +39,7 @@ ROLES: dict[str, frozenset[Role]] = {
     "Store/Commit": _WRITES,
     "Store/Abort": _WRITES,
     "Store/ReportDuplicates": _WRITES,
+    "Store/ReportResident": _READS,
     "Store/UpdateSession": _WRITES,
     "Store/Truncate": _WRITES,
     "Store/Fork": _WRITES,

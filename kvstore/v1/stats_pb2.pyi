@@ -151,7 +151,7 @@ class PoolStats(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., segments: _Optional[int] = ..., capacity: _Optional[int] = ..., free: _Optional[int] = ..., reserved: _Optional[int] = ..., ready: _Optional[int] = ..., quarantined: _Optional[int] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
-    __slots__ = ("namespace_id", "tenant", "model", "weights_epoch", "chunks", "incomplete", "resident_bytes", "pinned_bytes", "sessions", "lookups", "hits", "segments", "cold_chunks", "cold_bytes", "ssd_hits", "spec", "chunk_tokens", "chunk_bytes", "salt")
+    __slots__ = ("namespace_id", "tenant", "model", "weights_epoch", "chunks", "incomplete", "resident_bytes", "pinned_bytes", "sessions", "lookups", "hits", "segments", "cold_chunks", "cold_bytes", "ssd_hits", "spec", "chunk_tokens", "chunk_bytes", "salt", "worker_chunks")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +171,7 @@ class NamespaceStats(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
+    WORKER_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     namespace_id: int
     tenant: str
     model: str
@@ -190,7 +191,8 @@ class NamespaceStats(_message.Message):
     chunk_tokens: int
     chunk_bytes: int
     salt: bytes
-    def __init__(self, namespace_id: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., weights_epoch: _Optional[int] = ..., chunks: _Optional[int] = ..., incomplete: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., lookups: _Optional[int] = ..., hits: _Optional[int] = ..., segments: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., cold_bytes: _Optional[int] = ..., ssd_hits: _Optional[int] = ..., spec: _Optional[_Union[_types_pb2.Namespace, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., salt: _Optional[bytes] = ...) -> None: ...
+    worker_chunks: int
+    def __init__(self, namespace_id: _Optional[int] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., weights_epoch: _Optional[int] = ..., chunks: _Optional[int] = ..., incomplete: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., lookups: _Optional[int] = ..., hits: _Optional[int] = ..., segments: _Optional[int] = ..., cold_chunks: _Optional[int] = ..., cold_bytes: _Optional[int] = ..., ssd_hits: _Optional[int] = ..., spec: _Optional[_Union[_types_pb2.Namespace, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., salt: _Optional[bytes] = ..., worker_chunks: _Optional[int] = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ("namespace_id", "limit", "skip", "session")
@@ -253,7 +255,7 @@ class ExplainRequest(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., session: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ChunkHistory(_message.Message):
-    __slots__ = ("key", "outcome", "reason", "token_count", "shards_ready", "shards", "pins", "hits", "age_ms", "idle_ms", "manifests", "derived", "maker", "bytes", "tiers", "moving", "durable", "needed", "hints")
+    __slots__ = ("key", "outcome", "reason", "token_count", "shards_ready", "shards", "pins", "hits", "age_ms", "idle_ms", "manifests", "derived", "maker", "bytes", "tiers", "moving", "durable", "needed", "hints", "resident_in")
     KEY_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -273,6 +275,7 @@ class ChunkHistory(_message.Message):
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     NEEDED_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_IN_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     outcome: int
     reason: int
@@ -292,7 +295,8 @@ class ChunkHistory(_message.Message):
     durable: bool
     needed: bool
     hints: _containers.RepeatedCompositeFieldContainer[_hints_pb2.HintState]
-    def __init__(self, key: _Optional[bytes] = ..., outcome: _Optional[int] = ..., reason: _Optional[int] = ..., token_count: _Optional[int] = ..., shards_ready: _Optional[int] = ..., shards: _Optional[int] = ..., pins: _Optional[int] = ..., hits: _Optional[int] = ..., age_ms: _Optional[int] = ..., idle_ms: _Optional[int] = ..., manifests: _Optional[int] = ..., derived: bool = ..., maker: _Optional[bytes] = ..., bytes: _Optional[int] = ..., tiers: _Optional[int] = ..., moving: bool = ..., durable: bool = ..., needed: bool = ..., hints: _Optional[_Iterable[_Union[_hints_pb2.HintState, _Mapping]]] = ...) -> None: ...
+    resident_in: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key: _Optional[bytes] = ..., outcome: _Optional[int] = ..., reason: _Optional[int] = ..., token_count: _Optional[int] = ..., shards_ready: _Optional[int] = ..., shards: _Optional[int] = ..., pins: _Optional[int] = ..., hits: _Optional[int] = ..., age_ms: _Optional[int] = ..., idle_ms: _Optional[int] = ..., manifests: _Optional[int] = ..., derived: bool = ..., maker: _Optional[bytes] = ..., bytes: _Optional[int] = ..., tiers: _Optional[int] = ..., moving: bool = ..., durable: bool = ..., needed: bool = ..., hints: _Optional[_Iterable[_Union[_hints_pb2.HintState, _Mapping]]] = ..., resident_in: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ExplainReply(_message.Message):
     __slots__ = ("version", "chunks")

@@ -99,6 +99,11 @@ class StoreStub(object):
                 request_serializer=kvstore_dot_v1_dot_store__pb2.TouchRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_store__pb2.DoneReply.FromString,
                 _registered_method=True)
+        self.ReportResident = channel.unary_unary(
+                '/kvstore.v1.Store/ReportResident',
+                request_serializer=kvstore_dot_v1_dot_store__pb2.ReportResidentRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_store__pb2.ResidentReply.FromString,
+                _registered_method=True)
         self.GetSession = channel.unary_unary(
                 '/kvstore.v1.Store/GetSession',
                 request_serializer=kvstore_dot_v1_dot_store__pb2.GetSessionRequest.SerializeToString,
@@ -210,6 +215,13 @@ class StoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportResident(self, request, context):
+        """What a worker keeps in memory of its own; answered with how soon queued jobs need it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetSession(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -307,6 +319,11 @@ def add_StoreServicer_to_server(servicer, server):
                     servicer.Touch,
                     request_deserializer=kvstore_dot_v1_dot_store__pb2.TouchRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_store__pb2.DoneReply.SerializeToString,
+            ),
+            'ReportResident': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportResident,
+                    request_deserializer=kvstore_dot_v1_dot_store__pb2.ReportResidentRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_store__pb2.ResidentReply.SerializeToString,
             ),
             'GetSession': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSession,
@@ -685,6 +702,33 @@ class Store(object):
             '/kvstore.v1.Store/Touch',
             kvstore_dot_v1_dot_store__pb2.TouchRequest.SerializeToString,
             kvstore_dot_v1_dot_store__pb2.DoneReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportResident(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Store/ReportResident',
+            kvstore_dot_v1_dot_store__pb2.ReportResidentRequest.SerializeToString,
+            kvstore_dot_v1_dot_store__pb2.ResidentReply.FromString,
             options,
             channel_credentials,
             insecure,

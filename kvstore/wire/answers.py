@@ -25,6 +25,7 @@ from kvstore.answers import (
     Recalled,
     Renewed,
     Reserved,
+    ResidentRanks,
     Scrubbed,
     SessionInfo,
     SessionList,
@@ -292,11 +293,20 @@ def explained_to_proto(answer: Explained) -> stats_pb2.ExplainReply:
                 moving=chunk.moving,
                 durable=chunk.durable,
                 needed=chunk.needed,
+                resident_in=map(clean, chunk.resident_in),
                 hints=_hint_states(chunk.hints),
             )
             for chunk in answer.chunks
         ],
     )
+
+
+def resident_to_proto(answer: ResidentRanks) -> store_pb2.ResidentReply:
+    return store_pb2.ResidentReply(ranks=answer.ranks)
+
+
+def resident_from_proto(message: store_pb2.ResidentReply) -> ResidentRanks:
+    return ResidentRanks(tuple(message.ranks))
 
 
 def scrubbed_to_proto(answer: Scrubbed) -> admin_pb2.ScrubReply:
@@ -383,6 +393,7 @@ ANSWERS: dict[type[Any], AnswerKind] = {
     SessionInfo: AnswerKind(session_to_proto, "session", session_from_proto),
     ActionsApplied: AnswerKind(actions_to_proto, "actions", actions_from_proto),
     QueueAccepted: AnswerKind(queue_to_proto, "queue", queue_from_proto),
+    ResidentRanks: AnswerKind(resident_to_proto, "resident", resident_from_proto),
     Done: AnswerKind(done_to_proto, "done", done_from_proto),
     SessionList: AnswerKind(sessions_to_proto),
     Explained: AnswerKind(explained_to_proto),

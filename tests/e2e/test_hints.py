@@ -16,7 +16,7 @@ from kvstore.errors import BadRequest, NotFound, StoreError
 from kvstore.scheduler.hints import HintedQueue
 from kvstore.scheduler.job_queue import Job
 from kvstore.types import ChunkKey, HintResult, Outcome, Reason, Wait
-from kvstore.v1 import hints_pb2, hints_pb2_grpc
+from kvstore.v1 import hints_pb2, hints_pb2_grpc, stats_pb2, stats_pb2_grpc
 
 from .conftest import acting_as
 from .ssd_tools import (
@@ -297,6 +297,29 @@ def test_tenants_do_not_reach_each_others_queues_and_chunks(
     bob.publish_queue([])
     eventually(lambda: in_dram(alice, keys))
     assert alice.publish_queue([], snapshot=False).eviction_window == 1, "Alice's queue is as it was"
+
+
+def test_what_a_worker_keeps_is_told_to_all_and_ranked_by_the_queue(
+    start: Callable[..., Any], open_space: Callable[..., Namespace]
+) -> None:
+    daemon = start()
+    worker, scheduler = open_space(daemon), open_space(daemon)
+    keys = talk(worker, 0)
+    scheduler.publish_queue([hint(0)])
+    unknown = keys_of(worker, 1, 50)
+    assert worker.report_resident([*reversed(keys[:3]), *unknown]) == (3, 2, 1, 0)
+    (row,) = scheduler.client.stats().namespaces
+    assert row.worker_chunks == 4
+    explained = scheduler.client.unary(
+        stats_pb2_grpc.StatsStub,
+        "Explain",
+        stats_pb2.ExplainRequest(namespace_id=row.namespace_id, keys=[*keys[:4], *unknown]),
+    )
+    assert [len(chunk.resident_in) for chunk in explained.chunks] == [1, 1, 1, 0, 1]
+    with pytest.raises(BadRequest, match="keys"):
+        worker.report_resident(keys_of(worker, 4_097))
+    worker.client.close()
+    eventually(lambda: scheduler.client.stats().namespaces[0].worker_chunks == 0)
 
 
 def publish_as(client: Client, namespace: int, hints: list[hints_pb2.Hint]) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kvstore.gpu_worker.compute_or_load import BOUND_MIN_S, ComputeOrLoad, Line
+from kvstore.gpu_worker.compute_or_load import BOUND_MIN_S, VAIN_MAX, ComputeOrLoad, Computing, Line
 from kvstore.gpu_worker.connectors.vllm import scheduler
 from kvstore.gpu_worker.connectors.vllm.steps import Steps, tokens_of_step
+from kvstore.types import Tier
 
 from .conftest import BLOCK, BOUND_S, Daemon, prompt
 from .test_ranks import Rig
@@ -58,7 +59,7 @@ def side(rig: Rig) -> Any:
 def learn(rig: Rig, *, tokens_per_s: float, copy_bytes_per_s: float = 1e9) -> ComputeOrLoad:
     """From now on that is what was measured."""
     choice: ComputeOrLoad = side(rig).choice
-    choice.compute, choice.copy = Line(), Line()
+    choice.compute, choice.copy = Computing(), Line()
     side(rig)._steps._compute = Line()  # what this machine takes is of no account
     for count in (64, 512, 64, 512):
         choice.compute.observe(count, count / tokens_per_s)
@@ -103,6 +104,27 @@ def test_a_request_does_not_wait_for_a_store_that_could_save_it_little(
     assert side(engine).tally.total["lookups_late"] == 1
 
 
+def test_a_store_that_has_had_nothing_is_hardly_waited_for(rig: Callable[..., Rig], daemon: Daemon) -> None:
+    """Not the second that could be saved, but a twentieth of it; whatever is found ends that."""
+    engine = rig()
+    engine.run(prompt(4, 300))  # the store is there
+    choice = learn(engine, tokens_per_s=288)
+    for _ in range(VAIN_MAX):
+        choice.answered(useful=False)
+    connector, waiting = side(engine), engine.request(prompt(23, 300))
+    daemon.signal(signal.SIGSTOP)
+    connector.on_new_request(waiting)
+    lookup = connector._requests[waiting.request_id].lookup
+    assert connector._patience_s(waiting, lookup, 9) == pytest.approx(0.05)
+    choice.answered(useful=True)
+    assert connector._patience_s(waiting, lookup, 9) == pytest.approx(1.0)
+    for _ in range(VAIN_MAX):
+        choice.answered(useful=False)
+    lookup.delay.tier = Tier.SSD
+    assert connector._patience_s(waiting, lookup, 9) == pytest.approx(1.0), "it comes"
+    connector.finished(waiting)
+
+
 def test_nor_for_one_that_has_only_what_vllm_has_itself(rig: Callable[..., Rig], daemon: Daemon) -> None:
     engine = rig(compute_or_load=False)
     engine.run(prompt(6, 300))
@@ -138,6 +160,23 @@ def test_a_load_whose_time_is_up_is_computed(rig: Callable[..., Rig], layerwise:
         loader.start = lambda load, spec: whole(replace(load, bound_s=0.0), spec)
     assert engine.run(tokens) == 0
     assert engine.workers[0].worker_side.tally.total["blocks_failed"] == 9
+
+
+def test_how_long_a_load_keeps_a_request_is_learnt(rig: Callable[..., Rig], answered: None) -> None:
+    """Of copies alone, parking a request would cost nothing."""
+    tokens = prompt(22, 300)
+    rig().run(tokens)
+    engine = rig()
+    choice = learn(engine, tokens_per_s=100, copy_bytes_per_s=1e15)
+    gate = engine.hold_loads()
+    steps = iter(range(10_000))
+
+    def between() -> None:
+        if next(steps) == 20:
+            gate.set()
+
+    assert engine.run(tokens, between=between) == 288
+    assert choice._late_s[Tier.DRAM] > 0 and not choice._late_s[Tier.SSD]
 
 
 def test_one_request_loads_what_several_want(rig: Callable[..., Rig]) -> None:
@@ -264,6 +303,10 @@ def test_only_steps_that_compute_prompts_count() -> None:
     steps.scheduled({"a": 1, "b": 500}, 10.0)
     steps.ended(11.0)
     assert line.seconds(500) == pytest.approx(1.0)
+    assert steps.busy_s == 11.0, "decoding keeps the engine busy too"
+    steps.scheduled({}, 11.0)
+    steps.ended(12.0)
+    assert steps.busy_s == 11.0
 
 
 def test_a_step_that_is_scheduled_ahead_lasts_from_the_end_of_the_one_before() -> None:

@@ -262,6 +262,22 @@ def test_rows_come_back_as_they_were(launch: Callable[..., Rig]) -> None:
         assert rig.tier.tally.total["bugs"] == rig.tier.tally.total["blocks_refused"] == 0
 
 
+def test_how_long_a_request_waits_is_learnt_when_it_is_computed(launch: Callable[..., Rig]) -> None:
+    """Of copies alone, what vLLM's steps make a request wait would cost nothing."""
+    keys = keys_of("delay", 2)
+    rig = launch()
+    rig.put(rig.request("one", keys), dict.fromkeys(keys, 1))
+    rig.forget()
+    choice = rig.tier.choice
+    for tokens in (64, 128, 64, 128, 64):
+        choice.compute.observe(tokens, 10.0 * tokens)
+        choice.copy.observe(1e6 * tokens, 1e-9)
+    assert rig.find(rig.request("two", keys), keys) == [LookupResult.HIT] * 2
+    assert set(choice._late_s.values()) == {0.0}
+    rig.step("two")
+    assert sum(choice._late_s.values()) > 0
+
+
 def test_nothing_is_found_under_another_salt(launch: Callable[..., Rig]) -> None:
     keys = keys_of("salt", 2)
     first = launch(salt="a")

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
-from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Found
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Delay, Found
 from kvstore.gpu_worker.connectors.lookup import SAVING_SHARE
 from kvstore.gpu_worker.connectors.offload.crew import Crew
 from kvstore.gpu_worker.connectors.offload.tally import Tally
-from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason, Tier
 
 if TYPE_CHECKING:
     from kvstore.client import Namespace
@@ -58,6 +58,7 @@ class Question:
         deadline: float,
         held_until: float,
         needed: Needed | None = None,
+        busy_s: float = 0.0,
     ) -> None:
         """`prefix`: behind the first key that is missing, the others are of no use. `needed`: only what it names is
         pinned, promoted and found."""
@@ -67,6 +68,7 @@ class Question:
         self.deadline = deadline
         self.held_until = held_until
         self.done = False
+        self.delay = Delay(busy_s=busy_s)
         self.bound_s = math.inf
         """A load of what is found that takes longer is of no use."""
         self.found: dict[ChunkKey, Hit] = {}
@@ -189,6 +191,8 @@ class Lookups:
         if any(lease.reasons[number] is Reason.BEING_SAVED for number in chosen):
             wait_s = max(wait_s, SAVING_SHARE * plan.saves_s)
         rest = [keys[number] for number in chosen if lease.outcomes[number] is Outcome.PENDING]
+        if chosen:
+            question.delay.begin(plan, Tier.SSD if rest and plan.wait_s > 0 else Tier.DRAM, now)
         return rest, min(question.deadline, now + wait_s)
 
     def _chosen(self, namespace: Namespace, question: Question) -> Sequence[ChunkKey]:
@@ -252,6 +256,8 @@ class Inquiry:
         """The question that has the key; None until there is one."""
         self._questions: list[Question] = []
         self._loaded: set[ChunkKey] = set()
+        self._delays: list[Delay] = []
+        """Of the questions since it waits."""
 
     def __repr__(self) -> str:
         return f"Inquiry({self.name}, {len(self._asked)} keys asked, {len(self._loaded)} loaded)"
@@ -295,15 +301,21 @@ class Inquiry:
             return Verdict.WAIT
         return Verdict.MISS
 
-    def ask(self, now: float, *, prefix: bool, needed: Needed | None = None) -> None:
-        """Ask about what is new, all at once."""
+    def ask(self, now: float, *, prefix: bool, needed: Needed | None = None, busy_s: float = 0.0) -> None:
+        """Ask about what is new, all at once. `busy_s`: what the engine has computed (see `ComputeOrLoad.delayed`)."""
         if not self._new or self.begun is None:
             return
         keys, self._new = self._new, []
         deadline = self.begun + self._lookup_s
         question = Question(
-            keys, prefix=prefix, deadline=deadline, held_until=deadline + self._hold_s, needed=needed
+            keys,
+            prefix=prefix,
+            deadline=deadline,
+            held_until=deadline + self._hold_s,
+            needed=needed,
+            busy_s=busy_s,
         )
+        self._delays.append(question.delay)
         self._asked.update(dict.fromkeys(keys, question))
         self._tally.add(lookups=len(keys))
         if now < deadline:
@@ -335,8 +347,13 @@ class Inquiry:
             hits.append(question.found.get(key))
         return hits, list(used.values())
 
+    def delay(self) -> Delay:
+        """What it has waited for since it first asked."""
+        return next((delay for delay in self._delays if delay.tier is not None), Delay())
+
     def scheduled(self) -> None:
         """It waits no more: the engine has started to compute it."""
+        self._delays.clear()
         for question in list(self._questions):
             self._drop(question)
         self._asked.clear()

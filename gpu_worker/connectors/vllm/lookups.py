@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
-from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Delay
 from kvstore.gpu_worker.connectors.lookup import LAST_LOOK_S, look_up
 from kvstore.types import ChunkKey
 
@@ -61,6 +61,7 @@ class Lookup:
         self.begun = 0.0
         self.counted = False
         """Whether what is computed though the store has it was counted."""
+        self.delay = Delay()
         self._lock = threading.Lock()
         self._ended = False
         self._leases: list[ReadLease] = []
@@ -175,12 +176,14 @@ class Lookups:
                     deadline=lookup.deadline - ANSWER_S,
                     have=lambda: lookup.local,
                     promised=promised,
+                    delay=lookup.delay,
                 )
                 hits, load, lost, bound_s = looked.hits, looked.load, looked.lost, looked.plan.bound_s
         except Exception as error:
             # An adapter that cannot be told, or our bug: the request is computed either way, and the thread lives on.
             log.warning("a request is computed without the store: %s", error, exc_info=not _expected(error))
         finally:
+            self._choice.answered(useful=load > lookup.local)
             lookup.settle(leases, hits, keys, digest, lost, load=load, bound_s=bound_s)
             with self._changed:
                 self._waiting -= 1

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
+from kvstore.gpu_worker.compute_or_load import VAIN_SHARE, ComputeOrLoad
 from kvstore.gpu_worker.connectors.offload import Crew, HintBoard, Orders
 from kvstore.gpu_worker.connectors.vllm.events import Events, events_wanted
 from kvstore.gpu_worker.connectors.vllm.hint_desk import HintDesk, session_of
@@ -129,6 +129,8 @@ class SchedulerSide:
             lookup_s=settings.lookup_ms / 1000,
             hold_s=settings.hold_ms / 1000,
         )
+        self._idle_s = IDLE_S
+        """How long a step without anything to compute may wait: until somebody's patience ends."""
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._loading: dict[str, Lookup] = {}
@@ -269,10 +271,13 @@ class SchedulerSide:
         # At least one token is left to compute: its logits are what the request is for.
         blocks = (request.num_tokens - 1) // self._block_tokens
         if not lookup.done:
-            saves_s = self.choice.saves((blocks - local) * self._block_tokens)
-            if time.monotonic() < min(lookup.deadline, lookup.begun + max(ANSWER_MIN_S, saves_s)):
+            until = min(lookup.deadline, lookup.begun + self._patience_s(request, lookup, blocks - local))
+            left_s = until - time.monotonic()
+            if left_s > 0:
+                self._idle_s = min(self._idle_s, left_s)
                 return None, False
             self.tally.add(lookups_late=1)
+            self.choice.delayed(lookup.delay, time.monotonic(), self._busy_s)
             tracked.tried = request.num_preemptions  # computed; not asked again in the next step
             self._end_lookup(tracked)
             return 0, False
@@ -291,6 +296,15 @@ class SchedulerSide:
             tracked.tried = request.num_preemptions  # computed; not asked again in the next step
             return 0, False
         return tokens, not self._settings.layerwise
+
+    def _patience_s(self, request: Any, lookup: Lookup, blocks: int) -> float:
+        """How long a request may wait for the store's answer about so many blocks."""
+        saves_s = self.choice.saves(blocks * self._block_tokens)
+        # Something was found that comes; or without an answer, nothing of the request would be named and saved.
+        awaited = lookup.delay.tier is not None or request.lora_request is not None or _promised(request) > 0
+        if self.choice.asks_in_vain and not awaited:
+            return VAIN_SHARE * saves_s
+        return max(ANSWER_MIN_S, saves_s)
 
     def _comes_with_another(self, tracked: Tracked, lookup: Lookup, local: int) -> bool:
         """Whether another request loads what comes first: once that has ended, vLLM has it for both."""
@@ -325,6 +339,7 @@ class SchedulerSide:
             promised=_promised(request),
         )
         tracked.lookup.preemptions = request.num_preemptions
+        tracked.lookup.delay.busy_s = self._busy_s
         self.tally.add(lookups=1)
         return tracked.lookup
 
@@ -398,6 +413,10 @@ class SchedulerSide:
         self._loading[request.request_id] = lookup
         self.tally.add(hit_tokens=num_external_tokens)
 
+    @property
+    def _busy_s(self) -> float:
+        return self._steps.busy_s if self._steps is not None else 0.0
+
     def step(self, output: Any) -> StepMetadata:
         self._mind_weights()
         self._stepped = True
@@ -417,6 +436,8 @@ class SchedulerSide:
             computed[new.req_id] = new.num_computed_tokens
             tracked = self._requests.get(new.req_id)
             if tracked is not None:
+                if tracked.lookup is not None:
+                    self.choice.delayed(tracked.lookup.delay, time.monotonic(), self._busy_s)
                 metadata.fresh.update(self._begin(tracked, list(new.block_ids[0]), new.num_computed_tokens))
         cached = output.scheduled_cached_reqs
         for number, name in enumerate(cached.req_ids):
@@ -445,7 +466,8 @@ class SchedulerSide:
             self._steps.scheduled(output.num_scheduled_tokens, time.monotonic())
         metadata.idle = not output.num_scheduled_tokens
         if metadata.idle:
-            self._lookups.await_answer(IDLE_S)
+            self._lookups.await_answer(self._idle_s)
+        self._idle_s = IDLE_S
         now = time.monotonic()
         for tracked in self._requests.values():
             tracked.own = None

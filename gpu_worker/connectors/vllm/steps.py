@@ -22,20 +22,26 @@ class Steps:
 
     def __init__(self, compute: Line) -> None:
         self._compute = compute
-        self._open: deque[tuple[int, float]] = deque(maxlen=OPEN_MAX)
+        self._open: deque[tuple[int, bool, float]] = deque(maxlen=OPEN_MAX)
         self._ended_at = 0.0
+        self.busy_s = 0.0
+        """Of steps that computed anything."""
 
     def scheduled(self, tokens: Mapping[str, int], now: float) -> None:
         """`tokens`: of each request in the step."""
-        self._open.append((sum(count for count in tokens.values() if count > DECODED_MAX), now))
+        prefill = sum(count for count in tokens.values() if count > DECODED_MAX)
+        self._open.append((prefill, bool(tokens), now))
 
     def ended(self, now: float) -> None:
         """The oldest step has ended."""
         if not self._open:
             return
-        tokens, begun = self._open.popleft()
+        tokens, computes, begun = self._open.popleft()
+        seconds = now - max(begun, self._ended_at)
+        if computes:
+            self.busy_s += seconds
         if tokens:
-            self._compute.observe(tokens, now - max(begun, self._ended_at))
+            self._compute.observe(tokens, seconds)
         self._ended_at = now
 
 

@@ -373,19 +373,22 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     @harmless(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        now = time.monotonic()
+        busy_s = 0.0
         if self._steps is not None:
-            self._steps.scheduled(tokens_of_step(), time.monotonic())
+            busy_s = self._steps.busy_s
+            self._steps.scheduled(tokens_of_step(), now)
         for name in context.new_req_ids:
             self._begun.setdefault(name, set())
             if name in self._waiting:
+                self.choice.delayed(self._waiting[name].delay(), now, busy_s)
                 self._waits_no_more(name)
         for name in context.preempted_req_ids:
             if (inquiry := self._requests.get(name)) is not None:
                 self._waits_no_more(name)
                 inquiry.again()
-        now = time.monotonic()
         for name, inquiry in self._waiting.items():
-            inquiry.ask(now, prefix=self._prefix, needed=self._needed(name, inquiry))
+            inquiry.ask(now, prefix=self._prefix, needed=self._needed(name, inquiry), busy_s=busy_s)
             inquiry.tick(now)
             assert inquiry.begun is not None, inquiry
             due = self._hinted.get(name, inquiry.begun + HINT_AFTER_S - HINT_AGAIN_S) + HINT_AGAIN_S

@@ -202,6 +202,18 @@ class ReportDuplicates:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportResident:
+    """What the worker keeps in memory of its own, as a snapshot of the namespace. The answer ranks these chunks by the
+    queue."""
+
+    ticket: Ticket
+    namespace: NamespaceId
+    keys: tuple[ChunkKey, ...]
+    ttl_ms: int = 0
+    """0: the default of hints."""
+
+
+@dataclass(frozen=True, slots=True)
 class GetSession:
     ticket: Ticket
     namespace: NamespaceId
@@ -484,6 +496,7 @@ Event = (
     | Abort
     | ReportLoad
     | ReportDuplicates
+    | ReportResident
     | GetSession
     | UpdateSession
     | Truncate

@@ -15,6 +15,7 @@ from kvstore.core.manifests import Manifest, Session
 from kvstore.core.namespaces import Namespace
 from kvstore.core.requests.hint_actions import HintActions
 from kvstore.core.requests.reads import lookup
+from kvstore.core.requests.resident import Residents
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest, Conflict, Exhausted, NotFound, Precondition
@@ -50,10 +51,11 @@ class Forgetting:
 
 
 class Sessions:
-    def __init__(self, state: State, tier: ColdTier, actions: HintActions) -> None:
+    def __init__(self, state: State, tier: ColdTier, actions: HintActions, residents: Residents) -> None:
         self.state = state
         self._actions = actions
         self._tier = tier
+        self._residents = residents
         self.forgetting: deque[Forgetting] = deque()
 
     # ------------------------------------------------------------------------------------------------------ reading
@@ -434,7 +436,8 @@ class Sessions:
         row, outcome, reason = lookup(state, namespace, key)
         if row == NONE:
             return ev.ChunkHistory(
-                key, Outcome.MISS, reason, 0, 0, namespace.shards, 0, 0, 0, 0, 0, False, b""
+                *(key, Outcome.MISS, reason, 0, 0, namespace.shards, 0, 0, 0, 0, 0, False, b""),
+                resident_in=self._residents.groups(namespace, key),
             )
         flags = chunks.flags[row]
         tiers = {Tier.DRAM} if outcome is Outcome.HIT else set()
@@ -459,4 +462,5 @@ class Sessions:
             moving=bool(flags & (PROMOTING | STORING)),
             durable=bool(flags & DURABLE),
             needed=row in state.policy.rank,
+            resident_in=self._residents.groups(namespace, key),
         )

@@ -52,6 +52,11 @@ class FakeStore:
     closed: int = 0
     reads: list[list[ChunkKey]] = field(default_factory=list)
     makers: set[bytes] = field(default_factory=set)
+    resident: dict[bytes, list[ChunkKey]] = field(default_factory=dict)
+    """By namespace, what was reported last."""
+    needed: list[ChunkKey] = field(default_factory=list)
+    """By queued jobs, soonest first."""
+    on_report: Callable[[], None] = lambda: None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def connect(self) -> FakeClient:
@@ -111,6 +116,16 @@ class FakeNamespace:
     ) -> int:
         kept = [xxhash.xxh3_64_intdigest(self.store.chunks[self.salt, key].tobytes()) for key in keys]
         return sum(mine != theirs for mine, theirs in zip(checksums, kept, strict=True))
+
+    def report_resident(
+        self, keys: Sequence[ChunkKey], *, ttl_ms: int = 0, timeout_s: float | None = None
+    ) -> tuple[int, ...]:
+        self.check_count(keys)
+        self.store.on_report()
+        if self.store.away:
+            raise Unavailable("no daemon")
+        self.store.resident[self.salt] = list(keys)
+        return tuple(self.store.needed.index(key) + 1 if key in self.store.needed else 0 for key in keys)
 
     def match(
         self, wanted: Sequence[ChunkKey], *, token_count: int = 0, timeout_s: float | None = None

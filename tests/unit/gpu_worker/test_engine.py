@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -243,6 +244,32 @@ def test_a_client_that_comes_after_the_end_is_closed(
     answer.set()
     connecting.join(30)
     assert store.closed == 1
+
+
+def test_one_connection_is_made_however_many_ask(
+    store: FakeStore, engines: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's thread asks for the namespace, and so does everybody who asks for the worker's health."""
+    store.away = True
+    engine = engines(tiny_llama(layers=2), store)
+    made: list[threading.Thread] = []
+    together = threading.Barrier(2)
+    thread = threading.Thread
+
+    def making(**options: Any) -> threading.Thread:
+        with suppress(threading.BrokenBarrierError):  # nobody else comes
+            together.wait(0.5)
+        made.append(thread(**options))
+        return made[-1]
+
+    asking = [thread(target=lambda: engine.connected) for _ in range(2)]
+    monkeypatch.setattr("kvstore.gpu_worker.store.threading.Thread", making)
+    engine._store._store._connect_at = 0.0
+    for each in asking:
+        each.start()
+    for each in (*asking, *made):
+        each.join(10)
+    assert len(made) == 1
 
 
 def test_a_daemon_that_goes_in_mid_turn_is_not_missed(store: FakeStore, engines: MakeEngine) -> None:

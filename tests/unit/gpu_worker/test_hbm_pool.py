@@ -126,7 +126,7 @@ def test_what_a_job_needs_goes_last_and_the_latest_job_first() -> None:
         assert pool.take(1)
         gone += [number for number in before if number not in known(pool, range(1, 7))]
     assert gone == [4, 5, 6, 2, 3, 1]
-    assert pool.resident() == []
+    assert pool.resident(9) == []
 
 
 def test_ranks_that_end_leave_recency() -> None:
@@ -136,7 +136,7 @@ def test_ranks_that_end_leave_recency() -> None:
         pool.mark_stored(chunk, key(100 + number))
         pool.drop([chunk])
     pool.rank({key(101): 0})
-    assert pool.resident() == [key(101), key(102)]
+    assert pool.resident(9) == [key(101), key(102)]
     pool.rank({})
     pool.check_integrity([])
     (held,) = pool.find([key(1)])
@@ -176,7 +176,7 @@ def test_forgetting_frees_what_is_idle_and_keeps_what_is_held() -> None:
     assert known(pool, range(1, 3)) == [] and (pool.used, pool.idle) == (1, 0)
     pool.check_integrity([held])
     pool.drop(held)
-    assert pool.available == 6 and pool.resident() == []
+    assert pool.available == 6 and pool.resident(9) == []
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -225,4 +225,17 @@ def test_the_tier_keeps_its_books_whatever_comes(seed: int) -> None:
     for chunks in held:
         pool.drop(chunks)
     pool.check_integrity([])
-    assert pool.take(10) and pool._tree == {} and pool.resident() == []
+    assert pool.take(10) and pool._tree == {} and pool.resident(9) == []
+
+
+def test_of_many_resident_chunks_those_are_named_whose_rank_matters() -> None:
+    pool = HbmPool(GEOMETRY, 6)
+    for number in range(6):
+        (chunk,) = pool.take(1)
+        pool.publish(chunk, key(number))
+        pool.mark_stored(chunk, key(100 + number))
+        if number != 1:
+            pool.drop([chunk])
+    pool.rank({key(104): 0})
+    assert pool.resident(6) == [key(100 + number) for number in (4, 0, 2, 3, 5, 1)]
+    assert pool.resident(3) == [key(100 + number) for number in (4, 0, 2)]

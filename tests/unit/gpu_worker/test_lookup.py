@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvstore.client import Backlog
-from kvstore.gpu_worker.compute_or_load import EXPLORE_SHARE, ComputeOrLoad, Why
+from kvstore.gpu_worker.compute_or_load import EXPLORE_SHARE, ComputeOrLoad, Delay, Why
 from kvstore.gpu_worker.connectors import lookup as module
 from kvstore.gpu_worker.connectors.lookup import Looked, look_up
-from kvstore.types import ChunkKey, Outcome, Reason
+from kvstore.types import ChunkKey, Outcome, Reason, Tier
 
 TOKENS, CHUNK = 64, 1 << 20
 RATE = 100e6
@@ -159,6 +159,21 @@ def test_an_ssd_that_is_fast_enough_is_waited_for() -> None:
     looked = ask(store)
     assert (looked.hits, looked.load) == (6, 6)
     assert store.now < 0.1
+
+
+def test_what_a_request_waits_for_is_told_as_it_begins() -> None:
+    """The engine measures until the request goes on: the last chunk is not the end of it."""
+    for places, tier in (("DDSS", Tier.SSD), ("DD", Tier.DRAM), ("..", None)):
+        delay = Delay()
+        ask(Store(places), delay=delay)
+        assert delay.tier is tier
+        assert tier is None or delay.since <= 0.003
+        reading_s = 2 * CHUNK / RATE if tier is Tier.SSD else 0.0
+        copying_s = len(places) * CHUNK / 5e9 if tier is not None else 0.0
+        assert delay.expected_s == pytest.approx(reading_s + copying_s)
+    had = Delay()
+    ask(Store("DD"), delay=had, have=lambda: 2)
+    assert had.tier is None
 
 
 def test_one_that_is_slower_than_computing_is_left_alone() -> None:

@@ -34,7 +34,7 @@ from kvstore.gpu_worker.connectors.offload import (
 )
 from kvstore.gpu_worker.connectors.offload import orders as orders_module
 from kvstore.keys import ROOT
-from kvstore.types import ChunkKey, GrantResult, HintResult, Outcome, Reason
+from kvstore.types import ChunkKey, GrantResult, HintResult, Outcome, Reason, Tier
 
 ROW_BYTES = 64
 TOKENS = 16
@@ -919,6 +919,27 @@ def test_in_any_order_what_is_in_memory_counts_wherever_it_is(rig: Rig) -> None:
     rig.store.ssd_bytes_per_s = ROW_BYTES
     learn(rig)
     assert asked(rig, wanted, prefix=False) == [MISS, HIT, HIT]
+
+
+@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.SSD])
+def test_a_request_says_what_it_waited_for(rig: Rig, tier: Tier) -> None:
+    wanted = keys("a", "b")
+    rig.store.chunks.update(dict.fromkeys(wanted, bytes(ROW_BYTES)))
+    if tier is Tier.SSD:
+        rig.store.promoting.update(wanted)
+    learn(rig)
+    inquiry = rig.inquiry()
+    for key in wanted:
+        inquiry.verdict(key, time.monotonic(), keys_max=9)
+    inquiry.ask(time.monotonic(), prefix=True, busy_s=3.0)
+    assert inquiry.delay().tier is None
+    rig.idle()
+    delay = inquiry.delay()
+    assert (delay.tier, delay.busy_s) == (tier, 3.0)
+    rig.choice.delayed(delay, delay.since + delay.expected_s + 0.2, busy_s=3.1)
+    assert rig.choice._late_s[tier] > 0
+    assert inquiry.delay().tier is None, "it counts once"
+    inquiry.scheduled()
 
 
 def test_what_is_copied_slower_than_computed_is_computed(rig: Rig) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvstore.errors import Exhausted, Unsupported
+from kvstore.errors import BadRequest, Exhausted, Unsupported
 from kvstore.gpu_worker import scheduling
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.layout import bits
@@ -508,3 +509,85 @@ def test_a_queue_that_is_full_refuses(engine: MakeEngine) -> None:
         one.add(text(5), 3)
     assert one.counters["requests_rejected"] == 1
     finish(one)
+
+
+def reported(one: Recording, what: Callable[[], Any]) -> None:
+    """Steps, with a report at each, until something is so."""
+    deadline = time.monotonic() + BOUND_S
+    while not what():
+        assert time.monotonic() < deadline, "it was never reported"
+        one._store._reporter._due_at = 0.0
+        one.add([1], 1)
+        one.finish()
+
+
+def test_what_stays_is_reported_and_what_the_queue_needs_stays_longest(
+    engine: MakeEngine, store: FakeStore
+) -> None:
+    one = engine(pool_chunks=9)
+    first, second, third = (text(3 * T + 5, seed=n) for n in range(3))
+    for prompt in (first, second):
+        one.add(prompt, 3)
+        finish(one)
+    ((salt, _), *_) = store.chunks
+    keys = [key for _, key in store.chunks]
+    reported(one, lambda: {*store.resident.get(salt, ())} == {*keys})
+    store.needed = keys[:3]
+    reported(one, lambda: len(one.pool._needed) == 3)
+    one.add(third, 3)
+    finish(one)
+    assert one.pool.evicted and {*keys[:3]} <= {*one.pool.resident(9)} and len(one.pool.resident(9)) < 9
+    store.needed = []
+    reported(one, lambda: not one.pool._needed)
+    one.reset()
+    reported(one, lambda: not store.resident[salt])  # it was of other weights
+
+
+def test_a_daemon_that_hangs_while_it_is_told_holds_up_nobody(engine: MakeEngine, store: FakeStore) -> None:
+    go_on, asked = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        asked.set()
+        assert go_on.wait(BOUND_S)
+
+    store.on_report = hang
+    one = engine()
+    one.add(text(3 * T + 5), 3)
+    one.finish().check()
+    assert asked.wait(BOUND_S)
+    for seed in range(3):
+        one._store._reporter._due_at = 0.0
+        one.add(text(3 * T + 5, seed=seed), 3)
+        one.finish().check()
+    go_on.set()
+
+
+def test_a_daemon_that_takes_no_reports_is_told_no_more(engine: MakeEngine, store: FakeStore) -> None:
+    def refuse() -> None:
+        raise BadRequest("a request has a known body")
+
+    store.on_report = refuse
+    one = engine()
+    reported(one, lambda: one.counters["reports_failed"] == 1)
+    for _ in range(3):
+        one._store._reporter._due_at = 0.0
+        one.add(text(20), 3)
+        one.finish().check()
+    assert one.counters["reports_failed"] == 1 and one.counters["reports"] == 0
+
+
+def test_what_could_not_be_saved_of_an_aborted_request_is_saved_by_the_next(
+    engine: MakeEngine, store: FakeStore
+) -> None:
+    one = engine(prefill_tokens=T)
+    prompt = text(5 * T + 3)
+    store.room = 0
+    number = one.add(prompt, 3)
+    while one.request(number).computed < 3 * T:
+        one.step()
+    one.abort(number)
+    assert one.flush(BOUND_S)
+    store.room = None
+    one.add(prompt, 3)
+    finish(one)
+    assert len(store.chunks) == 5

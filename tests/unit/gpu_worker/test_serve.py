@@ -21,7 +21,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvstore.gpu_worker import worker
 from kvstore.gpu_worker.batching import BatchEngine
+from kvstore.gpu_worker.serve import api, connection
 from kvstore.gpu_worker.serve.api import Api
+from kvstore.gpu_worker.serve.connection import Connection
 from kvstore.gpu_worker.serve.metrics import Metrics
 from kvstore.gpu_worker.serve.service import Service
 from kvstore.gpu_worker.serve.text import Detokenizer, StopStrings, Text
@@ -131,11 +133,13 @@ def serve(model: LlamaForCausalLM, tmp_path: Path) -> Iterator[Callable[..., Ser
         settings = {"pool_chunks": 64, "chunk_tokens": T} | options
         engine = BatchEngine(model, store.connect if store else None, **settings)
         metrics = Metrics(engine)
-        api = Api(
+        app = Api(
             Service(engine, ended=metrics.ended), metrics, Text(byte_tokenizer()), model="tiny", keys=keys
-        )
+        ).app()
         path = tmp_path / f"{len(made)}"
-        config = uvicorn.Config(api.app(), uds=str(path), log_config=None, timeout_graceful_shutdown=drain_s)
+        config = uvicorn.Config(
+            app, uds=str(path), http=Connection, log_config=None, timeout_graceful_shutdown=drain_s
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
         thread.start()
@@ -145,8 +149,8 @@ def serve(model: LlamaForCausalLM, tmp_path: Path) -> Iterator[Callable[..., Ser
 
     yield start
     for served in made:
-        for connection in served.open:
-            connection.close()
+        for client in served.open:
+            client.close()
         served.stop()
 
 
@@ -463,3 +467,96 @@ def test_options_that_cannot_be_are_named(tmp_path: Path) -> None:
     for wrong in ("", "0", "-1", "5X", "1.5G"):
         with pytest.raises(ValueError, match="is no size"):
             worker.bytes_of(wrong)
+
+
+def test_a_request_that_is_taken_after_a_failed_step_is_answered(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked for while the step ran that fails."""
+    one = serve()
+    forward = one.engine._forward
+    stepping, asked = threading.Event(), threading.Event()
+
+    def breaks_once(pieces: Any) -> Any:
+        if stepping.is_set():
+            return forward(pieces)
+        stepping.set()
+        assert asked.wait(BOUND_S)
+        raise ZeroDivisionError("once")
+
+    monkeypatch.setattr(one.engine, "_forward", breaks_once)
+    one.send("/v1/chat/completions", HELLO)
+    assert stepping.wait(BOUND_S)
+    submit = Service._submit_command
+
+    def told(self: Service, what: Callable[[], Any]) -> Any:
+        found = submit(self, what)
+        asked.set()
+        return found
+
+    monkeypatch.setattr(Service, "_submit_command", told)
+    assert one.chat(HELLO | {"max_tokens": 5})["usage"]["completion_tokens"] == 5
+
+
+HUGE = "9" * 400
+DEEP = "[" * 450 + "]" * 450
+
+
+def test_values_of_any_size_and_depth_are_refused_not_failed_at(serve: Callable[..., Served]) -> None:
+    one = serve()
+    hello = json.dumps(HELLO)[:-1]
+    for name in (
+        "temperature",
+        "top_p",
+        "n",
+        "stream_options",
+        "logprobs",
+        "max_tokens",
+        "stop",
+        "session_id",
+    ):
+        for value in (HUGE, "NaN", "Infinity", DEEP, "[1]", '"x"', '"' + "x" * 100_000 + '"'):
+            if (name, value) in {("stop", '"x"'), ("session_id", '"x"')}:
+                continue
+            response = one.ask("POST", "/v1/chat/completions", f'{hello}, "{name}": {value}}}')
+            told = response.read()
+            assert response.status == 400 and len(told) < 1000, (
+                name,
+                value[:20],
+                response.status,
+                told[:200],
+            )
+    for value in (HUGE, "NaN", "-1", "true", DEEP):
+        for path, field_ in (("/flush", "timeout_s"), ("/reset", "epoch")):
+            if path == "/flush" and value == HUGE:
+                continue
+            response = one.ask("POST", path, f'{{"{field_}": {value}}}')
+            assert response.status == 400, (path, value[:20], response.read())
+    assert one.ask("POST", "/flush", f'{{"timeout_s": {HUGE}}}').status == 400
+    assert one.engine.counters["requests"] == 0 and one.health()["status"] == "ok"
+
+
+def raw(one: Served, sent: bytes) -> bytes:
+    """What the worker says to this, and nothing else, until it hangs up."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(BOUND_S)
+        client.connect(str(one.path))
+        client.sendall(sent)
+        return client.makefile("rb").read()
+
+
+def test_who_never_says_what_he_wants_is_hung_up_on(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_S", 0.05)
+    monkeypatch.setattr(api, "BODY_S", 0.05)
+    one = serve()
+    assert raw(one, b"") == b"" == raw(one, b"POST /v1/chat/compl")
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    assert raw(one, head + b"{").startswith(b"HTTP/1.1 408")
+    # Who is answered for longer than that, and who comes back, is not
+    assert len(events(one.stream(HELLO | {"max_tokens": 300}))) > 10
+    first = one.open[-1]
+    eventually(lambda: one.engine.live == 0)
+    first.request("GET", "/health")
+    assert first.getresponse().status == 200
