@@ -66,6 +66,8 @@ class Job:
     manifest: object | None = None
     """That `rows` were taken from. Of several jobs that name it, the first has them."""
     in_reach: bool = False
+    handed_over: bool = False
+    """It left its queue, and nobody asked for its chunks yet: it stands before all that still wait."""
 
     def __post_init__(self) -> None:
         self.stand(self.line)
@@ -93,7 +95,7 @@ MANY = 16
 class Window:
     """Jobs of one tenant, and how far the memory reaches."""
 
-    __slots__ = ("ahead", "ahead_bytes", "bytes", "edge", "labels", "looked_at", "of", "reach")
+    __slots__ = ("ahead", "ahead_bytes", "bytes", "edge", "handed_over", "labels", "looked_at", "of", "reach")
 
     def __init__(self) -> None:
         self.labels: list[int] = []
@@ -111,6 +113,8 @@ class Window:
         self.ahead = 0
         """So many jobs, from the first, are in the prefetch window."""
         self.ahead_bytes = 0
+        self.handed_over = 0
+        """So many jobs, from the first, left their queues and have not asked yet."""
 
     def __repr__(self) -> str:
         return f"Window({len(self.labels)} jobs, {self.kept} kept, {self.ahead} ahead)"
@@ -125,9 +129,20 @@ class Window:
 
     @property
     def queued(self) -> range:
-        """The numbers of the queued jobs; pins stand before them, other actions behind."""
+        """The numbers of the queued jobs; those that left their queues and pins stand before them, other actions
+        behind."""
         labels = self.labels
         return range(bisect_left(labels, _QUEUED_FROM), bisect_left(labels, _QUEUED_TO))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all of its jobs have left their queues."""
+        return len(self.labels) == self.handed_over
+
+    def handed_over_bytes(self) -> int:
+        """Of the chunks of these."""
+        jobs = map(self.job, range(min(self.handed_over, self.kept)))
+        return sum(job.owned * job.chunk_bytes for job in jobs)
 
     def is_ahead(self, job: Job) -> bool:
         return bool(self.ahead) and job.label <= self.labels[self.ahead - 1]
@@ -187,6 +202,7 @@ class JobBook:
             if window is None:
                 window = self.windows[job.tenant] = Window()
             window.of[job.label] = job
+            window.handed_over += job.handed_over
             if not window.labels or job.label > window.labels[-1]:
                 window.labels.append(job.label)
                 continue
@@ -210,6 +226,7 @@ class JobBook:
         if window.edge is job:
             window.edge = None
         del window.labels[at], window.of[job.label]
+        window.handed_over -= job.handed_over
         if not window.labels:
             del self.windows[job.tenant]
 
@@ -237,6 +254,7 @@ class JobBook:
                 if window.edge is job:
                     window.edge = None
                 del window.of[job.label]
+                window.handed_over -= job.handed_over
             window.labels = [label for label in window.labels if label in window.of]
             window.reach -= reach
             window.ahead -= ahead
@@ -461,8 +479,9 @@ class JobBook:
             ranks.update((row, None) for row in edge.rows if self.owner(row) is edge)
 
     def set_ahead(self, window: Window, bytes_max: int) -> None:
-        """As many of the kept jobs, from the first, as have no more bytes."""
+        """As many of the kept jobs, from the first, as have no more bytes; those that were handed over on top."""
         kept = window.kept
+        bytes_max += window.handed_over_bytes()
         while window.ahead and (window.ahead > kept or window.ahead_bytes > bytes_max):
             job = window.job(window.ahead - 1)
             window.ahead_bytes -= job.owned * job.chunk_bytes
@@ -488,6 +507,10 @@ class JobBook:
         for tenant, window in self.windows.items():
             assert window.labels == sorted(window.of) and window.labels, (tenant, window)
             jobs = list(map(window.of.__getitem__, window.labels))
+            assert all(job.handed_over == (at < window.handed_over) for at, job in enumerate(jobs)), (
+                tenant,
+                window,
+            )
             assert all(job.in_reach == (at < window.reach) for at, job in enumerate(jobs)), (tenant, window)
             assert not any(job.rows or job.owned or job.awaits for job in jobs[window.reach :]), (
                 tenant,

@@ -75,7 +75,10 @@ class Store:
         self.saves = Saves(self.state, self.cold_tier, self.segments)
         self.transfers = Transfers(self.state, self.cold_tier, self.segments)
         self.queue = Queue(
-            self.state, self.cold_tier, lambda row: self.transfers.promote(row, demanded=False)
+            self.state,
+            self.cold_tier,
+            lambda row: self.transfers.promote(row, demanded=False),
+            lambda rows: self.transfers.needed_sooner(rows),
         )
         self.residents = Residents(self.state)
         self.actions = HintActions(self.state, self.cold_tier, self.queue)

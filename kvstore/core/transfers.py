@@ -10,8 +10,9 @@ here: a late read's targets are quarantined until the call returns, a late write
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
@@ -50,6 +51,8 @@ USED_MIN = 0.25
 """A write that is read again more seldom than this, before the SSD has been written over, is one too many,"""
 SAVES_AVERAGED = 4_096
 """unless most of so many saves are no better."""
+NEEDED_LAST = 1 << 62
+"""The rank of what no job needs."""
 ROOM_SHARE = 64
 """An SSD of which more than such a part is free has room."""
 BYTES_PER_OP_MAX = 8 << 20
@@ -106,7 +109,8 @@ class Transfers:
         """Of the scrubber's read, while one is under way."""
         self.demanded: deque[Wanted] = deque()
         """Asked for by an Acquire, or (below) by a hint. `state.wanted_bytes` is the sum of the former."""
-        self.foreseen: deque[Wanted] = deque()
+        self.foreseen: list[tuple[int, Wanted]] = []
+        """A heap by rank, the soonest first: a chunk may be there more than once, and need not be read any more."""
         self._without_slot: list[Wanted] = []
         """Demanded chunks whose namespace waits for a segment; tried again when it has come, and with each tick."""
         self._read_errors = 0
@@ -207,7 +211,7 @@ class Transfers:
         """The tier is off: what is to be read is on it only, as before."""
         self.try_again()
         if self.demanded or self.foreseen:
-            waiting = [*self.demanded, *self.foreseen]
+            waiting = [*self.demanded, *(wanted for _, wanted in self.foreseen)]
             self.demanded.clear()
             self.state.wanted_bytes = 0
             self.foreseen.clear()
@@ -366,6 +370,8 @@ class Transfers:
         if chunks.flags[row] & PROMOTING:
             if demanded and row in state.prefetched:
                 state.prefetched.discard(row)
+                state.policy.used((row,))
+                chunks.used_at[row] = state.now
                 state.counters["prefetch_late"] += 1
                 if not chunks.reserved[row]:
                     self._demand(self._wanted(row))
@@ -380,7 +386,17 @@ class Transfers:
             self._demand(self._wanted(row))
         else:
             state.prefetched.add(row)
-            self.foreseen.append(self._wanted(row))
+            self._foresee(row)
+
+    def needed_sooner(self, rows: Iterable[int]) -> None:
+        """The ranks of these changed: what waits for its read ahead of need waits no longer than what comes later."""
+        state = self.state
+        for row in state.prefetched.intersection(rows):
+            if state.chunks.flags[row] & PROMOTING and not state.chunks.reserved[row]:
+                self._foresee(row)
+
+    def _foresee(self, row: int) -> None:
+        heapq.heappush(self.foreseen, (self.state.policy.rank.get(row, NEEDED_LAST), self._wanted(row)))
 
     def _wanted(self, row: int) -> Wanted:
         return Wanted(row, self.state.chunks.key[row], self.state.namespace_of(row).payload_bytes)
@@ -400,7 +416,7 @@ class Transfers:
                 if looked_at > LOOKED_AT_PER_STEP_MAX:
                     break
                 demanded = bool(self.demanded)
-                wanted = (self.demanded or self.foreseen).popleft()
+                wanted = self.demanded.popleft() if demanded else heapq.heappop(self.foreseen)[1]
                 row, key, _ = wanted
                 if demanded:
                     state.wanted_bytes -= wanted.bytes

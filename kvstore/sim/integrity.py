@@ -571,7 +571,7 @@ class Watch:
             assert chunks.flags[row] & (PROMOTING | LISTED) or chunks.pins[row], chunks.describe(row)
         transfers = self._transfers
         promised = {wanted.row for wanted in (*transfers.demanded, *transfers._without_slot)}
-        promised |= state.prefetched.intersection(wanted.row for wanted in transfers.foreseen)
+        promised |= state.prefetched.intersection(wanted.row for _, wanted in transfers.foreseen)
         assert state.wanted_bytes == sum(wanted.bytes for wanted in transfers.demanded), state.wanted_bytes
         reading = sum(read.bytes for read in transfers.reads.values() if read.quarantined is None)
         assert state.reading_bytes == reading, (state.reading_bytes, reading)

@@ -39,10 +39,12 @@ STEPS = 16
 
 @dataclass(slots=True)
 class Mark:
-    """How often the last chunk of a job had been hit, and what its tenant had asked for, when that was noted."""
+    """How often the last chunk of a job had been hit and when it was used, and what its tenant had asked for, when that
+    was noted."""
 
     key: ChunkKey
     hits: int
+    used_at: Millis
     asked: int
     used: bool
     """It came true already, or saved the chunk itself: its end tells nothing, but it must not stay for ever."""
@@ -77,18 +79,20 @@ class Credit:
         self._asked: Counter[str] = Counter()
         """Chunks that each tenant had ever asked for, lately."""
 
-    def ended(self, job: Job) -> None:
-        """It is about to leave the queue."""
+    def ended(self, job: Job) -> Mark | None:
+        """It is about to leave the queue. What was noted of it, if it may be on its way to who asks for its chunks."""
         mark = self._marks.pop(job, None)
         if mark is None or mark.used:
-            return
+            return None
         window = self._state.jobs.windows[job.tenant]
         if not _is_near(window, job):
             self._judge(job.tenant, true=False)
-        elif self._was_hit(job.namespace, mark):
+        elif self.was_asked_for(job.namespace, mark):
             self._judge(job.tenant, true=True)
         elif len(self._ended) < ENDED_MAX:
             self._ended.append((self._state.now + GRACE_MS, job.tenant, job.namespace, mark))
+            return mark
+        return None
 
     def moved(self, old: Job, new: Job) -> None:
         """The same job, at another place."""
@@ -104,7 +108,7 @@ class Credit:
         state = self._state
         while self._ended and self._ended[0][0] <= state.now:
             _, tenant, namespace, mark = self._ended.popleft()
-            hit = self._was_hit(namespace, mark)
+            hit = self.was_asked_for(namespace, mark)
             if hit is not None:
                 self._judge(tenant, true=hit)
         if self._looked_at + LOOK_MS > state.now:
@@ -141,7 +145,7 @@ class Credit:
         if not any(map(is_overdue, marked[:NEAR_JOBS])):
             return
         for job in filter(is_overdue, marked):
-            hit = self._was_hit(job.namespace, self._marks[job])
+            hit = self.was_asked_for(job.namespace, self._marks[job])
             if hit is not None:
                 self._judge(tenant, true=hit)
             self._mark(job, asked, used=bool(hit))
@@ -151,16 +155,19 @@ class Credit:
         if job.rows:
             chunks, row = self._state.chunks, job.rows[-1]
             used = used or chunks.born_at[row] >= job.since
-            self._marks[job] = Mark(chunks.key[row], chunks.hits[row], asked, used)
+            self._marks[job] = Mark(chunks.key[row], chunks.hits[row], chunks.used_at[row], asked, used)
 
-    def _was_hit(self, namespace_id: NamespaceId, mark: Mark) -> bool | None:
-        """None: the chunk is gone, so that nobody knows."""
+    def was_asked_for(self, namespace_id: NamespaceId, mark: Mark) -> bool | None:
+        """Since it was noted. None: the chunk is gone, so that nobody knows."""
         state = self._state
         namespace = state.namespaces.get(namespace_id)
         row = namespace.index.get(mark.key, NONE) if namespace is not None else NONE
         if row == NONE:
             return None
-        if state.chunks.hits[row] > mark.hits:
+        chunks = state.chunks
+        # What has to come from SSD first was asked for as well; what somebody saved anew proves nothing.
+        asked = chunks.born_at[row] <= mark.used_at < chunks.used_at[row]
+        if asked or chunks.hits[row] > mark.hits:
             return True
         return False if state.is_usable(row) else None
 

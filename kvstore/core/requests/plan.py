@@ -146,8 +146,10 @@ class Planner:
         found = {tenant: self._chunks_of(window) for tenant, window in windows.items()}
         looked_at_max = self._shares("", 1, len(windows)).looked_at
         sharing = 0
-        for jobs in found.values():
+        for tenant, jobs in found.items():
             looked_at = 0
+            if windows[tenant].is_empty:
+                continue
             for _, rows, looked in jobs:
                 looked_at += looked
                 if rows:
@@ -157,16 +159,17 @@ class Planner:
         plan = Plan()
         for tenant, jobs in found.items():
             shares = self._shares(tenant, sharing, len(windows))
-            used = looked_at = ahead = kept = 0
+            used = handed_over = looked_at = ahead = kept = 0
             for job, rows, looked in jobs:
                 new = {row: job.label + place for place, row in enumerate(rows) if row not in plan.rank}
                 used += len(new) * job.chunk_bytes
+                handed_over += len(new) * job.chunk_bytes * job.handed_over
                 looked_at += looked
                 if used > shares.kept_bytes or looked_at > shares.looked_at:
                     break
                 plan.rank.update(new)
                 kept += 1
-                ahead += used <= shares.ahead_bytes
+                ahead += used - handed_over <= shares.ahead_bytes
             plan.kept[tenant], plan.ahead[tenant] = kept, ahead
         return plan
 
@@ -190,8 +193,8 @@ class Planner:
 
 
 def _sharing(windows: Sequence[Window]) -> int:
-    """Of how many tenants some job has a chunk that can be had."""
-    return sum(window.bytes > 0 for window in windows)
+    """Of how many tenants some job has a chunk that can be had. Who has no job left in a queue takes nobody's share."""
+    return sum(window.bytes > 0 and not window.is_empty for window in windows)
 
 
 def _is_over(window: Window, shares: Shares) -> bool:

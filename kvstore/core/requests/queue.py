@@ -12,16 +12,17 @@ the windows; here is what schedulers ask, and when plans are made.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvstore.core import events as ev
 from kvstore.core.bulk import needed
 from kvstore.core.chunks import DOOMED, PROMOTING, STORED
 from kvstore.core.cold_tier import ColdTier
-from kvstore.core.jobs import LINE_STEP, Job
+from kvstore.core.jobs import LINE_STEP, LINES_BEFORE, Job
 from kvstore.core.namespaces import Namespace
-from kvstore.core.requests.credit import Credit
+from kvstore.core.requests.credit import GRACE_MS, Credit, Mark
 from kvstore.core.requests.plan import Planner
 from kvstore.core.requests.reads import clip_ttl
 from kvstore.core.state import State
@@ -37,6 +38,8 @@ KEYS_PER_WORKER_MAX = 1 << 19
 """In hints that name keys: these are kept, some 75 bytes each."""
 PROMOTED_PER_PLAN_MAX = 4_096
 """Chunks that one plan asks for."""
+HANDED_OVER_MAX = 256
+"""Jobs that left their queues, of all tenants; the first of them is let go for one more."""
 POSITION_MAX = 1 << 31
 NEVER = 1 << 62
 
@@ -71,12 +74,28 @@ class Publication:
     refused: dict[bytes, HintResult]
 
 
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A job that is on its way from its queue to an engine."""
+
+    job: Job
+    mark: Mark
+    until: Millis
+
+
 class Queue:
-    def __init__(self, state: State, tier: ColdTier, promote: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        state: State,
+        tier: ColdTier,
+        promote: Callable[[int], None],
+        needed_sooner: Callable[[Iterable[int]], None],
+    ) -> None:
         self.state = state
         self.planner = Planner(state, tier)
         self.credit = Credit(state)
         self._promote = promote
+        self._needed_sooner = needed_sooner
         self.feeds: dict[WorkerId, dict[NamespaceId, Feed]] = {}
         self.actions: dict[WorkerId, dict[tuple[NamespaceId, bytes], Job]] = {}
         """Jobs that stand for hint actions: other feeds' jobs behind, before and between them never change them."""
@@ -88,10 +107,12 @@ class Queue:
         self._promoting: dict[int, None] = {}
         """Rows in the prefetch window that may be on SSD alone."""
         self._unanswered: list[Publication] = []
+        self._handed_over: deque[HandedOver] = deque()
+        """Jobs that left their queues and keep their windows until somebody asks for their chunks, or GRACE_MS."""
 
     def __repr__(self) -> str:
-        windows = self.state.jobs.windows.values()
-        prefetch, eviction = (sum(window.ahead for window in windows), sum(window.kept for window in windows))
+        reach = [self.reach(tenant) for tenant in self.state.jobs.windows]
+        prefetch, eviction = sum(ahead for ahead, _ in reach), sum(kept for _, kept in reach)
         return f"Queue({self.count} jobs, windows: prefetch {prefetch}, eviction {eviction})"
 
     @property
@@ -303,12 +324,40 @@ class Queue:
                         job.stand(jobs.new_line(job.position))
                     jobs.add(moved)
 
-    def _end(self, feed: Feed, names: Iterable[bytes]) -> None:
-        """Those that are there, of which the scheduler has no more to say."""
+    def _end(self, feed: Feed, names: Iterable[bytes], *, hand_over: bool = True) -> None:
+        """Those that are there, of which the scheduler has no more to say. Many a scheduler takes a job off its queue
+        before the engine asks for its chunks: until then they would be what no job needs and goes first."""
+        leaving: list[tuple[Job, Mark]] = []
         for name in names:
-            if name in feed.jobs:
-                self.credit.ended(feed.jobs[name])
+            job = feed.jobs.get(name)
+            mark = self.credit.ended(job) if job is not None else None
+            if job is not None and mark is not None:
+                leaving.append((job, mark))
         self._remove(feed, names)
+        for job, mark in leaving[-HANDED_OVER_MAX:] if hand_over else ():
+            self._hand_over(job, mark)
+
+    def _hand_over(self, gone: Job, mark: Mark) -> None:
+        """A job that was just removed stands before all others for a while."""
+        jobs = self.state.jobs
+        if len(self._handed_over) >= HANDED_OVER_MAX:
+            jobs.remove(self._handed_over.popleft().job)
+        job = replace(gone, line=jobs.new_line(-LINES_BEFORE), rows=[], handed_over=True)
+        self._handed_over.append(HandedOver(job, mark, self.state.now + GRACE_MS))
+        jobs.add((job,))
+
+    def _let_go(self) -> None:
+        """Of the jobs that were handed over, those whose chunks somebody has asked for, and the overdue."""
+        now, staying, going = self.state.now, deque[HandedOver](), list[Job]()
+        for handed in self._handed_over:
+            asked = self.credit.was_asked_for(handed.job.namespace, handed.mark)
+            if handed.until <= now or asked is not False:
+                going.append(handed.job)
+            else:
+                staying.append(handed)
+        if going:
+            self._handed_over = staying
+            self.state.jobs.remove_many(going)
 
     def _remove(self, feed: Feed, names: Iterable[bytes]) -> None:
         """Those that are there."""
@@ -348,6 +397,9 @@ class Queue:
             for job in feed.jobs.values():
                 self.credit.dropped(job)
             self._remove(feed, list(feed.jobs))
+        for handed in [handed for handed in self._handed_over if handed.job.worker == worker]:
+            self._handed_over.remove(handed)
+            self.state.jobs.remove(handed.job)
         for namespace, name in list(self.actions.get(worker, {})):
             self.drop(worker, namespace, name)
         self._unanswered = [published for published in self._unanswered if published.ticket.worker != worker]
@@ -365,7 +417,7 @@ class Queue:
                 feed.looked_at = feed.renewed_until
                 continue
             over = [name for name, job in feed.jobs.items() if job.until <= now]
-            self._end(feed, over)
+            self._end(feed, over, hand_over=False)
             if over:
                 feed.number = 0  # changes to what is over mean nothing
             self.state.counters["hints_expired"] += len(over)
@@ -376,6 +428,8 @@ class Queue:
 
     def tick(self) -> None:
         self._expire()
+        if self._handed_over:
+            self._let_go()
         self.credit.tick()
         due = self.planner.is_due or (self._later and self._later[0][0] <= self.state.now)
         waiting = self._unanswered or self._promoting or self.state.jobs.cooled or due
@@ -393,6 +447,8 @@ class Queue:
     def plan(self) -> None:
         """Rank what the queue needs, soonest job first, as far as all tiers reach; promote what DRAM can hold of it."""
         state = self.state
+        if self._handed_over:
+            self._let_go()
         self.planner.update()
         moves = state.jobs.take_moves()
         self._planned_at = state.now
@@ -407,6 +463,7 @@ class Queue:
         if changes:
             state.room += 1  # what was needed may go now, or is needed later than something else
             state.policy.change_ranks(state.namespaces, changes)
+            self._needed_sooner(changes)
         self._promoting.update(moves.ahead)
         self._promoting.update(cooled)
         for _, _, job in now_due:

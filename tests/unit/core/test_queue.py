@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.core import events as ev
 from kvstore.core.requests import plan, queue
+from kvstore.core.requests.credit import GRACE_MS
 from kvstore.errors import BadRequest, NotFound
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, World, chain, spec
@@ -296,6 +297,7 @@ def test_a_snapshot_replaces_a_delta_adds_moves_and_removes() -> None:
     accepted = publish(world, worker, namespace)
     assert jobs(world, worker) == {}
     assert accepted == ev.QueueAccepted((), 0, 0)
+    world.tick(GRACE_MS)
     assert world.store.state.policy.rank == {}
 
 
@@ -386,9 +388,15 @@ def test_a_snapshot_of_a_queue_that_moved_on_costs_what_is_new() -> None:
     for first in range(4):
         now = names[first : first + 4]
         publish(world, worker, namespace, *[hint(name, at, chain(name, 1)) for at, name in enumerate(now)])
-        assert queue._planned_rows == (4 if not first else 2), "one that went and one that came"
+        assert queue._planned_rows == (4 if not first else 3), (
+            "one that went, and is handed over; and one that came"
+        )
         index = world.store.state.namespaces[namespace].index
-        assert places(world, [index[key] for name in now for key in chain(name, 1)]) == [0, 1, 2, 3]
+        # Those that were handed over stand before them.
+        assert places(world, [index[key] for name in now for key in chain(name, 1)]) == list(
+            range(first, first + 4)
+        )
+    world.tick(GRACE_MS)
     other = world.join()
     world.open(spec(shard_bytes=100), other)
     publish(world, other, namespace, hint("between", 1, chain("a", 1)))
@@ -480,6 +488,7 @@ def test_what_no_job_needs_any_more_goes_back_in_the_order_of_its_chain(batch_mi
         *reversed(chain("a", 3)),
     ]
     publish(world, worker, namespace)
+    world.tick(GRACE_MS)
     a, b, old, new = (list(reversed(chain(name, 3))) for name in ("a", "b", "old", "new"))
     assert order(state.policy.unneeded(of.dram)) == [*a, *old, *new, *b]
     assert not state.policy.rank and not list(state.policy.needed(of.dram, limit=1))
@@ -630,6 +639,71 @@ def test_demanded_reads_go_before_foreseen_ones(monkeypatch: pytest.MonkeyPatch)
     assert world.counters["prefetch_late"] == 1
     assert world.counters["chunks_promoted_ahead"] == 3
     assert world.counters["chunks_promoted_on_demand"] == 2
+
+
+def test_the_read_that_is_needed_soonest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when a job that comes later stands before those whose reads wait."""
+    monkeypatch.setattr("kvstore.core.transfers.CHUNKS_PER_OP_MAX", 1)
+    world, worker, namespace = filled(disk_bytes_in_flight_max=1)
+    world.hold = {ev.ReadRecords}
+    publish(world, worker, namespace, hint("far", 5, names("ab")), hint("farther", 6, names("c")))
+    publish(world, worker, namespace, hint("near", 1, names("d")), snapshot=False)
+    publish(world, worker, namespace, hint("farther", 2, names("c")), snapshot=False)
+    order = []
+    while world.held:
+        (read,) = world.of(ev.ReadRecords)
+        order.append(read.records[0].key)
+        world.finish()
+    assert order == names("adcb"), "the first was under way"
+
+
+def test_a_job_that_left_its_queue_keeps_its_chunks_until_it_asks() -> None:
+    """An engine takes a job off the queue and then asks for its chunks: what the next jobs need must not push them out
+    in between."""
+    world, worker, namespace = filled(prefetch_share_max=1.0)
+    publish(
+        world, worker, namespace, hint("first", 0, names("abcd")), hint("next", 1, names("efgh")),
+        hint("last", 2, names("ijkl")),
+    )  # fmt: skip
+    accepted = publish(world, worker, namespace, removed=(b"first",), snapshot=False)
+    assert (accepted.prefetch_window, accepted.eviction_window) == (2, 2), "who left is not counted"
+    world.tick(100)
+    assert world.where(namespace, names("abcd")) == ["dram+ssd"] * 4
+    lease = world.acquire(worker, namespace, names("abcd"), prefix_only=False)
+    assert lease.outcomes == (HIT,) * 4
+    world.release(worker, lease.lease)
+    world.tick(100)
+    world.tick(100)
+    assert not world.store.queue._handed_over, "it asked"
+    assert world.where(namespace, names("efghijkl")) == ["dram+ssd"] * 8, "and others come"
+    assert world.counters["prefetch_wasted"] == 0
+
+
+def test_who_left_its_queue_and_never_asks_is_let_go_after_a_grace() -> None:
+    world, worker, namespace = filled(prefetch_share_max=1.0)
+    publish(world, worker, namespace, hint("first", 0, names("abcd")), hint("next", 1, names("efghijkl")))
+    publish(world, worker, namespace, removed=(b"first",), snapshot=False)
+    assert world.where(namespace, names("abcd")) == ["dram+ssd"] * 4
+    world.tick(GRACE_MS)
+    world.tick(100)
+    assert world.where(namespace, names("efghijkl")) == ["dram+ssd"] * 8
+    assert not world.store.queue._handed_over
+
+
+def test_a_job_whose_reads_take_long_has_come_true() -> None:
+    """A slow SSD says nothing of who hints: else its windows would shrink, and more reads would be late."""
+    world, worker, namespace = filled()
+    for name in "abcdefgh":
+        world.hold = {ev.ReadRecords}
+        publish(world, worker, namespace, hint(name, 0, names(name)))
+        publish(world, worker, namespace)
+        assert world.acquire(worker, namespace, names(name), wait_ms=5_000).outcomes == (PENDING,)
+        world.tick(GRACE_MS + 1)
+        world.hold = set()
+        while world.held:
+            world.finish()
+    assert world.counters["hints_came_to_nothing"] == 0
+    assert world.counters["hints_came_true"] == 8
 
 
 def test_prefetches_are_counted_as_on_time_late_or_wasted() -> None:
