@@ -121,7 +121,7 @@ def read_toml(path: str) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text("utf-8"))
     except OSError as problem:
         raise ConfigError(f"cannot be read: {problem.strerror}", field="config", value=path) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+    except (ValueError, RecursionError) as problem:
         raise ConfigError(f"is not TOML: {problem}", field="config", value=path) from None
 
 

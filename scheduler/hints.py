@@ -439,8 +439,10 @@ class AsyncHintedQueue(JobQueue):
     async def _run(self) -> None:
         again = False
         while True:
+            # Not wait_for: that one forgets a cancellation that comes together with the change.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), RETRY_S)
+                async with asyncio.timeout(RETRY_S):
+                    await self._changed.wait()
             if not (self._changed.is_set() or again or self._telling.is_due(self._client.boot_id)):
                 continue
             self._changed.clear()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.cli.admin import ask_admin
 from kvstore.cli.command import Command, number
 from kvstore.cli.output import note, say, say_json
-from kvstore.cli.simulate import byte_size, share_of
+from kvstore.cli.simulate import byte_size, share_of, some_bytes
 from kvstore.cli.tables import share, size, table
 from kvstore.client import Client
 from kvstore.errors import BadRequest, Unavailable
@@ -30,13 +30,20 @@ SHOW_S = 10.0
 SECONDS = 60
 
 
+def port(text: str) -> int:
+    value = number(text)
+    if value > 65_535:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 65535")
+    return value
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=number, default=SECONDS, metavar="N", help=f"how long to look (default: {SECONDS})"
     )
     parser.add_argument(
         "--dram",
-        type=byte_size,
+        type=some_bytes,
         nargs="+",
         default=[],
         metavar="BYTES",
@@ -50,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--share", type=share_of, default=0.1, metavar="SHARE", help="of the sessions, sampled (default: 0.1)"
     )
     parser.add_argument(
-        "--metrics-port", type=number, default=0, metavar="PORT", help="for Prometheus, while it looks"
+        "--metrics-port", type=port, default=0, metavar="PORT", help="for Prometheus, while it looks"
     )
 
 
@@ -160,7 +167,15 @@ def _gauges(port: int) -> Any:
         labels,
         registry=registry,
     )
-    start_http_server(port, addr="127.0.0.1", registry=registry)
+    try:
+        start_http_server(port, addr="127.0.0.1", registry=registry)
+    except OSError as problem:
+        raise Unavailable(
+            f"cannot be listened on: {problem.strerror}",
+            field="--metrics-port",
+            value=port,
+            remedy="another one",
+        ) from None
     return gauge
 
 

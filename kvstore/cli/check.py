@@ -99,7 +99,7 @@ def _directory(options: argparse.Namespace) -> tuple[str, int]:
         return options.ssd_dir or "", options.ssd_bytes
     try:
         toml = tomllib.loads(Path(options.config).read_text("utf-8"))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ConfigError(f"cannot be used: {problem}", field="--config", value=options.config) from None
     config: StoreConfig = load(toml, os.environ, {})
     directory = options.ssd_dir or config.ssd_dir

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstore.cli.command import Command, number
@@ -11,6 +13,7 @@ from kvstore.cli.output import note, say, say_json
 from kvstore.cli.tables import share, size, table
 from kvstore.config import parse_setting
 from kvstore.errors import BadRequest, ConfigError
+from kvstore.layout import SHARD_BYTES_MAX
 
 if TYPE_CHECKING:
     from kvstore.replay.hardware import Hardware, Model
@@ -20,11 +23,31 @@ COMPUTED_ANEW = "recompute"
 """In place of a policy, with --model: no store at all."""
 
 
+BYTES_MAX = 1 << 60
+
+
 def byte_size(text: str) -> int:
     try:
-        return int(parse_setting("dram_bytes", text))
+        value = int(parse_setting("dram_bytes", text))
     except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(f"{text} {error.message}") from None
+    if not 0 <= value <= BYTES_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 2^60 bytes")
+    return value
+
+
+def some_bytes(text: str) -> int:
+    value = byte_size(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text} is no bytes at all")
+    return value
+
+
+def rate(text: str) -> float:
+    value = float(text)
+    if not 1e-3 <= value <= 1e12:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0.001 and 1e12")
+    return value
 
 
 def share_of(text: str) -> float:
@@ -68,21 +91,21 @@ def _trace_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="NAME", help="llama-13b, llama-65b, llama-70b, falcon-40b, mistral-7b"
     )
     parser.add_argument(
-        "--kv-bytes-per-token", type=byte_size, metavar="BYTES", help="of another model (default: 128K)"
+        "--kv-bytes-per-token", type=some_bytes, metavar="BYTES", help="of another model (default: 128K)"
     )
     parser.add_argument(
-        "--prefill-tokens-per-s", type=float, metavar="N", help="of the engine, measured; else from the model"
+        "--prefill-tokens-per-s", type=rate, metavar="N", help="of the engine, measured; else from the model"
     )
-    parser.add_argument("--ssd-rate", type=byte_size, metavar="BYTES", help="a second (default: 5 GB)")
+    parser.add_argument("--ssd-rate", type=some_bytes, metavar="BYTES", help="a second (default: 5 GB)")
     parser.add_argument(
-        "--pcie-rate", type=byte_size, metavar="BYTES", help="a second and GPU (default: 26 GB)"
+        "--pcie-rate", type=some_bytes, metavar="BYTES", help="a second and GPU (default: 26 GB)"
     )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _trace_arguments(parser)
     parser.add_argument(
-        "--dram", type=byte_size, nargs="+", default=[], metavar="BYTES", help="one or several sizes"
+        "--dram", type=some_bytes, nargs="+", default=[], metavar="BYTES", help="one or several sizes"
     )
     parser.add_argument("--ssd", type=byte_size, default=0, metavar="BYTES")
     parser.add_argument(
@@ -114,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _read(options: argparse.Namespace) -> tuple[Trace, Model, Hardware]:
     from kvstore.replay.hardware import MODELS, Hardware, Model
-    from kvstore.replay.readers import FORMATS, read_trace
+    from kvstore.replay.readers import read_trace
 
     if options.model and options.model not in MODELS:
         raise BadRequest(
@@ -133,13 +156,49 @@ def _read(options: argparse.Namespace) -> tuple[Trace, Model, Hardware]:
     settings = dict(options.option)
     if options.format == "sharegpt":
         settings.setdefault("window", model.window)
-    try:
-        trace = read_trace(options.trace, options.format, **settings)
-    except TypeError as error:
-        if options.format not in FORMATS or "keyword" not in str(error):
-            raise
-        raise BadRequest("no such option of this reader", field="--option", value=str(error)) from None
-    return trace.first(options.turns) if options.turns else trace, model, hardware
+    trace = read_trace(options.trace, options.format, **settings)
+    if options.turns:
+        trace = trace.first(options.turns)
+    if options.warm_up >= len(trace):
+        raise BadRequest(
+            f"leaves nothing to count: the trace has {len(trace):,} turns",
+            field="--warm-up",
+            value=options.warm_up,
+        )
+    return trace, model, hardware
+
+
+def _check_chunk(model: Model, trace: Trace, dram: Sequence[int]) -> int:
+    """Bytes of a chunk of the trace. Raises BadRequest where a DRAM of these sizes holds none."""
+    chunk_bytes = model.kv_bytes_per_token * trace.chunk_tokens
+    if chunk_bytes > SHARD_BYTES_MAX:
+        raise BadRequest(
+            f"makes chunks of {size(chunk_bytes)} ({trace.chunk_tokens:,} tokens); at most {size(SHARD_BYTES_MAX)}",
+            field="--kv-bytes-per-token",
+            value=model.kv_bytes_per_token,
+            remedy="give less, or a smaller --option chunk_tokens",
+        )
+    for each in dram:
+        if each < chunk_bytes:
+            raise BadRequest(
+                f"holds no chunk of {size(chunk_bytes)} ({trace.chunk_tokens:,} tokens)",
+                field="--dram",
+                value=each,
+            )
+    return chunk_bytes
+
+
+def _check_outputs(*paths: str | None) -> None:
+    """What cannot be written or drawn is told before the hours that lead there. Raises OSError, BadRequest."""
+    for path in filter(None, paths):
+        from kvstore.replay.report import check_plots
+
+        check_plots()
+        existed = os.path.exists(path)
+        with open(path, "ab"):
+            pass
+        if not existed:
+            os.unlink(path)
 
 
 def simulate(_: str, options: argparse.Namespace) -> int:
@@ -153,17 +212,31 @@ def simulate(_: str, options: argparse.Namespace) -> int:
     if unknown:
         known = ", ".join(dict.fromkeys((*POLICIES, *BASELINES, COMPUTED_ANEW)))
         raise BadRequest("no such policy", field="--policy", value=unknown[0], remedy=f"known: {known}")
+    fitting = [
+        name
+        for name in options.policy
+        if (name in POLICIES or name == COMPUTED_ANEW if options.engine else name != COMPUTED_ANEW)
+    ]
+    for name in options.policy:
+        if name not in fitting:
+            why = "is a baseline, which no engine runs with" if options.engine else "needs --engine"
+            note(f"kvctl: {name} {why}: left out")
+    if not fitting:
+        raise BadRequest(
+            "no policy is left",
+            field="--policy",
+            value=" ".join(options.policy),
+            remedy="leave --engine out" if options.engine else "add --engine",
+        )
+    _check_outputs(options.plot, options.html)
     trace, model, hardware = _read(options)
-    chunk_bytes = model.kv_bytes_per_token * trace.chunk_tokens
+    chunk_bytes = _check_chunk(model, trace, options.dram)
     rows: list[dict[str, Any]] = []
-    for policy in options.policy:
+    for policy in fitting:
         for dram in options.dram or [1 << 37]:
             for look_ahead in options.look_ahead if not options.engine else [0]:
-                dram_chunks, ssd_chunks = max(1, dram // chunk_bytes), options.ssd // chunk_bytes
+                dram_chunks, ssd_chunks = dram // chunk_bytes, options.ssd // chunk_bytes
                 if options.engine:
-                    if policy not in POLICIES and policy != COMPUTED_ANEW:
-                        note(f"kvctl: {policy} is a baseline, which no engine runs with: left out")
-                        continue
                     served = serve(
                         trace,
                         model,
@@ -190,7 +263,7 @@ def simulate(_: str, options: argparse.Namespace) -> int:
                         ssd_latency_ms=hardware.ssd_latency_ms,
                     )
                     rows.append(as_row(result, chunk_bytes))
-                elif policy in BASELINES:
+                else:
                     result = baseline(
                         trace,
                         policy,
@@ -280,7 +353,9 @@ def plan(_: str, options: argparse.Namespace) -> int:
         raise BadRequest(
             "no such policy", field="--policy", value=options.policy, remedy="known: " + ", ".join(POLICIES)
         )
+    _check_outputs(options.plot)
     trace, model, hardware = _read(options)
+    _check_chunk(model, trace, ())
     made = make_plan(
         trace,
         model,

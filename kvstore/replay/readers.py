@@ -14,20 +14,18 @@ What is drawn comes from a seed, the same for all policies that are compared.
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import hashlib
-import io
-import json
+import inspect
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from kvstore.errors import BadRequest
+from kvstore.replay import rows
 from kvstore.replay.trace import Trace, Turn, numbers
 
 MOONCAKE_CHUNK_TOKENS = 512
@@ -41,42 +39,6 @@ BYTES_PER_TOKEN = 4
 """Of text of which nobody says how it is cut into tokens."""
 
 
-@contextlib.contextmanager
-def opened(path: str | Path) -> Iterator[IO[str]]:
-    """The file as text. Raises OSError; BadRequest where `zstandard` is missing."""
-    if str(path).endswith(".zst"):
-        try:
-            import zstandard
-        except ImportError:
-            raise BadRequest(
-                "is compressed with zstd",
-                field="trace",
-                value=str(path),
-                remedy="pip install 'attnstore[simulate]', or decompress it first",
-            ) from None
-        with open(path, "rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
-            yield io.TextIOWrapper(stream, "utf-8")
-    else:
-        with open(path, encoding="utf-8") as file:
-            yield file
-
-
-def _lines(path: str | Path, *needed: str) -> Iterator[dict[str, Any]]:
-    """Objects of a file of JSON lines that have these fields. Raises BadRequest with the line's number."""
-    with opened(path) as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                found = json.loads(line)
-            except ValueError as error:
-                raise _malformed(path, number, f"is not JSON: {error}") from None
-            missing = [name for name in needed if not isinstance(found, dict) or name not in found]
-            if missing:
-                raise _malformed(path, number, f"has no {missing[0]}")
-            yield found
-
-
 def _spread(turns: list[Turn]) -> None:
     """Turns with one time stand for a step of a coarse clock: they are spread evenly over it."""
     start = step = 0
@@ -88,12 +50,6 @@ def _spread(turns: list[Turn]) -> None:
         for number in range(start, end):
             turns[number].at_ms += step * (number - start) // (end - start)
         start = end
-
-
-def _malformed(path: str | Path, number: int, why: str) -> BadRequest:
-    return BadRequest(
-        why, field=f"trace, line {number}", value=str(path), remedy="another --format? " + ", ".join(FORMATS)
-    )
 
 
 class Continued:
@@ -118,15 +74,16 @@ def mooncake(path: str | Path, *, chunk_tokens: int = MOONCAKE_CHUNK_TOKENS) -> 
     trace says nothing of the answer's chunks; they are met again as parts of later prompts."""
     turns: list[Turn] = []
     sessions = Continued()
-    for row in _lines(path, "timestamp", "input_length", "hash_ids"):
+    needed = {"timestamp": rows.time, "input_length": rows.tokens, "hash_ids": rows.numbers}
+    for row in rows.lines(path, needed, {"output_length": (rows.tokens, 0)}):
         chunks = row["hash_ids"]
-        session, number = sessions.of(len(turns), chunks, chunks[: int(row["input_length"]) // chunk_tokens])
+        session, number = sessions.of(len(turns), chunks, chunks[: row["input_length"] // chunk_tokens])
         turns.append(
             Turn(
                 int(row["timestamp"]),
                 numbers(chunks),
-                int(row["input_length"]),
-                int(row.get("output_length", 0)),
+                row["input_length"],
+                row["output_length"],
                 (),
                 session,
                 number,
@@ -136,6 +93,18 @@ def mooncake(path: str | Path, *, chunk_tokens: int = MOONCAKE_CHUNK_TOKENS) -> 
     _spread(trace.turns)
     trace.note_history()
     return trace
+
+
+def _requests(value: Any) -> list[dict[str, Any]]:
+    """Of a session, or of a sub-agent. Raises ValueError."""
+    if not isinstance(value, list):
+        raise ValueError("is no list")
+    alone = {"t": rows.time, "in": rows.tokens, "out": rows.tokens, "h": rows.runs}
+    nested = {"t": rows.time, "requests": _requests}
+    return [
+        rows.checked(each, nested if isinstance(each, dict) and "requests" in each else alone)
+        for each in value
+    ]
 
 
 def agentic(
@@ -158,7 +127,7 @@ def agentic(
     turns: list[Turn] = []
     next_session = 0
     next_chunk = 0
-    for row in _lines(path, "requests"):
+    for row in rows.lines(path, {"requests": _requests}):
         if sessions and next_session >= sessions:
             break
         begins += chance.expovariate(rate)
@@ -171,9 +140,9 @@ def agentic(
             for request in requests:
                 if "requests" in request:
                     next_session += 1
-                    todo.append((started + float(request["t"]), next_session - 1, request["requests"]))
+                    todo.append((started + request["t"], next_session - 1, request["requests"]))
                     continue
-                blocks = [first + n for first, run in request["h"] for n in range(run)]
+                blocks = request["h"]
                 ends = [*blocks[each - 1 :: each], *(blocks[-1:] if len(blocks) % each else ())]
                 chunks: list[int] = []
                 for end in ends:
@@ -183,10 +152,10 @@ def agentic(
                     chunks.append(known[end])
                 turns.append(
                     Turn(
-                        int((started + float(request["t"])) * 1000),
+                        int((started + request["t"]) * 1000),
                         numbers(chunks),
-                        int(request["in"]),
-                        int(request["out"]),
+                        request["in"],
+                        request["out"],
                         (),
                         session,
                         count,
@@ -213,11 +182,13 @@ def sharegpt(
     """`rate` sessions begin in a second; the next turn comes 30 ms for each token of the answer later, and a think time
     later: lognormal with the median `think_median_s`. `window` > 0: a conversation that outgrows so many tokens loses
     the earlier half of them (section 3.4); `invalidates`: what is left has other positions, hence other chunks."""
+    if 0 < window < 2 * chunk_tokens:
+        raise BadRequest("must be 0 or hold two chunks", field="--option window", value=window)
     chance = random.Random(seed)
     begins = 0.0
     turns: list[Turn] = []
     next_chunk = 0
-    for session, row in enumerate(_lines(path, "turns")):
+    for session, row in enumerate(rows.lines(path, {"turns": rows.pairs})):
         if sessions and session >= sessions:
             break
         begins += chance.expovariate(rate)
@@ -226,7 +197,7 @@ def sharegpt(
         tokens = 0
         think_s = -0.001
         for number, (asked, answered) in enumerate(row["turns"]):
-            asked, answered = max(1, int(asked)), int(answered)
+            asked = max(1, asked)
             if window:
                 asked, answered = min(asked, window // 2), min(answered, window // 2)
                 while tokens + asked + answered > window and tokens:
@@ -265,27 +236,28 @@ def sharegpt(
     return Trace("sharegpt", chunk_tokens, turns)
 
 
+def _moment(value: str) -> datetime:
+    """Without a zone, down to the microsecond. Raises ValueError."""
+    try:
+        return datetime.fromisoformat(value[:26]).replace(tzinfo=None)
+    except ValueError:
+        raise ValueError(f"is no time: {value[:40]!r}") from None
+
+
 def azure(path: str | Path, *, chunk_tokens: int = CHUNK_TOKENS) -> Trace:
     turns: list[Turn] = []
     start: datetime | None = None
     next_chunk = 0
-    with opened(path) as file:
-        rows = csv.DictReader(line for line in file if line.strip())
-        for number, row in enumerate(rows, 2):
-            try:
-                at = datetime.fromisoformat(row["TIMESTAMP"][:26])
-                asked, answered = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise _malformed(
-                    path, number, f"is not TIMESTAMP,ContextTokens,GeneratedTokens: {error}"
-                ) from None
-            start = start or at
-            count = asked // chunk_tokens
-            chunks = numbers(range(next_chunk, next_chunk + count))
-            next_chunk += count
-            turns.append(
-                Turn(int((at - start).total_seconds() * 1000), chunks, asked, answered, (), number - 2)
-            )
+    tokens = rows.written(rows.tokens)
+    needed = {"TIMESTAMP": _moment, "ContextTokens": tokens, "GeneratedTokens": tokens}
+    for number, row in enumerate(rows.table(path, needed)):
+        start = start or row["TIMESTAMP"]
+        at_ms = int((row["TIMESTAMP"] - start).total_seconds() * 1000)
+        asked = row["ContextTokens"]
+        count = asked // chunk_tokens
+        chunks = numbers(range(next_chunk, next_chunk + count))
+        next_chunk += count
+        turns.append(Turn(at_ms, chunks, asked, row["GeneratedTokens"], (), number))
     return Trace("azure", chunk_tokens, turns)
 
 
@@ -296,10 +268,11 @@ def lmcache(path: str | Path, *, chunk_tokens: int = 16) -> Trace:
     sessions: dict[Any, tuple[int, int]] = {}
     start: int | None = None
     size = chunk_tokens * BYTES_PER_TOKEN
-    for row in _lines(path, "timestamp", "input", "session_id"):
+    needed = {"timestamp": rows.time, "input": rows.text, "session_id": rows.named}
+    for row in rows.lines(path, needed, {"output": (rows.text, "")}):
         at = int(row["timestamp"])
         start = at if start is None else start
-        text, digest = str(row["input"]).encode(), b""
+        text, digest = row["input"].encode("utf-8", "surrogatepass"), b""
         chunks: list[int] = []
         for offset in range(0, len(text) - size + 1, size):
             digest = hashlib.blake2b(digest + text[offset : offset + size], digest_size=16).digest()
@@ -311,7 +284,7 @@ def lmcache(path: str | Path, *, chunk_tokens: int = 16) -> Trace:
                 (at - start) // 1000,
                 numbers(chunks),
                 -(-len(text) // BYTES_PER_TOKEN),
-                len(str(row.get("output", "")).encode()) // BYTES_PER_TOKEN,
+                len(row["output"].encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN,
                 (),
                 session,
                 number,
@@ -361,7 +334,10 @@ class Recorded:
 def recorded(path: str | Path, *, namespace: int = -1) -> Trace:
     """One `namespace` (its number in the file); -1: the one with most lookups. The file names no tokens: prompts count
     as whole chunks."""
-    lines = [line for line in _lines(path) if "ask" in line or "save" in line]
+    needed = {"n": rows.number, "w": rows.number, "c": rows.counted, "b": rows.counted}
+    either = {"ask": (rows.numbers, None), "save": (rows.numbers, None)}
+    found = rows.lines(path, needed | {"t": rows.time}, either, if_has=("ask", "save"))
+    lines = [{name: value for name, value in line.items() if value is not None} for line in found]
     counts = Counter(line["n"] for line in lines if "ask" in line)
     chosen = counts.most_common(1)[0][0] if counts and namespace < 0 else namespace
     reader = Recorded()
@@ -384,10 +360,27 @@ FORMATS: Mapping[str, Callable[..., Trace]] = {
 }
 
 
-def read_trace(path: str | Path, format: str, **options: Any) -> Trace:
+def read_trace(path: str | Path, format: str, /, **options: Any) -> Trace:
     """A trace file as the reader of `format` understands it; `options` are the reader's. Raises BadRequest, OSError."""
     if format not in FORMATS:
         raise BadRequest(
             "no such format", field="format", value=format, remedy="known: " + ", ".join(FORMATS)
         )
-    return FORMATS[format](path, **options)
+    known = {
+        name: parameter.annotation
+        for name, parameter in inspect.signature(FORMATS[format]).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    for name, value in options.items():
+        if name not in known:
+            raise BadRequest(
+                f"{format} has no such option",
+                field="--option",
+                value=name,
+                remedy="known: " + ", ".join(known),
+            )
+        options[name] = rows.option(name, known[name], value)
+    trace = FORMATS[format](path, **options)
+    if not trace.turns:
+        raise BadRequest("holds no turn", field="trace", value=str(path), remedy="another file, or --format")
+    return trace

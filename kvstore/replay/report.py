@@ -62,6 +62,11 @@ def _share(part: float, whole: float) -> float:
 # ------------------------------------------------------------------------------------------------------------- plots
 
 
+def check_plots() -> None:
+    """Raises BadRequest where nothing can be drawn."""
+    _figure(1.0, 1.0)
+
+
 def _figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure

@@ -46,6 +46,10 @@ class Trace:
             raise BadRequest("must be at least 1", field="chunk_tokens", value=self.chunk_tokens)
         if any(turn.at_ms > later.at_ms for turn, later in pairwise(self.turns)):
             self.turns.sort(key=lambda turn: turn.at_ms)
+        if self.turns and self.turns[0].at_ms < 0:  # a file whose first row is not its earliest
+            begin = self.turns[0].at_ms
+            for turn in self.turns:
+                turn.at_ms -= begin
 
     def __len__(self) -> int:
         return len(self.turns)

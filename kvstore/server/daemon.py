@@ -383,6 +383,7 @@ class Daemon:
         if self._tcp is not None:
             check_port_is_free("tcp_address", self._tcp.host, self._tcp.port)
             self._access = Access(config.access_file, DEFAULT_TENANT)
+            self._access.warn_of_certificates(config.tls_client_ca)
             if self._tcp.tls is not None:
                 self._tcp.tls.credentials()
         if config.metrics_port:

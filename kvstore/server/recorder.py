@@ -91,7 +91,10 @@ class Recorder:
         """Raises Conflict while one is running, Unavailable where the file cannot be made, or aiofiles is missing."""
         if self._task is not None and not self._task.done():
             raise Conflict(
-                "one is running", field="path", value=self.last and self.last.path, remedy="stop it first"
+                "one is running",
+                field="path",
+                value=self.last and self.last.path,
+                remedy="kvctl record --stop",
             )
         try:
             import aiofiles
@@ -158,7 +161,8 @@ class Recorder:
                         break
                     wait_s = min(FLUSH_S, max(0.0, until - time.monotonic()))
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._stopping.wait(), wait_s)
+                        async with asyncio.timeout(wait_s):
+                            await self._stopping.wait()
                 noted = [self._buffer.popleft() for _ in range(min(EVENTS_PER_WRITE, len(self._buffer)))]
                 self._keys -= sum(len(one.keys) for one in noted)
                 if noted:

@@ -70,6 +70,18 @@ class Access:
     def __repr__(self) -> str:
         return f"Access({self._path or ANYBODY}, {self._identities})"
 
+    def warn_of_certificates(self, client_ca: str) -> None:
+        """TLS without an authority for clients asks them for no certificate: identities that have nothing else never
+        come in, and nothing would say why."""
+        if self._identities.by_certificate and not client_ca:
+            log.warning(
+                "access_file names client certificates, and nobody is asked for one",
+                extra=fields(
+                    identities=sorted(each.name for each in self._identities.by_certificate.values())[:10],
+                    remedy="set tls_client_ca; then every caller needs a certificate, also those with tokens",
+                ),
+            )
+
     def identify(self, context: Context) -> Identity:
         """Raises Unauthenticated."""
         if self._anybody is not None:

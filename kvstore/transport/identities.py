@@ -276,7 +276,12 @@ class _Reader:
                 value=expires,
                 remedy="such as 2027-01-01T00:00:00Z",
             )
-        ends_at = None if expires is None else expires.astimezone(UTC).timestamp()
+        try:
+            ends_at = None if expires is None else expires.astimezone(UTC).timestamp()
+        except OverflowError:  # within a day of the calendar's ends
+            raise ConfigError(
+                "is no year to come", field=f"identity {name}: expires", value=expires
+            ) from None
         return Identity(name, tenant, frozenset(map(Role, roles)), ends_at)
 
     def _proofs(self, entry: dict[str, Any], name: str) -> list[tuple[str, Any]]:
@@ -332,7 +337,7 @@ class _Reader:
                 key = jwt.PyJWK(entry)
                 if key.algorithm_name in ALGORITHMS and key.key_id:
                     keys[key.key_id] = key
-        except (ValueError, KeyError, TypeError, AttributeError, jwt.PyJWTError) as problem:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, jwt.PyJWTError) as problem:
             raise ConfigError(
                 f"is no JSON Web Key Set: {problem}", field="kubernetes.jwks_file", value=path
             ) from None
@@ -367,6 +372,8 @@ def read_file(path: str, where: str) -> bytes:
             data = file.read(FILE_BYTES_MAX + 1)
     except OSError as problem:
         raise ConfigError(f"cannot be read: {problem.strerror}", field=where, value=path) from None
+    except ValueError as problem:  # a NUL in it
+        raise ConfigError(f"is no path: {problem}", field=where, value=path) from None
     if len(data) > FILE_BYTES_MAX:
         raise ConfigError(f"is longer than {FILE_BYTES_MAX} bytes", field=where, value=path)
     return data
@@ -394,7 +401,7 @@ def _token_digest(token: str, where: str, source: str) -> bytes:
 def _table(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(read_file(path, "access_file").decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+    except (ValueError, RecursionError) as problem:
         raise ConfigError(f"is not TOML: {problem}", field="access_file", value=path) from None
 
 

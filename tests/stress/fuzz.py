@@ -17,6 +17,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Callable
@@ -29,17 +30,21 @@ if importlib.util.find_spec("atheris"):
 
     with atheris.instrument_imports(include=["kvstore"], exclude=["kvstore.v1"]):
         from kvstore import config, errors, promptcache, wire
+        from kvstore.replay import readers
         from kvstore.tiers import format
-        from kvstore.transport import bytes_service, decoding, descriptors
+        from kvstore.transport import bytes_service, decoding, descriptors, identities
 else:
     from kvstore import config, errors, promptcache, wire
+    from kvstore.replay import readers
     from kvstore.tiers import format
-    from kvstore.transport import bytes_service, decoding, descriptors
+    from kvstore.transport import bytes_service, decoding, descriptors, identities
 
+from kvstore.core import events as ev
 from kvstore.core.events import SessionEntry, Ticket
 from kvstore.layout import GroupSpec, NamespaceSpec
+from kvstore.sim.world import World, spec
 from kvstore.types import ChunkKey, SlabId, WorkerId
-from kvstore.v1 import bytes_pb2, descriptor_pb2, store_pb2
+from kvstore.v1 import bytes_pb2, descriptor_pb2, hints_pb2, store_pb2
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "fuzz"
 TICKET = Ticket(WorkerId(1), 2)
@@ -51,6 +56,8 @@ class Target:
     parse: Callable[[bytes], Any]
     refusals: tuple[type[Exception], ...]
     seeds: tuple[bytes, ...]
+    inputs: int = 3_000
+    """How many the test suite tries: fewer of what is slow."""
 
     def __call__(self, data: bytes) -> None:
         with contextlib.suppress(*self.refusals):
@@ -149,11 +156,95 @@ def parse_prompt(data: bytes) -> None:
     assert positions == sorted(set(positions))
 
 
+def in_a_file(name: str, data: bytes, read: Callable[[str], Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, name)
+        Path(path).write_bytes(data)
+        return read(path)
+
+
+def parse_access(data: bytes) -> None:
+    """What is let in has a name, a tenant and a role; who shows nothing is not let in."""
+    found = in_a_file("access.toml", data, lambda path: identities.read(path, {"TOKEN": "t" * 40}))
+    known = [*found.by_token.values(), *found.by_certificate.values(), *found.by_service_account.values()]
+    assert known and all(each.name and each.tenant and each.roles for each in known)
+    assert all(min(rates.calls_per_s, rates.bytes_per_s) >= 0 for rates in found.rates.values())
+    with contextlib.suppress(errors.Unauthenticated):
+        found.of("Bearer " + data[:40].decode("latin-1"), (), 0.0)
+        raise AssertionError("somebody came in with no token of the file")
+
+
+def parse_trace(data: bytes) -> None:
+    """The first byte chooses the format, and whether it is compressed. Times go up from 0."""
+    if not data:
+        return
+    name = list(readers.FORMATS)[data[0] % len(readers.FORMATS)]
+    file = "trace.zst" if data[0] & 128 else "trace"
+    trace = in_a_file(file, data[1:], lambda path: readers.read_trace(path, name))
+    at = [turn.at_ms for turn in trace]
+    assert at and at == sorted(at) and at[0] >= 0
+    assert all(turn.input_tokens >= 0 and turn.history <= len(turn.chunks) for turn in trace)
+
+
+def parse_deltas(data: bytes) -> None:
+    """Messages of one scheduler, each after its length: whatever their numbers, a delta is taken behind the message
+    before it alone, and the store's own invariants hold (the world checks them)."""
+    world = World()
+    worker = world.join()
+    namespace = world.open(spec(shard_bytes=100), worker)
+    while data:
+        length, data = data[0], data[1:]
+        message = wire.parse(hints_pb2.PublishQueueRequest, data[:length])
+        data = data[length:]
+        message.namespace_id = int(namespace)
+        call = decoding.HINTS_CALLS["PublishQueue"]
+        assert call.event is not None
+        event = call.event(message, Ticket(worker, 0))
+        feed = world.store.queue.feeds.get(worker, {}).get(namespace)
+        before = feed.number if feed is not None else 0
+        world.tick(1)
+        said = {"removed": event.removed, "snapshot": event.snapshot, "ttl_ms": event.ttl_ms}
+        answer = world.ask(ev.PublishQueue, worker, namespace, event.hints, number=event.number, **said)
+        lost = bool(event.number) and not event.snapshot and event.number > before + 1
+        assert answer.snapshot_wanted == lost, (event, before)
+        assert len(answer.results) == len(event.hints)
+
+
 HELLO = descriptor_pb2.DescriptorRequest(
     hello=descriptor_pb2.Hello(protocol=1, client="c", engine_group="g", rank=3)
 ).SerializeToString()
 OPEN = store_pb2.OpenRequest(request_id=1, namespace=wire.spec_to_proto(SPEC))
 RESERVE = store_pb2.ReserveRequest(request_id=2, namespace_id=1, keys=[b"k", b"j"], token_counts=[64, 3])
+MESSAGES = (
+    hints_pb2.PublishQueueRequest(number=1, hints=[hints_pb2.Hint(job=b"a", position=1, keys=[b"k"])]),
+    hints_pb2.PublishQueueRequest(number=2, delta=True, hints=[hints_pb2.Hint(job=b"b", session=b"s")]),
+    hints_pb2.PublishQueueRequest(number=2, delta=True, removed=[b"a"]),
+    hints_pb2.PublishQueueRequest(number=9, delta=True, removed=[b"a"], ttl_ms=5),
+    hints_pb2.PublishQueueRequest(
+        number=3, delta=True, hints=[hints_pb2.Hint(job=b"a", position=7, keys=[b"k"])]
+    ),
+)
+DELTAS = b"".join(bytes([message.ByteSize()]) + message.SerializeToString() for message in MESSAGES)
+TRACES = {
+    "mooncake": b'{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}\n' * 2,
+    "agentic": b'{"requests": [{"t": 0, "in": 600, "out": 9, "h": [[1, 9]]}, {"t": 1, "requests": []}]}\n',
+    "sharegpt": b'{"turns": [[100, 200], [30, 90]]}\n',
+    "azure": b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n",
+    "lmcache": b'{"timestamp": 1, "session_id": "s", "input": "' + b"x" * 99 + b'", "output": "y"}\n',
+    "recorded": b'{"t": 1, "w": 0, "n": 0, "c": 64, "b": 4096, "ask": [1]}\n'
+    b'{"t": 2, "w": 0, "n": 0, "c": 64, "b": 4096, "save": [2], "after": 1}\n',
+}
+ACCESS = b"""[[identity]]
+name = "a"
+tenant = "t"
+roles = ["worker", "scheduler"]
+token_sha256 = "%s"
+token_env = "TOKEN"
+certificate = "c.example"
+expires = 2027-06-01T00:00:00Z
+[tenants.t]
+calls_per_s = 2_000
+""" % (b"0123456789abcdef" * 4)
 PAGE = next(format.encode_session_pages([SessionEntry(ChunkKey(b"a"), 0, 4)]))
 
 TARGETS = {
@@ -200,6 +291,14 @@ TARGETS = {
             b"<prompt schema=s>f<int>(x)<a><param name=p>1</param></a></prompt>",
         ),
     ),
+    "access": Target(parse_access, (errors.ConfigError,), (ACCESS,), inputs=800),
+    "traces": Target(
+        parse_trace,
+        (errors.StoreError,),
+        tuple(bytes([list(readers.FORMATS).index(name)]) + text for name, text in TRACES.items()),
+        inputs=800,
+    ),
+    "deltas": Target(parse_deltas, (errors.StoreError,), (DELTAS,), inputs=300),
     "config": Target(
         parse_config,
         (errors.ConfigError,),

@@ -326,6 +326,20 @@ async def test_the_queue_of_an_event_loop_tells_every_change() -> None:
     await queue.close()
 
 
+async def test_closing_right_behind_a_change_ends() -> None:
+    client = ScriptedClient()
+    awaited = AsyncScriptedClient(client)
+    queue = AsyncHintedQueue(awaited, "m")  # type: ignore[arg-type]
+    queue.put(job("a"))
+    await awaited.wait(lambda: client.heard[-1:] == [["a"]])
+    for _ in range(5):  # the task has looked, and waits for the next change
+        await asyncio.sleep(0)
+    queue.put(job("b"))
+    async with asyncio.timeout(20):
+        await queue.close()
+    assert queue._task.done()
+
+
 async def test_the_queue_of_an_event_loop_says_again_what_was_not_heard(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -237,6 +237,10 @@ def _comes_in(found: identities.Identities, token: str) -> bool:
         (by_token("one") + by_token("two"), "has the same token as one"),
         (by_token("one") + "expires = 2027-01-01T00:00:00", "a time with its zone"),
         (by_token("one") + 'expires = "soon"', "a time with its zone"),
+        (by_token("one") + "expires = 0001-01-01T00:00:00+10:00", "is no year to come"),
+        (entry("one", 'token_file = "a\\u0000b"'), "is no path"),
+        ("a = " + "[" * 20_000, "is not TOML"),
+        ("a = " + "1" * 5_000, "is not TOML"),
         (entry("one", 'token_sha256 = "abc"'), "64 hexadecimal digits"),
         (entry("one", 'token_env = "MISSING"'), "MISSING: is not set"),
         (entry("one", 'token_env = "SHORT"'), "16 to 8192 printable characters"),
@@ -353,3 +357,14 @@ async def test_the_file_is_read_again_when_it_changes(tmp_path, caplog):
     path.unlink()
     await access.look()
     assert access.still(two)
+
+
+def test_certificates_that_nobody_is_asked_for_are_told(tmp_path, caplog):
+    path = tmp_path / "access.toml"
+    path.write_text(by_token("one") + entry("two", 'certificate = "two.example"'))
+    access = Access(str(path), "default")
+    access.warn_of_certificates("ca.pem")
+    assert not caplog.records
+    access.warn_of_certificates("")
+    (record,) = caplog.records
+    assert "nobody is asked for one" in record.message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import random
 import re
 import socket
 import threading
@@ -560,3 +561,55 @@ def test_who_never_says_what_he_wants_is_hung_up_on(
     eventually(lambda: one.engine.live == 0)
     first.request("GET", "/health")
     assert first.getresponse().status == 200
+
+
+def test_of_many_requests_nothing_is_left(
+    serve: Callable[..., Served], store: FakeStore, model: LlamaForCausalLM
+) -> None:
+    """Some are read to their end, some hung up on at any moment, some refused; all at once."""
+    one = serve(store, pool_chunks=40, sequences_max=3, waiting_max=6, retain=False)
+    expected = one.post("/v1/completions", {"prompt": text(40), "max_tokens": 8, "temperature": 0})
+    told: list[int] = []
+
+    def client(seed: int) -> None:
+        choose = random.Random(seed)
+        for _ in range(10):
+            body = {
+                "prompt": text(40, seed=choose.choice((1, 2, 3))),
+                "max_tokens": choose.choice((1, 8, 100)),
+            }
+            body |= {"temperature": 0, "session_id": f"s{choose.randrange(3)}"}
+            how = choose.random()
+            with socket.socket(socket.AF_UNIX) as line:
+                line.settimeout(BOUND_S)
+                line.connect(str(one.path))
+                asking = http.client.HTTPConnection("worker")
+                asking.sock = line
+                asking.request("POST", "/v1/completions", json.dumps(body | {"stream": how < 0.5}))
+                if how < 0.2:
+                    continue  # hung up on before it is answered
+                response = asking.getresponse()
+                told.append(response.status)
+                if how < 0.4:
+                    response.read(choose.randrange(1, 300))
+                    continue
+                answer = response.read()
+                if (
+                    response.status == 200
+                    and how >= 0.5
+                    and (body["max_tokens"], body["prompt"]) == (8, text(40))
+                ):
+                    assert json.loads(answer)["choices"] == expected["choices"]
+
+    clients = [threading.Thread(target=client, args=(seed,)) for seed in range(8)]
+    for each in clients:
+        each.start()
+    for each in clients:
+        each.join(BOUND_S)
+    assert not any(each.is_alive() for each in clients) and {*told} <= {200, 429} and 200 in told
+    eventually(lambda: one.engine.live == 0 and not one.server.server_state.tasks)
+    one.post("/flush", {"timeout_s": 30})
+    assert one.engine.pool.used == 0 and store.leases == 0
+    one.engine.check_integrity()
+    finished = {name: count for name, count in one.metrics().items() if name.startswith("requests_finished")}
+    assert sum(finished.values()) == one.engine.counters["requests"], finished

@@ -1,7 +1,9 @@
 """The core replayed under a virtual clock: what a few turns get is known, and published figures come out again."""
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -185,12 +187,58 @@ def test_azure_and_lmcache_are_read(tmp_path: Path) -> None:
     ]
 
 
+MOONCAKE = '{"timestamp": 0, "input_length": 512, "hash_ids": [1]}\n'
+
+
+def mooncake_with(**fields: str) -> tuple[str, str, str]:
+    name = next(iter(fields))
+    row = {"timestamp": "0", "input_length": "512", "hash_ids": "[1]"} | fields
+    text = ", ".join(f'"{field}": {text}' for field, text in row.items())
+    return "mooncake", MOONCAKE + "{" + text + "}\n", f"line 2.*{name} is no"
+
+
+AGENTIC = '{"requests": [%s]}\n'
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,%s\n"
+RECORDED = '{"t": 1, "w": 0, "n": 0, "c": %s, "b": 4096, "ask": %s}\n'
+
+
 @pytest.mark.parametrize(
     ("format", "text", "said"),
     [
         ("mooncake", '{"timestamp": 1}\n', "line 1"),
         ("mooncake", "no json\n", "is not JSON"),
+        ("mooncake", "[" * 100_000, "is nested too deep"),
+        ("mooncake", "\n", "holds no turn"),
+        ("mooncake", "[1]\n", "has no timestamp"),
+        *(
+            mooncake_with(timestamp=value)
+            for value in ('"x"', "null", "NaN", "Infinity", "-1", "1e30", "true")
+        ),
+        *(mooncake_with(input_length=value) for value in ("-5", "1e300", "1.5", "null", "99999999999")),
+        *(
+            mooncake_with(hash_ids=value)
+            for value in ("1", '["a"]', "[[1]]", "[99999999999999999999]", "null")
+        ),
+        mooncake_with(output_length='"many"'),
+        ("agentic", AGENTIC % '{"t": 0, "in": 1, "out": 1, "h": [[0, 999999999999]]}', "h is no count"),
+        ("agentic", AGENTIC % '{"t": 0, "in": 1, "out": 1, "h": [[0]]}', "h is no list of runs"),
+        ("agentic", AGENTIC % '{"t": 0, "in": 1, "out": 1}', "has no h"),
+        ("agentic", AGENTIC % '{"t": 0, "requests": [3]}', "requests has no t"),
+        ("agentic", '{"requests": {"t": 1}}\n', "requests is no list"),
+        ("sharegpt", '{"turns": [[1, 2, 3]]}\n', "turns is no list of pairs"),
+        ("sharegpt", '{"turns": [["1", 2]]}\n', "turns is no count"),
+        ("sharegpt", '{"turns": [[1e9, 2]]}\n', "turns is no count"),
+        ("lmcache", '{"timestamp": 1, "session_id": [], "input": "a"}\n', "session_id is no"),
+        ("lmcache", '{"timestamp": 1, "session_id": 1, "input": 7}\n', "input is no text"),
+        ("recorded", RECORDED % (0, "[1]"), "c is no count"),
+        ("recorded", RECORDED % (64, '["1"]'), "ask is no whole number"),
+        ("recorded", '{"kvstore_trace": 1}\n', "holds no lookup"),
+        ("recorded", "[]\n", "has no n"),
         ("azure", "A,B\n1,2\n", "line 2"),
+        ("azure", AZURE % "-1,2", "ContextTokens is no whole number"),
+        ("azure", AZURE % "1", "GeneratedTokens is no whole number"),
+        ("azure", AZURE % "99999999999,1", "ContextTokens is no count"),
+        ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,1\n", "TIMESTAMP is no time"),
         ("nonsense", "", "known: mooncake"),
     ],
 )
@@ -199,3 +247,63 @@ def test_what_cannot_be_read_says_where_and_why(tmp_path: Path, format: str, tex
     path.write_text(text)
     with pytest.raises(BadRequest, match=said):
         read_trace(path, format)
+
+
+def test_rows_out_of_order_begin_at_0(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text((AZURE % "64,1") + "2023-11-16 18:15:45+02:00,64,1\n")
+    assert [turn.at_ms for turn in read_trace(path, "azure")] == [0, 1000]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (lambda whole: whole[:-1], "is cut off"),
+        (lambda whole: whole[:20], "is cut off"),
+        (lambda whole: whole + whole[:9], "is cut off"),
+        (lambda whole: b"no zstd", "is no zstd file"),
+        (lambda whole: whole + b"rest", "is no zstd file"),
+        (lambda whole: b"", "holds no turn"),
+        (lambda whole: whole + whole, ""),
+    ],
+)
+def test_compressed_files_are_whole_or_refused(tmp_path: Path, content: Any, said: str) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    path = tmp_path / "trace.zst"
+    path.write_bytes(content(zstandard.ZstdCompressor().compress(1000 * MOONCAKE.encode())))
+    if said:
+        with pytest.raises(BadRequest, match=said):
+            read_trace(path, "mooncake")
+    else:
+        assert len(read_trace(path, "mooncake")) == 2000
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(MOONCAKE.encode() + b"\xff\xfe")
+    for format in ("mooncake", "azure"):
+        with pytest.raises(BadRequest, match="is no text in UTF-8"):
+            read_trace(path, format)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("rate", value) for value in (0, -1.0, math.nan, math.inf, "x", True)),
+        *(("sigma", value) for value in (-1, 1e9, math.nan)),
+        ("think_median_s", 0),
+        *(("seed", value) for value in ("x", -1, 1.5)),
+        *(("sessions", value) for value in (-1, 1.5)),
+        *(("window", value) for value in (-4, 1, 127)),
+        *(("chunk_tokens", value) for value in (0, "x", math.nan, 1 << 40)),
+        ("invalidates", "maybe"),
+        ("path", 3),
+        ("format", 3),
+    ],
+)
+def test_options_of_readers_are_checked(tmp_path: Path, name: str, value: object) -> None:
+    path = tmp_path / "trace"
+    path.write_text('{"turns": [[100, 100], [100, 100]]}\n')
+    with pytest.raises(BadRequest, match=name):
+        read_trace(path, "sharegpt", **{name: value})
+    assert read_trace(path, "sharegpt", rate=2, invalidates="true", window=128)

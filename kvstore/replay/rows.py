@@ -1,0 +1,268 @@
+"""Rows of trace files, checked before a reader sees them: files come from strangers, and may be cut or of another
+kind."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from kvstore.errors import BadRequest
+
+PROMPT_TOKENS_MAX = 1 << 24
+"""Of one prompt or answer: more is no request of any engine."""
+TIME_MAX = 1 << 53
+"""In the unit of the trace: up to here its JSON numbers are exact."""
+RUN_BLOCKS_MAX = 1 << 19
+"""That a few bytes of a file may stand for."""
+READ_BYTES = 1 << 18
+
+
+class Frames(Protocol):
+    """As zstandard's ZstdDecompressionObj."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes) -> bytes: ...
+
+
+class Decompressed(io.RawIOBase):
+    """What zstd frames hold. The library's own reader takes a file that was cut off for its end. Reads raise ValueError
+    for a frame that is cut off or broken."""
+
+    def __init__(self, raw: IO[bytes], start: Callable[[], Frames], broken: type[Exception]) -> None:
+        self._raw = raw
+        self._start = start
+        self._broken = broken
+        self._frame: Frames | None = None
+        self._rest = b""
+        """Decompressed, and not read yet."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        while not self._rest:
+            left = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+            data = left or self._raw.read(READ_BYTES)
+            if not data:
+                if self._frame is not None and not self._frame.eof:
+                    raise ValueError("is cut off within its zstd data")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._start()
+            try:
+                self._rest = self._frame.decompress(data)
+            except self._broken as error:
+                raise ValueError(f"is no zstd file: {error}") from None
+        taken = min(len(into), len(self._rest))
+        into[:taken] = self._rest[:taken]
+        self._rest = self._rest[taken:]
+        return taken
+
+
+@contextlib.contextmanager
+def opened(path: str | Path) -> Iterator[IO[str]]:
+    """The file as text. Raises OSError; BadRequest for what is neither UTF-8 nor whole zstd, also while it is read, and
+    where `zstandard` is missing."""
+    try:
+        if not str(path).endswith(".zst"):
+            with open(path, encoding="utf-8", newline="") as file:
+                yield file
+            return
+        try:
+            import zstandard
+        except ImportError:
+            raise BadRequest(
+                "is compressed with zstd",
+                field="trace",
+                value=str(path),
+                remedy="pip install 'attnstore[simulate]', or decompress it first",
+            ) from None
+        decompressor = zstandard.ZstdDecompressor()
+        with open(path, "rb") as raw:
+            plain = Decompressed(raw, lambda: decompressor.decompressobj(), zstandard.ZstdError)
+            yield io.TextIOWrapper(io.BufferedReader(plain, READ_BYTES), "utf-8", newline="")
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, f"is no text in UTF-8 ({error.reason})") from None
+    except ValueError as error:
+        raise _unreadable(path, str(error)) from None
+
+
+def _unreadable(path: str | Path, why: str) -> BadRequest:
+    remedy = "fetch it anew; a file that zstd compressed ends with .zst"
+    return BadRequest(why, field="trace", value=str(path), remedy=remedy)
+
+
+def malformed(path: str | Path, number: int, why: str) -> BadRequest:
+    return BadRequest(why, field=f"trace, line {number}", value=str(path), remedy="another --format?")
+
+
+# --------------------------------------------------------------------------------------------------------------- fields
+
+Kind = Callable[[Any], Any]
+"""Gives the value as the reader wants it. Raises ValueError that says what it is not."""
+
+
+def tokens(value: Any) -> int:
+    """Of a prompt or an answer."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= PROMPT_TOKENS_MAX:
+        raise ValueError(f"is no count from 0 to {PROMPT_TOKENS_MAX:,}")
+    return value
+
+
+def counted(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= TIME_MAX:
+        raise ValueError(f"is no count from 1 to {TIME_MAX}")
+    return value
+
+
+def time(value: Any) -> float:
+    """Since some beginning, in any unit."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= TIME_MAX:
+        raise ValueError(f"is no time from 0 to {TIME_MAX}")  # nor is nan
+    return value
+
+
+def number(value: Any) -> int:
+    """That names something: 64 bits with their sign."""
+    if isinstance(value, bool) or not isinstance(value, int) or not -(1 << 63) <= value < 1 << 63:
+        raise ValueError("is no whole number of 64 bits")
+    return value
+
+
+def numbers(value: Any) -> list[int]:
+    if not isinstance(value, list) or len(value) > PROMPT_TOKENS_MAX:
+        raise ValueError("is no list")
+    return [number(each) for each in value]
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("is no text")
+    return value
+
+
+def named(value: Any) -> str | int:
+    return value if isinstance(value, str) else number(value)
+
+
+def pairs(value: Any) -> list[tuple[int, int]]:
+    """[[tokens, tokens], ...]"""
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        raise ValueError("is no list of pairs")
+    return [(tokens(first), tokens(second)) for first, second in value]
+
+
+def runs(value: Any) -> list[int]:
+    """[[first, how many], ...] written out."""
+    if not isinstance(value, list) or not all(isinstance(run, list) and len(run) == 2 for run in value):
+        raise ValueError("is no list of runs")
+    if sum(tokens(length) for _, length in value) > RUN_BLOCKS_MAX:
+        raise ValueError(f"has more than {RUN_BLOCKS_MAX:,} blocks")
+    return [number(first) + n for first, length in value for n in range(length)]
+
+
+def checked(
+    row: Any, kinds: Mapping[str, Kind], optional: Mapping[str, tuple[Kind, Any]] | None = None
+) -> dict[str, Any]:
+    """The row's fields of these kinds, those that are `optional` with a default. Raises ValueError."""
+    missing = [name for name in kinds if not isinstance(row, dict) or name not in row]
+    if missing:
+        raise ValueError(f"has no {missing[0]}")
+    found = {name: default for name, (_, default) in (optional or {}).items()}
+    all_kinds = {**kinds, **{name: kind for name, (kind, _) in (optional or {}).items()}}
+    for name, kind in all_kinds.items():
+        if name in row:
+            try:
+                found[name] = kind(row[name])
+            except ValueError as error:
+                raise ValueError(f"{name} {error}") from None
+    return found
+
+
+def lines(
+    path: str | Path,
+    kinds: Mapping[str, Kind],
+    optional: Mapping[str, tuple[Kind, Any]] | None = None,
+    *,
+    if_has: tuple[str, ...] = (),
+) -> Iterator[dict[str, Any]]:
+    """Objects of a file of JSON lines; `if_has`: of these alone that have one of these fields. Raises BadRequest with
+    the line's number."""
+    with opened(path) as file:
+        for at, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise malformed(path, at, f"is not JSON: {error}") from None
+            except RecursionError:
+                raise malformed(path, at, "is nested too deep") from None
+            if if_has and isinstance(row, dict) and not any(name in row for name in if_has):
+                continue
+            try:
+                found = checked(row, kinds, optional)
+            except ValueError as error:
+                raise malformed(path, at, str(error)) from None
+            yield found
+
+
+def table(path: str | Path, kinds: Mapping[str, Kind]) -> Iterator[dict[str, Any]]:
+    """Rows of a CSV file with a head, as `lines`."""
+    with opened(path) as file:
+        rows = csv.DictReader(file, strict=True)
+        while True:
+            try:
+                row = next(rows)
+                found = checked({name: value or "" for name, value in row.items() if name}, kinds)
+            except StopIteration:
+                return
+            except UnicodeDecodeError:
+                raise
+            except (csv.Error, ValueError) as error:
+                raise malformed(path, rows.line_num, str(error)) from None
+            yield found
+
+
+def written(kind: Kind) -> Kind:
+    """Of a whole number in a CSV file."""
+
+    def read(value: Any) -> Any:
+        if not (value.isascii() and value.isdigit() and len(value) < 20):
+            raise ValueError(f"is no whole number: {value[:40]!r}")
+        return kind(int(value))
+
+    return read
+
+
+# -------------------------------------------------------------------------------------------------------------- options
+
+
+def option(name: str, kind: str, value: Any) -> Any:
+    """An option of a reader whose annotation is `kind` (int, float or bool). Raises BadRequest."""
+    least = 1 if name == "chunk_tokens" else -1 if name == "namespace" else 0
+    if kind == "bool":
+        words = {"0": False, "false": False, "1": True, "true": True}
+        if str(value).lower() in words:
+            return words[str(value).lower()]
+        wanted = "true or false"
+    elif kind == "int":
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= PROMPT_TOKENS_MAX:
+            return value
+        wanted = f"a whole number from {least} to {PROMPT_TOKENS_MAX}"
+    else:
+        least_real, most = (0.0, 10.0) if name == "sigma" else (1e-6, 1e6)
+        if isinstance(value, int | float) and not isinstance(value, bool) and least_real <= value <= most:
+            return float(value)
+        wanted = f"a number from {least_real:g} to {most:g}"
+    raise BadRequest(f"must be {wanted}", field=f"--option {name}", value=value)

@@ -1,0 +1,79 @@
+"""`kvctl simulate`, `plan` and `advise`: arguments that make no sense are refused before anything is replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.cli.kvctl import main
+
+ROW = '{"timestamp": %d, "input_length": 1024, "output_length": 9, "hash_ids": [1, 2]}\n'
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace"
+    path.write_text("".join(ROW % number for number in range(4)))
+    return str(path)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    written = capsys.readouterr()
+    return int(ended.value.code or 0), written.out + written.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--dram -1", "is not between 0 and"),
+        ("--dram 0", "is no bytes at all"),
+        ("--dram nan", "is not a size"),
+        ("--dram 9999999999T", "is not between 0 and"),
+        ("--dram 1M", "holds no chunk"),
+        ("--ssd -1", "is not between 0 and"),
+        ("--kv-bytes-per-token 0", "is no bytes at all"),
+        ("--kv-bytes-per-token 100G", "--kv-bytes-per-token"),
+        ("--ssd-rate 0", "is no bytes at all"),
+        ("--pcie-rate -1", "is not between 0 and"),
+        ("--prefill-tokens-per-s nan", "is not between"),
+        ("--prefill-tokens-per-s -5", "is not between"),
+        ("--prefill-tokens-per-s inf", "is not between"),
+        ("--warm-up 4", "leaves nothing to count"),
+        ("--option path=3", "mooncake has no such option"),
+        ("--option chunk_tokens=0", "must be a whole number"),
+        ("--policy nonsense", "no such policy"),
+        ("--policy recompute", "no policy is left"),
+        ("--policy belady --engine", "no policy is left"),
+        ("--plot /nonexistent/plot.png", "/nonexistent/plot.png"),
+        ("--html /nonexistent/page.html", "/nonexistent/page.html"),
+    ],
+)
+def test_simulate_refuses(trace: str, capsys: pytest.CaptureFixture[str], arguments: str, words: str) -> None:
+    if "/nonexistent" in arguments:  # told before the trace is read
+        pytest.importorskip("matplotlib")
+        trace = "/nonexistent/trace"
+    status, text = said(capsys, "simulate", trace, "--format", "mooncake", *arguments.split())
+    assert status in (1, 2) and words in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize("arguments", ["--target 0", "--target nan", "--policy belady", "--warm-up 9"])
+def test_plan_refuses(trace: str, capsys: pytest.CaptureFixture[str], arguments: str) -> None:
+    status, text = said(capsys, "plan", trace, "--format", "mooncake", *arguments.split())
+    assert status in (1, 2) and arguments.split()[0] in text
+
+
+def test_outputs_are_tried_and_leave_nothing_behind(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    page = Path(trace).with_name("page.html")
+    status, _ = said(capsys, "simulate", trace, "--format", "mooncake", "--warm-up", "4", "--html", str(page))
+    assert status == 1 and not page.exists()
+    status, _ = said(capsys, "simulate", trace, "--format", "mooncake", "--dram", "1G", "--html", str(page))
+    assert status == 0 and "<table>" in page.read_text()
+
+
+def test_advise_refuses_a_port_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = said(capsys, "advise", "--metrics-port", "99999")
+    assert status == 2 and "is not between 0 and 65535" in text
