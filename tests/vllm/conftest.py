@@ -35,8 +35,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    # Threads that meet at each of a tiny model's operations mostly wait for their turn on a busy machine; vLLM binds those
-    # of several engines to the same core.
+    # Threads that meet at each of a tiny model's operations mostly wait for their turn on a busy machine; vLLM binds
+    # those of several engines to the same core.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
