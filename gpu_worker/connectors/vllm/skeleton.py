@@ -34,7 +34,7 @@ def planned_cache(config: Any, blocks: int) -> KVCacheConfig:
             with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
                 model = initialize_model(vllm_config=config)
             current_platform.update_block_size_for_backend(config)
-            layers = get_layers_from_vllm_config(config, AttentionLayerBase)  # type: ignore[type-abstract]
+            layers = get_layers_from_vllm_config(config, AttentionLayerBase)
             specs = {
                 name: spec
                 for name, layer in layers.items()

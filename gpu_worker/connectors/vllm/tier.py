@@ -285,7 +285,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def _tokens_without(self, keys: Sequence[ChunkKey]) -> int:
         """Tokens that these chunks save from being computed: of the group that they have most of."""
         groups = Counter(get_offload_group_idx(OffloadKey(key)) for key in keys)
-        return max(count * self._chunk_tokens.get(group, 0) for group, count in groups.items())
+        return max(int(count * self._chunk_tokens.get(group, 0)) for group, count in groups.items())
 
     # ---------------------------------------------------------------------------------------------------- weights
 
