@@ -153,7 +153,8 @@ def replay(
 
     `look_ahead`: before each turn its job leaves the queue, where so many turns wait behind it; or how many, for each
     turn. `hbm_chunks`: what the engine keeps itself, and does not ask the store for. `policy`: a name in
-    `core.policies.POLICIES`. `whole`: the last chunk of a prompt counts as whole, as in published figures. `warm_up`: turns that are served, but not counted. `limits`: anything else of
+    `core.policies.POLICIES`. `whole`: the last chunk of a prompt counts as whole, as in published figures.
+    `warm_up`: turns that are served, but not counted. `limits`: anything else of
     `core.limits.Limits`. Turns are served one after the other, as fast as they come: what a turn waits for is the SSD.
     Raises BadRequest.
     """
