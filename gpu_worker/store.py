@@ -109,6 +109,8 @@ class Store:
         """On a thread of its own, one at a time: the model's thread asks for the namespace, and so does who wants to
         know whether there is a daemon."""
         with self._starting:
+            if time.monotonic() < self._connect_at:  # somebody has tried while this one waited its turn
+                return
             if self._connecting is None or not self._connecting.is_alive():
                 self._connecting = threading.Thread(
                     target=self._open_again, args=(spec,), name="kv-connect", daemon=True

@@ -17,7 +17,7 @@ from kvstore.client import Client, Namespace, connect
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.sim.daemon import FAULTS
 from kvstore.types import ChunkKey, GrantResult, Outcome, Reason, Wait
-from kvstore.v1 import stats_pb2
+from kvstore.v1 import stats_pb2, stats_pb2_grpc
 
 BOUND_S = 20.0
 """Every wait in these tests ends by then; it is a failure, never a measurement."""
@@ -192,3 +192,12 @@ def in_background(
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, problems
+
+
+def explained(space: Namespace, keys: Sequence[Any]) -> list[Any]:
+    """What `kvctl explain` says of these chunks."""
+    (row,) = space.client.unary(
+        stats_pb2_grpc.StatsStub, "ListNamespaces", stats_pb2.ListNamespacesRequest()
+    ).namespaces
+    ask = stats_pb2.ExplainRequest(namespace_id=row.namespace_id, keys=keys)
+    return list(space.client.unary(stats_pb2_grpc.StatsStub, "Explain", ask).chunks)

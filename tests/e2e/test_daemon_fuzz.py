@@ -91,6 +91,8 @@ class Hostile:
             return self.random.choice((-(1 << 63), 1 << 62) if odd else (0, 16, -16))
         if field.type == FieldDescriptor.TYPE_UINT32:
             return self.random.choice((255, (1 << 32) - 1) if odd else (0, 0, 1, 2))
+        if field.type == FieldDescriptor.TYPE_ENUM:
+            return 99 if odd else self.random.choice(field.enum_type.values).number
         assert field.type in NUMBERS, field.name
         return self.random.choice(HUGE if odd else (0, 1, 2, 8, 16, 32))
 

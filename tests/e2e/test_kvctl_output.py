@@ -37,6 +37,11 @@ ANSWERS = [
     ["recall", "--maker", "00" * 16, "--dry-run"],
     ["check"],
     ["doctor"],
+    ["promptcache", "list"],
+    ["simulate", "--format", "sharegpt", "{lengths}", "--dram", "1G"],
+    ["plan", "--format", "sharegpt", "{lengths}", "--target", "0.5"],
+    ["record", "--status"],
+    ["advise", "--help"],  # it watches for seconds
     ["--help"],
     ["stats", "--help"],
     ["--version"],
@@ -71,6 +76,9 @@ def call(daemon, tmp_path):
 
     start.data = data
     start.file = file
+    start.lengths = tmp_path / "lengths.jsonl"
+    turns = [[600, 200]] * 4
+    start.lengths.write_text("".join(f'{{"id": {n}, "turns": {turns}}}\n' for n in range(4)))
     start.run_dir = str(daemon.run_dir)
     with connect(str(daemon.run_dir), timeout_s=BOUND_S) as client:
         start.key = objects.put(client, data).hex()
@@ -95,7 +103,7 @@ def test_every_command_is_tried_here():
 
 def answer_into(descriptor: int, call, words: list[str]) -> tuple[int, str]:
     """Exit status and standard error of kvctl in this process, with this standard output."""
-    arguments = [word.format(file=call.file, key=call.key) for word in words]
+    arguments = [word.format(file=call.file, key=call.key, lengths=call.lengths) for word in words]
     errors = io.StringIO()
     with (
         open(descriptor, "w", encoding="utf-8") as out,

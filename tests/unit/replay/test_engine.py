@@ -225,7 +225,7 @@ def test_kvctl_plan_says_what_to_buy(capsys: pytest.CaptureFixture[str], lengths
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--policy", "magic"), "known: hints"),
+        (("--policy", "magic"), "known: expected"),
         (("--model", "gpt-9"), "known: llama-13b"),
         (("--option", "colour=1"), "no such option"),
     ],
