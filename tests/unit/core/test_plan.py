@@ -30,6 +30,7 @@ class Life:
             reserve_share_max=1.0,
             pin_share_max=1.0,
             batch_min=self.dice.choice((2, 24)),
+            evict_min=self.dice.choice((2, 24)),
             hint_ttl_ms=2_000,
         )
         self.workers: list[tuple[WorkerId, list[int]]] = []
