@@ -1,4 +1,4 @@
-"""Callers over TCP without a token: each connection is one, or each id that a caller chose."""
+"""Callers over TCP of one identity: each connection is one, or each id that a caller chose."""
 
 import dataclasses
 import socket

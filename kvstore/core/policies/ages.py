@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -302,24 +301,3 @@ def _by_coarse(counts: Table) -> Table:
     summed = np.zeros((_COARSE.max() + 1, BUCKETS))
     np.add.at(summed, _COARSE, counts)
     return summed
-
-
-def describe(kind: int) -> str:
-    """For operators."""
-    names: Sequence[str] = (
-        "partial chunk",
-        *(f"first turn, {size} tokens" for size in ("up to 2k", "up to 8k", "up to 32k", "over 32k")),
-        "second turn",
-        "turn 3 or 4",
-        "later turn",
-        *(
-            f"used 2 or 3 times, {gap} apart"
-            for gap in ("under 10 s", "under 1 min", "under 5 min", "longer")
-        ),
-        *(
-            f"used 4 times or more, {gap} apart"
-            for gap in ("under 10 s", "under 1 min", "under 5 min", "longer")
-        ),
-        "unknown",
-    )
-    return names[kind]

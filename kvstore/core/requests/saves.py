@@ -105,7 +105,7 @@ class Saves:
             raise Denied(
                 "is for workers that share memory with the daemon",
                 field="Reserve",
-                value="over TCP without a token",
+                value="over TCP",
                 remedy="save by Bytes.Put",
             )
         if namespace.retired:

@@ -83,7 +83,6 @@ def test_what_comes_within_a_look_ahead_counts_for_nothing() -> None:
 def test_kinds_fit_in_what_is_kept_of_a_chunk() -> None:
     for kind in range(ages.KINDS):
         assert history_of(kind, 99, 99) < 1 << 16
-        assert ages.describe(kind)
 
 
 class Reads:
