@@ -4,7 +4,8 @@
     make mutants ARGS='lease index'     those whose name contains one of the words
     make mutants ARGS=--list
 
-mutants.toml lists them: `file`, the text `old` that occurs once in it, what it becomes, and the tests that are asked.
+The .toml files here list them, one file for each folder of the sources: `file`, the text `old` that occurs once in it,
+what it becomes, and the tests that are asked.
 First all of these tests must pass as things are. Then a bug is caught when pytest reports failed tests, or runs into
 the time limit: a hang is noticed too. The exit status is 0 if all were caught.
 """
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LIST = Path(__file__).with_name("mutants.toml")
+LISTS = sorted(Path(__file__).parent.glob("*.toml"))
 INSIDE = ("gpu_worker", "scheduler", "kernels")
 """Folders that are packages inside of `kvstore`."""
 COPIED = ("kvstore", *INSIDE, "proto", "tests", "examples", "deploy", "docs")
@@ -53,7 +54,7 @@ class Mutant:
 
 
 def mutants() -> list[Mutant]:
-    rows = tomllib.loads(LIST.read_text())["mutant"]
+    rows = [row for file in LISTS for row in tomllib.loads(file.read_text())["mutant"]]
     return [Mutant(row["name"], row["file"], row["old"], row["new"], tuple(row["tests"])) for row in rows]
 
 
