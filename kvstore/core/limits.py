@@ -82,6 +82,8 @@ class Limits:
     quarantine_ms: int = 60_000
     """How long a slot whose bytes went bad is left alone before it is rewritten and verified."""
 
+    directory: bool = True
+    """Workers may look chunks up by themselves, in shared memory."""
     batch_min: int = 24
     """From so many chunks of a request on, they are handled as a batch: it costs some tens of microseconds, and then
     a fifth for each."""

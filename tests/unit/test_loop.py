@@ -98,6 +98,7 @@ class Rig:
             self.edge,  # type: ignore[arg-type]
             self.edge,  # type: ignore[arg-type]
             self.edge,  # type: ignore[arg-type]
+            directories=self.edge,  # type: ignore[arg-type]
             on_forget=self.forgotten.append,
             on_fatal=self._fatal,
             clock=lambda: self.now,
