@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from kvstore.core.chunks import DOOMED, NONE, STORED
+from kvstore.core.chunks import DOOMED, NONE, STORED, ChunkTable
 from kvstore.core.events import (
     CloseDirectory,
     CreateDirectory,
@@ -30,11 +30,10 @@ from kvstore.core.events import (
     Publish,
     Unpublish,
 )
+from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace
-from kvstore.types import NO_EXTENTS, DiskState, NamespaceId
-
-if TYPE_CHECKING:
-    from kvstore.core.state import State
+from kvstore.core.pool import Pool
+from kvstore.types import NO_EXTENTS, DiskState, Extents, Millis, NamespaceId
 
 BELOW_MAX = 1 << 20
 """Chunks in a tier of which nobody knows how many it can hold."""
@@ -43,8 +42,23 @@ PART = 1 << 15
 """Rows that one effect tells of: of a million, an effect would take a hundred megabytes."""
 
 
+class Books(Protocol):
+    """What it looks into: `State`."""
+
+    limits: Limits
+    chunks: ChunkTable
+    namespaces: dict[NamespaceId, Namespace]
+    ssd_slots: Pool
+    disk_state: DiskState
+    recalling: dict[bytes, Millis]
+
+    def namespace_of(self, row: int) -> Namespace: ...
+
+    def extents(self, namespace: Namespace, rows: Sequence[int], shards: Sequence[int]) -> Extents: ...
+
+
 class Directory:
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: Books) -> None:
         self._state = state
         self.noted: dict[int, None] = {}
         """Rows that may have to be told of anew."""
