@@ -312,7 +312,7 @@ class PeerReads:
     def _receive(self, connection: Connection, target: npt.NDArray[np.uint8], deadline: float) -> int:
         """xxh3_64 of what came, read back from where it landed."""
         state = xxhash.xxh3_64()
-        view = memoryview(target).cast("B")
+        view = target.data.cast("B")
         for start in range(0, len(view), frames.PIECE_BYTES):
             piece = view[start : start + frames.PIECE_BYTES]
             if not self._bucket.take(len(piece), deadline):

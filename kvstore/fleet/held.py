@@ -104,7 +104,7 @@ class Held:
         page = self._pages[number]
         values = page[page != 0]
         head = _HEADER.pack(_MAGIC, self._boot, number, self.versions[number], len(values))
-        body = head + values.astype("<u8").tobytes()
+        body: bytes = head + values.astype("<u8").tobytes()
         return body + self._secret.tag(body)
 
     def encoded_versions(self) -> bytes:

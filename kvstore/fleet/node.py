@@ -21,7 +21,7 @@ from kvstore.errors import ConfigError
 from kvstore.fleet.client import PeerReads
 from kvstore.fleet.door import PeerDoor, PeerTls
 from kvstore.fleet.held import Where
-from kvstore.fleet.registry import Node, Registry
+from kvstore.fleet.registry import Node, Registry, check_url
 from kvstore.fleet.secret import FleetSecret
 from kvstore.fleet.server import PeerServer
 from kvstore.fleet.sweep import Change, Sweep
@@ -114,6 +114,8 @@ def check(config: StoreConfig) -> bool:
             value="empty",
             remedy="openssl rand -hex 32 > FILE, the same on each node",
         )
+    if config.registry_url:
+        check_url(config.registry_url)
     node_name(config)
     peer_address(config)
     return True

@@ -101,7 +101,7 @@ class PeerServer:
         self._lock = threading.Lock()
         self._open: set[Connection] = set()
         self._opening = 0
-        self._ended = False
+        self._end = threading.Event()
         self._digests: dict[NamespaceId, bytes] = {}
         self._told_at = 0.0
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
@@ -133,7 +133,7 @@ class PeerServer:
 
     def close(self) -> None:
         """Every connection ends; their threads end with them."""
-        self._ended = True
+        self._end.set()
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
@@ -148,11 +148,11 @@ class PeerServer:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        while not self._ended:
+        while not self._end.is_set():
             try:
                 raw, _ = self._listener.accept()
             except OSError as problem:
-                if self._ended:
+                if self._end.is_set():
                     return
                 log.warning("no connection of a peer is accepted now", extra=fields(why=str(problem)))
                 time.sleep(0.1)  # no descriptor is left, say
@@ -183,7 +183,7 @@ class PeerServer:
                     self._open.discard(raw)
                     if connection is not None:
                         self._open.add(connection)
-            if self._ended:
+            if self._end.is_set():
                 return
             self.counters["connections"] += 1
             log.debug("a peer is connected", extra=fields(peer=peer))
@@ -206,12 +206,12 @@ class PeerServer:
     def _refused(self, raw: socket.socket, problem: PeerError) -> None:
         self.counters["refused"] += 1
         now = time.monotonic()
-        if now - self._told_at >= TOLD_AGAIN_S and not self._ended:
+        if now - self._told_at >= TOLD_AGAIN_S and not self._end.is_set():
             self._told_at = now
             log.warning("somebody was not let in as a peer", extra=fields(why=str(problem)))
 
     def _requests(self, connection: Connection, guests: _Guests) -> None:
-        while not self._ended:
+        while not self._end.is_set():
             kind, number, body = frames.receive(connection, time.monotonic() + IDLE_S)
             match kind:
                 case Kind.READ:
@@ -268,7 +268,7 @@ class PeerServer:
     def _send(
         self, connection: Connection, worker: WorkerId, granted: _Granted, extent: Extent, deadline: float
     ) -> None:
-        data = memoryview(self._loop.arena.view(extent.segment, extent.offset, extent.length)).cast("B")
+        data = self._loop.arena.view(extent.segment, extent.offset, extent.length).data.cast("B")
         for start in range(0, extent.length, frames.PIECE_BYTES):
             piece = data[start : start + frames.PIECE_BYTES]
             if not self._bucket.take(len(piece), deadline):

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.core.chunks import DOOMED, NONE, STORED
+from kvstore.core.state import State
 from kvstore.fleet.held import Where
 from kvstore.types import ChunkKey, DiskState, NamespaceId
-
-if TYPE_CHECKING:
-    from kvstore.core.state import State
 
 ROWS_PER_LOOK = 65_536
 """0.5 ms."""
