@@ -18,6 +18,7 @@ from kvstore.core.policies.ages import BUCKETS, EDGES, PRIOR, Ages, Book, bucket
 from kvstore.core.policies.expected import Expected, history_of
 from kvstore.errors import StoreError
 from kvstore.sim.disk import DiskWorld
+from kvstore.sim.integrity import check_integrity
 from kvstore.sim.world import PAGE, World, chain, spec
 from kvstore.types import GrantResult, Wait
 
@@ -167,6 +168,19 @@ def test_a_save_that_is_worth_less_than_what_would_go_is_refused_and_remembered(
     refused = found.index({GrantResult.FULL})
     keys = chain(f"new {refused} ", 4)
     assert reads.world.outcomes(reads.worker, reads.namespace, keys) == ["EVICTED"] * 4
+
+
+def test_a_refused_save_may_name_a_key_twice() -> None:
+    reads = refusing()
+    granted(reads, "one before ")
+    world, worker, namespace = reads.world, reads.worker, reads.namespace
+    keys = chain("twice ", 4)
+    twice = (*keys, keys[1], keys[3])
+    assert set(world.reserve(worker, namespace, twice).results) == {GrantResult.FULL}
+    check_integrity(world.store)
+    assert world.outcomes(worker, namespace, keys) == ["EVICTED"] * 4
+    world.reserve(worker, namespace, twice)  # they are remembered by now
+    check_integrity(world.store)
 
 
 def test_one_of_a_hundred_refusals_is_made_good() -> None:
