@@ -30,6 +30,7 @@ from kvstore.answers import (
     SessionInfo,
     SessionList,
     SessionRow,
+    Standing,
     Stats,
 )
 from kvstore.core.events.effects import (
@@ -200,6 +201,7 @@ __all__ = [
     "SessionRow",
     "SetGenerations",
     "SlabReady",
+    "Standing",
     "Stats",
     "Tick",
     "Ticket",
