@@ -30,6 +30,7 @@ from kvstore.answers import (
     SessionInfo,
     SessionList,
     SessionRow,
+    Standing,
     Stats,
 )
 from kvstore.core.events.effects import (
@@ -210,6 +211,7 @@ __all__ = [
     "SessionRow",
     "SetGenerations",
     "SlabReady",
+    "Standing",
     "Stats",
     "Tick",
     "Ticket",
