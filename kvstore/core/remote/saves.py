@@ -70,7 +70,7 @@ class Held:
     """An answer that waits until the store knows what was forgotten before it."""
 
     ticket: ev.Ticket
-    answer: ev.Answer
+    answer: object
     number: int
     until: Millis
 
@@ -340,7 +340,7 @@ class RemoteSaves:
         if event.why:
             self.state.counters["remote_forgets_postponed"] += 1
 
-    def hold(self, ticket: ev.Ticket, answer: ev.Answer) -> bool:
+    def hold(self, ticket: ev.Ticket, answer: object) -> bool:
         """True: this answer waits until the store knows what was forgotten until now."""
         if not self.name or (self._told == self._noted and not self.state.forgotten):
             return False
@@ -358,7 +358,7 @@ class RemoteSaves:
             known = held.number <= self._told and not self._troubles
             state.release(held.ticket, held.answer if known else self._not_durable(held.answer))
 
-    def _not_durable(self, answer: ev.Answer) -> ev.Answer:
+    def _not_durable(self, answer: object) -> object:
         why = self._troubles or "it did not answer in time"
         trouble = f"the REMOTE store does not know it yet ({why}); it is told when it is back"
         match answer:
