@@ -1,4 +1,4 @@
-"""What `make test-deploy` asks real tools: helm, the Kubernetes schemas, promtool. Without them each test is skipped."""
+"""What `make test-deploy` asks of real tools: helm, Kubernetes' schemas, promtool. Without them tests are skipped."""
 
 from __future__ import annotations
 
