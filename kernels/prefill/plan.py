@@ -44,8 +44,8 @@ class PrefillPlan:
     `items` [n, 6], longest first. `order` [tokens] has the line of `q` at each place, `queries` [tokens, 3] says what
     the query of each line of `q` sees. `tables` [rows, most chunks of a row] has the chunk numbers of each row, from
     its first token on. All queries of an item see its first token. `tile_queries` is the most queries of an item,
-    `partials` the number of slots for partial results, 0 if no query has several or sees a stretch. The plan does not change with its
-    forest, and is valid while its chunks are.
+    `partials` the number of slots for partial results, 0 if no query has several or sees a stretch. The plan does not
+    change with its forest, and is valid while its chunks are.
     """
 
     items: torch.Tensor

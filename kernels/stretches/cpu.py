@@ -19,8 +19,8 @@ Piece = tuple[int, Floats, Floats]
 
 
 class Softmax(NamedTuple):
-    """Of each query, over all it has seen so far: the largest logit [queries, kv_heads, group] (minus infinity: nothing),
-    the sum of exp(logit - largest), and the values weighted by these [queries, kv_heads, group, head_dim]."""
+    """Of each query, over all it has seen so far: the largest logit [queries, kv_heads, group] (minus infinity:
+    nothing), the sum of exp(logit - largest), and the values weighted by these [queries, kv_heads, group, head_dim]."""
 
     maxima: Floats
     sums: Floats
@@ -103,8 +103,8 @@ class _Work:
         self.outputs[slots] = outputs.reshape(*shape, self.head_dim).swapaxes(0, 1)
 
     def _pieces(self, parts: list[list[int]]) -> Iterator[Piece]:
-        """(place among the parts, keys, values), [n, kv_heads, tokens, head_dim], of stretches with the same tokens of chunks with numbers in a
-        row."""
+        """(place among the parts, keys, values), [n, kv_heads, tokens, head_dim]: stretches with the same tokens of
+        chunks with numbers in a row go together."""
         begin = 0
         while begin < len(parts):
             chunk, first, tokens = parts[begin]

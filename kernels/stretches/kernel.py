@@ -24,8 +24,8 @@ BLOCK_TOKENS = 32
 
 
 class Partials(NamedTuple):
-    """What the merging kernels read: fp32 [slots, heads, head_dim], fp32 [slots, heads, 2] (maximum to base 2, sum), and
-    of each query how many there are and where the first lies, int32 [queries, 2]."""
+    """What the merging kernels read: fp32 [slots, heads, head_dim], fp32 [slots, heads, 2] (maximum to base 2, sum),
+    and of each query how many there are and where the first lies, int32 [queries, 2]."""
 
     outputs: torch.Tensor
     stats: torch.Tensor

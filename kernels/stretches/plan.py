@@ -1,16 +1,16 @@
 """Which new tokens attend to which stretches of KV that stand elsewhere, as work items for attention kernels.
 
 A *stretch* is some tokens of one chunk that stand in a sequence at positions other than those their keys were computed
-at, or that do not fill their chunk: what is left of a conversation whose beginning was cut, or a module of Prompt Cache.
-Its stored keys stay as they are. A query at position p sees a key of position s as if it stood at s + delta if the query
-is turned by -delta instead (RoFormer, arXiv 2104.09864: only the difference of the two angles counts):
+at, or that do not fill their chunk: what is left of a conversation whose beginning was cut, or a module of Prompt
+Cache. Its stored keys stay as they are. A query at position p sees a key of position s as if it stood at s + delta if
+the query is turned by -delta instead (RoFormer, arXiv 2104.09864: only the difference of the two angles counts):
 
     (R(p) q) . (R(s + delta) k)  =  (R(-delta) R(p) q) . (R(s) k)
 
 One stored K thus serves every placement, without copies and without another rounding. Stretches that the same
-sequences see, each sequence with one delta for all of them, are one item for the queries of all these sequences, wherever
-they stand in each. Softmax does not ask in which order KV is visited, so stretches have no place in the sequence, only a
-number of tokens that come before they are seen (`Stretch.at`).
+sequences see, each sequence with one delta for all of them, are one item for the queries of all these sequences,
+wherever they stand in each. Softmax does not ask in which order KV is visited, so stretches have no place in the
+sequence, only a number of tokens that come before they are seen (`Stretch.at`).
 """
 
 from __future__ import annotations
@@ -96,12 +96,15 @@ class StretchPlan:
         key = id(inv_freq), interleaved
         if key not in self.rotations:
             by = rotation(-self.deltas.unsqueeze(1), inv_freq, interleaved=interleaved)
-            self.rotations[key] = inv_freq, by  # which keeps the frequencies, and with them the number that names them
+            self.rotations[key] = (
+                inv_freq,
+                by,
+            )  # which keeps the frequencies, and with them the number that names them
         return rotate(found, self.rotations[key][1])
 
 
 def check_stretch(stretch: Stretch, *, chunks: int, chunk_tokens: int, tokens: int) -> Stretch:
-    """Raises ValueError for one that does not lie in a chunk, or that no token of a sequence of `tokens` tokens sees."""
+    """Raises ValueError for one that does not lie in a chunk, or that none of `tokens` tokens sees."""
     chunk, first, count, _, at = stretch
     if not 0 <= chunk < chunks:
         raise ValueError(f"chunk is {chunk}: must be below chunks ({chunks}) and not negative")
