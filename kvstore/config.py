@@ -132,6 +132,38 @@ class StoreConfig:
     """PEM file of its private key, without a password, that other users cannot read."""
     tls_client_ca: str = ""
     """PEM file of the authorities whose client certificates are accepted; every client then needs one (mTLS)."""
+    node_name: str = ""
+    """Of this daemon in a fleet, and in KV events: unique there, and stable; empty: the host's name."""
+    registry_url: str = ""
+    """Redis where nodes tell each other what they hold: redis://, rediss://, redis+cluster://, unix://; empty: off. It
+    must not evict (maxmemory-policy noeviction), so it is not the one of a cache."""
+    registry_ttl_ms: int = 10_000
+    """A node that was silent for so long has gone. Ten heartbeats in that time."""
+    registry_pages_per_s: int = 16
+    """How many pages, of 4,096 chunks and at most 32 KiB each, this node writes to the registry a second."""
+    fleet_secret_file: str = ""
+    """File with the secret that all nodes of a fleet share, and nobody else has. Names and hashes in the registry, and
+    the proofs of peers, are derived from it."""
+    peer_address: str = ""
+    """"host:port" where other nodes of the fleet read chunks; empty: nowhere. Needs TLS (peer_certificate)."""
+    peer_advertise: str = ""
+    """"host:port" that other nodes connect to, where that is not peer_address."""
+    peer_certificate: str = ""
+    """PEM file of this node's certificate, as server and as client of its peers. Read again when it changes."""
+    peer_key: str = ""
+    """PEM file of its private key."""
+    peer_ca: str = ""
+    """PEM file of the authority that signs the certificates of nodes, and of nobody else."""
+    peer_tls_name: str = ""
+    """Name that the certificates of all nodes have; empty: each has its own node_name."""
+    peer_plaintext: bool = False
+    """For development: talk to peers on loopback without TLS. They still have to know the fleet's secret."""
+    peer_bytes_per_s: int = 0
+    """Cap on what is read from peers, and on what is served to them; 0: none."""
+    peer_deadline_ms: int = 2_000
+    """A chunk that a peer does not give within this is a miss."""
+    peer_threads: int = 4
+    """Threads that read from peers."""
     message_bytes_max: int = 4 << 20
     """Largest message that is read, by gRPC or on a fast lane."""
     metrics_port: int = 0
@@ -178,6 +210,10 @@ class StoreConfig:
             "copy_threads",
             "message_bytes_max",
             "peer_timeout_ms",
+            "registry_ttl_ms",
+            "registry_pages_per_s",
+            "peer_deadline_ms",
+            "peer_threads",
         ):
             _positive(self, name)
         for name in ("pin_share_max", "reserve_share_max"):
@@ -192,7 +228,7 @@ class StoreConfig:
             "hint_ttl_ms",
         ):
             _positive(self, name)
-        for name in ("ssd_index_bytes", "session_ttl_ms", "scrub_bytes_per_s"):
+        for name in ("ssd_index_bytes", "session_ttl_ms", "scrub_bytes_per_s", "peer_bytes_per_s"):
             if getattr(self, name) < 0:
                 raise ConfigError("must not be negative", field=name, value=getattr(self, name))
         if not 0.0 < self.prefetch_share_max <= 1.0:
