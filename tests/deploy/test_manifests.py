@@ -181,7 +181,9 @@ def test_the_rules_are_rules_and_fire_when_they_should(tmp_path: Path) -> None:
         ],
     }
     file.write_text(yaml.safe_dump(tests))
-    ended = subprocess.run([promtool, "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [promtool, "test", "rules", str(file)], capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
