@@ -36,7 +36,7 @@ import grpc.aio
 from prometheus_client.core import Metric
 
 from kvstore import __version__
-from kvstore.config import MORE_SEGMENTS, ONE_SEGMENT, StoreConfig
+from kvstore.config import MORE_SEGMENTS, ONE_SEGMENT, REMOTE_STORE, StoreConfig
 from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.core.store import Store
@@ -56,6 +56,8 @@ from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.copier import Copier
 from kvstore.tiers.disk_port import Disk, RealDisk
 from kvstore.tiers.regions import Regions
+from kvstore.tiers.remote import opening as remote_opening
+from kvstore.tiers.remote.tier import RemoteTier
 from kvstore.tiers.schema_files import SchemaFiles
 from kvstore.tiers.ssd import SsdTier
 from kvstore.transport.access import Access, Tls
@@ -387,6 +389,7 @@ class Daemon:
         check_memory(config)
         check_file_limit(config)
         self._in_fleet = fleet_node.check(config)
+        self._has_remote = remote_opening.check(config)
         self._access: Access | None = None
         if self._tcp is not None:
             check_port_is_free("tcp_address", self._tcp.host, self._tcp.port)
@@ -450,12 +453,14 @@ class Daemon:
         with no_searches():
             store, tier = self._open_ssd() if config.ssd_dir else (Store(config.limits), None)
         self._tier = tier
+        self._remote = self._open_remote() if self._has_remote else None
         self.loop = Loop(
             store,
             self._arena,
             self._staging,
             self._copier,
             ssd=tier,
+            sources={REMOTE_STORE: self._remote} if self._remote is not None else {},
             on_forget=lambda worker: self._descriptors.forget(worker),
             on_fatal=lambda: self._end(EXIT_BUG),
             on_disk=self._show_disk,
@@ -522,6 +527,12 @@ class Daemon:
             ),
         )
         return store, tier
+
+    def _open_remote(self) -> RemoteTier:
+        """Raises ConfigError."""
+        return remote_opening.open_remote(
+            self.config, self._arena, lambda event: self.loop.post_threadsafe(event)
+        )
 
     async def _start(self) -> None:
         self._catch_signals()
