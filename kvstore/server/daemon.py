@@ -316,6 +316,10 @@ def check_port_is_free(field: str, host: str, port: int) -> None:
             ) from None
 
 
+def url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 def check_memory(config: StoreConfig) -> None:
     """Raises ConfigError when arena and staging memory could not all be there at once."""
     limit = memory_limit_bytes()
@@ -391,7 +395,7 @@ class Daemon:
             if self._tcp.tls is not None:
                 self._tcp.tls.credentials()
         if config.metrics_port:
-            check_port_is_free("metrics_port", "127.0.0.1", config.metrics_port)
+            check_port_is_free("metrics_port", config.metrics_host, config.metrics_port)
         self.boot_id = secrets.token_bytes(16)
         self._started_at = time.monotonic()
         self._ready = False
@@ -540,7 +544,7 @@ class Daemon:
         if self._fleet is not None:
             self._fleet.start()
         if self.config.metrics_port:
-            await self._metrics.start(self.config.metrics_port)
+            await self._metrics.start(self.config.metrics_host, self.config.metrics_port)
 
     async def _start_grpc(self) -> None:
         bytes_service = BytesService(self._service, self._numbers)
@@ -702,7 +706,7 @@ class Daemon:
             "ssd": f"SSD {self._ssd_text()}",
             "directory": f"directory {config.run_dir}",
             "tcp": self._tcp_text(),
-            "metrics": f"metrics http://127.0.0.1:{config.metrics_port}/metrics"
+            "metrics": f"metrics http://{url_host(config.metrics_host)}:{config.metrics_port}/metrics"
             if config.metrics_port
             else "metrics off",
             "tenants": f"tenants by user id: {dict(config.tenants) or 'own user and root only'}",
