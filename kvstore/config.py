@@ -25,7 +25,9 @@ GRPC_SOCKET = "grpc.sock"
 LOCK_FILE = "lock"
 ENVIRONMENT_PREFIX = "KVSTORED_"
 REMOTE_STORE = "remote"
-"""Name of the REMOTE store among the sources beyond this node."""
+"""Name of the REMOTE store among the sources beyond this node,"""
+PEERS = "peers"
+"""and of the nodes beside it."""
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 """Names the TOML file; all else with the prefix is a setting."""
 ONE_SEGMENT = "in one segment: it serves one model at a time, and what another saves meanwhile is FULL"
@@ -361,6 +363,11 @@ class StoreConfig:
         return (self.ssd_bytes - self.ssd_index_max - SSD_OVERHEAD_BYTES) // self.ssd_slab_bytes
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """Who is asked for chunks that are missing here, by name."""
+        return (PEERS,) * bool(self.registry_url) + (REMOTE_STORE,) * bool(self.remote_url)
+
+    @property
     def limits(self) -> Limits:
         return Limits(
             arena_bytes=self.dram_bytes,
@@ -374,6 +381,7 @@ class StoreConfig:
             pin_share_max=self.pin_share_max,
             reserve_share_max=self.reserve_share_max,
             eviction=self.eviction,
+            sources=self.sources,
             prefetch_share_max=self.prefetch_share_max,
             hint_pin_share_max=self.hint_pin_share_max,
             hint_retain_share_max=self.hint_retain_share_max,
@@ -388,7 +396,6 @@ class StoreConfig:
             disk_deadline_ms=self.ssd_deadline_ms,
             durable_within_ms=self.durable_within_ms,
             scrub_bytes_per_s=self.scrub_bytes_per_s,
-            sources=(REMOTE_STORE,) if self.remote_url else (),
             remote_store=REMOTE_STORE if self.remote_url else "",
             remote_writes=self.remote_writes if self.remote_url else "off",
             remote_bytes_max=self.remote_bytes,

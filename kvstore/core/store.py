@@ -270,7 +270,9 @@ class Store:
 
     def _acquire(self, worker: Worker, event: ev.Acquire) -> ev.Acquired | None:
         """As `_match`."""
-        return None if self.sources.park(worker, event) else self.reads.acquire(worker, event)
+        if not event.local and self.sources.park(worker, event):
+            return None
+        return self.reads.acquire(worker, event)
 
     def _forget(self, worker: Worker, event: ev.Forget) -> ev.Done | None:
         """None: answered when nothing can bring back what was forgotten, as far as that can be had in time."""

@@ -47,8 +47,11 @@ class Backend(Protocol):
 
     def fetch(self, effect: FetchChunks, memory: SlotMemory, deadline: float) -> Sequence[FetchedChunk]: ...
 
-    def store(self, effect: StoreChunks, memory: SlotMemory, deadline: float) -> Sequence[object]:
-        """Where each key is now: `Found.where`. All of them are there. Raises StoreFull."""
+    def store(
+        self, effect: StoreChunks, memory: SlotMemory, generation: int, deadline: float
+    ) -> Sequence[object]:
+        """Where each key is now: `Found.where`. All of them are there. `generation` stands in the records. Raises
+        StoreFull."""
 
     def drop(self, digest: bytes, keys: Sequence[ChunkKey], deadline: float) -> None: ...
 

@@ -200,9 +200,9 @@ class ObjectStore:
             found |= part
         return found
 
-    def store(self, effect: StoreChunks, memory: SlotMemory, deadline: float) -> Sequence[object]:
-        self._catch_up(deadline)
-        generation = self._book.seen[0]
+    def store(
+        self, effect: StoreChunks, memory: SlotMemory, generation: int, deadline: float
+    ) -> Sequence[object]:
         shards = len(effect.sources) // len(effect.keys)
         parents = [about.parent for about in effect.about]
         wheres: dict[int, Where] = {}
@@ -219,6 +219,7 @@ class ObjectStore:
             return lambda: obstore.put_async(self._store, path, memoryview(data), use_multipart=False)
 
         self._run(deadline, lambda: self._all([put(path, data) for path, data in puts]))
+        self._catch_up(deadline)  # for the generation of what comes next
         return tuple(wheres[number] for number in range(len(effect.keys)))
 
     def _pack(

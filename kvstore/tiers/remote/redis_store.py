@@ -176,10 +176,11 @@ class RedisStore:
         self._fetch_ms += 0.1 * (took_ms - self._fetch_ms)
         return chunks
 
-    def store(self, effect: StoreChunks, memory: SlotMemory, deadline: float) -> Sequence[object]:
+    def store(
+        self, effect: StoreChunks, memory: SlotMemory, generation: int, deadline: float
+    ) -> Sequence[object]:
         shards = len(effect.sources) // len(effect.keys)
         with self._calling() as client:
-            generation = self._known(client)
             pipe = client.pipeline(transaction=False)
             for number, key in enumerate(effect.keys):
                 for shard in reversed(range(shards)):
@@ -191,6 +192,7 @@ class RedisStore:
                     memoryview(record)[len(head) :] = payload.data
                     pipe.set(self._name(effect.digest, key, shard), memoryview(record), ex=self._ttl_s)
             self._run(pipe)
+            self._known(client)  # for the generation of what comes next
         return (None,) * len(effect.keys)
 
     def drop(self, digest: bytes, keys: Sequence[ChunkKey], deadline: float) -> None:

@@ -156,7 +156,9 @@ class RemoteTier:
             case FetchChunks():
                 self._put("fetch", effect, partial(self._fetch, effect, now + self._deadline_s))
             case StoreChunks():
-                self._put("store", effect, partial(self._store, effect, now + self._deadline_s))
+                # What is forgotten after this moment has a higher count, however soon or late it is told.
+                generation = self._book.seen[0]
+                self._put("store", effect, partial(self._store, effect, generation, now + self._deadline_s))
             case DropChunks():
                 self._put("store", effect, partial(self._drop, effect, now + self._deadline_s))
             case ForgetChunks():
@@ -272,7 +274,7 @@ class RemoteTier:
             self._stats.fetch_seconds += time.monotonic() - began
         self._done(ChunksFetched(effect.op, chunks))
 
-    def _store(self, effect: StoreChunks, deadline: float) -> None:
+    def _store(self, effect: StoreChunks, generation: int, deadline: float) -> None:
         size = sum(effect.sources.length)
         failed = ""
         wheres: tuple[object, ...] = ()
@@ -283,7 +285,9 @@ class RemoteTier:
             if not self._write_bucket.take(size, deadline):
                 raise StoreProblem("the cap on bandwidth leaves no room before the deadline")
             wheres = tuple(
-                self._calling(deadline, lambda: self._backend.store(effect, self._memory, deadline))
+                self._calling(
+                    deadline, lambda: self._backend.store(effect, self._memory, generation, deadline)
+                )
             )
             with self._counting:
                 self._stats.chunks_written += len(effect.keys)
