@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,8 @@ class ChunkSource(Protocol):
     """Who performs the look-ups and fetches of one name in `Limits.sources`; see `core/remote/sources.py`. Answers go
     to `Loop.post_threadsafe`, one for each effect."""
 
-    def submit(self, effect: SourceEffect) -> None:
-        """Never blocks, never raises because of I/O. Only `Limits.remote_store` gets more than the first two."""
+    def submit(self, effect: Any) -> None:
+        """A `SourceEffect`. Never blocks, never raises because of I/O. Only `Limits.remote_store` gets more than the first two."""
 
     def close(self, timeout_s: float) -> None:
         """What was submitted has so long to end; what is late is left behind."""
