@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -25,6 +25,16 @@ from kvstore.kernels.prefill import PrefillPlan, prefill_attention
 
 NAME = "kvstore_paged"
 """What the model's config calls this attention."""
+
+
+class Layers(Protocol):
+    """Whoever loads KV that attention reads, and saves what it writes."""
+
+    def begin(self, layer: int) -> None:
+        """Attention of that layer comes next."""
+
+    def end(self, layer: int) -> None:
+        """It has written its KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,7 @@ class Step:
     decode: Plan | None
     prefill: PrefillPlan | None
     """Of the tokens after those."""
+    watch: Layers | None = None
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -93,7 +104,12 @@ def paged_attention(
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if q.stride(2) != 1:  # of a layer that was computed the other way round (linear.py)
         q = q.contiguous()
-    return step.attend(module.layer_idx, q, k, v, scaling).unsqueeze(0), None
+    if step.watch is not None:
+        step.watch.begin(module.layer_idx)
+    out = step.attend(module.layer_idx, q, k, v, scaling).unsqueeze(0)
+    if step.watch is not None:
+        step.watch.end(module.layer_idx)
+    return out, None
 
 
 AttentionInterface.register(NAME, paged_attention)
