@@ -5,8 +5,8 @@
     TurnSave.finish(source, tokens) ---> the same of the tail --> and then the session's new manifest
 
 The model's thread neither copies nor waits here. What the write buffer, whose size is bounded, or the store cannot
-take is dropped and counted, with all that comes after it in the turn: a history is only usable up to its first hole. The
-next turn of the session finds the shorter history, computes the rest again and saves it again.
+take is dropped and counted, with all that comes after it in the turn: a history is only usable up to its first hole.
+The next turn of the session finds the shorter history, computes the rest again and saves it again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The write buffer: KV on its way out of the pool, copied by a stream of its own while the model goes on.
 
 A copy waits for nothing but the layer that it reads, so it is soon over, however slow the store is; the saver works
-from the buffer. Behind prefill, layer by layer (`Outgoing.copy` as each layer is computed); behind decode, whole chunks.
+from the buffer. Behind prefill, layer by layer (`Outgoing.copy` as each layer is computed); behind decode, by chunk.
 Chunks may be freed and filled with other KV meanwhile: whoever writes them comes after `WriteBuffer.reads`.
 """
 

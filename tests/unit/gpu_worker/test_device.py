@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -85,8 +86,9 @@ def test_after_a_failure_all_fails_and_nobody_hangs(
     with pytest.raises(DeviceFailed, match="ZeroDivisionError"):
         stream.record().synchronize()
     ran: list[int] = []
+    with suppress(DeviceFailed):  # the one that tells races says so at once
+        other.run(lambda: ran.append(1))
     with pytest.raises(DeviceFailed):
-        other.run(lambda: ran.append(1))  # the one that tells races says so at once
         other.record().synchronize()
     assert not ran and "ZeroDivisionError" in caplog.text
     assert not issubclass(DeviceFailed, AssertionError)
