@@ -24,7 +24,8 @@ class ChunkSource(Protocol):
     to `Loop.post_threadsafe`, one for each effect."""
 
     def submit(self, effect: Any) -> None:
-        """A `SourceEffect`. Never blocks, never raises because of I/O. Only `Limits.remote_store` gets more than the first two."""
+        """A `SourceEffect`. Never blocks, never raises because of I/O. Only `Limits.remote_store` gets more than the
+        first two."""
 
     def close(self, timeout_s: float) -> None:
         """What was submitted has so long to end; what is late is left behind."""
