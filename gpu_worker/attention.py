@@ -11,20 +11,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.layout import check_supported
+from kvstore.gpu_worker.positions import Positions
 from kvstore.kernels.arguments import DTYPES
 from kvstore.kernels.decode import decode_attention
 from kvstore.kernels.forest import Plan
 from kvstore.kernels.prefill import PrefillPlan, prefill_attention
+from kvstore.kernels.stretches import StretchPlan
 
 NAME = "kvstore_paged"
 """What the model's config calls this attention."""
+
+
+class Layers(Protocol):
+    """Whoever loads KV that attention reads, and saves what it writes."""
+
+    def begin(self, layer: int) -> None:
+        """Attention of that layer comes next."""
+
+    def end(self, layer: int) -> None:
+        """It has written its KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +56,9 @@ class Step:
     decode: Plan | None
     prefill: PrefillPlan | None
     """Of the tokens after those."""
+    watch: Layers | None = None
+    positions: Positions | None = None
+    """What keys are moved by, where sequences see some that stand elsewhere than they were computed."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -60,16 +75,26 @@ class Step:
         decoded = q[:0]
         if self.decode is not None:
             by_row = q.index_select(0, self.lines)
-            decoded = decode_attention(by_row, keys, values, self.decode, scale=scale).index_select(
-                0, self.rows
-            )
+            turned = self._turned(layer, by_row, self.decode.stretches)
+            found = decode_attention(by_row, keys, values, self.decode, scale=scale, turned=turned)
+            decoded = found.index_select(0, self.rows)
         if self.prefill is None:
             return decoded
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         decoding = len(decoded)
         out[:decoding] = decoded
-        prefill_attention(q[decoding:], keys, values, self.prefill, scale=scale, out=out[decoding:])
+        new = q[decoding:]
+        turned = self._turned(layer, new, self.prefill.stretches)
+        prefill_attention(new, keys, values, self.prefill, scale=scale, out=out[decoding:], turned=turned)
         return out
+
+    def _turned(self, layer: int, q: torch.Tensor, plan: StretchPlan | None) -> torch.Tensor | None:
+        """The queries for stretches: turned, not their keys, which stay as they were stored."""
+        if plan is None:
+            return None
+        if self.positions is None:
+            return plan.turn(q, None)
+        return plan.turn(q, self.positions.inv_freq[layer], interleaved=self.positions.interleaved)
 
 
 def paged_attention(
@@ -93,7 +118,12 @@ def paged_attention(
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if q.stride(2) != 1:  # of a layer that was computed the other way round (linear.py)
         q = q.contiguous()
-    return step.attend(module.layer_idx, q, k, v, scaling).unsqueeze(0), None
+    if step.watch is not None:
+        step.watch.begin(module.layer_idx)
+    out = step.attend(module.layer_idx, q, k, v, scaling).unsqueeze(0)
+    if step.watch is not None:
+        step.watch.end(module.layer_idx)
+    return out, None
 
 
 AttentionInterface.register(NAME, paged_attention)

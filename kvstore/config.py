@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import mmap
 import os
 from collections.abc import Mapping
@@ -23,6 +24,10 @@ STREAM_SOCKET = "stream.sock"
 GRPC_SOCKET = "grpc.sock"
 LOCK_FILE = "lock"
 ENVIRONMENT_PREFIX = "KVSTORED_"
+REMOTE_STORE = "remote"
+"""Name of the REMOTE store among the sources beyond this node,"""
+PEERS = "peers"
+"""and of the nodes beside it."""
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 """Names the TOML file; all else with the prefix is a setting."""
 ONE_SEGMENT = "in one segment: it serves one model at a time, and what another saves meanwhile is FULL"
@@ -136,10 +141,66 @@ class StoreConfig:
     """PEM file of its private key, without a password, that other users cannot read."""
     tls_client_ca: str = ""
     """PEM file of the authorities whose client certificates are accepted; every client then needs one (mTLS)."""
+    node_name: str = ""
+    """Of this daemon in a fleet, and in KV events: unique there, and stable; empty: the host's name."""
+    registry_url: str = ""
+    """Redis where nodes tell each other what they hold: redis://, rediss://, redis+cluster://, unix://; empty: off. It
+    must not evict (maxmemory-policy noeviction), so it is not the one of a cache."""
+    registry_ttl_ms: int = 10_000
+    """A node that was silent for so long has gone. Ten heartbeats in that time."""
+    registry_pages_per_s: int = 16
+    """How many pages, of 4,096 chunks and at most 32 KiB each, this node writes to the registry a second."""
+    fleet_secret_file: str = ""
+    """File with the secret that all nodes of a fleet share, and nobody else has. Names and hashes in the registry, and
+    the proofs of peers, are derived from it."""
+    peer_address: str = ""
+    """"host:port" where other nodes of the fleet read chunks; empty: nowhere. Needs TLS (peer_certificate)."""
+    peer_advertise: str = ""
+    """"host:port" that other nodes connect to, where that is not peer_address."""
+    peer_certificate: str = ""
+    """PEM file of this node's certificate, as server and as client of its peers. Read again when it changes."""
+    peer_key: str = ""
+    """PEM file of its private key."""
+    peer_ca: str = ""
+    """PEM file of the authority that signs the certificates of nodes, and of nobody else."""
+    peer_tls_name: str = ""
+    """Name that the certificates of all nodes have; empty: each has its own node_name."""
+    peer_plaintext: bool = False
+    """For development: talk to peers on loopback without TLS. They still have to know the fleet's secret."""
+    peer_bytes_per_s: int = 0
+    """Cap on what is read from peers, and on what is served to them; 0: none."""
+    peer_deadline_ms: int = 2_000
+    """A chunk that a peer does not give within this is a miss."""
+    peer_threads: int = 4
+    """Threads that read from peers."""
+    remote_url: str = ""
+    """Store beyond this node, which other nodes share: redis://, rediss://, redis+cluster://, rediss+cluster://, s3://,
+    gs://, az://, or file:///folder (NFS and the like); empty: none. Credentials of object stores come from their usual
+    environment variables. See docs/remote.md."""
+    remote_writes: str = "on-evict"
+    """What this node writes there: "on-evict" (what is about to leave DRAM), "write-through" (everything, soon) or
+    "off" (nothing; what others wrote is read all the same)."""
+    remote_bytes: int = 1 << 40
+    """Of what this node has put there; what promises the fewest hits a byte gives way."""
+    remote_ttl_s: int = 7 * 24 * 3_600
+    """Records go after this."""
+    remote_salt_file: str = ""
+    """File with a secret of 16 bytes or more that all nodes of one cluster share: it signs records, and keys their
+    names. Without it, whoever can write to the store can make a node serve KV of his own."""
+    remote_lookup_ms: int = 50
+    """How long a Match or an Acquire waits for what the look-up of its missing keys finds, at most."""
+    remote_deadline_ms: int = 5_000
+    """Of a transfer. A store that is late is left alone for a while."""
+    remote_threads: int = 4
+    """Threads that read from the store; half as many write."""
+    remote_bytes_per_s: int = 0
+    """Cap on what is read, and on what is written; 0: none."""
     message_bytes_max: int = 4 << 20
     """Largest message that is read, by gRPC or on a fast lane."""
     metrics_port: int = 0
-    """Loopback port of /metrics in Prometheus format; 0: off."""
+    """Port of /metrics in Prometheus format; 0: off."""
+    metrics_host: str = "127.0.0.1"
+    """Numeric address that /metrics is served at, to everybody who reaches it: it names tenants and models."""
     tenants: Mapping[str, str] = field(default_factory=dict)
     """Tenant by numeric user id of the caller, e.g. {"1000" = "alice"}. The daemon's own user and root are tenant
     "default" unless named; other users are refused."""
@@ -182,6 +243,10 @@ class StoreConfig:
             "copy_threads",
             "message_bytes_max",
             "peer_timeout_ms",
+            "registry_ttl_ms",
+            "registry_pages_per_s",
+            "peer_deadline_ms",
+            "peer_threads",
         ):
             _positive(self, name)
         for name in ("pin_share_max", "reserve_share_max"):
@@ -196,7 +261,7 @@ class StoreConfig:
             "hint_ttl_ms",
         ):
             _positive(self, name)
-        for name in ("ssd_index_bytes", "session_ttl_ms", "scrub_bytes_per_s"):
+        for name in ("ssd_index_bytes", "session_ttl_ms", "scrub_bytes_per_s", "peer_bytes_per_s"):
             if getattr(self, name) < 0:
                 raise ConfigError("must not be negative", field=name, value=getattr(self, name))
         if not 0.0 < self.prefetch_share_max <= 1.0:
@@ -220,10 +285,39 @@ class StoreConfig:
                 value=self.ssd_bytes,
                 remedy="raise ssd_bytes or lower ssd_slab_bytes or ssd_index_bytes",
             )
+        if self.remote_writes not in ("on-evict", "write-through", "off"):
+            raise ConfigError(
+                'must be "on-evict", "write-through" or "off"',
+                field="remote_writes",
+                value=self.remote_writes,
+            )
+        for name in (
+            "remote_bytes",
+            "remote_ttl_s",
+            "remote_lookup_ms",
+            "remote_deadline_ms",
+            "remote_threads",
+        ):
+            _positive(self, name)
+        if self.remote_bytes_per_s < 0:
+            raise ConfigError(
+                "must not be negative", field="remote_bytes_per_s", value=self.remote_bytes_per_s
+            )
+        if self.remote_threads > 64:
+            raise ConfigError("must be at most 64", field="remote_threads", value=self.remote_threads)
         if self.copy_threads > 64:
             raise ConfigError("must be at most 64", field="copy_threads", value=self.copy_threads)
         if not 0 <= self.metrics_port <= 65_535:
             raise ConfigError("must be between 0 and 65535", field="metrics_port", value=self.metrics_port)
+        try:
+            ipaddress.ip_address(self.metrics_host)
+        except ValueError:
+            raise ConfigError(
+                "needs a numeric IP address",
+                field="metrics_host",
+                value=self.metrics_host,
+                remedy="127.0.0.1 for this machine alone, 0.0.0.0 for everybody",
+            ) from None
         if self.drain_ms < 0:
             raise ConfigError("must not be negative", field="drain_ms", value=self.drain_ms)
         if self.log_level not in ("debug", "info", "warning", "error"):
@@ -273,6 +367,11 @@ class StoreConfig:
         return (self.ssd_bytes - self.ssd_index_max - SSD_OVERHEAD_BYTES) // self.ssd_slab_bytes
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """Who is asked for chunks that are missing here, by name."""
+        return (PEERS,) * bool(self.registry_url) + (REMOTE_STORE,) * bool(self.remote_url)
+
+    @property
     def limits(self) -> Limits:
         return Limits(
             arena_bytes=self.dram_bytes,
@@ -286,6 +385,7 @@ class StoreConfig:
             pin_share_max=self.pin_share_max,
             reserve_share_max=self.reserve_share_max,
             eviction=self.eviction,
+            sources=self.sources,
             prefetch_share_max=self.prefetch_share_max,
             hint_pin_share_max=self.hint_pin_share_max,
             hint_retain_share_max=self.hint_retain_share_max,
@@ -301,6 +401,15 @@ class StoreConfig:
             durable_within_ms=self.durable_within_ms,
             scrub_bytes_per_s=self.scrub_bytes_per_s,
             directory=self.directory,
+            remote_store=REMOTE_STORE if self.remote_url else "",
+            remote_writes=self.remote_writes if self.remote_url else "off",
+            remote_bytes_max=self.remote_bytes,
+            remote_deadline_ms=self.remote_deadline_ms,
+            lookup_wait_ms=self.remote_lookup_ms,
+            lookup_deadline_ms=max(500, 2 * self.remote_lookup_ms),
+            remote_bytes_in_flight_max=min(64 << 20, max(1 << 20, self.dram_bytes // 16)),
+            remote_writes_in_flight_max=min(16 << 20, max(1 << 20, self.dram_bytes // 32)),
+            remote_linger_ms=0 if self.remote_url.startswith(("redis", "rediss")) else 500,
         )
 
 

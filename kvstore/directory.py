@@ -10,6 +10,8 @@ it byte by byte. Little-endian, all numbers of 64 bits at multiples of eight:
     16      8       rows that there is room for
     24      8       buckets that there is room for, a power of two
     32      16      boot id of the daemon that made it
+    48      8       1: chunks may be beyond this node, of which the directory knows nothing: whoever does not find one
+                    asks the daemon
     64      8       closed: not 0 where the daemon alone may be asked
     128     8       heartbeat: when the daemon's loop last turned, in ms of CLOCK_MONOTONIC
     192     8       buckets in use, a power of two; 0 while they are being put in order anew
@@ -74,7 +76,7 @@ UNSURE = 1 << 32
 
 _CLOSED, _HEARTBEAT, _BUCKETS = 8, 16, 24
 """Numbers of the words in the header."""
-_HEADER = struct.Struct("<8sIIQQ16s")
+_HEADER = struct.Struct("<8sIIQQ16sQ")
 _WORDS = struct.Struct("<4Q")
 _MASK = (1 << 64) - 1
 _LOW = (1 << 32) - 1
@@ -253,7 +255,7 @@ class View(_Memory):
         """Raises ValueError where these are not the bytes of a directory of this boot."""
         if array.size < HEADER_BYTES:
             raise ValueError(f"a directory has at least {HEADER_BYTES} bytes, not {array.size}")
-        magic, version, shards, rows, buckets, boot = _HEADER.unpack_from(array.data, 0)
+        magic, version, shards, rows, buckets, boot, beyond = _HEADER.unpack_from(array.data, 0)
         if magic != MAGIC or version != VERSION:
             raise ValueError(f"not a directory of version {VERSION}: it begins with {magic!r}, {version}")
         if boot != boot_id:
@@ -261,6 +263,8 @@ class View(_Memory):
         if buckets & (buckets - 1) or not buckets or size_bytes(shards, rows, buckets) > array.size:
             raise ValueError(f"{rows} rows and {buckets} buckets cannot have {array.size} bytes")
         super().__init__(array, shards, rows, buckets)
+        self.ask_for_others = bool(beyond)
+        """What is not found may be beyond this node: the daemon knows."""
 
     def __repr__(self) -> str:
         return f"View({self.word[_BUCKETS]} buckets, {'closed' if self.closed else 'open'})"
@@ -426,12 +430,15 @@ class Writer(_Memory):
         buckets_max: int,
         buckets: int,
         boot_id: bytes,
+        ask_for_others: bool = False,
     ) -> None:
         """`array`: zeros. `buckets` are in use at first, a power of two as `buckets_max`."""
         assert array.size >= size_bytes(shards, rows, buckets_max), (array.size, shards, rows, buckets_max)
         assert 0 < buckets <= buckets_max and not buckets & (buckets - 1), (buckets, buckets_max)
         super().__init__(array, shards, rows, buckets_max)
-        _HEADER.pack_into(array.data, 0, MAGIC, VERSION, shards, rows, buckets_max, boot_id)
+        _HEADER.pack_into(
+            array.data, 0, MAGIC, VERSION, shards, rows, buckets_max, boot_id, int(ask_for_others)
+        )
         self._buckets = buckets
         self._closed = False
         self.count = 0

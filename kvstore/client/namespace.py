@@ -440,6 +440,14 @@ class Namespace:
         found = published[1].look_up(keys)
         return None if found is None else (published[1], found)
 
+    @staticmethod
+    def _is_for_the_daemon(directory: Directory, found: Found, *, all_keys: bool) -> bool:
+        """Some of it is on SSD, or may be beyond this node; of interest are all keys, or those before a miss."""
+        states = found.states
+        if found.usable < len(states) and directory.view.ask_for_others:
+            return True
+        return ON_SSD in (states if all_keys else states[: found.usable])
+
     def _why(
         self, keys: Sequence[ChunkKey], outcomes: Sequence[Outcome], *, behind: int
     ) -> tuple[Reason, ...]:
@@ -460,7 +468,7 @@ class Namespace:
         keys = _checked_keys("keys", keys)
         token_count = whole("token_count", token_count)
         published = self._looked_up(keys)
-        if published is None or ON_SSD in published[1].states:
+        if published is None or self._is_for_the_daemon(*published, all_keys=True):
             matched = yield from self._asking_match(keys, token_count, timeout_s)
             return matched
         found = published[1]
@@ -601,7 +609,7 @@ class Namespace:
             return None
         directory, found = published
         states = found.states
-        if ON_SSD in (states if any_order else states[: found.usable]):
+        if self._is_for_the_daemon(directory, found, all_keys=any_order):
             return None
         hits: Sequence[int] | range = range(found.hits)
         if any_order and found.hits < len(keys):

@@ -89,7 +89,12 @@ class Directory:
         namespace.directory_open = True
         self._first.append(
             CreateDirectory(
-                namespace.id, namespace.shards, namespace.directory_rows_max, namespace.slot_bytes, in_dram
+                namespace.id,
+                namespace.shards,
+                namespace.directory_rows_max,
+                namespace.slot_bytes,
+                in_dram,
+                bool(limits.sources),
             )
         )
         self._retiring = True  # it may be an old epoch's, after a restart, or be closed with all others

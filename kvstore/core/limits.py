@@ -84,6 +84,35 @@ class Limits:
 
     directory: bool = True
     """Workers may look chunks up by themselves, in shared memory."""
+    sources: tuple[str, ...] = ()
+    """Beyond this node, by name: who is asked for chunks that are missing here (`remote/sources.py`)."""
+    lookup_wait_ms: int = 50
+    """How long a Match or an Acquire waits for what its missing keys' look-up finds, at most."""
+    lookup_deadline_ms: int = 500
+    """A source that has not answered a look-up by then is left alone for a while."""
+    lookup_fresh_ms: int = 30_000
+    """So long an answer that a chunk is there counts,"""
+    lookup_absent_ms: int = 1_000
+    """and one that it is not."""
+    remote_deadline_ms: int = 5_000
+    """Of a fetch, likewise."""
+    remote_bytes_in_flight_max: int = 64 << 20
+    """Of fetches,"""
+    remote_writes_in_flight_max: int = 16 << 20
+    """and of writes, whose chunks are pinned."""
+    remote_store: str = ""
+    """Which of the sources takes what this node writes and forgets; empty: none."""
+    remote_writes: str = "off"
+    """What is written there: "off"; "write-through": all, soon; "on-evict": what is about to leave DRAM."""
+    remote_bytes_max: int = 1 << 50
+    """Of what this node has put there."""
+    remote_linger_ms: int = 0
+    """So long a write waits for others that go into the same object."""
+    source_pause_ms: int = 1_000
+    """For how long a source that failed is left alone at first,"""
+    source_pause_max_ms: int = 30_000
+    """and at most."""
+
     batch_min: int = 24
     """From so many chunks of a request on, they are handled as a batch: it costs some tens of microseconds, and then
     a fifth for each."""

@@ -12,11 +12,13 @@ from itertools import islice
 from typing import Any
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DOOMED, NONE
+from kvstore.core.chunks import DOOMED, NONE, STORED
 from kvstore.core.cold_tier import ColdTier, Restored
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
+from kvstore.core.remote.saves import RemoteSaves
+from kvstore.core.remote.sources import Sources
 from kvstore.core.requests import repeats
 from kvstore.core.requests.duplicates import Duplicates
 from kvstore.core.requests.hint_actions import HintActions
@@ -88,14 +90,22 @@ class Store:
         self.sessions = Sessions(self.state, self.cold_tier, self.actions, self.residents)
         self.duplicates = Duplicates(self.state, self.reads)
         self.rewrites = Rewrites(self.state, self.cold_tier)
-        self.recalls = Recalls(self.state, self.cold_tier)
+        self.sources = Sources(
+            self.state,
+            lambda row, demanded: self.transfers.reserve_slots(row, demanded=demanded),
+            lambda maker: self.recalls.is_barred(maker),
+        )
+        self.sources.resume = self._resume
+        self.remote = RemoteSaves(self.state, self.sources)
+        self.state.hold = self.remote.hold
+        self.recalls = Recalls(self.state, self.cold_tier, self.remote)
         self.scrub = Scrubber(self.state, self.cold_tier, self.transfers)
-        self.reads.promote = lambda row: self.transfers.promote(row, demanded=True)
+        self.reads.promote = self._bring
         self._next_namespace = 1
         self._requests: dict[type, Callable[[Worker, Any], ev.Answer | None]] = {
             ev.Open: self._open,
-            ev.Match: self.reads.match,
-            ev.Acquire: self.reads.acquire,
+            ev.Match: self._match,
+            ev.Acquire: self._acquire,
             ev.Renew: self.reads.renew,
             ev.Release: self.reads.release,
             ev.Reserve: self._reserve,
@@ -109,7 +119,7 @@ class Store:
             ev.UpdateSession: self.sessions.update,
             ev.Truncate: self.sessions.truncate,
             ev.Fork: self.sessions.fork,
-            ev.Forget: self.sessions.forget,
+            ev.Forget: self._forget,
             ev.ListSessions: self.sessions.list,
             ev.Explain: self.sessions.explain,
             ev.GetStats: lambda worker, _: self._stats(worker),
@@ -119,7 +129,7 @@ class Store:
             ev.Touched: self.touches.looked_up,
             ev.Scrub: self.scrub.ask,
             ev.ListQuarantine: self.rewrites.list,
-            ev.Recall: self.recalls.ask,
+            ev.Recall: self._recall,
             ev.WantSegments: self.segments.want,
             ev.WantDirectory: self._want_directory,
             ev.SegmentsUnmapped: self._unmapped,
@@ -134,6 +144,10 @@ class Store:
             ev.OpFailed: lambda event: self._op_ended(event.op, None, event.why),
             ev.DiskDone: self._disk_done,
             ev.DiskTrouble: lambda event: self.cold_tier.troubled(event.why),
+            ev.ChunksLookedUp: self.sources.looked_up,
+            ev.ChunksFetched: self.sources.fetched,
+            ev.ChunksStored: self.remote.ended,
+            ev.ChunksForgotten: self.remote.forgotten,
             ev.Tick: lambda _: self._tick(),
             ev.Idle: lambda _: self._idle(),
             **self.cold_tier.facts(),
@@ -171,6 +185,8 @@ class Store:
             self._request(event)
         self.cold_tier.make_room(self.sessions.drop)
         self.transfers.pump()
+        self.sources.pump()
+        self.remote.pump()
         self.scrub.pump()
         self.recalls.pump()
         self.cold_tier.tell_gone()
@@ -189,7 +205,8 @@ class Store:
     def behind(self) -> bool:
         """Whether a restart now would forget what a healthy disk is about to remember, or bring back what is about to
         be forgotten."""
-        return self.transfers.behind or bool(self.sessions.forgetting) or self.recalls.going
+        forgetting = bool(self.sessions.forgetting) or self.recalls.going
+        return self.transfers.behind or forgetting or self.remote.behind
 
     def hurry(self) -> None:
         """The daemon is about to stop: what the index lacks is written as soon as it can be, from now on."""
@@ -251,6 +268,69 @@ class Store:
         if answer is None:
             worker.memory.forget(number)
         return answer
+
+    def _match(self, worker: Worker, event: ev.Match) -> ev.Matched | None:
+        """None: answered when what is missing has been looked up beyond this node."""
+        return None if self.sources.park(worker, event) else self.reads.match(worker, event)
+
+    def _acquire(self, worker: Worker, event: ev.Acquire) -> ev.Acquired | None:
+        """As `_match`."""
+        if not event.local and self.sources.park(worker, event):
+            return None
+        return self.reads.acquire(worker, event)
+
+    def _forget(self, worker: Worker, event: ev.Forget) -> ev.Done | None:
+        """None: answered when nothing can bring back what was forgotten, as far as that can be had in time."""
+        if not self.remote.active:
+            return self.sessions.forget(worker, event)
+        self.state.to_hold.add(event.ticket)
+        try:
+            answer = self.sessions.forget(worker, event)
+            self.remote.forget_keys(self.state.namespaces[event.namespace], event.keys)
+        except StoreError:
+            self.state.to_hold.discard(event.ticket)
+            raise
+        if answer is None:
+            return None
+        self.state.to_hold.discard(event.ticket)
+        return None if self.remote.hold(event.ticket, answer) else answer
+
+    def _recall(self, worker: Worker, event: ev.Recall) -> ev.Recalled | None:
+        """As `_forget`."""
+        if self.remote.active and not event.dry_run:
+            self.state.to_hold.add(event.ticket)
+        try:
+            return self.recalls.ask(worker, event)
+        except StoreError:
+            self.state.to_hold.discard(event.ticket)
+            raise
+
+    def _resume(self, event: ev.Match | ev.Acquire) -> None:
+        """A parked request goes on with what is known now. Nobody is left to answer if its worker has gone."""
+        state = self.state
+        worker = state.workers.get(event.ticket.worker)
+        if worker is None:
+            return
+        answer: ev.Answer
+        try:
+            state.worker(worker.id)
+            if isinstance(event, ev.Match):
+                answer = self.reads.match(worker, event)
+            else:
+                answer = self.reads.acquire(worker, event)
+        except StoreError as error:
+            answer = error
+        if isinstance(event, ev.Match):
+            state.effects.append(ev.Reply(event.ticket, answer))
+        else:
+            state.reply(event.ticket, answer)
+
+    def _bring(self, row: int) -> None:
+        """Somebody asked for a chunk that is not in DRAM."""
+        if self.state.chunks.flags[row] & STORED:
+            self.transfers.promote(row, demanded=True)
+        else:
+            self.sources.fetch(row, demanded=True)
 
     def _stats(self, worker: Worker) -> ev.Stats:
         values = stats(self.state, worker, self.residents)
@@ -322,6 +402,7 @@ class Store:
         if older is not None:
             older.retired = True
             state.directory.retired()
+            self.remote.forget_namespace(older)
             state.counters["epochs_retired"] += 1
         slot_bytes = tuple(state.pool.slot_bytes(size) for size in spec.shard_bytes)
         namespace = Namespace(
@@ -430,6 +511,7 @@ class Store:
     def _segment_ready(self, op: OpId) -> None:
         self.segments.created(op)
         self.transfers.try_again()
+        self.sources.try_again()
 
     def _op_ended(self, op: Any, checksums: tuple[int, ...] | None, why: str) -> None:
         if op in self.saves.copies:
@@ -467,6 +549,8 @@ class Store:
         self.reads.tick()
         self.segments.tick()
         self.transfers.tick()
+        self.sources.tick()
+        self.remote.tick()
         self.actions.tick()
         self.queue.tick()
         self.residents.tick()

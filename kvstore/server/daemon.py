@@ -36,11 +36,14 @@ import grpc.aio
 from prometheus_client.core import Metric
 
 from kvstore import __version__
-from kvstore.config import MORE_SEGMENTS, ONE_SEGMENT, StoreConfig
+from kvstore.config import MORE_SEGMENTS, ONE_SEGMENT, PEERS, REMOTE_STORE, StoreConfig
 from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.core.store import Store
 from kvstore.errors import BadRequest, ConfigError, StoreError
+from kvstore.fleet import node as fleet_node
+from kvstore.fleet.node import FleetNode
+from kvstore.fleet.registry import without_password
 from kvstore.memory import fix_mmap_threshold, keep_freed_memory, memory_limit_bytes
 from kvstore.server.garbage import ShortSearches, no_searches
 from kvstore.server.health import NOT_SERVING, SERVING, SSD, Health
@@ -50,10 +53,13 @@ from kvstore.server.loop import Loop, monotonic_ms
 from kvstore.server.metrics import MetricsServer, families
 from kvstore.server.recorder import Recorder
 from kvstore.tiers.arena import Arena, Staging
+from kvstore.tiers.base import ChunkSource
 from kvstore.tiers.copier import Copier
 from kvstore.tiers.directories import Directories
 from kvstore.tiers.disk_port import Disk, RealDisk
 from kvstore.tiers.regions import Regions
+from kvstore.tiers.remote import opening as remote_opening
+from kvstore.tiers.remote.tier import RemoteTier
 from kvstore.tiers.schema_files import SchemaFiles
 from kvstore.tiers.ssd import SsdTier
 from kvstore.transport.access import Access, Tls
@@ -314,6 +320,10 @@ def check_port_is_free(field: str, host: str, port: int) -> None:
             ) from None
 
 
+def url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 def check_memory(config: StoreConfig) -> None:
     """Raises ConfigError when arena and staging memory could not all be there at once."""
     limit = memory_limit_bytes()
@@ -380,6 +390,8 @@ class Daemon:
         self._tcp = TcpAddress.of(config)
         check_memory(config)
         check_file_limit(config)
+        self._in_fleet = fleet_node.check(config)
+        self._has_remote = remote_opening.check(config)
         self._access: Access | None = None
         if self._tcp is not None:
             check_port_is_free("tcp_address", self._tcp.host, self._tcp.port)
@@ -388,7 +400,7 @@ class Daemon:
             if self._tcp.tls is not None:
                 self._tcp.tls.credentials()
         if config.metrics_port:
-            check_port_is_free("metrics_port", "127.0.0.1", config.metrics_port)
+            check_port_is_free("metrics_port", config.metrics_host, config.metrics_port)
         self.boot_id = secrets.token_bytes(16)
         self._started_at = time.monotonic()
         self._ready = False
@@ -444,6 +456,17 @@ class Daemon:
         with no_searches():
             store, tier = self._open_ssd() if config.ssd_dir else (Store(config.limits), None)
         self._tier = tier
+        self._remote = self._open_remote() if self._has_remote else None
+        self._fleet = (
+            FleetNode(config, lambda: self.loop, self._arena, self._numbers, self.boot_id)
+            if self._in_fleet
+            else None
+        )
+        sources: dict[str, ChunkSource] = {}
+        if self._fleet is not None:
+            sources[PEERS] = self._fleet.source
+        if self._remote is not None:
+            sources[REMOTE_STORE] = self._remote
         self.loop = Loop(
             store,
             self._arena,
@@ -451,6 +474,7 @@ class Daemon:
             self._copier,
             directories=self._directories,
             ssd=tier,
+            sources=sources,
             on_forget=lambda worker: self._descriptors.forget(worker),
             on_fatal=lambda: self._end(EXIT_BUG),
             on_disk=self._show_disk,
@@ -518,6 +542,12 @@ class Daemon:
         )
         return store, tier
 
+    def _open_remote(self) -> RemoteTier:
+        """Raises ConfigError."""
+        return remote_opening.open_remote(
+            self.config, self._arena, lambda event: self.loop.post_threadsafe(event)
+        )
+
     async def _start(self) -> None:
         self._catch_signals()
         self.loop.start()
@@ -531,8 +561,10 @@ class Daemon:
         self._watching = [asyncio.create_task(self._watch_directory())]
         if self._door is not None:
             self._watching.append(asyncio.create_task(self._door.watch()))
+        if self._fleet is not None:
+            self._fleet.start()
         if self.config.metrics_port:
-            await self._metrics.start(self.config.metrics_port)
+            await self._metrics.start(self.config.metrics_host, self.config.metrics_port)
 
     async def _start_grpc(self) -> None:
         bytes_service = BytesService(self._service, self._numbers)
@@ -654,6 +686,7 @@ class Daemon:
         """That it is ready, to health, log and systemd at once; and what this daemon uses, to people and machines."""
         config = self.config
         settings = asdict(config)
+        settings["registry_url"] = without_password(config.registry_url)
         self._ready = True
         for name in ("", *self._served):
             self._health.set(name, SERVING)
@@ -693,7 +726,7 @@ class Daemon:
             "ssd": f"SSD {self._ssd_text()}",
             "directory": f"directory {config.run_dir}",
             "tcp": self._tcp_text(),
-            "metrics": f"metrics http://127.0.0.1:{config.metrics_port}/metrics"
+            "metrics": f"metrics http://{url_host(config.metrics_host)}:{config.metrics_port}/metrics"
             if config.metrics_port
             else "metrics off",
             "tenants": f"tenants by user id: {dict(config.tenants) or 'own user and root only'}",
@@ -858,6 +891,8 @@ class Daemon:
         """Each step bounded; the last is the lock, so that no successor meets our remains."""
         await self._recorder.stop()
         self._metrics.close()
+        if self._fleet is not None:
+            await asyncio.to_thread(self._fleet.close)
         if self._door is not None:
             self._door.close()
         self._service.close()

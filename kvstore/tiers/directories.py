@@ -77,6 +77,7 @@ class Directories:
             buckets_max=most,
             buckets=min(most, first),
             boot_id=self._boot_id,
+            ask_for_others=effect.ask_for_others,
         )
         with self._lock:
             self._made[effect.namespace] = _Made(writer, mapping, fd, effect.slot_bytes)

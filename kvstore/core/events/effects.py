@@ -12,6 +12,7 @@ from kvstore.types import (
     ChunkKey,
     DiskPlace,
     Extent,
+    Extents,
     LeaseId,
     NamespaceId,
     OpId,
@@ -78,6 +79,8 @@ class CreateDirectory:
     """Per shard."""
     rows_in_dram: int
     """Of `rows_max`, those that are there at once soon."""
+    ask_for_others: bool
+    """Chunks may be beyond this node, of which nothing is published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +349,80 @@ class ProbeDisk:
 
 
 @dataclass(frozen=True, slots=True)
+class LookUpChunks:
+    """Ask a source beyond this node what it has of these keys, which are in chain order for a prefix lookup. Answer:
+    ChunksLookedUp, within `Limits.lookup_deadline_ms`."""
+
+    op: OpId
+    source: str
+    namespace: NamespaceId
+    digest: bytes
+    """32 bytes: the namespace's `salt`, the same on every node."""
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchChunks:
+    """Chunks of a source -> RESERVED DRAM slots, verified. Answer: ChunksFetched, only when nothing writes to the
+    targets any more: the core quarantines those of a late op until then."""
+
+    op: OpId
+    source: str
+    namespace: NamespaceId
+    digest: bytes
+    keys: tuple[ChunkKey, ...]
+    wheres: tuple[object, ...]
+    """`Found.where` of each key."""
+    targets: Extents
+    """Of all shards of the first key, then of the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAbout:
+    """What a record says of its chunk beside the bytes."""
+
+    token_count: int
+    derived: bool
+    makers: tuple[bytes, ...]
+    parent: ChunkKey
+    """Key of the chunk before it, as far as it is known; else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChunks:
+    """DRAM slots -> the REMOTE store. The core pins the sources. Answer: ChunksStored, when they are read no more."""
+
+    op: OpId
+    source: str
+    namespace: NamespaceId
+    digest: bytes
+    keys: tuple[ChunkKey, ...]
+    about: tuple[ChunkAbout, ...]
+    sources: Extents
+    """Of all shards of the first key, then of the next; with the checksums of their commits."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropChunks:
+    """These records are not wanted any more; they would expire by themselves. No answer."""
+
+    op: OpId
+    source: str
+    digest: bytes
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetChunks:
+    """No node may serve any of this from the REMOTE store again. Answer: ChunksForgotten."""
+
+    op: OpId
+    source: str
+    forgotten: tuple[tuple[bytes, ChunkKey, bytes], ...]
+    """(digest of the namespace, key, maker): a maker alone, all of a namespace, or one key of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class DropStaging:
     """This worker's connection has ended and nothing of its staging memory will be copied any more. Its process may
     live on and hold mappings for long; others need that memory."""
@@ -396,6 +473,11 @@ Effect = (
     | RewriteRecords
     | RewriteSlots
     | TierEffect
+    | LookUpChunks
+    | FetchChunks
+    | StoreChunks
+    | DropChunks
+    | ForgetChunks
     | Quarantined
     | DuplicateDiffers
     | DropStaging

@@ -8,6 +8,7 @@ from kvstore.layout import NamespaceSpec
 from kvstore.types import (
     ChunkKey,
     DiskResult,
+    Found,
     Hint,
     HintAction,
     LeaseId,
@@ -91,6 +92,8 @@ class Acquire:
 
     With `promote` off, no promotion begins, and nobody waits for what is on SSD: the answer's `backlog` says what that
     would take.
+
+    `local`: the caller is another node, which asks the others itself, so what is beyond this one is a miss.
     """
 
     ticket: Ticket
@@ -101,6 +104,7 @@ class Acquire:
     wait_ms: int = 0
     prefix_only: bool = True
     promote: bool = True
+    local: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,6 +499,62 @@ class DiskDone:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunksLookedUp:
+    """A source has answered a LookUpChunks, or could not (`failed` says why; then `found` is empty)."""
+
+    op: OpId
+    found: tuple[Found | None, ...] = ()
+    """Per key."""
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedChunk:
+    """What came of one chunk. After OK its slots hold verified bytes; else they are undefined."""
+
+    result: DiskResult
+    """CORRUPT: not what was asked for, or not whole. REUSED: there no more. IO_ERROR: the source failed."""
+    checksums: tuple[int, ...] = ()
+    """xxh3_64 of each shard's bytes in the slots. This and the next of OK alone."""
+    token_count: int = 0
+    derived: bool = False
+    makers: tuple[bytes, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksFetched:
+    """A FetchChunks has returned: nothing writes to its targets any more."""
+
+    op: OpId
+    chunks: tuple[FetchedChunk, ...]
+    """Per key."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksStored:
+    """A StoreChunks has returned: its sources are read no more."""
+
+    op: OpId
+    results: tuple[DiskResult, ...]
+    """Per key. NO_SPACE: the store is full."""
+    failed: str = ""
+    """Why the store failed, if it did."""
+    cost_ms: float = 0.0
+    """How long a fetch of one is expected to take."""
+    wheres: tuple[object, ...] = ()
+    """`Found.where` of each key; empty: None of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksForgotten:
+    """A ForgetChunks was carried out; or (`why`) it is noted on this node, and the store is told when it is back."""
+
+    op: OpId
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: expiry, compaction, bounds."""
 
@@ -545,6 +605,10 @@ Event = (
     | SlabReady
     | DiskDone
     | DiskTrouble
+    | ChunksLookedUp
+    | ChunksFetched
+    | ChunksStored
+    | ChunksForgotten
     | Tick
     | Idle
 )
