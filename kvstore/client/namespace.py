@@ -251,7 +251,7 @@ class Namespace:
         _check_iterable("batches", batches)
 
         def read(keys: Sequence[ChunkKey]) -> Operation[ReadLease]:
-            return self.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s)
+            return self.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s, pin=True)
 
         return Reads(batches, read, ahead)
 
@@ -467,6 +467,7 @@ class Namespace:
     ) -> Operation[Matched]:
         keys = _checked_keys("keys", keys)
         token_count = whole("token_count", token_count)
+        self._connection.deadline(timeout_s)
         published = self._looked_up(keys)
         if published is None or self._is_for_the_daemon(*published, all_keys=True):
             matched = yield from self._asking_match(keys, token_count, timeout_s)
