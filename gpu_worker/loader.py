@@ -33,8 +33,8 @@ class LoadFailed(Exception):
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One chunk to load: its number in the lease, and the tokens [first_token, first_token + token_count) it fills.
-    `delta`: how far its keys have moved from the positions that they were computed at. Our engines leave it 0, as their
-    answers are those of a model that computed everything, and moved KV has seen other tokens before it."""
+    `delta`: how far its keys have moved from the positions that they were computed at. Only modules of Prompt Cache
+    move: all else is to be what a model computes from the tokens, and moved KV has seen other tokens before it."""
 
     index: int
     first_token: int
@@ -42,8 +42,8 @@ class Piece:
     delta: int = 0
 
 
-Target = Callable[[int, Piece], Bits]
-"""Where a piece goes in a layer: [2, H_kv, token_count, D]."""
+Target = Callable[[int, Piece], Bits | Sequence[Bits]]
+"""Where a piece goes in a layer: [2, H_kv, token_count, D], or several of these, whose tokens follow one another."""
 
 
 class Load:
@@ -114,29 +114,39 @@ class Load:
         """In every call the lease compares the slots' generations before the first byte and after the last: what is
         reported as loaded here was the committed bytes, whatever becomes of the slots later."""
         offset = self._geometry.offset(layer)
-        plain = [
-            (piece.index, SHARD, offset, self._target(layer, piece))
-            for piece in self._pieces
-            if not piece.delta
-        ]
-        return (not plain or self._lease.copy_many(plain)) and all(
-            self._move(layer, piece) for piece in self._pieces if piece.delta
-        )
+        copies: list[tuple[int, int, int, Bits]] = []
+        scattered: list[tuple[Piece, Bits, Sequence[Bits]]] = []
+        """Piece, its bytes as they were stored, and where they go."""
+        for piece in self._pieces:
+            target = self._target(layer, piece)
+            if isinstance(target, np.ndarray) and not piece.delta:
+                copies.append((piece.index, SHARD, offset, target))
+                continue
+            targets = [target] if isinstance(target, np.ndarray) else target
+            _, heads, _, size = targets[0].shape
+            stored: Bits = np.empty((2, heads, piece.token_count, size), targets[0].dtype)
+            copies.append((piece.index, SHARD, offset, stored))
+            scattered.append((piece, stored, targets))
+        if not copies or not self._lease.copy_many(copies):
+            return not copies
+        for piece, stored, targets in scattered:
+            begin = 0
+            for target in targets:
+                here = slice(begin, begin + target.shape[2])
+                begin = here.stop
+                if piece.delta:
+                    self._rotate(layer, piece.delta, stored[0, :, here], target[0])
+                    target[1] = stored[1, :, here]
+                else:
+                    target[...] = stored[:, :, here]
+        return True
 
-    def _move(self, layer: int, piece: Piece) -> bool:
-        keys, values = self._target(layer, piece)
-        stored = np.empty(keys.shape, keys.dtype)
-        offset = self._geometry.offset(layer)
-        whole = self._lease.copy_many(
-            [(piece.index, SHARD, offset, stored), (piece.index, SHARD, offset + stored.nbytes, values)]
-        )
-        if whole:
-            assert self._positions is not None
-            if piece.delta not in self._moves:
-                self._moves[piece.delta] = self._positions.rotations(piece.delta)
-            source, target = (torch.from_numpy(each).view(self._geometry.dtype) for each in (stored, keys))
-            rotate(source, self._moves[piece.delta][layer], out=target)
-        return whole
+    def _rotate(self, layer: int, delta: int, stored: Bits, target: Bits) -> None:
+        assert self._positions is not None
+        if delta not in self._moves:
+            self._moves[delta] = self._positions.rotations(delta)
+        keys, out = (torch.from_numpy(each).view(self._geometry.dtype) for each in (stored, target))
+        rotate(keys, self._moves[delta][layer], out=out)
 
 
 class Loader:

@@ -22,12 +22,14 @@ from transformers import PreTrainedModel
 
 from kvstore.client import SessionEntry, SessionInfo
 from kvstore.errors import Unsupported
+from kvstore.gpu_worker.assembly import Assembly, Part
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.layout import Bits, bits
 from kvstore.gpu_worker.loader import Load, Loader, Piece
+from kvstore.gpu_worker.positions import Positions
 from kvstore.gpu_worker.request import Request
 from kvstore.gpu_worker.residency import REPORT_KEYS_MAX, Reporter
-from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, Layers, Saver, TurnSave
+from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, Layers, PartSave, Saver, TurnSave
 from kvstore.gpu_worker.store import CONNECT_AGAIN_S, Store
 from kvstore.kernels.pages import BlockTable, gather
 from kvstore.layout import NamespaceSpec
@@ -56,6 +58,10 @@ class Found:
     """Numbers in the lease of those that were promoted because they were asked for."""
     base: SessionInfo | None = None
     """The session's manifest."""
+    parts: tuple[tuple[int, Part], ...] = ()
+    """Of a prompt that is put together: its parts that are there, each with its number in the lease."""
+    missing: frozenset[ChunkKey] = frozenset()
+    """Keys of the others."""
 
     def release(self) -> None:
         if self.lease is not None:
@@ -96,7 +102,8 @@ class PoolStore:
         )
         self._lookups = ThreadPoolExecutor(max_workers=LOOKUP_THREADS, thread_name_prefix="kv-lookup")
         self._no_lookup_before = 0.0
-        self._loader = Loader(pool.geometry)
+        self._positions = _positions_of(model)
+        self._loader = Loader(pool.geometry, self._positions)
         self.saver = Saver(
             pool.geometry,
             queue_bytes_max=save_queue_bytes_max,
@@ -114,6 +121,16 @@ class PoolStore:
         """Whether there is a daemon, as far as we know."""
         return self._store.namespace() is not None
 
+    @property
+    def namespace(self) -> Namespace | None:
+        """None while there is no daemon."""
+        return self._store.namespace()
+
+    @property
+    def moves(self) -> bool:
+        """Whether KV can be loaded to other positions than it was computed at."""
+        return self._positions is not None
+
     def use(self, spec: NamespaceSpec | None) -> None:
         """From now on loads and saves are those of this namespace; None: there are none."""
         self._store.use(spec)
@@ -126,6 +143,8 @@ class PoolStore:
         namespace = self._store.namespace()
         if namespace is None or len(request.tokens) < 2 or time.monotonic() < self._no_lookup_before:
             return None
+        if request.assembly is not None:
+            return self._look_up_parts(namespace, request.assembly, request.computed)
         # As many as the store takes at once, the tail included: of a longer prompt the rest is computed
         whole = min((len(request.tokens) - 1) // self._chunk_tokens, KEYS_PER_REQUEST_MAX - 1)
         if not whole and not request.session:
@@ -134,12 +153,40 @@ class PoolStore:
         tokens, session, root = tuple(request.tokens), request.session, request.root
         before = self._saving.get(session) if session else None
 
+        def find() -> Found:
+            if before is not None:  # our own save of the turn before, still under way
+                before.saved.wait(self._lookup_timeout_s)
+            return self._find(namespace, keys, tokens, session, root)
+
+        return self._ask(find)
+
+    def _look_up_parts(self, namespace: Namespace, assembly: Assembly, first: int) -> Future[Found] | None:
+        """Of the parts from slot `first` on, whichever are there. Those of another namespace than the one of now are
+        not: their keys are others."""
+        wanted = [part for part in assembly.parts if part.first >= first and (self.moves or not part.delta)]
+        del wanted[KEYS_PER_REQUEST_MAX:]
+        if not wanted or assembly.salt != namespace.salt:
+            return None
+
+        def find() -> Found:
+            lease, promoted = self._store.read(namespace, [part.key for part in wanted], any_order=True)
+            there = [outcome is Outcome.HIT for outcome in lease.outcomes]
+            return Found(
+                lease,
+                from_ssd=promoted,
+                parts=tuple((number, part) for number, part in enumerate(wanted) if there[number]),
+                missing=frozenset(part.key for number, part in enumerate(wanted) if not there[number]),
+            )
+
+        return self._ask(find)
+
+    def _ask(self, find: Callable[[], Found]) -> Future[Found]:
+        """On a thread of its own."""
+
         def ask() -> Found:
             began = time.monotonic()
             try:
-                if before is not None:  # our own save of the turn before, still under way
-                    before.saved.wait(self._lookup_timeout_s)
-                found = self._find(namespace, keys, tokens, session, root)
+                found = find()
             except Exception:
                 # Our bug, or the client's: said loudly here, while the model must not wait for what will not come.
                 log.exception("looking up failed")
@@ -169,8 +216,28 @@ class PoolStore:
         # Nobody waits for it but by asking whether it has ended: copies between memories end
         return self._loader.start(found.lease, pieces, place, deadline_s=float("inf"))
 
+    def load_parts(self, found: Found, chunks: Sequence[int]) -> Load:
+        """The parts that are there, into a prompt's chunks: a part may lie in two of them. Takes over the lease."""
+        assert found.lease is not None
+        size = self._chunk_tokens
+        pieces = [Piece(number, part.first, part.count, part.delta) for number, part in found.parts]
+
+        def place(layer: int, piece: Piece) -> Bits | Sequence[Bits]:
+            targets = []
+            at, end = piece.first_token, piece.first_token + piece.token_count
+            while at < end:
+                number, inside = divmod(at, size)
+                until = min(size, inside + end - at)
+                targets.append(bits(self._pool.layers[layer][chunks[number]])[:, :, inside:until])
+                at += until - inside
+            return targets[0] if len(targets) == 1 else targets
+
+        return self._loader.start(found.lease, pieces, place, deadline_s=float("inf"))
+
     def loaded(self, request: Request, first: int) -> None:
         """Its full chunks from `first` on came from the store."""
+        if request.assembly is not None:
+            return  # few of them are chunks of the pool
         for number in range(first, request.computed // self._chunk_tokens):
             self._pool.mark_stored(request.chunks[number], request.store_keys[number])
 
@@ -218,6 +285,18 @@ class PoolStore:
         self._ended.append((save, request.store_keys[:whole]))
         if request.session:
             self._saving[request.session] = save
+
+    def save_parts(self, request: Request) -> None:
+        """What its assembly is computed for: all of it is in the pool."""
+        assembly, namespace = request.assembly, self._store.namespace()
+        assert assembly is not None
+        if namespace is None or namespace.salt != assembly.salt or not assembly.kept:
+            return
+        size = self._chunk_tokens
+        first = min(kept.first for kept in assembly.kept) // size
+        end = -(-max(kept.first + kept.count for kept in assembly.kept) // size)
+        layers = _Chunks(self._pool, request.chunks[:end]).snapshot(first * size)
+        self.saver.put_parts(PartSave(namespace, assembly.owner, assembly.kept, first * size, layers))
 
     def abandon(self, request: Request) -> None:
         """It ends before its prompt was read: what was queued of it is saved, and is nobody's manifest."""
@@ -295,6 +374,15 @@ class PoolStore:
             self.saver.close(timeout_s)
         finally:
             self._store.close()
+
+
+def _positions_of(model: PreTrainedModel) -> Positions | None:
+    """None: keys of such a model cannot be moved."""
+    try:
+        return Positions.of(model)
+    except Unsupported as error:
+        log.debug("KV stays at its positions: %s", error)
+        return None
 
 
 def maker_of(model: PreTrainedModel) -> bytes:

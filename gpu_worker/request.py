@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.gpu_worker.assembly import Assembly, Span
 from kvstore.gpu_worker.sampling import Sampler
 from kvstore.keys import ROOT
 from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
@@ -53,7 +54,7 @@ class Request:
     store_keys: list[ChunkKey] = field(default_factory=list)
     """Of the same chunks, in the store; as many as were asked for."""
     computed: int = 0
-    """Tokens whose KV is in `chunks`; not those that are being loaded."""
+    """Leading tokens whose KV is in `chunks`; not those that are being loaded."""
     row: int = -1
     """Its row in the forests, while it runs."""
     lookup: Future[Found] | None = None
@@ -68,13 +69,60 @@ class Request:
     """Why no token followed from its logits."""
     alone: bool = False
     """It reuses nothing: what it reused before was no numbers."""
+    assembly: Assembly | None = None
+    """Of a prompt that is put together of parts, what stands where."""
+    holes: list[Span] = field(default_factory=list)
+    """Of such a prompt, once its parts are loaded: what is computed yet, as spans of `tokens`. Without any, all of
+    `tokens` from `computed` on is."""
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
 
     @property
     def missing(self) -> int:
+        """Tokens that are to be computed."""
+        if self.holes:
+            return sum(end - begin for begin, end in self.holes)
         return len(self.tokens) - self.computed
+
+    @property
+    def shared_tokens(self) -> int:
+        """Leading tokens whose KV depends on nothing but themselves: what others may share."""
+        return len(self.tokens) if self.assembly is None else min(self.assembly.exact, len(self.tokens))
+
+    def spans(self, count: int) -> list[Span]:
+        """Where the next `count` tokens stand that are computed."""
+        found: list[Span] = []
+        for begin, end in self.holes or [(self.computed, len(self.tokens))]:
+            if count <= 0:
+                break
+            found.append((begin, min(end, begin + count)))
+            count -= end - begin
+        return found
+
+    def advance(self, count: int) -> None:
+        """The next `count` tokens have been computed."""
+        if not self.holes:
+            self.computed += count
+            return
+        while count:
+            begin, end = self.holes[0]
+            done = min(count, end - begin)
+            count -= done
+            if begin + done < end:
+                self.holes[0] = begin + done, end
+            else:
+                del self.holes[0]
+            self.computed = begin + done
+        if self.holes:
+            self.computed = self.holes[0][0]
+
+    def positions(self, begin: int, end: int) -> Sequence[int]:
+        """Of the tokens [begin, end)."""
+        if self.assembly is None:
+            return range(begin, end)
+        known, behind = self.assembly.positions, self.assembly.end - len(self.assembly.positions)
+        return [known[at] if at < len(known) else behind + at for at in range(begin, end)]
 
 
 def check_request(prompt: Sequence[int], max_new_tokens: int, *, vocabulary: int) -> None:

@@ -16,7 +16,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ import xxhash
 
 from kvstore.client import SessionEntry, SessionInfo
 from kvstore.errors import Conflict, Precondition, StoreError
+from kvstore.gpu_worker.assembly import Kept
 from kvstore.gpu_worker.layout import Geometry, bits
 from kvstore.keys import ROOT
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, GrantResult
@@ -132,12 +134,28 @@ class _Save:
     """Something before it was not queued."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PartSave:
+    """Save chunks of a prompt that was put together for it (a module of Prompt Cache): `layers` are the KV from slot
+    `first` on. All of them become the manifest of `owner`, in place of what it was; without all of them there is none,
+    and what was committed is evicted like any other chunk that nobody names."""
+
+    namespace: Namespace
+    owner: str
+    kept: tuple[Kept, ...]
+    first: int
+    layers: Layers = field(repr=False)
+    saved: threading.Event = field(default_factory=threading.Event)
+    """Set when all was saved or dropped."""
+
+
 class Saver:
     """One thread that saves in the order in which things were queued.
 
     `counters` by name: chunks_saved, bytes_saved, chunks_already (others had saved them), chunks_dropped (queue full or
     behind a hole), chunks_recalled (forgotten again, see `follow`), chunks_refused (the store had no room or was away),
-    chunks_compared and chunks_differed (with what others had saved), manifests, manifests_dropped.
+    chunks_compared and chunks_differed (with what others had saved), manifests, manifests_dropped; modules_saved and
+    modules_dropped, of Prompt Cache.
     """
 
     def __init__(
@@ -158,7 +176,7 @@ class Saver:
         self._maker = maker
         self._audit_every = audit_every
         self._changed = threading.Condition()  # guards all below, and `counters`
-        self._saves: deque[_Save | None] = deque()
+        self._saves: deque[_Save | PartSave | None] = deque()
         """None: forget what was saved before it and is not verified."""
         self._waiting_bytes = 0
         self._busy = False
@@ -184,10 +202,22 @@ class Saver:
             self._changed.notify_all()
             return True
 
+    def put_parts(self, save: PartSave) -> bool:
+        """Queues a save, or drops it: False. Never waits."""
+        with self._changed:
+            waiting_bytes = self._waiting_bytes + self._bytes(save)
+            if waiting_bytes > self._queue_bytes_max or len(self._saves) >= QUEUE_JOBS_MAX or self._closing:
+                self._drop(save)
+                return False
+            self._saves.append(save)
+            self._waiting_bytes = waiting_bytes
+            self._changed.notify_all()
+            return True
+
     def forget(self) -> None:
         """Drops what is queued: it was computed with weights that count no more. What is being saved ends first."""
         with self._changed:
-            kept: deque[_Save | None] = deque()
+            kept: deque[_Save | PartSave | None] = deque()
             for save in self._saves:
                 if save is None:
                     kept.append(None)
@@ -241,6 +271,8 @@ class Saver:
             try:
                 if save is None:
                     self._recall()
+                elif isinstance(save, PartSave):
+                    self._save_parts(save)
                 else:
                     self._do(save)
             except Exception as error:
@@ -248,8 +280,9 @@ class Saver:
                 log.exception("saving failed")
                 with self._changed:
                     self._error = self._error or error
-                    if save is not None:
+                    if isinstance(save, _Save):
                         save.turn.whole = False
+                    if save is not None:
                         self._drop(save)
             finally:
                 with self._changed:
@@ -324,7 +357,8 @@ class Saver:
             ) as batch:
                 results = batch.results
                 for index in batch.granted:
-                    self._fill(batch.buffer(index), save, first_token + index * chunk_tokens, counts[index])
+                    at = first_token + index * chunk_tokens - save.first_token
+                    self._fill(batch.buffer(index), save.layers, at, counts[index])
                     batch.written(index)
                 committed = self._commit(batch)
             already = [n for n, result in enumerate(results) if result is GrantResult.ALREADY]
@@ -364,7 +398,7 @@ class Saver:
         for key, (first_token, count) in already.items():
             if int.from_bytes(key[:4], "little") % self._audit_every == 0:
                 shard = np.zeros(self.geometry.shard_bytes, np.uint8)
-                self._fill(shard, save, first_token, count)
+                self._fill(shard, save.layers, first_token - save.first_token, count)
                 checksums[key] = xxhash.xxh3_64_intdigest(shard.data)
         if checksums:
             differ = save.turn.namespace.report_duplicates(
@@ -374,11 +408,80 @@ class Saver:
                 self.counters["chunks_compared"] += len(checksums)
                 self.counters["chunks_differed"] += differ
 
-    def _fill(self, shard: npt.NDArray[np.uint8], save: _Save, first_token: int, token_count: int) -> None:
-        """Writes one chunk: see gpu_worker/layout.py for the bytes. Copies release the interpreter's lock."""
-        here = slice(first_token - save.first_token, first_token - save.first_token + token_count)
+    def _save_parts(self, save: PartSave) -> None:
+        """In batches that fit into staging memory; each is visible as a whole or not at all."""
+        most = max(1, BATCH_BYTES_MAX // self.geometry.shard_bytes)
+        whole, mine = True, 0
+        for exact, alike in groupby(save.kept, key=lambda kept: kept.exact):
+            group = list(alike)
+            for start in range(0, len(group), most):
+                saved = self._save_part_batch(save, group[start : start + most], exact=exact) if whole else -1
+                whole = whole and saved >= 0
+                mine += max(saved, 0)
+        whole = whole and self._own_parts(save)
+        with self._changed:
+            self.counters["chunks_saved"] += mine
+            self.counters["bytes_saved"] += mine * self.geometry.shard_bytes
+            self.counters["modules_saved" if whole else "modules_dropped"] += 1
+        save.saved.set()
+
+    def _save_part_batch(self, save: PartSave, kept: Sequence[Kept], *, exact: bool) -> int:
+        """How many were not there already; -1: not all of them are there now."""
+        try:
+            with save.namespace.write(
+                [one.key for one in kept],
+                parents=[one.parent for one in kept],
+                token_counts=[one.count for one in kept],
+                derived=not exact,
+                maker=self._maker,
+                timeout_s=self._timeout_s,
+            ) as batch:
+                for index in batch.granted:
+                    at = kept[index].first - save.first
+                    self._fill(batch.buffer(index), save.layers, at, kept[index].count)
+                    batch.written(index)
+                if not all(result in IN_STORE for result in batch.results) or not self._commit(batch):
+                    return -1
+                with self._changed:
+                    mine = [kept[index].key for index in batch.granted]
+                    if mine:
+                        self._unverified.append((time.monotonic(), save.namespace, mine))
+                return len(mine)
+        except StoreError as error:
+            log.info("module not saved: %s", error)
+        return -1
+
+    def _own_parts(self, save: PartSave) -> bool:
+        """The owner's manifest names them, so that they are not lost one by one."""
+        entries = [SessionEntry(one.key, one.position, one.count, approximate=True) for one in save.kept]
+        if not save.owner:
+            return True
+        try:
+            for _ in range(MANIFEST_TRIES):
+                info = save.namespace.get_session(save.owner, timeout_s=self._timeout_s)
+                if info is not None and list(info.entries) == entries:
+                    return True
+                try:
+                    save.namespace.update_session(
+                        save.owner,
+                        expected_version=info.version if info is not None else 0,
+                        keep=0,
+                        append=entries[:KEYS_PER_REQUEST_MAX],
+                        timeout_s=self._timeout_s,
+                    )
+                except Conflict:  # another worker was faster
+                    continue
+                return True
+        except StoreError as error:
+            log.info("manifest of module not updated: %s", error)
+        return False
+
+    def _fill(self, shard: npt.NDArray[np.uint8], layers: Layers, first: int, token_count: int) -> None:
+        """Writes one chunk, from the token `first` of `layers` on: see gpu_worker/layout.py for the bytes. Copies
+        release the interpreter's lock."""
+        here = slice(first, first + token_count)
         used = token_count * self.geometry.token_bytes
-        for number, (keys, values) in enumerate(save.layers):
+        for number, (keys, values) in enumerate(layers):
             window = self.geometry.window(shard, number, token_count)
             window[0] = bits(keys[0, :, here])
             window[1] = bits(values[0, :, here])
@@ -421,15 +524,20 @@ class Saver:
         with self._changed:
             self.counters["manifests_dropped"] += 1
 
-    def _drop(self, save: _Save) -> None:
+    def _drop(self, save: _Save | PartSave) -> None:
         """Caller holds the lock."""
-        if save.tokens:
+        if isinstance(save, PartSave):
+            self.counters["modules_dropped"] += 1
+            save.saved.set()
+        elif save.tokens:
             self.counters["chunks_dropped"] += -(-len(save.tokens) // self.geometry.chunk_tokens)
         else:
             self.counters["manifests_dropped"] += 1
             save.turn.saved.set()
 
-    def _bytes(self, save: _Save) -> int:
+    def _bytes(self, save: _Save | PartSave) -> int:
+        if isinstance(save, PartSave):
+            return sum(kept.count for kept in save.kept) * self.geometry.token_bytes * self.geometry.layers
         return len(save.tokens) * self.geometry.token_bytes * self.geometry.layers
 
 
