@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.gpu_worker.assembly import Assembly, Kept, Part
 from kvstore.keys import ROOT
 from kvstore.promptcache.encoding import Chunk, Encoding, Entry, Method, Unit
-from kvstore.promptcache.layout import Placement, Run, Source
+from kvstore.promptcache.layout import Placement, Source
 from kvstore.promptcache.schema import Path
 from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
 
@@ -63,8 +64,12 @@ def assemble(
 
     `salt`: of the namespace. `moves`: whether keys can be loaded to other positions; else what moved is computed."""
     blocks: list[_Block] = []
-    stored = iter(encoding.entries(placement))
-    left: dict[Path, int] = {}
+    found = encoding.entries(placement)
+    stored = iter(found)
+    sizes: Counter[Path] = Counter()
+    for run, entries in found:
+        sizes[run.path] += sum(len(entry.chunk.tokens) for entry in entries if not entry.exact)
+    left = {path: math.ceil(recipe.share * size) for path, size in sizes.items()}
     """Tokens of each module that are computed in place yet."""
     approximate = False
     for run in placement.runs:
@@ -78,8 +83,6 @@ def assemble(
             block = _Block(entry.chunk.tokens, at, entry if moves or not entry.delta else None)
             if not entry.exact:
                 approximate = True
-                if run.path not in left:
-                    left[run.path] = math.ceil(recipe.share * _size(placement, run))
                 block.computed = min(left[run.path], count)
                 left[run.path] -= block.computed
             blocks.append(block)
@@ -112,13 +115,6 @@ def assemble(
         tuple(recomputed),
         exact,
         salt=salt,
-    )
-
-
-def _size(placement: Placement, of: Run) -> int:
-    """Tokens of a module that are in the prompt and stored."""
-    return sum(
-        len(run.tokens) for run in placement.runs if run.source is Source.STORED and run.path == of.path
     )
 
 
