@@ -78,6 +78,12 @@ class Assembly:
                 raise ValueError(f"the part at slot {part.first} overlaps the one before it, or the end")
             end = part.end
 
+    @property
+    def jumps(self) -> list[tuple[int, int]]:
+        """(slot, its position) of the first slot and of each that does not stand right behind the one before it."""
+        stand = (*self.positions, self.end)
+        return [(slot, at) for slot, at in enumerate(stand) if not slot or at != stand[slot - 1] + 1]
+
     def holes(self, count: int, loaded: Iterable[Part], first: int = 0) -> list[Span]:
         """What is computed of `count` slots, some of them behind the prompt, if the KV of the first `first` is there,
         and that of `loaded`. The last slot always is."""

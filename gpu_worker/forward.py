@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from kvstore.errors import Unsupported
 from kvstore.gpu_worker.assembly import Span
 from kvstore.gpu_worker.attention import Step, paged
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.linear import turnable, turned
+from kvstore.gpu_worker.positions import Positions
 from kvstore.gpu_worker.request import Request
 from kvstore.kernels.forest import Forest, Plan
 from kvstore.kernels.prefill import PrefillPlan
@@ -38,6 +40,8 @@ class Forward:
         """`spans_max`: how many spans of tokens one call computes beside the first of each request."""
         self.model = model.eval()
         self._linear = turnable(model)
+        self._tokens_max = tokens_max
+        self._positions = self._positions_of(model)
         self._pool = pool
         self._chunk_tokens = pool.geometry.chunk_tokens
         split = max(1, SPLIT_TOKENS // self._chunk_tokens) * self._chunk_tokens
@@ -63,6 +67,19 @@ class Forward:
     def renew(self) -> None:
         """The model computes otherwise: some of its layers may be others."""
         self._linear = turnable(self.model)
+        self._positions = self._positions_of(self.model)
+
+    def _positions_of(self, model: PreTrainedModel) -> Positions | None:
+        """None for a model whose keys cannot be moved."""
+        try:
+            return Positions.of(model, tokens_max=self._tokens_max)
+        except (Unsupported, AttributeError, KeyError):  # a living model may get any config
+            return None
+
+    @property
+    def moves(self) -> bool:
+        """Whether what a request sees may stand elsewhere than it was computed."""
+        return self._positions is not None
 
     def __call__(self, pieces: Mapping[Request, int]) -> dict[Request, torch.Tensor]:
         """Computes the next so many tokens of each request; of those that have none left then, the logits
@@ -71,14 +88,14 @@ class Forward:
         prefilling = {request: request.spans(count) for request, count in pieces.items() if count > 1}
         ids: list[int] = []
         positions: list[int] = []
-        slots: list[int] = []
+        places: list[int] = []
         chunks: list[int] = []
         last: dict[Request, int] = {}
         for request in (*decoding, *prefilling):
             for start, end in request.spans(pieces[request]):
                 ids += request.tokens[start:end]
                 positions += request.positions(start, end)
-                slots += range(start, end)
+                places += (at % self._chunk_tokens for at in range(start, end))
                 chunks += [request.chunks[at // self._chunk_tokens] for at in range(start, end)]
                 if end == len(request.tokens):
                     last[request] = len(ids) - 1
@@ -89,11 +106,12 @@ class Forward:
         step = Step(
             layers=self._pool.layers,
             chunks=self._tensor(chunks),
-            places=self._tensor(slots) % self._chunk_tokens,
+            places=self._tensor(places),
             rows=self._tensor([request.row for request in decoding]),
             lines=self._tensor(lines),
             decode=self._decode_plan(decoding),
             prefill=self._prefill_plan(prefilling),
+            positions=self._positions,
         )
         with torch.inference_mode(), paged(self.model), turned(self._linear):
             out = self.model(
@@ -115,7 +133,8 @@ class Forward:
         for request in sequences:
             row, tokens = request.row, request.computed
             before = request.chunks[: -(-tokens // self._chunk_tokens)]
-            if row in forest and forest.length(row) == tokens and forest.chunks_of(row) == before:
+            same = row in forest and forest.length(row) == tokens and forest.chunks_of(row) == before
+            if same and forest.stretches_of(row) == request.seen_before(tokens + 1):
                 forest.append(row, None if tokens % self._chunk_tokens else request.chunks[len(before)])
             else:  # it did not decode before; or another one did in this row, or it did in other chunks
                 if row in forest:
@@ -140,7 +159,8 @@ class Forward:
                 self._prefilling.leave(row)
 
     def _join(self, forest: Forest, request: Request, tokens: int, row: int) -> None:
-        forest.join(row, request.chunks[: -(-tokens // self._chunk_tokens)], tokens)
+        chunks = request.chunks[: -(-tokens // self._chunk_tokens)]
+        forest.join(row, chunks, tokens, request.seen_before(tokens))
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.model.device)
