@@ -317,6 +317,11 @@ class StoreConfig:
         return (self.ssd_bytes - self.ssd_index_max - SSD_OVERHEAD_BYTES) // self.ssd_slab_bytes
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """Who is asked for chunks that are missing here, by name."""
+        return ("peers",) if self.registry_url else ()
+
+    @property
     def limits(self) -> Limits:
         return Limits(
             arena_bytes=self.dram_bytes,
@@ -330,6 +335,7 @@ class StoreConfig:
             pin_share_max=self.pin_share_max,
             reserve_share_max=self.reserve_share_max,
             eviction=self.eviction,
+            sources=self.sources,
             prefetch_share_max=self.prefetch_share_max,
             hint_pin_share_max=self.hint_pin_share_max,
             hint_retain_share_max=self.hint_retain_share_max,

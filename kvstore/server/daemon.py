@@ -450,12 +450,18 @@ class Daemon:
         with no_searches():
             store, tier = self._open_ssd() if config.ssd_dir else (Store(config.limits), None)
         self._tier = tier
+        self._fleet = (
+            FleetNode(config, lambda: self.loop, self._arena, self._numbers, self.boot_id)
+            if self._in_fleet
+            else None
+        )
         self.loop = Loop(
             store,
             self._arena,
             self._staging,
             self._copier,
             ssd=tier,
+            sources={} if self._fleet is None else {"peers": self._fleet.source},
             on_forget=lambda worker: self._descriptors.forget(worker),
             on_fatal=lambda: self._end(EXIT_BUG),
             on_disk=self._show_disk,
@@ -496,7 +502,6 @@ class Daemon:
         self._recorder = Recorder(store.state, self._observe)
         self._metrics = MetricsServer(self._families)
         self._health = Health(peer_timeout_s=peer_timeout_s)
-        self._fleet = FleetNode(config, self.loop, self._numbers, self.boot_id) if self._in_fleet else None
 
     def _open_ssd(self) -> tuple[Store, SsdTier]:
         """Take the directory, read its index, and put what it names into a core. Raises ConfigError or StoreError."""

@@ -74,7 +74,9 @@ def encode_all(engine: BatchEngine, encoding: Encoding, root: ChunkKey = ROOT) -
         engine.add(job.assembly.tokens, 1, assembly=job.assembly, root=root)
         for _ in engine.run():
             pass
-        assert engine.flush(30)  # the next one loads what it attends to: the same pieces are computed each time
+        assert engine.flush(
+            30
+        )  # the next one loads what it attends to: the same pieces are computed each time
     return made
 
 
