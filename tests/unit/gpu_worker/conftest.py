@@ -47,6 +47,8 @@ class FakeStore:
     """Called with the number of the lease's copy_many call; False voids the lease, as would a changed generation."""
     on_read: Callable[[], None] = lambda: None
     on_write: Callable[[], None] = lambda: None
+    derived: dict[ChunkKey, bool] = field(default_factory=dict)
+    """Of what was to be written: whether it was said to be derived."""
     leases: int = 0
     """Open ones."""
     closed: int = 0
@@ -165,6 +167,7 @@ class FakeNamespace:
         *,
         parent: ChunkKey = ROOT,
         token_counts: Sequence[int] = (),
+        derived: bool = False,
         maker: bytes = b"",
         timeout_s: float | None = None,
     ) -> FakeBatch:
@@ -175,6 +178,7 @@ class FakeNamespace:
         self.store.makers.add(maker)
         results = []
         for key in wanted:
+            assert self.store.derived.setdefault(key, derived) == derived, "exact and derived under one key"
             if self.has(key):
                 results.append(GrantResult.ALREADY)
             elif key in self.store.busy:
