@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import mmap
 import os
 from collections.abc import Mapping
@@ -167,7 +168,9 @@ class StoreConfig:
     message_bytes_max: int = 4 << 20
     """Largest message that is read, by gRPC or on a fast lane."""
     metrics_port: int = 0
-    """Loopback port of /metrics in Prometheus format; 0: off."""
+    """Port of /metrics in Prometheus format; 0: off."""
+    metrics_host: str = "127.0.0.1"
+    """Numeric address that /metrics is served at, to everybody who reaches it: it names tenants and models."""
     tenants: Mapping[str, str] = field(default_factory=dict)
     """Tenant by numeric user id of the caller, e.g. {"1000" = "alice"}. The daemon's own user and root are tenant
     "default" unless named; other users are refused."""
@@ -256,6 +259,15 @@ class StoreConfig:
             raise ConfigError("must be at most 64", field="copy_threads", value=self.copy_threads)
         if not 0 <= self.metrics_port <= 65_535:
             raise ConfigError("must be between 0 and 65535", field="metrics_port", value=self.metrics_port)
+        try:
+            ipaddress.ip_address(self.metrics_host)
+        except ValueError:
+            raise ConfigError(
+                "needs a numeric IP address",
+                field="metrics_host",
+                value=self.metrics_host,
+                remedy="127.0.0.1 for this machine alone, 0.0.0.0 for everybody",
+            ) from None
         if self.drain_ms < 0:
             raise ConfigError("must not be negative", field="drain_ms", value=self.drain_ms)
         if self.log_level not in ("debug", "info", "warning", "error"):
@@ -305,6 +317,11 @@ class StoreConfig:
         return (self.ssd_bytes - self.ssd_index_max - SSD_OVERHEAD_BYTES) // self.ssd_slab_bytes
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """Who is asked for chunks that are missing here, by name."""
+        return ("peers",) if self.registry_url else ()
+
+    @property
     def limits(self) -> Limits:
         return Limits(
             arena_bytes=self.dram_bytes,
@@ -318,6 +335,7 @@ class StoreConfig:
             pin_share_max=self.pin_share_max,
             reserve_share_max=self.reserve_share_max,
             eviction=self.eviction,
+            sources=self.sources,
             prefetch_share_max=self.prefetch_share_max,
             hint_pin_share_max=self.hint_pin_share_max,
             hint_retain_share_max=self.hint_retain_share_max,

@@ -263,7 +263,9 @@ class Store:
 
     def _acquire(self, worker: Worker, event: ev.Acquire) -> ev.Acquired | None:
         """As `_match`."""
-        return None if self.sources.park(worker, event) else self.reads.acquire(worker, event)
+        if not event.local and self.sources.park(worker, event):
+            return None
+        return self.reads.acquire(worker, event)
 
     def _resume(self, event: ev.Match | ev.Acquire) -> None:
         """A parked request goes on with what is known now. Nobody is left to answer if its worker has gone."""

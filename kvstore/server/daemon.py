@@ -316,6 +316,10 @@ def check_port_is_free(field: str, host: str, port: int) -> None:
             ) from None
 
 
+def url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 def check_memory(config: StoreConfig) -> None:
     """Raises ConfigError when arena and staging memory could not all be there at once."""
     limit = memory_limit_bytes()
@@ -391,7 +395,7 @@ class Daemon:
             if self._tcp.tls is not None:
                 self._tcp.tls.credentials()
         if config.metrics_port:
-            check_port_is_free("metrics_port", "127.0.0.1", config.metrics_port)
+            check_port_is_free("metrics_port", config.metrics_host, config.metrics_port)
         self.boot_id = secrets.token_bytes(16)
         self._started_at = time.monotonic()
         self._ready = False
@@ -446,12 +450,18 @@ class Daemon:
         with no_searches():
             store, tier = self._open_ssd() if config.ssd_dir else (Store(config.limits), None)
         self._tier = tier
+        self._fleet = (
+            FleetNode(config, lambda: self.loop, self._arena, self._numbers, self.boot_id)
+            if self._in_fleet
+            else None
+        )
         self.loop = Loop(
             store,
             self._arena,
             self._staging,
             self._copier,
             ssd=tier,
+            sources={} if self._fleet is None else {"peers": self._fleet.source},
             on_forget=lambda worker: self._descriptors.forget(worker),
             on_fatal=lambda: self._end(EXIT_BUG),
             on_disk=self._show_disk,
@@ -492,7 +502,6 @@ class Daemon:
         self._recorder = Recorder(store.state, self._observe)
         self._metrics = MetricsServer(self._families)
         self._health = Health(peer_timeout_s=peer_timeout_s)
-        self._fleet = FleetNode(config, self.loop, self._numbers, self.boot_id) if self._in_fleet else None
 
     def _open_ssd(self) -> tuple[Store, SsdTier]:
         """Take the directory, read its index, and put what it names into a core. Raises ConfigError or StoreError."""
@@ -535,7 +544,7 @@ class Daemon:
         if self._fleet is not None:
             self._fleet.start()
         if self.config.metrics_port:
-            await self._metrics.start(self.config.metrics_port)
+            await self._metrics.start(self.config.metrics_host, self.config.metrics_port)
 
     async def _start_grpc(self) -> None:
         bytes_service = BytesService(self._service, self._numbers)
@@ -697,7 +706,7 @@ class Daemon:
             "ssd": f"SSD {self._ssd_text()}",
             "directory": f"directory {config.run_dir}",
             "tcp": self._tcp_text(),
-            "metrics": f"metrics http://127.0.0.1:{config.metrics_port}/metrics"
+            "metrics": f"metrics http://{url_host(config.metrics_host)}:{config.metrics_port}/metrics"
             if config.metrics_port
             else "metrics off",
             "tenants": f"tenants by user id: {dict(config.tenants) or 'own user and root only'}",

@@ -92,6 +92,8 @@ class Acquire:
 
     With `promote` off, no promotion begins, and nobody waits for what is on SSD: the answer's `backlog` says what that
     would take.
+
+    `local`: the caller is another node, which asks the others itself, so what is beyond this one is a miss.
     """
 
     ticket: Ticket
@@ -102,6 +104,7 @@ class Acquire:
     wait_ms: int = 0
     prefix_only: bool = True
     promote: bool = True
+    local: bool = False
 
 
 @dataclass(frozen=True, slots=True)
