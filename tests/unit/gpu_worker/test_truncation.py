@@ -445,3 +445,19 @@ def test_an_answer_ends_where_the_window_does(model: LlamaForCausalLM, engines: 
     assert len(done.tokens) == 256 - (400 - done.cut_tokens)
     number = engine.add(text(200), 20, cut=False)
     assert engine.request(number).cut_tokens == 0
+
+
+def test_a_tail_of_a_cut_conversation_is_nobody_elses(model: LlamaForCausalLM, engines: Make) -> None:
+    """Behind the same full chunk and with the same tokens: one saw what was kept of a conversation, the other not."""
+    engine = engines(model, None, chunk_tokens=T, pool_chunks=128, retain=True, truncation=SETTINGS)
+    prompt = text(200)
+    turns = Turns(T, (T, 100, 192), (90, 180, 200))
+    engine.turn("", prompt[:192], 1, turns=Turns(T, turns.begins[:2], turns.ends[:2]))
+    cut = engine.turn("", prompt, 1, turns=turns)
+    assert cut.cut_tokens > 0 and engine.counters["truncations_recomputed"] == 0
+    kept = view(prompt, SETTINGS, turns, chunk_tokens=T)
+    own = list(kept.chain.tokens)
+    assert len(own) == T + 8 and kept.chain.exact_chunks(T) == 1
+    with recorded_logits(model) as seen:
+        engine.turn("", [*own, 7], 1)
+    assert (seen[-1][0, -1] - logits_of(model, [*own, 7])).abs().max() < 1e-3
