@@ -22,10 +22,12 @@ from transformers import PreTrainedModel
 
 from kvstore.errors import Exhausted, Unavailable, Unsupported
 from kvstore.gpu_worker.attention import NAME, check_pageable
+from kvstore.gpu_worker.device import Device
 from kvstore.gpu_worker.forward import Forward
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.identity import Identity, Verdict
 from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, namespace_of
+from kvstore.gpu_worker.loader import LoadFailed
 from kvstore.gpu_worker.pool_store import PoolStore
 from kvstore.gpu_worker.request import Request, Reused, check_request, is_session_name
 from kvstore.gpu_worker.sampling import GREEDY, NotNumbers, Sampler, Sampling
@@ -87,7 +89,8 @@ class BatchEngine:
     computed again, and the namespace follows (`identity.Identity`, which adds its counters).
 
     `counters` by name: steps, requests; of tokens, prompt_tokens, computed_tokens, adopted_tokens (found in the pool),
-    restored_tokens (from the store) and of these restored_ssd_tokens; preemptions, load_failures, promotions_awaited,
+    restored_tokens (from the store) and of these restored_ssd_tokens; loads_overlapped (requests that joined a step
+    before all of their load was there), preemptions, load_failures, promotions_awaited,
     requests_failed, requests_rejected (the queue was full), requests_unnamed (whose session no store could name),
     requests_unexplained (of a model that cannot be explained: their KV is neither shared nor stored); reports of what
     is in the pool, and reports_failed.
@@ -112,6 +115,8 @@ class BatchEngine:
         promote_timeout_s: float = 1.0,
         save_timeout_s: float = 5.0,
         save_queue_bytes_max: int = QUEUE_BYTES_MAX,
+        read_buffer: int | None = None,
+        device: Device | None = None,
     ) -> None:
         """`connect` makes the client, which the engine closes; while no daemon answers, everything is computed, and now
         and then it is called again, in the background. `pool_chunks`: size of the pool. `sequences_max`: how many
@@ -119,7 +124,9 @@ class BatchEngine:
         in a step, beside those that decode. `share=False`: requests share nothing, to compare with. `retain=False`:
         chunks that nobody holds do not stay in the pool. `weights`: not read any more, since the weights that count
         are those in the model. `weights_epoch`, `salt`: of the namespace. `promote_timeout_s`: how long a request waits
-        for KV that is on SSD; what is late is computed.
+        for KV that is on SSD; what is late is computed. `read_buffer`: so many layers of what is loaded have to be
+        there before a request joins a step, which waits for the others layer by layer; by default as many as keep it
+        from waiting, by what was measured. `device`: how KV is copied, by default that of the model.
 
         Raises Unsupported for a model that the pool, the kernels or the store cannot serve, naming the field,
         ValueError for a setting that is too small, and whatever else the daemon has against us.
@@ -151,6 +158,7 @@ class BatchEngine:
                 promote_timeout_s=promote_timeout_s,
                 save_timeout_s=save_timeout_s,
                 save_queue_bytes_max=save_queue_bytes_max,
+                device=device,
             )
             if connect
             else None
@@ -162,6 +170,7 @@ class BatchEngine:
             prefill_tokens=prefill_tokens,
             share=share and not self._refusal,
             counters=self.counters,
+            read_buffer=read_buffer,
         )
         self._forward = Forward(
             model, self.pool, sequences_max=sequences_max, tokens_max=self.tokens_max, share=share
@@ -318,7 +327,10 @@ class BatchEngine:
         pieces = self._scheduler.schedule()
         if not pieces:
             return []
-        logits = self._forward(pieces)
+        logits = self._compute(pieces)
+        for request in self._scheduler.settle(pieces):
+            logits.pop(request, None)
+            del pieces[request]
         if self._fills(pieces) and self._recognise():
             return []  # it changed on the way: what is full now would be shared and saved
         # All of them before anything changes: a step that breaks off is taken again
@@ -354,6 +366,24 @@ class BatchEngine:
         if finished:
             self._finish(*finished)
         return outputs
+
+    def _compute(self, pieces: Mapping[Request, int]) -> dict[Request, torch.Tensor]:
+        """The forward call. Without logits where nothing of it means anything."""
+        begun, tokens = time.perf_counter(), sum(pieces.values())
+        loads = [request.load for request in pieces if request.load is not None]
+        if self._store is None:
+            logits = self._forward(pieces)
+        else:
+            self._store.step_begins(pieces)
+            try:
+                logits = self._forward(pieces, self._store)
+            except LoadFailed:
+                return {}
+            finally:
+                self._store.step_ends()
+        waited_s = sum(load.waited_s for load in loads)
+        self._scheduler.computing.observe(tokens, max(0.0, time.perf_counter() - begun - waited_s))
+        return logits
 
     def reset(self, epoch: int | None = None) -> None:
         """For programs that have changed weights: all of them are digested again, and what was computed before, in the

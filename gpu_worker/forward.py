@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.errors import Unsupported
-from kvstore.gpu_worker.attention import Step, paged
+from kvstore.gpu_worker.attention import Layers, Step, paged
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.linear import turnable, turned
 from kvstore.gpu_worker.positions import Positions
@@ -73,9 +73,11 @@ class Forward:
         """Whether what a request sees may stand elsewhere than it was computed."""
         return self._positions is not None
 
-    def __call__(self, pieces: Mapping[Request, int]) -> dict[Request, torch.Tensor]:
+    def __call__(
+        self, pieces: Mapping[Request, int], watch: Layers | None = None
+    ) -> dict[Request, torch.Tensor]:
         """Computes the next so many tokens of each request; of those that have none left then, the logits
-        [vocabulary] after the last, in float32."""
+        [vocabulary] after the last, in float32. `watch` is told when attention of each layer comes and is over."""
         decoding = [request for request, count in pieces.items() if count == 1]
         prefilling = {request: count for request, count in pieces.items() if count > 1}
         ids: list[int] = []
@@ -103,6 +105,7 @@ class Forward:
             lines=self._tensor(lines),
             decode=self._decode_plan(decoding),
             prefill=self._prefill_plan(prefilling),
+            watch=watch,
             positions=self._positions,
         )
         with torch.inference_mode(), paged(self.model), turned(self._linear):

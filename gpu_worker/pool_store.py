@@ -1,7 +1,10 @@
 """Between the paged pool and the store: what is there of a prompt is loaded into chunks; what was computed, saved.
 
-Nothing here holds up a forward call: lookups have threads, loads another, saves a third. What is late, void or finds
-no room is computed, or dropped and counted.
+Nothing here holds up a forward call: lookups have threads, copies in and out have streams (`device.py`), requests to
+the store other threads. What is late, void or finds no room is computed, or dropped and counted. A step tells when it
+begins and ends, and when attention of each layer does (`step_begins`, `begin`, `end`, `step_ends`): of a request that
+joined before all of its load was there, a layer is waited for when attention reads it, and a layer of what becomes full
+is copied out as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -12,24 +15,23 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
 from kvstore.client import SessionEntry, SessionInfo
-from kvstore.errors import Unsupported
+from kvstore.gpu_worker.device import Device, device_of
 from kvstore.gpu_worker.hbm_pool import HbmPool
-from kvstore.gpu_worker.layout import Bits, bits
-from kvstore.gpu_worker.loader import Load, Loader, Piece
+from kvstore.gpu_worker.loader import Load, Loader, LoadFailed, Piece
 from kvstore.gpu_worker.request import Request
 from kvstore.gpu_worker.residency import REPORT_KEYS_MAX, Reporter
-from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, Layers, Saver, TurnSave
+from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, Saver, Shards, TurnSave
 from kvstore.gpu_worker.store import CONNECT_AGAIN_S, Store
-from kvstore.kernels.pages import BlockTable, gather
+from kvstore.gpu_worker.write_buffer import Outgoing, WriteBuffer, regions
 from kvstore.layout import NamespaceSpec
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason
 
@@ -57,6 +59,10 @@ class Found:
     base: SessionInfo | None = None
     """The session's manifest."""
 
+    def tokens(self, chunk_tokens: int) -> int:
+        """Of the prompt, in its chunks and its tail."""
+        return self.chunks * chunk_tokens + (self.tail.token_count if self.tail is not None else 0)
+
     def release(self) -> None:
         if self.lease is not None:
             self.lease.release()
@@ -77,13 +83,13 @@ class PoolStore:
         promote_timeout_s: float = 1.0,
         save_timeout_s: float = 5.0,
         save_queue_bytes_max: int = QUEUE_BYTES_MAX,
+        device: Device | None = None,
     ) -> None:
-        """`spec`: of the namespace; None: none for now (see `use`). Raises Unsupported for a model that is not in CPU
-        memory, and whatever the daemon has against us."""
-        if model.device.type != "cpu":
-            raise Unsupported(
-                "KV is stored from CPU memory only, so far", field="model.device", value=model.device
-            )
+        """`spec`: of the namespace; None: none for now (see `use`). `device`: by default that of the model. Raises
+        Unsupported for a model on a device that no make of `device.py` is for, and whatever the daemon has against
+        us."""
+        self._device = device or device_of(model.device)
+        self._device.adopt(pool.layers)
         self._pool = pool
         self._chunk_tokens = pool.geometry.chunk_tokens
         self._lookup_timeout_s = lookup_timeout_s
@@ -96,7 +102,16 @@ class PoolStore:
         )
         self._lookups = ThreadPoolExecutor(max_workers=LOOKUP_THREADS, thread_name_prefix="kv-lookup")
         self._no_lookup_before = 0.0
-        self._loader = Loader(pool.geometry)
+        self._loader = Loader(pool.geometry, device=self._device)
+        self._buffer = WriteBuffer(pool, self._device)
+        self._staged: dict[Request, Outgoing] = {}
+        """Chunks that become full in the step that runs."""
+        self._loading: dict[Request, Load] = {}
+        """Of the requests in the step that runs: loads whose layers are still to come."""
+        self._healthy = 0
+        """Requests in it whose KV is there, as far as we know."""
+        self._touching: dict[Request, tuple[list[int], list[int]]] = {}
+        """Chunks that each of them reads, and writes; where the device looks at that."""
         self.saver = Saver(
             pool.geometry,
             queue_bytes_max=save_queue_bytes_max,
@@ -162,12 +177,21 @@ class PoolStore:
             pieces.append(Piece(found.asked, found.tail.first_token, found.tail.token_count))
         assert len(pieces) == len(chunks), (pieces, chunks)
 
-        def place(layer: int, piece: Piece) -> Bits:
-            chunk = chunks[piece.first_token // size - first]
-            return bits(self._pool.layers[layer][chunk])[:, :, : piece.token_count]
+        layers = self._buffer.layers or self._pool.layers
+
+        def place(layer: int, piece: Piece) -> Any:
+            return layers[layer][chunks[piece.first_token // size - first]][:, :, : piece.token_count]
 
         # Nobody waits for it but by asking whether it has ended: copies between memories end
-        return self._loader.start(found.lease, pieces, place, deadline_s=float("inf"))
+        return self._loader.start(
+            found.lease,
+            pieces,
+            place,
+            deadline_s=float("inf"),
+            # Whoever had these chunks before may still read them, and have written them
+            after=[self._device.compute.record(), *self._buffer.reads(chunks)],
+            regions=lambda layer: regions(layer, chunks),
+        )
 
     def loaded(self, request: Request, first: int) -> None:
         """Its full chunks from `first` on came from the store."""
@@ -195,6 +219,67 @@ class PoolStore:
             tail = None
         return Found(lease, chunks, tail, len(keys), promoted, base)
 
+    # -------------------------------------------------------------------------------------------------- while it runs
+
+    def step_begins(self, pieces: Mapping[Request, int]) -> None:
+        """A step of these begins."""
+        size = self._chunk_tokens
+        self._staged.clear()
+        self._loading = {request: request.load for request in pieces if request.load is not None}
+        self._healthy = len(pieces)
+        written = []
+        for request, count in pieces.items():
+            first, last = request.computed // size, (request.computed + count - 1) // size
+            written += request.chunks[first : last + 1]
+            full = (request.computed + count) // size
+            if count > 1 and full > first and request.load is None:
+                self._stage(request, full)
+        for event in self._buffer.reads(written):
+            self._device.compute.wait(event)
+        if self._device.tracks:
+            self._touching = {
+                request: (
+                    request.chunks[: -(-(request.computed + count) // size)],
+                    request.chunks[request.computed // size : -(-(request.computed + count) // size)],
+                )
+                for request, count in pieces.items()
+            }
+
+    def begin(self, layer: int) -> None:
+        """Attention of that layer comes next. Raises LoadFailed once there is no request left whose KV is there."""
+        for request, load in list(self._loading.items()):
+            try:
+                load.wait(layer)
+            except LoadFailed:  # its tokens mean nothing; those of others do
+                del self._loading[request]
+                self._touching.pop(request, None)
+                self._healthy -= 1
+                if not self._healthy:
+                    raise
+        for read, written in self._touching.values():
+            self._device.compute.run(lambda: None, reads=regions(layer, read), writes=regions(layer, written))
+
+    def end(self, layer: int) -> None:
+        """Attention of that layer has written its KV."""
+        for outgoing in self._staged.values():
+            outgoing.copy(layer)
+
+    def step_ends(self) -> None:
+        """It is over, or broke off."""
+        self._loading.clear()
+        for outgoing in self._staged.values():
+            outgoing.stop()
+
+    def _stage(self, request: Request, full: int) -> None:
+        save = self._save_of(request)
+        if save is None or save.cut:
+            return
+        first = save.queued_tokens // self._chunk_tokens
+        if full > first and self.saver.has_room((full - first) * self._chunk_tokens):
+            self._staged[request] = self._buffer.begin(
+                request.chunks[first:full], (full - first) * self._chunk_tokens
+            )
+
     # ------------------------------------------------------------------------------------------------------- saving
 
     def save(self, request: Request) -> None:
@@ -203,7 +288,7 @@ class PoolStore:
         if save is None:
             return
         whole = request.computed // self._chunk_tokens
-        save.extend(_Chunks(self._pool, request.chunks[:whole]), request.tokens[: whole * self._chunk_tokens])
+        save.extend(self._chunks_of(request), request.tokens[: whole * self._chunk_tokens])
         self._mark(request, save, whole)
 
     def finish(self, request: Request) -> None:
@@ -212,8 +297,7 @@ class PoolStore:
         if save is None:
             return
         whole = request.computed // self._chunk_tokens
-        held = request.chunks[: -(-request.computed // self._chunk_tokens)]
-        save.finish(_Chunks(self._pool, held), request.tokens[: request.computed])
+        save.finish(self._chunks_of(request), request.tokens[: request.computed])
         self._mark(request, save, whole)
         self._ended.append((save, request.store_keys[:whole]))
         if request.session:
@@ -225,7 +309,7 @@ class PoolStore:
         if save is None:
             return
         save.session = ""
-        save.finish(_Chunks(self._pool, ()), request.tokens[: save.queued_tokens])
+        save.finish(self._chunks_of(request), request.tokens[: save.queued_tokens])
         self._ended.append((save, request.store_keys[: save.queued_tokens // self._chunk_tokens]))
 
     def collect(self) -> None:
@@ -267,6 +351,9 @@ class PoolStore:
         request.save = TurnSave(self.saver, namespace, request.session, base, keys[:known], root=request.root)
         return request.save
 
+    def _chunks_of(self, request: Request) -> _Chunks:
+        return _Chunks(self._buffer, request.chunks, self._staged.pop(request, None))
+
     def _mark(self, request: Request, save: TurnSave, whole: int) -> None:
         if save.cut:
             return
@@ -293,6 +380,7 @@ class PoolStore:
             self._lookups.shutdown(wait=True)
             self._loader.close()
             self.saver.close(timeout_s)
+            self._device.close()
         finally:
             self._store.close()
 
@@ -304,30 +392,24 @@ def maker_of(model: PreTrainedModel) -> bytes:
 
 
 class _Chunks:
-    """What a save reads."""
+    """What a save reads: what was staged while it was computed, or chunks of the pool as they are now."""
 
-    def __init__(self, pool: HbmPool, chunks: Sequence[int]) -> None:
-        self._pool = pool
+    def __init__(self, buffer: WriteBuffer, chunks: Sequence[int], staged: Outgoing | None) -> None:
+        self._buffer = buffer
         self._chunks = chunks
+        self._staged = staged
 
-    def snapshot(self, first_token: int, /) -> Layers:
-        """Copies: the chunks may be freed, and filled with other KV, before they are saved. What lies behind the last
-        token is not looked at."""
-        geometry = self._pool.geometry
-        chunks = self._chunks[first_token // geometry.chunk_tokens :]
-        tokens = len(chunks) * geometry.chunk_tokens
-        table = BlockTable.of(
-            chunks,
-            blocks=len(self._pool.layers[0]),
-            block_tokens=geometry.chunk_tokens,
-            chunk_tokens=tokens,  # all of them side by side
-        )
-        layers = []
-        for layer in self._pool.layers:
-            together = layer.new_empty(1, 2, geometry.heads, tokens, geometry.head_dim)
-            gather(layer[:, 0], layer[:, 1], table, together)
-            layers.append((together[:, 0], together[:, 1]))
-        return layers
+    def snapshot(self, first_token: int, token_count: int, /) -> Shards:
+        size = self._buffer.pool.geometry.chunk_tokens
+        chunks = self._chunks[first_token // size : -(-(first_token + token_count) // size)]
+        staged = self._staged
+        if (
+            staged is not None
+            and staged.whole
+            and (staged.chunks, staged.tokens) == (tuple(chunks), token_count)
+        ):
+            return staged
+        return self._buffer.copy(chunks, token_count)
 
 
 def _tail_of(

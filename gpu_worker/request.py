@@ -67,6 +67,10 @@ class Request:
     found: Found | None = None
     """What the store had, once it is known."""
     load: Load | None = None
+    load_first: int = 0
+    """The first of its chunks that `load` fills; that one and all after it are the load's until it has ended."""
+    joined: bool = False
+    """It runs though not all of `load` is there; `computed` counts what is being loaded."""
     save: TurnSave | None = None
     reused: Reused = field(default_factory=Reused)
     load_failures: int = 0

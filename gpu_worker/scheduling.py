@@ -8,9 +8,12 @@ queue, and is loaded or computed again once there is room. The oldest one always
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from kvstore.gpu_worker.compute_or_load import Computing, read_buffer_layers
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.loader import Load, LoadFailed
 from kvstore.gpu_worker.request import Request, Reused
@@ -26,8 +29,8 @@ _SALT = bytes(SALT_BYTES)  # keys of the pool are compared with one another only
 
 
 class Scheduler:
-    """`counters` gets adopted_tokens, restored_tokens (and of these: restored_ssd_tokens), load_failures and
-    preemptions."""
+    """`counters` gets adopted_tokens, restored_tokens (and of these: restored_ssd_tokens), loads_overlapped (requests
+    that joined a step before all of their load was there), load_failures and preemptions."""
 
     def __init__(
         self,
@@ -38,7 +41,11 @@ class Scheduler:
         prefill_tokens: int,
         share: bool,
         counters: Counter[str],
+        computing: Computing | None = None,
+        read_buffer: int | None = None,
     ) -> None:
+        """`computing`: what steps take. `read_buffer`: layers that have to be there before a request joins a step;
+        None: as many as keep it from waiting."""
         for name, value in (("sequences_max", sequences_max), ("prefill_tokens", prefill_tokens)):
             if value < 1:
                 raise ValueError(f"{name} is {value}: must be at least 1")
@@ -50,6 +57,8 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._share = share
         self._counters = counters
+        self.computing = computing or Computing(skipped=1)
+        self._read_buffer = read_buffer
         self._chunk_tokens = pool.geometry.chunk_tokens
         self._rows = list(range(sequences_max - 1, -1, -1))
         self._ending: list[tuple[Load, list[int]]] = []
@@ -91,6 +100,15 @@ class Scheduler:
             self._publish(request, before)
             if self._store is not None:
                 self._store.save(request)
+
+    def settle(self, pieces: Mapping[Request, int]) -> set[Request]:
+        """The step of these has ended: those are returned whose load failed after they had joined. They are computed
+        again."""
+        failed = set()
+        for request in pieces:
+            if request.load is not None and not self._restored(request):
+                failed.add(request)
+        return failed
 
     def find(self, number: int) -> Request | None:
         """The live request of that number."""
@@ -151,9 +169,7 @@ class Scheduler:
             request.lookup.add_done_callback(lambda lookup: lookup.result().release())
         whole, rest = divmod(request.computed, self._chunk_tokens)
         if request.load is not None:
-            request.load.cancel("the request was stopped")
-            self._ending.append((request.load, request.chunks[whole:]))
-            del request.chunks[whole:]
+            self._give_up(request, "the request was stopped")
         elif rest and retain and self._share:
             self._pool.drop(request.chunks[whole + 1 :])
             tail = request.tokens[whole * self._chunk_tokens : request.computed]
@@ -222,7 +238,7 @@ class Scheduler:
     def _adopt(self, request: Request) -> int:
         """Take what others have computed of its tokens; at least one token is left to compute. Returns how many
         chunks."""
-        if request.computed != len(request.chunks) * self._chunk_tokens:
+        if request.load is not None or request.computed != len(request.chunks) * self._chunk_tokens:
             return 0
         found = self._pool.find(self._adoptable(request)[len(request.chunks) :])
         self._pool.hold(found)
@@ -306,7 +322,7 @@ class Scheduler:
 
     def _restoring(self, request: Request, promised: set[ChunkKey], pieces: dict[Request, int]) -> bool:
         """Whether it has to wait for what the store has of it. It computes nothing before it is known, so that its
-        chunks are whole ones; all of the load arrives before it goes on, since others share its forward call."""
+        chunks are whole ones."""
         first = request.computed // self._chunk_tokens
         if request.lookup is not None:
             if not request.lookup.done() or self._next(request) in promised:
@@ -322,37 +338,71 @@ class Scheduler:
             request.lookup, request.found = None, found
             if useful:
                 request.load = self._store.load(found, first, request.chunks[first:])
+                request.load_first = first
             else:
                 found.release()
         if request.load is None:
             if self._next(request) not in promised:
                 self._adopt_tail(request)
             return False
-        if not request.load.ended.done():
-            promised.update(self._adoptable(request)[first : len(request.chunks)])
+        if request.load.failed or request.load.ended.done():
+            self._restored(request)
+            return False
+        promised.update(self._adoptable(request)[request.load_first : len(request.chunks)])
+        if not request.joined and not self._may_join(request, pieces):
             return True
-        self._restored(request, first)
+        self._join(request)
         return False
 
-    def _restored(self, request: Request, first: int) -> None:
-        """Its load has ended."""
+    def _may_join(self, request: Request, pieces: Mapping[Request, int]) -> bool:
+        """Whether enough of its load is there for a step that waits for the rest layer by layer. Nobody who shares the
+        step is to wait: then it is as much as the rest needs to arrive while the step computes."""
+        assert request.load is not None and request.found is not None
+        load, layers = request.load, self._pool.geometry.layers
+        if self._read_buffer is not None:
+            return load.layers_in >= min(self._read_buffer, layers)
+        if load.layers_in == 0:
+            return False
+        if not any(other.load is None and other.lookup is None for other in self.running):
+            return True
+        tokens = sum(pieces.values()) + min(
+            request.missing - self._loaded_tokens(request), self._prefill_tokens
+        )
+        step_s = self.computing.seconds(tokens)
+        return load.layers_in >= read_buffer_layers(layers, load_s=load.layer_s * layers, compute_s=step_s)
+
+    def _loaded_tokens(self, request: Request) -> int:
+        """How many tokens of it `load` brings."""
+        assert request.found is not None
+        return request.found.tokens(self._chunk_tokens) - request.load_first * self._chunk_tokens
+
+    def _join(self, request: Request) -> None:
+        if not request.joined:
+            request.joined = True
+            request.computed += self._loaded_tokens(request)
+            self._counters["loads_overlapped"] += 1
+
+    def _restored(self, request: Request) -> bool:
+        """Its load has ended, or will never: whether all of it came."""
         assert self._store is not None and request.load is not None and request.found is not None
-        load, request.load = request.load, None
-        found, size = request.found, self._chunk_tokens
+        load, found, first, size = request.load, request.found, request.load_first, self._chunk_tokens
         try:
-            load.wait(self._pool.geometry.layers - 1)
+            if load.failed:
+                raise LoadFailed
+            load.settle()
         except LoadFailed:
             self._counters["load_failures"] += 1
             request.load_failures += 1
-            self._pool.drop(request.chunks[first:])
-            del request.chunks[first:]
+            self._give_up(request, "it failed")
             self._adopt_tail(request)
-            return
+            return False
+        restored = self._loaded_tokens(request)
+        if not request.joined:
+            request.computed += restored
+        request.load, request.joined = None, False
         tail = found.tail.token_count if found.tail is not None else 0
-        request.computed = found.chunks * size + tail
         from_ssd = size * sum(first <= number < found.chunks for number in found.from_ssd)
         from_ssd += tail if found.asked in found.from_ssd else 0
-        restored = request.computed - first * size
         self._counters["restored_tokens"] += restored
         self._counters["restored_ssd_tokens"] += from_ssd
         request.reused.ssd += from_ssd
@@ -360,21 +410,36 @@ class Scheduler:
         self._note(request, first)
         self._publish(request, first)
         self._store.loaded(request, first)
+        return True
+
+    def _give_up(self, request: Request, why: str) -> None:
+        """Nothing of its load is used. Its chunks are free once nothing is written there any more."""
+        assert request.load is not None
+        request.load.cancel(why)
+        self._ending.append((request.load, request.chunks[request.load_first :]))
+        del request.chunks[request.load_first :]
+        request.computed = min(request.computed, request.load_first * self._chunk_tokens)
+        request.load, request.joined = None, False
 
     def _reap(self) -> None:
         """Free the chunks of loads that have ended, now that nothing is written there any more."""
+        going_on = []
         for load, chunks in self._ending:
             if load.ended.done():
+                with suppress(LoadFailed):
+                    load.settle()
                 self._pool.drop(chunks)
-        self._ending = [(load, chunks) for load, chunks in self._ending if not load.ended.done()]
+            else:
+                going_on.append((load, chunks))
+        self._ending = going_on
         if self._store is not None:
             self._store.collect()
 
     def _idle(self) -> None:
         """Nothing can be computed before something arrives."""
-        loads = [load for load, _ in self._ending]
-        loads += [request.load for request in self.running if request.load is not None]
-        pending: list[Future[Any]] = [load.ended for load in loads]
+        pending: list[Future[Any]] = [load.ended for load, _ in self._ending]
+        loads = [request.load for request in self.running if request.load is not None]
+        pending += [load.ended if load.begun.done() else load.begun for load in loads]
         # Who has its answer already waits for what another one loads
         lookups = (request.lookup for request in self.running if request.lookup is not None)
         pending += [lookup for lookup in lookups if not lookup.done()]

@@ -21,7 +21,7 @@ from kvstore.gpu_worker.connectors.lookup import LAST_LOOK_S, look_up
 from kvstore.types import ChunkKey
 
 if TYPE_CHECKING:
-    from kvstore.gpu_worker.connectors.vllm.link import Link
+    from kvstore.gpu_worker.connectors.link import Link
     from kvstore.layout import NamespaceSpec
 
 THREADS = 16
