@@ -12,7 +12,7 @@ differs, REUSED where the chunk is there no more, IO_ERROR where the source itse
 
 Match and Acquire wait for the look-up of what is missing, `lookup_wait_ms` at most, and only while the source is well.
 A request whose keys are all here, or are known to be nowhere, waits for nothing. A source that fails or is late is left
-alone (`Source.trip`), for twice as long each time; then one look-up that nobody waits for tries it again. Of several
+alone (`Source.trip`), for twice as long each time; then a look-up that nobody waits for tries it again. Of several
 sources that have a chunk the one with the lowest `Found.cost_ms` is read, then the next.
 """
 
@@ -58,6 +58,8 @@ FETCHES_MAX = 16
 ERRORS_MAX = 3
 """Failures of a source in a row after which it is left alone."""
 ABSENT_AFTER_CORRUPT_MS = 60_000
+NO_NAMESPACE, NO_DIGEST, TRIAL_KEY = NamespaceId(0), bytes(32), ChunkKey(b"is it well?")
+"""Nobody has this chunk: what a source is asked for to see whether it is well again."""
 _ASKED_FOR = frozenset(
     {
         Reason.NEVER_SEEN,
@@ -257,6 +259,14 @@ class Sources:
                 )
         return ops
 
+    def _try(self, source: Source) -> None:
+        """Whether it is well again, if nobody else asks it."""
+        op = self.state.new_op()
+        deadline = self.state.now + self.state.limits.lookup_deadline_ms
+        self.lookups[op] = LookUp(source, NO_NAMESPACE, (TRIAL_KEY,), deadline)
+        source.lookups += 1
+        self.state.effects.append(ev.LookUpChunks(op, source.name, NO_NAMESPACE, NO_DIGEST, (TRIAL_KEY,)))
+
     def _is_missing(self, namespace: Namespace, key: ChunkKey) -> bool:
         """Nothing of it is here, nor on its way."""
         row = namespace.index.get(key, NONE)
@@ -290,7 +300,8 @@ class Sources:
         elif not lookup.late:
             source.recovers()
             namespace = state.namespaces.get(lookup.namespace)
-            for key, found in zip(lookup.keys, event.found, strict=True):
+            trial = lookup.namespace == NO_NAMESPACE
+            for key, found in () if trial else zip(lookup.keys, event.found, strict=True):
                 fresh_ms = limits.lookup_absent_ms if found is None else limits.lookup_fresh_ms
                 self._remember(lookup.namespace, key, source, found, fresh_ms)
                 if namespace is None:
@@ -633,6 +644,9 @@ class Sources:
         for fetch in list(self.fetches.values()):
             if fetch.quarantined is None and fetch.deadline <= state.now:
                 self._late(fetch)
+        for source in self.by_name.values():
+            if not source.is_well and source.is_asked(state.now):
+                self._try(source)
         self.try_again()
 
     def try_again(self) -> None:
