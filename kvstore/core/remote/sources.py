@@ -18,6 +18,7 @@ sources that have a chunk the one with the lowest `Found.cost_ms` is read, then 
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,6 @@ from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Segment
 from kvstore.core.rate import Rate
 from kvstore.core.state import State
-from kvstore.core.workers import Worker
 from kvstore.types import (
     ChunkKey,
     DiskResult,
@@ -75,6 +75,16 @@ _ASKED_FOR = frozenset(
 )
 """Why a key may be missing here and be asked for elsewhere: what somebody wanted gone (forgotten, recalled, an old
 epoch) is not."""
+
+
+class Looked(enum.Enum):
+    """What looking beyond this node means for a request."""
+
+    NOTHING_NEW = 0
+    AGAIN = 1
+    """Something is known now that was not: look its keys up again."""
+    WAITS = 2
+    """`resume` gets it when the answers are there, or its time is up."""
 
 
 @dataclass(slots=True)
@@ -189,6 +199,8 @@ class Sources:
         self._asking: dict[tuple[str, NamespaceId, ChunkKey], OpId] = {}
         self.parked: dict[int, Parked] = {}
         self._next_parked = 1
+        self._noted = 0
+        """Counts the rows whose reason a look-up has changed."""
         self.wanted: deque[Wanted] = deque()
         self._ahead: deque[Wanted] = deque()
         self._without_slot: list[Wanted] = []
@@ -201,25 +213,24 @@ class Sources:
 
     # ----------------------------------------------------------------------------------------------------- look-ups
 
-    def park(self, worker: Worker, event: ev.Match | ev.Acquire) -> bool:
-        """Ask for what this request misses. True: it waits, and `resume` gets it when the answers are there, or its
-        time is up."""
-        if not self.by_name:
-            return False
-        namespace = self.state.namespaces.get(event.namespace)
-        if namespace is None or namespace.id not in worker.opened or namespace.retired:
-            return False  # whoever answers it says so
+    def look(
+        self, namespace: Namespace, event: ev.Match | ev.Acquire, reasons: Sequence[Reason], *, may_wait: bool
+    ) -> Looked:
+        """Ask for what this request misses, whose keys were found to be `reasons` here."""
+        if not self.by_name or _ASKED_FOR.isdisjoint(reasons) or namespace.retired:
+            return Looked.NOTHING_NEW
+        missing = [key for key, reason in zip(event.keys, reasons, strict=True) if reason in _ASKED_FOR]
         prefix = isinstance(event, ev.Match) or event.prefix_only
-        ops = self.ask(namespace, event.keys, prefix=prefix)
-        waits = {op for op in ops if self.lookups[op].source.is_well}
-        if not waits or len(self.parked) >= PARKED_MAX:
-            return False
-        self.parked[self._next_parked] = Parked(
-            event, waits, self.state.now + self.state.limits.lookup_wait_ms
-        )
-        self._next_parked += 1
-        self.state.counters["requests_parked"] += 1
-        return True
+        noted = self._noted
+        ops = self.ask(namespace, missing, prefix=prefix)
+        waits = {op for op in ops if self.lookups[op].source.is_well} if may_wait else set()
+        if waits and len(self.parked) < PARKED_MAX:
+            until = self.state.now + self.state.limits.lookup_wait_ms
+            self.parked[self._next_parked] = Parked(event, waits, until)
+            self._next_parked += 1
+            self.state.counters["requests_parked"] += 1
+            return Looked.WAITS
+        return Looked.AGAIN if self._noted != noted else Looked.NOTHING_NEW
 
     def ask(self, namespace: Namespace, keys: Sequence[ChunkKey], *, prefix: bool) -> set[OpId]:
         """Have the sources look up those of `keys` that are missing here and whose answers are not known. The look-ups
@@ -389,10 +400,12 @@ class Sources:
             row = namespace.index[key] = chunks.new_row(namespace.id, key, state.now)
             chunks.tokens[row] = tokens
             chunks.reason[row] = Reason.ON_REMOTE
+            self._noted += 1
             state.remember_ghost(row)
         elif self._is_missing(namespace, key):
             if not chunks.flags[row] & COMMITTED:
                 chunks.tokens[row] = tokens
+            self._noted += chunks.reason[row] != Reason.ON_REMOTE
             chunks.reason[row] = Reason.ON_REMOTE
 
     def _note_absent(self, namespace: Namespace, key: ChunkKey) -> None:
@@ -403,6 +416,7 @@ class Sources:
             return
         if not self._choices(namespace.id, key):
             chunks.reason[row] = Reason.EVICTED
+            self._noted += 1
 
     def _fails(self, source: Source, why: str) -> None:
         source.errors += 1
@@ -667,6 +681,19 @@ class Sources:
                 state.quarantine_slot(segment, slot)
                 fetch.quarantined.append((segment, slot))
             self._next_source(row, Reason.SLOW)
+
+    def gauges(self) -> dict[str, float]:
+        """For admins; none without a source."""
+        found: dict[str, float] = {}
+        for source in self.by_name.values():
+            found[f"source_{source.name}_well"] = source.is_well
+            found[f"source_{source.name}_bytes_per_s"] = source.rate.bytes_per_s
+            found[f"source_{source.name}_chunks_coming"] = sum(
+                len(fetch.rows) for fetch in self.fetches.values() if fetch.source is source
+            )
+        if self.by_name:
+            found["requests_waiting_for_lookups"] = len(self.parked)
+        return found
 
     # ------------------------------------------------------------------------------------------------------ checks
 

@@ -102,13 +102,19 @@ class RedisStore:
             if self._cluster:
                 url = self._url.replace("+cluster", "")
                 retry = redis.retry.Retry(redis.backoff.NoBackoff(), 2)  # for what moved to another node
-                nodes = [redis.cluster.ClusterNode(host, port) for host, port in self._nodes]
+                nodes = [
+                    redis.cluster.ClusterNode(host, port)  # type: ignore[no-untyped-call]
+                    for host, port in self._nodes
+                ]
                 client = redis.cluster.RedisCluster.from_url(url, startup_nodes=nodes, retry=retry, **options)
-                self._nodes = [(str(node.host), int(node.port)) for node in client.get_nodes()]
+                self._note_nodes(client)
             else:
                 client = redis.Redis.from_url(self._url, retry=no_retry, **options)
             self._clients[threading.get_ident()] = client
         return client
+
+    def _note_nodes(self, client: Any) -> None:
+        self._nodes = [(str(node.host), int(node.port)) for node in client.get_nodes()]
 
     def drop_connections(self, thread: int) -> None:
         """End what this thread waits for: its calls raise."""
