@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kvstore.errors import Unavailable
 from kvstore.gpu_worker.promptcache.encoder import Encoder
 from kvstore.gpu_worker.promptcache.plan import Recipe
 from kvstore.gpu_worker.promptcache.prompts import Planned, Prompts
@@ -222,7 +223,11 @@ async def verify(
     kl_max: float = KL_MAX,
     perplexity_max: float = PERPLEXITY_MAX,
 ) -> Verdict:
-    """Measures recipes, the cheapest first, up to the first that passes."""
+    """Measures recipes, the cheapest first, up to the first that passes. Raises Unavailable without a store."""
+    if service.engine.namespace is None:
+        raise Unavailable(
+            "there is no daemon, or nothing of this model may be stored", remedy="see GET /health"
+        )
     samples = samples or [Sample.of(row) for row in SAMPLES]
     full: dict[Sample, list[torch.Tensor]] = {}
     rows: list[dict[str, Any]] = []
