@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -31,6 +31,7 @@ from kvstore.core.chunks import (
     LinkedRows,
 )
 from kvstore.core.cold_tier import ColdTier
+from kvstore.core.directory import Directory
 from kvstore.core.events import (
     ChunksSettled,
     Effect,
@@ -52,7 +53,7 @@ from kvstore.core.reservation import Reservation
 from kvstore.core.ssd.cold import Cold
 from kvstore.core.ssd.quarantine import QuarantineBook
 from kvstore.core.workers import EngineGroup, Worker
-from kvstore.errors import Denied, NotFound, Unauthenticated
+from kvstore.errors import Denied, NotFound, StoreError, Unauthenticated
 from kvstore.types import (
     ChunkKey,
     DiskState,
@@ -138,6 +139,14 @@ class State:
     """Rows that a hint brought to DRAM and nobody has used yet."""
     demanded: set[int] = field(default_factory=set)
     """Rows that came to DRAM because somebody asked, and were not used since: their next use is a hit on SSD."""
+    arrivals: list[int] = field(default_factory=list)
+    """Rows that became resident since the last step, where somebody wants to know (`remote/saves.py`)."""
+    forgotten: list[tuple[NamespaceId, ChunkKey]] = field(default_factory=list)
+    """Chunks that were forgotten since, likewise."""
+    to_hold: set[Ticket] = field(default_factory=set)
+    """Requests whose answers wait until the REMOTE store knows what they have forgotten."""
+    hold: Callable[[Ticket, object], bool] = field(default=lambda ticket, answer: False)
+    """Takes such an answer, or does not; set by the store."""
     fetched: set[int] = field(default_factory=set)
     """Rows that came from beyond this node and were not used since: their next use is a hit there."""
     partials: LinkedRows = field(default_factory=LinkedRows)
@@ -153,7 +162,9 @@ class State:
     counters: Counter[str] = field(default_factory=Counter)
     effects: list[Effect] = field(default_factory=list)
     bumps: dict[SegmentId, tuple[list[int], list[int]]] = field(default_factory=dict)
-    """Generations to be written before any other effect of this step."""
+    """Generations to be written before any other effect of this step but those that send readers to the daemon."""
+    directory: Directory = field(init=False)
+    """What readers without a message are told."""
     next_op: int = 1
     quarantine: QuarantineBook = field(default_factory=QuarantineBook)
     recalling: dict[bytes, Millis] = field(default_factory=dict)
@@ -168,6 +179,7 @@ class State:
 
     def __post_init__(self) -> None:
         limits = self.limits
+        self.directory = Directory(self)
         self.sessions = SessionBook(self.jobs)
         self.pool = Pool(
             segment_bytes=limits.segment_bytes, count=limits.segment_count, alignment=limits.slot_alignment
@@ -200,11 +212,15 @@ class State:
         return op
 
     def take_effects(self) -> list[Effect]:
-        """Generation changes first: bumping early only ever voids more."""
-        effects: list[Effect] = [
+        """Generation changes first: bumping early only ever voids more. Then what readers are told, see `Directory`."""
+        first, told, last = self.directory.take()
+        effects: list[Effect] = first
+        effects += [
             SetGenerations(segment, tuple(cells), tuple(generations))
             for segment, (cells, generations) in self.bumps.items()
         ]
+        effects += told
+        effects += last
         effects += self.effects
         self.bumps = {}
         self.effects = []
@@ -212,6 +228,14 @@ class State:
 
     def reply(self, ticket: Ticket, answer: object) -> None:
         """The answer of a request, to whoever asked and to whoever repeated it meanwhile."""
+        if ticket in self.to_hold:
+            self.to_hold.discard(ticket)
+            if not isinstance(answer, StoreError) and self.hold(ticket, answer):
+                return
+        self.release(ticket, answer)
+
+    def release(self, ticket: Ticket, answer: object) -> None:
+        """`reply`, with an answer that waits for nothing more."""
         self.effects.append(Reply(ticket, answer))  # type: ignore[arg-type]  # handlers return members of Answer
         worker = self.workers.get(ticket.worker)
         if worker is not None and ticket.request_id:
@@ -248,12 +272,16 @@ class State:
         header = self.limits.disk_header_bytes
         sizes = frozenset(self.ssd_slots.slot_bytes(header + length) for length in namespace.shard_bytes)
         namespace.ssd = self.cold.of(sizes)
+        if self.limits.directory:
+            self.directory.opened(namespace)
 
     def remove_namespaces(self, gone: Sequence[Namespace]) -> None:
         """They hold nothing any more."""
         for namespace in gone:
             del self.namespaces[namespace.id]
             self.policy.closed(namespace.id)
+            if namespace.directory_rows_max:
+                self.directory.gone(namespace)
         self.cold.keep([namespace.ssd for namespace in self.namespaces.values()])
 
     def own_namespace(self, worker: Worker, namespace_id: NamespaceId) -> Namespace:
@@ -382,11 +410,16 @@ class State:
         if chunks.shard_ready[shard_row]:
             chunks.shard_ready[shard_row] = 0
             chunks.ready[row] -= 1
+            self.note(row)
         else:
             chunks.reserved[row] -= 1
         return segment, slot
 
     # -------------------------------------------------------------------------------------------------- chunks
+
+    def note(self, row: int) -> None:
+        """Whether it is a hit or on SSD, or its place, may have changed: readers are told at the end of the step."""
+        self.directory.noted[row] = None
 
     def is_resident(self, row: int) -> bool:
         chunks = self.chunks
@@ -486,6 +519,7 @@ class State:
         chunks.ready[row] += 1
         if not whole:
             return False
+        self.note(row)
         self._tally(namespace, row, +1)
         if chunks.flags[row] & LISTED:
             chunks.unlink(self.partials, row)
@@ -508,6 +542,8 @@ class State:
         for namespace_id, group in groupby(rows, self.chunks.namespace.__getitem__):
             self.policy.add(self.namespaces[NamespaceId(namespace_id)].dram, list(group))
             self.room += 1
+        if self.limits.remote_writes == "write-through":
+            self.arrivals += rows
 
     def store_later(self, row: int) -> None:
         """Queue a resident chunk for its write to SSD. Where nothing can be written for long, what left DRAM meanwhile
@@ -542,6 +578,8 @@ class State:
         """A miss from now on; the bytes go at once, or with the last pin, reservation or read. False: there was nothing
         to lose."""
         chunks = self.chunks
+        if reason is Reason.FORGOTTEN and self.limits.remote_store:
+            self.forgotten.append((NamespaceId(chunks.namespace[row]), chunks.key[row]))
         if chunks.shard0[row] == NONE:
             if reason is Reason.FORGOTTEN and not chunks.refs[row]:
                 self.remove_row(row)
@@ -553,6 +591,7 @@ class State:
             namespace = self.namespace_of(row)
             self._tally(namespace, row, -1)
             chunks.flags[row] |= DOOMED
+            self.note(row)
             self._tally(namespace, row, +1)
             chunks.reason[row] = reason
             if (
@@ -652,6 +691,7 @@ class State:
             return
         self.cold_tier.drop(row, corrupt=quarantine)
         self.chunks.flags[row] &= ~(STORED | DURABLE)
+        self.note(row)
         self.delete_record(namespace.id, self.chunks.key[row])
 
     def delete_record(self, namespace_id: NamespaceId, key: ChunkKey) -> None:
@@ -710,6 +750,7 @@ class State:
     def remove_row(self, row: int) -> None:
         """Forget the key of a ghost altogether."""
         self.policy.forget(row)
+        self.directory.forget(row)
         if self.chunks.flags[row] & LISTED:
             self.chunks.unlink(self.ghosts, row)
         del self.namespace_of(row).index[self.chunks.key[row]]
@@ -760,13 +801,13 @@ class State:
         else:
             evictable = self._unpin_each(namespace, rows)
         if used:
-            self._store_used(evictable)
+            self.store_used(evictable)
             self.policy.add(namespace.dram, evictable)
         else:
             self.policy.put_back(namespace.dram, evictable)
         self.room += 1
 
-    def _store_used(self, rows: Sequence[int]) -> None:
+    def store_used(self, rows: Sequence[int]) -> None:
         """What was not worth a write to SSD may be now that it was used."""
         if not self.counters["chunks_not_stored"]:
             return

@@ -17,6 +17,7 @@ from kvstore.core.cold_tier import ColdTier, Restored
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
+from kvstore.core.remote.saves import RemoteSaves
 from kvstore.core.remote.sources import Sources
 from kvstore.core.requests import repeats
 from kvstore.core.requests.duplicates import Duplicates
@@ -58,6 +59,8 @@ READ_ONLY = (
     ev.ListQuarantine,
     ev.ReportResident,
     ev.Touch,
+    ev.Touched,
+    ev.WantDirectory,
 )
 """Asked again, these are answered anew (a report of what is resident says the same again); everything else is
 remembered by request id."""
@@ -87,20 +90,23 @@ class Store:
         self.sessions = Sessions(self.state, self.cold_tier, self.actions, self.residents)
         self.duplicates = Duplicates(self.state, self.reads)
         self.rewrites = Rewrites(self.state, self.cold_tier)
-        self.recalls = Recalls(self.state, self.cold_tier)
-        self.scrub = Scrubber(self.state, self.cold_tier, self.transfers)
         self.sources = Sources(
             self.state,
             lambda row, demanded: self.transfers.reserve_slots(row, demanded=demanded),
-            self.recalls.is_barred,
+            lambda maker: self.recalls.is_barred(maker),
         )
         self.sources.resume = self._resume
+        self.remote = RemoteSaves(self.state, self.sources)
+        self.state.hold = self.remote.hold
+        self.recalls = Recalls(self.state, self.cold_tier, self.remote)
+        self.scrub = Scrubber(self.state, self.cold_tier, self.transfers)
         self.reads.promote = self._bring
+        self.reads.look = self.sources.look
         self._next_namespace = 1
         self._requests: dict[type, Callable[[Worker, Any], ev.Answer | None]] = {
             ev.Open: self._open,
-            ev.Match: self._match,
-            ev.Acquire: self._acquire,
+            ev.Match: self.reads.match,
+            ev.Acquire: self.reads.acquire,
             ev.Renew: self.reads.renew,
             ev.Release: self.reads.release,
             ev.Reserve: self._reserve,
@@ -114,17 +120,19 @@ class Store:
             ev.UpdateSession: self.sessions.update,
             ev.Truncate: self.sessions.truncate,
             ev.Fork: self.sessions.fork,
-            ev.Forget: self.sessions.forget,
+            ev.Forget: self._forget,
             ev.ListSessions: self.sessions.list,
             ev.Explain: self.sessions.explain,
             ev.GetStats: lambda worker, _: self._stats(worker),
             ev.PublishQueue: self.queue.publish,
             ev.ApplyActions: self.actions.apply,
             ev.Touch: self.touches.touch,
+            ev.Touched: self.touches.looked_up,
             ev.Scrub: self.scrub.ask,
             ev.ListQuarantine: self.rewrites.list,
-            ev.Recall: self.recalls.ask,
+            ev.Recall: self._recall,
             ev.WantSegments: self.segments.want,
+            ev.WantDirectory: self._want_directory,
             ev.SegmentsUnmapped: self._unmapped,
         }
         self._facts: dict[type, Callable[[Any], None]] = {
@@ -139,6 +147,8 @@ class Store:
             ev.DiskTrouble: lambda event: self.cold_tier.troubled(event.why),
             ev.ChunksLookedUp: self.sources.looked_up,
             ev.ChunksFetched: self.sources.fetched,
+            ev.ChunksStored: self.remote.ended,
+            ev.ChunksForgotten: self.remote.forgotten,
             ev.Tick: lambda _: self._tick(),
             ev.Idle: lambda _: self._idle(),
             **self.cold_tier.facts(),
@@ -154,6 +164,7 @@ class Store:
         self.state.now = self.state.policy.now = now
         restored = self.cold_tier.restore(snapshot)
         self._next_namespace = restored.next_namespace
+        self.state.directory.everything()
         return restored
 
     def start(self) -> list[ev.Effect]:
@@ -176,6 +187,7 @@ class Store:
         self.cold_tier.make_room(self.sessions.drop)
         self.transfers.pump()
         self.sources.pump()
+        self.remote.pump()
         self.scrub.pump()
         self.recalls.pump()
         self.cold_tier.tell_gone()
@@ -194,7 +206,8 @@ class Store:
     def behind(self) -> bool:
         """Whether a restart now would forget what a healthy disk is about to remember, or bring back what is about to
         be forgotten."""
-        return self.transfers.behind or bool(self.sessions.forgetting) or self.recalls.going
+        forgetting = bool(self.sessions.forgetting) or self.recalls.going
+        return self.transfers.behind or forgetting or self.remote.behind
 
     def hurry(self) -> None:
         """The daemon is about to stop: what the index lacks is written as soon as it can be, from now on."""
@@ -257,15 +270,31 @@ class Store:
             worker.memory.forget(number)
         return answer
 
-    def _match(self, worker: Worker, event: ev.Match) -> ev.Matched | None:
-        """None: answered when what is missing has been looked up beyond this node."""
-        return None if self.sources.park(worker, event) else self.reads.match(worker, event)
-
-    def _acquire(self, worker: Worker, event: ev.Acquire) -> ev.Acquired | None:
-        """As `_match`."""
-        if not event.local and self.sources.park(worker, event):
+    def _forget(self, worker: Worker, event: ev.Forget) -> ev.Done | None:
+        """None: answered when nothing can bring back what was forgotten, as far as that can be had in time."""
+        if not self.remote.active:
+            return self.sessions.forget(worker, event)
+        self.state.to_hold.add(event.ticket)
+        try:
+            answer = self.sessions.forget(worker, event)
+            self.remote.forget_keys(self.state.namespaces[event.namespace], event.keys)
+        except StoreError:
+            self.state.to_hold.discard(event.ticket)
+            raise
+        if answer is None:
             return None
-        return self.reads.acquire(worker, event)
+        self.state.to_hold.discard(event.ticket)
+        return None if self.remote.hold(event.ticket, answer) else answer
+
+    def _recall(self, worker: Worker, event: ev.Recall) -> ev.Recalled | None:
+        """As `_forget`."""
+        if self.remote.active and not event.dry_run:
+            self.state.to_hold.add(event.ticket)
+        try:
+            return self.recalls.ask(worker, event)
+        except StoreError:
+            self.state.to_hold.discard(event.ticket)
+            raise
 
     def _resume(self, event: ev.Match | ev.Acquire) -> None:
         """A parked request goes on with what is known now. Nobody is left to answer if its worker has gone."""
@@ -274,12 +303,15 @@ class Store:
         if worker is None:
             return
         answer: ev.Answer
+        found: ev.Matched | ev.Acquired | None
         try:
             state.worker(worker.id)
             if isinstance(event, ev.Match):
-                answer = self.reads.match(worker, event)
+                found = self.reads.match(worker, event, may_wait=False)
             else:
-                answer = self.reads.acquire(worker, event)
+                found = self.reads.acquire(worker, event, may_wait=False)
+            assert found is not None, event
+            answer = found
         except StoreError as error:
             answer = error
         if isinstance(event, ev.Match):
@@ -298,6 +330,7 @@ class Store:
         values = stats(self.state, worker, self.residents)
         if worker.admin:
             values["gauges"] |= traffic(self.queue, self.transfers) | self.actions.gauges()
+            values["gauges"] |= self.sources.gauges() | self.remote.gauges()
         return ev.Stats(values)
 
     def _open(self, worker: Worker, event: ev.Open) -> ev.Opened:
@@ -363,6 +396,8 @@ class Store:
             raise Exhausted("too many namespaces are open", field="namespace", value=len(state.namespaces))
         if older is not None:
             older.retired = True
+            state.directory.retired()
+            self.remote.forget_namespace(older)
             state.counters["epochs_retired"] += 1
         slot_bytes = tuple(state.pool.slot_bytes(size) for size in spec.shard_bytes)
         namespace = Namespace(
@@ -383,6 +418,15 @@ class Store:
     def _reserve(self, worker: Worker, event: ev.Reserve) -> ev.Reserved:
         self.recalls.check(event.maker)
         return self.saves.reserve(worker, event)
+
+    def _want_directory(self, worker: Worker, event: ev.WantDirectory) -> ev.DirectoryAllowed:
+        """For those only who opened the namespace, as its segments are (invariant 9)."""
+        namespace = self.state.own_namespace(worker, event.namespace)
+        if not namespace.directory_rows_max:
+            raise Precondition(
+                "directories are off here", field="directory", remedy="ask by Match and Acquire"
+            )
+        return ev.DirectoryAllowed(namespace.id)
 
     def _unmapped(self, worker: Worker, event: ev.SegmentsUnmapped) -> ev.Done:
         self.segments.unmapped(worker, event.segments)
@@ -501,6 +545,7 @@ class Store:
         self.segments.tick()
         self.transfers.tick()
         self.sources.tick()
+        self.remote.tick()
         self.actions.tick()
         self.queue.tick()
         self.residents.tick()

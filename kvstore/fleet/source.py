@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.config import PEERS
 from kvstore.core import events
 from kvstore.core.namespaces import Namespace
 from kvstore.errors import StoreError
@@ -24,7 +25,7 @@ from kvstore.fleet.secret import FleetSecret
 from kvstore.tiers.base import SlotMemory
 from kvstore.types import ChunkKey, DiskResult, Found, NamespaceId
 
-NAME = "peers"
+NAME = PEERS
 BYTES_PER_S = 500e6
 """Of a peer that nothing was read from yet."""
 ROUND_TRIP_MS = 1.0

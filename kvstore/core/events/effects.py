@@ -69,6 +69,61 @@ class SetGenerations:
 
 
 @dataclass(frozen=True, slots=True)
+class CreateDirectory:
+    """Make the directory of a namespace, open and empty: memory that its workers may map and read."""
+
+    namespace: NamespaceId
+    shards: int
+    rows_max: int
+    slot_bytes: tuple[int, ...]
+    """Per shard."""
+    rows_in_dram: int
+    """Of `rows_max`, those that are there at once soon."""
+    ask_for_others: bool
+    """Chunks may be beyond this node, of which nothing is published."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseDirectory:
+    """Readers ask the daemon from now on; what they are copying is void."""
+
+    namespace: NamespaceId
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDirectory:
+    """Readers may look by themselves again."""
+
+    namespace: NamespaceId
+
+
+@dataclass(frozen=True, slots=True)
+class DropDirectory:
+    namespace: NamespaceId
+
+
+@dataclass(frozen=True, slots=True)
+class Unpublish:
+    """These rows of a directory hold nothing any more. Performed before any byte comes into a slot of theirs."""
+
+    namespace: NamespaceId
+    rows: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """What these rows of a directory hold: a chunk each, in DRAM (`extents`, for each all its shards), or on SSD alone
+    (none). Tags of the keys are put beside the generations of its slots. A row that holds a chunk already holds the
+    same."""
+
+    namespace: NamespaceId
+    rows: Sequence[int]
+    keys: Sequence[ChunkKey]
+    tokens: Sequence[int]
+    extents: Sequence[Extent]
+
+
+@dataclass(frozen=True, slots=True)
 class CopyIn:
     """Copy staged pieces of a worker into slots and checksum the destination's bytes. Answer: OpDone or OpFailed."""
 
@@ -323,6 +378,51 @@ class FetchChunks:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkAbout:
+    """What a record says of its chunk beside the bytes."""
+
+    token_count: int
+    derived: bool
+    makers: tuple[bytes, ...]
+    parent: ChunkKey
+    """Key of the chunk before it, as far as it is known; else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChunks:
+    """DRAM slots -> the REMOTE store. The core pins the sources. Answer: ChunksStored, when they are read no more."""
+
+    op: OpId
+    source: str
+    namespace: NamespaceId
+    digest: bytes
+    keys: tuple[ChunkKey, ...]
+    about: tuple[ChunkAbout, ...]
+    sources: Extents
+    """Of all shards of the first key, then of the next; with the checksums of their commits."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropChunks:
+    """These records are not wanted any more; they would expire by themselves. No answer."""
+
+    op: OpId
+    source: str
+    digest: bytes
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetChunks:
+    """No node may serve any of this from the REMOTE store again. Answer: ChunksForgotten."""
+
+    op: OpId
+    source: str
+    forgotten: tuple[tuple[bytes, ChunkKey, bytes], ...]
+    """(digest of the namespace, key, maker): a maker alone, all of a namespace, or one key of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class DropStaging:
     """This worker's connection has ended and nothing of its staging memory will be copied any more. Its process may
     live on and hold mappings for long; others need that memory."""
@@ -351,6 +451,12 @@ Effect = (
     | SegmentsRetired
     | LeasesRevoked
     | SetGenerations
+    | CreateDirectory
+    | CloseDirectory
+    | OpenDirectory
+    | DropDirectory
+    | Unpublish
+    | Publish
     | CopyIn
     | FillSlots
     | Checksum
@@ -369,6 +475,9 @@ Effect = (
     | TierEffect
     | LookUpChunks
     | FetchChunks
+    | StoreChunks
+    | DropChunks
+    | ForgetChunks
     | Quarantined
     | DuplicateDiffers
     | DropStaging
