@@ -1,16 +1,17 @@
-"""SGLang on a machine without a GPU: its classes load once what they import for images is there."""
+"""SGLang on a machine without a GPU: its classes load once what they import for images is there. SGLang has an
+environment of its own (`make test-sglang`); elsewhere these tests are skipped."""
 
 from __future__ import annotations
 
 import enum
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from typing import Any
 
-from transformers.utils import import_utils
-
-import_utils.is_torchvision_available()  # it remembers that there is none
+THERE = importlib.util.find_spec("sglang") is not None
+collect_ignore_glob = [] if THERE else ["test_*.py"]
 
 
 class Nothing:
@@ -36,15 +37,23 @@ def _stub(name: str) -> types.ModuleType:
     return module
 
 
-for name in (
-    *("torchvision", "torchvision.io", "torchvision.ops", "torchvision.transforms"),
-    *(
-        "torchvision.transforms.functional",
-        "torchvision.transforms.v2",
-        "torchvision.transforms.v2.functional",
-    ),
-):
-    sys.modules[name] = _stub(name)
-    parent, _, own = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], own, sys.modules[name])
+def _load_without_torchvision() -> None:
+    from transformers.utils import import_utils
+
+    import_utils.is_torchvision_available()  # it remembers that there is none
+    for name in (
+        *("torchvision", "torchvision.io", "torchvision.ops", "torchvision.transforms"),
+        *(
+            "torchvision.transforms.functional",
+            "torchvision.transforms.v2",
+            "torchvision.transforms.v2.functional",
+        ),
+    ):
+        sys.modules[name] = _stub(name)
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], own, sys.modules[name])
+
+
+if THERE:
+    _load_without_torchvision()
