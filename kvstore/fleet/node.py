@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import ipaddress
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from kvstore.fleet.client import PeerReads
 from kvstore.fleet.door import PeerDoor, PeerTls
 from kvstore.fleet.drain import TAKE_S, Drain, take
 from kvstore.fleet.held import Where
+from kvstore.fleet.kv_events import KvEvents
 from kvstore.fleet.registry import Node, Registry, check_url
 from kvstore.fleet.secret import FleetSecret
 from kvstore.fleet.server import ANSWER_S, PeerServer
@@ -110,8 +112,11 @@ def peer_tls(config: StoreConfig) -> PeerTls | None:
 
 def check(config: StoreConfig) -> bool:
     """Whether the settings make this daemon a node of a fleet. Raises ConfigError for what cannot work."""
-    if not config.registry_url and not config.peer_address:
+    if not config.registry_url and not config.peer_address and not config.kv_events_endpoint:
         return False
+    if not config.registry_url and not config.peer_address:
+        node_name(config)
+        return True
     if not config.fleet_secret_file:
         raise ConfigError(
             "nodes of a fleet share a secret",
@@ -139,15 +144,17 @@ class FleetNode:
     ) -> None:
         """`loop` is asked when the node has started. Raises ConfigError."""
         self.name = node_name(config)
-        self.secret = FleetSecret.read(config.fleet_secret_file)
+        alone = not config.registry_url and not config.peer_address  # it publishes events alone
+        self.secret = (
+            FleetSecret(secrets.token_bytes(32)) if alone else FleetSecret.read(config.fleet_secret_file)
+        )
         self._config = config
         self._loop = loop
         self._sweep = Sweep(lambda: loop().store.state)
         self._digests: dict[NamespaceId, bytes] = {}
         self._load: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
-        self.on_changes: list[Callable[[Sequence[Change]], None]] = []
-        """Told what came and went, each time that the sweep found something."""
+        self.events: KvEvents | None = None
         tls = peer_tls(config)
         self.door = PeerDoor(self.secret, self.name, tls)
         self.reads = PeerReads(self.door, threads=config.peer_threads, bytes_per_s=config.peer_bytes_per_s)
@@ -207,6 +214,10 @@ class FleetNode:
                 on_order=self._ordered,
             )
             self.registry.start()
+        if self._config.kv_events_endpoint:
+            self.events = KvEvents(
+                self._config.kv_events_endpoint, self.name, lambda: self._loop().store.state
+            )
         self._task = asyncio.create_task(self._run())
         log.info(
             "this node is one of a fleet",
@@ -234,8 +245,8 @@ class FleetNode:
             return
         if self.registry is not None:
             self.registry.note([(change.row, self._value(change)) for change in changes])
-        for told in self.on_changes:
-            told(changes)
+        if self.events is not None:
+            self.events.changed(changes)
 
     def _value(self, change: Change) -> int:
         if change.where is Where.NOWHERE or self.registry is None:
@@ -325,6 +336,8 @@ class FleetNode:
         for task in (self._task, self._draining):
             if task is not None:
                 task.cancel()
+        if self.events is not None:
+            self.events.close()
 
     async def _take(self, digest: bytes, keys: Sequence[ChunkKey]) -> int:
         if self.registry is None or self.registry.draining:
