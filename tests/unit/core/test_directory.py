@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.core import directory
 from kvstore.core import events as ev
 from kvstore.errors import Denied, NotFound, Precondition
 from kvstore.sim.disk import DiskWorld
@@ -93,6 +94,29 @@ def test_an_old_epoch_is_closed_for_ever_and_the_ssd_while_it_is_off() -> None:
     assert not view.closed and world.store.state.disk_state is DiskState.OK
     newer = world.open(epoch_of(spec(), 1), worker)
     assert view.closed and not world.directories.published[newer].view.closed
+
+
+def test_many_rows_at_once_are_told_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of chunks of two namespaces come, are demoted, are forgotten, and come back with a restart."""
+    told = []
+    for many in (2, 1 << 20):
+        monkeypatch.setattr(directory, "MANY", many)
+        world = DiskWorld(segments=16, segment_bytes=32 * PAGE, slabs=8, reserve_share_max=1.0)
+        worker = world.join()
+        spaces = [world.open(spec(name, shards=shards), worker) for name, shards in (("one", 1), ("two", 2))]
+        for space in spaces:
+            for part in range(4):
+                world.save(worker, space, chain(f"{space} {part}", 40))
+        world.ask(ev.Forget, worker, spaces[0], b"", chain(f"{spaces[0]} 1", 40))
+        for _ in range(4):
+            world.tick(10_000)
+        entries = [world.directories.published[space].writer.entries() for space in spaces]
+        world.crash()
+        world.tick(10)
+        after = [world.directories.published[space].writer.entries() for space in spaces]
+        assert all(entries) and any(after)
+        told.append((entries, after))
+    assert told[0] == told[1]
 
 
 def test_only_who_opened_the_namespace_gets_it_and_only_where_there_is_one() -> None:
