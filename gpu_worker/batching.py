@@ -211,6 +211,16 @@ class BatchEngine:
         return None if self._store is None else self._store.namespace
 
     @property
+    def positions_max(self) -> int:
+        """Positions that the model has."""
+        return int(self._model.config.max_position_embeddings)
+
+    @property
+    def weights(self) -> bytes:
+        """What the model computes with, as a digest (see `identity.Verdict`)."""
+        return self._verdict.digest
+
+    @property
     def moves(self) -> bool:
         """Whether the store's KV can be used at other positions than it was computed at."""
         return self._store is not None and self._store.moves
@@ -256,11 +266,10 @@ class BatchEngine:
         if assembly is not None:
             if list(assembly.tokens) != list(prompt):
                 raise ValueError("the prompt is not the assembly's")
-            positions = self._model.config.max_position_embeddings
-            if assembly.end + max_new_tokens > positions:
+            if assembly.end + max_new_tokens > self.positions_max:
                 raise ValueError(
                     f"the prompt ends at position {assembly.end}, and {max_new_tokens} tokens are wanted: the model has"
-                    f" {positions} positions"
+                    f" {self.positions_max} positions"
                 )
         if self.waiting >= self.waiting_max:
             self.counters["requests_rejected"] += 1

@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -178,9 +179,9 @@ class PoolStore:
         return self._ask(find)
 
     def _look_up_parts(self, namespace: Namespace, assembly: Assembly, first: int) -> Future[Found] | None:
-        """Of the parts from slot `first` on, whichever are there. Those of another namespace than the one of now are
-        not: their keys are others."""
-        wanted = [part for part in assembly.parts if part.first >= first and (self.moves or not part.delta)]
+        """Of the parts that reach beyond slot `first`, whichever are there. Those of another namespace than the one of
+        now are not: their keys are others."""
+        wanted = [part for part in assembly.parts if part.end > first and (self.moves or not part.delta)]
         del wanted[KEYS_PER_REQUEST_MAX:]
         if not wanted or assembly.salt != namespace.salt:
             return None
@@ -256,7 +257,9 @@ class PoolStore:
             while at < end:
                 number, inside = divmod(at, size)
                 until = min(size, inside + end - at)
-                targets.append(layers[layer][chunks[number - first]][:, :, inside:until])
+                chunk = layers[layer][chunks[max(number - first, 0)]][:, :, inside:until]
+                # Of what others have loaded already, and share, no byte is written again
+                targets.append(chunk if number >= first else _nowhere(chunk))
                 at += until - inside
             return targets[0] if len(targets) == 1 else targets
 
@@ -478,6 +481,11 @@ class PoolStore:
             self._device.close()
         finally:
             self._store.close()
+
+
+def _nowhere(like: Any) -> Any:
+    """Memory of the same kind and shape, that nobody reads."""
+    return np.empty_like(like) if isinstance(like, np.ndarray) else torch.empty_like(like)
 
 
 def _positions_of(model: PreTrainedModel) -> Positions | None:

@@ -84,6 +84,8 @@ class Request:
     holes: list[Span] = field(default_factory=list)
     """Of such a prompt, once its parts are loaded: what is computed yet, as spans of `tokens`. Without any, all of
     `tokens` from `computed` on is."""
+    unplanned: bool = False
+    """Some of its parts are not there and are computed: its KV is not that of a prompt of the same parts."""
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
@@ -117,8 +119,10 @@ class Request:
 
     @property
     def shared_tokens(self) -> int:
-        """Leading tokens whose KV depends on nothing but themselves: what others may share."""
-        return len(self.tokens) if self.assembly is None else min(self.assembly.exact, len(self.tokens))
+        """Leading tokens whose KV is what the keys of its chunks say: what others may share."""
+        if self.assembly is None:
+            return len(self.tokens)
+        return self.assembly.exact if self.unplanned else len(self.assembly.tokens)
 
     def spans(self, count: int) -> list[Span]:
         """Where the next `count` tokens stand that are computed."""

@@ -228,6 +228,8 @@ class Scheduler:
             needed += 1 + shared - adopted
             if self._store is not None and not request.alone and not self._is_here(request):
                 request.lookup = self._store.look_up(request)
+            if request.assembly is not None:
+                request.unplanned = request.lookup is None and not self._is_here(request)
 
     def _make_room(self, request: Request, tokens: int, pieces: dict[Request, int]) -> bool:
         """Chunks for so many tokens, taken from the newest if none is free. False if it is the newest itself, or if
@@ -279,7 +281,7 @@ class Scheduler:
     def _is_here(self, request: Request) -> bool:
         """Whether the store can have nothing of its prompt that the pool has not."""
         if request.assembly is not None:
-            return not any(part.first >= request.computed for part in request.assembly.parts)
+            return not any(part.end > request.computed for part in request.assembly.parts)
         whole = (len(request.tokens) - 1) // self._chunk_tokens
         if request.computed < whole * self._chunk_tokens:
             return False
@@ -302,6 +304,10 @@ class Scheduler:
 
     def _keys(self, request: Request) -> list[ChunkKey]:
         """Of all its full chunks."""
+        if request.assembly is not None:
+            if not request.keys:
+                request.keys = request.assembly.chain(self._chunk_tokens, _SALT, request.root)
+            return request.keys
         known, size = len(request.keys), self._chunk_tokens
         if len(request.tokens) >= (known + 1) * size:
             parent = request.keys[-1] if known else request.root
@@ -350,6 +356,7 @@ class Scheduler:
             useful = chunks > first and request.computed == first * self._chunk_tokens
             if found.tail is not None and found.chunks == first:
                 useful &= found.tail.token_count > self._tail(request)
+            request.unplanned = bool(request.assembly is not None and (found.missing or not found.parts))
             if found.parts:
                 useful = request.computed == first * self._chunk_tokens
                 chunks = self._chunks(len(request.tokens))
@@ -359,7 +366,7 @@ class Scheduler:
             if found.parts and useful:
                 # Others have computed some of them meanwhile, and share these chunks
                 found = replace(
-                    found, parts=tuple(each for each in found.parts if each[1].first >= request.computed)
+                    found, parts=tuple(each for each in found.parts if each[1].end > request.computed)
                 )
                 request.found = found
                 if found.parts:
@@ -428,6 +435,7 @@ class Scheduler:
             request.load_failures += 1
             self._give_up(request, "it failed")
             self._adopt_tail(request)
+            request.unplanned = request.assembly is not None
             return False
         if request.assembly is not None:
             request.load = None
