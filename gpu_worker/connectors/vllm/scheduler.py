@@ -263,10 +263,10 @@ class SchedulerSide:
         ):
             return 0, False
         lookup = tracked.lookup
-        if lookup is None or lookup.stale or lookup.preemptions != request.num_preemptions:
-            lookup = self._look_up(tracked)
         local, rest = divmod(num_computed_tokens, self._block_tokens)
         assert rest == 0, f"vLLM asks about {num_computed_tokens} tokens, blocks have {self._block_tokens}"
+        if lookup is None or lookup.stale or lookup.preemptions != request.num_preemptions:
+            lookup = self._look_up(tracked, local)
         lookup.local = local
         # At least one token is left to compute: its logits are what the request is for.
         blocks = (request.num_tokens - 1) // self._block_tokens
@@ -326,22 +326,36 @@ class SchedulerSide:
         if lookup.lost is not None:
             self.events.lost((lookup.lost,))
 
-    def _look_up(self, tracked: Tracked) -> Lookup:
-        request = tracked.request
+    def _look_up(self, tracked: Tracked, local: int | None = None) -> Lookup:
+        """`local`: leading blocks that vLLM has itself, when it asks what to load."""
+        request, before = tracked.request, tracked.lookup
         self._end_lookup(tracked)
-        limit = (request.num_tokens - 1) // self._block_tokens
+        limit = (request.num_tokens - 1) // self._block_tokens if self._may_load else 0
         hashes = [bytes(block_hash) for block_hash in request.block_hashes[:limit]]
-        tracked.lookup = self._lookups.start(
+        lookup = self._at_once(request, hashes, local)
+        if lookup is None:
+            digest = self._digest_of(request.lora_request)
+            lookup = self._lookups.start(self._spec, hashes, digest, _key, promised=_promised(request))
+        elif before is not None and before.done and before.hits == lookup.hits:
+            lookup.told, lookup.counted = before.told, before.counted
+        tracked.lookup = lookup
+        lookup.preemptions = request.num_preemptions
+        lookup.delay.busy_s = self._busy_s
+        self.tally.add(lookups=before is None or before.fresh_until is None)
+        return lookup
+
+    def _at_once(self, request: Any, hashes: list[bytes], local: int | None) -> Lookup | None:
+        adapter = self._held(request.lora_request) if request.lora_request is not None else b""
+        if self._spec is None or (request.lora_request is not None and not adapter):
+            return None
+        return self._lookups.at_once(
             self._spec,
-            hashes if self._may_load else [],
-            self._digest_of(request.lora_request),
-            _key,
+            [ChunkKey(_key(adapter, block_hash)) for block_hash in hashes],
+            adapter,
+            local=local,
+            ahead=sum(loading.cold for loading in self._loading.values()),
             promised=_promised(request),
         )
-        tracked.lookup.preemptions = request.num_preemptions
-        tracked.lookup.delay.busy_s = self._busy_s
-        self.tally.add(lookups=1)
-        return tracked.lookup
 
     def _digest_of(self, lora: Any) -> Callable[[], bytes]:
         """Digest of a request's adapter: as the ranks hold it, else of the files that they would load. Whether they
@@ -402,6 +416,7 @@ class SchedulerSide:
                 tuple(block_ids[first : first + count]),
                 _adapter(request, lookup.adapter),
                 lookup.bound_s,
+                lookup.wait_s,
             )
         )
         until = time.monotonic() + min(self._settings.load_ms / 1000, lookup.bound_s)
@@ -563,6 +578,7 @@ class SchedulerSide:
         if self._known is not None and self._watch is not None:
             known = self._known.generations
             self._watch.moved |= any(known.get(rank) != now for rank, now in report.generations.items())
+        self.choice.reads_from_ssd(report.ssd_bytes_per_s)
         if self._spec is not None:
             for blocks, seconds in report.loads:
                 self.choice.copy.observe(blocks * self._spec.chunk_bytes, seconds)
