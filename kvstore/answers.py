@@ -148,6 +148,23 @@ class SessionList:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """Why a chunk is still there, and what decides when it goes."""
+
+    rule: str
+    """pinned; needed: by a queued job; unnamed tail: no manifest has it, it goes first; worth: by expected hits;
+    recency; arrival."""
+    jobs_before: int = 0
+    """Queued jobs that come before the one that needs it first."""
+    worth: float = 0.0
+    """Hits that its slot may expect in an hour."""
+    least_worth: float = 0.0
+    """The same of what goes next from the tier that it is in."""
+    kind: str = ""
+    """What its past makes of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkHistory:
     """One line of `kvctl explain`."""
 
@@ -179,6 +196,8 @@ class ChunkHistory:
     """Hint actions that name it, itself or its session."""
     resident_in: tuple[str, ...] = ()
     """Engine groups whose workers have it in memory of their own, as they reported."""
+    standing: Standing | None = None
+    """Of what is in DRAM, or on SSD alone."""
 
 
 @dataclass(frozen=True, slots=True)

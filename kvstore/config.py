@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import mmap
 import os
 from collections.abc import Mapping
@@ -132,10 +133,44 @@ class StoreConfig:
     """PEM file of its private key, without a password, that other users cannot read."""
     tls_client_ca: str = ""
     """PEM file of the authorities whose client certificates are accepted; every client then needs one (mTLS)."""
+    node_name: str = ""
+    """Of this daemon in a fleet, and in KV events: unique there, and stable; empty: the host's name."""
+    registry_url: str = ""
+    """Redis where nodes tell each other what they hold: redis://, rediss://, redis+cluster://, unix://; empty: off. It
+    must not evict (maxmemory-policy noeviction), so it is not the one of a cache."""
+    registry_ttl_ms: int = 10_000
+    """A node that was silent for so long has gone. Ten heartbeats in that time."""
+    registry_pages_per_s: int = 16
+    """How many pages, of 4,096 chunks and at most 32 KiB each, this node writes to the registry a second."""
+    fleet_secret_file: str = ""
+    """File with the secret that all nodes of a fleet share, and nobody else has. Names and hashes in the registry, and
+    the proofs of peers, are derived from it."""
+    peer_address: str = ""
+    """"host:port" where other nodes of the fleet read chunks; empty: nowhere. Needs TLS (peer_certificate)."""
+    peer_advertise: str = ""
+    """"host:port" that other nodes connect to, where that is not peer_address."""
+    peer_certificate: str = ""
+    """PEM file of this node's certificate, as server and as client of its peers. Read again when it changes."""
+    peer_key: str = ""
+    """PEM file of its private key."""
+    peer_ca: str = ""
+    """PEM file of the authority that signs the certificates of nodes, and of nobody else."""
+    peer_tls_name: str = ""
+    """Name that the certificates of all nodes have; empty: each has its own node_name."""
+    peer_plaintext: bool = False
+    """For development: talk to peers on loopback without TLS. They still have to know the fleet's secret."""
+    peer_bytes_per_s: int = 0
+    """Cap on what is read from peers, and on what is served to them; 0: none."""
+    peer_deadline_ms: int = 2_000
+    """A chunk that a peer does not give within this is a miss."""
+    peer_threads: int = 4
+    """Threads that read from peers."""
     message_bytes_max: int = 4 << 20
     """Largest message that is read, by gRPC or on a fast lane."""
     metrics_port: int = 0
-    """Loopback port of /metrics in Prometheus format; 0: off."""
+    """Port of /metrics in Prometheus format; 0: off."""
+    metrics_host: str = "127.0.0.1"
+    """Numeric address that /metrics is served at, to everybody who reaches it: it names tenants and models."""
     tenants: Mapping[str, str] = field(default_factory=dict)
     """Tenant by numeric user id of the caller, e.g. {"1000" = "alice"}. The daemon's own user and root are tenant
     "default" unless named; other users are refused."""
@@ -178,6 +213,10 @@ class StoreConfig:
             "copy_threads",
             "message_bytes_max",
             "peer_timeout_ms",
+            "registry_ttl_ms",
+            "registry_pages_per_s",
+            "peer_deadline_ms",
+            "peer_threads",
         ):
             _positive(self, name)
         for name in ("pin_share_max", "reserve_share_max"):
@@ -192,7 +231,7 @@ class StoreConfig:
             "hint_ttl_ms",
         ):
             _positive(self, name)
-        for name in ("ssd_index_bytes", "session_ttl_ms", "scrub_bytes_per_s"):
+        for name in ("ssd_index_bytes", "session_ttl_ms", "scrub_bytes_per_s", "peer_bytes_per_s"):
             if getattr(self, name) < 0:
                 raise ConfigError("must not be negative", field=name, value=getattr(self, name))
         if not 0.0 < self.prefetch_share_max <= 1.0:
@@ -220,6 +259,15 @@ class StoreConfig:
             raise ConfigError("must be at most 64", field="copy_threads", value=self.copy_threads)
         if not 0 <= self.metrics_port <= 65_535:
             raise ConfigError("must be between 0 and 65535", field="metrics_port", value=self.metrics_port)
+        try:
+            ipaddress.ip_address(self.metrics_host)
+        except ValueError:
+            raise ConfigError(
+                "needs a numeric IP address",
+                field="metrics_host",
+                value=self.metrics_host,
+                remedy="127.0.0.1 for this machine alone, 0.0.0.0 for everybody",
+            ) from None
         if self.drain_ms < 0:
             raise ConfigError("must not be negative", field="drain_ms", value=self.drain_ms)
         if self.log_level not in ("debug", "info", "warning", "error"):

@@ -81,6 +81,8 @@ class Reason(enum.IntEnum):
     """The chunk was in DRAM only when the daemon stopped, or its bytes on SSD did not survive a failed sync."""
     RECALLED = 18
     """An operator recalled all that its maker had made."""
+    ON_REMOTE = 19
+    """PENDING: in the REMOTE store or at a peer, or on its way from there; an Acquire or a hint brings it."""
 
 
 class SlotState(enum.IntEnum):
@@ -288,6 +290,20 @@ class Record:
     length: int
     checksum: int
     maker: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a source beyond this node has of one chunk."""
+
+    bytes: int
+    """Of all its shards."""
+    cost_ms: float
+    """How long it is expected to take from there."""
+    token_count: int = 0
+    """0: those of a full chunk."""
+    where: object = None
+    """The source's own: handed back to it with the fetch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ ENGINES = ("vllm", "sglang", "lmcache")
 BOTTOM = ("types", "errors", "keys", "layout", "answers", "arguments")
 """Modules of kvstore that everybody may import: nouns, failures, chunk keys, geometry, answers."""
 INNER_ROOMS = tuple(
-    f"kvstore.{room}" for room in ("core", "server", "transport", "tiers", "sim", "replay", "cli")
+    f"kvstore.{room}" for room in ("core", "server", "transport", "tiers", "fleet", "sim", "replay", "cli")
 )
 """Rooms of the daemon: an engine's process, which has the client, needs nothing of them."""
 OUTSIDE_WORLD = (
@@ -99,10 +99,14 @@ def allowed(package: str, name: str) -> bool:
         case "kvstore.transport":
             events = within(name, "kvstore.core.events", "kvstore.server.loop", "kvstore.server.logs")
             closed = within(
-                name, *(f"kvstore.{room}" for room in ("client", "cli", "sim", "replay", "server", "core"))
+                name,
+                *(
+                    f"kvstore.{room}"
+                    for room in ("client", "cli", "sim", "replay", "server", "core", "fleet")
+                ),
             )
             return events or not (closed or within(name, *SIDES, *HEAVY))
-        case "kvstore.server":
+        case "kvstore.server" | "kvstore.fleet":
             return not within(
                 name, *SIDES, *HEAVY, "kvstore.client", "kvstore.cli", "kvstore.sim", "kvstore.replay"
             )
@@ -144,6 +148,7 @@ def test_imports_flow_one_way(package: str) -> None:
                     "wire",
                     "tiers",
                     "transport",
+                    "fleet",
                     "server",
                 ]
             ),
@@ -178,6 +183,8 @@ def test_imports_flow_one_way(package: str) -> None:
         ("kvstore.transport", "kvstore.core.state", False),
         ("kvstore.transport", "kvstore.server.daemon", False),
         ("kvstore.server", "kvstore.core.store.Store", True),
+        ("kvstore.fleet", "kvstore.client", False),
+        ("kvstore.transport", "kvstore.fleet.registry", False),
         ("kvstore.server", "kvstore.sim.integrity", False),
         ("kvstore.replay", "kvstore.core.store.Store", True),
         ("kvstore.replay", "kvstore.server.loop", False),

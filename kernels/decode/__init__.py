@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kvstore.kernels.arguments import check_attention, checked_scale
+from kvstore.kernels.arguments import check_attention, check_turned, checked_scale
 from kvstore.kernels.decode import cpu
 from kvstore.kernels.forest import Plan
 
@@ -24,6 +24,7 @@ def decode_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     out: torch.Tensor | None = None,
+    turned: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale * q @ K.T) @ V of each sequence in the plan; zeros for rows without a sequence or a token.
 
@@ -35,6 +36,7 @@ def decode_attention(
     * dtype: float16 or bfloat16, the same for all; on a CPU also float32 and float64. Products accumulate in float32
       (float64 for float64), partial results stay in it.
     * `out`: where the result goes, like `q`; it must not overlap what is read. A new tensor by default.
+    * `turned`: where sequences have stretches, `plan.stretches.turn(q, inv_freq)`.
 
     On a CUDA device it launches two Triton kernels on the current stream, needs no other synchronisation and can be
     captured in a graph. Head dimensions up to 256 and chunks of 16, 32, 64, 128 or 256 tokens, which the CPU path does
@@ -50,12 +52,13 @@ def decode_attention(
         chunk_tokens=plan.chunk_tokens,
         plan_device=plan.rows.device,
     )
+    check_turned(turned, q, plan.stretches)
     scale = checked_scale(scale, soft_cap, q.shape[2])
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if q.device.type == "cpu":
-        cpu.decode(q, keys, values, plan, scale=scale, soft_cap=soft_cap, out=out)
+        cpu.decode(q, keys, values, plan, scale=scale, soft_cap=soft_cap, out=out, turned=turned)
     else:
         from kvstore.kernels.decode import kernel  # Triton is there only where there is a GPU
 
-        kernel.decode(q, keys, values, plan, scale=scale, soft_cap=soft_cap, out=out)
+        kernel.decode(q, keys, values, plan, scale=scale, soft_cap=soft_cap, out=out, turned=turned)
     return out

@@ -20,6 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore.kernels.forest import BEGIN, COUNT, FIRST, LENGTH, PARTIAL, TOKENS, Plan
+from kvstore.kernels.stretches import cpu as stretches
+from kvstore.kernels.stretches.cpu import Softmax
 from kvstore.kernels.threads import PRODUCT_MAX, in_threads
 
 Floats = NDArray[Any]
@@ -45,6 +47,7 @@ def decode(
     scale: float,
     soft_cap: float | None,
     out: torch.Tensor,
+    turned: torch.Tensor | None = None,
 ) -> None:
     """See `decode_attention`, which checked the arguments."""
     native = q.dtype in NATIVE  # numpy knows the format
@@ -55,7 +58,10 @@ def decode(
     assert isinstance(division, _Division)
     work = _Work(q.detach(), keys.detach(), values.detach(), division, plan.chunk_tokens, scale, soft_cap)
     in_threads(work.pending())
-    out.detach().copy_(torch.from_numpy(work.merged()))
+    elsewhere = None
+    if plan.stretches is not None and turned is not None:
+        elsewhere = stretches.attend(turned, keys, values, plan.stretches, scale=scale, soft_cap=soft_cap)
+    out.detach().copy_(torch.from_numpy(work.merged(elsewhere)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +325,8 @@ class _Work:
             np.tanh(logits, out=logits)
             np.multiply(logits, self.soft_cap, out=logits)
 
-    def merged(self) -> Floats:
-        """The partial results of each row made one, [sequences_max, heads, head_dim]."""
+    def merged(self, elsewhere: Softmax | None = None) -> Floats:
+        """The partial results of each row made one, [sequences_max, heads, head_dim]; with those over stretches."""
         result: Floats = np.zeros(self.queries.shape, self.outputs.dtype)
         rows, first = self.division.rows, self.division.first
         if rows.size:
@@ -336,7 +342,13 @@ class _Work:
                     self.outputs[slots].reshape(*shape, *self.outputs.shape[1:]),
                     out=outputs[these],
                 )
-            result[rows] = outputs / np.add.reduceat(self.sums * weights, first)[..., None]
+            sums = np.add.reduceat(self.sums * weights, first)
+            if elsewhere is not None:
+                larger = np.maximum(most, elsewhere.maxima[rows])
+                here, there = np.exp(most - larger), np.exp(elsewhere.maxima[rows] - larger)
+                sums = sums * here + elsewhere.sums[rows] * there
+                outputs = outputs * here[..., None] + elsewhere.outputs[rows] * there[..., None]
+            result[rows] = outputs / sums[..., None]
         return result.reshape(result.shape[0], -1, result.shape[-1])
 
 

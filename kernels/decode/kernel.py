@@ -18,6 +18,7 @@ import triton.language as tl
 
 from kvstore.kernels import tiles
 from kvstore.kernels.forest import Plan
+from kvstore.kernels.stretches import kernel as stretches
 
 ROWS = (16, 32, 64, 128)
 """Of a tile: at least what `tile_sequences` sequences need. From 64 on, Hopper multiplies with wgmma."""
@@ -44,6 +45,7 @@ def _attend(
     schedule_ptr,
     order_ptr,
     rows_ptr,
+    elsewhere_ptr,  # int32 [queries, 2]: how many partial results each has over stretches, and where
     q_row,
     q_head,
     k_chunk,
@@ -65,6 +67,7 @@ def _attend(
     BLOCK_N: tl.constexpr,
     CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
+    STRETCHES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     kv_head = tl.program_id(0).to(tl.int64)  # times a stride may pass 2^31
@@ -132,11 +135,15 @@ def _attend(
             maximum = larger
 
         alone = used & (results == 1)
+        several = used & (results > 1)
+        if STRETCHES:
+            elsewhere = tl.load(elsewhere_ptr + row * 2, mask=used, other=0)
+            alone &= elsewhere == 0
+            several |= used & (elsewhere > 0)
         out_at = out_ptr + row[:, None] * out_row + head[:, None] * out_head + d[None, :]
         result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_at, result, mask=alone[:, None] & in_head[None, :])
 
-        several = used & (results > 1)
         at = slot * heads + head
         partial_at = partial_ptr + at[:, None] * HEAD_DIM + d[None, :]
         tl.store(partial_at, acc, mask=several[:, None] & in_head[None, :])
@@ -150,22 +157,40 @@ def _merge(
     partial_ptr,
     stats_ptr,
     rows_ptr,
+    more_ptr,  # those over stretches
+    more_stats_ptr,
+    elsewhere_ptr,
     out_row,
     out_head,
     heads: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STRETCHES: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     results = tl.load(rows_ptr + row * 3 + 1)
-    if results != 1:
+    more = 0
+    if STRETCHES:
+        more = tl.load(elsewhere_ptr + row * 2)
+    if (results != 1) | (more > 0):
         slot = tl.load(rows_ptr + row * 3 + 2).to(tl.int64)
         d = tl.arange(0, BLOCK_D)
         in_head = d < HEAD_DIM
         maximum = -float("inf")
         total = 0.0
         acc = tl.zeros([BLOCK_D], tl.float32)
+        if STRETCHES:
+            first = tl.load(elsewhere_ptr + row * 2 + 1).to(tl.int64)
+            for number in range(0, more):
+                at = (first + number) * heads + head
+                other = tl.load(more_stats_ptr + at * 2)
+                larger = tl.maximum(maximum, other)
+                fade = tl.exp2(maximum - larger)
+                weight = tl.exp2(other - larger)
+                total = total * fade + weight * tl.load(more_stats_ptr + at * 2 + 1)
+                acc = acc * fade + weight * tl.load(more_ptr + at * HEAD_DIM + d, mask=in_head, other=0.0)
+                maximum = larger
         for number in range(0, results):
             at = (slot + number) * heads + head
             other = tl.load(stats_ptr + at * 2)
@@ -227,6 +252,7 @@ def decode(
     scale: float,
     soft_cap: float | None,
     out: torch.Tensor,
+    turned: torch.Tensor | None = None,
     partials: torch.Tensor | None = None,
     stats: torch.Tensor | None = None,
 ) -> None:
@@ -237,25 +263,33 @@ def decode(
         partials = torch.empty((plan.partials_max, heads, head_dim), dtype=torch.float32, device=q.device)
     if stats is None:
         stats = torch.empty((plan.partials_max, heads, 2), dtype=torch.float32, device=q.device)
+    scale = scale * LOG2_E if soft_cap is None else scale / soft_cap
+    soft_cap = None if soft_cap is None else soft_cap * LOG2_E
+    elsewhere = None
+    if plan.stretches is not None and turned is not None:
+        elsewhere = stretches.attend(turned, keys, values, plan.stretches, scale=scale, soft_cap=soft_cap)
     with torch.cuda.device_of(q):  # does nothing where tensors of a CPU are interpreted
         _attend[kv_heads, plan.items.shape[0]](
             *(q, keys, values, out, partials, stats, *plan.arrays()),
+            plan.rows if elsewhere is None else elsewhere.results,
             *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
             *(out.stride(0), out.stride(1)),
-            scale * LOG2_E if soft_cap is None else scale / soft_cap,
-            0.0 if soft_cap is None else soft_cap * LOG2_E,
+            scale,
+            0.0 if soft_cap is None else soft_cap,
             heads,
             **sizes,
             CAPPED=soft_cap is not None,
             UPCAST=q.dtype is torch.bfloat16
             and triton.knobs.runtime.interpret,  # which knows no bf16 products
+            STRETCHES=elsewhere is not None,
             enable_fp_fusion=True,  # in every release
         )
         _merge[q.shape[0], heads](
-            *(out, partials, stats, plan.rows, out.stride(0), out.stride(1)),
-            heads,
+            *(out, partials, stats, plan.rows, *(elsewhere or (partials, stats, plan.rows))),
+            *(out.stride(0), out.stride(1), heads),
             HEAD_DIM=head_dim,
             BLOCK_D=sizes["BLOCK_D"],
+            STRETCHES=elsewhere is not None,
             num_warps=1,
             enable_fp_fusion=True,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kvstore.kernels.arguments import check_attention, checked_scale
+from kvstore.kernels.arguments import check_attention, check_turned, checked_scale
 from kvstore.kernels.prefill import cpu
 from kvstore.kernels.prefill.plan import PrefillPlan
 
@@ -25,6 +25,7 @@ def prefill_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     out: torch.Tensor | None = None,
+    turned: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale * q @ K.T) @ V of each new token over the tokens of its sequence up to itself.
 
@@ -37,6 +38,7 @@ def prefill_attention(
     * dtype: float16 or bfloat16, the same for all; on a CPU also float32 and float64. Products accumulate in float32
       (float64 for float64), partial results stay in it.
     * `out`: where the result goes, like `q`; it must not overlap what is read. A new tensor by default.
+    * `turned`: where sequences have stretches, `plan.stretches.turn(q, inv_freq)`.
 
     On a CUDA device it launches Triton kernels on the current stream: head dimensions up to 256, chunks of 16, 32, 64,
     128 or 256 tokens. What lies in the pool outside of the sequences' tokens is never used, be it NaN. Results do not
@@ -51,14 +53,15 @@ def prefill_attention(
         chunk_tokens=plan.chunk_tokens,
         plan_device=plan.queries.device,
     )
+    check_turned(turned, q, plan.stretches)
     scale = checked_scale(scale, soft_cap, q.shape[2])
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if q.shape[0] == 0:
         return out
     if q.device.type == "cpu":
-        cpu.prefill(q, keys, values, plan, scale=scale, soft_cap=soft_cap, out=out)
+        cpu.prefill(q, keys, values, plan, scale=scale, soft_cap=soft_cap, out=out, turned=turned)
     else:
         from kvstore.kernels.prefill import kernel  # Triton is there only where there is a GPU
 
-        kernel.prefill(q, keys, values, plan, scale=scale, soft_cap=soft_cap, out=out)
+        kernel.prefill(q, keys, values, plan, scale=scale, soft_cap=soft_cap, out=out, turned=turned)
     return out

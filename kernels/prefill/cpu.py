@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore.kernels.prefill.plan import LIMIT, PARTIAL, PrefillPlan
+from kvstore.kernels.stretches import cpu as stretches
+from kvstore.kernels.stretches.cpu import Softmax
 from kvstore.kernels.threads import PRODUCT_MAX, in_threads
 
 Floats = NDArray[Any]
@@ -40,9 +42,12 @@ def prefill(
     scale: float,
     soft_cap: float | None,
     out: torch.Tensor,
+    turned: torch.Tensor | None = None,
 ) -> None:
     """See `prefill_attention`, which checked the arguments."""
     work = _Work(q.detach(), keys.detach(), values.detach(), plan, scale, soft_cap)
+    if plan.stretches is not None and turned is not None:
+        work.begin(stretches.attend(turned, keys, values, plan.stretches, scale=scale, soft_cap=soft_cap))
     for pending in work.stages():
         in_threads(pending)
     out.detach()[plan.order] = torch.from_numpy(work.result()).to(out.dtype)
@@ -88,6 +93,16 @@ class _Work:
         self.outputs: Floats = np.zeros_like(self.queries)
         self.block_chunks = max(1, BLOCK_TOKENS // self.chunk_tokens)
         self.tile_rows = max(1, min(TILE_ROWS, PRODUCT_MAX // (self.chunk_tokens * self.head_dim)))
+
+    def begin(self, seen: Softmax) -> None:
+        """With what the queries see of stretches, [lines of q, kv_heads, group ...]."""
+        order = self.plan.order.numpy()
+        for mine, theirs in (
+            (self.maxima, seen.maxima),
+            (self.sums, seen.sums),
+            (self.outputs, seen.outputs),
+        ):
+            mine[:] = theirs[order].swapaxes(0, 1).reshape(mine.shape)
 
     def stages(self) -> Iterator[list[Callable[[], None]]]:
         """What can be done at the same time: in a stage, a query is in one item. Longest last."""

@@ -28,6 +28,7 @@ from kvstore.kernels.decode.kernel import (
     warps_for,
 )
 from kvstore.kernels.prefill.plan import PrefillPlan
+from kvstore.kernels.stretches import kernel as stretches
 
 TABLE_CHUNKS = 64
 """Chunk numbers that are loaded at a time, at most."""
@@ -111,6 +112,7 @@ def _attend(
     tables_ptr,
     order_ptr,
     queries_ptr,
+    elsewhere_ptr,  # int32 [queries, 2]: how many partial results each has over stretches, and where
     table_row,
     q_row,
     q_head,
@@ -132,6 +134,7 @@ def _attend(
     BLOCK_N: tl.constexpr,
     CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
+    STRETCHES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     kv_head = tl.program_id(0) % (heads // GROUP)
@@ -193,11 +196,15 @@ def _attend(
                 )
 
         alone = used & (results == 1)
+        several = used & (results > 1)
+        if STRETCHES:
+            elsewhere = tl.load(elsewhere_ptr + row * 2, mask=used, other=0)
+            alone &= elsewhere == 0
+            several |= used & (elsewhere > 0)
         out_at = out_ptr + row[:, None] * out_row + head[:, None] * out_head + d[None, :]
         result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_at, result, mask=alone[:, None] & in_head[None, :])
 
-        several = used & (results > 1)
         at = slot * heads + head
         partial_at = partial_ptr + at[:, None] * HEAD_DIM + d[None, :]
         tl.store(partial_at, acc, mask=several[:, None] & in_head[None, :])
@@ -247,6 +254,7 @@ def prefill(
     scale: float,
     soft_cap: float | None,
     out: torch.Tensor,
+    turned: torch.Tensor | None = None,
     partials: torch.Tensor | None = None,
     stats: torch.Tensor | None = None,
 ) -> None:
@@ -254,7 +262,13 @@ def prefill(
     if not _heads_within_int32(out):
         result = torch.empty_like(out, memory_format=torch.contiguous_format)
         prefill(
-            q, keys, values, plan, scale=scale, soft_cap=soft_cap, out=result, partials=partials, stats=stats
+            *(q, keys, values, plan),
+            scale=scale,
+            soft_cap=soft_cap,
+            out=result,
+            turned=turned,
+            partials=partials,
+            stats=stats,
         )
         out.copy_(result)
         return
@@ -268,26 +282,34 @@ def prefill(
     if stats is None:
         stats = torch.empty((plan.partials, heads, 2), dtype=torch.float32, device=q.device)
     tiles = triton.cdiv(plan.tile_queries * group, sizes["BLOCK_M"])
+    scale = scale * LOG2_E if soft_cap is None else scale / soft_cap
+    soft_cap = None if soft_cap is None else soft_cap * LOG2_E
+    elsewhere = None
+    if plan.stretches is not None and turned is not None:
+        elsewhere = stretches.attend(turned, keys, values, plan.stretches, scale=scale, soft_cap=soft_cap)
     with torch.cuda.device_of(q):  # does nothing where tensors of a CPU are interpreted
         _attend[plan.items.shape[0] * kv_heads, tiles](
-            *(q, keys, values, out, partials, stats, *plan.arrays(), plan.tables.stride(0)),
+            *(q, keys, values, out, partials, stats, *plan.arrays()),
+            *(plan.queries if elsewhere is None else elsewhere.results, plan.tables.stride(0)),
             *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
             *(out.stride(0), out.stride(1)),
-            scale * LOG2_E if soft_cap is None else scale / soft_cap,
-            0.0 if soft_cap is None else soft_cap * LOG2_E,
+            scale,
+            0.0 if soft_cap is None else soft_cap,
             heads,
             **sizes,
             CAPPED=soft_cap is not None,
             UPCAST=q.dtype is torch.bfloat16
             and triton.knobs.runtime.interpret,  # which knows no bf16 products
+            STRETCHES=elsewhere is not None,
             enable_fp_fusion=True,
         )
         if plan.partials:
             _merge[tokens, heads](
-                *(out, partials, stats, plan.queries, out.stride(0), out.stride(1)),
-                heads,
+                *(out, partials, stats, plan.queries, *(elsewhere or (partials, stats, plan.queries))),
+                *(out.stride(0), out.stride(1), heads),
                 HEAD_DIM=head_dim,
                 BLOCK_D=sizes["BLOCK_D"],
+                STRETCHES=elsewhere is not None,
                 num_warps=1,
                 enable_fp_fusion=True,
             )

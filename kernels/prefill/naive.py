@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from kvstore.kernels.stretches import Stretch
+from kvstore.kernels.stretches.naive import with_stretches
+
 
 def naive_prefill_attention(
     q: torch.Tensor,
@@ -18,9 +21,12 @@ def naive_prefill_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     dtype: torch.dtype = torch.float64,
+    stretches: Mapping[int, Sequence[Stretch]] | None = None,
+    inv_freq: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """As `prefill_attention`, computed and returned in `dtype`. `sequences`: of each row, its chunks and its tokens,
-    new ones included; `new_tokens`: of each row, in the order of `q`."""
+    new ones included; `new_tokens`: of each row, in the order of `q`; `stretches`: what it sees elsewhere."""
     group = q.shape[1] // keys.shape[1]
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     begin = 0
@@ -33,14 +39,16 @@ def naive_prefill_attention(
             for pool in (keys, values)
         )
         here = slice(begin, begin + new)
-        logits = q[here].to(dtype).transpose(0, 1) @ k.transpose(1, 2)  # [heads, new, tokens]
-        logits = logits * (1 / math.sqrt(q.shape[2]) if scale is None else scale)
-        if soft_cap is not None:
-            logits = soft_cap * torch.tanh(logits / soft_cap)
         seen = (
             torch.arange(tokens, device=q.device)
             <= torch.arange(tokens - new, tokens, device=q.device)[:, None]
         )
+        there = (stretches or {}).get(row, ())
+        k, v, seen = with_stretches((k, v), seen, there, (keys, values), inv_freq, interleaved=interleaved)
+        logits = q[here].to(dtype).transpose(0, 1) @ k.transpose(1, 2)  # [heads, new, tokens]
+        logits = logits * (1 / math.sqrt(q.shape[2]) if scale is None else scale)
+        if soft_cap is not None:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
         out[here] = (logits.masked_fill(~seen, -math.inf).softmax(-1) @ v).transpose(0, 1)
         begin += new
     return out

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvstore.kernels.stretches import StretchPlan
+
 Ints = NDArray[np.int32]
 
 BEGIN, COUNT, FIRST, TOKENS, PARTIAL, TABLE = range(6)
@@ -42,8 +44,8 @@ class PrefillPlan:
     `items` [n, 6], longest first. `order` [tokens] has the line of `q` at each place, `queries` [tokens, 3] says what
     the query of each line of `q` sees. `tables` [rows, most chunks of a row] has the chunk numbers of each row, from
     its first token on. All queries of an item see its first token. `tile_queries` is the most queries of an item,
-    `partials` the number of slots for partial results, 0 if no query has several. The plan does not change with its
-    forest, and is valid while its chunks are.
+    `partials` the number of slots for partial results, 0 if no query has several or sees a stretch. The plan does not
+    change with its forest, and is valid while its chunks are.
     """
 
     items: torch.Tensor
@@ -54,6 +56,8 @@ class PrefillPlan:
     chunk_tokens: int
     tile_queries: int
     partials: int
+    stretches: StretchPlan | None = None
+    """Of what the sequences see elsewhere."""
 
     def arrays(self) -> tuple[torch.Tensor, ...]:
         return self.items, self.tables, self.order, self.queries
@@ -82,6 +86,7 @@ def plan_prefill(
     tile_queries: int,
     split_tokens: int | None,
     device: torch.device,
+    stretches: StretchPlan | None = None,
 ) -> PrefillPlan:
     """`rows` in the order of the forest; `runs`: (which of the rows share it, its first chunk's place, its end), those
     that come before others in a sequence first."""
@@ -140,7 +145,8 @@ def plan_prefill(
         chunks=chunks,
         chunk_tokens=chunk_tokens,
         tile_queries=max((item[COUNT] for item in items), default=0),
-        partials=int(partials.sum()) if (partials > 1).any() else 0,
+        partials=int(partials.sum()) if stretches is not None or (partials > 1).any() else 0,
+        stretches=stretches,
     )
 
 

@@ -81,6 +81,7 @@ def explain(client: Client, options: argparse.Namespace) -> int:
         "tier",
         "size",
         "last decision",
+        "goes by",
         "tokens",
         "shards",
         "pins",
@@ -106,6 +107,7 @@ def _history(chunk: stats_pb2.ChunkHistory) -> tuple[object, ...]:
         " + ".join(tier.name for tier in Tier if chunk.tiers >> tier & 1) or "-",
         size(chunk.bytes) if chunk.tiers else "-",
         _decision(chunk),
+        _standing(chunk.standing) if chunk.HasField("standing") else "-",
         chunk.token_count,
         f"{chunk.shards_ready}/{chunk.shards}",
         chunk.pins,
@@ -139,6 +141,19 @@ def _decision(chunk: stats_pb2.ChunkHistory) -> str:
     if chunk.hints:
         return f"{what}, {_hints(chunk.hints)}"
     return f"{what}, needed by the queue" if chunk.needed else what
+
+
+def _standing(standing: stats_pb2.Standing) -> str:
+    """What decides when it goes, with the figures that decide it."""
+    match standing.rule:
+        case "needed":
+            return f"queue: {standing.jobs_before} jobs before its own"
+        case "worth":
+            return f"{standing.worth:.3g} hits/h expected ({standing.kind}); next to go {standing.least_worth:.3g}"
+        case "pinned":
+            return "pinned: it stays"
+        case rule:
+            return rule
 
 
 def _hints(states: Sequence[hints_pb2.HintState]) -> str:

@@ -5,7 +5,8 @@ one of these conditions:
 
     resident   ready == shards                     all bytes in DRAM: a hit, unless DOOMED
     cold       STORED, not resident                all bytes on SSD only; PROMOTING while they are read back
-    partial    shard0 >= 0, neither of these       some shard is being written or was never committed
+    partial    shard0 >= 0, neither of these       some shard is being written or was never committed; FETCHING while
+                                                   it comes from beyond this node
     ghost      shard0 <  0                         bytes gone; key and reason are remembered for a while
 
 Row numbers are reused; whoever keeps one (lease, manifest, reservation, index) must be undone before `free_row`.
@@ -58,6 +59,8 @@ TRANSIENT = 2048
 
 KEPT = 4096
 """A session or a durable commit named it: it is written to SSD, whatever it is worth."""
+FETCHING = 8192
+"""Waits to be brought from beyond this node, or is (`remote/sources.py`): partial until it is here."""
 
 
 class LinkedRows:

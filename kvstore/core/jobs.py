@@ -134,6 +134,12 @@ class Window:
         labels = self.labels
         return range(bisect_left(labels, _QUEUED_FROM), bisect_left(labels, _QUEUED_TO))
 
+    def queued_before(self, rank: int) -> int:
+        """How many queued jobs come before the one whose chunk has this rank."""
+        queued = self.queued
+        number = bisect_left(self.labels, rank & ~PLACE_MAX)
+        return min(max(number - queued.start, 0), len(queued))
+
     @property
     def is_empty(self) -> bool:
         """Whether all of its jobs have left their queues."""

@@ -82,6 +82,24 @@ class Limits:
     quarantine_ms: int = 60_000
     """How long a slot whose bytes went bad is left alone before it is rewritten and verified."""
 
+    sources: tuple[str, ...] = ()
+    """Beyond this node, by name: who is asked for chunks that are missing here (`remote/sources.py`)."""
+    lookup_wait_ms: int = 50
+    """How long a Match or an Acquire waits for what its missing keys' look-up finds, at most."""
+    lookup_deadline_ms: int = 500
+    """A source that has not answered a look-up by then is left alone for a while."""
+    lookup_fresh_ms: int = 30_000
+    """So long an answer that a chunk is there counts,"""
+    lookup_absent_ms: int = 1_000
+    """and one that it is not."""
+    remote_deadline_ms: int = 5_000
+    """Of a fetch, likewise."""
+    remote_bytes_in_flight_max: int = 64 << 20
+    source_pause_ms: int = 1_000
+    """For how long a source that failed is left alone at first,"""
+    source_pause_max_ms: int = 30_000
+    """and at most."""
+
     batch_min: int = 24
     """From so many chunks of a request on, they are handled as a batch: it costs some tens of microseconds, and then
     a fifth for each."""

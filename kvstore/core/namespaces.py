@@ -48,6 +48,8 @@ class Namespace:
     """Keys asked for by Acquire, by reason; NONE are the hits."""
     ssd_hits: int = 0
     """Of the hits: chunks that had to be read from SSD first, because they were asked for."""
+    remote_hits: int = 0
+    """Of the hits: chunks that came from beyond this node."""
     donor_search_at: Millis = 0
     """When another namespace's segment may be looked for again."""
     in_flight: int = 0

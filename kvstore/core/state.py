@@ -17,6 +17,7 @@ from kvstore.core.chunks import (
     COMMITTED,
     DOOMED,
     DURABLE,
+    FETCHING,
     KEPT,
     LISTED,
     NONE,
@@ -137,6 +138,8 @@ class State:
     """Rows that a hint brought to DRAM and nobody has used yet."""
     demanded: set[int] = field(default_factory=set)
     """Rows that came to DRAM because somebody asked, and were not used since: their next use is a hit on SSD."""
+    fetched: set[int] = field(default_factory=set)
+    """Rows that came from beyond this node and were not used since: their next use is a hit there."""
     partials: LinkedRows = field(default_factory=LinkedRows)
     """Chunks that lack some shard, in the order of `used_at`: since when they wait for it."""
     read_rate: Rate = field(default_factory=Rate)
@@ -546,7 +549,7 @@ class State:
         if chunks.flags[row] & DOOMED:
             return False
         usable = self.is_resident(row) or bool(chunks.flags[row] & STORED)
-        if chunks.pins[row] or chunks.reserved[row] or chunks.flags[row] & PROMOTING:
+        if chunks.pins[row] or chunks.reserved[row] or chunks.flags[row] & (PROMOTING | FETCHING):
             namespace = self.namespace_of(row)
             self._tally(namespace, row, -1)
             chunks.flags[row] |= DOOMED
@@ -567,7 +570,7 @@ class State:
         chunks = self.chunks
         namespace = self.namespace_of(row)
         assert not chunks.pins[row] and not chunks.reserved[row], chunks.describe(row)
-        assert not chunks.flags[row] & (STORING | PROMOTING), chunks.describe(row)
+        assert not chunks.flags[row] & (STORING | PROMOTING | FETCHING), chunks.describe(row)
         self._unlist(namespace, row)
         self._tally(namespace, row, -1)
         nothing_lost = chunks.ready[row] == 0 and not chunks.flags[row] & STORED
@@ -619,6 +622,7 @@ class State:
         """Out of whatever list it is in; a chunk that a hint brought in vain is counted."""
         chunks = self.chunks
         self.demanded.discard(row)
+        self.fetched.discard(row)
         if row in self.prefetched:
             self.prefetched.discard(row)
             self.counters["prefetch_wasted"] += 1

@@ -12,11 +12,12 @@ from itertools import islice
 from typing import Any
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DOOMED, NONE
+from kvstore.core.chunks import DOOMED, NONE, STORED
 from kvstore.core.cold_tier import ColdTier, Restored
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
+from kvstore.core.remote.sources import Sources
 from kvstore.core.requests import repeats
 from kvstore.core.requests.duplicates import Duplicates
 from kvstore.core.requests.hint_actions import HintActions
@@ -88,12 +89,18 @@ class Store:
         self.rewrites = Rewrites(self.state, self.cold_tier)
         self.recalls = Recalls(self.state, self.cold_tier)
         self.scrub = Scrubber(self.state, self.cold_tier, self.transfers)
-        self.reads.promote = lambda row: self.transfers.promote(row, demanded=True)
+        self.sources = Sources(
+            self.state,
+            lambda row, demanded: self.transfers.reserve_slots(row, demanded=demanded),
+            self.recalls.is_barred,
+        )
+        self.sources.resume = self._resume
+        self.reads.promote = self._bring
         self._next_namespace = 1
         self._requests: dict[type, Callable[[Worker, Any], ev.Answer | None]] = {
             ev.Open: self._open,
-            ev.Match: self.reads.match,
-            ev.Acquire: self.reads.acquire,
+            ev.Match: self._match,
+            ev.Acquire: self._acquire,
             ev.Renew: self.reads.renew,
             ev.Release: self.reads.release,
             ev.Reserve: self._reserve,
@@ -130,6 +137,8 @@ class Store:
             ev.OpFailed: lambda event: self._op_ended(event.op, None, event.why),
             ev.DiskDone: self._disk_done,
             ev.DiskTrouble: lambda event: self.cold_tier.troubled(event.why),
+            ev.ChunksLookedUp: self.sources.looked_up,
+            ev.ChunksFetched: self.sources.fetched,
             ev.Tick: lambda _: self._tick(),
             ev.Idle: lambda _: self._idle(),
             **self.cold_tier.facts(),
@@ -166,6 +175,7 @@ class Store:
             self._request(event)
         self.cold_tier.make_room(self.sessions.drop)
         self.transfers.pump()
+        self.sources.pump()
         self.scrub.pump()
         self.recalls.pump()
         self.cold_tier.tell_gone()
@@ -246,6 +256,41 @@ class Store:
         if answer is None:
             worker.memory.forget(number)
         return answer
+
+    def _match(self, worker: Worker, event: ev.Match) -> ev.Matched | None:
+        """None: answered when what is missing has been looked up beyond this node."""
+        return None if self.sources.park(worker, event) else self.reads.match(worker, event)
+
+    def _acquire(self, worker: Worker, event: ev.Acquire) -> ev.Acquired | None:
+        """As `_match`."""
+        return None if self.sources.park(worker, event) else self.reads.acquire(worker, event)
+
+    def _resume(self, event: ev.Match | ev.Acquire) -> None:
+        """A parked request goes on with what is known now. Nobody is left to answer if its worker has gone."""
+        state = self.state
+        worker = state.workers.get(event.ticket.worker)
+        if worker is None:
+            return
+        answer: ev.Answer
+        try:
+            state.worker(worker.id)
+            if isinstance(event, ev.Match):
+                answer = self.reads.match(worker, event)
+            else:
+                answer = self.reads.acquire(worker, event)
+        except StoreError as error:
+            answer = error
+        if isinstance(event, ev.Match):
+            state.effects.append(ev.Reply(event.ticket, answer))
+        else:
+            state.reply(event.ticket, answer)
+
+    def _bring(self, row: int) -> None:
+        """Somebody asked for a chunk that is not in DRAM."""
+        if self.state.chunks.flags[row] & STORED:
+            self.transfers.promote(row, demanded=True)
+        else:
+            self.sources.fetch(row, demanded=True)
 
     def _stats(self, worker: Worker) -> ev.Stats:
         values = stats(self.state, worker, self.residents)
@@ -415,6 +460,7 @@ class Store:
     def _segment_ready(self, op: OpId) -> None:
         self.segments.created(op)
         self.transfers.try_again()
+        self.sources.try_again()
 
     def _op_ended(self, op: Any, checksums: tuple[int, ...] | None, why: str) -> None:
         if op in self.saves.copies:
@@ -452,6 +498,7 @@ class Store:
         self.reads.tick()
         self.segments.tick()
         self.transfers.tick()
+        self.sources.tick()
         self.actions.tick()
         self.queue.tick()
         self.residents.tick()

@@ -428,7 +428,7 @@ class Transfers:
                 ):
                     continue
                 doomed = state.chunks.flags[row] & DOOMED
-                if doomed or not self._reserve(row, demanded=demanded):
+                if doomed or not self.reserve_slots(row, demanded=demanded):
                     if demanded and not doomed and self._may_wait(row):
                         self._without_slot.append(wanted)
                     else:
@@ -443,9 +443,10 @@ class Transfers:
                 break
         self._not_promoted(without)
 
-    def _reserve(self, row: int, *, demanded: bool) -> bool:
-        """DRAM slots for a promoting chunk. A prefetch takes none from what an earlier job needs. When it finds none,
-        those behind it in its namespace find none either: they may take them from fewer chunks."""
+    def reserve_slots(self, row: int, *, demanded: bool) -> bool:
+        """DRAM slots for a chunk that is to be read from the tier below, or from beyond this node. A prefetch takes
+        none from what an earlier job needs. When it finds none, those behind it in its namespace find none either: they
+        may take them from fewer chunks."""
         state = self.state
         namespace = state.namespace_of(row)
         if not demanded and self._has_no_slot(namespace):

@@ -41,6 +41,9 @@ from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.core.store import Store
 from kvstore.errors import BadRequest, ConfigError, StoreError
+from kvstore.fleet import node as fleet_node
+from kvstore.fleet.node import FleetNode
+from kvstore.fleet.registry import without_password
 from kvstore.memory import fix_mmap_threshold, keep_freed_memory, memory_limit_bytes
 from kvstore.server.garbage import ShortSearches, no_searches
 from kvstore.server.health import NOT_SERVING, SERVING, SSD, Health
@@ -313,6 +316,10 @@ def check_port_is_free(field: str, host: str, port: int) -> None:
             ) from None
 
 
+def url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 def check_memory(config: StoreConfig) -> None:
     """Raises ConfigError when arena and staging memory could not all be there at once."""
     limit = memory_limit_bytes()
@@ -379,6 +386,7 @@ class Daemon:
         self._tcp = TcpAddress.of(config)
         check_memory(config)
         check_file_limit(config)
+        self._in_fleet = fleet_node.check(config)
         self._access: Access | None = None
         if self._tcp is not None:
             check_port_is_free("tcp_address", self._tcp.host, self._tcp.port)
@@ -387,7 +395,7 @@ class Daemon:
             if self._tcp.tls is not None:
                 self._tcp.tls.credentials()
         if config.metrics_port:
-            check_port_is_free("metrics_port", "127.0.0.1", config.metrics_port)
+            check_port_is_free("metrics_port", config.metrics_host, config.metrics_port)
         self.boot_id = secrets.token_bytes(16)
         self._started_at = time.monotonic()
         self._ready = False
@@ -488,6 +496,7 @@ class Daemon:
         self._recorder = Recorder(store.state, self._observe)
         self._metrics = MetricsServer(self._families)
         self._health = Health(peer_timeout_s=peer_timeout_s)
+        self._fleet = FleetNode(config, self.loop, self._numbers, self.boot_id) if self._in_fleet else None
 
     def _open_ssd(self) -> tuple[Store, SsdTier]:
         """Take the directory, read its index, and put what it names into a core. Raises ConfigError or StoreError."""
@@ -527,8 +536,10 @@ class Daemon:
         self._watching = [asyncio.create_task(self._watch_directory())]
         if self._door is not None:
             self._watching.append(asyncio.create_task(self._door.watch()))
+        if self._fleet is not None:
+            self._fleet.start()
         if self.config.metrics_port:
-            await self._metrics.start(self.config.metrics_port)
+            await self._metrics.start(self.config.metrics_host, self.config.metrics_port)
 
     async def _start_grpc(self) -> None:
         bytes_service = BytesService(self._service, self._numbers)
@@ -650,6 +661,7 @@ class Daemon:
         """That it is ready, to health, log and systemd at once; and what this daemon uses, to people and machines."""
         config = self.config
         settings = asdict(config)
+        settings["registry_url"] = without_password(config.registry_url)
         self._ready = True
         for name in ("", *self._served):
             self._health.set(name, SERVING)
@@ -689,7 +701,7 @@ class Daemon:
             "ssd": f"SSD {self._ssd_text()}",
             "directory": f"directory {config.run_dir}",
             "tcp": self._tcp_text(),
-            "metrics": f"metrics http://127.0.0.1:{config.metrics_port}/metrics"
+            "metrics": f"metrics http://{url_host(config.metrics_host)}:{config.metrics_port}/metrics"
             if config.metrics_port
             else "metrics off",
             "tenants": f"tenants by user id: {dict(config.tenants) or 'own user and root only'}",
@@ -854,6 +866,8 @@ class Daemon:
         """Each step bounded; the last is the lock, so that no successor meets our remains."""
         await self._recorder.stop()
         self._metrics.close()
+        if self._fleet is not None:
+            await asyncio.to_thread(self._fleet.close)
         if self._door is not None:
             self._door.close()
         self._service.close()

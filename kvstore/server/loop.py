@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from kvstore.core.store import Store
 from kvstore.errors import DeadlineExceeded, Exhausted, StoreError, Unavailable
 from kvstore.server.logs import fields
 from kvstore.tiers.arena import Arena, Staging
+from kvstore.tiers.base import ChunkSource
 from kvstore.tiers.copier import Copier
 from kvstore.tiers.ssd import SsdStats, SsdTier
 from kvstore.types import DiskState, Millis, SegmentId, Tier, WorkerId
@@ -81,6 +82,7 @@ class Loop:
         copier: Copier,
         *,
         ssd: SsdTier | None = None,
+        sources: Mapping[str, ChunkSource] | None = None,
         on_forget: Callable[[WorkerId], None],
         on_fatal: Callable[[], None],
         on_disk: Callable[[DiskState], None] = lambda _: None,
@@ -91,6 +93,8 @@ class Loop:
         self.staging = staging
         self._copier = copier
         self._ssd = ssd
+        self._sources = dict(sources or {})
+        """By their names in `Limits.sources`."""
         self._on_forget = on_forget
         self._on_fatal = on_fatal
         self._on_disk = on_disk
@@ -135,6 +139,8 @@ class Loop:
             events.ScrubRecords: self._disk,
             events.RewriteRecords: self._disk,
             events.RewriteSlots: self._copy,
+            events.LookUpChunks: self._ask_source,
+            events.FetchChunks: self._ask_source,
             events.Quarantined: self._quarantined,
             events.DuplicateDiffers: self._duplicate_differs,
             events.DropStaging: self._drop_staging,
@@ -346,6 +352,9 @@ class Loop:
         assert self._ssd is not None, effect
         self._ssd.submit(effect)
 
+    def _ask_source(self, effect: events.LookUpChunks | events.FetchChunks) -> None:
+        self._sources[effect.source].submit(effect)
+
     def _quarantined(self, effect: events.Quarantined) -> None:
         if len(self._corrupt) >= CORRUPT_FILES_MAX:
             self._corrupt.clear()
@@ -448,6 +457,8 @@ class Loop:
         self._segment_work.put(None)
         self._copier.close(timeout_s / 3)
         self._segment_thread.join(timeout_s / 3)
+        for source in self._sources.values():
+            source.close(timeout_s / 3)
         if self._ssd is not None:
             self._ssd.close(timeout_s / 3)
 

@@ -1,4 +1,4 @@
-"""/metrics in Prometheus format, on a loopback port.
+"""/metrics in Prometheus format, on loopback unless told otherwise.
 
 A small HTTP server of our own on the daemon's loop: one GET or HEAD a connection, bounded in size, time and number, so
 that no scraper can hold the daemon up. What is reported comes from the core's own statistics at the moment of the
@@ -45,10 +45,10 @@ class MetricsServer:
         self._server: asyncio.Server | None = None
         self._connections = 0
 
-    async def start(self, port: int) -> None:
+    async def start(self, host: str, port: int) -> None:
         """Raises OSError when the port is taken."""
         self._server = await asyncio.start_server(
-            self._connected, host="127.0.0.1", port=port, limit=REQUEST_BYTES_MAX, reuse_port=False
+            self._connected, host=host, port=port, limit=REQUEST_BYTES_MAX, reuse_port=False
         )
 
     def close(self) -> None:

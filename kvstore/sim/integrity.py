@@ -20,6 +20,7 @@ import numpy as np
 from kvstore.core.chunks import (
     DOOMED,
     DURABLE,
+    FETCHING,
     LISTED,
     NONE,
     PROMOTING,
@@ -257,6 +258,7 @@ class Watch:
         self._check_pins()
         self._check_references()
         self._check_workers()
+        self._store.sources.check_integrity()
         self._store.queue.planner.check()
         if self.looks == 0:
             self._check_all()
@@ -340,7 +342,7 @@ class Watch:
         assert not flags & RANKED or listed, chunks.describe(row)
         if start == NONE:
             assert chunks.ready[row] == chunks.reserved[row] == pins == 0, chunks.describe(row)
-            assert not flags & (STORED | STORING | PROMOTING | RANKED), chunks.describe(row)
+            assert not flags & (STORED | STORING | PROMOTING | RANKED | FETCHING), chunks.describe(row)
             assert listed == (chunks.refs[row] == 0), chunks.describe(row)
             ghosts = state.ghosts if listed else None
             return Facts(namespace, 0, 0, 0, bool(flags & QUEUED), ghosts, range(0), (), (), (), family)

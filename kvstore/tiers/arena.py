@@ -146,6 +146,13 @@ class Arena:
         except ValueError as error:
             raise BadRequest(str(error), field="extent", value=f"segment {segment}") from None
 
+    def holds(self, segment: SegmentId, cell: int, generation: int) -> bool:
+        """Whether the slot of this cell was not given away since it had this generation. From any thread, after the
+        last byte of it was read."""
+        memory.fence()
+        found = self._segments.get(segment)
+        return found is not None and int(found.generations[cell]) == generation
+
     def descriptors(self, segment: SegmentId) -> tuple[int, int]:
         """(data, header): duplicates, which the caller sends and closes. Raises NotFound, OSError.
 

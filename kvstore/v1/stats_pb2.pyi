@@ -255,7 +255,7 @@ class ExplainRequest(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., session: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ChunkHistory(_message.Message):
-    __slots__ = ("key", "outcome", "reason", "token_count", "shards_ready", "shards", "pins", "hits", "age_ms", "idle_ms", "manifests", "derived", "maker", "bytes", "tiers", "moving", "durable", "needed", "hints", "resident_in")
+    __slots__ = ("key", "outcome", "reason", "token_count", "shards_ready", "shards", "pins", "hits", "age_ms", "idle_ms", "manifests", "derived", "maker", "bytes", "tiers", "moving", "durable", "needed", "hints", "resident_in", "standing")
     KEY_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +276,7 @@ class ChunkHistory(_message.Message):
     NEEDED_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_IN_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     outcome: int
     reason: int
@@ -296,7 +297,22 @@ class ChunkHistory(_message.Message):
     needed: bool
     hints: _containers.RepeatedCompositeFieldContainer[_hints_pb2.HintState]
     resident_in: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, key: _Optional[bytes] = ..., outcome: _Optional[int] = ..., reason: _Optional[int] = ..., token_count: _Optional[int] = ..., shards_ready: _Optional[int] = ..., shards: _Optional[int] = ..., pins: _Optional[int] = ..., hits: _Optional[int] = ..., age_ms: _Optional[int] = ..., idle_ms: _Optional[int] = ..., manifests: _Optional[int] = ..., derived: bool = ..., maker: _Optional[bytes] = ..., bytes: _Optional[int] = ..., tiers: _Optional[int] = ..., moving: bool = ..., durable: bool = ..., needed: bool = ..., hints: _Optional[_Iterable[_Union[_hints_pb2.HintState, _Mapping]]] = ..., resident_in: _Optional[_Iterable[str]] = ...) -> None: ...
+    standing: Standing
+    def __init__(self, key: _Optional[bytes] = ..., outcome: _Optional[int] = ..., reason: _Optional[int] = ..., token_count: _Optional[int] = ..., shards_ready: _Optional[int] = ..., shards: _Optional[int] = ..., pins: _Optional[int] = ..., hits: _Optional[int] = ..., age_ms: _Optional[int] = ..., idle_ms: _Optional[int] = ..., manifests: _Optional[int] = ..., derived: bool = ..., maker: _Optional[bytes] = ..., bytes: _Optional[int] = ..., tiers: _Optional[int] = ..., moving: bool = ..., durable: bool = ..., needed: bool = ..., hints: _Optional[_Iterable[_Union[_hints_pb2.HintState, _Mapping]]] = ..., resident_in: _Optional[_Iterable[str]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
+
+class Standing(_message.Message):
+    __slots__ = ("rule", "jobs_before", "worth", "least_worth", "kind")
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    JOBS_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    WORTH_FIELD_NUMBER: _ClassVar[int]
+    LEAST_WORTH_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    rule: str
+    jobs_before: int
+    worth: float
+    least_worth: float
+    kind: str
+    def __init__(self, rule: _Optional[str] = ..., jobs_before: _Optional[int] = ..., worth: _Optional[float] = ..., least_worth: _Optional[float] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class ExplainReply(_message.Message):
     __slots__ = ("version", "chunks")

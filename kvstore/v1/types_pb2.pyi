@@ -34,6 +34,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_SLOW: _ClassVar[Reason]
     REASON_LOST: _ClassVar[Reason]
     REASON_RECALLED: _ClassVar[Reason]
+    REASON_ON_REMOTE: _ClassVar[Reason]
 
 class GrantResult(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -75,6 +76,7 @@ REASON_ON_SSD: Reason
 REASON_SLOW: Reason
 REASON_LOST: Reason
 REASON_RECALLED: Reason
+REASON_ON_REMOTE: Reason
 GRANT_RESULT_GRANTED: GrantResult
 GRANT_RESULT_ALREADY: GrantResult
 GRANT_RESULT_BUSY: GrantResult

@@ -29,6 +29,7 @@ from kvstore.answers import (
     Scrubbed,
     SessionInfo,
     SessionList,
+    Standing,
 )
 from kvstore.errors import StoreError
 from kvstore.types import (
@@ -270,6 +271,18 @@ def sessions_to_proto(answer: SessionList) -> stats_pb2.ListSessionsReply:
     )
 
 
+def _standing(standing: Standing | None) -> stats_pb2.Standing | None:
+    if standing is None:
+        return None
+    return stats_pb2.Standing(
+        rule=standing.rule,
+        jobs_before=standing.jobs_before,
+        worth=standing.worth,
+        least_worth=standing.least_worth,
+        kind=standing.kind,
+    )
+
+
 def explained_to_proto(answer: Explained) -> stats_pb2.ExplainReply:
     return stats_pb2.ExplainReply(
         version=answer.version,
@@ -295,6 +308,7 @@ def explained_to_proto(answer: Explained) -> stats_pb2.ExplainReply:
                 needed=chunk.needed,
                 resident_in=map(clean, chunk.resident_in),
                 hints=_hint_states(chunk.hints),
+                standing=_standing(chunk.standing),
             )
             for chunk in answer.chunks
         ],

@@ -281,6 +281,7 @@ def refused(daemon, start: str) -> None:
         ({"copy_threads": 0}, "copy_threads=0: must be above 0"),
         ({"pin_share_max": 1.5}, "pin_share_max=1.5: must be above 0 and at most 1"),
         ({"metrics_port": 70_000}, "metrics_port=70000: must be between"),
+        ({"metrics_host": "localhost"}, "metrics_host=localhost: needs a numeric IP address"),
         ({"drain_ms": -1}, "drain_ms=-1: must not be negative"),
         ({"log_level": "loud"}, "log_level=loud: must be debug, info, warning or error"),
         ({"tenants": "alice=1000"}, "tenants=alice=1000: maps a numeric user id"),
@@ -550,6 +551,14 @@ def test_metrics(start_daemon, connect, spec, port):
     assert 'kvstored_lookups_total{outcome="miss",reason="never_seen",tenant="default"} 1.0' in lines
     assert 'kvstored_namespace_info{model="tiny",namespace="1",tenant="default"} 1.0' in lines
     assert "kvstored_grants_granted_total 1.0" in lines
+
+
+def test_metrics_at_an_address_that_is_not_loopbacks_default(start_daemon, port):
+    start_daemon(metrics_port=port, metrics_host="127.0.0.2")
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        scrape(port)
+    with urllib.request.urlopen(f"http://127.0.0.2:{port}/metrics", timeout=20) as answer:
+        assert b"kvstored_arena_bytes" in answer.read()
 
 
 def test_metrics_answers_nothing_else(start_daemon, port):

@@ -194,15 +194,17 @@ def test_a_child_that_drops_its_parents_mapping_leaves_its_own_memory_alone(
     mappings.install(3, SIZE, CELLS, *handed())
     segment = mappings.get(3)
     assert segment is not None
+    wait_for_pages()
+    # All that allocates comes before the fork: in the child it could get the very pages that are to be free there.
     address = segment.data.ctypes.data
+    fixed_noreplace = 0x100000
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = memory._libc.mmap.argtypes
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed_noreplace
     child = os.fork()
     if child == 0:
         signal.alarm(20)
-        fixed_noreplace = 0x100000
-        libc = ctypes.CDLL(None)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = memory._libc.mmap.argtypes
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed_noreplace
         found = libc.mmap(address, SIZE, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         if found != address:
             os._exit(3)  # then the mapping was inherited

@@ -16,6 +16,7 @@ OTHERS = {
     "log_level": ("debug", '"debug"', "debug"),
     "eviction": ("lru", '"lru"', "lru"),
     "copy_threads": ("3", "3", 3),
+    "metrics_host": ("0.0.0.0", "'0.0.0.0'", "0.0.0.0"),
 }
 """Settings that do not take just any value: as text, in TOML, and as they are."""
 FIELDS = [field.name for field in dataclasses.fields(StoreConfig)]

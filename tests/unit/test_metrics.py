@@ -262,7 +262,7 @@ class Server:
 @pytest.fixture
 async def server():
     server = Server()
-    await server.server.start(server.port)
+    await server.server.start("127.0.0.1", server.port)
     yield server
     server.server.close()
 
@@ -306,7 +306,7 @@ async def test_scrapes_at_one_time_are_bounded(server):
 
 async def test_a_port_that_is_taken_is_an_error(server):
     with pytest.raises(OSError, match="address already in use"):
-        await MetricsServer(server.families).start(server.port)
+        await MetricsServer(server.families).start("127.0.0.1", server.port)
 
 
 async def test_head_is_answered_as_get_is_without_its_body(server):

@@ -12,6 +12,7 @@ from kvstore.types import (
     ChunkKey,
     DiskPlace,
     Extent,
+    Extents,
     LeaseId,
     NamespaceId,
     OpId,
@@ -293,6 +294,35 @@ class ProbeDisk:
 
 
 @dataclass(frozen=True, slots=True)
+class LookUpChunks:
+    """Ask a source beyond this node what it has of these keys, which are in chain order for a prefix lookup. Answer:
+    ChunksLookedUp, within `Limits.lookup_deadline_ms`."""
+
+    op: OpId
+    source: str
+    namespace: NamespaceId
+    digest: bytes
+    """32 bytes: the namespace's `salt`, the same on every node."""
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchChunks:
+    """Chunks of a source -> RESERVED DRAM slots, verified. Answer: ChunksFetched, only when nothing writes to the
+    targets any more: the core quarantines those of a late op until then."""
+
+    op: OpId
+    source: str
+    namespace: NamespaceId
+    digest: bytes
+    keys: tuple[ChunkKey, ...]
+    wheres: tuple[object, ...]
+    """`Found.where` of each key."""
+    targets: Extents
+    """Of all shards of the first key, then of the next."""
+
+
+@dataclass(frozen=True, slots=True)
 class DropStaging:
     """This worker's connection has ended and nothing of its staging memory will be copied any more. Its process may
     live on and hold mappings for long; others need that memory."""
@@ -337,6 +367,8 @@ Effect = (
     | RewriteRecords
     | RewriteSlots
     | TierEffect
+    | LookUpChunks
+    | FetchChunks
     | Quarantined
     | DuplicateDiffers
     | DropStaging

@@ -8,6 +8,7 @@ from kvstore.layout import NamespaceSpec
 from kvstore.types import (
     ChunkKey,
     DiskResult,
+    Found,
     Hint,
     HintAction,
     LeaseId,
@@ -472,6 +473,39 @@ class DiskDone:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunksLookedUp:
+    """A source has answered a LookUpChunks, or could not (`failed` says why; then `found` is empty)."""
+
+    op: OpId
+    found: tuple[Found | None, ...] = ()
+    """Per key."""
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedChunk:
+    """What came of one chunk. After OK its slots hold verified bytes; else they are undefined."""
+
+    result: DiskResult
+    """CORRUPT: not what was asked for, or not whole. REUSED: there no more. IO_ERROR: the source failed."""
+    checksums: tuple[int, ...] = ()
+    """xxh3_64 of each shard's bytes in the slots. This and the next of OK alone."""
+    token_count: int = 0
+    derived: bool = False
+    makers: tuple[bytes, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksFetched:
+    """A FetchChunks has returned: nothing writes to its targets any more."""
+
+    op: OpId
+    chunks: tuple[FetchedChunk, ...]
+    """Per key."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: expiry, compaction, bounds."""
 
@@ -520,6 +554,8 @@ Event = (
     | SlabReady
     | DiskDone
     | DiskTrouble
+    | ChunksLookedUp
+    | ChunksFetched
     | Tick
     | Idle
 )

@@ -42,6 +42,15 @@ UNKNOWN = 16
 """Kinds: the last, partial chunk of a request; of a first turn, by its length; of a later turn, by the depth of the
 dialogue; used two or three times, and more often, by the time between the last two uses; and what nobody knows of."""
 KINDS = 17
+_GAPS = ("under 10 s", "10 s to 1 min", "1 to 5 min", "over 5 min")
+NAMES = (
+    "last part of a request",
+    *(f"first turn, {length} tokens" for length in ("under 2k", "2k to 8k", "8k to 32k", "over 32k")),
+    *(f"turn {turn}" for turn in ("2", "3 or 4", "5 or later")),
+    *(f"used {uses}, last {gap} apart" for uses in ("2 or 3 times", "4 times or more") for gap in _GAPS),
+    "unknown",
+)
+"""Of the kinds, for people."""
 _COARSE = np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 9, 9, 9, 9, 10])
 
 LIVES_MIN = 5_000

@@ -16,6 +16,7 @@ from math import inf
 from operator import itemgetter
 from typing import cast
 
+from kvstore.answers import Standing
 from kvstore.core.bulk import batch, cohorts
 from kvstore.core.chunks import LISTED, NONE, RANKED, TAIL, ChunkTable, LinkedRows
 from kvstore.core.namespaces import Namespace
@@ -32,6 +33,7 @@ SPARED = KINDS + 1
 """and what was passed over, which goes after everything, until"""
 SPARED_MS = 10_000
 """so long after it came last."""
+HOUR_MS = 3_600_000
 KINDS_MAX = 32
 CELLS_MAX = KINDS_MAX * BUCKETS
 AGED_EVERY_MS = 100
@@ -221,6 +223,19 @@ class Expected(Hints):
         if not past or not book.knows:
             return 1.0
         return book.used_by[past & KIND_MASK][ages.bucket_of(ms)]
+
+    def standing(self, candidates: Candidates, row: int) -> Standing:
+        by_recency = super().standing(candidates, row)
+        past = self._chunks.history[row]
+        if by_recency.rule != "recency" or not past or not self.book(row).knows:
+            return by_recency
+        worth, least = self.worth_of(row), self.least_worth(candidates)
+        return Standing(
+            "worth",
+            worth=worth * HOUR_MS,
+            least_worth=least * HOUR_MS if least < inf else 0.0,
+            kind=ages.NAMES[past & KIND_MASK],
+        )
 
     def least_worth(self, candidates: Candidates) -> float:
         for worth, _ in self._walk_cells(cast("ByWorth", candidates)):

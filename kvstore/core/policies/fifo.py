@@ -6,6 +6,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
+from kvstore.answers import Standing
 from kvstore.core.chunks import LISTED, NONE, RANKED, LinkedRows
 from kvstore.core.policies.interface import Policy
 from kvstore.core.policies.lists import Candidates, Ranked
@@ -43,6 +44,9 @@ class Fifo(Policy):
     def add_last(self, candidates: Candidates, row: int) -> None:
         assert isinstance(candidates, ByArrival)
         self._chunks.link_newest(candidates.added_last, row)
+
+    def standing(self, candidates: Candidates, row: int) -> Standing:
+        return Standing("arrival")
 
     def put_back(self, candidates: Candidates, rows: Sequence[int]) -> None:
         self.add(candidates, rows)

@@ -21,7 +21,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.chunks import ChunkTable, LinkedRows
+from kvstore.answers import Standing
+from kvstore.core.chunks import TAIL, ChunkTable, LinkedRows
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policies.lists import Candidates, Ranked
 from kvstore.types import Millis, NamespaceId
@@ -128,6 +129,12 @@ class Policy(ABC):
     def worth_of(self, row: int) -> float:
         """Of a chunk that no queued job needs, in hits per slot and millisecond; what is not known is worth all."""
         return inf
+
+    def standing(self, candidates: Candidates, row: int) -> Standing:
+        """By which rule a chunk that no queued job needs goes from `candidates`, and with what figures."""
+        chunks = self._chunks
+        unnamed = chunks.flags[row] & TAIL and not chunks.refs[row]
+        return Standing("unnamed tail" if unnamed else "recency")
 
     def used_within(self, row: int, ms: Millis) -> float:
         """The chance that a chunk is used within so long of its last use; what is not known is taken for certain."""

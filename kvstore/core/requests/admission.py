@@ -65,10 +65,12 @@ def _remember(
 ) -> None:
     """As ghosts, with what is above each."""
     chunks, index = state.chunks, namespace.index
-    rows = []
+    rows: dict[int, None] = {}
     for number in numbers:
         key = event.keys[number]
         row = index.get(key, NONE)
+        if row in rows:  # the request names it twice
+            continue
         if row == NONE:
             if chunks.rows_used >= state.limits.chunks_max:
                 break
@@ -83,8 +85,8 @@ def _remember(
             chunks.reason[row] = Reason.EVICTED
         else:
             chunks.unlink(state.ghosts, row)
-        rows.append(row)
-    state.policy.refused(rows)
+        rows[row] = None
+    state.policy.refused(list(rows))
     for row in rows:
         chunks.used_at[row] = state.now
         chunks.link_newest(state.ghosts, row)

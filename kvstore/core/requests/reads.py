@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore.core import events as ev
 from kvstore.core.bulk import batch
-from kvstore.core.chunks import DOOMED, HITS_MAX, NONE, PROMOTING, STORED
+from kvstore.core.chunks import DOOMED, FETCHING, HITS_MAX, NONE, PROMOTING, STORED
 from kvstore.core.namespaces import Namespace
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
@@ -30,7 +30,9 @@ AUDITS_AGAIN_MAX = 16
 AUDITS_WAITING_MAX = 4_096
 """Chunks that wait for that."""
 AUDITS_PER_OP_MAX = 16
-_PENDING = (Reason.BEING_SAVED, Reason.ON_SSD)
+_PENDING = (Reason.BEING_SAVED, Reason.ON_SSD, Reason.ON_REMOTE)
+_COLD = (Reason.ON_SSD, Reason.ON_REMOTE)
+"""Its bytes can be had, but have to be brought to DRAM first."""
 _REASONS = tuple(Reason)
 _OUTCOMES = tuple(
     Outcome.HIT if reason is Reason.NONE else Outcome.PENDING if reason in _PENDING else Outcome.MISS
@@ -48,7 +50,8 @@ def lookup(state: State, namespace: Namespace, key: ChunkKey) -> Found:
         return NONE, Outcome.MISS, Reason.NEVER_SEEN
     chunks = state.chunks
     if chunks.shard0[row] == NONE or chunks.flags[row] & DOOMED:
-        return row, Outcome.MISS, Reason(chunks.reason[row])
+        reason = Reason(chunks.reason[row])
+        return row, _OUTCOMES[reason], reason
     if state.recalling and state.is_recalled(row):
         return row, Outcome.MISS, Reason.RECALLED
     if chunks.ready[row] == namespace.shards:
@@ -56,6 +59,8 @@ def lookup(state: State, namespace: Namespace, key: ChunkKey) -> Found:
     if chunks.flags[row] & STORED:
         off = state.disk_state is DiskState.OFF
         return row, Outcome.MISS if off else Outcome.PENDING, Reason.SLOW if off else Reason.ON_SSD
+    if chunks.flags[row] & FETCHING:
+        return row, Outcome.PENDING, Reason.ON_REMOTE
     if chunks.reserved[row]:
         return row, Outcome.PENDING, Reason.BEING_SAVED
     return row, Outcome.MISS, Reason.INCOMPLETE
@@ -65,7 +70,7 @@ class Reads:
     def __init__(self, state: State) -> None:
         self.state = state
         self.promote: Callable[[int], None] = lambda row: None
-        """Starts the promotion of a cold chunk; set by the store, which knows the disk."""
+        """Begins to bring a chunk to DRAM that is on SSD or beyond this node; set by the store, which knows both."""
         self.audits: dict[OpId, tuple[list[int], list[int]]] = {}
         """Checksum ops of reported chunks: (pinned rows, expected checksums)."""
         self._audited: set[int] = set()
@@ -78,14 +83,15 @@ class Reads:
         """Of `audits`, such second ones."""
 
     def match(self, worker: Worker, event: ev.Match) -> ev.Matched:
-        """Longest usable boundary (invariant 4), what is on SSD included. Never promotes, never pins, is no use."""
+        """Longest usable boundary (invariant 4), what is on SSD or beyond this node included. Never promotes, never
+        pins, is no use."""
         state = self.state
         namespace = state.namespace(worker, event.namespace)
         rows, reasons = self._look_up(namespace, event.keys)
         usable = 0
         tokens = 0
         for row, reason in zip(rows, reasons, strict=True):
-            if reason is not Reason.NONE and reason is not Reason.ON_SSD:
+            if reason is not Reason.NONE and reason not in _COLD:
                 break
             if event.token_count:
                 tokens += state.chunks.tokens[row]
@@ -158,7 +164,7 @@ class Reads:
             outcome = _OUTCOMES[reason]
             if outcome is Outcome.HIT:
                 hits.append(row)
-            comes = event.promote or reason is not Reason.ON_SSD
+            comes = event.promote or reason not in _COLD
             if outcome is Outcome.PENDING and comes and event.wait_ms > 0:
                 state.wait_for(worker, row, until)
             reasons.append(reason)
@@ -168,9 +174,9 @@ class Reads:
                 break
         outcomes = tuple(map(_OUTCOMES.__getitem__, reasons))
         backlog = self._backlog(namespace, rows, reasons)
-        if backlog.ssd_bytes and event.promote:
+        if event.promote and (backlog.ssd_bytes or Reason.ON_REMOTE in reasons):
             for row, reason in zip(rows, reasons, strict=True):
-                if reason is Reason.ON_SSD:
+                if reason in _COLD:
                     self.promote(row)
         if not hits:
             return ev.Acquired(LeaseId(0), 0, outcomes, tuple(reasons), NO_EXTENTS, backlog)
@@ -191,6 +197,10 @@ class Reads:
                 new = [row for row in new if row not in found]
             state.demanded -= found
             namespace.ssd_hits += len(found)
+        if state.fetched:
+            found = state.fetched.intersection(rows)
+            state.fetched -= found
+            namespace.remote_hits += len(found)
         state.policy.used(new)
         if state.prefetched:
             found = state.prefetched.intersection(rows)

@@ -91,6 +91,9 @@ class Recalls:
                 remedy="start that worker anew; it is another maker then",
             )
 
+    def is_barred(self, maker: bytes) -> bool:
+        return maker in self._barred
+
     def _bar(self, maker: bytes) -> None:
         """No maker is let in again to make room for another: one more than the bound is not recalled."""
         barred_max = self.state.limits.makers_barred_max

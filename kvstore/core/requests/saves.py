@@ -15,7 +15,7 @@ from itertools import compress, groupby
 
 from kvstore.core import events as ev
 from kvstore.core.bulk import batch
-from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, NONE, STORED, TAIL, TRANSIENT
+from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, FETCHING, NONE, STORED, TAIL, TRANSIENT
 from kvstore.core.cold_tier import ColdTier
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Phase, Segment
@@ -223,7 +223,7 @@ class Saves:
             if chunks.flags[row] & (STORED | DOOMED) == STORED:
                 return GrantResult.ALREADY
             places = [chunks.shard0[row] + shard for shard in shards]
-            if chunks.flags[row] & DOOMED:
+            if chunks.flags[row] & (DOOMED | FETCHING):
                 return GrantResult.BUSY
             if all(chunks.shard_ready[place] for place in places):
                 return GrantResult.ALREADY
@@ -809,7 +809,7 @@ class Saves:
         chunks = state.chunks
         over = state.now - state.limits.incomplete_ttl_ms
         while (row := state.partials.oldest) != NONE and chunks.used_at[row] <= over:
-            if chunks.reserved[row]:
+            if chunks.reserved[row] or chunks.flags[row] & FETCHING:
                 chunks.unlink(state.partials, row)
                 chunks.used_at[row] = state.now
                 chunks.link_newest(state.partials, row)

@@ -463,4 +463,17 @@ class Sessions:
             durable=bool(flags & DURABLE),
             needed=row in state.policy.rank,
             resident_in=self._residents.groups(namespace, key),
+            standing=self._standing(namespace, row) if tiers else None,
         )
+
+    def _standing(self, namespace: Namespace, row: int) -> ev.Standing:
+        """By which rule it leaves the highest tier that has it."""
+        state = self.state
+        if state.chunks.pins[row]:
+            return ev.Standing("pinned")
+        rank = state.policy.rank.get(row)
+        if rank is not None:
+            window = state.jobs.windows.get(namespace.tenant)
+            return ev.Standing("needed", jobs_before=window.queued_before(rank) if window is not None else 0)
+        resident = state.chunks.ready[row] == namespace.shards
+        return state.policy.standing(namespace.dram if resident else namespace.ssd, row)

@@ -18,8 +18,9 @@ from kvstore.core.policies.ages import BUCKETS, EDGES, PRIOR, Ages, Book, bucket
 from kvstore.core.policies.expected import Expected, history_of
 from kvstore.errors import StoreError
 from kvstore.sim.disk import DiskWorld
+from kvstore.sim.integrity import check_integrity
 from kvstore.sim.world import PAGE, World, chain, spec
-from kvstore.types import GrantResult, Wait
+from kvstore.types import ChunkKey, GrantResult, Wait
 
 NEVER_MS = 1 << 40
 
@@ -167,6 +168,19 @@ def test_a_save_that_is_worth_less_than_what_would_go_is_refused_and_remembered(
     refused = found.index({GrantResult.FULL})
     keys = chain(f"new {refused} ", 4)
     assert reads.world.outcomes(reads.worker, reads.namespace, keys) == ["EVICTED"] * 4
+
+
+def test_a_refused_save_may_name_a_key_twice() -> None:
+    reads = refusing()
+    granted(reads, "one before ")
+    world, worker, namespace = reads.world, reads.worker, reads.namespace
+    keys = chain("twice ", 4)
+    twice = (*keys, keys[1], keys[3])
+    assert set(world.reserve(worker, namespace, twice).results) == {GrantResult.FULL}
+    check_integrity(world.store)
+    assert world.outcomes(worker, namespace, keys) == ["EVICTED"] * 4
+    world.reserve(worker, namespace, twice)  # they are remembered by now
+    check_integrity(world.store)
 
 
 def test_one_of_a_hundred_refusals_is_made_good() -> None:
@@ -343,3 +357,53 @@ def test_pinned_and_needed_chunks_stay_and_saves_make_progress(seed: int, disk: 
             world.release(reads.worker, held.pop())
     free = sum(slab.free for slab in state.pool.classes.values())
     assert free or dram.count, "something may always go"
+
+
+def standing(reads: Reads, *keys: ChunkKey) -> list[ev.Standing | None]:
+    told = reads.world.ask(ev.Explain, reads.worker, reads.namespace, keys=keys)
+    return [chunk.standing for chunk in told.chunks]
+
+
+def test_a_chunk_says_by_which_rule_it_goes_and_with_what_figures() -> None:
+    reads = Reads()
+    for _ in range(20):
+        for number in range(6):
+            reads.ask(f"chain {number} ")
+        reads.pass_by(12)
+    world, worker, namespace = reads.world, reads.worker, reads.namespace
+    used, needed, pinned = (chain(f"chain {number} ", 1)[0] for number in range(3))
+    hints = (ev.Hint(b"first", 0, keys=chain("chain 5 ", 1)), ev.Hint(b"second", 1, keys=(needed,)))
+    world.ask(ev.PublishQueue, worker, namespace, hints)
+    assert world.acquire(worker, namespace, (pinned,)).lease
+    by_worth, by_queue, by_pin, gone = standing(reads, used, needed, pinned, ChunkKey(b"never saved"))
+    assert by_worth is not None and by_worth.rule == "worth"
+    assert by_worth.worth >= by_worth.least_worth > 0
+    assert by_worth.kind.startswith("used 4 times or more")
+    assert by_queue == ev.Standing("needed", jobs_before=1)
+    assert by_pin == ev.Standing("pinned")
+    assert gone is None
+
+
+@pytest.mark.parametrize(
+    ("eviction", "rule"), [("expected", "recency"), ("lru", "recency"), ("fifo", "arrival")]
+)
+def test_before_anything_is_learnt_and_under_other_policies_the_rule_has_no_figures(
+    eviction: str, rule: str
+) -> None:
+    reads = Reads(eviction=eviction)
+    reads.ask("chain 0 ")
+    assert standing(reads, chain("chain 0 ", 1)[0]) == [ev.Standing(rule)]
+
+
+def test_the_worth_that_is_told_is_that_by_which_chunks_go() -> None:
+    """What goes next is told to be worth what everything else is told to exceed."""
+    reads = Reads()
+    for _ in range(20):
+        for number in range(6):
+            reads.ask(f"chain {number} ")
+        reads.pass_by(12)
+    state = reads.world.store.state
+    keys = [key for key in map(state.chunks.key.__getitem__, range(state.chunks.rows_ever)) if key]
+    told = [each for each in standing(reads, *keys) if each is not None and each.rule == "worth"]
+    assert len(told) > 20
+    assert {each.least_worth for each in told} == {min(each.worth for each in told)}

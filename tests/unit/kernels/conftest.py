@@ -12,6 +12,7 @@ import torch
 from kvstore.kernels.decode.naive import naive_decode_attention
 from kvstore.kernels.forest import Forest
 from kvstore.kernels.prefill.naive import naive_prefill_attention
+from kvstore.kernels.stretches import Stretch
 
 NAN = float("nan")
 FEW = 256
@@ -32,7 +33,9 @@ class Case:
     group: int = 1
     head_dim: int = 16
     seed: int = 0
+    interleaved: bool = False
     sequences: dict[int, tuple[list[int], int]] = field(default_factory=dict)
+    stretches: dict[int, list[Stretch]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -58,6 +61,41 @@ class Case:
             self.add(row, like=like, shared=shared, more=min(more, len(self.unused) * self.chunk_tokens))
         return self
 
+    def scatter(self) -> Case:
+        """Give some sequences stretches: of chunks of their own, of other sequences' chunks, and of those that another
+        one sees too, there or elsewhere, also twice."""
+        known: list[tuple[int, int, int]] = []
+        for row, (_, tokens) in self.sequences.items():
+            for _ in range(self.random.randrange(5) if tokens else 0):
+                full = [
+                    one for chunks, n in self.sequences.values() for one in chunks[: n // self.chunk_tokens]
+                ]
+                pick = self.random.randrange(3)
+                if pick == 0 and known:
+                    what = self.random.choice(known)
+                elif pick == 1 and full:
+                    what = (self.random.choice(full), 0, self.chunk_tokens)
+                elif self.unused:
+                    first = self.random.randrange(self.chunk_tokens)
+                    what = (self.unused.pop(), first, self.random.randint(1, self.chunk_tokens - first))
+                else:
+                    continue
+                known.append(what)
+                delta = self.random.choice((0, 0, -7, -7, self.random.randint(-5000, 5000)))
+                at = self.random.choice((0, 0, self.random.randrange(tokens)))
+                self.stretches.setdefault(row, []).append(Stretch(*what, delta=delta, at=at))
+        return self
+
+    @property
+    def inv_freq(self) -> torch.Tensor:
+        """Of a part of head_dim, as where rotation is partial."""
+        pairs = max(1, self.head_dim // 4)
+        return 10_000.0 ** -(torch.arange(pairs) / pairs)
+
+    def elsewhere(self) -> dict[str, Any]:
+        """What the plain functions have to know of stretches."""
+        return {"stretches": self.stretches, "inv_freq": self.inv_freq, "interleaved": self.interleaved}
+
     def forest(self, **changes: Any) -> Forest:
         settings = {
             "chunk_tokens": self.chunk_tokens,
@@ -70,8 +108,16 @@ class Case:
         }
         forest = Forest(**settings | changes)
         for row, (chunks, tokens) in self.sequences.items():
-            forest.join(row, chunks, tokens)
+            forest.join(row, chunks, tokens, self.stretches.get(row, ()))
         return forest
+
+    def attend(
+        self, attend: Attend, q: torch.Tensor, *pool: torch.Tensor, plan: Any, **options: Any
+    ) -> torch.Tensor:
+        """With turned queries, where there is something to turn them for."""
+        if plan.stretches is not None:
+            options["turned"] = plan.stretches.turn(q, self.inv_freq, interleaved=self.interleaved)
+        return attend(q, *pool, plan, **options)
 
     def tensors(
         self, dtype: torch.dtype, size: float = 1.0
@@ -86,13 +132,17 @@ class Case:
             for number, chunk in enumerate(chunks):
                 here = min(self.chunk_tokens, tokens - number * self.chunk_tokens)
                 pool[chunk, :, :, :here] = drawn[chunk, :, :, :here]
+        for stretch in (one for stretches in self.stretches.values() for one in stretches):
+            here = slice(stretch.first, stretch.first + stretch.tokens)
+            pool[stretch.chunk, :, :, here] = drawn[stretch.chunk, :, :, here]
         return q.to(dtype), *pool.to(dtype).unbind(1)
 
     def check(self, attend: Attend, dtype: torch.dtype, *, size: float = 1.0, **options: Any) -> torch.Tensor:
         """The result of `attend(q, keys, values, plan, out=..., **options)`, held against the exact one."""
         q, keys, values = self.tensors(dtype, size)
         out = torch.full_like(q, NAN)
-        attend(q, keys, values, self.forest().plan(), out=out, **options)
+        self.attend(attend, q, keys, values, plan=self.forest().plan(), out=out, **options)
+        options |= self.elsewhere()
         exact = naive_decode_attention(q, keys, values, self.sequences, **options)
         same_maths = naive_decode_attention(q, keys, values, self.sequences, dtype=dtype, **options)
         assert_close(out, exact, same_maths)
@@ -126,7 +176,8 @@ class Case:
         _, keys, values = self.tensors(dtype)
         out = torch.full_like(q, NAN)
         plan = self.forest().prefill(new, tile_queries=tile_queries, split_tokens=split_tokens)
-        attend(q, keys, values, plan, out=out, **options)
+        self.attend(attend, q, keys, values, plan=plan, out=out, **options)
+        options |= self.elsewhere()
         exact = naive_prefill_attention(q, keys, values, self.sequences, new, **options)
         same_maths = naive_prefill_attention(q, keys, values, self.sequences, new, dtype=dtype, **options)
         if new:

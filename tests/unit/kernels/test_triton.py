@@ -167,16 +167,23 @@ def test_compiled_for_hopper(
 
 
 @compiled
-def test_merge_compiled_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stretches", [False, True])
+def test_merge_compiled_for_hopper(stretches: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"heads": 32, "HEAD_DIM": 80, "BLOCK_D": 128}
-    types = {"out_ptr": "*bf16", "partial_ptr": "*fp32", "stats_ptr": "*fp32"}
+    constants = {"heads": 32, "HEAD_DIM": 80, "BLOCK_D": 128, "STRETCHES": stretches}
+    types = dict.fromkeys(("partial_ptr", "stats_ptr", "more_ptr", "more_stats_ptr"), "*fp32")
+    types["out_ptr"] = "*bf16"
     binary = compile_aligned(kernel._merge, types, constants, {"num_warps": 1, "enable_fp_fusion": True})
     assert stack_bytes(binary) == 0, "registers spill"
 
 
-def compile_for_hopper(dtype: str, sizes: dict[str, int], *, capped: bool) -> Any:
-    constants = sizes | {"heads": 8 * sizes["GROUP"], "CAPPED": capped, "UPCAST": False}
+def compile_for_hopper(dtype: str, sizes: dict[str, int], *, capped: bool, stretches: bool = False) -> Any:
+    constants = sizes | {
+        "heads": 8 * sizes["GROUP"],
+        "CAPPED": capped,
+        "UPCAST": False,
+        "STRETCHES": stretches,
+    }
     options = {"num_warps": constants.pop("num_warps"), "enable_fp_fusion": True}
     types = dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "out_ptr"), f"*{dtype}")
     types |= {"partial_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32", "soft_cap": "fp32"}

@@ -1,0 +1,653 @@
+"""Sources beyond this node: who else has a chunk that this node lacks, and how it comes into DRAM.
+
+    miss -> LookUpChunks -> ChunksLookedUp -> known to be there (Reason.ON_REMOTE, PENDING) or not, for a while
+         -> Acquire or a hint: FetchChunks into RESERVED slots -> ChunksFetched -> READY, a hit
+                                                                 or a miss with a reason; slots free again
+
+A source is a name in `Limits.sources` (a REMOTE store, the peers), and somebody at the edge who performs these two
+effects for that name. To add one: name it, perform `LookUpChunks` (bounded in time: the answer may be `failed`, it must
+not be late) and `FetchChunks` (answered only when nothing writes to the targets any more, however late). The source
+verifies what it hands over: key, namespace digest, shard, checksum; `FetchedChunk.result` says CORRUPT where something
+differs, REUSED where the chunk is there no more, IO_ERROR where the source itself failed.
+
+Match and Acquire wait for the look-up of what is missing, `lookup_wait_ms` at most, and only while the source is well.
+A request whose keys are all here, or are known to be nowhere, waits for nothing. A source that fails or is late is left
+alone (`Source.trip`), for twice as long each time; then one look-up that nobody waits for tries it again. Of several
+sources that have a chunk the one with the lowest `Found.cost_ms` is read, then the next.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, FETCHING, NONE, TAIL
+from kvstore.core.namespaces import Namespace
+from kvstore.core.pool import Segment
+from kvstore.core.rate import Rate
+from kvstore.core.state import State
+from kvstore.core.workers import Worker
+from kvstore.types import (
+    ChunkKey,
+    DiskResult,
+    Extents,
+    Found,
+    Millis,
+    NamespaceId,
+    OpId,
+    Reason,
+    Tier,
+)
+
+Name = tuple[NamespaceId, ChunkKey]
+
+LOOKUP_KEYS_MAX = 512
+"""Of one effect; more keys make more effects."""
+LOOKUPS_MAX = 64
+"""Under way at one source; beyond, a key is a miss that is asked for again."""
+PARKED_MAX = 4_096
+"""Requests that wait for look-ups."""
+KNOWN_MAX = 1 << 17
+"""Answers that are remembered; the oldest go."""
+CHUNKS_PER_OP_MAX = 32
+BYTES_PER_OP_MAX = 8 << 20
+FETCHES_MAX = 16
+"""Under way at one source. What is late counts: a source that hangs holds no more DRAM than that."""
+ERRORS_MAX = 3
+"""Failures of a source in a row after which it is left alone."""
+ABSENT_AFTER_CORRUPT_MS = 60_000
+_ASKED_FOR = frozenset(
+    {
+        Reason.NEVER_SEEN,
+        Reason.EVICTED,
+        Reason.EXPIRED,
+        Reason.CORRUPT,
+        Reason.INCOMPLETE,
+        Reason.TRUNCATED,
+        Reason.LOST,
+        Reason.SLOW,
+        Reason.ON_REMOTE,
+    }
+)
+"""Why a key may be missing here and be asked for elsewhere: what somebody wanted gone (forgotten, recalled, an old
+epoch) is not."""
+
+
+@dataclass(slots=True)
+class Source:
+    """One of them, and how it fares."""
+
+    name: str
+    errors: int = 0
+    """In a row."""
+    pause_ms: Millis = 0
+    """For how long it was left alone last; 0: it is well."""
+    until: Millis = 0
+    """It is left alone until then."""
+    why: str = ""
+    era: int = 0
+    """Counts its outages: an answer of before one does not count any more."""
+    lookups: int = 0
+    fetches: int = 0
+    rate: Rate = field(default_factory=Rate)
+
+    def __repr__(self) -> str:
+        return f"Source({self.name}: {'well' if not self.pause_ms else self.why})"
+
+    def is_asked(self, now: Millis) -> bool:
+        """Whether look-ups go there; after an outage one at a time."""
+        if not self.pause_ms:
+            return self.lookups < LOOKUPS_MAX
+        return now >= self.until and not self.lookups
+
+    @property
+    def is_well(self) -> bool:
+        return not self.pause_ms
+
+    def trip(self, why: str, now: Millis, *, pause_ms: Millis, pause_max_ms: Millis) -> None:
+        """Leave it alone. What fails of what was begun before tells nothing new."""
+        if self.pause_ms and now < self.until:
+            return
+        self.why = why
+        self.pause_ms = min(2 * self.pause_ms, pause_max_ms) if self.pause_ms else pause_ms
+        self.until = now + self.pause_ms
+        self.errors = 0
+        self.era += 1
+
+    def recovers(self) -> None:
+        self.errors = 0
+        self.pause_ms = 0
+        self.why = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one source said of one key."""
+
+    found: Found | None
+    until: Millis
+    era: int
+
+
+@dataclass(slots=True)
+class LookUp:
+    source: Source
+    namespace: NamespaceId
+    keys: tuple[ChunkKey, ...]
+    deadline: Millis
+    late: bool = False
+
+
+@dataclass(slots=True)
+class Parked:
+    """A request that waits for look-ups."""
+
+    event: ev.Match | ev.Acquire
+    ops: set[OpId]
+    until: Millis
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A FETCHING chunk whose fetch has not begun."""
+
+    row: int
+    key: ChunkKey
+    demanded: bool
+
+
+@dataclass(slots=True)
+class Fetch:
+    source: Source
+    rows: list[int]
+    keys: list[ChunkKey]
+    bytes: int
+    deadline: Millis
+    quarantined: list[tuple[Segment, int]] | None = None
+    """The targets, once it is late."""
+
+
+class Sources:
+    def __init__(
+        self,
+        state: State,
+        reserve: Callable[[int, bool], bool],
+        is_barred: Callable[[bytes], bool],
+    ) -> None:
+        """`reserve(row, demanded)` gives all shards of a chunk RESERVED slots, or none (`Transfers.reserve_slots`);
+        `is_barred(maker)`: what that maker made is not stored."""
+        self.state = state
+        self._reserve = reserve
+        self._is_barred = is_barred
+        self.by_name = {name: Source(name) for name in state.limits.sources}
+        self.known: OrderedDict[Name, dict[str, Answer]] = OrderedDict()
+        self.lookups: dict[OpId, LookUp] = {}
+        self._asking: dict[tuple[str, NamespaceId, ChunkKey], OpId] = {}
+        self.parked: dict[int, Parked] = {}
+        self._next_parked = 1
+        self.wanted: deque[Wanted] = deque()
+        self._ahead: deque[Wanted] = deque()
+        self._without_slot: list[Wanted] = []
+        self.fetches: dict[OpId, Fetch] = {}
+        self.resume: Callable[[ev.Match | ev.Acquire], None] = lambda event: None
+        """Carries out a parked request; set by the store."""
+
+    def __repr__(self) -> str:
+        return f"Sources({list(self.by_name.values())}, {len(self.lookups)} look-ups, {len(self.fetches)} fetches)"
+
+    # ----------------------------------------------------------------------------------------------------- look-ups
+
+    def park(self, worker: Worker, event: ev.Match | ev.Acquire) -> bool:
+        """Ask for what this request misses. True: it waits, and `resume` gets it when the answers are there, or its
+        time is up."""
+        if not self.by_name:
+            return False
+        namespace = self.state.namespaces.get(event.namespace)
+        if namespace is None or namespace.id not in worker.opened or namespace.retired:
+            return False  # whoever answers it says so
+        prefix = isinstance(event, ev.Match) or event.prefix_only
+        ops = self.ask(namespace, event.keys, prefix=prefix)
+        waits = {op for op in ops if self.lookups[op].source.is_well}
+        if not waits or len(self.parked) >= PARKED_MAX:
+            return False
+        self.parked[self._next_parked] = Parked(
+            event, waits, self.state.now + self.state.limits.lookup_wait_ms
+        )
+        self._next_parked += 1
+        self.state.counters["requests_parked"] += 1
+        return True
+
+    def ask(self, namespace: Namespace, keys: Sequence[ChunkKey], *, prefix: bool) -> set[OpId]:
+        """Have the sources look up those of `keys` that are missing here and whose answers are not known. The look-ups
+        under way, also older ones, that tell of them. `prefix`: what is behind a key that nobody has is not wanted."""
+        unknown: dict[str, list[ChunkKey]] = {}
+        ops: set[OpId] = set()
+        now = self.state.now
+        for key in dict.fromkeys(keys):
+            if not self._is_missing(namespace, key):
+                continue
+            answers = self.known.get((namespace.id, key), {})
+            there = under_way = False
+            for source in self.by_name.values():
+                answer = answers.get(source.name)
+                if answer is not None and answer.era == source.era and answer.until > now and source.is_well:
+                    there = there or answer.found is not None
+                    continue
+                op = self._asking.get((source.name, namespace.id, key))
+                if op is not None:
+                    ops.add(op)
+                    under_way = under_way or source.is_well
+                elif source.is_asked(now):
+                    unknown.setdefault(source.name, []).append(key)
+                    under_way = under_way or source.is_well
+            if there:
+                self._note_there(namespace, key)
+            elif not under_way:
+                self._note_absent(namespace, key)
+                if prefix:
+                    break
+        for name, missing in unknown.items():
+            for start in range(0, len(missing), LOOKUP_KEYS_MAX):
+                if not self.by_name[name].is_asked(now):
+                    break
+                ops.add(
+                    self._look_up(self.by_name[name], namespace, missing[start : start + LOOKUP_KEYS_MAX])
+                )
+        return ops
+
+    def _is_missing(self, namespace: Namespace, key: ChunkKey) -> bool:
+        """Nothing of it is here, nor on its way."""
+        row = namespace.index.get(key, NONE)
+        if row == NONE:
+            return True
+        chunks = self.state.chunks
+        return chunks.shard0[row] == NONE and Reason(chunks.reason[row]) in _ASKED_FOR
+
+    def _look_up(self, source: Source, namespace: Namespace, keys: Sequence[ChunkKey]) -> OpId:
+        state = self.state
+        op = state.new_op()
+        deadline = state.now + state.limits.lookup_deadline_ms
+        self.lookups[op] = LookUp(source, namespace.id, tuple(keys), deadline)
+        source.lookups += 1
+        for key in keys:
+            self._asking[source.name, namespace.id, key] = op
+        state.counters["remote_lookups"] += 1
+        state.counters["remote_keys_looked_up"] += len(keys)
+        state.effects.append(ev.LookUpChunks(op, source.name, namespace.id, namespace.salt, tuple(keys)))
+        return op
+
+    def looked_up(self, event: ev.ChunksLookedUp) -> None:
+        state = self.state
+        limits = state.limits
+        lookup = self.lookups.pop(event.op)
+        source = lookup.source
+        if not lookup.late:
+            self._no_longer_asking(event.op, lookup)
+        if event.failed:
+            self._fails(source, event.failed)
+        elif not lookup.late:
+            source.recovers()
+            namespace = state.namespaces.get(lookup.namespace)
+            for key, found in zip(lookup.keys, event.found, strict=True):
+                fresh_ms = limits.lookup_absent_ms if found is None else limits.lookup_fresh_ms
+                self._remember(lookup.namespace, key, source, found, fresh_ms)
+                if namespace is None:
+                    continue
+                if found is not None:
+                    state.counters["remote_keys_found"] += 1
+                    self._note_there(namespace, key)
+                else:
+                    self._note_absent(namespace, key)
+        self._has_answered(event.op)
+
+    def _no_longer_asking(self, op: OpId, lookup: LookUp) -> None:
+        lookup.source.lookups -= 1
+        for key in lookup.keys:
+            name = (lookup.source.name, lookup.namespace, key)
+            if self._asking.get(name) == op:
+                del self._asking[name]
+
+    def _has_answered(self, op: OpId) -> None:
+        for number, parked in list(self.parked.items()):
+            parked.ops.discard(op)
+            if not parked.ops:
+                del self.parked[number]
+                self.resume(parked.event)
+
+    def _remember(
+        self, namespace: NamespaceId, key: ChunkKey, source: Source, found: Found | None, fresh_ms: Millis
+    ) -> None:
+        name = (namespace, key)
+        answers = self.known.pop(name, None) or {}
+        answers[source.name] = Answer(found, self.state.now + fresh_ms, source.era)
+        self.known[name] = answers
+        if len(self.known) > KNOWN_MAX:
+            self.known.popitem(last=False)
+
+    def _choices(self, namespace: NamespaceId, key: ChunkKey) -> list[tuple[Source, Found]]:
+        """Who has it, as far as is known, the cheapest first."""
+        choices = []
+        for name, answer in self.known.get((namespace, key), {}).items():
+            source = self.by_name[name]
+            if answer.found is not None and answer.era == source.era and source.is_well:
+                choices.append((source, answer.found))
+        return sorted(choices, key=lambda choice: choice[1].cost_ms)
+
+    def note_stored(self, row: int, source: str, found: Found) -> None:
+        """This node has put it there itself: no look-up is needed when it is gone here."""
+        fresh_ms = self.state.limits.lookup_fresh_ms
+        namespace = NamespaceId(self.state.chunks.namespace[row])
+        self._remember(namespace, self.state.chunks.key[row], self.by_name[source], found, fresh_ms)
+
+    def _note_there(self, namespace: Namespace, key: ChunkKey) -> None:
+        """A ghost with Reason.ON_REMOTE stands for what is elsewhere."""
+        state = self.state
+        chunks = state.chunks
+        choices = self._choices(namespace.id, key)
+        if not choices:
+            return
+        row = namespace.index.get(key, NONE)
+        tokens = choices[0][1].token_count or namespace.spec.chunk_tokens
+        if row == NONE:
+            if chunks.rows_used >= state.limits.chunks_max or not state.limits.ghost_rows_max:
+                return
+            row = namespace.index[key] = chunks.new_row(namespace.id, key, state.now)
+            chunks.tokens[row] = tokens
+            chunks.reason[row] = Reason.ON_REMOTE
+            state.remember_ghost(row)
+        elif self._is_missing(namespace, key):
+            if not chunks.flags[row] & COMMITTED:
+                chunks.tokens[row] = tokens
+            chunks.reason[row] = Reason.ON_REMOTE
+
+    def _note_absent(self, namespace: Namespace, key: ChunkKey) -> None:
+        """No source that answered has it."""
+        chunks = self.state.chunks
+        row = namespace.index.get(key, NONE)
+        if row == NONE or chunks.shard0[row] != NONE or chunks.reason[row] != Reason.ON_REMOTE:
+            return
+        if not self._choices(namespace.id, key):
+            chunks.reason[row] = Reason.EVICTED
+
+    def _fails(self, source: Source, why: str) -> None:
+        source.errors += 1
+        self.state.counters["remote_errors"] += 1
+        if source.errors >= ERRORS_MAX or not source.is_well:
+            self._trip(source, why)
+
+    def _trip(self, source: Source, why: str) -> None:
+        limits = self.state.limits
+        source.trip(
+            why, self.state.now, pause_ms=limits.source_pause_ms, pause_max_ms=limits.source_pause_max_ms
+        )
+        self.state.counters["remote_trips"] += 1
+
+    # ------------------------------------------------------------------------------------------------------ fetches
+
+    def fetch(self, row: int, *, demanded: bool) -> None:
+        """Begin to bring what is elsewhere to DRAM; `settle` tells whoever waits how it ends."""
+        state = self.state
+        chunks = state.chunks
+        key = chunks.key[row]
+        if chunks.flags[row] & FETCHING:
+            if demanded and not chunks.reserved[row]:
+                self.wanted.append(Wanted(row, key, demanded=True))
+            return
+        namespace = state.namespace_of(row)
+        assert chunks.shard0[row] == NONE, chunks.describe(row)
+        if not self._choices(namespace.id, key):
+            chunks.reason[row] = Reason.EVICTED
+            state.settle(row, ready=False)
+            return
+        state.begin_chunk(namespace, row)
+        chunks.born_at[row] = state.restored_at  # nobody here knows when it was made
+        chunks.flags[row] |= FETCHING
+        (self.wanted if demanded else self._ahead).append(Wanted(row, key, demanded))
+
+    def pump(self) -> None:
+        """After every step: begin what may begin."""
+        if self.wanted or self._ahead:
+            self._start()
+
+    def _start(self) -> None:
+        state = self.state
+        in_flight = sum(fetch.bytes for fetch in self.fetches.values())
+        batches: dict[tuple[str, NamespaceId], list[int]] = {}
+        held: list[Wanted] = []
+        while (
+            (self.wanted or self._ahead)
+            and in_flight < state.limits.remote_bytes_in_flight_max
+            and len(held) < CHUNKS_PER_OP_MAX  # those of a source that has enough to do
+        ):
+            queue = self.wanted or self._ahead
+            wanted = queue.popleft()
+            row = wanted.row
+            if not self._still_wanted(wanted):
+                continue
+            if state.chunks.flags[row] & DOOMED:
+                self._failed(row, Reason(state.chunks.reason[row]))
+                continue
+            namespace = state.namespace_of(row)
+            choices = self._choices(namespace.id, wanted.key)
+            if not choices:
+                self._failed(row, Reason.SLOW)
+                continue
+            source = choices[0][0]
+            batch = batches.setdefault((source.name, namespace.id), [])
+            if source.fetches + (not batch) > FETCHES_MAX:
+                held.append(wanted)
+                continue
+            if not self._reserve(row, wanted.demanded):
+                if wanted.demanded and row in state.waits and len(self._without_slot) < PARKED_MAX:
+                    self._without_slot.append(wanted)
+                else:
+                    self._failed(row, Reason.SLOW)
+                continue
+            batch.append(row)
+            in_flight += namespace.payload_bytes
+            size = len(batch) * namespace.payload_bytes
+            if len(batch) >= CHUNKS_PER_OP_MAX or size >= BYTES_PER_OP_MAX:
+                self._begin(source, namespace, batch)
+                del batches[source.name, namespace.id]
+        for (name, namespace_id), rows in batches.items():
+            if rows:
+                self._begin(self.by_name[name], state.namespaces[namespace_id], rows)
+        for wanted in reversed(held):
+            (self.wanted if wanted.demanded else self._ahead).appendleft(wanted)
+
+    def _still_wanted(self, wanted: Wanted) -> bool:
+        chunks = self.state.chunks
+        row = wanted.row
+        same = chunks.key[row] == wanted.key and chunks.flags[row] & FETCHING
+        return bool(same) and not chunks.reserved[row]
+
+    def _begin(self, source: Source, namespace: Namespace, rows: list[int]) -> None:
+        state = self.state
+        op = state.new_op()
+        keys = [state.chunks.key[row] for row in rows]
+        size = len(rows) * namespace.payload_bytes
+        deadline = state.now + state.limits.remote_deadline_ms
+        self.fetches[op] = Fetch(source, rows, keys, size, deadline)
+        source.fetches += 1
+        source.rate.begin(state.now)
+        wheres = tuple(self._choices(namespace.id, key)[0][1].where for key in keys)
+        targets = Extents.of(state.extents(namespace, rows, range(namespace.shards)))
+        state.effects.append(
+            ev.FetchChunks(op, source.name, namespace.id, namespace.salt, tuple(keys), wheres, targets)
+        )
+
+    def fetched(self, event: ev.ChunksFetched) -> None:
+        state = self.state
+        fetch = self.fetches.pop(event.op)
+        fetch.source.fetches -= 1
+        if fetch.quarantined is not None:
+            for segment, slot in fetch.quarantined:
+                state.free_slot(segment, slot)
+            return
+        came: list[int] = []
+        for row, chunk in zip(fetch.rows, event.chunks, strict=True):
+            self._has_come(fetch.source, row, chunk, came)
+        sizes = sum(state.namespace_of(row).payload_bytes for row in came)
+        self._end_rate(fetch, sizes)
+        state.counters["remote_bytes_fetched"] += sizes
+        state.arrived(came)
+
+    def _end_rate(self, fetch: Fetch, came: int) -> None:
+        more = any(
+            other.source is fetch.source and other.quarantined is None
+            for other in self.fetches.values()
+            if other is not fetch
+        )
+        fetch.source.rate.end(came, self.state.now, more=more)
+
+    def _has_come(self, source: Source, row: int, chunk: ev.FetchedChunk, came: list[int]) -> None:
+        """What one chunk's fetch brought. Appends the row to `came` if it is a hit now."""
+        state = self.state
+        chunks = state.chunks
+        namespace = state.namespace_of(row)
+        key = chunks.key[row]
+        result, why = chunk.result, chunk.why
+        if result is DiskResult.OK and not self._is_described(namespace, row, chunk):
+            result, why = DiskResult.CORRUPT, "it is described otherwise than it was committed"
+        if result is DiskResult.OK:
+            source.recovers()
+            if any(map(self._is_barred, chunk.makers)):
+                self._drop_targets(row)
+                self._failed(row, Reason.RECALLED)
+                return
+            if chunks.flags[row] & DOOMED:
+                self._drop_targets(row)
+                self._failed(row, Reason(chunks.reason[row]))
+                return
+            self._arrive(namespace, row, chunk, came)
+            return
+        self._drop_targets(row)
+        if result is DiskResult.IO_ERROR:
+            self._fails(source, why)
+            self._remember(namespace.id, key, source, None, state.limits.lookup_absent_ms)
+            self._next_source(row, Reason.SLOW)
+        elif result is DiskResult.REUSED:
+            state.counters["remote_chunks_gone"] += 1
+            self._remember(namespace.id, key, source, None, state.limits.lookup_absent_ms)
+            self._next_source(row, Reason.EVICTED)
+        else:
+            state.counters["remote_chunks_refused"] += 1
+            self._remember(namespace.id, key, source, None, ABSENT_AFTER_CORRUPT_MS)
+            others = bool(self._choices(namespace.id, key))
+            state.effects.append(ev.Quarantined(Tier.REMOTE, (), namespace.id, key, why, not others))
+            self._next_source(row, Reason.CORRUPT)
+
+    def _is_described(self, namespace: Namespace, row: int, chunk: ev.FetchedChunk) -> bool:
+        """Whether a source may say this of the chunk: what it is was settled by its first commit (invariant 2)."""
+        flags, tokens = self.state.chunks.flags[row], self.state.chunks.tokens[row]
+        if not 1 <= chunk.token_count <= namespace.spec.chunk_tokens:
+            return False
+        if len(chunk.checksums) != namespace.shards:
+            return False
+        if not flags & COMMITTED:
+            return True
+        return tokens == chunk.token_count and bool(flags & DERIVED) == chunk.derived
+
+    def _arrive(self, namespace: Namespace, row: int, chunk: ev.FetchedChunk, came: list[int]) -> None:
+        state = self.state
+        chunks = state.chunks
+        flags = chunks.flags[row] & ~(FETCHING | DERIVED | TAIL)
+        flags |= DERIVED if chunk.derived else 0
+        flags |= TAIL if chunk.token_count < namespace.spec.chunk_tokens else 0
+        chunks.flags[row] = flags
+        chunks.tokens[row] = chunk.token_count
+        for maker in chunk.makers:
+            state.add_maker(row, maker)
+        for shard, checksum in enumerate(chunk.checksums):
+            if state.mark_shard_ready(namespace, row, shard, checksum):
+                came.append(row)
+        chunks.born_at[row] = state.restored_at
+        state.fetched.add(row)
+        state.counters["remote_chunks_fetched"] += 1
+
+    def _next_source(self, row: int, reason: Reason) -> None:
+        """The chunk did not come from where it was thought to be."""
+        state = self.state
+        key = state.chunks.key[row]
+        if not state.chunks.flags[row] & DOOMED and self._choices(state.namespace_of(row).id, key):
+            self.wanted.append(Wanted(row, key, demanded=True))
+        else:
+            self._failed(row, reason)
+
+    def _failed(self, row: int, reason: Reason) -> None:
+        """A FETCHING chunk without slots is a ghost again."""
+        chunks = self.state.chunks
+        chunks.flags[row] &= ~FETCHING
+        if chunks.flags[row] & DOOMED:
+            reason = Reason(chunks.reason[row])
+        if chunks.reason[row] == Reason.ON_REMOTE:
+            chunks.reason[row] = reason
+        self.state.to_ghost(row, reason)
+
+    def _drop_targets(self, row: int) -> None:
+        state = self.state
+        for shard in range(state.namespace_of(row).shards):
+            state.free_slot(*state.unplace_shard(row, shard))
+
+    # --------------------------------------------------------------------------------------------------------- time
+
+    def tick(self) -> None:
+        if not self.by_name:
+            return
+        state = self.state
+        for op, lookup in list(self.lookups.items()):
+            if not lookup.late and lookup.deadline <= state.now:
+                lookup.late = True
+                self._no_longer_asking(op, lookup)
+                self._trip(lookup.source, "a look-up missed its deadline")
+                self._has_answered(op)
+        for number, parked in list(self.parked.items()):
+            if parked.until <= state.now:
+                del self.parked[number]
+                state.counters["lookups_not_waited_for"] += 1
+                self.resume(parked.event)
+        for fetch in list(self.fetches.values()):
+            if fetch.quarantined is None and fetch.deadline <= state.now:
+                self._late(fetch)
+        self.try_again()
+
+    def try_again(self) -> None:
+        """There may be DRAM now for what found none."""
+        waiting, self._without_slot = self._without_slot, []
+        self.wanted.extend(waiting)
+
+    def _late(self, fetch: Fetch) -> None:
+        """Nobody waits for it any longer; its targets stay out of use until the call has returned."""
+        state = self.state
+        fetch.quarantined = []
+        self._end_rate(fetch, 0)
+        self._trip(fetch.source, "a fetch missed its deadline")
+        state.counters["remote_fetches_late"] += 1
+        for row in fetch.rows:
+            for shard in range(state.namespace_of(row).shards):
+                segment, slot = state.unplace_shard(row, shard)
+                state.quarantine_slot(segment, slot)
+                fetch.quarantined.append((segment, slot))
+            self._next_source(row, Reason.SLOW)
+
+    # ------------------------------------------------------------------------------------------------------ checks
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError (simulator, tests)."""
+        chunks = self.state.chunks
+        fetching = {row for row in range(chunks.rows_ever) if chunks.flags[row] & FETCHING}
+        begun = [row for fetch in self.fetches.values() if fetch.quarantined is None for row in fetch.rows]
+        assert len(set(begun)) == len(begun), "a chunk is fetched twice"
+        queued = {
+            wanted.row
+            for wanted in (*self.wanted, *self._ahead, *self._without_slot)
+            if chunks.key[wanted.row] == wanted.key
+        }
+        assert fetching <= queued | set(begun), "a chunk waits for a fetch that nobody begins"
+        assert set(begun) <= fetching, "a fetch of a chunk that nobody waits for"
+        for source in self.by_name.values():
+            mine = [lookup for lookup in self.lookups.values() if lookup.source is source and not lookup.late]
+            assert source.lookups == len(mine), source
+            assert source.fetches == sum(fetch.source is source for fetch in self.fetches.values()), source

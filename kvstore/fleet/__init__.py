@@ -1,0 +1,1 @@
+"""Nodes that find each other in a registry, and read each other's DRAM."""
