@@ -75,6 +75,10 @@ test: venv  ## all tests but the long ones, some minutes (ARGS='-k name', JOBS=p
 test-long: venv  ## the tests that take longer: the demo, workers that die, a soak (ARGS='-k name')
 	$(PYTEST) $(JOBS) -m slow $(ARGS)
 
+.PHONY: test-gpu
+test-gpu: venv  ## loader, saver and pool on a device that is less forgiving than a GPU; and on a GPU, where there is one
+	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_{device,loader,overlap,pool_store}.py -k 'emulated or cuda' $(ARGS)
+
 .PHONY: crash soak
 crash: venv  ## kill -9 of a daemon, ROUNDS times: is what was promised there, and nothing else? (ARGS='--seed 1')
 	$(PY) tests/stress/crash.py --json --rounds $(ROUNDS) $(ARGS)

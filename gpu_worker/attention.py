@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -27,6 +27,16 @@ from kvstore.kernels.stretches import StretchPlan
 
 NAME = "kvstore_paged"
 """What the model's config calls this attention."""
+
+
+class Layers(Protocol):
+    """Whoever loads KV that attention reads, and saves what it writes."""
+
+    def begin(self, layer: int) -> None:
+        """Attention of that layer comes next."""
+
+    def end(self, layer: int) -> None:
+        """It has written its KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,7 @@ class Step:
     decode: Plan | None
     prefill: PrefillPlan | None
     """Of the tokens after those."""
+    watch: Layers | None = None
     positions: Positions | None = None
     """What keys are moved by, where sequences see some that stand elsewhere than they were computed."""
 
@@ -107,7 +118,12 @@ def paged_attention(
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if q.stride(2) != 1:  # of a layer that was computed the other way round (linear.py)
         q = q.contiguous()
-    return step.attend(module.layer_idx, q, k, v, scaling).unsqueeze(0), None
+    if step.watch is not None:
+        step.watch.begin(module.layer_idx)
+    out = step.attend(module.layer_idx, q, k, v, scaling).unsqueeze(0)
+    if step.watch is not None:
+        step.watch.end(module.layer_idx)
+    return out, None
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -21,22 +21,25 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.errors import Exhausted, Unavailable, Unsupported
+from kvstore.gpu_worker.assembly import Assembly
 from kvstore.gpu_worker.attention import NAME, check_pageable
+from kvstore.gpu_worker.device import Device
 from kvstore.gpu_worker.forward import Forward
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.identity import Identity, Verdict
 from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, namespace_of
+from kvstore.gpu_worker.loader import LoadFailed
 from kvstore.gpu_worker.pool_store import PoolStore
 from kvstore.gpu_worker.request import Request, Reused, check_request, is_session_name
 from kvstore.gpu_worker.sampling import GREEDY, NotNumbers, Sampler, Sampling
 from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX
-from kvstore.gpu_worker.scheduling import Scheduler
+from kvstore.gpu_worker.scheduling import SPANS_MAX, Scheduler
 from kvstore.keys import ROOT
 from kvstore.layout import NamespaceSpec
 from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
 
 if TYPE_CHECKING:
-    from kvstore.client import Client
+    from kvstore.client import Client, Namespace
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +90,8 @@ class BatchEngine:
     computed again, and the namespace follows (`identity.Identity`, which adds its counters).
 
     `counters` by name: steps, requests; of tokens, prompt_tokens, computed_tokens, adopted_tokens (found in the pool),
-    restored_tokens (from the store) and of these restored_ssd_tokens; preemptions, load_failures, promotions_awaited,
+    restored_tokens (from the store) and of these restored_ssd_tokens; loads_overlapped (requests that joined a step
+    before all of their load was there), preemptions, load_failures, promotions_awaited,
     requests_failed, requests_rejected (the queue was full), requests_unnamed (whose session no store could name),
     requests_unexplained (of a model that cannot be explained: their KV is neither shared nor stored); reports of what
     is in the pool, and reports_failed.
@@ -112,6 +116,8 @@ class BatchEngine:
         promote_timeout_s: float = 1.0,
         save_timeout_s: float = 5.0,
         save_queue_bytes_max: int = QUEUE_BYTES_MAX,
+        read_buffer: int | None = None,
+        device: Device | None = None,
     ) -> None:
         """`connect` makes the client, which the engine closes; while no daemon answers, everything is computed, and now
         and then it is called again, in the background. `pool_chunks`: size of the pool. `sequences_max`: how many
@@ -119,7 +125,9 @@ class BatchEngine:
         in a step, beside those that decode. `share=False`: requests share nothing, to compare with. `retain=False`:
         chunks that nobody holds do not stay in the pool. `weights`: not read any more, since the weights that count
         are those in the model. `weights_epoch`, `salt`: of the namespace. `promote_timeout_s`: how long a request waits
-        for KV that is on SSD; what is late is computed.
+        for KV that is on SSD; what is late is computed. `read_buffer`: so many layers of what is loaded have to be
+        there before a request joins a step, which waits for the others layer by layer; by default as many as keep it
+        from waiting, by what was measured. `device`: how KV is copied, by default that of the model.
 
         Raises Unsupported for a model that the pool, the kernels or the store cannot serve, naming the field,
         ValueError for a setting that is too small, and whatever else the daemon has against us.
@@ -151,6 +159,7 @@ class BatchEngine:
                 promote_timeout_s=promote_timeout_s,
                 save_timeout_s=save_timeout_s,
                 save_queue_bytes_max=save_queue_bytes_max,
+                device=device,
             )
             if connect
             else None
@@ -162,9 +171,15 @@ class BatchEngine:
             prefill_tokens=prefill_tokens,
             share=share and not self._refusal,
             counters=self.counters,
+            read_buffer=read_buffer,
         )
         self._forward = Forward(
-            model, self.pool, sequences_max=sequences_max, tokens_max=self.tokens_max, share=share
+            model,
+            self.pool,
+            sequences_max=sequences_max,
+            tokens_max=self.tokens_max,
+            share=share,
+            spans_max=SPANS_MAX,
         )
         self._count = 0
         self._closed = False
@@ -191,6 +206,16 @@ class BatchEngine:
         return self._store is not None and self._store.connected
 
     @property
+    def namespace(self) -> Namespace | None:
+        """Of what the model is now; None while there is no store, or nothing may be stored. From any thread."""
+        return None if self._store is None else self._store.namespace
+
+    @property
+    def moves(self) -> bool:
+        """Whether the store's KV can be used at other positions than it was computed at."""
+        return self._store is not None and self._store.moves
+
+    @property
     def refusal(self) -> str:
         """Why KV of this model is neither shared nor stored; "" if it is."""
         return self._refusal
@@ -209,12 +234,16 @@ class BatchEngine:
         root: ChunkKey = ROOT,
         sampling: Sampling = GREEDY,
         stop_tokens: Sequence[int] = (),
+        assembly: Assembly | None = None,
+        sampler: Sampler | None = None,
     ) -> int:
         """A request, which runs from the next step on if there is room; returns its number. It gets 1 to
         `max_new_tokens` tokens, the last perhaps one of `stop_tokens`. The same seed gives the same tokens whatever
         runs beside it. `session`: names the conversation, with 1 to 256 bytes; without such a name only full chunks are
         stored. `root`: what the keys of its chunks begin with; requests with different ones share nothing, here and in
-        the store. Raises ValueError for what the model cannot take or the pool cannot hold, Exhausted when too many
+        the store. `assembly`: the prompt is put together of parts, which the store may have; its own KV is nobody
+        else's, but for what the assembly keeps. `sampler`: chooses the tokens, instead of one that is made from
+        `sampling`. Raises ValueError for what the model cannot take or the pool cannot hold, Exhausted when too many
         wait."""
         self._check_open()
         check_request(prompt, max_new_tokens, vocabulary=self._vocabulary)
@@ -224,6 +253,15 @@ class BatchEngine:
                 f"{len(prompt)} and {max_new_tokens} tokens: the model and a pool of {self.pool.chunks} chunks "
                 f"take {self.tokens_max}"
             )
+        if assembly is not None:
+            if list(assembly.tokens) != list(prompt):
+                raise ValueError("the prompt is not the assembly's")
+            positions = self._model.config.max_position_embeddings
+            if assembly.end + max_new_tokens > positions:
+                raise ValueError(
+                    f"the prompt ends at position {assembly.end}, and {max_new_tokens} tokens are wanted: the model has"
+                    f" {positions} positions"
+                )
         if self.waiting >= self.waiting_max:
             self.counters["requests_rejected"] += 1
             raise Exhausted(
@@ -238,9 +276,10 @@ class BatchEngine:
             [int(token) for token in prompt],
             limit,
             frozenset(stop_tokens),
-            Sampler(sampling),
+            sampler or Sampler(sampling),
             session=self._named(session),
             root=root,
+            assembly=assembly,
         )
         self._scheduler.waiting.append(request)
         self.counters["requests"] += 1
@@ -318,7 +357,10 @@ class BatchEngine:
         pieces = self._scheduler.schedule()
         if not pieces:
             return []
-        logits = self._forward(pieces)
+        logits = self._compute(pieces)
+        for request in self._scheduler.settle(pieces):
+            logits.pop(request, None)
+            del pieces[request]
         if self._fills(pieces) and self._recognise():
             return []  # it changed on the way: what is full now would be shared and saved
         # All of them before anything changes: a step that breaks off is taken again
@@ -354,6 +396,24 @@ class BatchEngine:
         if finished:
             self._finish(*finished)
         return outputs
+
+    def _compute(self, pieces: Mapping[Request, int]) -> dict[Request, torch.Tensor]:
+        """The forward call. Without logits where nothing of it means anything."""
+        begun, tokens = time.perf_counter(), sum(pieces.values())
+        loads = [request.load for request in pieces if request.load is not None]
+        if self._store is None:
+            logits = self._forward(pieces)
+        else:
+            self._store.step_begins(pieces)
+            try:
+                logits = self._forward(pieces, self._store)
+            except LoadFailed:
+                return {}
+            finally:
+                self._store.step_ends()
+        waited_s = sum(load.waited_s for load in loads)
+        self._scheduler.computing.observe(tokens, max(0.0, time.perf_counter() - begun - waited_s))
+        return logits
 
     def reset(self, epoch: int | None = None) -> None:
         """For programs that have changed weights: all of them are digested again, and what was computed before, in the

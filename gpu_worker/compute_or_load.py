@@ -154,6 +154,16 @@ class Computing(Line):
         return min(all_s, line.seconds(units)) if line is not None else all_s
 
 
+def read_buffer_layers(layers: int, *, load_s: float, compute_s: float) -> int:
+    """How many of so many layers have to be there before a step begins that is not to wait for the rest, when all of
+    them take `load_s` and the step computes for `compute_s`. AttentionStore 3.2.1: a read buffer of
+    S_buf = B (T_load L_hist - T_pref L_new) bytes, where B T_load L_hist are the bytes of all layers. At least the
+    first one: nothing is computed before it."""
+    if load_s <= 0:
+        return 1
+    return min(layers, max(1, math.ceil(layers * (load_s - compute_s) / load_s)))
+
+
 class Why(enum.Enum):
     """What was decided about a request's chunks that are not in DRAM, or if all are, about those."""
 

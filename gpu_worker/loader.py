@@ -1,20 +1,30 @@
-"""The Loader: copies a session's KV from the store into tensors, layer by layer, ahead of the layer that computes. Keys
-that are to lie at other positions than they were computed at are rotated on the way, from the stored bytes."""
+"""The Loader: copies KV from the store into the pool, layer by layer, ahead of the layer that computes. Keys that are
+to lie at other positions than they were computed at are rotated on the way, from the stored bytes.
+
+    loader's thread                      read stream             compute stream
+    start: wait(after) ----------------> chunks are nobody's
+    layer 0 ---------------------------> copy, event 0
+    layer 1 ---------------------------> copy, event 1           wait(0): attention of layer 0
+    ...                                                          wait(1): attention of layer 1
+    the last event is done: was all of it the committed bytes? then the lease goes back
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from kvstore.errors import Unsupported
+from kvstore.gpu_worker.device import CpuDevice, Device, DeviceFailed, Event, Region, Stream, view
 from kvstore.gpu_worker.layout import Bits, Geometry
 from kvstore.gpu_worker.positions import Positions
 from kvstore.kernels.rotate import Rotation, rotate
@@ -23,6 +33,8 @@ if TYPE_CHECKING:
     from kvstore.client import ReadLease
 
 SHARD = 0
+IN_FLIGHT = 2
+"""Layers that are given to the stream and not copied yet: what is cancelled costs no more than these."""
 log = logging.getLogger(__name__)
 
 
@@ -33,8 +45,8 @@ class LoadFailed(Exception):
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One chunk to load: its number in the lease, and the tokens [first_token, first_token + token_count) it fills.
-    `delta`: how far its keys have moved from the positions that they were computed at. Our engines leave it 0, as their
-    answers are those of a model that computed everything, and moved KV has seen other tokens before it."""
+    `delta`: how far its keys have moved from the positions that they were computed at. Only modules of Prompt Cache
+    move: all else is to be what a model computes from the tokens, and moved KV has seen other tokens before it."""
 
     index: int
     first_token: int
@@ -42,12 +54,15 @@ class Piece:
     delta: int = 0
 
 
-Target = Callable[[int, Piece], Bits]
-"""Where a piece goes in a layer: [2, H_kv, token_count, D]."""
+Target = Callable[[int, Piece], Any]
+"""Where a piece goes in a layer: [2, H_kv, token_count, D], `Bits` in host memory, else a tensor; or a list of such,
+whose tokens follow one another."""
+Regions = Callable[[int], Iterable[Region]]
+"""What a layer of the load writes, for devices that look at that."""
 
 
 class Load:
-    """One turn's load in flight. `wait` is called by the model's thread, all else by the loader's."""
+    """One turn's load in flight. `wait` is called by the model's thread, `run` by the loader's."""
 
     def __init__(
         self,
@@ -56,33 +71,85 @@ class Load:
         target: Target,
         geometry: Geometry,
         deadline_s: float,
-        positions: Positions | None = None,
+        positions: Positions | None,
+        device: Device,
+        stream: Stream,
+        after: Sequence[Event],
+        regions: Regions,
     ) -> None:
         tokens = sum(piece.token_count for piece in pieces)
         self.bytes = tokens * geometry.token_bytes * geometry.layers
+        self.begun: Future[None] = Future()
+        """Done once the first layer is in, or nothing will come."""
         self.ended: Future[None]
         """Done once nothing more is written, whatever came of it."""
+        self.layers_in = 0
+        """That have been copied, in order."""
+        self.started_at = time.monotonic()
+        self.seconds = 0.0
+        """From the first copy to the last, once it has ended."""
+        self.waited_s = 0.0
+        """How long the model's thread waited for layers."""
+        self._copying_since = 0.0
         self._lease = lease
         self._pieces = pieces
         self._target = target
         self._geometry = geometry
         self._positions = positions
         self._moves: dict[int, tuple[Rotation, ...]] = {}
-        self._deadline = time.monotonic() + deadline_s
+        self._device = device
+        self._stream = stream
+        self._after = after
+        self._regions = regions
+        self._source: Region = ("lease", id(lease))
+        self._deadline = self.started_at + deadline_s
         self._changed = threading.Condition()
-        self._loaded = 0
+        self._events: list[Event] = []
         self._failure = ""
 
+    @property
+    def failed(self) -> bool:
+        return bool(self._failure)
+
+    @property
+    def layer_s(self) -> float:
+        """What a layer took so far; 0 if none is in."""
+        if not self.layers_in:
+            return 0.0
+        until = self._copying_since + self.seconds if self.seconds else time.monotonic()
+        return (until - self._copying_since) / self.layers_in
+
     def wait(self, layer: int) -> None:
-        """Returns once `layer` is in. Raises LoadFailed if it will not come or did not come before the deadline; from
-        then on every layer fails: a load is used whole or not at all."""
+        """From here on the compute stream has `layer`. Raises LoadFailed if it will not come or did not come before the
+        deadline; from then on every layer fails: a load is used whole or not at all. On devices whose streams do not
+        hold up the thread that calls, a failure may be told only at the end: see `settle`."""
+        begun = time.monotonic()
         with self._changed:
-            left = self._deadline - time.monotonic()
-            self._changed.wait_for(lambda: self._failure or self._loaded > layer, timeout=max(left, 0.0))
-            if self._loaded <= layer and not self._failure:
-                self._failure = f"layer {layer} was not in at the deadline"
-            if self._failure:
-                raise LoadFailed(self._failure)
+            left = self._deadline - begun
+            asked = self._changed.wait_for(
+                lambda: self._failure or len(self._events) > layer,
+                timeout=None if left == np.inf else max(left, 0.0),
+            )
+        try:
+            left = None if self._deadline == np.inf else max(self._deadline - time.monotonic(), 0.0)
+            if not self._failure and not (asked and self._device.compute.wait(self._events[layer], left)):
+                self.cancel(f"layer {layer} was not in at the deadline")
+        except DeviceFailed as error:
+            self.cancel(str(error))
+        self.waited_s += time.monotonic() - begun
+        if self._failure:
+            raise LoadFailed(self._failure)
+
+    def settle(self) -> None:
+        """The model's thread waits for the end. Raises LoadFailed if not all of it was the committed bytes."""
+        self.ended.result()
+        try:
+            for event in self._events[-1:]:
+                event.synchronize()
+        except DeviceFailed as error:
+            self.cancel(str(error))
+        if self._failure:
+            raise LoadFailed(self._failure)
 
     def cancel(self, why: str) -> None:
         """Nobody wants the rest. A copy that runs ends first; the lease is released after it."""
@@ -93,64 +160,185 @@ class Load:
     def run(self) -> None:
         """Copies all layers in order, then releases the lease, whatever happened."""
         try:
-            for layer in range(self._geometry.layers):
-                if self._failure:
-                    return
-                whole = self._copy(layer)
-                with self._changed:
-                    if whole:
-                        self._loaded = layer + 1
-                    else:
-                        self._failure = self._failure or f"the lease was void at layer {layer}"
-                    self._changed.notify_all()
+            self._copy_all()
+        except DeviceFailed as error:
+            self.cancel(str(error))
         except Exception as error:
             # Our bug, or the client's: said loudly here, while the model must not wait for what will not come.
             log.exception("loading failed")
             self.cancel(f"the loader failed: {error!r}")
         finally:
+            self._give_back()
+            if not self.begun.done():
+                self.begun.set_result(None)
+
+    def _copy_all(self) -> None:
+        layers = self._geometry.layers
+        for event in self._after:
+            self._stream.wait(event)
+        self._copying_since = time.monotonic()
+        for layer in range(layers + IN_FLIGHT - 1):
+            if self._failure:
+                return
+            if layer < layers:
+                self._copy(layer)
+                event = self._stream.record()
+                with self._changed:
+                    self._events.append(event)
+                    self._changed.notify_all()
+            if (done := layer - IN_FLIGHT + 1) >= 0:
+                self._events[done].synchronize()
+                if self._failure:
+                    return
+                self.layers_in = done + 1
+                if done == 0:
+                    self.begun.set_result(None)
+        self.seconds = max(time.monotonic() - self._copying_since, 1e-9)
+        if not self._device.in_host_memory and not self._intact():
+            self.cancel("the lease was void when it had been copied")
+
+    def _give_back(self) -> None:
+        try:
+            for event in self._events[-1:]:
+                event.synchronize()  # until then the slots are read
+            self._device.freeing([self._source] if self._events else [])
+        except DeviceFailed as error:
+            self.cancel(str(error))
+        finally:
             self._lease.release()
 
-    def _copy(self, layer: int) -> bool:
-        """In every call the lease compares the slots' generations before the first byte and after the last: what is
-        reported as loaded here was the committed bytes, whatever becomes of the slots later."""
+    def _copy(self, layer: int) -> None:
+        """Gives the stream the copies of one layer."""
         offset = self._geometry.offset(layer)
-        plain = [
-            (piece.index, SHARD, offset, self._target(layer, piece))
-            for piece in self._pieces
-            if not piece.delta
-        ]
-        return (not plain or self._lease.copy_many(plain)) and all(
-            self._move(layer, piece) for piece in self._pieces if piece.delta
+        plain: list[tuple[int, int, int, Any]] = []
+        others: list[tuple[Piece, list[Any]]] = []
+        """What is not copied as it is: it moves, or goes to several places."""
+        for piece in self._pieces:
+            target = self._target(layer, piece)
+            if piece.delta or isinstance(target, list):
+                others.append((piece, target if isinstance(target, list) else [target]))
+            else:
+                plain.append((piece.index, SHARD, offset, target))
+        work = self._bring if self._device.in_host_memory else self._enqueue
+        self._stream.run(
+            partial(work, layer, plain, others), reads=[self._source], writes=list(self._regions(layer))
         )
 
-    def _move(self, layer: int, piece: Piece) -> bool:
-        keys, values = self._target(layer, piece)
-        stored = np.empty(keys.shape, keys.dtype)
-        offset = self._geometry.offset(layer)
-        whole = self._lease.copy_many(
-            [(piece.index, SHARD, offset, stored), (piece.index, SHARD, offset + stored.nbytes, values)]
-        )
-        if whole:
-            assert self._positions is not None
-            if piece.delta not in self._moves:
-                self._moves[piece.delta] = self._positions.rotations(piece.delta)
-            source, target = (torch.from_numpy(each).view(self._geometry.dtype) for each in (stored, keys))
-            rotate(source, self._moves[piece.delta][layer], out=target)
-        return whole
+    def _bring(
+        self,
+        layer: int,
+        plain: Sequence[tuple[int, int, int, Bits]],
+        others: Sequence[tuple[Piece, Sequence[Bits]]],
+    ) -> None:
+        """In every call the lease compares the slots' generations before the first byte and after the last: what is
+        reported as loaded here was the committed bytes, whatever becomes of the slots later."""
+        if self._failure:
+            return
+        try:
+            offset, copies, stored = self._geometry.offset(layer), list(plain), []
+            for piece, targets in others:
+                _, heads, _, size = targets[0].shape
+                stored.append(np.empty((2, heads, piece.token_count, size), targets[0].dtype))
+                copies.append((piece.index, SHARD, offset, stored[-1]))
+            whole = not copies or self._lease.copy_many(copies)
+            if whole:
+                for (piece, targets), source in zip(others, stored, strict=True):
+                    self._scatter(layer, piece, source, targets)
+        except Exception as error:
+            log.exception("loading failed")
+            self.cancel(f"the loader failed: {error!r}")
+            return
+        if not whole:
+            self.cancel(f"the lease was void at layer {layer}")
+
+    def _scatter(self, layer: int, piece: Piece, stored: Bits, targets: Sequence[Bits]) -> None:
+        begin = 0
+        for target in targets:
+            here = slice(begin, begin + target.shape[2])
+            begin = here.stop
+            if not piece.delta:
+                target[...] = stored[:, :, here]
+                continue
+            keys, out = (
+                torch.from_numpy(each).view(self._geometry.dtype) for each in (stored[0, :, here], target[0])
+            )
+            rotate(keys, self._rotation(layer, piece), out=out)
+            target[1] = stored[1, :, here]
+
+    def _rotation(self, layer: int, piece: Piece) -> Rotation:
+        assert self._positions is not None
+        if piece.delta not in self._moves:
+            self._moves[piece.delta] = self._positions.rotations(piece.delta)
+        return self._moves[piece.delta][layer]
+
+    # ------------------------------------------------------------------- memory that the client's copies do not reach
+
+    def _enqueue(
+        self,
+        layer: int,
+        plain: Sequence[tuple[int, int, int, torch.Tensor]],
+        others: Sequence[tuple[Piece, Sequence[torch.Tensor]]],
+    ) -> None:
+        """Copies right out of the mapped slots. What was read is not used before `_intact` has said that it was the
+        committed bytes, at the end."""
+        for index, shard, offset, target in plain:
+            if (source := self._slot(index, shard, offset, target)) is not None:
+                target.copy_(source, non_blocking=True)
+        for piece, targets in others:
+            _, heads, _, size = targets[0].shape
+            stored = targets[0].new_empty((2, heads, piece.token_count, size))
+            source = self._slot(piece.index, SHARD, self._geometry.offset(layer), stored)
+            if source is None:
+                return
+            stored.copy_(source, non_blocking=True)
+            begin = 0
+            for target in targets:
+                here = stored[:, :, begin : begin + target.shape[2]]
+                begin += target.shape[2]
+                if piece.delta:
+                    rotate(here[0].contiguous(), self._rotation(layer, piece), out=target[0])
+                    target[1].copy_(here[1])
+                else:
+                    target.copy_(here)
+
+    def _slot(self, index: int, shard: int, offset: int, target: torch.Tensor) -> torch.Tensor | None:
+        slot = self._lease.unsafe_view(index, shard)
+        if slot is None:
+            self.cancel("the lease was void")
+            return None
+        return view(slot[offset : offset + target.nbytes], target.dtype, target.shape)
+
+    def _intact(self) -> bool:
+        return all(self._lease.unsafe_view(piece.index, SHARD) is not None for piece in self._pieces)
 
 
 class Loader:
-    """One thread that runs loads in the order in which they were started."""
+    """One thread that gives loads to one stream, in the order in which they were started."""
 
-    def __init__(self, geometry: Geometry, positions: Positions | None = None) -> None:
+    def __init__(
+        self, geometry: Geometry, positions: Positions | None = None, *, device: Device | None = None
+    ) -> None:
         """`positions`: of a model whose keys can be moved."""
         self._geometry = geometry
         self._positions = positions
+        self._own = device is None
+        self._device = device or CpuDevice()
+        self._stream = self._device.stream("kv-read")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-loader")
 
-    def start(self, lease: ReadLease, pieces: Sequence[Piece], target: Target, *, deadline_s: float) -> Load:
-        """Takes over `lease`. What `target` names is not to be read before `Load.wait` says so. Raises Unsupported, and
-        takes over nothing, if keys are to be moved and there are no `positions`."""
+    def start(
+        self,
+        lease: ReadLease,
+        pieces: Sequence[Piece],
+        target: Target,
+        *,
+        deadline_s: float,
+        after: Sequence[Event] = (),
+        regions: Regions = lambda layer: (),
+    ) -> Load:
+        """Takes over `lease`. What `target` names is not to be read before `Load.wait` says so; it is written once
+        `after` are done. Raises Unsupported, and takes over nothing, if keys are to be moved and there are no
+        `positions`."""
         if self._positions is None and (moved := [piece.delta for piece in pieces if piece.delta]):
             raise Unsupported(
                 "this loader moves no keys",
@@ -158,9 +346,22 @@ class Loader:
                 value=moved[0],
                 remedy="make it with positions",
             )
-        load = Load(lease, pieces, target, self._geometry, deadline_s, self._positions)
+        load = Load(
+            lease,
+            pieces,
+            target,
+            self._geometry,
+            deadline_s,
+            self._positions,
+            self._device,
+            self._stream,
+            after,
+            regions,
+        )
         load.ended = self._thread.submit(load.run)
         return load
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+        if self._own:
+            self._device.close()

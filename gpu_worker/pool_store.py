@@ -1,7 +1,10 @@
 """Between the paged pool and the store: what is there of a prompt is loaded into chunks; what was computed, saved.
 
-Nothing here holds up a forward call: lookups have threads, loads another, saves a third. What is late, void or finds
-no room is computed, or dropped and counted.
+Nothing here holds up a forward call: lookups have threads, copies in and out have streams (`device.py`), requests to
+the store other threads. What is late, void or finds no room is computed, or dropped and counted. A step tells when it
+begins and ends, and when attention of each layer does (`step_begins`, `begin`, `end`, `step_ends`): of a request that
+joined before all of its load was there, a layer is waited for when attention reads it, and a layer of what becomes full
+is copied out as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -12,24 +15,26 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
 from kvstore.client import SessionEntry, SessionInfo
 from kvstore.errors import Unsupported
+from kvstore.gpu_worker.assembly import Assembly, Part
+from kvstore.gpu_worker.device import Device, device_of
 from kvstore.gpu_worker.hbm_pool import HbmPool
-from kvstore.gpu_worker.layout import Bits, bits
-from kvstore.gpu_worker.loader import Load, Loader, Piece
+from kvstore.gpu_worker.loader import Load, Loader, LoadFailed, Piece
+from kvstore.gpu_worker.positions import Positions
 from kvstore.gpu_worker.request import Request
 from kvstore.gpu_worker.residency import REPORT_KEYS_MAX, Reporter
-from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, Layers, Saver, TurnSave
+from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, PartSave, Saver, Shards, TurnSave
 from kvstore.gpu_worker.store import CONNECT_AGAIN_S, Store
-from kvstore.kernels.pages import BlockTable, gather
+from kvstore.gpu_worker.write_buffer import Outgoing, WriteBuffer, regions
 from kvstore.layout import NamespaceSpec
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason
 
@@ -57,6 +62,15 @@ class Found:
     base: SessionInfo | None = None
     """The session's manifest."""
 
+    parts: tuple[tuple[int, Part], ...] = ()
+    """Of a prompt that is put together: its parts that are there, each with its number in the lease."""
+    missing: frozenset[ChunkKey] = frozenset()
+    """Keys of the others."""
+
+    def tokens(self, chunk_tokens: int) -> int:
+        """Of the prompt, in its chunks and its tail."""
+        return self.chunks * chunk_tokens + (self.tail.token_count if self.tail is not None else 0)
+
     def release(self) -> None:
         if self.lease is not None:
             self.lease.release()
@@ -77,13 +91,13 @@ class PoolStore:
         promote_timeout_s: float = 1.0,
         save_timeout_s: float = 5.0,
         save_queue_bytes_max: int = QUEUE_BYTES_MAX,
+        device: Device | None = None,
     ) -> None:
-        """`spec`: of the namespace; None: none for now (see `use`). Raises Unsupported for a model that is not in CPU
-        memory, and whatever the daemon has against us."""
-        if model.device.type != "cpu":
-            raise Unsupported(
-                "KV is stored from CPU memory only, so far", field="model.device", value=model.device
-            )
+        """`spec`: of the namespace; None: none for now (see `use`). `device`: by default that of the model. Raises
+        Unsupported for a model on a device that no make of `device.py` is for, and whatever the daemon has against
+        us."""
+        self._device = device or device_of(model.device)
+        self._device.adopt(pool.layers)
         self._pool = pool
         self._chunk_tokens = pool.geometry.chunk_tokens
         self._lookup_timeout_s = lookup_timeout_s
@@ -96,7 +110,17 @@ class PoolStore:
         )
         self._lookups = ThreadPoolExecutor(max_workers=LOOKUP_THREADS, thread_name_prefix="kv-lookup")
         self._no_lookup_before = 0.0
-        self._loader = Loader(pool.geometry)
+        self._positions = _positions_of(model)
+        self._loader = Loader(pool.geometry, self._positions, device=self._device)
+        self._buffer = WriteBuffer(pool, self._device)
+        self._staged: dict[Request, Outgoing] = {}
+        """Chunks that become full in the step that runs."""
+        self._loading: dict[Request, Load] = {}
+        """Of the requests in the step that runs: loads whose layers are still to come."""
+        self._healthy = 0
+        """Requests in it whose KV is there, as far as we know."""
+        self._touching: dict[Request, tuple[list[int], list[int]]] = {}
+        """Chunks that each of them reads, and writes; where the device looks at that."""
         self.saver = Saver(
             pool.geometry,
             queue_bytes_max=save_queue_bytes_max,
@@ -114,6 +138,16 @@ class PoolStore:
         """Whether there is a daemon, as far as we know."""
         return self._store.namespace() is not None
 
+    @property
+    def namespace(self) -> Namespace | None:
+        """None while there is no daemon."""
+        return self._store.namespace()
+
+    @property
+    def moves(self) -> bool:
+        """Whether KV can be loaded to other positions than it was computed at."""
+        return self._positions is not None
+
     def use(self, spec: NamespaceSpec | None) -> None:
         """From now on loads and saves are those of this namespace; None: there are none."""
         self._store.use(spec)
@@ -126,6 +160,8 @@ class PoolStore:
         namespace = self._store.namespace()
         if namespace is None or len(request.tokens) < 2 or time.monotonic() < self._no_lookup_before:
             return None
+        if request.assembly is not None:
+            return self._look_up_parts(namespace, request.assembly, request.computed)
         # As many as the store takes at once, the tail included: of a longer prompt the rest is computed
         whole = min((len(request.tokens) - 1) // self._chunk_tokens, KEYS_PER_REQUEST_MAX - 1)
         if not whole and not request.session:
@@ -134,12 +170,40 @@ class PoolStore:
         tokens, session, root = tuple(request.tokens), request.session, request.root
         before = self._saving.get(session) if session else None
 
+        def find() -> Found:
+            if before is not None:  # our own save of the turn before, still under way
+                before.saved.wait(self._lookup_timeout_s)
+            return self._find(namespace, keys, tokens, session, root)
+
+        return self._ask(find)
+
+    def _look_up_parts(self, namespace: Namespace, assembly: Assembly, first: int) -> Future[Found] | None:
+        """Of the parts from slot `first` on, whichever are there. Those of another namespace than the one of now are
+        not: their keys are others."""
+        wanted = [part for part in assembly.parts if part.first >= first and (self.moves or not part.delta)]
+        del wanted[KEYS_PER_REQUEST_MAX:]
+        if not wanted or assembly.salt != namespace.salt:
+            return None
+
+        def find() -> Found:
+            lease, promoted = self._store.read(namespace, [part.key for part in wanted], any_order=True)
+            there = [outcome is Outcome.HIT for outcome in lease.outcomes]
+            return Found(
+                lease,
+                from_ssd=promoted,
+                parts=tuple((number, part) for number, part in enumerate(wanted) if there[number]),
+                missing=frozenset(part.key for number, part in enumerate(wanted) if not there[number]),
+            )
+
+        return self._ask(find)
+
+    def _ask(self, find: Callable[[], Found]) -> Future[Found]:
+        """On a thread of its own."""
+
         def ask() -> Found:
             began = time.monotonic()
             try:
-                if before is not None:  # our own save of the turn before, still under way
-                    before.saved.wait(self._lookup_timeout_s)
-                found = self._find(namespace, keys, tokens, session, root)
+                found = find()
             except Exception:
                 # Our bug, or the client's: said loudly here, while the model must not wait for what will not come.
                 log.exception("looking up failed")
@@ -162,12 +226,48 @@ class PoolStore:
             pieces.append(Piece(found.asked, found.tail.first_token, found.tail.token_count))
         assert len(pieces) == len(chunks), (pieces, chunks)
 
-        def place(layer: int, piece: Piece) -> Bits:
-            chunk = chunks[piece.first_token // size - first]
-            return bits(self._pool.layers[layer][chunk])[:, :, : piece.token_count]
+        layers = self._buffer.layers or self._pool.layers
+
+        def place(layer: int, piece: Piece) -> Any:
+            return layers[layer][chunks[piece.first_token // size - first]][:, :, : piece.token_count]
 
         # Nobody waits for it but by asking whether it has ended: copies between memories end
-        return self._loader.start(found.lease, pieces, place, deadline_s=float("inf"))
+        return self._loader.start(
+            found.lease,
+            pieces,
+            place,
+            deadline_s=float("inf"),
+            # Whoever had these chunks before may still read them, and have written them
+            after=[self._device.compute.record(), *self._buffer.reads(chunks)],
+            regions=lambda layer: regions(layer, chunks),
+        )
+
+    def load_parts(self, found: Found, first: int, chunks: Sequence[int]) -> Load:
+        """The parts that are there, into a prompt's chunks from number `first` on: a part may lie in two of them. Takes
+        over the lease."""
+        assert found.lease is not None
+        size = self._chunk_tokens
+        pieces = [Piece(number, part.first, part.count, part.delta) for number, part in found.parts]
+        layers = self._buffer.layers or self._pool.layers
+
+        def place(layer: int, piece: Piece) -> Any:
+            targets = []
+            at, end = piece.first_token, piece.first_token + piece.token_count
+            while at < end:
+                number, inside = divmod(at, size)
+                until = min(size, inside + end - at)
+                targets.append(layers[layer][chunks[number - first]][:, :, inside:until])
+                at += until - inside
+            return targets[0] if len(targets) == 1 else targets
+
+        return self._loader.start(
+            found.lease,
+            pieces,
+            place,
+            deadline_s=float("inf"),
+            after=[self._device.compute.record(), *self._buffer.reads(chunks)],
+            regions=lambda layer: regions(layer, chunks),
+        )
 
     def loaded(self, request: Request, first: int) -> None:
         """Its full chunks from `first` on came from the store."""
@@ -195,6 +295,73 @@ class PoolStore:
             tail = None
         return Found(lease, chunks, tail, len(keys), promoted, base)
 
+    # -------------------------------------------------------------------------------------------------- while it runs
+
+    def step_begins(self, pieces: Mapping[Request, int]) -> None:
+        """A step of these begins."""
+        size = self._chunk_tokens
+        self._staged.clear()
+        self._loading = {request: request.load for request in pieces if request.load is not None}
+        self._healthy = len(pieces)
+        written = []
+        for request, count in pieces.items():
+            spans = request.spans(count)
+            first = request.computed // size
+            for begin, end in spans:
+                written += request.chunks[begin // size : -(-end // size)]
+            full = (request.computed + count) // size
+            if count > 1 and full > first and request.load is None and request.assembly is None:
+                self._stage(request, full)
+        for event in self._buffer.reads(written):
+            self._device.compute.wait(event)
+        if self._device.tracks:
+            self._touching = {
+                request: (
+                    request.chunks[: -(-request.spans(count)[-1][1] // size)],
+                    [
+                        chunk
+                        for begin, end in request.spans(count)
+                        for chunk in request.chunks[begin // size : -(-end // size)]
+                    ],
+                )
+                for request, count in pieces.items()
+            }
+
+    def begin(self, layer: int) -> None:
+        """Attention of that layer comes next. Raises LoadFailed once there is no request left whose KV is there."""
+        for request, load in list(self._loading.items()):
+            try:
+                load.wait(layer)
+            except LoadFailed:  # its tokens mean nothing; those of others do
+                del self._loading[request]
+                self._touching.pop(request, None)
+                self._healthy -= 1
+                if not self._healthy:
+                    raise
+        for read, written in self._touching.values():
+            self._device.compute.run(lambda: None, reads=regions(layer, read), writes=regions(layer, written))
+
+    def end(self, layer: int) -> None:
+        """Attention of that layer has written its KV."""
+        for outgoing in self._staged.values():
+            outgoing.copy(layer)
+
+    def step_ends(self) -> None:
+        """It is over, or broke off."""
+        self._loading.clear()
+        for outgoing in self._staged.values():
+            outgoing.stop()
+
+    def _stage(self, request: Request, full: int) -> None:
+        save = self._save_of(request)
+        if save is None or save.cut:
+            return
+        first = save.queued_tokens // self._chunk_tokens
+        if full > first and self.saver.has_room((full - first) * self._chunk_tokens):
+            self._staged[request] = self._buffer.begin(
+                request.chunks[first:full], (full - first) * self._chunk_tokens
+            )
+
     # ------------------------------------------------------------------------------------------------------- saving
 
     def save(self, request: Request) -> None:
@@ -203,7 +370,7 @@ class PoolStore:
         if save is None:
             return
         whole = request.computed // self._chunk_tokens
-        save.extend(_Chunks(self._pool, request.chunks[:whole]), request.tokens[: whole * self._chunk_tokens])
+        save.extend(self._chunks_of(request), request.tokens[: whole * self._chunk_tokens])
         self._mark(request, save, whole)
 
     def finish(self, request: Request) -> None:
@@ -212,12 +379,24 @@ class PoolStore:
         if save is None:
             return
         whole = request.computed // self._chunk_tokens
-        held = request.chunks[: -(-request.computed // self._chunk_tokens)]
-        save.finish(_Chunks(self._pool, held), request.tokens[: request.computed])
+        save.finish(self._chunks_of(request), request.tokens[: request.computed])
         self._mark(request, save, whole)
         self._ended.append((save, request.store_keys[:whole]))
         if request.session:
             self._saving[request.session] = save
+
+    def save_parts(self, request: Request) -> None:
+        """What its assembly is computed for: all of it is in the pool."""
+        assembly, namespace = request.assembly, self._store.namespace()
+        assert assembly is not None
+        if namespace is None or namespace.salt != assembly.salt or not assembly.kept:
+            return
+        size = self._chunk_tokens
+        first = min(kept.first for kept in assembly.kept) // size * size
+        count = max(kept.first + kept.count for kept in assembly.kept) - first
+        source = _Chunks(self._buffer, request.chunks, None)
+        save = PartSave(namespace, assembly.owner, assembly.kept, first, count)
+        self.saver.put_parts(save, lambda: source.snapshot(first, count))
 
     def abandon(self, request: Request) -> None:
         """It ends before its prompt was read: what was queued of it is saved, and is nobody's manifest."""
@@ -225,7 +404,7 @@ class PoolStore:
         if save is None:
             return
         save.session = ""
-        save.finish(_Chunks(self._pool, ()), request.tokens[: save.queued_tokens])
+        save.finish(self._chunks_of(request), request.tokens[: save.queued_tokens])
         self._ended.append((save, request.store_keys[: save.queued_tokens // self._chunk_tokens]))
 
     def collect(self) -> None:
@@ -267,6 +446,9 @@ class PoolStore:
         request.save = TurnSave(self.saver, namespace, request.session, base, keys[:known], root=request.root)
         return request.save
 
+    def _chunks_of(self, request: Request) -> _Chunks:
+        return _Chunks(self._buffer, request.chunks, self._staged.pop(request, None))
+
     def _mark(self, request: Request, save: TurnSave, whole: int) -> None:
         if save.cut:
             return
@@ -293,8 +475,18 @@ class PoolStore:
             self._lookups.shutdown(wait=True)
             self._loader.close()
             self.saver.close(timeout_s)
+            self._device.close()
         finally:
             self._store.close()
+
+
+def _positions_of(model: PreTrainedModel) -> Positions | None:
+    """None: keys of such a model cannot be moved."""
+    try:
+        return Positions.of(model)
+    except (Unsupported, AttributeError, KeyError) as error:
+        log.debug("KV stays at its positions: %s", error)
+        return None
 
 
 def maker_of(model: PreTrainedModel) -> bytes:
@@ -304,30 +496,24 @@ def maker_of(model: PreTrainedModel) -> bytes:
 
 
 class _Chunks:
-    """What a save reads."""
+    """What a save reads: what was staged while it was computed, or chunks of the pool as they are now."""
 
-    def __init__(self, pool: HbmPool, chunks: Sequence[int]) -> None:
-        self._pool = pool
+    def __init__(self, buffer: WriteBuffer, chunks: Sequence[int], staged: Outgoing | None) -> None:
+        self._buffer = buffer
         self._chunks = chunks
+        self._staged = staged
 
-    def snapshot(self, first_token: int, /) -> Layers:
-        """Copies: the chunks may be freed, and filled with other KV, before they are saved. What lies behind the last
-        token is not looked at."""
-        geometry = self._pool.geometry
-        chunks = self._chunks[first_token // geometry.chunk_tokens :]
-        tokens = len(chunks) * geometry.chunk_tokens
-        table = BlockTable.of(
-            chunks,
-            blocks=len(self._pool.layers[0]),
-            block_tokens=geometry.chunk_tokens,
-            chunk_tokens=tokens,  # all of them side by side
-        )
-        layers = []
-        for layer in self._pool.layers:
-            together = layer.new_empty(1, 2, geometry.heads, tokens, geometry.head_dim)
-            gather(layer[:, 0], layer[:, 1], table, together)
-            layers.append((together[:, 0], together[:, 1]))
-        return layers
+    def snapshot(self, first_token: int, token_count: int, /) -> Shards:
+        size = self._buffer.pool.geometry.chunk_tokens
+        chunks = self._chunks[first_token // size : -(-(first_token + token_count) // size)]
+        staged = self._staged
+        if (
+            staged is not None
+            and staged.whole
+            and (staged.chunks, staged.tokens) == (tuple(chunks), token_count)
+        ):
+            return staged
+        return self._buffer.copy(chunks, token_count)
 
 
 def _tail_of(

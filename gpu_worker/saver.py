@@ -1,12 +1,12 @@
 """The Saver: copies new KV into the store behind prefill and decode, chunk by chunk; the rest of a turn as a tail.
 
-    model's thread                      saver's thread
-    TurnSave.extend(source, tokens) ---> reserve, copy, commit the chunks that became full
-    TurnSave.finish(source, tokens) ---> the same for the tail, then the session's new manifest
+    model's thread                      write stream             saver's thread
+    TurnSave.extend(source, tokens) ---> copy into the buffer --> reserve, copy, commit the chunks that became full
+    TurnSave.finish(source, tokens) ---> the same of the tail --> and then the session's new manifest
 
-The model's thread never waits here. What the queue or the store cannot take is dropped and counted, with all that comes
-after it in the turn: a history is only usable up to its first hole. The next turn of the session finds the shorter
-history, computes the rest again and saves it again.
+The model's thread neither copies nor waits here. What the write buffer, whose size is bounded, or the store cannot
+take is dropped and counted, with all that comes after it in the turn: a history is only usable up to its first hole.
+The next turn of the session finds the shorter history, computes the rest again and saves it again.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import xxhash
 
 from kvstore.client import SessionEntry, SessionInfo
 from kvstore.errors import Conflict, Precondition, StoreError
-from kvstore.gpu_worker.layout import Geometry, bits
+from kvstore.gpu_worker.assembly import Kept
+from kvstore.gpu_worker.device import DeviceFailed
+from kvstore.gpu_worker.layout import Geometry
 from kvstore.keys import ROOT
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, GrantResult
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from kvstore.gpu_worker.identity import Identity
 
 QUEUE_BYTES_MAX = 512 << 20
-"""KV that may wait to be saved."""
+"""KV that may wait to be saved: of the write buffer."""
 QUEUE_JOBS_MAX = 4096
 BATCH_BYTES_MAX = 16 << 20
 """What is reserved, copied and committed at a time: well below the staging memory of a worker."""
@@ -46,14 +48,25 @@ IN_STORE = (GrantResult.GRANTED, GrantResult.ALREADY, GrantResult.BUSY)
 """BUSY: another worker is saving the very same tokens. Should it fail, the manifest is cut where the hole is."""
 log = logging.getLogger(__name__)
 
-Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+class Shards(Protocol):
+    """KV on its way into the write buffer, chunk by chunk."""
+
+    def wait(self) -> None:
+        """Until it has arrived. Raises DeviceFailed."""
+
+    def shard(self, number: int, /) -> npt.NDArray[np.uint8]:
+        """All bytes of one chunk as the store has them, see layout.py. Nobody writes them before `release`."""
+
+    def release(self) -> None:
+        """It is saved or dropped."""
 
 
 class Source(Protocol):
     """Where the KV of a sequence is."""
 
-    def snapshot(self, first_token: int, /) -> Layers:
-        """K and V of every layer from that token on, [1, H_kv, n, D] each, as they are now and will stay."""
+    def snapshot(self, first_token: int, token_count: int, /) -> Shards:
+        """Of these tokens, whose first begins a chunk, as they are now. Does not wait."""
 
 
 class TurnSave:
@@ -109,27 +122,40 @@ class TurnSave:
 
     def _queue(self, source: Source, tokens: Sequence[int], end: int) -> None:
         if end > self._queued:
-            layers = () if self.cut else source.snapshot(self._queued)
-            save = _Save(self, self._queued, tuple(tokens[self._queued : end]), layers, cut=self.cut)
-            self.cut = not self._saver.put(save)
+            first, count = self._queued, end - self._queued
+            save = _Save(self, first, tuple(tokens[first:end]), cut=self.cut)
+            self.cut = not self._saver.put(save, lambda: source.snapshot(first, count))
             self._queued = end
 
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """Save `tokens`, which start at `first_token` (a multiple of the chunk), and so do `layers`; or, without tokens,
-    publish the turn's manifest.
-
-    The tensors in `layers` are read without a lock while the model goes on: nobody writes them any more, and they live
-    for as long as the save holds them.
-    """
+    """Save `tokens`, which start at `first_token` (a multiple of the chunk), and so do `shards`; or, without tokens,
+    publish the turn's manifest."""
 
     turn: TurnSave
     first_token: int = 0
     tokens: tuple[int, ...] = ()
-    layers: Layers = ()
+    shards: Shards | None = None
     cut: bool = False
     """Something before it was not queued."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartSave:
+    """Save chunks of a prompt that was put together for it (a module of Prompt Cache): `shards` are its KV, `count`
+    tokens from slot `first` on, a multiple of the chunk. All of them become the manifest of `owner`, in place of what
+    it was; without all of them there is none, and what was committed is evicted like any other chunk that nobody
+    names."""
+
+    namespace: Namespace
+    owner: str
+    kept: tuple[Kept, ...]
+    first: int
+    count: int
+    shards: Shards | None = None
+    saved: threading.Event = field(default_factory=threading.Event)
+    """Set when all was saved or dropped."""
 
 
 class Saver:
@@ -137,7 +163,8 @@ class Saver:
 
     `counters` by name: chunks_saved, bytes_saved, chunks_already (others had saved them), chunks_dropped (queue full or
     behind a hole), chunks_recalled (forgotten again, see `follow`), chunks_refused (the store had no room or was away),
-    chunks_compared and chunks_differed (with what others had saved), manifests, manifests_dropped.
+    chunks_compared and chunks_differed (with what others had saved), manifests, manifests_dropped; modules_saved and
+    modules_dropped, of Prompt Cache.
     """
 
     def __init__(
@@ -158,7 +185,7 @@ class Saver:
         self._maker = maker
         self._audit_every = audit_every
         self._changed = threading.Condition()  # guards all below, and `counters`
-        self._saves: deque[_Save | None] = deque()
+        self._saves: deque[_Save | PartSave | None] = deque()
         """None: forget what was saved before it and is not verified."""
         self._waiting_bytes = 0
         self._busy = False
@@ -170,8 +197,8 @@ class Saver:
         self._thread = threading.Thread(target=self._run, name="kv-saver", daemon=True)
         self._thread.start()
 
-    def put(self, save: _Save) -> bool:
-        """Queues a save, or drops it: False. Never waits."""
+    def put(self, save: _Save, snapshot: Callable[[], Shards] | None = None) -> bool:
+        """Queues a save, or drops it: False. Never waits. Nothing is copied of what is dropped."""
         with self._changed:
             waiting_bytes = self._waiting_bytes + self._bytes(save)
             full = waiting_bytes > self._queue_bytes_max or len(self._saves) >= QUEUE_JOBS_MAX
@@ -179,15 +206,46 @@ class Saver:
             if full or useless or self._closing:
                 self._drop(save)
                 return False
-            self._saves.append(save)
+            try:
+                save = replace(save, shards=snapshot() if snapshot is not None else None)
+            except DeviceFailed as error:
+                log.warning("not saved: %s", error)
+                self._drop(save)
+                return False
             self._waiting_bytes = waiting_bytes
+            self._saves.append(save)
             self._changed.notify_all()
             return True
+
+    def put_parts(self, save: PartSave, snapshot: Callable[[], Shards]) -> bool:
+        """Queues a save, or drops it: False. Never waits."""
+        if not self.has_room(save.count):
+            with self._changed:
+                self._drop(save)
+            return False
+        with self._changed:
+            try:
+                save = replace(save, shards=snapshot())
+            except DeviceFailed as error:
+                log.warning("not saved: %s", error)
+                self._drop(save)
+                return False
+            self._saves.append(save)
+            self._waiting_bytes += self._bytes(save)
+            self._changed.notify_all()
+            return True
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a save of so many tokens would be taken now."""
+        with self._changed:
+            size = tokens * self.geometry.token_bytes * self.geometry.layers
+            full = self._waiting_bytes + size > self._queue_bytes_max or len(self._saves) >= QUEUE_JOBS_MAX
+            return not (full or self._closing)
 
     def forget(self) -> None:
         """Drops what is queued: it was computed with weights that count no more. What is being saved ends first."""
         with self._changed:
-            kept: deque[_Save | None] = deque()
+            kept: deque[_Save | PartSave | None] = deque()
             for save in self._saves:
                 if save is None:
                     kept.append(None)
@@ -241,6 +299,8 @@ class Saver:
             try:
                 if save is None:
                     self._recall()
+                elif isinstance(save, PartSave):
+                    self._save_parts(save)
                 else:
                     self._do(save)
             except Exception as error:
@@ -248,15 +308,18 @@ class Saver:
                 log.exception("saving failed")
                 with self._changed:
                     self._error = self._error or error
-                    if save is not None:
+                    if isinstance(save, _Save):
                         save.turn.whole = False
+                    if save is not None:
                         self._drop(save)
             finally:
                 with self._changed:
                     self._busy = False
                     self._waiting_bytes -= self._bytes(save) if save is not None else 0
                     self._changed.notify_all()
-                del save  # and with it the tensors, while the thread sleeps
+                if save is not None and save.shards is not None:
+                    save.shards.release()
+                del save  # and with it the buffers, while the thread sleeps
 
     def _recall(self) -> None:
         with self._changed:
@@ -281,6 +344,12 @@ class Saver:
 
     def _save(self, save: _Save) -> None:
         turn, chunk_tokens = save.turn, self.geometry.chunk_tokens
+        assert save.shards is not None
+        try:
+            save.shards.wait()
+        except DeviceFailed as error:
+            log.warning("not saved: %s", error)
+            turn.whole = False
         if not turn.whole:
             with self._changed:
                 self._drop(save)
@@ -324,11 +393,11 @@ class Saver:
             ) as batch:
                 results = batch.results
                 for index in batch.granted:
-                    self._fill(batch.buffer(index), save, first_token + index * chunk_tokens, counts[index])
+                    np.copyto(batch.buffer(index), self._shard(save, first_token + index * chunk_tokens))
                     batch.written(index)
                 committed = self._commit(batch)
             already = [n for n, result in enumerate(results) if result is GrantResult.ALREADY]
-            self._audit(save, {keys[n]: (first_token + n * chunk_tokens, counts[n]) for n in already})
+            self._audit(save, {keys[n]: first_token + n * chunk_tokens for n in already})
         except StoreError as error:
             log.info("not saved: %s", error)
         fine = [
@@ -355,17 +424,15 @@ class Saver:
             log.info("not saved: %s", outcome.error)
         return bool(outcome.ok)
 
-    def _audit(self, save: _Save, already: dict[ChunkKey, tuple[int, int]]) -> None:
-        """Tell the store what our bytes of some chunks are; `already`: first token and count by key. Keys are digests,
-        so that all workers pick the same chunks."""
+    def _audit(self, save: _Save, already: dict[ChunkKey, int]) -> None:
+        """Tell the store what our bytes of some chunks are; `already`: first token by key. Keys are digests, so that
+        all workers pick the same chunks."""
         if not self._audit_every:
             return
         checksums = {}
-        for key, (first_token, count) in already.items():
+        for key, first_token in already.items():
             if int.from_bytes(key[:4], "little") % self._audit_every == 0:
-                shard = np.zeros(self.geometry.shard_bytes, np.uint8)
-                self._fill(shard, save, first_token, count)
-                checksums[key] = xxhash.xxh3_64_intdigest(shard.data)
+                checksums[key] = xxhash.xxh3_64_intdigest(self._shard(save, first_token).data)
         if checksums:
             differ = save.turn.namespace.report_duplicates(
                 list(checksums), list(checksums.values()), maker=self._maker, timeout_s=self._timeout_s
@@ -374,16 +441,99 @@ class Saver:
                 self.counters["chunks_compared"] += len(checksums)
                 self.counters["chunks_differed"] += differ
 
-    def _fill(self, shard: npt.NDArray[np.uint8], save: _Save, first_token: int, token_count: int) -> None:
-        """Writes one chunk: see gpu_worker/layout.py for the bytes. Copies release the interpreter's lock."""
-        here = slice(first_token - save.first_token, first_token - save.first_token + token_count)
-        used = token_count * self.geometry.token_bytes
-        for number, (keys, values) in enumerate(save.layers):
-            window = self.geometry.window(shard, number, token_count)
-            window[0] = bits(keys[0, :, here])
-            window[1] = bits(values[0, :, here])
-            start = self.geometry.offset(number)
-            shard[start + used : start + self.geometry.slice_bytes] = 0
+    def _shard(self, save: _Save, first_token: int) -> npt.NDArray[np.uint8]:
+        assert save.shards is not None
+        return save.shards.shard((first_token - save.first_token) // self.geometry.chunk_tokens)
+
+    def _save_parts(self, save: PartSave) -> None:
+        """In batches that fit into staging memory; each is visible as a whole or not at all."""
+        assert save.shards is not None
+        most = max(1, BATCH_BYTES_MAX // self.geometry.shard_bytes)
+        whole, mine = True, 0
+        try:
+            save.shards.wait()
+            for exact, alike in groupby(save.kept, key=lambda kept: kept.exact):
+                group = list(alike)
+                for start in range(0, len(group), most):
+                    batch = group[start : start + most]
+                    saved = self._save_part_batch(save, batch, exact=exact) if whole else -1
+                    whole = whole and saved >= 0
+                    mine += max(saved, 0)
+        except DeviceFailed as error:
+            log.warning("not saved: %s", error)
+            whole = False
+        whole = whole and self._own_parts(save)
+        with self._changed:
+            self.counters["chunks_saved"] += mine
+            self.counters["bytes_saved"] += mine * self.geometry.shard_bytes
+            self.counters["modules_saved" if whole else "modules_dropped"] += 1
+        save.saved.set()
+
+    def _save_part_batch(self, save: PartSave, kept: Sequence[Kept], *, exact: bool) -> int:
+        """How many were not there already; -1: not all of them are there now."""
+        try:
+            with save.namespace.write(
+                [one.key for one in kept],
+                parents=[one.parent for one in kept],
+                token_counts=[one.count for one in kept],
+                derived=not exact,
+                maker=self._maker,
+                timeout_s=self._timeout_s,
+            ) as batch:
+                for index in batch.granted:
+                    self._fill_part(batch.buffer(index), save, kept[index])
+                    batch.written(index)
+                if not all(result in IN_STORE for result in batch.results) or not self._commit(batch):
+                    return -1
+                mine = [kept[index].key for index in batch.granted]
+                with self._changed:
+                    if mine:
+                        self._unverified.append((time.monotonic(), save.namespace, mine))
+                return len(mine)
+        except StoreError as error:
+            log.info("module not saved: %s", error)
+        return -1
+
+    def _fill_part(self, out: npt.NDArray[np.uint8], save: PartSave, kept: Kept) -> None:
+        """A chunk of its own out of the slots that it fills in those of the prompt."""
+        assert save.shards is not None
+        geometry, size = self.geometry, self.geometry.chunk_tokens
+        out[...] = 0
+        at, done = kept.first - save.first, 0
+        while done < kept.count:
+            number, inside = divmod(at + done, size)
+            count = min(size - inside, kept.count - done)
+            shard = save.shards.shard(number)
+            filled = min(size, save.count - number * size)
+            for layer in range(geometry.layers):
+                source = geometry.window(shard, layer, filled)[:, :, inside : inside + count]
+                geometry.window(out, layer, kept.count)[:, :, done : done + count] = source
+            done += count
+
+    def _own_parts(self, save: PartSave) -> bool:
+        """The owner's manifest names them, so that they are not lost one by one."""
+        entries = [SessionEntry(one.key, one.position, one.count, approximate=True) for one in save.kept]
+        if not save.owner:
+            return True
+        try:
+            for _ in range(MANIFEST_TRIES):
+                info = save.namespace.get_session(save.owner, timeout_s=self._timeout_s)
+                if info is not None and list(info.entries) == entries:
+                    return True
+                try:
+                    save.namespace.update_session(
+                        save.owner,
+                        expected_version=info.version if info is not None else 0,
+                        keep=0,
+                        append=entries[:KEYS_PER_REQUEST_MAX],
+                        timeout_s=self._timeout_s,
+                    )
+                except Conflict:  # another worker was faster
+                    continue
+                return True
+        except StoreError as error:
+            log.info("manifest of module not updated: %s", error)
+        return False
 
     def _publish(self, turn: TurnSave) -> None:
         """The session's manifest becomes the history that is in the store, as far as one request can name it."""
@@ -421,16 +571,22 @@ class Saver:
         with self._changed:
             self.counters["manifests_dropped"] += 1
 
-    def _drop(self, save: _Save) -> None:
+    def _drop(self, save: _Save | PartSave) -> None:
         """Caller holds the lock."""
-        if save.tokens:
+        if save.shards is not None:
+            save.shards.release()
+        if isinstance(save, PartSave):
+            self.counters["modules_dropped"] += 1
+            save.saved.set()
+        elif save.tokens:
             self.counters["chunks_dropped"] += -(-len(save.tokens) // self.geometry.chunk_tokens)
         else:
             self.counters["manifests_dropped"] += 1
             save.turn.saved.set()
 
-    def _bytes(self, save: _Save) -> int:
-        return len(save.tokens) * self.geometry.token_bytes * self.geometry.layers
+    def _bytes(self, save: _Save | PartSave) -> int:
+        tokens = save.count if isinstance(save, PartSave) else len(save.tokens)
+        return tokens * self.geometry.token_bytes * self.geometry.layers
 
 
 def _common(old: Sequence[SessionEntry], new: Sequence[SessionEntry]) -> int:

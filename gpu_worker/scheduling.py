@@ -8,9 +8,14 @@ queue, and is loaded or computed again once there is room. The oldest one always
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvstore.gpu_worker.assembly import Assembly
+from kvstore.gpu_worker.compute_or_load import Computing, read_buffer_layers
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.loader import Load, LoadFailed
 from kvstore.gpu_worker.request import Request, Reused
@@ -22,12 +27,14 @@ if TYPE_CHECKING:
 
 IDLE_S = 0.05
 """How long to wait at a time when there is nothing to compute before something has arrived."""
+SPANS_MAX = 32
+"""Of one step, beside the first of each request: prompts that are put together are computed in several places."""
 _SALT = bytes(SALT_BYTES)  # keys of the pool are compared with one another only
 
 
 class Scheduler:
-    """`counters` gets adopted_tokens, restored_tokens (and of these: restored_ssd_tokens), load_failures and
-    preemptions."""
+    """`counters` gets adopted_tokens, restored_tokens (and of these: restored_ssd_tokens), loads_overlapped (requests
+    that joined a step before all of their load was there), load_failures and preemptions."""
 
     def __init__(
         self,
@@ -38,7 +45,11 @@ class Scheduler:
         prefill_tokens: int,
         share: bool,
         counters: Counter[str],
+        computing: Computing | None = None,
+        read_buffer: int | None = None,
     ) -> None:
+        """`computing`: what steps take. `read_buffer`: layers that have to be there before a request joins a step;
+        None: as many as keep it from waiting."""
         for name, value in (("sequences_max", sequences_max), ("prefill_tokens", prefill_tokens)):
             if value < 1:
                 raise ValueError(f"{name} is {value}: must be at least 1")
@@ -50,6 +61,8 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._share = share
         self._counters = counters
+        self.computing = computing or Computing(skipped=1)
+        self._read_buffer = read_buffer
         self._chunk_tokens = pool.geometry.chunk_tokens
         self._rows = list(range(sequences_max - 1, -1, -1))
         self._ending: list[tuple[Load, list[int]]] = []
@@ -63,7 +76,7 @@ class Scheduler:
         self._admit()
         pieces: dict[Request, int] = {}
         promised: set[ChunkKey] = set()  # of chunks that a request looked at before is to compute or loads
-        budget = self._prefill_tokens
+        budget, spans_left = self._prefill_tokens, SPANS_MAX
         for request in sorted(self.running, key=lambda request: request.missing > 1):
             if request.row < 0:
                 continue  # it had to make room meanwhile
@@ -71,10 +84,13 @@ class Scheduler:
             if self._restoring(request, promised, pieces):
                 continue
             count = 1 if request.missing == 1 else min(request.missing, budget)
+            spans = request.spans(count)[: spans_left + 1]
+            count = sum(end - begin for begin, end in spans)
             if count == 0 or self._next(request) in promised:
                 continue
-            if self._make_room(request, request.computed + count, pieces):
+            if self._make_room(request, spans[-1][1], pieces):
                 pieces[request] = count
+                spans_left -= len(spans) - 1
                 if request.missing > 1:
                     budget -= count
                     promised.update(self._adoptable(request)[request.computed // self._chunk_tokens :])
@@ -85,12 +101,21 @@ class Scheduler:
     def computed(self, request: Request, count: int) -> None:
         """The KV of so many tokens more is in the pool: what is full now, others may adopt, and the store gets."""
         before = request.computed // self._chunk_tokens
-        request.computed += count
+        request.advance(count)
         self._note(request, before)
         if request.computed // self._chunk_tokens > before:
             self._publish(request, before)
-            if self._store is not None:
+            if self._store is not None and request.assembly is None:
                 self._store.save(request)
+
+    def settle(self, pieces: Mapping[Request, int]) -> set[Request]:
+        """The step of these has ended: those are returned whose load failed after they had joined. They are computed
+        again."""
+        failed = set()
+        for request in pieces:
+            if request.load is not None and not self._restored(request):
+                failed.add(request)
+        return failed
 
     def find(self, number: int) -> Request | None:
         """The live request of that number."""
@@ -116,7 +141,8 @@ class Scheduler:
         """For the end."""
         if self._store is not None:
             for request in (*self.running, *self.waiting):
-                self._store.abandon(request)
+                if request.assembly is None:
+                    self._store.abandon(request)
         self.waiting.clear()
         while self.running:
             self.stop(self.running[-1])
@@ -127,6 +153,7 @@ class Scheduler:
         self._pool.unpublish(request.chunks)
         self._pool.drop(request.chunks)
         request.chunks, request.computed, request.alone = [], 0, True
+        request.holes = []
         request.save, request.reused = None, Reused()
         request.load_failures += 1
         self._counters["load_failures"] += 1
@@ -135,7 +162,11 @@ class Scheduler:
         """It gets no more tokens. What was computed of it stays in the pool, and in the store as its session; of a
         prompt that was not read to its end the session knows nothing."""
         if self._store is not None:
-            if request.row >= 0 and request.computed >= request.prompt_tokens:
+            whole = request.row >= 0 and request.computed >= request.prompt_tokens
+            if request.assembly is not None:
+                if whole:
+                    self._store.save_parts(request)
+            elif whole:
                 self._store.finish(request)
             else:
                 self._store.abandon(request)
@@ -151,17 +182,15 @@ class Scheduler:
             request.lookup.add_done_callback(lambda lookup: lookup.result().release())
         whole, rest = divmod(request.computed, self._chunk_tokens)
         if request.load is not None:
-            request.load.cancel("the request was stopped")
-            self._ending.append((request.load, request.chunks[whole:]))
-            del request.chunks[whole:]
-        elif rest and retain and self._share:
+            self._give_up(request, "the request was stopped")
+        elif rest and retain and self._share and request.assembly is None:
             self._pool.drop(request.chunks[whole + 1 :])
             tail = request.tokens[whole * self._chunk_tokens : request.computed]
             self._pool.leave_tail(request.chunks[whole], self._key_before(request, whole), tail)
             del request.chunks[whole:]
         self._pool.drop(request.chunks)
         self._rows.append(request.row)
-        request.chunks, request.computed, request.row = [], 0, -1
+        request.chunks, request.computed, request.row, request.holes = [], 0, -1, []
         request.lookup = request.load = None
 
     def check_integrity(self) -> None:
@@ -222,7 +251,7 @@ class Scheduler:
     def _adopt(self, request: Request) -> int:
         """Take what others have computed of its tokens; at least one token is left to compute. Returns how many
         chunks."""
-        if request.computed != len(request.chunks) * self._chunk_tokens:
+        if request.load is not None or request.computed != len(request.chunks) * self._chunk_tokens:
             return 0
         found = self._pool.find(self._adoptable(request)[len(request.chunks) :])
         self._pool.hold(found)
@@ -233,7 +262,7 @@ class Scheduler:
     def _adopt_tail(self, request: Request) -> None:
         """Go on in the chunk that somebody left who had the same tokens."""
         whole, inside = divmod(request.computed, self._chunk_tokens)
-        if inside or whole != len(request.chunks) or not self._share or request.alone:
+        if inside or whole != len(request.chunks) or not self._share or request.alone or request.assembly:
             return
         rest = request.tokens[request.computed : request.computed + self._chunk_tokens]
         tail = self._pool.take_tail(self._key_before(request, whole), rest)
@@ -249,6 +278,8 @@ class Scheduler:
 
     def _is_here(self, request: Request) -> bool:
         """Whether the store can have nothing of its prompt that the pool has not."""
+        if request.assembly is not None:
+            return not any(part.first >= request.computed for part in request.assembly.parts)
         whole = (len(request.tokens) - 1) // self._chunk_tokens
         if request.computed < whole * self._chunk_tokens:
             return False
@@ -266,7 +297,8 @@ class Scheduler:
         """Keys of the chunks that it may take from others."""
         if not self._share or request.alone:
             return []
-        return self._keys(request)[: (len(request.tokens) - 1) // self._chunk_tokens]
+        most = min(len(request.tokens) - 1, request.shared_tokens)
+        return self._keys(request)[: most // self._chunk_tokens]
 
     def _keys(self, request: Request) -> list[ChunkKey]:
         """Of all its full chunks."""
@@ -299,14 +331,15 @@ class Scheduler:
         """Chunks from that one on are full and computed."""
         if self._share:
             keys = self._keys(request)
-            for number in range(first, request.computed // self._chunk_tokens):
+            end = min(request.computed, request.shared_tokens) // self._chunk_tokens
+            for number in range(first, end):
                 self._pool.publish(request.chunks[number], keys[number])
 
     # ---------------------------------------------------------------------------------------------------- store
 
     def _restoring(self, request: Request, promised: set[ChunkKey], pieces: dict[Request, int]) -> bool:
         """Whether it has to wait for what the store has of it. It computes nothing before it is known, so that its
-        chunks are whole ones; all of the load arrives before it goes on, since others share its forward call."""
+        chunks are whole ones."""
         first = request.computed // self._chunk_tokens
         if request.lookup is not None:
             if not request.lookup.done() or self._next(request) in promised:
@@ -317,42 +350,96 @@ class Scheduler:
             useful = chunks > first and request.computed == first * self._chunk_tokens
             if found.tail is not None and found.chunks == first:
                 useful &= found.tail.token_count > self._tail(request)
+            if found.parts:
+                useful = request.computed == first * self._chunk_tokens
+                chunks = self._chunks(len(request.tokens))
             if useful and not self._make_room(request, chunks * self._chunk_tokens, pieces):
                 return True
             request.lookup, request.found = None, found
-            if useful:
+            if found.parts and useful:
+                # Others have computed some of them meanwhile, and share these chunks
+                found = replace(
+                    found, parts=tuple(each for each in found.parts if each[1].first >= request.computed)
+                )
+                request.found = found
+                if found.parts:
+                    request.load = self._store.load_parts(found, first, request.chunks[first:])
+                    request.load_first = first
+                else:
+                    found.release()
+            elif useful:
                 request.load = self._store.load(found, first, request.chunks[first:])
+                request.load_first = first
             else:
                 found.release()
         if request.load is None:
             if self._next(request) not in promised:
                 self._adopt_tail(request)
             return False
-        if not request.load.ended.done():
-            promised.update(self._adoptable(request)[first : len(request.chunks)])
+        if request.load.failed or request.load.ended.done():
+            self._restored(request)
+            return False
+        promised.update(self._adoptable(request)[request.load_first : len(request.chunks)])
+        if request.assembly is not None:
             return True
-        self._restored(request, first)
+        if not request.joined and not self._may_join(request, pieces):
+            return True
+        self._join(request)
         return False
 
-    def _restored(self, request: Request, first: int) -> None:
-        """Its load has ended."""
+    def _may_join(self, request: Request, pieces: Mapping[Request, int]) -> bool:
+        """Whether enough of its load is there for a step that waits for the rest layer by layer. Nobody who shares the
+        step is to wait: then it is as much as the rest needs to arrive while the step computes."""
+        assert request.load is not None and request.found is not None
+        load, layers = request.load, self._pool.geometry.layers
+        if self._read_buffer is not None:
+            return load.layers_in >= min(self._read_buffer, layers)
+        if load.layers_in == 0:
+            return False
+        if not any(other.load is None and other.lookup is None for other in self.running):
+            return True
+        tokens = sum(pieces.values()) + min(
+            request.missing - self._loaded_tokens(request), self._prefill_tokens
+        )
+        step_s = self.computing.seconds(tokens)
+        return load.layers_in >= read_buffer_layers(layers, load_s=load.layer_s * layers, compute_s=step_s)
+
+    def _loaded_tokens(self, request: Request) -> int:
+        """How many tokens of it `load` brings."""
+        assert request.found is not None
+        return request.found.tokens(self._chunk_tokens) - request.load_first * self._chunk_tokens
+
+    def _join(self, request: Request) -> None:
+        if not request.joined:
+            request.joined = True
+            request.computed += self._loaded_tokens(request)
+            self._counters["loads_overlapped"] += 1
+
+    def _restored(self, request: Request) -> bool:
+        """Its load has ended, or will never: whether all of it came."""
         assert self._store is not None and request.load is not None and request.found is not None
-        load, request.load = request.load, None
-        found, size = request.found, self._chunk_tokens
+        load, found, first, size = request.load, request.found, request.load_first, self._chunk_tokens
         try:
-            load.wait(self._pool.geometry.layers - 1)
+            if load.failed:
+                raise LoadFailed
+            load.settle()
         except LoadFailed:
             self._counters["load_failures"] += 1
             request.load_failures += 1
-            self._pool.drop(request.chunks[first:])
-            del request.chunks[first:]
+            self._give_up(request, "it failed")
             self._adopt_tail(request)
-            return
+            return False
+        if request.assembly is not None:
+            request.load = None
+            self._parts_restored(request, request.assembly)
+            return True
+        restored = self._loaded_tokens(request)
+        if not request.joined:
+            request.computed += restored
+        request.load, request.joined = None, False
         tail = found.tail.token_count if found.tail is not None else 0
-        request.computed = found.chunks * size + tail
         from_ssd = size * sum(first <= number < found.chunks for number in found.from_ssd)
         from_ssd += tail if found.asked in found.from_ssd else 0
-        restored = request.computed - first * size
         self._counters["restored_tokens"] += restored
         self._counters["restored_ssd_tokens"] += from_ssd
         request.reused.ssd += from_ssd
@@ -360,21 +447,53 @@ class Scheduler:
         self._note(request, first)
         self._publish(request, first)
         self._store.loaded(request, first)
+        return True
+
+    def _give_up(self, request: Request, why: str) -> None:
+        """Nothing of its load is used. Its chunks are free once nothing is written there any more."""
+        assert request.load is not None
+        request.load.cancel(why)
+        self._ending.append((request.load, request.chunks[request.load_first :]))
+        del request.chunks[request.load_first :]
+        request.computed = min(request.computed, request.load_first * self._chunk_tokens)
+        request.load, request.joined = None, False
+
+    def _parts_restored(self, request: Request, assembly: Assembly) -> None:
+        """What is not there of a prompt that is put together is computed, in between."""
+        assert request.found is not None
+        before = request.computed
+        there = [part for _, part in request.found.parts]
+        request.holes = assembly.holes(len(request.tokens), there, before)
+        request.computed = request.holes[0][0]
+        restored = len(request.tokens) - before - request.missing
+        on_ssd = sum(part.count for number, part in request.found.parts if number in request.found.from_ssd)
+        from_ssd = min(restored, on_ssd)
+        self._counters["restored_tokens"] += restored
+        self._counters["restored_ssd_tokens"] += from_ssd
+        request.reused.ssd += from_ssd
+        request.reused.dram += restored - from_ssd
+        self._note(request, before // self._chunk_tokens)
+        self._publish(request, before // self._chunk_tokens)
 
     def _reap(self) -> None:
         """Free the chunks of loads that have ended, now that nothing is written there any more."""
+        going_on = []
         for load, chunks in self._ending:
             if load.ended.done():
+                with suppress(LoadFailed):
+                    load.settle()
                 self._pool.drop(chunks)
-        self._ending = [(load, chunks) for load, chunks in self._ending if not load.ended.done()]
+            else:
+                going_on.append((load, chunks))
+        self._ending = going_on
         if self._store is not None:
             self._store.collect()
 
     def _idle(self) -> None:
         """Nothing can be computed before something arrives."""
-        loads = [load for load, _ in self._ending]
-        loads += [request.load for request in self.running if request.load is not None]
-        pending: list[Future[Any]] = [load.ended for load in loads]
+        pending: list[Future[Any]] = [load.ended for load, _ in self._ending]
+        loads = [request.load for request in self.running if request.load is not None]
+        pending += [load.ended if load.begun.done() else load.begun for load in loads]
         # Who has its answer already waits for what another one loads
         lookups = (request.lookup for request in self.running if request.lookup is not None)
         pending += [lookup for lookup in lookups if not lookup.done()]

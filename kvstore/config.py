@@ -24,6 +24,10 @@ STREAM_SOCKET = "stream.sock"
 GRPC_SOCKET = "grpc.sock"
 LOCK_FILE = "lock"
 ENVIRONMENT_PREFIX = "KVSTORED_"
+REMOTE_STORE = "remote"
+"""Name of the REMOTE store among the sources beyond this node,"""
+PEERS = "peers"
+"""and of the nodes beside it."""
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 """Names the TOML file; all else with the prefix is a setting."""
 ONE_SEGMENT = "in one segment: it serves one model at a time, and what another saves meanwhile is FULL"
@@ -165,6 +169,28 @@ class StoreConfig:
     """A chunk that a peer does not give within this is a miss."""
     peer_threads: int = 4
     """Threads that read from peers."""
+    remote_url: str = ""
+    """Store beyond this node, which other nodes share: redis://, rediss://, redis+cluster://, rediss+cluster://, s3://,
+    gs://, az://, or file:///folder (NFS and the like); empty: none. Credentials of object stores come from their usual
+    environment variables. See docs/remote.md."""
+    remote_writes: str = "on-evict"
+    """What this node writes there: "on-evict" (what is about to leave DRAM), "write-through" (everything, soon) or
+    "off" (nothing; what others wrote is read all the same)."""
+    remote_bytes: int = 1 << 40
+    """Of what this node has put there; what promises the fewest hits a byte gives way."""
+    remote_ttl_s: int = 7 * 24 * 3_600
+    """Records go after this."""
+    remote_salt_file: str = ""
+    """File with a secret of 16 bytes or more that all nodes of one cluster share: it signs records, and keys their
+    names. Without it, whoever can write to the store can make a node serve KV of his own."""
+    remote_lookup_ms: int = 50
+    """How long a Match or an Acquire waits for what the look-up of its missing keys finds, at most."""
+    remote_deadline_ms: int = 5_000
+    """Of a transfer. A store that is late is left alone for a while."""
+    remote_threads: int = 4
+    """Threads that read from the store; half as many write."""
+    remote_bytes_per_s: int = 0
+    """Cap on what is read, and on what is written; 0: none."""
     message_bytes_max: int = 4 << 20
     """Largest message that is read, by gRPC or on a fast lane."""
     metrics_port: int = 0
@@ -255,6 +281,26 @@ class StoreConfig:
                 value=self.ssd_bytes,
                 remedy="raise ssd_bytes or lower ssd_slab_bytes or ssd_index_bytes",
             )
+        if self.remote_writes not in ("on-evict", "write-through", "off"):
+            raise ConfigError(
+                'must be "on-evict", "write-through" or "off"',
+                field="remote_writes",
+                value=self.remote_writes,
+            )
+        for name in (
+            "remote_bytes",
+            "remote_ttl_s",
+            "remote_lookup_ms",
+            "remote_deadline_ms",
+            "remote_threads",
+        ):
+            _positive(self, name)
+        if self.remote_bytes_per_s < 0:
+            raise ConfigError(
+                "must not be negative", field="remote_bytes_per_s", value=self.remote_bytes_per_s
+            )
+        if self.remote_threads > 64:
+            raise ConfigError("must be at most 64", field="remote_threads", value=self.remote_threads)
         if self.copy_threads > 64:
             raise ConfigError("must be at most 64", field="copy_threads", value=self.copy_threads)
         if not 0 <= self.metrics_port <= 65_535:
@@ -317,6 +363,11 @@ class StoreConfig:
         return (self.ssd_bytes - self.ssd_index_max - SSD_OVERHEAD_BYTES) // self.ssd_slab_bytes
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """Who is asked for chunks that are missing here, by name."""
+        return (PEERS,) * bool(self.registry_url) + (REMOTE_STORE,) * bool(self.remote_url)
+
+    @property
     def limits(self) -> Limits:
         return Limits(
             arena_bytes=self.dram_bytes,
@@ -330,6 +381,7 @@ class StoreConfig:
             pin_share_max=self.pin_share_max,
             reserve_share_max=self.reserve_share_max,
             eviction=self.eviction,
+            sources=self.sources,
             prefetch_share_max=self.prefetch_share_max,
             hint_pin_share_max=self.hint_pin_share_max,
             hint_retain_share_max=self.hint_retain_share_max,
@@ -344,6 +396,15 @@ class StoreConfig:
             disk_deadline_ms=self.ssd_deadline_ms,
             durable_within_ms=self.durable_within_ms,
             scrub_bytes_per_s=self.scrub_bytes_per_s,
+            remote_store=REMOTE_STORE if self.remote_url else "",
+            remote_writes=self.remote_writes if self.remote_url else "off",
+            remote_bytes_max=self.remote_bytes,
+            remote_deadline_ms=self.remote_deadline_ms,
+            lookup_wait_ms=self.remote_lookup_ms,
+            lookup_deadline_ms=max(500, 2 * self.remote_lookup_ms),
+            remote_bytes_in_flight_max=min(64 << 20, max(1 << 20, self.dram_bytes // 16)),
+            remote_writes_in_flight_max=min(16 << 20, max(1 << 20, self.dram_bytes // 32)),
+            remote_linger_ms=0 if self.remote_url.startswith(("redis", "rediss")) else 500,
         )
 
 

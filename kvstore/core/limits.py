@@ -95,6 +95,17 @@ class Limits:
     remote_deadline_ms: int = 5_000
     """Of a fetch, likewise."""
     remote_bytes_in_flight_max: int = 64 << 20
+    """Of fetches,"""
+    remote_writes_in_flight_max: int = 16 << 20
+    """and of writes, whose chunks are pinned."""
+    remote_store: str = ""
+    """Which of the sources takes what this node writes and forgets; empty: none."""
+    remote_writes: str = "off"
+    """What is written there: "off"; "write-through": all, soon; "on-evict": what is about to leave DRAM."""
+    remote_bytes_max: int = 1 << 50
+    """Of what this node has put there."""
+    remote_linger_ms: int = 0
+    """So long a write waits for others that go into the same object."""
     source_pause_ms: int = 1_000
     """For how long a source that failed is left alone at first,"""
     source_pause_max_ms: int = 30_000

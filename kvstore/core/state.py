@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -52,7 +52,7 @@ from kvstore.core.reservation import Reservation
 from kvstore.core.ssd.cold import Cold
 from kvstore.core.ssd.quarantine import QuarantineBook
 from kvstore.core.workers import EngineGroup, Worker
-from kvstore.errors import Denied, NotFound, Unauthenticated
+from kvstore.errors import Denied, NotFound, StoreError, Unauthenticated
 from kvstore.types import (
     ChunkKey,
     DiskState,
@@ -138,6 +138,14 @@ class State:
     """Rows that a hint brought to DRAM and nobody has used yet."""
     demanded: set[int] = field(default_factory=set)
     """Rows that came to DRAM because somebody asked, and were not used since: their next use is a hit on SSD."""
+    arrivals: list[int] = field(default_factory=list)
+    """Rows that became resident since the last step, where somebody wants to know (`remote/saves.py`)."""
+    forgotten: list[tuple[NamespaceId, ChunkKey]] = field(default_factory=list)
+    """Chunks that were forgotten since, likewise."""
+    to_hold: set[Ticket] = field(default_factory=set)
+    """Requests whose answers wait until the REMOTE store knows what they have forgotten."""
+    hold: Callable[[Ticket, object], bool] = field(default=lambda ticket, answer: False)
+    """Takes such an answer, or does not; set by the store."""
     fetched: set[int] = field(default_factory=set)
     """Rows that came from beyond this node and were not used since: their next use is a hit there."""
     partials: LinkedRows = field(default_factory=LinkedRows)
@@ -212,6 +220,14 @@ class State:
 
     def reply(self, ticket: Ticket, answer: object) -> None:
         """The answer of a request, to whoever asked and to whoever repeated it meanwhile."""
+        if ticket in self.to_hold:
+            self.to_hold.discard(ticket)
+            if not isinstance(answer, StoreError) and self.hold(ticket, answer):
+                return
+        self.release(ticket, answer)
+
+    def release(self, ticket: Ticket, answer: object) -> None:
+        """`reply`, with an answer that waits for nothing more."""
         self.effects.append(Reply(ticket, answer))  # type: ignore[arg-type]  # handlers return members of Answer
         worker = self.workers.get(ticket.worker)
         if worker is not None and ticket.request_id:
@@ -508,6 +524,8 @@ class State:
         for namespace_id, group in groupby(rows, self.chunks.namespace.__getitem__):
             self.policy.add(self.namespaces[NamespaceId(namespace_id)].dram, list(group))
             self.room += 1
+        if self.limits.remote_writes == "write-through":
+            self.arrivals += rows
 
     def store_later(self, row: int) -> None:
         """Queue a resident chunk for its write to SSD. Where nothing can be written for long, what left DRAM meanwhile
@@ -542,6 +560,8 @@ class State:
         """A miss from now on; the bytes go at once, or with the last pin, reservation or read. False: there was nothing
         to lose."""
         chunks = self.chunks
+        if reason is Reason.FORGOTTEN and self.limits.remote_store:
+            self.forgotten.append((NamespaceId(chunks.namespace[row]), chunks.key[row]))
         if chunks.shard0[row] == NONE:
             if reason is Reason.FORGOTTEN and not chunks.refs[row]:
                 self.remove_row(row)

@@ -17,6 +17,7 @@ from kvstore.core.cold_tier import ColdTier, Restored
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
+from kvstore.core.remote.saves import RemoteSaves
 from kvstore.core.remote.sources import Sources
 from kvstore.core.requests import repeats
 from kvstore.core.requests.duplicates import Duplicates
@@ -87,14 +88,16 @@ class Store:
         self.sessions = Sessions(self.state, self.cold_tier, self.actions, self.residents)
         self.duplicates = Duplicates(self.state, self.reads)
         self.rewrites = Rewrites(self.state, self.cold_tier)
-        self.recalls = Recalls(self.state, self.cold_tier)
-        self.scrub = Scrubber(self.state, self.cold_tier, self.transfers)
         self.sources = Sources(
             self.state,
             lambda row, demanded: self.transfers.reserve_slots(row, demanded=demanded),
-            self.recalls.is_barred,
+            lambda maker: self.recalls.is_barred(maker),
         )
         self.sources.resume = self._resume
+        self.remote = RemoteSaves(self.state, self.sources)
+        self.state.hold = self.remote.hold
+        self.recalls = Recalls(self.state, self.cold_tier, self.remote)
+        self.scrub = Scrubber(self.state, self.cold_tier, self.transfers)
         self.reads.promote = self._bring
         self._next_namespace = 1
         self._requests: dict[type, Callable[[Worker, Any], ev.Answer | None]] = {
@@ -114,7 +117,7 @@ class Store:
             ev.UpdateSession: self.sessions.update,
             ev.Truncate: self.sessions.truncate,
             ev.Fork: self.sessions.fork,
-            ev.Forget: self.sessions.forget,
+            ev.Forget: self._forget,
             ev.ListSessions: self.sessions.list,
             ev.Explain: self.sessions.explain,
             ev.GetStats: lambda worker, _: self._stats(worker),
@@ -123,7 +126,7 @@ class Store:
             ev.Touch: self.touches.touch,
             ev.Scrub: self.scrub.ask,
             ev.ListQuarantine: self.rewrites.list,
-            ev.Recall: self.recalls.ask,
+            ev.Recall: self._recall,
             ev.WantSegments: self.segments.want,
             ev.SegmentsUnmapped: self._unmapped,
         }
@@ -139,6 +142,8 @@ class Store:
             ev.DiskTrouble: lambda event: self.cold_tier.troubled(event.why),
             ev.ChunksLookedUp: self.sources.looked_up,
             ev.ChunksFetched: self.sources.fetched,
+            ev.ChunksStored: self.remote.ended,
+            ev.ChunksForgotten: self.remote.forgotten,
             ev.Tick: lambda _: self._tick(),
             ev.Idle: lambda _: self._idle(),
             **self.cold_tier.facts(),
@@ -176,6 +181,7 @@ class Store:
         self.cold_tier.make_room(self.sessions.drop)
         self.transfers.pump()
         self.sources.pump()
+        self.remote.pump()
         self.scrub.pump()
         self.recalls.pump()
         self.cold_tier.tell_gone()
@@ -194,7 +200,8 @@ class Store:
     def behind(self) -> bool:
         """Whether a restart now would forget what a healthy disk is about to remember, or bring back what is about to
         be forgotten."""
-        return self.transfers.behind or bool(self.sessions.forgetting) or self.recalls.going
+        forgetting = bool(self.sessions.forgetting) or self.recalls.going
+        return self.transfers.behind or forgetting or self.remote.behind
 
     def hurry(self) -> None:
         """The daemon is about to stop: what the index lacks is written as soon as it can be, from now on."""
@@ -263,7 +270,35 @@ class Store:
 
     def _acquire(self, worker: Worker, event: ev.Acquire) -> ev.Acquired | None:
         """As `_match`."""
-        return None if self.sources.park(worker, event) else self.reads.acquire(worker, event)
+        if not event.local and self.sources.park(worker, event):
+            return None
+        return self.reads.acquire(worker, event)
+
+    def _forget(self, worker: Worker, event: ev.Forget) -> ev.Done | None:
+        """None: answered when nothing can bring back what was forgotten, as far as that can be had in time."""
+        if not self.remote.active:
+            return self.sessions.forget(worker, event)
+        self.state.to_hold.add(event.ticket)
+        try:
+            answer = self.sessions.forget(worker, event)
+            self.remote.forget_keys(self.state.namespaces[event.namespace], event.keys)
+        except StoreError:
+            self.state.to_hold.discard(event.ticket)
+            raise
+        if answer is None:
+            return None
+        self.state.to_hold.discard(event.ticket)
+        return None if self.remote.hold(event.ticket, answer) else answer
+
+    def _recall(self, worker: Worker, event: ev.Recall) -> ev.Recalled | None:
+        """As `_forget`."""
+        if self.remote.active and not event.dry_run:
+            self.state.to_hold.add(event.ticket)
+        try:
+            return self.recalls.ask(worker, event)
+        except StoreError:
+            self.state.to_hold.discard(event.ticket)
+            raise
 
     def _resume(self, event: ev.Match | ev.Acquire) -> None:
         """A parked request goes on with what is known now. Nobody is left to answer if its worker has gone."""
@@ -361,6 +396,7 @@ class Store:
             raise Exhausted("too many namespaces are open", field="namespace", value=len(state.namespaces))
         if older is not None:
             older.retired = True
+            self.remote.forget_namespace(older)
             state.counters["epochs_retired"] += 1
         slot_bytes = tuple(state.pool.slot_bytes(size) for size in spec.shard_bytes)
         namespace = Namespace(
@@ -499,6 +535,7 @@ class Store:
         self.segments.tick()
         self.transfers.tick()
         self.sources.tick()
+        self.remote.tick()
         self.actions.tick()
         self.queue.tick()
         self.residents.tick()

@@ -26,6 +26,7 @@ from kvstore.fleet.door import PeerDoor
 from kvstore.fleet.frames import Answer, Connection, Kind, Late, PeerError
 from kvstore.fleet.registry import Node
 from kvstore.server.logs import fields
+from kvstore.tiers.remote.records import Description, Header, refusal
 from kvstore.types import ChunkKey
 
 log = logging.getLogger(__name__)
@@ -44,11 +45,14 @@ TOLD_AGAIN_S = 60.0
 COUNTERS = ("reads", "chunks", "misses", "corrupt", "bytes", "failed", "late", "refused")
 
 
+Shards = tuple[Description, ...]
+
+
 class Result(IntEnum):
     """Of one chunk."""
 
     OK = 0
-    """Its slots hold the bytes that the peer committed."""
+    """Its memory holds the bytes that the peer committed."""
     MISS = 1
     CORRUPT = 2
     """What came is not what the peer's checksums say."""
@@ -71,8 +75,8 @@ class Read:
     chunks: Sequence[Wanted]
     deadline: float
     """By time.monotonic."""
-    done: Callable[[Sequence[Result], Sequence[tuple[int, ...]], str], None]
-    """(a result a chunk, the checksums of its shards where that is OK, why not), called once on any thread."""
+    done: Callable[[Sequence[Result], Sequence[Shards], str], None]
+    """(a result a chunk, what its shards are where that is OK, why not), called once on any thread."""
 
 
 @dataclass(slots=True)
@@ -183,32 +187,30 @@ class PeerReads:
             if read is None:
                 return
             results = [Result.FAILED] * len(read.chunks)
-            checksums: list[tuple[int, ...]] = [()] * len(read.chunks)
+            shards: list[Shards] = [()] * len(read.chunks)
             why = "the daemon ends"
             if not self._ended:
                 try:
-                    why = self._read(read, results, checksums)
+                    why = self._read(read, results, shards)
                 except Exception as problem:
                     log.warning("a read from a peer failed for a reason of ours", exc_info=True)
                     why = str(problem)
-            self._answer(read, results, checksums, why)
+            self._answer(read, results, shards, why)
 
-    def _answer(
-        self, read: Read, results: Sequence[Result], checksums: Sequence[tuple[int, ...]], why: str
-    ) -> None:
+    def _answer(self, read: Read, results: Sequence[Result], shards: Sequence[Shards], why: str) -> None:
         self.counters["reads"] += 1
         self.counters["chunks"] += results.count(Result.OK)
         self.counters["misses"] += results.count(Result.MISS)
         self.counters["corrupt"] += results.count(Result.CORRUPT)
-        read.done(results, checksums or [()] * len(results), why)
+        read.done(results, shards or [()] * len(results), why)
 
-    def _read(self, read: Read, results: list[Result], checksums: list[tuple[int, ...]]) -> str:
+    def _read(self, read: Read, results: list[Result], shards: list[Shards]) -> str:
         """Fill in what came. Why not all of it did; empty: all came, or is a miss."""
         peer = self._peer(read.node)
         if not peer.breaker.enter():
             return f"{read.node.name} is left alone for a while: {peer.breaker.why}"
         try:
-            self._ask(peer, read, results, checksums)
+            self._ask(peer, read, results, shards)
         except PeerError as problem:
             peer.breaker.failed(str(problem))
             self.counters["late" if isinstance(problem, Late) else "failed"] += 1
@@ -223,7 +225,7 @@ class PeerReads:
         peer.breaker.succeeded()
         return ""
 
-    def _ask(self, peer: _Peer, read: Read, results: list[Result], checksums: list[tuple[int, ...]]) -> None:
+    def _ask(self, peer: _Peer, read: Read, results: list[Result], shards: list[Shards]) -> None:
         for start in range(0, len(read.chunks), frames.KEYS_MAX):
             part = range(start, min(len(read.chunks), start + frames.KEYS_MAX))
             connection, kept = self._connection(peer, read.node, read.deadline)
@@ -241,7 +243,7 @@ class PeerReads:
                     connection = self._new_connection(read.node, read.deadline)
                     number = self._send_read(connection, read, part)
                     head = frames.receive(connection, read.deadline)
-                self._take(peer, connection, read, part, number, head, results, checksums)
+                self._take(peer, connection, read, part, number, head, results, shards)
             except BaseException:
                 connection.close()
                 raise
@@ -264,11 +266,11 @@ class PeerReads:
         number: int,
         first: tuple[Kind, int, bytes],
         results: list[Result],
-        checksums: list[tuple[int, ...]],
+        shards: list[Shards],
     ) -> None:
         """The answers to one request. A chunk counts once all of them, END included, have come as they should: a peer
         that ends the connection instead takes back the last one."""
-        came: dict[int, tuple[int, ...]] = {}
+        came: dict[int, Shards] = {}
         began, size = time.monotonic(), 0
         try:
             for index in part:
@@ -277,21 +279,20 @@ class PeerReads:
                     raise PeerError("another answer than the one that was asked for")
                 head = frames.decode_chunk(body)
                 wanted = read.chunks[index]
-                if (head.index, head.namespace, head.key) != (index - part.start, read.namespace, wanted.key):
+                if head.index != index - part.start:
                     raise PeerError("a chunk that nobody asked for")
                 if head.answer is not Answer.HIT:
                     results[index] = Result.MISS
                     if head.answer is Answer.MISS:
                         self._remember_miss(read, wanted.key)
                     continue
-                if [each for each, _ in head.shards] != [len(target) for target in wanted.targets]:
-                    raise PeerError("shards of other sizes")
-                for (length, checksum), target in zip(head.shards, wanted.targets, strict=True):
-                    if self._receive(connection, target, read.deadline) != checksum:
+                check(head.shards, read.namespace, wanted)
+                for shard, target in zip(head.shards, wanted.targets, strict=True):
+                    if self._receive(connection, target, read.deadline) != shard.checksum:
                         results[index] = Result.CORRUPT
-                    size += length
+                    size += shard.length
                 if results[index] is not Result.CORRUPT:
-                    came[index] = tuple(checksum for _, checksum in head.shards)
+                    came[index] = head.shards
             kind, its, _ = frames.receive(connection, read.deadline)
             if kind is not Kind.END or its != number:
                 raise PeerError("no END")
@@ -300,8 +301,8 @@ class PeerReads:
                 del came[max(came)]
             raise
         finally:
-            for index, sums in came.items():
-                results[index], checksums[index] = Result.OK, sums
+            for index, described in came.items():
+                results[index], shards[index] = Result.OK, described
             self.counters["bytes"] += size
         if size:
             rate = size / max(1e-6, time.monotonic() - began)
@@ -354,3 +355,27 @@ class PeerReads:
                 peer.idle.append((time.monotonic(), connection))
                 return
         connection.close()
+
+
+def check(shards: Shards, namespace: bytes, wanted: Wanted) -> None:
+    """Raises PeerError if these describe something else than what is wanted."""
+    if len(shards) != len(wanted.targets):
+        raise PeerError(f"{len(shards)} shards, not {len(wanted.targets)}")
+    for number, (shard, target) in enumerate(zip(shards, wanted.targets, strict=True)):
+        why = refusal(
+            Header(shard, size=0, mac=b"", signed=b""),
+            namespace=namespace,
+            key=wanted.key,
+            shard=number,
+            shards=len(wanted.targets),
+            length=target.size,
+        )
+        if why:
+            raise PeerError(why)
+        first = shards[0]
+        if (shard.token_count, shard.derived, shard.makers) != (
+            first.token_count,
+            first.derived,
+            first.makers,
+        ):
+            raise PeerError("shards of one chunk that are described differently")

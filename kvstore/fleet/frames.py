@@ -3,12 +3,13 @@
     frame    header (magic, version, kind, body bytes, number of the request) | body
     opening  client HELLO (nonce, name) -> server WELCOME (nonce, name, proof) -> client PROOF (proof) -> server READY
     READ     namespace (32), deadline_ms, count, keys                   -> CHUNK each, in order, then END
-    CHUNK    index, outcome, namespace, key, sizes and checksums of the shards | their bytes
+    CHUNK    index, outcome, a record's header for each shard (tiers/remote/records.py) | bytes of the shards
     OFFER    namespace (32), count, keys: "take these, I am leaving"    -> TAKEN count
     ERROR    text; the connection ends
 
-A chunk's frame describes itself: whose namespace, which key, how long each shard is, and its xxh3_64. Whoever reads
-holds that against what it asked for before it takes the first byte, and the checksums against the bytes that came.
+A shard describes itself as in a REMOTE store, but that nothing is signed (both ends have proved who they are) and the
+namespace is the fleet's digest of it. Whoever reads holds that against what it asked for before the first byte, and the
+checksums against the bytes that came.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from kvstore.tiers.remote.records import Description, described, read_described
 from kvstore.types import ChunkKey
 
 MAGIC = b"KVPR"
@@ -31,7 +33,7 @@ BODY_BYTES_MAX = 256 << 10
 KEY_BYTES_MAX = 64
 KEYS_MAX = 256
 """In one request."""
-SHARDS_MAX = 4_096
+SHARDS_MAX = 1_024
 NAMESPACE_BYTES = 32
 NONCE_BYTES = 32
 PROOF_BYTES = 32
@@ -40,8 +42,7 @@ PIECE_BYTES = 1 << 20
 """Received, or sent, in one call."""
 _READ = struct.Struct(f"<{NAMESPACE_BYTES}sIH")
 _OFFER = struct.Struct(f"<{NAMESPACE_BYTES}sH")
-_CHUNK = struct.Struct(f"<HB{NAMESPACE_BYTES}sBH")
-_SHARD = struct.Struct("<QQ")
+_CHUNK = struct.Struct("<HBH")
 
 Connection = socket.socket | ssl.SSLSocket
 
@@ -79,11 +80,10 @@ class Late(PeerError):
 @dataclass(frozen=True, slots=True)
 class ChunkHead:
     index: int
+    """Place of the key in the request."""
     answer: Answer
-    namespace: bytes
-    key: ChunkKey
-    shards: tuple[tuple[int, int], ...]
-    """(bytes, xxh3_64) of each."""
+    shards: tuple[Description, ...] = ()
+    """Of a HIT: all of them, in order."""
 
 
 # ------------------------------------------------------------------------------------------------------------- bodies
@@ -135,12 +135,8 @@ def _decode_keys(body: bytes, at: int, count: int) -> list[ChunkKey]:
 
 
 def encode_chunk(head: ChunkHead) -> bytes:
-    return b"".join(
-        (
-            _CHUNK.pack(head.index, head.answer, head.namespace, len(head.key), len(head.shards)),
-            head.key,
-            *(_SHARD.pack(size, checksum) for size, checksum in head.shards),
-        )
+    return _CHUNK.pack(head.index, head.answer, len(head.shards)) + b"".join(
+        described(each, b"") for each in head.shards
     )
 
 
@@ -148,22 +144,20 @@ def decode_chunk(body: bytes) -> ChunkHead:
     """Raises PeerError."""
     if len(body) < _CHUNK.size:
         raise PeerError("a CHUNK that is too short")
-    index, answer, namespace, key_bytes, shard_count = _CHUNK.unpack_from(body)
-    shards_at = _CHUNK.size + key_bytes
-    if (
-        answer not in Answer._value2member_map_
-        or key_bytes > KEY_BYTES_MAX
-        or shard_count > SHARDS_MAX
-        or len(body) != shards_at + shard_count * _SHARD.size
-    ):
+    index, answer, count = _CHUNK.unpack_from(body)
+    if answer not in Answer._value2member_map_ or count > SHARDS_MAX or bool(count) != (answer == Answer.HIT):
         raise PeerError("a CHUNK that contradicts itself")
-    return ChunkHead(
-        index,
-        Answer(answer),
-        namespace,
-        ChunkKey(body[_CHUNK.size : shards_at]),
-        tuple(_SHARD.iter_unpack(body[shards_at:])),
-    )
+    rest = memoryview(body)[_CHUNK.size :]
+    shards = []
+    for _ in range(count):
+        header = read_described(rest)
+        if isinstance(header, str):
+            raise PeerError(header)
+        shards.append(header.description)
+        rest = rest[header.size :]
+    if len(rest):
+        raise PeerError("bytes behind the last shard's description")
+    return ChunkHead(index, Answer(answer), tuple(shards))
 
 
 # -------------------------------------------------------------------------------------------------------------- wires

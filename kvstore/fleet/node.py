@@ -24,9 +24,11 @@ from kvstore.fleet.held import Where
 from kvstore.fleet.registry import Node, Registry, check_url
 from kvstore.fleet.secret import FleetSecret
 from kvstore.fleet.server import PeerServer
+from kvstore.fleet.source import PeerSource
 from kvstore.fleet.sweep import Change, Sweep
 from kvstore.server.logs import fields
 from kvstore.server.loop import Loop
+from kvstore.tiers.base import SlotMemory
 from kvstore.types import ChunkKey, NamespaceId
 
 log = logging.getLogger(__name__)
@@ -124,14 +126,20 @@ def check(config: StoreConfig) -> bool:
 class FleetNode:
     """On the loop's thread, but for what says otherwise."""
 
-    def __init__(self, config: StoreConfig, loop: Loop, numbers: Iterator[int], boot: bytes) -> None:
-        """Raises ConfigError."""
+    def __init__(
+        self,
+        config: StoreConfig,
+        loop: Callable[[], Loop],
+        memory: SlotMemory,
+        numbers: Iterator[int],
+        boot: bytes,
+    ) -> None:
+        """`loop` is asked when the node has started. Raises ConfigError."""
         self.name = node_name(config)
         self.secret = FleetSecret.read(config.fleet_secret_file)
-        self.deadline_s = config.peer_deadline_ms / 1000
         self._config = config
         self._loop = loop
-        self._sweep = Sweep(lambda: loop.store.state)
+        self._sweep = Sweep(lambda: loop().store.state)
         self._digests: dict[NamespaceId, bytes] = {}
         self._load: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
@@ -153,6 +161,16 @@ class FleetNode:
                 offered=self._offered,
             )
         self.registry: Registry | None = None
+        self.source = PeerSource(
+            self.secret,
+            self.reads,
+            memory,
+            registry=lambda: self.registry,
+            namespaces=lambda number: loop().store.state.namespaces.get(number),
+            post=lambda event: loop().post(event),
+            post_threadsafe=lambda event: loop().post_threadsafe(event),
+            deadline_s=config.peer_deadline_ms / 1000,
+        )
         self._boot = boot
         self.take: Callable[[bytes, Sequence[ChunkKey]], int] = lambda namespace, keys: 0
 
@@ -193,7 +211,6 @@ class FleetNode:
             self._task.cancel()
         if self.server is not None:
             self.server.close()
-        self.reads.close(CLOSE_S)
         if self.registry is not None:
             self.registry.close(CLOSE_S)
 
@@ -225,14 +242,14 @@ class FleetNode:
         """What stands for a namespace of ours between nodes; None: it has gone."""
         found = self._digests.get(number)
         if found is None:
-            namespace = self._loop.store.state.namespaces.get(number)
+            namespace = self._loop().store.state.namespaces.get(number)
             if namespace is None:
                 return None
             found = self._digests[number] = self.secret.namespace(namespace.salt)
         return found
 
     def _measure(self) -> dict[str, float]:
-        state = self._loop.store.state
+        state = self._loop().store.state
         return {
             "dram_bytes": float(state.limits.arena_bytes),
             "resident_bytes": float(sum(n.visible * n.chunk_bytes for n in state.namespaces.values())),

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvstore.core import events
+from kvstore.core.chunks import DERIVED
 from kvstore.core.events import Ticket
 from kvstore.core.namespaces import Namespace
 from kvstore.errors import ConfigError, StoreError
@@ -33,7 +34,8 @@ from kvstore.fleet.frames import Answer, ChunkHead, Connection, Kind, Late, Peer
 from kvstore.fleet.secret import FleetSecret
 from kvstore.server.logs import fields
 from kvstore.server.loop import Loop
-from kvstore.types import ChunkKey, Extent, LeaseId, NamespaceId, Outcome, WorkerId
+from kvstore.tiers.remote.records import Description, makers_fit
+from kvstore.types import ChunkKey, Extent, LeaseId, NamespaceId, Outcome, Reason, WorkerId
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +58,41 @@ Result = TypeVar("Result")
 Offered = Callable[[bytes, Sequence[ChunkKey]], int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    extents: list[Extent]
+    token_count: int
+    derived: bool
+    makers: tuple[bytes, ...]
+
+    def head(self, index: int, namespace: bytes, key: ChunkKey) -> ChunkHead:
+        count = len(self.extents)
+        return ChunkHead(
+            index,
+            Answer.HIT,
+            tuple(
+                Description(
+                    namespace,
+                    key,
+                    shard,
+                    count,
+                    self.token_count,
+                    self.derived,
+                    self.makers,
+                    extent.length,
+                    extent.checksum,
+                )
+                for shard, extent in enumerate(self.extents)
+            ),
+        )
+
+
 @dataclass(slots=True)
 class _Granted:
     lease: LeaseId
     ttl_s: float
     at: float
-    extents: dict[int, list[Extent]] = field(default_factory=dict)
+    chunks: dict[int, _Chunk] = field(default_factory=dict)
     """By place of the key in the request."""
     pending: set[int] = field(default_factory=set)
 
@@ -78,7 +109,7 @@ class PeerServer:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: Callable[[], Loop],
         secret: FleetSecret,
         door: PeerDoor,
         numbers: Iterator[int],
@@ -89,7 +120,7 @@ class PeerServer:
     ) -> None:
         """`numbers` gives ids for guests that no other worker has; `offered` is told, on any thread, what a node that
         leaves would like us to take, and says how much of it we do."""
-        self._loop = loop
+        self._get_loop = loop
         self._secret = secret
         self._door = door
         self._numbers = numbers
@@ -108,6 +139,10 @@ class PeerServer:
 
     def __repr__(self) -> str:
         return f"PeerServer({self._address}, {len(self._open)} connections)"
+
+    @property
+    def _loop(self) -> Loop:
+        return self._get_loop()
 
     @property
     def port(self) -> int:
@@ -239,19 +274,17 @@ class PeerServer:
         namespace, granted = self._ask(self._acquire(guests, digest, keys, deadline), deadline)
         try:
             for index, key in enumerate(keys):
-                of_key = next((each for each in granted if index in each.extents), None)
+                of_key = next((each for each in granted if index in each.chunks), None)
                 if namespace is None or of_key is None:
                     late = bool(granted) and index in granted[-1].pending
-                    head = ChunkHead(index, Answer.LATE if late else Answer.MISS, digest, key, ())
+                    head = ChunkHead(index, Answer.LATE if late else Answer.MISS)
                     self.counters["misses"] += 1
                     frames.send(connection, Kind.CHUNK, number, frames.encode_chunk(head), deadline)
                     continue
-                extents = of_key.extents[index]
-                head = ChunkHead(
-                    index, Answer.HIT, digest, key, tuple((each.length, each.checksum) for each in extents)
-                )
+                chunk = of_key.chunks[index]
+                head = chunk.head(index, digest, key)
                 frames.send(connection, Kind.CHUNK, number, frames.encode_chunk(head), deadline)
-                for extent in extents:
+                for extent in chunk.extents:
                     self._send(connection, guests.by_namespace[namespace.id], of_key, extent, deadline)
                 self.counters["chunks"] += 1
             frames.send(connection, Kind.END, number, b"", deadline)
@@ -313,15 +346,20 @@ class PeerServer:
                 asked = tuple(keys[index] for index in wanted)
                 at = time.monotonic()
                 lease: events.Acquired = await self._loop.ask(
-                    events.Acquire(Ticket(worker), namespace.id, asked, wait_ms=wait_ms, prefix_only=False),
+                    events.Acquire(
+                        Ticket(worker), namespace.id, asked, wait_ms=wait_ms, prefix_only=False, local=True
+                    ),
                     ANSWER_S,
                 )
                 each = _Granted(lease.lease, lease.ttl_ms / 1000, at)
                 extents = iter(lease.extents)
-                for index, outcome in zip(wanted, lease.outcomes, strict=True):
+                for index, outcome, reason in zip(wanted, lease.outcomes, lease.reasons, strict=True):
                     if outcome is Outcome.HIT:
-                        each.extents[index] = [next(extents) for _ in range(namespace.shards)]
-                    elif outcome is Outcome.PENDING:
+                        mine = [next(extents) for _ in range(namespace.shards)]
+                        chunk = self._chunk(namespace, keys[index], mine)
+                        if chunk is not None:
+                            each.chunks[index] = chunk
+                    elif outcome is Outcome.PENDING and reason is not Reason.ON_REMOTE:
                         each.pending.add(index)
                 granted.append(each)
                 wanted = sorted(each.pending)
@@ -336,6 +374,15 @@ class PeerServer:
         finally:
             self._loop.unsubscribe(worker, push)
         return namespace, granted
+
+    def _chunk(self, namespace: Namespace, key: ChunkKey, extents: list[Extent]) -> _Chunk | None:
+        """Of a chunk that is pinned. None: what cannot be recalled by its makers is not handed on."""
+        state = self._loop.store.state
+        row = namespace.index[key]
+        makers = state.makers_of(row)
+        if not makers_fit(makers) or len(extents) > frames.SHARDS_MAX:
+            return None
+        return _Chunk(extents, state.chunks.tokens[row], bool(state.chunks.flags[row] & DERIVED), makers)
 
     async def _renew(self, worker: WorkerId, granted: _Granted) -> None:
         at = time.monotonic()

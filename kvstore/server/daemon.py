@@ -36,7 +36,7 @@ import grpc.aio
 from prometheus_client.core import Metric
 
 from kvstore import __version__
-from kvstore.config import MORE_SEGMENTS, ONE_SEGMENT, StoreConfig
+from kvstore.config import MORE_SEGMENTS, ONE_SEGMENT, PEERS, REMOTE_STORE, StoreConfig
 from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.core.store import Store
@@ -53,9 +53,12 @@ from kvstore.server.loop import Loop, monotonic_ms
 from kvstore.server.metrics import MetricsServer, families
 from kvstore.server.recorder import Recorder
 from kvstore.tiers.arena import Arena, Staging
+from kvstore.tiers.base import ChunkSource
 from kvstore.tiers.copier import Copier
 from kvstore.tiers.disk_port import Disk, RealDisk
 from kvstore.tiers.regions import Regions
+from kvstore.tiers.remote import opening as remote_opening
+from kvstore.tiers.remote.tier import RemoteTier
 from kvstore.tiers.schema_files import SchemaFiles
 from kvstore.tiers.ssd import SsdTier
 from kvstore.transport.access import Access, Tls
@@ -387,6 +390,7 @@ class Daemon:
         check_memory(config)
         check_file_limit(config)
         self._in_fleet = fleet_node.check(config)
+        self._has_remote = remote_opening.check(config)
         self._access: Access | None = None
         if self._tcp is not None:
             check_port_is_free("tcp_address", self._tcp.host, self._tcp.port)
@@ -450,12 +454,24 @@ class Daemon:
         with no_searches():
             store, tier = self._open_ssd() if config.ssd_dir else (Store(config.limits), None)
         self._tier = tier
+        self._remote = self._open_remote() if self._has_remote else None
+        self._fleet = (
+            FleetNode(config, lambda: self.loop, self._arena, self._numbers, self.boot_id)
+            if self._in_fleet
+            else None
+        )
+        sources: dict[str, ChunkSource] = {}
+        if self._fleet is not None:
+            sources[PEERS] = self._fleet.source
+        if self._remote is not None:
+            sources[REMOTE_STORE] = self._remote
         self.loop = Loop(
             store,
             self._arena,
             self._staging,
             self._copier,
             ssd=tier,
+            sources=sources,
             on_forget=lambda worker: self._descriptors.forget(worker),
             on_fatal=lambda: self._end(EXIT_BUG),
             on_disk=self._show_disk,
@@ -496,7 +512,6 @@ class Daemon:
         self._recorder = Recorder(store.state, self._observe)
         self._metrics = MetricsServer(self._families)
         self._health = Health(peer_timeout_s=peer_timeout_s)
-        self._fleet = FleetNode(config, self.loop, self._numbers, self.boot_id) if self._in_fleet else None
 
     def _open_ssd(self) -> tuple[Store, SsdTier]:
         """Take the directory, read its index, and put what it names into a core. Raises ConfigError or StoreError."""
@@ -522,6 +537,12 @@ class Daemon:
             ),
         )
         return store, tier
+
+    def _open_remote(self) -> RemoteTier:
+        """Raises ConfigError."""
+        return remote_opening.open_remote(
+            self.config, self._arena, lambda event: self.loop.post_threadsafe(event)
+        )
 
     async def _start(self) -> None:
         self._catch_signals()

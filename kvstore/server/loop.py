@@ -25,7 +25,7 @@ from kvstore.core.store import Store
 from kvstore.errors import DeadlineExceeded, Exhausted, StoreError, Unavailable
 from kvstore.server.logs import fields
 from kvstore.tiers.arena import Arena, Staging
-from kvstore.tiers.base import ChunkSource
+from kvstore.tiers.base import ChunkSource, SourceEffect
 from kvstore.tiers.copier import Copier
 from kvstore.tiers.ssd import SsdStats, SsdTier
 from kvstore.types import DiskState, Millis, SegmentId, Tier, WorkerId
@@ -141,6 +141,9 @@ class Loop:
             events.RewriteSlots: self._copy,
             events.LookUpChunks: self._ask_source,
             events.FetchChunks: self._ask_source,
+            events.StoreChunks: self._ask_source,
+            events.DropChunks: self._ask_source,
+            events.ForgetChunks: self._ask_source,
             events.Quarantined: self._quarantined,
             events.DuplicateDiffers: self._duplicate_differs,
             events.DropStaging: self._drop_staging,
@@ -352,7 +355,7 @@ class Loop:
         assert self._ssd is not None, effect
         self._ssd.submit(effect)
 
-    def _ask_source(self, effect: events.LookUpChunks | events.FetchChunks) -> None:
+    def _ask_source(self, effect: SourceEffect) -> None:
         self._sources[effect.source].submit(effect)
 
     def _quarantined(self, effect: events.Quarantined) -> None:

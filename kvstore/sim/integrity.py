@@ -599,7 +599,7 @@ class Watch:
     # -------------------------------------------------------------------------------------------------------- pins
 
     def _check_pins(self) -> None:
-        """Each pin is that of a lease, a move, a write to SSD or an audit; a group's are its leases'."""
+        """Each pin is that of a lease, a move, a write to SSD or REMOTE, or an audit; a group's are its leases'."""
         state = self.state
         leases = state.leases.leases
         for lease in leases.values():
@@ -608,6 +608,7 @@ class Watch:
             *leases.values(),
             *self._segments.moves.values(),
             *self._transfers.writes.values(),
+            *self._store.remote.stores.values(),
             *(rows for rows, _ in self._reads.audits.values()),
         ]
         if self.changed or pinning != self._pinning:

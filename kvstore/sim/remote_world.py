@@ -37,6 +37,7 @@ class RemoteWorld(DiskWorld):
         self.cost_ms = dict.fromkeys(sources, 1.0)
         self.looked_up: list[ChunkKey] = []
         """All that sources were asked for."""
+        self.tombstones: set[tuple[bytes, ChunkKey, bytes]] = set()
         super().__init__(sources=sources, **world)
 
     def put_elsewhere(
@@ -63,8 +64,48 @@ class RemoteWorld(DiskWorld):
                 self._inbox.append(self._look_up(effect, fails))
             case ev.FetchChunks():
                 self._inbox.append(self._fetch(effect, fails))
+            case ev.StoreChunks():
+                self._inbox.append(self._store_elsewhere(effect, fails))
+            case ev.DropChunks():
+                for key in effect.keys:
+                    self.elsewhere[effect.source].pop((effect.digest, key), None)
+            case ev.ForgetChunks():
+                if not fails:
+                    self._forget_elsewhere(effect)
+                self._inbox.append(ev.ChunksForgotten(effect.op, fails))
             case _:
                 super()._perform_op(effect, fails=fails, spoil=spoil)
+
+    def _store_elsewhere(self, effect: ev.StoreChunks, fails: str) -> ev.ChunksStored:
+        if fails:
+            result = (DiskResult.IO_ERROR,) * len(effect.keys)
+            return ev.ChunksStored(effect.op, result, failed=fails)
+        shards = len(effect.sources) // len(effect.keys)
+        for number, (key, about) in enumerate(zip(effect.keys, effect.about, strict=True)):
+            sources = effect.sources[number * shards : (number + 1) * shards]
+            contents = [self._read(source) for source in sources]
+            self.elsewhere[effect.source][effect.digest, key] = Elsewhere(
+                contents, about.token_count, about.derived, about.makers
+            )
+        return ev.ChunksStored(
+            effect.op,
+            (DiskResult.OK,) * len(effect.keys),
+            cost_ms=1.0,
+            wheres=(effect.source,) * len(effect.keys),
+        )
+
+    def _forget_elsewhere(self, effect: ev.ForgetChunks) -> None:
+        """A tombstone, and what it is about goes."""
+        self.tombstones |= set(effect.forgotten)
+        there = self.elsewhere[effect.source]
+        for digest, key, maker in effect.forgotten:
+            for name, chunk in list(there.items()):
+                if maker:
+                    gone = maker in chunk.makers
+                else:
+                    gone = name[0] == digest and key in (b"", name[1])
+                if gone:
+                    del there[name]
 
     def _look_up(self, effect: ev.LookUpChunks, fails: str) -> ev.ChunksLookedUp:
         if fails:

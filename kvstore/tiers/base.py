@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.events import FetchChunks, LookUpChunks
+from kvstore.core.events import DropChunks, FetchChunks, ForgetChunks, LookUpChunks, StoreChunks
 from kvstore.types import SegmentId
 
 
@@ -16,12 +16,16 @@ class SlotMemory(Protocol):
         """Writable bytes, alive as long as the view. Raises NotFound or BadRequest."""
 
 
+SourceEffect = LookUpChunks | FetchChunks | StoreChunks | DropChunks | ForgetChunks
+
+
 class ChunkSource(Protocol):
     """Who performs the look-ups and fetches of one name in `Limits.sources`; see `core/remote/sources.py`. Answers go
     to `Loop.post_threadsafe`, one for each effect."""
 
-    def submit(self, effect: LookUpChunks | FetchChunks) -> None:
-        """Never blocks, never raises because of I/O."""
+    def submit(self, effect: Any) -> None:
+        """A `SourceEffect`. Never blocks, never raises because of I/O. Only `Limits.remote_store` gets more than the
+        first two."""
 
     def close(self, timeout_s: float) -> None:
         """What was submitted has so long to end; what is late is left behind."""

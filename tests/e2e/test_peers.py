@@ -27,6 +27,7 @@ from kvstore.fleet.registry import Node
 from kvstore.fleet.secret import FleetSecret
 from kvstore.keys import ROOT
 from kvstore.layout import GroupSpec, LayerSlice, NamespaceSpec
+from kvstore.tiers.remote.records import Description
 from kvstore.types import ChunkKey
 
 from ..fleet_tools import BOUND_S, SECRET, eventually
@@ -99,12 +100,14 @@ class Got:
         self.why = ""
         self._done = threading.Event()
 
-    def done(self, results: Any, checksums: Any, why: str) -> None:
+    def done(self, results: Any, described: Any, why: str) -> None:
         assert not self._done.is_set(), "answered twice"
         self.results, self.why = list(results), why
-        for result, sums, shards in zip(results, checksums, self.memory, strict=True):
+        for result, told, shards in zip(results, described, self.memory, strict=True):
             if result is Result.OK:
-                assert sums == tuple(xxhash.xxh3_64_intdigest(shard) for shard in shards)
+                sums = [xxhash.xxh3_64_intdigest(shard) for shard in shards]
+                assert [each.checksum for each in told] == sums
+                assert {each.token_count for each in told} == {64}
         self._done.set()
 
     def wait(self) -> list[Result]:
@@ -358,13 +361,18 @@ def chunk(
     index: int = 0,
     shards: tuple[tuple[int, int], ...] | None = None,
     data: bytes | None = None,
+    makers: tuple[bytes, ...] = (),
 ) -> None:
     """As an honest peer sends it, but for what is said."""
     bytes_of = [content(key, shard).tobytes() for shard in range(2)]
     if shards is None:
         shards = tuple((len(each), xxhash.xxh3_64_intdigest(each)) for each in bytes_of)
     until = time.monotonic() + BOUND_S
-    head = ChunkHead(index, Answer.HIT, namespace, key, shards)
+    described = tuple(
+        Description(namespace, key, shard, len(shards), 64, False, makers[shard : shard + 1], size, checksum)
+        for shard, (size, checksum) in enumerate(shards)
+    )
+    head = ChunkHead(index, Answer.HIT, described)
     frames.send(connection, Kind.CHUNK, number, frames.encode_chunk(head), until)
     frames.send_all(connection, b"".join(bytes_of) if data is None else data, until)
 
@@ -399,6 +407,11 @@ def longer(connection: Connection, namespace: bytes, keys: list[ChunkKey], numbe
     chunk(connection, number, namespace, keys[0], shards=((1 << 40, 0), (1 << 40, 0)))
 
 
+def two_makers(connection: Connection, namespace: bytes, keys: list[ChunkKey], number: int) -> None:
+    chunk(connection, number, namespace, keys[0], makers=(b"a" * 16, b"b" * 16))
+    end(connection, number)
+
+
 def cut(connection: Connection, namespace: bytes, keys: list[ChunkKey], number: int) -> None:
     chunk(connection, number, namespace, keys[0], data=bytes(SHARD))
     connection.shutdown(socket.SHUT_RDWR)
@@ -419,7 +432,7 @@ def garbage(connection: Connection, namespace: bytes, keys: list[ChunkKey], numb
 
 
 @pytest.mark.parametrize(
-    "script", [flipped, swapped, anothers, shorter, longer, cut, without_end, older, garbage]
+    "script", [flipped, swapped, anothers, shorter, longer, two_makers, cut, without_end, older, garbage]
 )
 def test_a_lying_peer_costs_a_miss(script: Any, reads: PeerReads) -> None:
     with acted(script) as node:

@@ -16,6 +16,8 @@ OTHERS = {
     "log_level": ("debug", '"debug"', "debug"),
     "eviction": ("lru", '"lru"', "lru"),
     "copy_threads": ("3", "3", 3),
+    "remote_threads": ("3", "3", 3),
+    "remote_writes": ("off", '"off"', "off"),
     "metrics_host": ("0.0.0.0", "'0.0.0.0'", "0.0.0.0"),
 }
 """Settings that do not take just any value: as text, in TOML, and as they are."""

@@ -17,9 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvstore.gpu_worker.connectors.link import Link
 from kvstore.gpu_worker.connectors.vllm.identity import check_settings, group_of
 from kvstore.gpu_worker.connectors.vllm.interface import check_interface
-from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.metadata import RankLayout, RankReport, StepMetadata
 from kvstore.gpu_worker.connectors.vllm.scheduler import SchedulerSide
 from kvstore.gpu_worker.connectors.vllm.settings import Settings

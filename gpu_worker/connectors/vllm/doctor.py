@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvstore.errors import StoreError
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
+from kvstore.gpu_worker.connectors.link import Link
 from kvstore.gpu_worker.connectors.vllm.groups import groups_of
 from kvstore.gpu_worker.connectors.vllm.held import Held
 from kvstore.gpu_worker.connectors.vllm.identity import (
@@ -36,7 +37,6 @@ from kvstore.gpu_worker.connectors.vllm.identity import (
     vllm_version,
 )
 from kvstore.gpu_worker.connectors.vllm.interface import TESTED
-from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.lookups import Lookups
 from kvstore.gpu_worker.connectors.vllm.metadata import Load, Save, StepMetadata
 from kvstore.gpu_worker.connectors.vllm.settings import Settings, TierSettings

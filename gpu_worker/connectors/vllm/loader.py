@@ -26,7 +26,7 @@ from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome
 
 if TYPE_CHECKING:
     from kvstore.client import Namespace, ReadLease
-    from kvstore.gpu_worker.connectors.vllm.link import Link
+    from kvstore.gpu_worker.connectors.link import Link
     from kvstore.layout import NamespaceSpec
 
 THREADS = 8

@@ -22,7 +22,7 @@ from kvstore.gpu_worker.connectors.lookup import LAST_LOOK_S, look_up, peek
 from kvstore.types import ChunkKey, Tier
 
 if TYPE_CHECKING:
-    from kvstore.gpu_worker.connectors.vllm.link import Link
+    from kvstore.gpu_worker.connectors.link import Link
     from kvstore.layout import NamespaceSpec
 
 THREADS = 16

@@ -24,8 +24,8 @@ from kvstore.types import ChunkKey, GrantResult
 
 if TYPE_CHECKING:
     from kvstore.client import Namespace
+    from kvstore.gpu_worker.connectors.link import Link
     from kvstore.gpu_worker.connectors.vllm.held import Held
-    from kvstore.gpu_worker.connectors.vllm.link import Link
     from kvstore.layout import NamespaceSpec
 
 Shard = npt.NDArray[np.uint8]

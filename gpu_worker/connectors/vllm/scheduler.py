@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvstore.gpu_worker.compute_or_load import VAIN_SHARE, ComputeOrLoad
+from kvstore.gpu_worker.connectors.link import Link
 from kvstore.gpu_worker.connectors.offload import Crew, HintBoard, Orders
 from kvstore.gpu_worker.connectors.vllm.events import Events, events_wanted
 from kvstore.gpu_worker.connectors.vllm.hint_desk import HintDesk, session_of
@@ -37,7 +38,6 @@ from kvstore.gpu_worker.connectors.vllm.identity import (
     reset_spec,
 )
 from kvstore.gpu_worker.connectors.vllm.kv_hints import hints_of
-from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.lookups import Lookup, Lookups
 from kvstore.gpu_worker.connectors.vllm.metadata import (
     IDLE_S,

@@ -39,6 +39,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvstore.errors import ConfigError
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
+from kvstore.gpu_worker.connectors.link import Link
 from kvstore.gpu_worker.connectors.offload import (
     Crew,
     HintBoard,
@@ -60,7 +61,6 @@ from kvstore.gpu_worker.connectors.vllm.hint_desk import HintDesk, session_of
 from kvstore.gpu_worker.connectors.vllm.identity import reset_spec
 from kvstore.gpu_worker.connectors.vllm.interface import check_interface
 from kvstore.gpu_worker.connectors.vllm.kv_hints import hints_of
-from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.settings import TierSettings
 from kvstore.gpu_worker.connectors.vllm.steps import Steps, tokens_of_step
 from kvstore.gpu_worker.connectors.vllm.tier_identity import (

@@ -19,8 +19,8 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from kvstore.client import connect
 from kvstore.errors import StoreError, Unavailable
 from kvstore.gpu_worker.compute_or_load import Line
+from kvstore.gpu_worker.connectors.link import Link
 from kvstore.gpu_worker.connectors.offload import Crew, RowLoader, Rows, RowSaver, Tally, Transfer
-from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.settings import TierSettings
 from kvstore.gpu_worker.connectors.vllm.tier import COUNTERS
 from kvstore.gpu_worker.connectors.vllm.tier_identity import Engine, namespace_of_rows

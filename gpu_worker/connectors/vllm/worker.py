@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from kvstore.gpu_worker.connectors.link import Link
 from kvstore.gpu_worker.connectors.vllm.blocks import PagedBlocks
 from kvstore.gpu_worker.connectors.vllm.events import events_wanted
 from kvstore.gpu_worker.connectors.vllm.groups import tp_replicas
 from kvstore.gpu_worker.connectors.vllm.held import Held, held_by
 from kvstore.gpu_worker.connectors.vllm.identity import backend_of, group_of, vllm_version
-from kvstore.gpu_worker.connectors.vllm.link import Link
 from kvstore.gpu_worker.connectors.vllm.loader import LayerLoad, Loader
 from kvstore.gpu_worker.connectors.vllm.metadata import (
     IDLE_S,

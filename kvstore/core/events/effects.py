@@ -323,6 +323,51 @@ class FetchChunks:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkAbout:
+    """What a record says of its chunk beside the bytes."""
+
+    token_count: int
+    derived: bool
+    makers: tuple[bytes, ...]
+    parent: ChunkKey
+    """Key of the chunk before it, as far as it is known; else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChunks:
+    """DRAM slots -> the REMOTE store. The core pins the sources. Answer: ChunksStored, when they are read no more."""
+
+    op: OpId
+    source: str
+    namespace: NamespaceId
+    digest: bytes
+    keys: tuple[ChunkKey, ...]
+    about: tuple[ChunkAbout, ...]
+    sources: Extents
+    """Of all shards of the first key, then of the next; with the checksums of their commits."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropChunks:
+    """These records are not wanted any more; they would expire by themselves. No answer."""
+
+    op: OpId
+    source: str
+    digest: bytes
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetChunks:
+    """No node may serve any of this from the REMOTE store again. Answer: ChunksForgotten."""
+
+    op: OpId
+    source: str
+    forgotten: tuple[tuple[bytes, ChunkKey, bytes], ...]
+    """(digest of the namespace, key, maker): a maker alone, all of a namespace, or one key of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class DropStaging:
     """This worker's connection has ended and nothing of its staging memory will be copied any more. Its process may
     live on and hold mappings for long; others need that memory."""
@@ -369,6 +414,9 @@ Effect = (
     | TierEffect
     | LookUpChunks
     | FetchChunks
+    | StoreChunks
+    | DropChunks
+    | ForgetChunks
     | Quarantined
     | DuplicateDiffers
     | DropStaging

@@ -92,6 +92,8 @@ class Acquire:
 
     With `promote` off, no promotion begins, and nobody waits for what is on SSD: the answer's `backlog` says what that
     would take.
+
+    `local`: the caller is another node, which asks the others itself, so what is beyond this one is a miss.
     """
 
     ticket: Ticket
@@ -102,6 +104,7 @@ class Acquire:
     wait_ms: int = 0
     prefix_only: bool = True
     promote: bool = True
+    local: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,6 +509,29 @@ class ChunksFetched:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunksStored:
+    """A StoreChunks has returned: its sources are read no more."""
+
+    op: OpId
+    results: tuple[DiskResult, ...]
+    """Per key. NO_SPACE: the store is full."""
+    failed: str = ""
+    """Why the store failed, if it did."""
+    cost_ms: float = 0.0
+    """How long a fetch of one is expected to take."""
+    wheres: tuple[object, ...] = ()
+    """`Found.where` of each key; empty: None of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksForgotten:
+    """A ForgetChunks was carried out; or (`why`) it is noted on this node, and the store is told when it is back."""
+
+    op: OpId
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: expiry, compaction, bounds."""
 
@@ -556,6 +582,8 @@ Event = (
     | DiskTrouble
     | ChunksLookedUp
     | ChunksFetched
+    | ChunksStored
+    | ChunksForgotten
     | Tick
     | Idle
 )

@@ -335,6 +335,28 @@ class Sources:
                 choices.append((source, answer.found))
         return sorted(choices, key=lambda choice: choice[1].cost_ms)
 
+    def has(self, name: Name, source: str) -> bool:
+        """Whether this source is known to have the chunk."""
+        answer = self.known.get(name, {}).get(source)
+        alive = answer is not None and answer.until > self.state.now
+        return alive and answer is not None and answer.found is not None
+
+    def is_gone(self, name: Name, source: str) -> None:
+        """This source has it no more, or will not serve it."""
+        answers = self.known.get(name)
+        if answers is not None and source in answers:
+            self._remember(*name, self.by_name[source], None, self.state.limits.lookup_absent_ms)
+
+    def has_failed(self, source: str, why: str) -> None:
+        """Something else than a look-up or a fetch has."""
+        self._fails(self.by_name[source], why)
+
+    def is_late(self, source: str, why: str) -> None:
+        self._trip(self.by_name[source], why)
+
+    def is_alive(self, source: str) -> None:
+        self.by_name[source].recovers()
+
     def note_stored(self, row: int, source: str, found: Found) -> None:
         """This node has put it there itself: no look-up is needed when it is gone here."""
         fresh_ms = self.state.limits.lookup_fresh_ms

@@ -144,6 +144,8 @@ class Reads:
             )
         ttl_ms = clip_ttl(event.ttl_ms, limits.lease_ttl_ms, limits.lease_ttl_max_ms)
         rows, found = self._look_up(namespace, event.keys)
+        if event.local:
+            found = [Reason.EVICTED if reason is Reason.ON_REMOTE else reason for reason in found]
         reasons: list[Reason] = []
         hits: list[int] = []
         until = state.now + min(event.wait_ms, limits.wait_max_ms)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, STORED
 from kvstore.core.cold_tier import ColdTier
+from kvstore.core.remote.saves import RemoteSaves
 from kvstore.core.ssd.rewrites import check_admin
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
@@ -51,8 +52,9 @@ class Purge:
 
 
 class Recalls:
-    def __init__(self, state: State, tier: ColdTier) -> None:
+    def __init__(self, state: State, tier: ColdTier, remote: RemoteSaves) -> None:
         self.state = state
+        self._remote = remote
         self._tier = tier
         self.purges: list[Purge] = []
         self._barred: set[bytes] = set()
@@ -75,6 +77,7 @@ class Recalls:
                 if reservation.maker == event.maker:
                     for row in reservation.rows:
                         state.doom(row, Reason.RECALLED)
+            self._remote.forget_maker(event.maker)
             state.counters["recalls"] += 1
         self.purges.append(purge)
         self._guard()

@@ -162,6 +162,21 @@ def read_described(data: bytes | memoryview) -> Header | str:
     return Header(description, size, head[-MAC_BYTES:], signed)
 
 
+def peek(data: bytes | memoryview, *, namespace: bytes, key: ChunkKey) -> tuple[int, int] | None:
+    """(tokens of the chunk, bytes of all its shards) as the first `FIXED_BYTES` of a record say; None if they are not
+    of this key. Good enough for a look-up: what is served is read whole, and verified."""
+    if len(data) < FIXED_BYTES:
+        return None
+    magic, version, _, _, _, shards, tokens, key_bytes, _, length, _, _, _, found, name = _FIXED.unpack_from(
+        data
+    )
+    if (magic, version, found) != (MAGIC, FORMAT_VERSION, namespace):
+        return None
+    if name[: min(key_bytes, KEY_BYTES_MAX)] != key or not 1 <= shards <= 1 << 16:
+        return None
+    return tokens, length * shards
+
+
 def refusal(header: Header, *, namespace: bytes, key: ChunkKey, shard: int, shards: int, length: int) -> str:
     """Why this is not the record that was asked for; empty: it is, as far as the header says."""
     d = header.description
@@ -195,6 +210,17 @@ def name_of(namespace: bytes, key: ChunkKey, shard: int, salt: bytes = b"") -> s
     state = hashlib.blake2b(digest_size=24, key=keyed, person=b"kvs.record.v1")
     state.update(struct.pack("<IB", shard, len(key)) + key + namespace)
     return state.hexdigest()
+
+
+def place_of(namespace: bytes, salt: bytes = b"") -> str:
+    """Of all records of a namespace, so that they can be found again to be deleted: 12 hexadecimal digits."""
+    keyed = hashlib.blake2b(salt, digest_size=32, person=b"kvs.remote.v1").digest()
+    return hashlib.blake2b(namespace, digest_size=6, key=keyed, person=b"kvs.place.v1").hexdigest()
+
+
+def prefix_of(salt: bytes = b"") -> str:
+    """Of all names: two clusters with different salts share nothing in one store. 16 hexadecimal digits."""
+    return hashlib.blake2b(salt, digest_size=8, person=b"kvs.prefix.v1").hexdigest()
 
 
 def checksum_of(payload: Buffer) -> int:

@@ -266,3 +266,19 @@ def test_an_answer_to_a_repeated_acquire_is_one_answer() -> None:
     assert len(world.held) == 1
     world.finish()
     assert len([reply for reply in world.replies if reply.ticket.request_id == 77]) == 2
+
+
+def test_another_node_is_served_from_this_one_alone() -> None:
+    """It asks the others itself: else two nodes would ask each other for what neither has."""
+    world, worker, namespace = start()
+    world.put_elsewhere(namespace, KEYS)
+    world.save(worker, namespace, KEYS[:2])
+    peer = world.join()
+    assert world.open(spec(), peer) == namespace
+    answer = world.ask(ev.Acquire, peer, namespace, KEYS, wait_ms=5_000, prefix_only=False, local=True)
+    assert [reason.name for reason in answer.reasons] == ["NONE", "NONE", "NEVER_SEEN", "NEVER_SEEN"]
+    assert not world.looked_up
+    world.match(worker, namespace, KEYS)  # now it is known to be elsewhere
+    answer = world.ask(ev.Acquire, peer, namespace, KEYS, wait_ms=5_000, prefix_only=False, local=True)
+    assert [reason.name for reason in answer.reasons] == ["NONE", "NONE", "EVICTED", "EVICTED"]
+    assert not world.counters["remote_chunks_fetched"]

@@ -33,6 +33,8 @@ class FakeStore:
 
     chunks: dict[tuple[bytes, ChunkKey], np.ndarray] = field(default_factory=dict)
     sessions: dict[tuple[bytes, str], SessionInfo] = field(default_factory=dict)
+    derived: dict[tuple[bytes, ChunkKey], bool] = field(default_factory=dict)
+    """Of every key that was reserved."""
     away: bool = False
     room: int | None = None
     """Chunks that may still be granted; None: any number."""
@@ -164,7 +166,9 @@ class FakeNamespace:
         wanted: Sequence[ChunkKey],
         *,
         parent: ChunkKey = ROOT,
+        parents: Sequence[ChunkKey] = (),
         token_counts: Sequence[int] = (),
+        derived: bool = False,
         maker: bytes = b"",
         timeout_s: float | None = None,
     ) -> FakeBatch:
@@ -173,6 +177,8 @@ class FakeNamespace:
             raise Unavailable("no daemon")
         assert len(token_counts) == len(wanted)
         self.store.makers.add(maker)
+        for key in wanted:
+            assert self.store.derived.setdefault((self.salt, key), derived) == derived, "invariant 2"
         results = []
         for key in wanted:
             if self.has(key):

@@ -28,12 +28,13 @@ class Recording(BatchEngine):
         self.model = model
         forward = self._forward
 
-        def record(pieces: dict[Request, int]) -> dict[Request, torch.Tensor]:
+        def record(pieces: dict[Request, int], watch: Any = None) -> dict[Request, torch.Tensor]:
             reading = sum(count for count in pieces.values() if count > 1)
             assert reading <= self._scheduler._prefill_tokens, pieces.values()
-            logits = forward(pieces)
+            logits = forward(pieces, watch)
             for request, found in logits.items():
-                self.seen[request.number].append(found.clone())
+                if request.load is None or not request.load.failed:  # else it is computed again
+                    self.seen[request.number].append(found.clone())
             return logits
 
         record.renew = forward.renew  # type: ignore[attr-defined]
@@ -61,6 +62,9 @@ class Recording(BatchEngine):
 
     def poison(self) -> None:
         free = list(self.pool._free)
+        if self._store is not None:
+            for event in self._store._buffer.reads(free):
+                event.synchronize()
         for layer in self.pool.layers:
             layer[free] = float("nan")
             for chunk, (_, tokens) in self.pool._tail_of.items():

@@ -9,19 +9,29 @@ import numpy as np
 import pytest
 import torch
 
+from kvstore.gpu_worker.device import CpuDevice, Device
 from kvstore.gpu_worker.layout import Geometry
 from kvstore.gpu_worker.loader import Loader, LoadFailed, Piece, Target
 from kvstore.types import Outcome
 
 from .conftest import FakeLease, FakeStore
+from .emulated import EmulatedDevice
 
 GEOMETRY = Geometry(layers=3, heads=2, head_dim=4, dtype=torch.float32, chunk_tokens=8)
 WANTED = [Piece(0, 0, 8), Piece(2, 8, 5)]
 
 
+@pytest.fixture(params=["cpu", "emulated"])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    made = CpuDevice() if request.param == "cpu" else EmulatedDevice()
+    yield made
+    made.close()
+    assert not getattr(made, "races", ())
+
+
 @pytest.fixture
-def loader() -> Iterator[Loader]:
-    made = Loader(GEOMETRY)
+def loader(device: Device) -> Iterator[Loader]:
+    made = Loader(GEOMETRY, device=device)
     yield made
     made.close()
 

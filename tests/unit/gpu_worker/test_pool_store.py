@@ -22,6 +22,7 @@ from kvstore.gpu_worker.pool_store import PoolStore
 from kvstore.types import ChunkKey
 
 from .conftest import FakeStore, text, tiny_llama
+from .emulated import EmulatedDevice
 from .recording import Recording, T
 from .test_batching import play
 
@@ -34,12 +35,17 @@ def model() -> PreTrainedModel:
     return tiny_llama(layers=3)
 
 
-@pytest.fixture
-def engine(model: PreTrainedModel, store: FakeStore) -> Iterator[MakeEngine]:
-    """Engines on one store, one after another or at once; in the end no lease is open."""
+@pytest.fixture(params=["cpu", "emulated"])
+def engine(model: PreTrainedModel, store: FakeStore, request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
+    """Engines on one store, one after another or at once; in the end no lease is open. Each test also runs on a device
+    whose streams are late, and that tells races."""
     made: list[Recording] = []
+    devices: list[EmulatedDevice] = []
 
     def make(**options: Any) -> Recording:
+        if request.param == "emulated":
+            devices.append(EmulatedDevice(seed=len(devices)))
+            options = {"device": devices[-1]} | options
         made.append(Recording(model, store.connect, **options))
         return made[-1]
 
@@ -47,6 +53,7 @@ def engine(model: PreTrainedModel, store: FakeStore) -> Iterator[MakeEngine]:
     for one in made:
         one.close()
     assert store.leases == 0
+    assert not [race for device in devices for race in device.races]
 
 
 def finish(one: Recording) -> Recording:

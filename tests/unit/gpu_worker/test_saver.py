@@ -13,7 +13,7 @@ from kvstore.core.events import SessionEntry, SessionInfo
 from kvstore.errors import Conflict
 from kvstore.gpu_worker import saver as saver_module
 from kvstore.gpu_worker.layout import Geometry, namespace_of
-from kvstore.gpu_worker.saver import Layers, Saver, TurnSave
+from kvstore.gpu_worker.saver import Saver, Shards, TurnSave
 from kvstore.keys import ROOT
 from kvstore.types import ChunkKey
 
@@ -37,13 +37,32 @@ def saver() -> Iterator[Saver]:
 
 
 class Kept:
-    """KV of one sequence."""
+    """KV of one sequence, [1, H_kv, n, D] of each layer."""
 
-    def __init__(self, layers: Layers) -> None:
-        self._layers = layers
+    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.layers = layers
 
-    def snapshot(self, first_token: int = 0, /) -> Layers:
-        return [(keys[:, :, first_token:], values[:, :, first_token:]) for keys, values in self._layers]
+    def snapshot(self, first_token: int, token_count: int, /) -> Shards:
+        ends = range(first_token, first_token + token_count, 64)
+        return Packed([expected_shard(self, at, min(64, first_token + token_count - at)) for at in ends])
+
+
+class Packed:
+    """What a write buffer holds."""
+
+    def __init__(self, shards: list[np.ndarray]) -> None:
+        self._shards = shards
+        self._arrived = False
+
+    def wait(self) -> None:
+        self._arrived = True
+
+    def shard(self, number: int, /) -> np.ndarray:
+        assert self._arrived, "it is read while it is copied"
+        return self._shards[number]
+
+    def release(self) -> None:
+        self._shards = []
 
 
 def filled(tokens: int) -> Kept:
@@ -59,7 +78,7 @@ def begin(saver: Saver, namespace: FakeNamespace, chain: list[ChunkKey] | None =
 
 def expected_shard(cache: Kept, first: int, count: int) -> np.ndarray:
     shard = np.zeros(GEOMETRY.shard_bytes, np.uint8)
-    for number, (keys, values) in enumerate(cache.snapshot()):
+    for number, (keys, values) in enumerate(cache.layers):
         packed = torch.cat([part[0, :, first : first + count].reshape(-1) for part in (keys, values)])
         start = number * GEOMETRY.slice_bytes
         shard[start : start + packed.nbytes] = packed.contiguous().view(torch.uint8).numpy()

@@ -1,0 +1,268 @@
+"""The device that a worker computes on: streams, events, registered memory. Loader, saver and pool know no other one.
+
+    stream.run(work)       after all that was given to the stream before; returns at once
+    event = stream.record()      done once all that was given to the stream so far is done
+    other.wait(event)      what is given to `other` from now on runs after it
+    event.synchronize()    the calling thread waits
+
+Three makes of it: `CpuDevice` (a thread for each stream; the model runs on the thread that calls it), `CudaDevice`
+(torch.cuda), and one of the tests that is less forgiving than a GPU (tests/unit/gpu_worker/emulated.py). What streams
+touch is ordered by events alone; these are all the places, and a test fails without any one of them:
+
+    who waits          for what                                     because
+    read stream        the compute stream                           chunks were read and written before they were free
+    read stream        copies out of the same chunks                they read what the load overwrites
+    compute stream     the layer that was loaded                    attention reads it
+    compute stream     copies out of chunks that it overwrites      they read what it overwrites
+    write stream       the compute stream                           attention writes what is copied out
+    saver's thread     the copy into its buffer                     it reads the buffer
+    loader's thread    the last copy of a load                      then the lease goes back, and slots are used again
+    model's thread     the last copy of a load                      chunks of one that was given up are used again
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore.errors import Unsupported
+
+Work = Callable[[], None]
+Region = Hashable
+"""A name for memory that is read and written as a whole: what the tests' device tells races by."""
+log = logging.getLogger(__name__)
+
+
+class DeviceFailed(Exception):
+    """Work on a stream failed. As on a GPU, all that is asked of the device from then on fails: what ran is unknown."""
+
+
+class Event(Protocol):
+    """A point in a stream. Each is recorded once."""
+
+    def query(self) -> bool:
+        """Whether it is done."""
+
+    def synchronize(self) -> None:
+        """The calling thread waits for it. Raises DeviceFailed."""
+
+
+class Stream(Protocol):
+    """Work in order."""
+
+    def run(self, work: Work, *, reads: Iterable[Region] = (), writes: Iterable[Region] = ()) -> None:
+        """`reads`, `writes`: which memory."""
+
+    def record(self) -> Event: ...
+
+    def wait(self, event: Event, timeout_s: float | None = None) -> bool:
+        """False: a stream that runs on the calling thread, which waits itself, waited `timeout_s` in vain."""
+
+
+class Device(Protocol):
+    """`compute` is the stream that the model runs on. `in_host_memory`: the client's copies reach its memory."""
+
+    name: str
+    in_host_memory: bool
+    tracks: bool
+    """Whether it looks at `reads` and `writes`: else nobody needs to tell."""
+
+    @property
+    def compute(self) -> Stream: ...
+
+    def stream(self, name: str) -> Stream:
+        """A new one. Streams have no order among one another but what events give them."""
+
+    def buffer(self, count: int) -> npt.NDArray[np.uint8]:
+        """Bytes of host memory that streams copy to and from without holding up whoever asks for it."""
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These hold KV from now on, at these addresses for as long as the device lives."""
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Host memory that others made: streams copy from and to it as with `buffer`. Raises DeviceFailed: without it
+        the path is not to be used."""
+
+    def unregister(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Before it is unmapped."""
+
+    def reading(self, regions: Iterable[Region]) -> None:
+        """The calling thread reads these."""
+
+    def freeing(self, regions: Iterable[Region]) -> None:
+        """The calling thread gives these back to whoever uses them next."""
+
+    def close(self) -> None:
+        """Streams end what they were given."""
+
+
+def device_of(model_device: torch.device) -> Device:
+    """Raises Unsupported for a device that KV is not moved from and to by itself."""
+    if model_device.type == "cpu":
+        return CpuDevice()
+    remedy = "have the model on a CPU"
+    if model_device.type == "cuda":
+        remedy += (
+            ", or hand over a kvstore.gpu_worker.cuda.CudaDevice, which has not proved itself on a card yet"
+        )
+    raise Unsupported(
+        "KV is stored from CPU memory only, so far", field="model.device", value=model_device, remedy=remedy
+    )
+
+
+class _Done:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class ThreadEvent:
+    """Of a stream that is a thread."""
+
+    def __init__(self, failure: Callable[[], Exception | None]) -> None:
+        self._failure = failure
+        self._done = threading.Event()
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+    def reached(self) -> None:
+        self._done.set()
+
+    def synchronize(self) -> None:
+        self.reached_within(None)
+
+    def reached_within(self, timeout_s: float | None) -> bool:
+        reached = self._done.wait(timeout_s)
+        if (failure := self._failure()) is not None:
+            raise DeviceFailed(f"work on a stream failed: {failure!r}") from failure
+        return reached
+
+
+class ThreadStream:
+    """Runs what it is given on a thread of its own. After a failure, of it or of any other stream of the device, it
+    runs nothing more; its events are reached nevertheless, so that nobody hangs, and say that."""
+
+    def __init__(self, name: str, device: ThreadDevice) -> None:
+        self.name = name
+        self._device = device
+        self._given: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name}, {self._given.qsize()} waiting)"
+
+    def run(self, work: Work, *, reads: Iterable[Region] = (), writes: Iterable[Region] = ()) -> None:
+        self._given.put(self._unless_failed(work))
+
+    def record(self) -> Event:
+        event = ThreadEvent(lambda: self._device.failure)
+        self._given.put(event.reached)
+        return event
+
+    def wait(self, event: Event, timeout_s: float | None = None) -> bool:
+        if not event.query():
+            self._given.put(self._unless_failed(event.synchronize))
+        return True
+
+    def end(self) -> None:
+        self._given.put(None)
+        self._thread.join()
+
+    def _unless_failed(self, work: Work) -> Work:
+        def run() -> None:
+            if self._device.failure is not None:
+                return
+            try:
+                self._before()
+                work()
+            except DeviceFailed:
+                pass
+            except Exception as error:
+                log.exception("work on stream %s failed", self.name)
+                self._device.failure = self._device.failure or error
+
+        return run
+
+    def _before(self) -> None:
+        """Of each work."""
+
+    def _run(self) -> None:
+        while (work := self._given.get()) is not None:
+            work()
+            del work  # and with it the tensors that it holds, while the thread sleeps
+
+
+class HereStream:
+    """Runs what it is given at once, on the thread that calls: the model's, on a CPU."""
+
+    def run(self, work: Work, *, reads: Iterable[Region] = (), writes: Iterable[Region] = ()) -> None:
+        work()
+
+    def record(self) -> Event:
+        return _Done()
+
+    def wait(self, event: Event, timeout_s: float | None = None) -> bool:
+        if isinstance(event, ThreadEvent):
+            return event.reached_within(timeout_s)
+        event.synchronize()
+        return True
+
+
+class ThreadDevice:
+    """What the makes have in common whose streams are threads."""
+
+    in_host_memory = True
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        """The first of any stream."""
+        self._streams: list[ThreadStream] = []
+
+    def stream(self, name: str) -> ThreadStream:
+        self._streams.append(ThreadStream(name, self))
+        return self._streams[-1]
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.end()
+        self._streams.clear()
+
+
+class CpuDevice(ThreadDevice):
+    """The host's own memory and threads."""
+
+    name = "cpu"
+    tracks = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compute: Stream = HereStream()
+
+    def buffer(self, count: int) -> npt.NDArray[np.uint8]:
+        return np.empty(count, np.uint8)
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None: ...
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> None: ...
+
+    def unregister(self, memory: npt.NDArray[np.uint8]) -> None: ...
+
+    def reading(self, regions: Iterable[Region]) -> None: ...
+
+    def freeing(self, regions: Iterable[Region]) -> None: ...
+
+
+def view(memory: npt.NDArray[Any] | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Host memory as a tensor, without a copy."""
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)

@@ -1,0 +1,378 @@
+"""What this node puts into the REMOTE store, and what it has forgotten there.
+
+    write-through   every chunk, soon after it is whole here
+    on-evict        what is about to leave DRAM (the next victims of an arena that is almost full)
+    off             nothing; what others put there is read all the same
+
+    resident -> queued -> pinned, StoreChunks -> ChunksStored: known to be there
+
+A chunk is admitted by its value: while this node's share of the store (`remote_bytes_max`) has room, all; then what
+somebody named (a session, a hint, a durable commit), and what promises more hits per byte than the oldest of what this
+node has put there, which goes for it. Nothing waits for a write: a store that is slow or away costs the pins of
+`remote_writes_in_flight_max` bytes at most, and the queue is bounded.
+
+Forgets (keys, makers, namespaces of old epochs) leave tombstones in the store, which every node reads before it serves
+anything from there (`tiers/remote/tombstones.py`). The answer to a Forget or Recall waits for that, for a bounded time;
+what the store could not take is noted at the edge, and is told to it when it is back.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import DERIVED, DOOMED, KEPT, NONE
+from kvstore.core.namespaces import Namespace
+from kvstore.core.remote.sources import Sources
+from kvstore.core.state import State
+from kvstore.errors import Unavailable
+from kvstore.types import ChunkKey, DiskResult, Extents, Found, Millis, NamespaceId, OpId
+
+QUEUED_MAX = 8_192
+"""Chunks that wait for their write; the oldest are passed over."""
+CHUNKS_PER_OP_MAX = 32
+BYTES_PER_OP_MAX = 8 << 20
+LOOKED_AT_PER_STEP_MAX = 512
+ALMOST_FULL = 8
+"""An arena of which less than such a part is free is about to evict,"""
+VICTIMS_AHEAD = 64
+"""and these next victims of each namespace are written first."""
+FORGOTTEN_PER_OP_MAX = 1_024
+FORGETS_MAX = 64
+"""Under way; the rest waits here."""
+HOLD_MS = 2_000
+"""How long an answer waits for the store to know what was forgotten."""
+
+
+@dataclass(slots=True)
+class Store:
+    rows: list[int]
+    keys: list[ChunkKey]
+    bytes: int
+    deadline: Millis
+    late: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A chunk that this node has put there."""
+
+    bytes: int
+    worth: float
+    """When it was admitted, in expected hits per byte and millisecond."""
+
+
+@dataclass(slots=True)
+class Held:
+    """An answer that waits until the store knows what was forgotten before it."""
+
+    ticket: ev.Ticket
+    answer: object
+    number: int
+    until: Millis
+
+
+class RemoteSaves:
+    def __init__(self, state: State, sources: Sources) -> None:
+        self.state = state
+        self._sources = sources
+        self.name = state.limits.remote_store
+        """Of the source that takes writes; empty: there is none."""
+        self.to_store: OrderedDict[int, tuple[ChunkKey, Millis]] = OrderedDict()
+        """By row: which chunk, and since when it waits."""
+        self.stores: dict[OpId, Store] = {}
+        self.stored: OrderedDict[tuple[NamespaceId, ChunkKey], Stored] = OrderedDict()
+        self.stored_bytes = 0
+        self._dropped: list[tuple[Namespace, ChunkKey]] = []
+        self._forgotten: deque[tuple[bytes, ChunkKey, bytes]] = deque()
+        """What is to be told: (digest of the namespace, key, maker). No key: all of the namespace."""
+        self.forgets: dict[OpId, int] = {}
+        """Under way: how many forgets each tells of."""
+        self._noted = 0
+        self._told = 0
+        self._troubles = ""
+        self.held: deque[Held] = deque()
+
+    def __repr__(self) -> str:
+        return f"RemoteSaves({self.name or 'none'}: {len(self.to_store)} to store, {len(self.stores)} writes)"
+
+    @property
+    def active(self) -> bool:
+        return bool(self.name)
+
+    @property
+    def writes(self) -> bool:
+        return self.active and self.state.limits.remote_writes != "off"
+
+    # --------------------------------------------------------------------------------------------------- each step
+
+    def pump(self) -> None:
+        if not self.name:
+            return
+        came = self.state.arrivals
+        if came:
+            self.state.arrivals = []
+            if self.state.limits.remote_writes == "write-through":
+                self._queue(came)
+        if self.state.forgotten:
+            gone, self.state.forgotten = self.state.forgotten, []
+            self._forget(gone)
+        if self._forgotten and len(self.forgets) < FORGETS_MAX:
+            self._tell()
+        if self.to_store and self._sources.by_name[self.name].is_well:
+            self._start()
+        if self._dropped:
+            self._drop()
+        if self.held:
+            self._release()
+
+    def tick(self) -> None:
+        if not self.name:
+            return
+        state = self.state
+        if state.limits.remote_writes == "on-evict":
+            for namespace in state.namespaces.values():
+                self._queue_victims(namespace)
+        for store in self.stores.values():
+            if not store.late and store.deadline <= state.now:
+                store.late = True
+                state.counters["remote_stores_late"] += 1
+                self._sources.is_late(self.name, "a write missed its deadline")
+        if self.held:
+            self._release()
+
+    # ------------------------------------------------------------------------------------------------------- writes
+
+    def _queue(self, rows: Iterable[int]) -> None:
+        state = self.state
+        for row in rows:
+            if row not in self.to_store and state.is_hit(row) and not self._is_there(row):
+                self.to_store[row] = state.chunks.key[row], state.now
+        while len(self.to_store) > QUEUED_MAX:
+            self.to_store.popitem(last=False)
+            state.counters["remote_chunks_passed_over"] += 1
+
+    def _queue_victims(self, namespace: Namespace) -> None:
+        state = self.state
+        if namespace.retired or not namespace.visible:
+            return
+        for size in set(namespace.slot_bytes):
+            slab = state.pool.classes.get((namespace.id, size))
+            if slab is None:
+                return
+            capacity = sum(segment.capacity for segment in slab.segments.values())
+            if slab.free * ALMOST_FULL > capacity or state.pool.idle:
+                return
+        self._queue(list(state.policy.victims(namespace.dram, VICTIMS_AHEAD)))
+
+    def _is_there(self, row: int) -> bool:
+        name = (NamespaceId(self.state.chunks.namespace[row]), self.state.chunks.key[row])
+        return name in self.stored or self._sources.has(name, self.name)
+
+    def _start(self) -> None:
+        state = self.state
+        limits = state.limits
+        in_flight = sum(store.bytes for store in self.stores.values())
+        looked_at = 0
+        oldest = next(iter(self.to_store.values()))[1]
+        if len(self.to_store) < CHUNKS_PER_OP_MAX and state.now - oldest < limits.remote_linger_ms:
+            return
+        while self.to_store and in_flight < limits.remote_writes_in_flight_max:
+            rows: list[int] = []
+            size = 0
+            while self.to_store and len(rows) < CHUNKS_PER_OP_MAX and size < BYTES_PER_OP_MAX:
+                looked_at += 1
+                if looked_at > LOOKED_AT_PER_STEP_MAX:
+                    break
+                row, (key, _) = next(iter(self.to_store.items()))
+                if rows and state.chunks.namespace[row] != state.chunks.namespace[rows[0]]:
+                    break
+                del self.to_store[row]
+                if state.chunks.key[row] == key and self._admit(row):
+                    rows.append(row)
+                    size += state.namespace_of(row).payload_bytes
+            if rows:
+                self._store(rows, size)
+                in_flight += size
+            if looked_at > LOOKED_AT_PER_STEP_MAX:
+                return
+
+    def _admit(self, row: int) -> bool:
+        """Whether it is worth its bytes there; what goes for it is dropped."""
+        state = self.state
+        chunks = state.chunks
+        namespace = state.namespace_of(row)
+        if namespace.retired or not state.is_hit(row) or self._is_there(row):
+            return False
+        size = namespace.payload_bytes
+        share = state.limits.remote_bytes_max
+        if size > share:
+            return False
+        named = bool(chunks.flags[row] & KEPT or chunks.refs[row] or row in state.policy.rank)
+        worth = state.policy.worth_of(row) / size
+        room = share - self.stored_bytes
+        victims = []
+        for name, stored in self.stored.items():
+            if room >= size:
+                break
+            if not named and stored.worth > worth:
+                state.counters["remote_chunks_not_admitted"] += 1
+                return False
+            victims.append(name)
+            room += stored.bytes
+        for name in victims:
+            self._forget_stored(name)
+            found = state.namespaces.get(name[0])
+            if found is not None:
+                self._dropped.append((found, name[1]))
+        self.stored[namespace.id, chunks.key[row]] = Stored(size, worth)
+        self.stored_bytes += size
+        return True
+
+    def _forget_stored(self, name: tuple[NamespaceId, ChunkKey]) -> None:
+        stored = self.stored.pop(name, None)
+        if stored is not None:
+            self.stored_bytes -= stored.bytes
+
+    def _store(self, rows: list[int], size: int) -> None:
+        state = self.state
+        chunks = state.chunks
+        namespace = state.namespace_of(rows[0])
+        op = state.new_op()
+        keys = [chunks.key[row] for row in rows]
+        for row in rows:
+            state.pin(namespace, row)
+        self.stores[op] = Store(rows, keys, size, state.now + state.limits.remote_deadline_ms)
+        parents = tuple(
+            chunks.key[chunks.parent[row]] if chunks.parent[row] != NONE else ChunkKey(b"") for row in rows
+        )
+        about = tuple(
+            ev.ChunkAbout(
+                chunks.tokens[row], bool(chunks.flags[row] & DERIVED), self.state.makers_of(row), parent
+            )
+            for row, parent in zip(rows, parents, strict=True)
+        )
+        sources = Extents.of(state.extents(namespace, rows, range(namespace.shards)))
+        state.effects.append(
+            ev.StoreChunks(op, self.name, namespace.id, namespace.salt, tuple(keys), about, sources)
+        )
+
+    def ended(self, event: ev.ChunksStored) -> None:
+        state = self.state
+        store = self.stores.pop(event.op)
+        namespace = state.namespace_of(store.rows[0])
+        wheres = event.wheres or (None,) * len(store.keys)
+        for row, key, result, where in zip(store.rows, store.keys, event.results, wheres, strict=True):
+            if result is DiskResult.OK:
+                state.counters["remote_chunks_stored"] += 1
+                state.counters["remote_bytes_stored"] += namespace.payload_bytes
+                if not state.chunks.flags[row] & DOOMED:
+                    found = Found(namespace.payload_bytes, event.cost_ms, state.chunks.tokens[row], where)
+                    self._sources.note_stored(row, self.name, found)
+            else:
+                state.counters["remote_chunks_not_stored"] += 1
+                self._forget_stored((namespace.id, key))
+        if event.failed:
+            self._sources.has_failed(self.name, event.failed)
+        elif not store.late:
+            self._sources.is_alive(self.name)
+        state.unpin(namespace, store.rows, used=False)
+        state.drop_transient(store.rows)
+
+    def _drop(self) -> None:
+        """What went for others; the records of those that are still there expire all the same."""
+        state = self.state
+        dropped, self._dropped = self._dropped, []
+        dropped.sort(key=lambda one: one[0].id)
+        for _, group in groupby(dropped, lambda one: one[0].id):
+            mine = list(group)
+            keys = tuple(key for _, key in mine)
+            state.effects.append(ev.DropChunks(state.new_op(), self.name, mine[0][0].salt, keys))
+            for namespace, key in mine:
+                self._sources.is_gone((namespace.id, key), self.name)
+
+    # ------------------------------------------------------------------------------------------------------ forgets
+
+    def _forget(self, gone: Iterable[tuple[NamespaceId, ChunkKey]]) -> None:
+        for namespace_id, key in gone:
+            namespace = self.state.namespaces.get(namespace_id)
+            self._forget_stored((namespace_id, key))
+            self._sources.is_gone((namespace_id, key), self.name)
+            if namespace is not None:
+                self._note(namespace.salt, key, b"")
+            else:
+                self._noted, self._told = self._noted + 1, self._told + 1
+
+    def forget_keys(self, namespace: Namespace, keys: Iterable[ChunkKey]) -> None:
+        """Those that this node knows nothing of (`State.doom` notes the others): another node may have them there."""
+        if self.name:
+            self._forget((namespace.id, key) for key in dict.fromkeys(keys) if key not in namespace.index)
+
+    def forget_namespace(self, namespace: Namespace) -> None:
+        """All of it, whoever put it there."""
+        if self.name:
+            self._note(namespace.salt, ChunkKey(b""), b"")
+
+    def forget_maker(self, maker: bytes) -> None:
+        if self.name:
+            self._note(b"", ChunkKey(b""), maker)
+
+    def _note(self, digest: bytes, key: ChunkKey, maker: bytes) -> None:
+        self._forgotten.append((digest, key, maker))
+        self._noted += 1
+
+    def _tell(self) -> None:
+        state = self.state
+        while self._forgotten and len(self.forgets) < FORGETS_MAX:
+            count = min(len(self._forgotten), FORGOTTEN_PER_OP_MAX)
+            told = tuple(self._forgotten.popleft() for _ in range(count))
+            op = state.new_op()
+            self.forgets[op] = count
+            state.effects.append(ev.ForgetChunks(op, self.name, told))
+
+    def forgotten(self, event: ev.ChunksForgotten) -> None:
+        self._told += self.forgets.pop(event.op)
+        self._troubles = event.why
+        self.state.counters["remote_forgets"] += 1
+        if event.why:
+            self.state.counters["remote_forgets_postponed"] += 1
+
+    def hold(self, ticket: ev.Ticket, answer: object) -> bool:
+        """True: this answer waits until the store knows what was forgotten until now."""
+        if not self.name or (self._told == self._noted and not self.state.forgotten):
+            return False
+        number = self._noted + len(self.state.forgotten)
+        self.held.append(Held(ticket, answer, number, self.state.now + HOLD_MS))
+        return True
+
+    def _release(self) -> None:
+        state = self.state
+        while self.held:
+            held = self.held[0]
+            if held.number > self._told and held.until > state.now:
+                return
+            self.held.popleft()
+            known = held.number <= self._told and not self._troubles
+            state.release(held.ticket, held.answer if known else self._not_durable(held.answer))
+
+    def _not_durable(self, answer: object) -> object:
+        why = self._troubles or "it did not answer in time"
+        trouble = f"the REMOTE store does not know it yet ({why}); it is told when it is back"
+        match answer:
+            case ev.Done():
+                return replace(answer, not_durable=answer.not_durable or trouble)
+            case ev.Recalled():
+                return Unavailable(
+                    f"{answer.chunks} chunks are misses now, but {trouble}",
+                    field="recall",
+                    remedy="ask again when the REMOTE store is well",
+                )
+        return answer
+
+    @property
+    def behind(self) -> bool:
+        """Whether something of this node is on its way there that is about to be taken."""
+        return bool(self.active and (self.stores or self.forgets or self._forgotten or self.held))

@@ -1,0 +1,217 @@
+"""What `RemoteTier` asks of a kind of store; and what both kinds do alike: judge records, and keep tombstones."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.core.events import ChunkAbout, FetchChunks, FetchedChunk, LookUpChunks, StoreChunks
+from kvstore.tiers.base import SlotMemory
+from kvstore.tiers.remote import records, tombstones
+from kvstore.tiers.remote.tombstones import Forgotten, Tombstones
+from kvstore.types import ChunkKey, DiskResult, Extent, Found
+
+CHECK_BYTES = 1 << 20
+"""Checksummed in such pieces: a long call of xxhash's one-shot function would hold the interpreter's lock."""
+
+
+class StoreProblem(Exception):
+    """The store failed, was late, or said something that nobody understands."""
+
+
+class StoreFull(StoreProblem):
+    """It takes nothing more for now; what is there can be read."""
+
+
+class Stored(Protocol):
+    """What became of each key of a StoreChunks."""
+
+    results: Sequence[DiskResult]
+    wheres: Sequence[object]
+
+
+class Backend(Protocol):
+    """All calls block, from threads of `RemoteTier`, and raise StoreProblem; none takes longer than its deadline by
+    more than a little, or `abandon` ends it."""
+
+    def look_up(self, effect: LookUpChunks, deadline: float) -> Sequence[Found | None]: ...
+
+    def fetch(self, effect: FetchChunks, memory: SlotMemory, deadline: float) -> Sequence[FetchedChunk]: ...
+
+    def store(
+        self, effect: StoreChunks, memory: SlotMemory, generation: int, deadline: float
+    ) -> Sequence[object]:
+        """Where each key is now: `Found.where`. All of them are there. `generation` stands in the records. Raises
+        StoreFull."""
+
+    def drop(self, digest: bytes, keys: Sequence[ChunkKey], deadline: float) -> None: ...
+
+    def forget(self, forgotten: Sequence[Forgotten], deadline: float) -> None:
+        """Tombstones first, then the records go, as far as they are known."""
+
+    def tidy(self, deadline: float) -> None:
+        """Now and then: what dead nodes have left behind goes by its age."""
+
+    def abandon(self) -> None:
+        """End the calls of this thread's connections, from another thread."""
+
+    def close(self) -> None: ...
+
+
+class Book:
+    """The tombstones that this node knows, shared by its threads, and its journal on disk."""
+
+    def __init__(self, path: str) -> None:
+        """`path`: of the journal; empty: none, and a restart knows what the store tells it."""
+        self._path = Path(path) if path else None
+        self.lock = threading.Lock()
+        self.tombstones = Tombstones()
+        self.pending: dict[Forgotten, None] = {}
+        """What was forgotten here and no store knows yet: refused here all the same."""
+        if self._path is not None:
+            with suppress(OSError, UnicodeDecodeError):
+                self.tombstones, pending = tombstones.from_lines(self._path.read_text())
+                self.pending = dict.fromkeys(pending)
+
+    @property
+    def seen(self) -> tuple[int, str]:
+        """The highest count that this node has seen, and its head."""
+        with self.lock:
+            return self.tombstones.count, self.tombstones.head
+
+    def learn(self, entries: Iterable[tuple[Forgotten, int]], count: int, head: str) -> None:
+        with self.lock:
+            before = self.tombstones.count, self.tombstones.head
+            for forgotten, at in entries:
+                self.tombstones.add(forgotten, at)
+            if count >= self.tombstones.count:
+                self.tombstones.count, self.tombstones.head = count, head
+            if before != (self.tombstones.count, self.tombstones.head):
+                self._save()
+
+    def postpone(self, forgotten: Iterable[Forgotten]) -> None:
+        with self.lock:
+            self.pending.update(dict.fromkeys(forgotten))
+            self._save()
+
+    def told(self, forgotten: Iterable[Forgotten]) -> None:
+        with self.lock:
+            for one in forgotten:
+                self.pending.pop(one, None)
+            self._save()
+
+    def refuses(self, description: records.Description) -> str:
+        with self.lock:
+            if self.pending and self._is_pending(description):
+                return "it was forgotten, and the store does not know it yet"
+            return self.tombstones.refuses(description)
+
+    def _is_pending(self, d: records.Description) -> bool:
+        none = ChunkKey(b"")
+        about = [(d.namespace, d.key, b""), (d.namespace, none, b""), *((b"", none, m) for m in d.makers)]
+        return any(one in self.pending for one in about)
+
+    def everything(self) -> list[Forgotten]:
+        with self.lock:
+            return [*self.tombstones.at, *self.pending]
+
+    def _save(self) -> None:
+        """Whole and synced, or not at all: a crash in the middle leaves the one before."""
+        if self._path is None:
+            return
+        new = self._path.with_suffix(".new")
+        with suppress(OSError):
+            with open(new, "w") as file:
+                file.write(tombstones.to_lines(self.tombstones, self.pending))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, self._path)
+
+
+def describe(effect: StoreChunks, number: int, shard: int, generation: int) -> records.Description:
+    """Of one shard of the chunk with this number."""
+    shards = len(effect.sources) // len(effect.keys)
+    about: ChunkAbout = effect.about[number]
+    extent = effect.sources[number * shards + shard]
+    return records.Description(
+        effect.digest,
+        effect.keys[number],
+        shard,
+        shards,
+        about.token_count,
+        about.derived,
+        about.makers,
+        extent.length,
+        extent.checksum,
+        generation,
+        int(time.time() * 1_000),
+    )
+
+
+def view(memory: SlotMemory, extent: Extent) -> npt.NDArray[np.uint8]:
+    return memory.view(extent.segment, extent.offset, extent.length)
+
+
+def checksum(payload: npt.NDArray[np.uint8]) -> int:
+    state = xxhash.xxh3_64()
+    for start in range(0, len(payload), CHECK_BYTES):
+        state.update(payload[start : start + CHECK_BYTES].data)
+    return state.intdigest()
+
+
+Read = Callable[[int, int], bytes | memoryview | None]
+"""The record of (number of the key, shard); None: it is not there."""
+
+
+def judge(
+    effect: FetchChunks, number: int, read: Read, memory: SlotMemory, book: Book, salt: bytes
+) -> FetchedChunk:
+    """Put the shards of one chunk into their slots, if they are what was asked for. The checksum is that of the slots'
+    bytes, after the copy."""
+    shards = len(effect.targets) // len(effect.keys)
+    key = effect.keys[number]
+    checksums: list[int] = []
+    makers: dict[bytes, None] = {}
+    first: records.Description | None = None
+    for shard in range(shards):
+        target = effect.targets[number * shards + shard]
+        data = read(number, shard)
+        if data is None:
+            return FetchedChunk(DiskResult.REUSED, why="it is not there any more")
+        header = records.read_described(data)
+        if isinstance(header, str):
+            return FetchedChunk(DiskResult.CORRUPT, why=header)
+        d = header.description
+        why = records.refusal(
+            header, namespace=effect.digest, key=key, shard=shard, shards=shards, length=target.length
+        )
+        first = first or d
+        if not why and (d.token_count, d.derived) != (first.token_count, first.derived):
+            why = "its shards are described differently"
+        payload = memoryview(data)[header.size :]
+        if not why and payload.nbytes != d.length:
+            why = "the record is cut short"
+        if not why and salt:
+            why = records.refusal_of_payload(header, payload, salt)
+        if not why:
+            slot = view(memory, target)
+            np.copyto(slot, np.frombuffer(payload, np.uint8))
+            if checksum(slot) != d.checksum:
+                why = "the record's bytes do not match their checksum"
+        if why:
+            return FetchedChunk(DiskResult.CORRUPT, why=why)
+        if book.refuses(d):
+            return FetchedChunk(DiskResult.REUSED, why=book.refuses(d))
+        checksums.append(d.checksum)
+        makers.update(dict.fromkeys(d.makers))
+    assert first is not None, effect
+    return FetchedChunk(DiskResult.OK, tuple(checksums), first.token_count, first.derived, tuple(makers))

@@ -1,0 +1,115 @@
+"""What `remote_url` and its companions say, checked; and the tier that they ask for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvstore.config import StoreConfig
+from kvstore.core.events import Event
+from kvstore.errors import ConfigError
+from kvstore.tiers.base import SlotMemory
+from kvstore.tiers.remote.backend import Backend, Book
+from kvstore.tiers.remote.tier import RemoteTier
+
+REDIS = ("redis", "rediss", "redis+cluster", "rediss+cluster")
+OBJECTS = ("s3", "gs", "az", "file")
+SALT_BYTES_MIN = 16
+JOURNAL = "remote.forgotten"
+
+
+def check(config: StoreConfig) -> bool:
+    """Whether there is a REMOTE store. Raises ConfigError for what cannot work."""
+    url = config.remote_url
+    if not url:
+        return False
+    parts = urlsplit(url)
+    if parts.scheme not in (*REDIS, *OBJECTS):
+        known = ", ".join(f"{scheme}://" for scheme in (*REDIS, *OBJECTS))
+        raise ConfigError(
+            f"must begin with one of {known}", field="remote_url", value=parts.scheme or url[:16]
+        )
+    if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/") or parts.path == "/"):
+        raise ConfigError("must be file:///absolute/folder", field="remote_url", value=url)
+    if parts.scheme != "file" and not parts.netloc:
+        what = "a bucket or container" if parts.scheme in OBJECTS else "a host"
+        raise ConfigError(f"names no {what}", field="remote_url", value=f"{parts.scheme}://")
+    read_salt(config)
+    try:
+        if parts.scheme in REDIS:
+            import redis  # noqa: F401
+        else:
+            import obstore  # noqa: F401
+    except ImportError as problem:
+        raise ConfigError(
+            f"needs the library {problem.name}",
+            field="remote_url",
+            value=f"{parts.scheme}://",
+            remedy="pip install 'attnstore[remote]'",
+        ) from None
+    return True
+
+
+def read_salt(config: StoreConfig) -> bytes:
+    """What signs records, and makes names that nobody else finds. Raises ConfigError."""
+    path = config.remote_salt_file
+    if not path:
+        return b""
+    try:
+        salt = Path(path).read_bytes().strip()
+        others = os.stat(path).st_mode & 0o077
+    except OSError as problem:
+        raise ConfigError(str(problem.strerror), field="remote_salt_file", value=path) from None
+    if len(salt) < SALT_BYTES_MIN:
+        raise ConfigError(
+            f"holds fewer than {SALT_BYTES_MIN} bytes",
+            field="remote_salt_file",
+            value=path,
+            remedy="openssl rand -hex 32 > it",
+        )
+    if others:
+        raise ConfigError(
+            "can be read by other users", field="remote_salt_file", value=path, remedy="chmod 600"
+        )
+    return salt
+
+
+def journal_path(config: StoreConfig) -> str:
+    """On the SSD, where a restart finds it; else beside the sockets."""
+    return os.path.join(config.ssd_dir or config.run_dir, JOURNAL)
+
+
+def open_remote(config: StoreConfig, memory: SlotMemory, done: Callable[[Event], None]) -> RemoteTier:
+    """Nothing is connected to before it is used: a store that is away keeps no daemon from starting. Raises
+    ConfigError."""
+    book = Book(journal_path(config))
+    salt = read_salt(config)
+    deadline_s = config.remote_deadline_ms / 1_000
+    backend: Backend
+    try:
+        if urlsplit(config.remote_url).scheme in REDIS:
+            from kvstore.tiers.remote.redis_store import RedisStore
+
+            backend = RedisStore(
+                config.remote_url, book, salt=salt, ttl_s=config.remote_ttl_s, timeout_s=deadline_s
+            )
+        else:
+            from kvstore.tiers.remote.object_store import ObjectStore
+
+            backend = ObjectStore(
+                config.remote_url, book, salt=salt, ttl_s=config.remote_ttl_s, timeout_s=deadline_s
+            )
+    except ValueError as problem:
+        raise ConfigError(str(problem), field="remote_url", value="set") from None
+    return RemoteTier(
+        backend,
+        book,
+        memory,
+        done=done,
+        threads=config.remote_threads,
+        lookup_s=min(deadline_s, config.limits.lookup_deadline_ms / 1_000),
+        deadline_s=0.8 * deadline_s,  # the answer comes before the core gives up
+        bytes_per_s=config.remote_bytes_per_s,
+    )

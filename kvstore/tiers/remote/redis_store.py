@@ -1,0 +1,296 @@
+"""REMOTE in Redis or Valkey, single or cluster: one value a shard, with a time to live.
+
+    kvs:<prefix>:<place>:<name>    a record (`records.py`); <place> is that of its namespace, <name> that of its shard
+    kvs:{<prefix>}:count           "<count>:<head>": how many forgets there were; raised, in one script, with
+    kvs:{<prefix>}:forgotten       a sorted set of them, by the count at which each came, and
+    kvs:{<prefix>}:times           "<unix s by the server>:<head>" of each count, so that old ones can go
+
+Shard 0 of a chunk is written last and looked up alone: where it is, the others are, or the fetch finds out.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import redis
+import redis.backoff
+import redis.cluster
+import redis.exceptions
+import redis.retry
+
+from kvstore.core.events import FetchChunks, FetchedChunk, LookUpChunks, StoreChunks
+from kvstore.tiers.base import SlotMemory
+from kvstore.tiers.remote import records, tombstones
+from kvstore.tiers.remote.backend import Book, StoreFull, StoreProblem, describe, judge, view
+from kvstore.tiers.remote.tombstones import Forgotten
+from kvstore.types import ChunkKey, Found
+
+READ_BYTES = 1 << 20
+"""Asked of the socket at once: values are large."""
+NAMES_PER_SCAN = 1_000
+FORGET_SCRIPT = """
+local said = redis.call('GET', KEYS[1])
+local count = 1
+if said then count = tonumber(string.match(said, '^%d+')) + 1 end
+if count < tonumber(ARGV[1]) then count = tonumber(ARGV[1]) end
+redis.call('SET', KEYS[1], string.format('%d:%s', count, ARGV[2]))
+for i = 3, #ARGV do redis.call('ZADD', KEYS[2], count, ARGV[i]) end
+local now = redis.call('TIME')
+redis.call('HSET', KEYS[3], string.format('%d', count), now[1] .. ':' .. ARGV[2])
+return count
+"""
+"""ARGV: the least that the count is to be, its head, then the entries. Returns the count."""
+
+
+class RedisStore:
+    def __init__(self, url: str, book: Book, *, salt: bytes, ttl_s: int, timeout_s: float) -> None:
+        self._url = url
+        self._book = book
+        self._salt = salt
+        self._ttl_s = ttl_s
+        self._timeout_s = timeout_s
+        self._prefix = records.prefix_of(salt)
+        self._cluster = "+cluster" in url
+        self._mine = threading.local()
+        self._clients: dict[int, Any] = {}
+        """By thread."""
+        self._fetch_ms = 2.0
+        """How long a chunk took of late."""
+
+    def __repr__(self) -> str:
+        return f"RedisStore({self._prefix}, {len(self._clients)} connections)"
+
+    # --------------------------------------------------------------------------------------------------- connections
+
+    def _client(self) -> Any:
+        client = self._clients.get(threading.get_ident())
+        if client is None:
+            options: dict[str, Any] = {
+                "socket_timeout": self._timeout_s,
+                "socket_connect_timeout": self._timeout_s,
+                "socket_read_size": READ_BYTES,
+                "health_check_interval": 0,
+                "socket_keepalive": True,
+            }
+            no_retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
+            if self._cluster:
+                url = self._url.replace("+cluster", "")
+                retry = redis.retry.Retry(redis.backoff.NoBackoff(), 2)  # for what moved to another node
+                client = redis.cluster.RedisCluster.from_url(url, retry=retry, **options)
+            else:
+                client = redis.Redis.from_url(self._url, retry=no_retry, **options)
+            self._clients[threading.get_ident()] = client
+        return client
+
+    def drop_connections(self, thread: int) -> None:
+        """End what this thread waits for: its calls raise."""
+        client = self._clients.pop(thread, None)
+        if client is None:
+            return
+        pools = [client.connection_pool] if hasattr(client, "connection_pool") else []
+        with suppress(Exception):  # a cluster's nodes may not be known yet
+            pools += [node.redis_connection.connection_pool for node in client.get_nodes()]
+        for pool in pools:
+            for connection in [
+                *getattr(pool, "_in_use_connections", ()),
+                *getattr(pool, "_available_connections", ()),
+            ]:
+                with suppress(OSError, AttributeError):
+                    connection._sock.shutdown(socket.SHUT_RDWR)
+
+    @contextmanager
+    def _calling(self) -> Iterator[Any]:
+        """Errors of the client become ours, and a connection that had one is not used again."""
+        thread = threading.get_ident()
+        try:
+            yield self._client()
+        except redis.exceptions.OutOfMemoryError as problem:
+            raise StoreFull(str(problem)) from None
+        except redis.exceptions.ResponseError as problem:
+            self.drop_connections(thread)
+            text = str(problem)
+            if text.startswith(("OOM", "MISCONF", "NOREPLICAS", "READONLY")):
+                raise StoreFull(text) from None
+            raise StoreProblem(text) from None
+        except (redis.RedisError, OSError, ValueError, IndexError, AttributeError, TypeError) as problem:
+            # Beside its own errors, the client raises what parsing a torn answer happens to raise.
+            self.drop_connections(thread)
+            raise StoreProblem(f"{type(problem).__name__}: {problem}") from None
+
+    def _run(self, pipe: Any) -> list[Any]:
+        answers: list[Any] = pipe.execute(raise_on_error=False)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def _name(self, digest: bytes, key: ChunkKey, shard: int) -> str:
+        place = records.place_of(digest, self._salt)
+        return f"kvs:{self._prefix}:{place}:{records.name_of(digest, key, shard, self._salt)}"
+
+    def _own(self, what: str) -> str:
+        return f"kvs:{{{self._prefix}}}:{what}"
+
+    # --------------------------------------------------------------------------------------------------------- calls
+
+    def look_up(self, effect: LookUpChunks, deadline: float) -> Sequence[Found | None]:
+        with self._calling() as client:
+            pipe = client.pipeline(transaction=False)
+            for key in effect.keys:
+                pipe.getrange(self._name(effect.digest, key, 0), 0, records.FIXED_BYTES - 1)
+            heads = self._run(pipe)
+        found: list[Found | None] = []
+        for key, head in zip(effect.keys, heads, strict=True):
+            seen = records.peek(head, namespace=effect.digest, key=key)
+            found.append(None if seen is None else Found(seen[1], self._fetch_ms, seen[0]))
+        return found
+
+    def fetch(self, effect: FetchChunks, memory: SlotMemory, deadline: float) -> Sequence[FetchedChunk]:
+        began = time.monotonic()
+        shards = len(effect.targets) // len(effect.keys)
+        with self._calling() as client:
+            pipe = client.pipeline(transaction=False)
+            for key in effect.keys:
+                for shard in range(shards):
+                    pipe.get(self._name(effect.digest, key, shard))
+            if not self._cluster:
+                pipe.get(self._own("count"))  # after the records: see `tombstones.py`
+            answers = self._run(pipe)
+            count = client.get(self._own("count")) if self._cluster else answers.pop()
+            self._catch_up(client, count)
+
+        def read(number: int, shard: int) -> bytes | None:
+            value: bytes | None = answers[number * shards + shard]
+            return value
+
+        chunks = [
+            judge(effect, number, read, memory, self._book, self._salt) for number in range(len(effect.keys))
+        ]
+        took_ms = 1_000 * (time.monotonic() - began) / len(effect.keys)
+        self._fetch_ms += 0.1 * (took_ms - self._fetch_ms)
+        return chunks
+
+    def store(
+        self, effect: StoreChunks, memory: SlotMemory, generation: int, deadline: float
+    ) -> Sequence[object]:
+        shards = len(effect.sources) // len(effect.keys)
+        with self._calling() as client:
+            pipe = client.pipeline(transaction=False)
+            for number, key in enumerate(effect.keys):
+                for shard in reversed(range(shards)):
+                    payload = view(memory, effect.sources[number * shards + shard])
+                    about = describe(effect, number, shard, generation)
+                    head = records.described(about, payload.data, self._salt)
+                    record = bytearray(len(head) + len(payload))
+                    record[: len(head)] = head
+                    memoryview(record)[len(head) :] = payload.data
+                    pipe.set(self._name(effect.digest, key, shard), memoryview(record), ex=self._ttl_s)
+            self._run(pipe)
+            self._known(client)  # for the generation of what comes next
+        return (None,) * len(effect.keys)
+
+    def drop(self, digest: bytes, keys: Sequence[ChunkKey], deadline: float) -> None:
+        with self._calling() as client:
+            pipe = client.pipeline(transaction=False)
+            for key in keys:
+                pipe.unlink(self._name(digest, key, 0))
+            self._run(pipe)
+
+    # ------------------------------------------------------------------------------------------------------- forgets
+
+    def forget(self, forgotten: Sequence[Forgotten], deadline: float) -> None:
+        with self._calling() as client:
+            self._known(client)
+            self._add(client, forgotten)
+            for digest, key, maker in forgotten:
+                if key and not maker:
+                    client.unlink(self._name(digest, key, 0))
+        for digest, key, maker in forgotten:
+            if not key and not maker:
+                with suppress(StoreProblem):  # the tombstone stands, and the records expire
+                    self._delete_namespace(digest, deadline)
+
+    def _add(self, client: Any, forgotten: Sequence[Forgotten]) -> None:
+        names = [self._own(what) for what in ("count", "forgotten", "times")]
+        least, head = self._book.seen[0] + 1, secrets.token_hex(8)
+        entries = list(map(tombstones.encode, forgotten))
+        count = int(client.eval(FORGET_SCRIPT, 3, *names, least, head, *entries))
+        self._book.learn([(one, count) for one in forgotten], count, head)
+
+    def _known(self, client: Any) -> int:
+        """The count, once this node knows all that belongs to it."""
+        self._catch_up(client, client.get(self._own("count")))
+        return self._book.seen[0]
+
+    def _catch_up(self, client: Any, said: bytes | None) -> None:
+        """Read the forgets that this node does not know. Raises StoreProblem if the store is not the one that the node
+        knew, after it was told what it lacks."""
+        number, _, tail = (said or b"0:").partition(b":")
+        count, head = int(number), tail.decode("ascii")
+        known, known_head = self._book.seen
+        if (count, head) == (known, known_head):
+            return
+        there = known_head
+        if count > known > 0:
+            time_and_head = client.hget(self._own("times"), str(known)) or b":"
+            there = time_and_head.partition(b":")[2].decode("ascii")
+        is_other = count <= known or there != known_head
+        first = 0 if is_other else known + 1
+        rows = client.zrangebyscore(self._own("forgotten"), first, "+inf", withscores=True)
+        entries = [(tombstones.decode(entry), int(score)) for entry, score in rows]
+        ours = self._book.everything()
+        self._book.learn([(one, at) for one, at in entries if one is not None], count, head)
+        if is_other:
+            self._add(client, ours)
+            raise StoreProblem(
+                f"the store was wiped, or is an older copy: it has {count} forgets, this node knew {known}; told again"
+            )
+
+    def _delete_namespace(self, digest: bytes, deadline: float) -> None:
+        pattern = f"kvs:{self._prefix}:{records.place_of(digest, self._salt)}:*"
+        with self._calling() as client:
+            names: list[bytes] = []
+            for name in client.scan_iter(match=pattern, count=NAMES_PER_SCAN):
+                names.append(name)
+                if len(names) >= NAMES_PER_SCAN:
+                    self._unlink(client, names)
+                    names = []
+                if time.monotonic() > deadline:
+                    raise StoreProblem("deleting a namespace takes long: the rest expires")
+            self._unlink(client, names)
+
+    def _unlink(self, client: Any, names: Sequence[bytes]) -> None:
+        pipe = client.pipeline(transaction=False)
+        for name in names:
+            pipe.unlink(name)
+        if names:
+            self._run(pipe)
+
+    def tidy(self, deadline: float) -> None:
+        """Records expire by themselves; tombstones outlive them by as much again."""
+        with self._calling() as client:
+            now = int(client.time()[0]) if not self._cluster else int(time.time())
+            times = client.hgetall(self._own("times"))
+            old = [
+                int(count)
+                for count, at in times.items()
+                if int(at.partition(b":")[0]) < now - 2 * self._ttl_s
+            ]
+            if old:
+                client.zremrangebyscore(self._own("forgotten"), "-inf", max(old))
+                client.hdel(self._own("times"), *old)
+                with self._book.lock:
+                    self._book.tombstones.forget_older(max(old))
+
+    def abandon(self) -> None:
+        for thread in list(self._clients):
+            self.drop_connections(thread)
+
+    def close(self) -> None:
+        self.abandon()

@@ -1,0 +1,363 @@
+"""The REMOTE tier: performs the core's effects for the source named "remote" on threads of its own, each answered once.
+
+    looking  LookUpChunks                 fetching  FetchChunks
+    storing  StoreChunks, DropChunks      forgetting  ForgetChunks, and what the store could not take before
+
+Each kind has threads of its own, so that no look-up waits behind a transfer and no fetch behind a write. A call that
+has not returned `deadline_ms` after it began is ended by a watch, which takes its connection away: a thread is never
+lost to a store that answers a byte a second. How many ops are under way is the core's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvstore.core.events import (
+    ChunksFetched,
+    ChunksForgotten,
+    ChunksLookedUp,
+    ChunksStored,
+    DropChunks,
+    Event,
+    FetchChunks,
+    FetchedChunk,
+    ForgetChunks,
+    LookUpChunks,
+    StoreChunks,
+)
+from kvstore.errors import StoreError
+from kvstore.fleet.bucket import Bucket
+from kvstore.server.logs import fields
+from kvstore.tiers.base import SlotMemory, SourceEffect
+from kvstore.tiers.remote.backend import Backend, Book, StoreFull, StoreProblem
+from kvstore.types import DiskResult
+
+log = logging.getLogger(__name__)
+
+LOOK_THREADS = 2
+WATCH_S = 0.02
+FULL_PAUSE_S = 1.0
+"""A store that was full is not written to for so long."""
+RETRY_S = 1.0
+"""What it could not be told is tried again,"""
+RETRY_MAX_S = 30.0
+"""at least so often."""
+TIDY_S = 600.0
+QUEUED_MAX = 4_096
+TOLD_AGAIN_S = 60.0
+
+
+@dataclass(slots=True)
+class RemoteStats:
+    """Since the start."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    lookups: int = 0
+    chunks_read: int = 0
+    chunks_written: int = 0
+    chunks_refused: int = 0
+    errors: int = 0
+    full: int = 0
+    abandoned: int = 0
+    """Calls that the watch has ended."""
+    forgets_waiting: int = 0
+    """Now: what the store does not know yet."""
+    fetch_seconds: float = 0.0
+    lookup_seconds: float = 0.0
+    why: str = ""
+    """Of the last error."""
+
+
+@dataclass(slots=True)
+class _Call:
+    thread: int
+    deadline: float
+    abandoned: bool = False
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Threads that share a queue."""
+
+    name: str
+    tasks: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+
+class RemoteTier:
+    def __init__(
+        self,
+        backend: Backend,
+        book: Book,
+        memory: SlotMemory,
+        *,
+        done: Callable[[Event], None],
+        threads: int,
+        lookup_s: float,
+        deadline_s: float,
+        bytes_per_s: int,
+    ) -> None:
+        """`done` is called from threads of the tier; or, for what is refused at once, from `submit`."""
+        self._backend = backend
+        self._book = book
+        self._memory = memory
+        self._done = done
+        self._lookup_s = lookup_s
+        self._deadline_s = deadline_s
+        self._read_bucket = Bucket(bytes_per_s)
+        self._write_bucket = Bucket(bytes_per_s)
+        self._stats = RemoteStats()
+        self._counting = threading.Lock()
+        self._closing = threading.Event()
+        self._calls: dict[int, _Call] = {}
+        self._full_until = 0.0
+        self._told_at = 0.0
+        self._lanes = {
+            "look": self._lane("look", LOOK_THREADS),
+            "fetch": self._lane("fetch", threads),
+            "store": self._lane("store", max(1, threads // 2)),
+        }
+        self._forgets: queue.SimpleQueue[ForgetChunks | None] = queue.SimpleQueue()
+        self._others = [
+            threading.Thread(target=self._run_forgets, name="kvstored-remote-forget", daemon=True),
+            threading.Thread(target=self._watch, name="kvstored-remote-watch", daemon=True),
+        ]
+        for thread in self._others:
+            thread.start()
+
+    def __repr__(self) -> str:
+        return f"RemoteTier({self._backend}, {self._stats.chunks_read} read, {self._stats.chunks_written} written)"
+
+    def _lane(self, name: str, count: int) -> _Lane:
+        lane = _Lane(name)
+        lane.threads = [
+            threading.Thread(target=self._run, args=(lane,), name=f"kvstored-remote-{name}-{n}", daemon=True)
+            for n in range(count)
+        ]
+        for thread in lane.threads:
+            thread.start()
+        return lane
+
+    # ------------------------------------------------------------------------------------------------- for the loop
+
+    def submit(self, effect: SourceEffect) -> None:
+        now = time.monotonic()
+        match effect:
+            case LookUpChunks():
+                self._put("look", effect, partial(self._look_up, effect, now + self._lookup_s))
+            case FetchChunks():
+                self._put("fetch", effect, partial(self._fetch, effect, now + self._deadline_s))
+            case StoreChunks():
+                # What is forgotten after this moment has a higher count, however soon or late it is told.
+                generation = self._book.seen[0]
+                self._put("store", effect, partial(self._store, effect, generation, now + self._deadline_s))
+            case DropChunks():
+                self._put("store", effect, partial(self._drop, effect, now + self._deadline_s))
+            case ForgetChunks():
+                self._forgets.put(effect)
+
+    def _put(self, lane: str, effect: SourceEffect, task: Callable[[], None]) -> None:
+        tasks = self._lanes[lane].tasks
+        if self._closing.is_set() or tasks.qsize() >= QUEUED_MAX:
+            self._refuse(effect, "the REMOTE tier is closing, or has too much to do")
+        else:
+            tasks.put(task)
+
+    def stats(self) -> RemoteStats:
+        with self._counting:
+            self._stats.forgets_waiting = len(self._book.pending)
+            return self._stats
+
+    def close(self, timeout_s: float) -> None:
+        """What was submitted has so long to end; a thread that is late is left behind."""
+        self._closing.set()
+        for lane in self._lanes.values():
+            for _ in lane.threads:
+                lane.tasks.put(None)
+        self._forgets.put(None)
+        until = time.monotonic() + timeout_s
+        for thread in [thread for lane in self._lanes.values() for thread in lane.threads] + self._others:
+            thread.join(max(0.0, until - time.monotonic()))
+        self._backend.close()
+
+    # ----------------------------------------------------------------------------------------------------- the threads
+
+    def _run(self, lane: _Lane) -> None:
+        while (task := lane.tasks.get()) is not None:
+            task()
+
+    def _watch(self) -> None:
+        """Ends calls that are late, by taking their connections away."""
+        while not self._closing.wait(WATCH_S):
+            now = time.monotonic()
+            for thread, call in list(self._calls.items()):
+                if not call.abandoned and now > call.deadline:
+                    call.abandoned = True
+                    with self._counting:
+                        self._stats.abandoned += 1
+                    drop = getattr(self._backend, "drop_connections", None)
+                    if drop is not None:
+                        drop(thread)
+
+    def _calling(self, deadline: float, call: Callable[[], Any]) -> Any:
+        """Raises StoreProblem, whatever goes wrong."""
+        thread = threading.get_ident()
+        if time.monotonic() >= deadline:
+            raise StoreProblem("it waited for a thread until its deadline")
+        self._calls[thread] = _Call(thread, deadline)
+        try:
+            return call()
+        except StoreProblem:
+            raise
+        except (StoreError, OSError) as problem:
+            raise StoreProblem(str(problem)) from None
+        except Exception as problem:
+            log.exception("a bug in the REMOTE tier: counted as a failure of the store")
+            raise StoreProblem(f"{type(problem).__name__}: {problem}") from None
+        finally:
+            del self._calls[thread]
+
+    def _problem(self, problem: StoreProblem) -> str:
+        why = str(problem) or type(problem).__name__
+        now = time.monotonic()
+        with self._counting:
+            self._stats.errors += 1
+            self._stats.full += isinstance(problem, StoreFull)
+            new = why != self._stats.why or now - self._told_at > TOLD_AGAIN_S
+            self._stats.why = why
+            quiet = now - self._told_at < 1.0
+            if new and not quiet:
+                self._told_at = now
+        if new and not quiet:
+            log.warning(
+                "the REMOTE store fails: this node serves on from its own tiers", extra=fields(why=why)
+            )
+        return why
+
+    def _look_up(self, effect: LookUpChunks, deadline: float) -> None:
+        began = time.monotonic()
+        try:
+            found = tuple(self._calling(deadline, lambda: self._backend.look_up(effect, deadline)))
+        except StoreProblem as problem:
+            self._done(ChunksLookedUp(effect.op, failed=self._problem(problem)))
+            return
+        with self._counting:
+            self._stats.lookups += 1
+            self._stats.lookup_seconds += time.monotonic() - began
+        self._done(ChunksLookedUp(effect.op, found))
+
+    def _fetch(self, effect: FetchChunks, deadline: float) -> None:
+        began = time.monotonic()
+        size = sum(effect.targets.length)
+        try:
+            if not self._read_bucket.take(size, deadline):
+                raise StoreProblem("the cap on bandwidth leaves no room before the deadline")
+            chunks = tuple(
+                self._calling(deadline, lambda: self._backend.fetch(effect, self._memory, deadline))
+            )
+        except StoreProblem as problem:
+            why = self._problem(problem)
+            chunks = (FetchedChunk(DiskResult.IO_ERROR, why=why),) * len(effect.keys)
+        came = sum(chunk.result is DiskResult.OK for chunk in chunks)
+        with self._counting:
+            self._stats.chunks_read += came
+            self._stats.bytes_read += size * came // len(chunks)
+            self._stats.chunks_refused += sum(chunk.result is DiskResult.CORRUPT for chunk in chunks)
+            self._stats.fetch_seconds += time.monotonic() - began
+        self._done(ChunksFetched(effect.op, chunks))
+
+    def _store(self, effect: StoreChunks, generation: int, deadline: float) -> None:
+        size = sum(effect.sources.length)
+        failed = ""
+        wheres: tuple[object, ...] = ()
+        result = DiskResult.OK
+        try:
+            if time.monotonic() < self._full_until:
+                raise StoreFull("the store is full")
+            if not self._write_bucket.take(size, deadline):
+                raise StoreProblem("the cap on bandwidth leaves no room before the deadline")
+            wheres = tuple(
+                self._calling(
+                    deadline, lambda: self._backend.store(effect, self._memory, generation, deadline)
+                )
+            )
+            with self._counting:
+                self._stats.chunks_written += len(effect.keys)
+                self._stats.bytes_written += size
+        except StoreFull as problem:
+            if time.monotonic() >= self._full_until:
+                self._problem(problem)
+                self._full_until = time.monotonic() + FULL_PAUSE_S
+            result = DiskResult.NO_SPACE
+        except StoreProblem as problem:
+            failed = self._problem(problem)
+            result = DiskResult.IO_ERROR
+        self._done(ChunksStored(effect.op, (result,) * len(effect.keys), failed, 2.0, wheres))
+
+    def _drop(self, effect: DropChunks, deadline: float) -> None:
+        try:
+            self._calling(deadline, lambda: self._backend.drop(effect.digest, effect.keys, deadline))
+        except StoreProblem as problem:
+            self._problem(problem)  # they expire
+
+    def _run_forgets(self) -> None:
+        pause_s, tidied_at = RETRY_S, time.monotonic()
+        while True:
+            try:
+                effect = self._forgets.get(timeout=pause_s if self._book.pending else TIDY_S)
+            except queue.Empty:
+                effect = None
+                if self._closing.is_set():
+                    return
+            else:
+                if effect is None:
+                    return
+            why = self._forget(effect)
+            pause_s = min(RETRY_MAX_S, 2 * pause_s) if why and effect is None else RETRY_S
+            if effect is not None:
+                self._done(ChunksForgotten(effect.op, why))
+            if time.monotonic() - tidied_at > TIDY_S:
+                tidied_at = time.monotonic()
+                self._tidy()
+
+    def _forget(self, effect: ForgetChunks | None) -> str:
+        """First into the journal, so that a crash forgets no forget."""
+        if effect is not None:
+            self._book.postpone(effect.forgotten)
+        with self._book.lock:
+            pending = list(self._book.pending)
+        if not pending:
+            return ""
+        deadline = time.monotonic() + self._deadline_s
+        try:
+            self._calling(deadline, lambda: self._backend.forget(pending, deadline))
+        except StoreProblem as problem:
+            return self._problem(problem)
+        self._book.told(pending)
+        return ""
+
+    def _tidy(self) -> None:
+        deadline = time.monotonic() + max(30.0, self._deadline_s)
+        try:
+            self._calling(deadline, lambda: self._backend.tidy(deadline))
+        except StoreProblem as problem:
+            self._problem(problem)
+
+    def _refuse(self, effect: SourceEffect, why: str) -> None:
+        match effect:
+            case LookUpChunks():
+                self._done(ChunksLookedUp(effect.op, failed=why))
+            case FetchChunks():
+                refused = FetchedChunk(DiskResult.IO_ERROR, why=why)
+                self._done(ChunksFetched(effect.op, (refused,) * len(effect.keys)))
+            case StoreChunks():
+                results = (DiskResult.IO_ERROR,) * len(effect.keys)
+                self._done(ChunksStored(effect.op, results, why))

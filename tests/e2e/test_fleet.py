@@ -1,0 +1,218 @@
+"""Three daemons and a real redis-server: KV follows its conversation from node to node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.client import Client, Namespace, connect
+from kvstore.keys import ROOT
+from kvstore.layout import GroupSpec, LayerSlice, NamespaceSpec
+from kvstore.types import ChunkKey, Outcome, Reason
+
+from ..fleet_tools import BOUND_S, SECRET, RedisServer, eventually, needs_redis, redis_server
+
+pytestmark = needs_redis
+SHARD = 64 << 10
+SPEC = NamespaceSpec(
+    model="tiny",
+    weights_digest=b"w" * 32,
+    layout_fingerprint="test:bytes",
+    chunk_tokens=64,
+    groups=(GroupSpec("full", shard_bytes=SHARD, shard_count=2, layers=(LayerSlice(0, 0, SHARD),)),),
+)
+TTL_MS = 2_000
+WAIT_MS = 10_000
+
+
+def content(key: bytes, shard: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng([*key, shard]).integers(0, 256, SHARD, dtype=np.uint8)
+
+
+class Member:
+    """A node, its client, and how many chunks of the conversation it had to compute."""
+
+    def __init__(self, daemon: Any, name: str, client: Client) -> None:
+        self.daemon = daemon
+        self.name = name
+        self.client = client
+        self.space: Namespace = client.open(SPEC)
+        self.computed = 0
+
+    def turn(self, tokens: int, *, chunks: int) -> None:
+        """What an engine does for a prompt of so many tokens: load what there is, compute and save the rest."""
+        keys = self.space.keys(np.arange(tokens))
+        assert len(keys) == chunks
+        loaded = self.load(keys)
+        self.computed += len(keys) - loaded
+        self.save(keys, loaded)
+
+    def load(self, keys: list[ChunkKey]) -> int:
+        """How many from the first on could be had, each with the bytes that were saved."""
+        until = time.monotonic() + BOUND_S
+        while True:
+            with self.space.read(keys, wait_ms=WAIT_MS) as lease:
+                if Outcome.PENDING in lease.outcomes and time.monotonic() < until:
+                    lease.settled()
+                    continue
+                for index in range(lease.hits):
+                    for shard in range(2):
+                        out = np.zeros(SHARD, np.uint8)
+                        assert lease.copy_to(index, out, shard=shard)
+                        np.testing.assert_array_equal(out, content(keys[index], shard))
+                return lease.hits
+
+    def save(self, keys: list[ChunkKey], first: int = 0) -> None:
+        if first == len(keys):
+            return
+        with self.space.write(keys[first:], parent=keys[first - 1] if first else ROOT) as batch:
+            for index in batch.granted:
+                for shard in batch.shards:
+                    batch.buffer(index, shard)[:] = content(keys[first + index], shard)
+            assert batch.commit().ok
+
+    def knows(self, keys: list[ChunkKey]) -> bool:
+        """Whether a lookup finds them all, here or elsewhere."""
+        return self.space.match(keys).usable == len(keys)
+
+    def counter(self, name: str) -> int:
+        return self.client.stats().counters.get(name, 0)
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    pytest.importorskip("redis")
+    with redis_server(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def join(
+    start_daemon: Callable[..., Any], redis: RedisServer, run_dir: Path, tmp_path: Path
+) -> Iterator[Callable[..., Member]]:
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    secret.chmod(0o600)
+    with ExitStack() as clients:
+
+        def start(name: str, **settings: Any) -> Member:
+            daemon = start_daemon(
+                **{
+                    "run_dir": run_dir.parent / name,
+                    "node_name": name,
+                    "registry_url": redis.url,
+                    "registry_ttl_ms": TTL_MS,
+                    "fleet_secret_file": secret,
+                    "peer_address": "127.0.0.1:0",
+                    "peer_plaintext": True,
+                    **settings,
+                }
+            )
+            client = clients.enter_context(connect(str(daemon.run_dir), timeout_s=BOUND_S))
+            return Member(daemon, name, client)
+
+        yield start
+
+
+def test_a_conversation_moves_from_node_to_node(join: Callable[..., Member]) -> None:
+    """It begins on a, goes on at b, then at c after a was killed: nothing is computed that a peer holds."""
+    a, b, c = join("a"), join("b"), join("c")
+    a.turn(64 * 6, chunks=6)
+    keys = a.space.keys(np.arange(64 * 6))
+    assert b.space.keys(np.arange(64 * 6)) == keys, "keys differ from node to node"
+    eventually(lambda: b.knows(keys), "b learns what a holds")
+    b.turn(64 * 8, chunks=8)
+    assert (a.computed, b.computed) == (6, 2)
+    longer = b.space.keys(np.arange(64 * 8))
+    a.daemon.kill()
+    eventually(lambda: c.knows(longer), "c learns what b holds")
+    c.turn(64 * 9, chunks=9)
+    assert c.computed == 1
+    assert c.counter("remote_chunks_fetched") == 8
+
+
+def test_a_node_brings_what_it_lost_back_from_a_peer(join: Callable[..., Member]) -> None:
+    a, b = join("a"), join("b")
+    a.turn(64 * 4, chunks=4)
+    keys = a.space.keys(np.arange(64 * 4))
+    eventually(lambda: b.knows(keys), "b learns what a holds")
+    assert b.load(keys) == 4
+    a.space.forget(keys=keys)
+    assert a.space.match(keys).reasons[0] is Reason.FORGOTTEN
+    assert a.load(keys) == 0, "what somebody wanted gone comes back"
+    assert b.load(keys) == 4
+
+
+def test_another_tenant_gets_nothing(join: Callable[..., Member]) -> None:
+    """The same model and tokens, on a node where the caller is another tenant."""
+    a = join("a")
+    b = join("b", tenants=f"{os.getuid()}=bob")
+    a.turn(64 * 4, chunks=4)
+    keys = a.space.keys(np.arange(64 * 4))
+    assert b.client.tenant == "bob"
+    b.turn(64 * 4, chunks=4)
+    assert b.computed == 4
+    # Nor by the other's keys
+    for _ in range(3):
+        assert b.space.match(keys).usable == 0 and b.load(keys) == 0
+    assert b.counter("remote_keys_found") == 0
+    c = join("c")
+    eventually(lambda: c.knows(keys), "c, of a's tenant, learns what a holds")
+    assert c.load(keys) == 4
+
+
+def test_a_reload_of_the_weights_ends_what_peers_serve(join: Callable[..., Member]) -> None:
+    a, b = join("a"), join("b")
+    a.turn(64 * 4, chunks=4)
+    keys = a.space.keys(np.arange(64 * 4))
+    eventually(lambda: b.knows(keys), "b learns what a holds")
+    newer = a.client.open(replace(SPEC, weights_epoch=1))
+    assert newer.salt != a.space.salt
+    assert b.load(keys) == 0, "a serves an old epoch"
+
+
+@pytest.mark.parametrize("fault", ["stop", "kill"])
+def test_a_peer_that_is_gone_costs_a_miss(join: Callable[..., Member], fault: str) -> None:
+    a, b = join("a"), join("b", peer_deadline_ms=300)
+    a.turn(64 * 4, chunks=4)
+    keys = a.space.keys(np.arange(64 * 4))
+    eventually(lambda: b.knows(keys), "b learns what a holds")
+    if fault == "stop":
+        a.daemon.process.send_signal(signal.SIGSTOP)
+    else:
+        a.daemon.kill()
+    try:
+        assert b.load(keys) == 0
+        b.turn(64 * 4, chunks=4)
+        assert b.computed == 4
+        assert b.load(keys) == 4
+    finally:
+        if fault == "stop":
+            a.daemon.process.send_signal(signal.SIGCONT)
+
+
+def test_without_redis_a_node_serves_on(join: Callable[..., Member], redis: RedisServer) -> None:
+    a, b = join("a"), join("b")
+    a.turn(64 * 4, chunks=4)
+    keys = a.space.keys(np.arange(64 * 4))
+    eventually(lambda: b.knows(keys), "b learns what a holds")
+    redis.stop()
+    a.turn(64 * 6, chunks=6)
+    assert a.computed == 6
+    assert b.load(keys) == 4, "what b knew of a is still there"
+    late = join("late")  # and one begins without
+    late.turn(64 * 4, chunks=4)
+    assert late.computed == 4
+    redis.start()
+    longer = a.space.keys(np.arange(64 * 6))
+    eventually(lambda: b.knows(longer), "everything is told again")
+    assert b.load(longer) == 6

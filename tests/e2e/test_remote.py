@@ -1,0 +1,192 @@
+"""What one node put into the REMOTE store another one serves, and nothing that was forgotten or tampered with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.tiers.remote import records
+
+from ..fleet_tools import RedisServer, needs_redis
+from .remote_tools import Node, starter
+from .ssd_tools import eventually
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["redis", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return f"file://{tmp_path}/shared"
+    server: RedisServer = request.getfixturevalue("redis_server")
+    return server.url
+
+
+@pytest.fixture
+def start(start_daemon: Callable[..., Any], run_dir: Path, url: str) -> Iterator[Callable[..., Node]]:
+    made: list[Node] = []
+    begin = starter(start_daemon, run_dir, remote_url=url)
+
+    def start(name: str, **settings: Any) -> Node:
+        made.append(begin(name, **settings))
+        return made[-1]
+
+    yield start
+    for node in made:
+        node.close()
+
+
+@needs_redis
+def test_another_node_serves_what_one_has_written(start: Callable[..., Node]) -> None:
+    a, b = start("a"), start("b")
+    keys = a.keys(24)
+    a.save(keys)
+    a.stored_remotely(24)
+    matched = b.space.match(keys)
+    assert [reason.name for reason in matched.reasons] == ["ON_REMOTE"] * 24 and matched.usable == 24
+    assert b.read(keys) == ["HIT"] * 24  # every byte is compared
+    assert b.counter("remote_chunks_fetched") == 24
+
+
+@needs_redis
+def test_it_outlives_the_node_that_wrote_it(start: Callable[..., Node]) -> None:
+    a = start("a")
+    keys = a.keys(8)
+    a.save(keys)
+    a.stored_remotely(8)
+    a.close()
+    a.daemon.kill()
+    assert start("c").read(keys) == ["HIT"] * 8
+
+
+@needs_redis
+def test_what_one_node_forgets_no_node_serves(start: Callable[..., Node]) -> None:
+    a, b = start("a"), start("b")
+    keys = a.keys(8)
+    a.save(keys)
+    a.stored_remotely(8)
+    assert b.space.match(keys).usable == 8  # b knows where they are
+    a.client.forget_keys(a.space, keys[:4]) if hasattr(a.client, "forget_keys") else a.space.forget(
+        keys=keys[:4]
+    )
+    found = b.read(keys)
+    assert "HIT" not in found[:4], found
+    b.save(keys[:4])  # computed again: what is written now is no longer what was forgotten
+    b.stored_remotely(4)
+    c = start("c")
+    assert c.read(keys[:4]) == ["HIT"] * 4
+
+
+@needs_redis
+def test_nodes_with_different_salts_share_nothing(start: Callable[..., Node], tmp_path: Path) -> None:
+    salts = []
+    for name in ("one", "other"):
+        salts.append(tmp_path / name)
+        salts[-1].write_text(name * 10)
+        salts[-1].chmod(0o600)
+    a, b = start("a", remote_salt_file=salts[0]), start("b", remote_salt_file=salts[1])
+    keys = a.keys(4)
+    a.save(keys)
+    a.stored_remotely(4)
+    assert b.space.match(keys).usable == 0
+    assert start("c", remote_salt_file=salts[0]).read(keys) == ["HIT"] * 4
+
+
+@needs_redis
+def test_poisoned_records_are_refused(
+    start_daemon: Callable[..., Any], run_dir: Path, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """Flipped, truncated, swapped with another key's, or of another epoch: a miss, and never its bytes."""
+    start = starter(start_daemon, run_dir, remote_url=redis_server.url)
+    a = start("a")
+    keys = a.keys(6)
+    a.save(keys)
+    a.stored_remotely(6)
+    digest = a.space.salt
+    names = [_name(digest, key) for key in keys]
+    with redis_server.client() as client:
+        good = [client.get(name) for name in names]
+        assert all(good)
+        flipped = bytearray(good[0])
+        flipped[-1] ^= 1
+        client.set(names[0], bytes(flipped))
+        client.set(names[1], good[1][:-1])
+        client.set(names[2], good[3])
+        client.set(names[3], good[2])
+        other = bytearray(good[4])
+        other[70] ^= 1  # the namespace in its header
+        client.set(names[4], bytes(other))
+    b = start("b")
+    found = b.read(keys)
+    assert found[5] == "HIT" and "HIT" not in found[:5], found
+    assert b.counter("remote_chunks_refused") >= 2
+    a.close()
+    b.close()
+
+
+def _name(digest: bytes, key: Any) -> str:
+    return f"kvs:{records.prefix_of()}:{records.place_of(digest)}:{records.name_of(digest, key, 0)}"
+
+
+@needs_redis
+def test_a_store_that_stops_delays_no_hit_and_is_used_again_when_it_is_back(
+    start_daemon: Callable[..., Any], run_dir: Path, redis_server: RedisServer
+) -> None:
+    import os
+    import signal
+
+    start = starter(start_daemon, run_dir, remote_url=redis_server.url, remote_lookup_ms=200)
+    a, b = start("a"), start("b")
+    shared, own = a.keys(4, chain=1), b.keys(8, chain=2)
+    a.save(shared)
+    a.stored_remotely(4)
+    b.save(own)
+    b.stored_remotely(8)
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    try:
+        assert b.read(own) == ["HIT"] * 8
+        misses = [b.space.match(b.keys(4, chain=10 + number)).usable for number in range(10)]
+        assert misses == [0] * 10
+        assert "HIT" not in b.read(shared)
+        b.save(b.keys(4, chain=30))
+        assert b.read(own) == ["HIT"] * 8
+    finally:
+        os.kill(redis_server.pid, signal.SIGCONT)
+    eventually(lambda: b.read(shared) == ["HIT"] * 4, b.counters)
+    a.close()
+    b.close()
+
+
+@needs_redis
+def test_a_forget_while_the_store_is_away_is_told_when_it_is_back(
+    start_daemon: Callable[..., Any], run_dir: Path, redis_server: RedisServer
+) -> None:
+    start = starter(start_daemon, run_dir, remote_url=redis_server.url)
+    a = start("a")
+    keys = a.keys(4)
+    a.save(keys)
+    a.stored_remotely(4)
+    with redis_server.client() as client:
+        kept = {name: client.get(name) for name in client.keys("kvs:*") if client.type(name) == b"string"}
+    redis_server.stop()
+    done: list[Any] = []
+    asking = threading.Thread(target=lambda: done.append(a.space.forget(keys=keys)))
+    asking.start()
+    asking.join(30)
+    assert done, "a forget hangs"
+    redis_server.start()
+    with redis_server.client() as client:
+        for name, value in kept.items():  # an old copy is put back: the records are there again
+            client.set(name, value)
+        eventually(lambda: client.zcard(f"kvs:{{{records.prefix_of()}}}:forgotten") == 4)
+    assert "HIT" not in start("b").read(keys)
+    a.close()

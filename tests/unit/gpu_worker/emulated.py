@@ -1,0 +1,242 @@
+"""A device for tests that is less forgiving than a GPU.
+
+Its streams are threads that run late on purpose, and it tells races by what is ordered, not by what happens to be fast
+enough: each stream, and each thread of the host, has a vector clock; an event carries the clock of the stream that
+recorded it; a wait joins it. Whoever reads memory must come after who wrote it last, whoever writes also after all who
+read it since. A race is an error of the device, which is sticky as on a GPU: all that is asked of it later fails.
+
+What it finds beyond races: copies to memory that is not registered, KV at other addresses than before (graphs that were
+captured have them), memory given back while a copy is in flight, KV that nobody wrote (it is NaN).
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore.gpu_worker.device import (
+    DeviceFailed,
+    Event,
+    Region,
+    ThreadDevice,
+    ThreadEvent,
+    ThreadStream,
+    Work,
+)
+
+Clock = dict[str, int]
+LATE_S = 0.002
+"""At most so much later than it could, each work of a stream runs."""
+POISON = 0xA5
+"""Of host memory that was given back."""
+
+
+class Race(AssertionError):
+    """Memory was touched without an event between."""
+
+
+@dataclass(slots=True)
+class _Touched:
+    """Who touched a region, and when by its own clock."""
+
+    writer: tuple[str, int] | None = None
+    readers: Clock = field(default_factory=dict)
+    """Since it was written."""
+
+
+class EmulatedEvent(ThreadEvent):
+    def __init__(self, device: EmulatedDevice, clock: Clock) -> None:
+        super().__init__(lambda: device.failure)
+        self.clock = clock
+        self._device = device
+
+    def reached_within(self, timeout_s: float | None) -> bool:
+        reached = super().reached_within(timeout_s)
+        if reached:
+            self._device.join_host(self.clock)
+        return reached
+
+
+class EmulatedStream(ThreadStream):
+    _device: EmulatedDevice
+
+    def run(self, work: Work, *, reads: Iterable[Region] = (), writes: Iterable[Region] = ()) -> None:
+        self._device.touch(self.name, reads, writes)
+        super().run(work)
+
+    def record(self) -> Event:
+        event = EmulatedEvent(self._device, self._device.clock_of(self.name))
+        self._given.put(event.reached)
+        return event
+
+    def wait(self, event: Event, timeout_s: float | None = None) -> bool:
+        assert isinstance(event, EmulatedEvent), "an event of another device"
+        self._device.join(self.name, event.clock)
+        # On the stream's thread nobody's host clock moves: it waits for the thread of the other stream alone.
+        self._given.put(self._unless_failed(lambda: self._await(event)))
+        return True
+
+    def _await(self, event: EmulatedEvent) -> None:
+        ThreadEvent.reached_within(event, None)
+
+    def _before(self) -> None:
+        self._device.late()
+
+
+class EmulatedCompute:
+    """Runs on the thread that calls, as the model does; what others know of it is what they waited for."""
+
+    name = "compute"
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self._device = device
+
+    def run(self, work: Work, *, reads: Iterable[Region] = (), writes: Iterable[Region] = ()) -> None:
+        self._device.touch(self.name, reads, writes)
+        work()
+
+    def record(self) -> Event:
+        event = EmulatedEvent(self._device, self._device.clock_of(self.name))
+        event.reached()
+        return event
+
+    def wait(self, event: Event, timeout_s: float | None = None) -> bool:
+        assert isinstance(event, EmulatedEvent), "an event of another device"
+        if not ThreadEvent.reached_within(event, timeout_s):
+            return False
+        self._device.join(self.name, event.clock)  # the stream knows; the thread that called does not
+        return True
+
+
+class EmulatedDevice(ThreadDevice):
+    name = "emulated"
+    tracks = True
+
+    def __init__(self, *, late_s: float = LATE_S, seed: int = 0) -> None:
+        super().__init__()
+        self.races: list[str] = []
+        self._late_s = late_s
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()  # guards all below
+        self._clocks: dict[str, Clock] = {}
+        self._touched: dict[Region, _Touched] = {}
+        self._buffers: dict[int, int] = {}
+        """Registered host memory: address -> bytes."""
+        self._adopted: list[tuple[torch.Tensor, int]] = []
+        self._go = threading.Event()
+        self._go.set()
+        self.compute = EmulatedCompute(self)
+
+    def stream(self, name: str) -> EmulatedStream:
+        made = EmulatedStream(name, self)
+        self._streams.append(made)
+        return made
+
+    def hold(self) -> None:
+        """Streams run nothing until `release`."""
+        self._go.clear()
+
+    def release(self) -> None:
+        self._go.set()
+
+    def late(self) -> None:
+        self._go.wait()
+        with self._lock:
+            seconds = self._random.uniform(0, self._late_s)
+        time.sleep(seconds)
+
+    def buffer(self, count: int) -> npt.NDArray[np.uint8]:
+        made = np.full(count, POISON, np.uint8)
+        self.register(made)
+        return made
+
+    def register(self, memory: npt.NDArray[np.uint8]) -> None:
+        with self._lock:
+            self._buffers[memory.ctypes.data] = memory.nbytes
+
+    def unregister(self, memory: npt.NDArray[np.uint8]) -> None:
+        with self._lock:
+            del self._buffers[memory.ctypes.data]
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor.fill_(float("nan"))
+            self._adopted.append((tensor, tensor.data_ptr()))
+
+    def check_registered(self, memory: npt.NDArray[np.uint8]) -> None:
+        """A copy that is to run behind must not touch other memory: CUDA holds up the caller for it."""
+        with self._lock:
+            if memory.ctypes.data not in self._buffers:
+                self._fail(f"{memory.nbytes} bytes at {memory.ctypes.data:#x} are copied, and not registered")
+
+    def reading(self, regions: Iterable[Region]) -> None:
+        self.touch(_thread(), regions, ())
+
+    def freeing(self, regions: Iterable[Region]) -> None:
+        regions = list(regions)
+        self.touch(_thread(), (), regions)
+        with self._lock:
+            for region in regions:
+                del self._touched[region]
+
+    # ------------------------------------------------------------------------------------------------------ clocks
+
+    def clock_of(self, who: str) -> Clock:
+        with self._lock:
+            return dict(self._clocks.get(who, {}))
+
+    def join(self, who: str, clock: Clock) -> None:
+        with self._lock:
+            self._join(who, clock)
+
+    def join_host(self, clock: Clock) -> None:
+        self.join(_thread(), clock)
+
+    def touch(self, who: str, reads: Iterable[Region], writes: Iterable[Region]) -> None:
+        """`who` does it next. A stream also comes after whatever its caller knows to have ended."""
+        with self._lock:
+            if self.failure is not None:
+                raise DeviceFailed(f"work on a stream failed: {self.failure!r}")
+            if any(tensor.data_ptr() != address for tensor, address in self._adopted):
+                self._fail("KV has moved in memory: graphs that were captured have its old address")
+            if who != _thread():
+                self._join(who, self._clocks.get(_thread(), {}))
+            clock = self._clocks.setdefault(who, {})
+            clock[who] = now = clock.get(who, 0) + 1
+            for region in reads:
+                touched = self._touched.setdefault(region, _Touched())
+                self._check(who, clock, region, "reads", touched.writer)
+                touched.readers[who] = now
+            for region in writes:
+                touched = self._touched.setdefault(region, _Touched())
+                self._check(who, clock, region, "writes", touched.writer)
+                for reader in touched.readers.items():
+                    self._check(who, clock, region, "writes", reader)
+                self._touched[region] = _Touched((who, now))
+
+    def _join(self, who: str, clock: Clock) -> None:
+        mine = self._clocks.setdefault(who, {})
+        for name, time_ in clock.items():
+            mine[name] = max(time_, mine.get(name, 0))
+
+    def _check(
+        self, who: str, clock: Clock, region: Region, does: str, other: tuple[str, int] | None
+    ) -> None:
+        if other is not None and other[0] != who and clock.get(other[0], 0) < other[1]:
+            self._fail(f"{who} {does} {region}, and nothing says that {other[0]} is done with it")
+
+    def _fail(self, race: str) -> None:
+        self.races.append(race)
+        self.failure = self.failure or Race(race)
+        raise self.failure
+
+
+def _thread() -> str:
+    return f"thread {threading.get_ident()}"
