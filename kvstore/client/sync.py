@@ -256,17 +256,24 @@ def connect(
     rank: int = 0,
     timeout_s: float = TIMEOUT_S,
     staging_bytes: int = STAGING_BYTES,
+    directory: bool = True,
 ) -> Client:
     """Connect to the daemon that serves `run_dir`.
 
     `engine_group` names the engine whose scheduler and ranks hold leases together ("": this process alone). `timeout_s`
     bounds connecting, and is the default of every later call. `staging_bytes` of memory for saves are asked for when
-    the first save needs them. A relative `run_dir` means where it is now, also for later reconnections. Raises
-    StoreError: Unavailable when no daemon answers in time, and within a second where none listens; Denied when it does
-    not serve this user.
+    the first save needs them. `directory`: chunks are looked up in shared memory where that is possible; without it the
+    daemon is asked for each read and match. A relative `run_dir` means where it is now, also for later reconnections.
+    Raises StoreError: Unavailable when no daemon answers in time, and within a second where none listens; Denied when
+    it does not serve this user.
     """
     connection = Connection(
-        run_dir, engine_group=engine_group, rank=rank, timeout_s=timeout_s, staging_bytes=staging_bytes
+        run_dir,
+        engine_group=engine_group,
+        rank=rank,
+        timeout_s=timeout_s,
+        staging_bytes=staging_bytes,
+        directory=directory,
     )
     connection.start()
     return Client(connection)

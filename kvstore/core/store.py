@@ -59,6 +59,8 @@ READ_ONLY = (
     ev.ListQuarantine,
     ev.ReportResident,
     ev.Touch,
+    ev.Touched,
+    ev.WantDirectory,
 )
 """Asked again, these are answered anew (a report of what is resident says the same again); everything else is
 remembered by request id."""
@@ -124,10 +126,12 @@ class Store:
             ev.PublishQueue: self.queue.publish,
             ev.ApplyActions: self.actions.apply,
             ev.Touch: self.touches.touch,
+            ev.Touched: self.touches.looked_up,
             ev.Scrub: self.scrub.ask,
             ev.ListQuarantine: self.rewrites.list,
             ev.Recall: self._recall,
             ev.WantSegments: self.segments.want,
+            ev.WantDirectory: self._want_directory,
             ev.SegmentsUnmapped: self._unmapped,
         }
         self._facts: dict[type, Callable[[Any], None]] = {
@@ -159,6 +163,7 @@ class Store:
         self.state.now = self.state.policy.now = now
         restored = self.cold_tier.restore(snapshot)
         self._next_namespace = restored.next_namespace
+        self.state.directory.everything()
         return restored
 
     def start(self) -> list[ev.Effect]:
@@ -396,6 +401,7 @@ class Store:
             raise Exhausted("too many namespaces are open", field="namespace", value=len(state.namespaces))
         if older is not None:
             older.retired = True
+            state.directory.retired()
             self.remote.forget_namespace(older)
             state.counters["epochs_retired"] += 1
         slot_bytes = tuple(state.pool.slot_bytes(size) for size in spec.shard_bytes)
@@ -417,6 +423,15 @@ class Store:
     def _reserve(self, worker: Worker, event: ev.Reserve) -> ev.Reserved:
         self.recalls.check(event.maker)
         return self.saves.reserve(worker, event)
+
+    def _want_directory(self, worker: Worker, event: ev.WantDirectory) -> ev.DirectoryAllowed:
+        """For those only who opened the namespace, as its segments are (invariant 9)."""
+        namespace = self.state.own_namespace(worker, event.namespace)
+        if not namespace.directory_rows_max:
+            raise Precondition(
+                "directories are off here", field="directory", remedy="ask by Match and Acquire"
+            )
+        return ev.DirectoryAllowed(namespace.id)
 
     def _unmapped(self, worker: Worker, event: ev.SegmentsUnmapped) -> ev.Done:
         self.segments.unmapped(worker, event.segments)

@@ -55,6 +55,7 @@ from kvstore.server.recorder import Recorder
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.base import ChunkSource
 from kvstore.tiers.copier import Copier
+from kvstore.tiers.directories import Directories
 from kvstore.tiers.disk_port import Disk, RealDisk
 from kvstore.tiers.regions import Regions
 from kvstore.tiers.remote import opening as remote_opening
@@ -447,6 +448,7 @@ class Daemon:
             huge_pages=config.huge_pages,
             prefault=config.prefault,
         )
+        self._directories = Directories(self._arena, boot_id=self.boot_id)
         self._staging = Staging(bytes_max=config.staging_bytes_max)
         self._regions = Regions()
         self._copier = Copier(self._arena, self._staging, self._regions, threads=config.copy_threads)
@@ -470,6 +472,7 @@ class Daemon:
             self._arena,
             self._staging,
             self._copier,
+            directories=self._directories,
             ssd=tier,
             sources=sources,
             on_forget=lambda worker: self._descriptors.forget(worker),
@@ -484,6 +487,7 @@ class Daemon:
             regions=self._regions,
             boot_id=self.boot_id,
             grpc_target=self._grpc_target,
+            directories=self._directories if config.directory else None,
             open_lane=(lambda worker: self._service.open_lane(worker)) if config.fast_lane else None,
         )
         self._door: TcpDoor | None = None
@@ -902,6 +906,7 @@ class Daemon:
         self.loop.close(CLOSE_TIMEOUT_S)
         self._regions.close(CLOSE_TIMEOUT_S)
         self._staging.close()
+        self._directories.end()
         self._arena.close()
         self._searches.close()
         self._directory.close()

@@ -209,6 +209,9 @@ class Process:
         keys = tuple(conversation.keys)
         if keys and self.hints.random() < 0.3:  # it found them in its own caches, or will in part
             self.tell(ev.Touch, namespace, keys[: self.hints.randrange(1, len(keys) + 1)])
+        if keys and self.hints.random() < 0.3:  # it found them in the directory
+            found = bytes(self.hints.randrange(3) for _ in keys)
+            self.tell(ev.Touched, namespace, keys, (len(keys),), found)
         if keys:
             yield from self.ask(ev.Match, namespace, keys, len(keys) * CHUNK_TOKENS)
             yield from self._load(namespace, keys)

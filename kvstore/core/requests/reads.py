@@ -183,13 +183,13 @@ class Reads:
         if not hits:
             return ev.Acquired(LeaseId(0), 0, outcomes, tuple(reasons), NO_EXTENTS, backlog)
         state.pin_all(namespace, hits)
-        self._used(namespace, hits)
+        self.note_used(namespace, hits)
         lease = state.leases.open(worker.group, worker.id, namespace.id, state.now + ttl_ms)
         lease.rows.extend(hits)
         extents = state.extents(namespace, hits, shards)
         return ev.Acquired(lease.id, ttl_ms, outcomes, tuple(reasons), extents, backlog)
 
-    def _used(self, namespace: Namespace, rows: Sequence[int]) -> None:
+    def note_used(self, namespace: Namespace, rows: Sequence[int]) -> None:
         state = self.state
         many = len(rows) >= state.batch_min and batch.distinct(rows)
         new = rows if many else list(dict.fromkeys(rows))
