@@ -12,9 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from kvstore.client import ReadLease
+from kvstore.client import Peeked, ReadLease
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Delay, Found, Plan, Why
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason, Tier
 
@@ -57,31 +57,19 @@ def lost_key(lease: ReadLease) -> ChunkKey | None:
     return lease.keys[lease.hits] if gone else None
 
 
-class Glimpse(NamedTuple):
-    """What the directory in shared memory says of leading keys at this moment."""
-
-    usable: int
-    """Can be had, from DRAM or SSD."""
-    hits: int
-    """Of them, those that are in DRAM."""
-
-
-def peek(namespace: Namespace, keys: Sequence[ChunkKey]) -> Glimpse | None:
-    """Of any number of keys, without waiting for anything; None: the directory cannot tell."""
-    look = getattr(namespace, "peek", None)
-    if look is None:
-        return None
+def peek(namespace: Namespace, keys: Sequence[ChunkKey]) -> Peeked | None:
+    """As the namespace's own, of any number of keys."""
     usable = hits = 0
     for start in range(0, len(keys), KEYS_PER_REQUEST_MAX):
         part = keys[start : start + KEYS_PER_REQUEST_MAX]
-        peeked = look(part)
+        peeked = namespace.peek(part)
         if peeked is None:
             return None
         hits += peeked.hits if hits == start else 0
         usable += peeked.usable
         if peeked.usable < len(part):
             break
-    return Glimpse(usable, hits)
+    return Peeked(usable, hits)
 
 
 def look_up(

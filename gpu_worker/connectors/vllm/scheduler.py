@@ -68,6 +68,8 @@ HINT_AFTER_S = 0.05
 """A request that waits longer is told to the daemon, and again every HINT_AGAIN_S."""
 HINT_AGAIN_S = 20.0
 TELLING_MAX = 16
+LOOKS_MAX = 64
+"""So often the daemon is asked about a request. If what it found is lost each time, the request is computed."""
 CLOSE_S = 2.0
 log = logging.getLogger(__name__)
 
@@ -97,6 +99,8 @@ class Tracked:
     """When the daemon was told that it waits; 0: it was not, or knows that it waits no more."""
     begun: bool = False
     """vLLM has computed some of it."""
+    looks: int = 0
+    """How often the daemon was asked about it."""
 
 
 class SchedulerSide:
@@ -334,6 +338,9 @@ class SchedulerSide:
         hashes = [bytes(block_hash) for block_hash in request.block_hashes[:limit]]
         lookup = self._at_once(request, hashes, local)
         if lookup is None:
+            tracked.looks += 1
+            if tracked.looks > LOOKS_MAX:
+                hashes = []
             digest = self._digest_of(request.lora_request)
             lookup = self._lookups.start(self._spec, hashes, digest, _key, promised=_promised(request))
         elif before is not None and before.done and before.hits == lookup.hits:
