@@ -7,6 +7,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvstore.promptcache import HuggingFaceTokenizer
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What half a character decodes to."""
 
@@ -53,6 +55,13 @@ class Text:
         text.encode()  # half a character: UnicodeEncodeError is a ValueError
         tokens: list[int] = self._encoding(text, **options)["input_ids"]
         return tokens
+
+    def tokenizer(self) -> HuggingFaceTokenizer:
+        """One of its own, for prompts of modules."""
+        copied = copy.deepcopy(self._encoding)
+        if self._template:
+            copied.chat_template = self._template
+        return HuggingFaceTokenizer(copied)
 
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self._decoding)

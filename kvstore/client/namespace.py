@@ -102,6 +102,8 @@ class MatchedHere(Matched):
     """What the directory said: the daemon is asked for `reasons` when somebody reads them."""
 
     __slots__ = ("_ask", "_told")
+    _ask: Callable[[], tuple[Reason, ...]]
+    _told: tuple[Reason, ...] | None
 
     def __init__(
         self, usable: int, outcomes: tuple[Outcome, ...], ask: Callable[[], tuple[Reason, ...]]
@@ -116,10 +118,12 @@ class MatchedHere(Matched):
             object.__setattr__(self, name, value)
 
     @property
-    def reasons(self) -> tuple[Reason, ...]:  # type: ignore[override]
-        if self._told is None:
-            object.__setattr__(self, "_told", self._ask())
-        return self._told
+    def reasons(self) -> tuple[Reason, ...]:
+        told = self._told
+        if told is None:
+            told = self._ask()
+            object.__setattr__(self, "_told", told)
+        return told
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Matched):
@@ -253,7 +257,7 @@ class Namespace:
         _check_iterable("batches", batches)
 
         def read(keys: Sequence[ChunkKey]) -> Operation[ReadLease]:
-            return self.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s)
+            return self.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s, pin=True)
 
         return Reads(batches, read, ahead)
 
@@ -469,6 +473,7 @@ class Namespace:
     ) -> Operation[Matched]:
         keys = _checked_keys("keys", keys)
         token_count = whole("token_count", token_count)
+        self._connection.deadline(timeout_s)
         published = self._looked_up(keys)
         if published is None or self._is_for_the_daemon(*published, all_keys=True):
             matched = yield from self._asking_match(keys, token_count, timeout_s)

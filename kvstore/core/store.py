@@ -101,11 +101,12 @@ class Store:
         self.recalls = Recalls(self.state, self.cold_tier, self.remote)
         self.scrub = Scrubber(self.state, self.cold_tier, self.transfers)
         self.reads.promote = self._bring
+        self.reads.look = self.sources.look
         self._next_namespace = 1
         self._requests: dict[type, Callable[[Worker, Any], ev.Answer | None]] = {
             ev.Open: self._open,
-            ev.Match: self._match,
-            ev.Acquire: self._acquire,
+            ev.Match: self.reads.match,
+            ev.Acquire: self.reads.acquire,
             ev.Renew: self.reads.renew,
             ev.Release: self.reads.release,
             ev.Reserve: self._reserve,
@@ -269,16 +270,6 @@ class Store:
             worker.memory.forget(number)
         return answer
 
-    def _match(self, worker: Worker, event: ev.Match) -> ev.Matched | None:
-        """None: answered when what is missing has been looked up beyond this node."""
-        return None if self.sources.park(worker, event) else self.reads.match(worker, event)
-
-    def _acquire(self, worker: Worker, event: ev.Acquire) -> ev.Acquired | None:
-        """As `_match`."""
-        if not event.local and self.sources.park(worker, event):
-            return None
-        return self.reads.acquire(worker, event)
-
     def _forget(self, worker: Worker, event: ev.Forget) -> ev.Done | None:
         """None: answered when nothing can bring back what was forgotten, as far as that can be had in time."""
         if not self.remote.active:
@@ -312,12 +303,15 @@ class Store:
         if worker is None:
             return
         answer: ev.Answer
+        found: ev.Matched | ev.Acquired | None
         try:
             state.worker(worker.id)
             if isinstance(event, ev.Match):
-                answer = self.reads.match(worker, event)
+                found = self.reads.match(worker, event, may_wait=False)
             else:
-                answer = self.reads.acquire(worker, event)
+                found = self.reads.acquire(worker, event, may_wait=False)
+            assert found is not None, event
+            answer = found
         except StoreError as error:
             answer = error
         if isinstance(event, ev.Match):
@@ -336,6 +330,7 @@ class Store:
         values = stats(self.state, worker, self.residents)
         if worker.admin:
             values["gauges"] |= traffic(self.queue, self.transfers) | self.actions.gauges()
+            values["gauges"] |= self.sources.gauges() | self.remote.gauges()
         return ev.Stats(values)
 
     def _open(self, worker: Worker, event: ev.Open) -> ev.Opened:
