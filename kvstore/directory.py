@@ -119,15 +119,19 @@ def buckets_for(rows: int) -> int:
 def hash_of(key: bytes) -> int:
     """Of 32 bytes. The daemon and its workers agree on it, and nobody else needs to: whoever can make keys that collide
     slows down nobody outside of his namespace."""
+    a: int
+    b: int
+    c: int
+    d: int
     a, b, c, d = _WORDS.unpack(key)
-    h = (a * _FACTORS[0] + b * _FACTORS[1] + c * _FACTORS[2] + d * _FACTORS[3]) & _MASK
+    h: int = (a * _FACTORS[0] + b * _FACTORS[1] + c * _FACTORS[2] + d * _FACTORS[3]) & _MASK
     h = ((h ^ h >> 32) * _LAST) & _MASK
     return h ^ h >> 29
 
 
 def hashes_of(keys: Words) -> Words:
     """The same for each row of four words."""
-    h = (keys * _FACTOR_WORDS).sum(axis=1, dtype=np.uint64)
+    h: Words = (keys * _FACTOR_WORDS).sum(axis=1, dtype=np.uint64)
     h ^= h >> _U(32)
     h *= _U(_LAST)
     h ^= h >> _U(29)

@@ -102,6 +102,8 @@ class MatchedHere(Matched):
     """What the directory said: the daemon is asked for `reasons` when somebody reads them."""
 
     __slots__ = ("_ask", "_told")
+    _ask: Callable[[], tuple[Reason, ...]]
+    _told: tuple[Reason, ...] | None
 
     def __init__(
         self, usable: int, outcomes: tuple[Outcome, ...], ask: Callable[[], tuple[Reason, ...]]
@@ -116,10 +118,12 @@ class MatchedHere(Matched):
             object.__setattr__(self, name, value)
 
     @property
-    def reasons(self) -> tuple[Reason, ...]:  # type: ignore[override]
-        if self._told is None:
-            object.__setattr__(self, "_told", self._ask())
-        return self._told
+    def reasons(self) -> tuple[Reason, ...]:
+        told = self._told
+        if told is None:
+            told = self._ask()
+            object.__setattr__(self, "_told", told)
+        return told
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Matched):
