@@ -177,7 +177,7 @@ class Load:
             self._stream.wait(event)
         self._copying_since = time.monotonic()
         for layer in range(layers + IN_FLIGHT - 1):
-            if self.failed:
+            if self._failure:
                 return
             if layer < layers:
                 self._copy(layer)
