@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.errors import Exhausted, Unavailable, Unsupported
+from kvstore.gpu_worker.assembly import Assembly
 from kvstore.gpu_worker.attention import NAME, check_pageable
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
 from kvstore.gpu_worker.device import Device
@@ -33,13 +34,13 @@ from kvstore.gpu_worker.pool_store import PoolStore
 from kvstore.gpu_worker.request import Request, Reused, check_request, is_session_name
 from kvstore.gpu_worker.sampling import GREEDY, NotNumbers, Sampler, Sampling
 from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX
-from kvstore.gpu_worker.scheduling import Scheduler
+from kvstore.gpu_worker.scheduling import SPANS_MAX, Scheduler
 from kvstore.keys import ROOT
 from kvstore.layout import NamespaceSpec
 from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
 
 if TYPE_CHECKING:
-    from kvstore.client import Client
+    from kvstore.client import Client, Namespace
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +188,12 @@ class BatchEngine:
             choice=choice,
         )
         self._forward = Forward(
-            model, self.pool, sequences_max=sequences_max, tokens_max=self.tokens_max, share=share
+            model,
+            self.pool,
+            sequences_max=sequences_max,
+            tokens_max=self.tokens_max,
+            share=share,
+            spans_max=SPANS_MAX,
         )
         self._count = 0
         self._closed = False
@@ -214,6 +220,16 @@ class BatchEngine:
         return self._store is not None and self._store.connected
 
     @property
+    def namespace(self) -> Namespace | None:
+        """Of what the model is now; None while there is no store, or nothing may be stored. From any thread."""
+        return None if self._store is None else self._store.namespace
+
+    @property
+    def moves(self) -> bool:
+        """Whether the store's KV can be used at other positions than it was computed at."""
+        return self._store is not None and self._store.moves
+
+    @property
     def refusal(self) -> str:
         """Why KV of this model is neither shared nor stored; "" if it is."""
         return self._refusal
@@ -232,12 +248,16 @@ class BatchEngine:
         root: ChunkKey = ROOT,
         sampling: Sampling = GREEDY,
         stop_tokens: Sequence[int] = (),
+        assembly: Assembly | None = None,
+        sampler: Sampler | None = None,
     ) -> int:
         """A request, which runs from the next step on if there is room; returns its number. It gets 1 to
         `max_new_tokens` tokens, the last perhaps one of `stop_tokens`. The same seed gives the same tokens whatever
         runs beside it. `session`: names the conversation, with 1 to 256 bytes; without such a name only full chunks are
         stored. `root`: what the keys of its chunks begin with; requests with different ones share nothing, here and in
-        the store. Raises ValueError for what the model cannot take or the pool cannot hold, Exhausted when too many
+        the store. `assembly`: the prompt is put together of parts, which the store may have; its own KV is nobody
+        else's, but for what the assembly keeps. `sampler`: chooses the tokens, instead of one that is made from
+        `sampling`. Raises ValueError for what the model cannot take or the pool cannot hold, Exhausted when too many
         wait."""
         self._check_open()
         check_request(prompt, max_new_tokens, vocabulary=self._vocabulary)
@@ -247,6 +267,15 @@ class BatchEngine:
                 f"{len(prompt)} and {max_new_tokens} tokens: the model and a pool of {self.pool.chunks} chunks "
                 f"take {self.tokens_max}"
             )
+        if assembly is not None:
+            if list(assembly.tokens) != list(prompt):
+                raise ValueError("the prompt is not the assembly's")
+            positions = self._model.config.max_position_embeddings
+            if assembly.end + max_new_tokens > positions:
+                raise ValueError(
+                    f"the prompt ends at position {assembly.end}, and {max_new_tokens} tokens are wanted: the model has"
+                    f" {positions} positions"
+                )
         if self.waiting >= self.waiting_max:
             self.counters["requests_rejected"] += 1
             raise Exhausted(
@@ -261,9 +290,10 @@ class BatchEngine:
             [int(token) for token in prompt],
             limit,
             frozenset(stop_tokens),
-            Sampler(sampling),
+            sampler or Sampler(sampling),
             session=self._named(session),
             root=root,
+            assembly=assembly,
         )
         self._scheduler.waiting.append(request)
         self.counters["requests"] += 1

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.errors import Unsupported
+from kvstore.gpu_worker.assembly import Span
 from kvstore.gpu_worker.attention import Layers, Step, paged
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.linear import turnable, turned
@@ -27,8 +28,16 @@ class Forward:
     for each is a number more), and one of those whose prompts are read, made anew each time."""
 
     def __init__(
-        self, model: PreTrainedModel, pool: HbmPool, *, sequences_max: int, tokens_max: int, share: bool
+        self,
+        model: PreTrainedModel,
+        pool: HbmPool,
+        *,
+        sequences_max: int,
+        tokens_max: int,
+        share: bool,
+        spans_max: int = 0,
     ) -> None:
+        """`spans_max`: how many spans of tokens one call computes beside the first of each request."""
         self.model = model.eval()
         self._linear = turnable(model)
         self._tokens_max = tokens_max
@@ -38,22 +47,21 @@ class Forward:
         split = max(1, SPLIT_TOKENS // self._chunk_tokens) * self._chunk_tokens
         # A sequence has a piece for every `split` tokens, and one more for each run, of which there are no more than
         # sequences on its path; all together have no more items than that.
-        most = sequences_max * (tokens_max // split + 1 + sequences_max)
         group = model.config.num_attention_heads // pool.geometry.heads
         on_gpu = model.device.type != "cpu"
         self._decoding, self._prefilling = (
             Forest(
                 chunk_tokens=self._chunk_tokens,
                 chunks=pool.chunks,
-                sequences_max=sequences_max,
+                sequences_max=rows,
                 split_tokens=split,
-                tile_sequences=max(1, TILE_ROWS // group) if on_gpu else sequences_max,
-                items_max=most,
-                partials_max=most,
+                tile_sequences=max(1, TILE_ROWS // group) if on_gpu else rows,
+                items_max=rows * (tokens_max // split + 1 + rows),
+                partials_max=rows * (tokens_max // split + 1 + rows),
                 share=share,
                 device=model.device,
             )
-            for _ in range(2)
+            for rows in (sequences_max, sequences_max + spans_max)
         )
 
     def renew(self) -> None:
@@ -79,20 +87,20 @@ class Forward:
         """Computes the next so many tokens of each request; of those that have none left then, the logits
         [vocabulary] after the last, in float32. `watch` is told when attention of each layer comes and is over."""
         decoding = [request for request, count in pieces.items() if count == 1]
-        prefilling = {request: count for request, count in pieces.items() if count > 1}
+        prefilling = {request: request.spans(count) for request, count in pieces.items() if count > 1}
         ids: list[int] = []
         positions: list[int] = []
         places: list[int] = []
         chunks: list[int] = []
         last: dict[Request, int] = {}
         for request in (*decoding, *prefilling):
-            start, end = request.computed, request.computed + pieces[request]
-            ids += request.tokens[start:end]
-            positions += request.positions(start, end)
-            places += (at % self._chunk_tokens for at in range(start, end))
-            chunks += [request.chunks[at // self._chunk_tokens] for at in range(start, end)]
-            if end == len(request.tokens):
-                last[request] = len(ids) - 1
+            for start, end in request.spans(pieces[request]):
+                ids += request.tokens[start:end]
+                positions += request.positions(start, end)
+                places += (at % self._chunk_tokens for at in range(start, end))
+                chunks += [request.chunks[at // self._chunk_tokens] for at in range(start, end)]
+                if end == len(request.tokens):
+                    last[request] = len(ids) - 1
 
         lines = [0] * self._decoding.sequences_max
         for line, request in enumerate(decoding):
@@ -134,23 +142,28 @@ class Forward:
             else:  # it did not decode before; or another one did in this row, or it did in other chunks
                 if row in forest:
                     forest.leave(row)
-                self._join(forest, request, tokens + 1)
+                self._join(forest, request, tokens + 1, row)
         return forest.plan() if sequences else None
 
-    def _prefill_plan(self, pieces: Mapping[Request, int]) -> PrefillPlan | None:
-        if not pieces:
-            return None
-        for request, count in pieces.items():
-            self._join(self._prefilling, request, request.computed + count)
+    def _prefill_plan(self, pieces: Mapping[Request, Sequence[Span]]) -> PrefillPlan | None:
+        """A span is computed as if it was the end of its sequence. Of a request with several, each but the first has a
+        row of its own; they attend to one another, since all keys are written before any is read."""
+        rows: dict[int, int] = {}
+        free = iter(range(self._decoding.sequences_max, self._prefilling.sequences_max))
         try:
-            return self._prefilling.prefill({request.row: count for request, count in pieces.items()})
+            for request, spans in pieces.items():
+                for number, (start, end) in enumerate(spans):
+                    row = next(free) if number else request.row
+                    self._join(self._prefilling, request, end, row)
+                    rows[row] = end - start
+            return self._prefilling.prefill(rows) if rows else None
         finally:
-            for request in pieces:
-                self._prefilling.leave(request.row)
+            for row in rows:
+                self._prefilling.leave(row)
 
-    def _join(self, forest: Forest, request: Request, tokens: int) -> None:
+    def _join(self, forest: Forest, request: Request, tokens: int, row: int) -> None:
         chunks = request.chunks[: -(-tokens // self._chunk_tokens)]
-        forest.join(request.row, chunks, tokens, request.seen_before(tokens))
+        forest.join(row, chunks, tokens, request.seen_before(tokens))
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.model.device)

@@ -45,8 +45,8 @@ class LoadFailed(Exception):
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One chunk to load: its number in the lease, and the tokens [first_token, first_token + token_count) it fills.
-    `delta`: how far its keys have moved from the positions that they were computed at. Our engines leave it 0, as their
-    answers are those of a model that computed everything, and moved KV has seen other tokens before it."""
+    `delta`: how far its keys have moved from the positions that they were computed at. Only modules of Prompt Cache
+    move: all else is to be what a model computes from the tokens, and moved KV has seen other tokens before it."""
 
     index: int
     first_token: int
@@ -55,7 +55,8 @@ class Piece:
 
 
 Target = Callable[[int, Piece], Any]
-"""Where a piece goes in a layer: [2, H_kv, token_count, D], `Bits` in host memory, else a tensor."""
+"""Where a piece goes in a layer: [2, H_kv, token_count, D], `Bits` in host memory, else a tensor; or a list of such,
+whose tokens follow one another."""
 Regions = Callable[[int], Iterable[Region]]
 """What a layer of the load writes, for devices that look at that."""
 
@@ -209,26 +210,40 @@ class Load:
     def _copy(self, layer: int) -> None:
         """Gives the stream the copies of one layer."""
         offset = self._geometry.offset(layer)
-        plain = [
-            (piece.index, SHARD, offset, self._target(layer, piece))
-            for piece in self._pieces
-            if not piece.delta
-        ]
-        moved = [piece for piece in self._pieces if piece.delta]
+        plain: list[tuple[int, int, int, Any]] = []
+        others: list[tuple[Piece, list[Any]]] = []
+        """What is not copied as it is: it moves, or goes to several places."""
+        for piece in self._pieces:
+            target = self._target(layer, piece)
+            if piece.delta or isinstance(target, list):
+                others.append((piece, target if isinstance(target, list) else [target]))
+            else:
+                plain.append((piece.index, SHARD, offset, target))
         work = self._bring if self._device.in_host_memory else self._enqueue
         self._stream.run(
-            partial(work, layer, plain, moved), reads=[self._source], writes=list(self._regions(layer))
+            partial(work, layer, plain, others), reads=[self._source], writes=list(self._regions(layer))
         )
 
-    def _bring(self, layer: int, plain: Sequence[tuple[int, int, int, Bits]], moved: Sequence[Piece]) -> None:
+    def _bring(
+        self,
+        layer: int,
+        plain: Sequence[tuple[int, int, int, Bits]],
+        others: Sequence[tuple[Piece, Sequence[Bits]]],
+    ) -> None:
         """In every call the lease compares the slots' generations before the first byte and after the last: what is
         reported as loaded here was the committed bytes, whatever becomes of the slots later."""
         if self._failure:
             return
         try:
-            whole = (not plain or self._lease.copy_many(plain)) and all(
-                self._move(layer, piece) for piece in moved
-            )
+            offset, copies, stored = self._geometry.offset(layer), list(plain), []
+            for piece, targets in others:
+                _, heads, _, size = targets[0].shape
+                stored.append(np.empty((2, heads, piece.token_count, size), targets[0].dtype))
+                copies.append((piece.index, SHARD, offset, stored[-1]))
+            whole = not copies or self._lease.copy_many(copies)
+            if whole:
+                for (piece, targets), source in zip(others, stored, strict=True):
+                    self._scatter(layer, piece, source, targets)
         except Exception as error:
             log.exception("loading failed")
             self.cancel(f"the loader failed: {error!r}")
@@ -236,17 +251,19 @@ class Load:
         if not whole:
             self.cancel(f"the lease was void at layer {layer}")
 
-    def _move(self, layer: int, piece: Piece) -> bool:
-        keys, values = self._target(layer, piece)
-        stored = np.empty(keys.shape, keys.dtype)
-        offset = self._geometry.offset(layer)
-        whole = self._lease.copy_many(
-            [(piece.index, SHARD, offset, stored), (piece.index, SHARD, offset + stored.nbytes, values)]
-        )
-        if whole:
-            source, target = (torch.from_numpy(each).view(self._geometry.dtype) for each in (stored, keys))
-            rotate(source, self._rotation(layer, piece), out=target)
-        return bool(whole)
+    def _scatter(self, layer: int, piece: Piece, stored: Bits, targets: Sequence[Bits]) -> None:
+        begin = 0
+        for target in targets:
+            here = slice(begin, begin + target.shape[2])
+            begin = here.stop
+            if not piece.delta:
+                target[...] = stored[:, :, here]
+                continue
+            keys, out = (
+                torch.from_numpy(each).view(self._geometry.dtype) for each in (stored[0, :, here], target[0])
+            )
+            rotate(keys, self._rotation(layer, piece), out=out)
+            target[1] = stored[1, :, here]
 
     def _rotation(self, layer: int, piece: Piece) -> Rotation:
         assert self._positions is not None
@@ -257,20 +274,32 @@ class Load:
     # ------------------------------------------------------------------- memory that the client's copies do not reach
 
     def _enqueue(
-        self, layer: int, plain: Sequence[tuple[int, int, int, torch.Tensor]], moved: Sequence[Piece]
+        self,
+        layer: int,
+        plain: Sequence[tuple[int, int, int, torch.Tensor]],
+        others: Sequence[tuple[Piece, Sequence[torch.Tensor]]],
     ) -> None:
         """Copies right out of the mapped slots. What was read is not used before `_intact` has said that it was the
         committed bytes, at the end."""
         for index, shard, offset, target in plain:
             if (source := self._slot(index, shard, offset, target)) is not None:
                 target.copy_(source, non_blocking=True)
-        for piece in moved:
-            target = self._target(layer, piece)
-            if (source := self._slot(piece.index, SHARD, self._geometry.offset(layer), target)) is not None:
-                stored = target.new_empty(target.shape)
-                stored.copy_(source, non_blocking=True)
-                rotate(stored[0], self._rotation(layer, piece), out=target[0])
-                target[1].copy_(stored[1])
+        for piece, targets in others:
+            _, heads, _, size = targets[0].shape
+            stored = targets[0].new_empty((2, heads, piece.token_count, size))
+            source = self._slot(piece.index, SHARD, self._geometry.offset(layer), stored)
+            if source is None:
+                return
+            stored.copy_(source, non_blocking=True)
+            begin = 0
+            for target in targets:
+                here = stored[:, :, begin : begin + target.shape[2]]
+                begin += target.shape[2]
+                if piece.delta:
+                    rotate(here[0].contiguous(), self._rotation(layer, piece), out=target[0])
+                    target[1].copy_(here[1])
+                else:
+                    target.copy_(here)
 
     def _slot(self, index: int, shard: int, offset: int, target: torch.Tensor) -> torch.Tensor | None:
         slot = self._lease.unsafe_view(index, shard)

@@ -24,13 +24,16 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.client import SessionEntry, SessionInfo
+from kvstore.errors import Unsupported
+from kvstore.gpu_worker.assembly import Assembly, Part
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Plan, Why
 from kvstore.gpu_worker.device import Device, device_of
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.loader import Load, Loader, LoadFailed, Piece
+from kvstore.gpu_worker.positions import Positions
 from kvstore.gpu_worker.request import Request
 from kvstore.gpu_worker.residency import REPORT_KEYS_MAX, Reporter
-from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, Saver, Shards, TurnSave
+from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, PartSave, Saver, Shards, TurnSave
 from kvstore.gpu_worker.store import CONNECT_AGAIN_S, Store
 from kvstore.gpu_worker.write_buffer import Outgoing, WriteBuffer, regions
 from kvstore.layout import NamespaceSpec
@@ -61,6 +64,11 @@ class Found:
     """The session's manifest."""
     plan: Plan | None = None
     """Why so many; None: nothing was weighed."""
+
+    parts: tuple[tuple[int, Part], ...] = ()
+    """Of a prompt that is put together: its parts that are there, each with its number in the lease."""
+    missing: frozenset[ChunkKey] = frozenset()
+    """Keys of the others."""
 
     def tokens(self, chunk_tokens: int) -> int:
         """Of the prompt, in its chunks and its tail."""
@@ -108,7 +116,8 @@ class PoolStore:
         )
         self._lookups = ThreadPoolExecutor(max_workers=LOOKUP_THREADS, thread_name_prefix="kv-lookup")
         self._no_lookup_before = 0.0
-        self._loader = Loader(pool.geometry, device=self._device)
+        self._positions = _positions_of(model)
+        self._loader = Loader(pool.geometry, self._positions, device=self._device)
         self._buffer = WriteBuffer(pool, self._device)
         self._staged: dict[Request, Outgoing] = {}
         """Chunks that become full in the step that runs."""
@@ -135,6 +144,16 @@ class PoolStore:
         """Whether there is a daemon, as far as we know."""
         return self._store.namespace() is not None
 
+    @property
+    def namespace(self) -> Namespace | None:
+        """None while there is no daemon."""
+        return self._store.namespace()
+
+    @property
+    def moves(self) -> bool:
+        """Whether KV can be loaded to other positions than it was computed at."""
+        return self._positions is not None
+
     def use(self, spec: NamespaceSpec | None) -> None:
         """From now on loads and saves are those of this namespace; None: there are none."""
         self._store.use(spec)
@@ -147,6 +166,8 @@ class PoolStore:
         namespace = self._store.namespace()
         if namespace is None or len(request.tokens) < 2 or time.monotonic() < self._no_lookup_before:
             return None
+        if request.assembly is not None:
+            return self._look_up_parts(namespace, request.assembly, request.computed)
         # As many as the store takes at once, the tail included: of a longer prompt the rest is computed
         whole = min((len(request.tokens) - 1) // self._chunk_tokens, KEYS_PER_REQUEST_MAX - 1)
         if not whole and not request.session:
@@ -156,12 +177,40 @@ class PoolStore:
         have = request.computed // self._chunk_tokens
         before = self._saving.get(session) if session else None
 
+        def find() -> Found:
+            if before is not None:  # our own save of the turn before, still under way
+                before.saved.wait(self._lookup_timeout_s)
+            return self._find(namespace, keys, tokens, session, root, have)
+
+        return self._ask(find)
+
+    def _look_up_parts(self, namespace: Namespace, assembly: Assembly, first: int) -> Future[Found] | None:
+        """Of the parts from slot `first` on, whichever are there. Those of another namespace than the one of now are
+        not: their keys are others."""
+        wanted = [part for part in assembly.parts if part.first >= first and (self.moves or not part.delta)]
+        del wanted[KEYS_PER_REQUEST_MAX:]
+        if not wanted or assembly.salt != namespace.salt:
+            return None
+
+        def find() -> Found:
+            lease, promoted = self._store.read(namespace, [part.key for part in wanted], any_order=True)
+            there = [outcome is Outcome.HIT for outcome in lease.outcomes]
+            return Found(
+                lease,
+                from_ssd=promoted,
+                parts=tuple((number, part) for number, part in enumerate(wanted) if there[number]),
+                missing=frozenset(part.key for number, part in enumerate(wanted) if not there[number]),
+            )
+
+        return self._ask(find)
+
+    def _ask(self, find: Callable[[], Found]) -> Future[Found]:
+        """On a thread of its own."""
+
         def ask() -> Found:
             began = time.monotonic()
             try:
-                if before is not None:  # our own save of the turn before, still under way
-                    before.saved.wait(self._lookup_timeout_s)
-                found = self._find(namespace, keys, tokens, session, root, have)
+                found = find()
             except Exception:
                 # Our bug, or the client's: said loudly here, while the model must not wait for what will not come.
                 log.exception("looking up failed")
@@ -196,6 +245,33 @@ class PoolStore:
             place,
             deadline_s=float("inf"),
             # Whoever had these chunks before may still read them, and have written them
+            after=[self._device.compute.record(), *self._buffer.reads(chunks)],
+            regions=lambda layer: regions(layer, chunks),
+        )
+
+    def load_parts(self, found: Found, first: int, chunks: Sequence[int]) -> Load:
+        """The parts that are there, into a prompt's chunks from number `first` on: a part may lie in two of them. Takes
+        over the lease."""
+        assert found.lease is not None
+        size = self._chunk_tokens
+        pieces = [Piece(number, part.first, part.count, part.delta) for number, part in found.parts]
+        layers = self._buffer.layers or self._pool.layers
+
+        def place(layer: int, piece: Piece) -> Any:
+            targets = []
+            at, end = piece.first_token, piece.first_token + piece.token_count
+            while at < end:
+                number, inside = divmod(at, size)
+                until = min(size, inside + end - at)
+                targets.append(layers[layer][chunks[number - first]][:, :, inside:until])
+                at += until - inside
+            return targets[0] if len(targets) == 1 else targets
+
+        return self._loader.start(
+            found.lease,
+            pieces,
+            place,
+            deadline_s=float("inf"),
             after=[self._device.compute.record(), *self._buffer.reads(chunks)],
             regions=lambda layer: regions(layer, chunks),
         )
@@ -246,18 +322,24 @@ class PoolStore:
         self._healthy = len(pieces)
         written = []
         for request, count in pieces.items():
-            first, last = request.computed // size, (request.computed + count - 1) // size
-            written += request.chunks[first : last + 1]
+            spans = request.spans(count)
+            first = request.computed // size
+            for begin, end in spans:
+                written += request.chunks[begin // size : -(-end // size)]
             full = (request.computed + count) // size
-            if count > 1 and full > first and request.load is None:
+            if count > 1 and full > first and request.load is None and request.assembly is None:
                 self._stage(request, full)
         for event in self._buffer.reads(written):
             self._device.compute.wait(event)
         if self._device.tracks:
             self._touching = {
                 request: (
-                    request.chunks[: -(-(request.computed + count) // size)],
-                    request.chunks[request.computed // size : -(-(request.computed + count) // size)],
+                    request.chunks[: -(-request.spans(count)[-1][1] // size)],
+                    [
+                        chunk
+                        for begin, end in request.spans(count)
+                        for chunk in request.chunks[begin // size : -(-end // size)]
+                    ],
                 )
                 for request, count in pieces.items()
             }
@@ -319,6 +401,19 @@ class PoolStore:
         self._ended.append((save, request.store_keys[:whole]))
         if request.session:
             self._saving[request.session] = save
+
+    def save_parts(self, request: Request) -> None:
+        """What its assembly is computed for: all of it is in the pool."""
+        assembly, namespace = request.assembly, self._store.namespace()
+        assert assembly is not None
+        if namespace is None or namespace.salt != assembly.salt or not assembly.kept:
+            return
+        size = self._chunk_tokens
+        first = min(kept.first for kept in assembly.kept) // size * size
+        count = max(kept.first + kept.count for kept in assembly.kept) - first
+        source = _Chunks(self._buffer, request.chunks, None)
+        save = PartSave(namespace, assembly.owner, assembly.kept, first, count)
+        self.saver.put_parts(save, lambda: source.snapshot(first, count))
 
     def abandon(self, request: Request) -> None:
         """It ends before its prompt was read: what was queued of it is saved, and is nobody's manifest."""
@@ -400,6 +495,15 @@ class PoolStore:
             self._device.close()
         finally:
             self._store.close()
+
+
+def _positions_of(model: PreTrainedModel) -> Positions | None:
+    """None: keys of such a model cannot be moved."""
+    try:
+        return Positions.of(model)
+    except (Unsupported, AttributeError, KeyError) as error:
+        log.debug("KV stays at its positions: %s", error)
+        return None
 
 
 def maker_of(model: PreTrainedModel) -> bytes:

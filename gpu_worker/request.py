@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.gpu_worker.assembly import Assembly, Span
 from kvstore.gpu_worker.sampling import Sampler
 from kvstore.kernels.stretches import Stretch
 from kvstore.keys import ROOT
@@ -59,7 +60,7 @@ class Request:
     store_keys: list[ChunkKey] = field(default_factory=list)
     """Of the same chunks, in the store; as many as were asked for."""
     computed: int = 0
-    """Tokens whose KV is in `chunks`; not those that are being loaded."""
+    """Leading tokens whose KV is in `chunks`; not those that are being loaded."""
     row: int = -1
     """Its row in the forests, while it runs."""
     lookup: Future[Found] | None = None
@@ -82,9 +83,16 @@ class Request:
     """Why no token followed from its logits."""
     alone: bool = False
     """It reuses nothing: what it reused before was no numbers."""
+    assembly: Assembly | None = None
+    """Of a prompt that is put together of parts, what stands where."""
+    holes: list[Span] = field(default_factory=list)
+    """Of such a prompt, once its parts are loaded: what is computed yet, as spans of `tokens`. Without any, all of
+    `tokens` from `computed` on is."""
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
+        if self.assembly is not None:
+            self.jumps = self.assembly.jumps
 
     def position(self, number: int) -> int:
         """Where its own token of that number stands."""
@@ -106,7 +114,42 @@ class Request:
 
     @property
     def missing(self) -> int:
+        """Tokens that are to be computed."""
+        if self.holes:
+            return sum(end - begin for begin, end in self.holes)
         return len(self.tokens) - self.computed
+
+    @property
+    def shared_tokens(self) -> int:
+        """Leading tokens whose KV depends on nothing but themselves: what others may share."""
+        return len(self.tokens) if self.assembly is None else min(self.assembly.exact, len(self.tokens))
+
+    def spans(self, count: int) -> list[Span]:
+        """Where the next `count` tokens stand that are computed."""
+        found: list[Span] = []
+        for begin, end in self.holes or [(self.computed, len(self.tokens))]:
+            if count <= 0:
+                break
+            found.append((begin, min(end, begin + count)))
+            count -= end - begin
+        return found
+
+    def advance(self, count: int) -> None:
+        """The next `count` tokens have been computed."""
+        if not self.holes:
+            self.computed += count
+            return
+        while count:
+            begin, end = self.holes[0]
+            done = min(count, end - begin)
+            count -= done
+            if begin + done < end:
+                self.holes[0] = begin + done, end
+            else:
+                del self.holes[0]
+            self.computed = begin + done
+        if self.holes:
+            self.computed = self.holes[0][0]
 
 
 def check_request(prompt: Sequence[int], max_new_tokens: int, *, vocabulary: int) -> None:

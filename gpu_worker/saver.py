@@ -16,7 +16,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ import xxhash
 
 from kvstore.client import SessionEntry, SessionInfo
 from kvstore.errors import Conflict, Precondition, StoreError
+from kvstore.gpu_worker.assembly import Kept
 from kvstore.gpu_worker.device import DeviceFailed
 from kvstore.gpu_worker.layout import Geometry
 from kvstore.keys import ROOT
@@ -139,12 +141,30 @@ class _Save:
     """Something before it was not queued."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PartSave:
+    """Save chunks of a prompt that was put together for it (a module of Prompt Cache): `shards` are its KV, `count`
+    tokens from slot `first` on, a multiple of the chunk. All of them become the manifest of `owner`, in place of what
+    it was; without all of them there is none, and what was committed is evicted like any other chunk that nobody
+    names."""
+
+    namespace: Namespace
+    owner: str
+    kept: tuple[Kept, ...]
+    first: int
+    count: int
+    shards: Shards | None = None
+    saved: threading.Event = field(default_factory=threading.Event)
+    """Set when all was saved or dropped."""
+
+
 class Saver:
     """One thread that saves in the order in which things were queued.
 
     `counters` by name: chunks_saved, bytes_saved, chunks_already (others had saved them), chunks_dropped (queue full or
     behind a hole), chunks_recalled (forgotten again, see `follow`), chunks_refused (the store had no room or was away),
-    chunks_compared and chunks_differed (with what others had saved), manifests, manifests_dropped.
+    chunks_compared and chunks_differed (with what others had saved), manifests, manifests_dropped; modules_saved and
+    modules_dropped, of Prompt Cache.
     """
 
     def __init__(
@@ -165,7 +185,7 @@ class Saver:
         self._maker = maker
         self._audit_every = audit_every
         self._changed = threading.Condition()  # guards all below, and `counters`
-        self._saves: deque[_Save | None] = deque()
+        self._saves: deque[_Save | PartSave | None] = deque()
         """None: forget what was saved before it and is not verified."""
         self._waiting_bytes = 0
         self._busy = False
@@ -197,6 +217,24 @@ class Saver:
             self._changed.notify_all()
             return True
 
+    def put_parts(self, save: PartSave, snapshot: Callable[[], Shards]) -> bool:
+        """Queues a save, or drops it: False. Never waits."""
+        if not self.has_room(save.count):
+            with self._changed:
+                self._drop(save)
+            return False
+        with self._changed:
+            try:
+                save = replace(save, shards=snapshot())
+            except DeviceFailed as error:
+                log.warning("not saved: %s", error)
+                self._drop(save)
+                return False
+            self._saves.append(save)
+            self._waiting_bytes += self._bytes(save)
+            self._changed.notify_all()
+            return True
+
     def has_room(self, tokens: int) -> bool:
         """Whether a save of so many tokens would be taken now."""
         with self._changed:
@@ -207,7 +245,7 @@ class Saver:
     def forget(self) -> None:
         """Drops what is queued: it was computed with weights that count no more. What is being saved ends first."""
         with self._changed:
-            kept: deque[_Save | None] = deque()
+            kept: deque[_Save | PartSave | None] = deque()
             for save in self._saves:
                 if save is None:
                     kept.append(None)
@@ -261,6 +299,8 @@ class Saver:
             try:
                 if save is None:
                     self._recall()
+                elif isinstance(save, PartSave):
+                    self._save_parts(save)
                 else:
                     self._do(save)
             except Exception as error:
@@ -268,8 +308,9 @@ class Saver:
                 log.exception("saving failed")
                 with self._changed:
                     self._error = self._error or error
-                    if save is not None:
+                    if isinstance(save, _Save):
                         save.turn.whole = False
+                    if save is not None:
                         self._drop(save)
             finally:
                 with self._changed:
@@ -404,6 +445,96 @@ class Saver:
         assert save.shards is not None
         return save.shards.shard((first_token - save.first_token) // self.geometry.chunk_tokens)
 
+    def _save_parts(self, save: PartSave) -> None:
+        """In batches that fit into staging memory; each is visible as a whole or not at all."""
+        assert save.shards is not None
+        most = max(1, BATCH_BYTES_MAX // self.geometry.shard_bytes)
+        whole, mine = True, 0
+        try:
+            save.shards.wait()
+            for exact, alike in groupby(save.kept, key=lambda kept: kept.exact):
+                group = list(alike)
+                for start in range(0, len(group), most):
+                    batch = group[start : start + most]
+                    saved = self._save_part_batch(save, batch, exact=exact) if whole else -1
+                    whole = whole and saved >= 0
+                    mine += max(saved, 0)
+        except DeviceFailed as error:
+            log.warning("not saved: %s", error)
+            whole = False
+        whole = whole and self._own_parts(save)
+        with self._changed:
+            self.counters["chunks_saved"] += mine
+            self.counters["bytes_saved"] += mine * self.geometry.shard_bytes
+            self.counters["modules_saved" if whole else "modules_dropped"] += 1
+        save.saved.set()
+
+    def _save_part_batch(self, save: PartSave, kept: Sequence[Kept], *, exact: bool) -> int:
+        """How many were not there already; -1: not all of them are there now."""
+        try:
+            with save.namespace.write(
+                [one.key for one in kept],
+                parents=[one.parent for one in kept],
+                token_counts=[one.count for one in kept],
+                derived=not exact,
+                maker=self._maker,
+                timeout_s=self._timeout_s,
+            ) as batch:
+                for index in batch.granted:
+                    self._fill_part(batch.buffer(index), save, kept[index])
+                    batch.written(index)
+                if not all(result in IN_STORE for result in batch.results) or not self._commit(batch):
+                    return -1
+                mine = [kept[index].key for index in batch.granted]
+                with self._changed:
+                    if mine:
+                        self._unverified.append((time.monotonic(), save.namespace, mine))
+                return len(mine)
+        except StoreError as error:
+            log.info("module not saved: %s", error)
+        return -1
+
+    def _fill_part(self, out: npt.NDArray[np.uint8], save: PartSave, kept: Kept) -> None:
+        """A chunk of its own out of the slots that it fills in those of the prompt."""
+        assert save.shards is not None
+        geometry, size = self.geometry, self.geometry.chunk_tokens
+        out[...] = 0
+        at, done = kept.first - save.first, 0
+        while done < kept.count:
+            number, inside = divmod(at + done, size)
+            count = min(size - inside, kept.count - done)
+            shard = save.shards.shard(number)
+            filled = min(size, save.count - number * size)
+            for layer in range(geometry.layers):
+                source = geometry.window(shard, layer, filled)[:, :, inside : inside + count]
+                geometry.window(out, layer, kept.count)[:, :, done : done + count] = source
+            done += count
+
+    def _own_parts(self, save: PartSave) -> bool:
+        """The owner's manifest names them, so that they are not lost one by one."""
+        entries = [SessionEntry(one.key, one.position, one.count, approximate=True) for one in save.kept]
+        if not save.owner:
+            return True
+        try:
+            for _ in range(MANIFEST_TRIES):
+                info = save.namespace.get_session(save.owner, timeout_s=self._timeout_s)
+                if info is not None and list(info.entries) == entries:
+                    return True
+                try:
+                    save.namespace.update_session(
+                        save.owner,
+                        expected_version=info.version if info is not None else 0,
+                        keep=0,
+                        append=entries[:KEYS_PER_REQUEST_MAX],
+                        timeout_s=self._timeout_s,
+                    )
+                except Conflict:  # another worker was faster
+                    continue
+                return True
+        except StoreError as error:
+            log.info("manifest of module not updated: %s", error)
+        return False
+
     def _publish(self, turn: TurnSave) -> None:
         """The session's manifest becomes the history that is in the store, as far as one request can name it."""
         info, entries = turn.base, turn.entries[:KEYS_PER_REQUEST_MAX]
@@ -440,18 +571,22 @@ class Saver:
         with self._changed:
             self.counters["manifests_dropped"] += 1
 
-    def _drop(self, save: _Save) -> None:
+    def _drop(self, save: _Save | PartSave) -> None:
         """Caller holds the lock."""
         if save.shards is not None:
             save.shards.release()
-        if save.tokens:
+        if isinstance(save, PartSave):
+            self.counters["modules_dropped"] += 1
+            save.saved.set()
+        elif save.tokens:
             self.counters["chunks_dropped"] += -(-len(save.tokens) // self.geometry.chunk_tokens)
         else:
             self.counters["manifests_dropped"] += 1
             save.turn.saved.set()
 
-    def _bytes(self, save: _Save) -> int:
-        return len(save.tokens) * self.geometry.token_bytes * self.geometry.layers
+    def _bytes(self, save: _Save | PartSave) -> int:
+        tokens = save.count if isinstance(save, PartSave) else len(save.tokens)
+        return tokens * self.geometry.token_bytes * self.geometry.layers
 
 
 def _common(old: Sequence[SessionEntry], new: Sequence[SessionEntry]) -> int:

@@ -12,9 +12,11 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from kvstore.gpu_worker.assembly import Assembly
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Computing, read_buffer_layers
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.loader import Load, LoadFailed
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 IDLE_S = 0.05
 """How long to wait at a time when there is nothing to compute before something has arrived."""
+SPANS_MAX = 32
+"""Of one step, beside the first of each request: prompts that are put together are computed in several places."""
 _SALT = bytes(SALT_BYTES)  # keys of the pool are compared with one another only
 
 
@@ -79,7 +83,7 @@ class Scheduler:
         self._admit()
         pieces: dict[Request, int] = {}
         promised: set[ChunkKey] = set()  # of chunks that a request looked at before is to compute or loads
-        budget = self._prefill_tokens
+        budget, spans_left = self._prefill_tokens, SPANS_MAX
         for request in sorted(self.running, key=lambda request: request.missing > 1):
             if request.row < 0:
                 continue  # it had to make room meanwhile
@@ -87,10 +91,13 @@ class Scheduler:
             if self._restoring(request, promised, pieces):
                 continue
             count = 1 if request.missing == 1 else min(request.missing, budget)
+            spans = request.spans(count)[: spans_left + 1]
+            count = sum(end - begin for begin, end in spans)
             if count == 0 or self._next(request) in promised:
                 continue
-            if self._make_room(request, request.computed + count, pieces):
+            if self._make_room(request, spans[-1][1], pieces):
                 pieces[request] = count
+                spans_left -= len(spans) - 1
                 if request.missing > 1:
                     budget -= count
                     promised.update(self._adoptable(request)[request.computed // self._chunk_tokens :])
@@ -105,7 +112,7 @@ class Scheduler:
         if self._store is None:
             return
         for request in list(islice(self.waiting, self._load_ahead)):
-            if request.alone:
+            if request.alone or request.assembly is not None:
                 continue
             self._adopt(request)
             if request.load is None and request.lookup is None:
@@ -118,11 +125,11 @@ class Scheduler:
     def computed(self, request: Request, count: int) -> None:
         """The KV of so many tokens more is in the pool: what is full now, others may adopt, and the store gets."""
         before = request.computed // self._chunk_tokens
-        request.computed += count
+        request.advance(count)
         self._note(request, before)
         if request.computed // self._chunk_tokens > before:
             self._publish(request, before)
-            if self._store is not None:
+            if self._store is not None and request.assembly is None:
                 self._store.save(request)
 
     def settle(self, pieces: Mapping[Request, int]) -> set[Request]:
@@ -159,7 +166,8 @@ class Scheduler:
         """For the end."""
         if self._store is not None:
             for request in (*self.running, *self.waiting):
-                self._store.abandon(request)
+                if request.assembly is None:
+                    self._store.abandon(request)
         while self.waiting:
             self._let_go(self.waiting.pop())
         while self.running:
@@ -171,6 +179,7 @@ class Scheduler:
         self._pool.unpublish(request.chunks)
         self._pool.drop(request.chunks)
         request.chunks, request.computed, request.alone = [], 0, True
+        request.holes = []
         request.save, request.reused = None, Reused()
         request.load_failures += 1
         self._counters["load_failures"] += 1
@@ -179,7 +188,11 @@ class Scheduler:
         """It gets no more tokens. What was computed of it stays in the pool, and in the store as its session; of a
         prompt that was not read to its end the session knows nothing."""
         if self._store is not None:
-            if request.row >= 0 and request.computed >= request.prompt_tokens:
+            whole = request.row >= 0 and request.computed >= request.prompt_tokens
+            if request.assembly is not None:
+                if whole:
+                    self._store.save_parts(request)
+            elif whole:
                 self._store.finish(request)
             else:
                 self._store.abandon(request)
@@ -203,13 +216,13 @@ class Scheduler:
         whole, rest = divmod(request.computed, self._chunk_tokens)
         if request.load is not None:
             self._give_up(request, "the request was stopped")
-        elif rest and retain and self._share:
+        elif rest and retain and self._share and request.assembly is None:
             self._pool.drop(request.chunks[whole + 1 :])
             tail = request.tokens[whole * self._chunk_tokens : request.computed]
             self._pool.leave_tail(request.chunks[whole], self._key_before(request, whole), tail)
             del request.chunks[whole:]
         self._pool.drop(request.chunks)
-        request.chunks, request.computed, request.asked = [], 0, False
+        request.chunks, request.computed, request.asked, request.holes = [], 0, False, []
         request.lookup = request.load = None
 
     def check_integrity(self) -> None:
@@ -296,7 +309,8 @@ class Scheduler:
     def _adopt_tail(self, request: Request) -> None:
         """Go on in the chunk that somebody left who had the same tokens."""
         whole, inside = divmod(request.computed, self._chunk_tokens)
-        if inside or whole != len(request.chunks) or not self._share or request.alone or request.row < 0:
+        waits = request.row < 0 or request.alone or request.assembly
+        if inside or whole != len(request.chunks) or not self._share or waits:
             return
         rest = request.tokens[request.computed : request.computed + self._chunk_tokens]
         tail = self._pool.take_tail(self._key_before(request, whole), rest)
@@ -312,6 +326,8 @@ class Scheduler:
 
     def _is_here(self, request: Request) -> bool:
         """Whether the store can have nothing of its prompt that the pool has not."""
+        if request.assembly is not None:
+            return not any(part.first >= request.computed for part in request.assembly.parts)
         whole = (len(request.tokens) - 1) // self._chunk_tokens
         if request.computed < whole * self._chunk_tokens:
             return False
@@ -329,7 +345,8 @@ class Scheduler:
         """Keys of the chunks that it may take from others."""
         if not self._share or request.alone:
             return []
-        return self._keys(request)[: (len(request.tokens) - 1) // self._chunk_tokens]
+        most = min(len(request.tokens) - 1, request.shared_tokens)
+        return self._keys(request)[: most // self._chunk_tokens]
 
     def _keys(self, request: Request) -> list[ChunkKey]:
         """Of all its full chunks."""
@@ -362,7 +379,8 @@ class Scheduler:
         """Chunks from that one on are full and computed."""
         if self._share:
             keys = self._keys(request)
-            for number in range(first, request.computed // self._chunk_tokens):
+            end = min(request.computed, request.shared_tokens) // self._chunk_tokens
+            for number in range(first, end):
                 self._pool.publish(request.chunks[number], keys[number])
 
     # ---------------------------------------------------------------------------------------------------- store
@@ -380,13 +398,27 @@ class Scheduler:
             useful = chunks > first and request.computed == first * self._chunk_tokens
             if found.tail is not None and found.chunks == first:
                 useful &= found.tail.token_count > self._tail(request)
+            if found.parts:
+                useful = request.computed == first * self._chunk_tokens
+                chunks = self._chunks(len(request.tokens))
             if useful and not self._make_room(request, chunks * self._chunk_tokens, pieces):
                 return True
             request.lookup, request.found = None, found
             if found.plan is not None:
                 request.choice = found.plan.why.value
                 self._counters[f"choices_{request.choice}"] += 1
-            if useful:
+            if found.parts and useful:
+                # Others have computed some of them meanwhile, and share these chunks
+                found = replace(
+                    found, parts=tuple(each for each in found.parts if each[1].first >= request.computed)
+                )
+                request.found = found
+                if found.parts:
+                    request.load = self._store.load_parts(found, first, request.chunks[first:])
+                    request.load_first = first
+                else:
+                    found.release()
+            elif useful:
                 request.load = self._store.load(found, first, request.chunks[first:])
                 request.load_first = first
             else:
@@ -399,7 +431,7 @@ class Scheduler:
             self._restored(request)
             return False
         promised.update(self._adoptable(request)[request.load_first : len(request.chunks)])
-        if request.row < 0:
+        if request.row < 0 or request.assembly is not None:
             return True
         if not request.joined and not self._may_join(request, pieces):
             plan = request.found.plan if request.found is not None else None
@@ -454,6 +486,10 @@ class Scheduler:
             self._give_up(request, "it failed")
             self._adopt_tail(request)
             return False
+        if request.assembly is not None:
+            request.load = None
+            self._parts_restored(request, request.assembly)
+            return True
         restored = self._loaded_tokens(request)
         if self._choice is not None:
             self._choice.copy.observe(load.bytes, load.seconds)
@@ -480,6 +516,23 @@ class Scheduler:
         del request.chunks[request.load_first :]
         request.computed = min(request.computed, request.load_first * self._chunk_tokens)
         request.load, request.joined = None, False
+
+    def _parts_restored(self, request: Request, assembly: Assembly) -> None:
+        """What is not there of a prompt that is put together is computed, in between."""
+        assert request.found is not None
+        before = request.computed
+        there = [part for _, part in request.found.parts]
+        request.holes = assembly.holes(len(request.tokens), there, before)
+        request.computed = request.holes[0][0]
+        restored = len(request.tokens) - before - request.missing
+        on_ssd = sum(part.count for number, part in request.found.parts if number in request.found.from_ssd)
+        from_ssd = min(restored, on_ssd)
+        self._counters["restored_tokens"] += restored
+        self._counters["restored_ssd_tokens"] += from_ssd
+        request.reused.ssd += from_ssd
+        request.reused.dram += restored - from_ssd
+        self._note(request, before // self._chunk_tokens)
+        self._publish(request, before // self._chunk_tokens)
 
     def _reap(self) -> None:
         """Free the chunks of loads that have ended, now that nothing is written there any more."""

@@ -69,6 +69,10 @@ class Unit:
     """Digest of all that its keys cover but its place: what moved alone has the same."""
     start: int
     """Position of its first token."""
+    after: tuple[Chunk, ...] = ()
+    """What it attends to when it is encoded, beside itself."""
+    pieces: tuple[Chunk, ...] = ()
+    """All that is computed when it is encoded, in this order: its chunks, and placeholders, which have no key."""
 
     @property
     def keys(self) -> list[ChunkKey]:
@@ -93,10 +97,10 @@ class Encoding:
         self.beginning = self._exact(layout.segments[0].tokens if layout.beginning else ())
         """Empty where the schema begins with a parameter, a union or a module with a name."""
         system = layout.segments[0].tokens[: layout.system] if layout.system else ()
-        self._after = {
-            Method.BEGINNING: _attended(self.beginning),
-            Method.ALONE: _attended(()),
-            Method.SHARED: _attended(self._exact(system)),
+        self._after: dict[Method, tuple[Chunk, ...]] = {
+            Method.BEGINNING: self.beginning,
+            Method.ALONE: (),
+            Method.SHARED: self._exact(system),
         }
         by_path: dict[Path, list[int]] = {}
         first = 1 if layout.beginning else 0
@@ -173,8 +177,10 @@ class Encoding:
         own = paths == ((),) and self.method is Method.SHARED
         shared = self.method is Method.SHARED and not own
         move = (self.layout.system - start) if shared else 0
-        attended = content = self._after[Method.BEGINNING if own else self.method]
+        after = self._after[Method.BEGINNING if own else self.method]
+        attended = content = _attended(after)
         chunks: dict[int, tuple[Chunk, ...]] = {}
+        pieces: list[Chunk] = []
         for index in order:
             made = []
             for at, piece, count in self._pieces(segments[index]):
@@ -183,8 +189,11 @@ class Encoding:
                     here = manifest_digest([(attended, 0, 0, 0, True), (b"", place, count, 0, True)])
                     key = derived_key(self._salt, here, piece)
                     made.append(Chunk(key, piece, place))
+                    pieces.append(made[-1])
                     what = derived_key(self._salt, content, piece)
                 else:
+                    placeholders = (self.layout.tokenizer.placeholder,) * count
+                    pieces.append(Chunk(ChunkKey(b""), placeholders, place))
                     key = what = ChunkKey(
                         b"placeholder" + struct.pack("<I", self.layout.tokenizer.placeholder)
                     )
@@ -192,7 +201,7 @@ class Encoding:
                 content = manifest_digest([(content, 0, 0, 0, True), (what, at - start, count, 0, True)])
             if made:
                 chunks[numbers[index]] = tuple(made)
-        return Unit(paths, chunks, content, start)
+        return Unit(paths, chunks, content, start, after, tuple(pieces))
 
     def _pieces(self, segment: Segment) -> Iterator[tuple[int, tuple[int, ...], int]]:
         """(position, tokens, how many) of each chunk; of placeholders no tokens."""

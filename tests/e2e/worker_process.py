@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
             one = stop_at_call(int(number), lease.copy_pairs, before=False)
             lease.copy_pairs = lambda pairs: [one([pair]) for pair in pairs]
         elif place == "save":
-            Saver._fill = stop_at_call(int(number), Saver._fill)
+            Saver._shard = stop_at_call(int(number), Saver._shard)
         else:
             raise SystemExit(f"no such place: {place}")
     worker.main(arguments)

@@ -401,7 +401,12 @@ def test_who_loads_ahead_may_go_at_any_time(how: str, engine: MakeEngine, store:
 @pytest.mark.parametrize("seed", [1, 3, 5])
 def test_random_schedules_with_loads_ahead(seed: int, engine: MakeEngine, store: FakeStore) -> None:
     choose = random.Random(seed)
-    settings = {"pool_chunks": (9, 14, 40)[seed // 2], "sequences_max": 2, "prefill_tokens": 33, "load_ahead": 3}
+    settings = {
+        "pool_chunks": (9, 14, 40)[seed // 2],
+        "sequences_max": 2,
+        "prefill_tokens": 33,
+        "load_ahead": 3,
+    }
     play(engine(**settings), seed, 50)
     store.on_copy = lambda number: choose.random() < 0.9
     two = engine(**settings)

@@ -1,0 +1,160 @@
+"""Prompt Cache the slow way, with the plain model and its own cache: what the engine is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvstore.gpu_worker.assembly import Assembly
+from kvstore.gpu_worker.batching import BatchEngine
+from kvstore.gpu_worker.promptcache.plan import Job, Recipe, assemble, jobs, tenant_salt
+from kvstore.keys import ROOT
+from kvstore.promptcache import ByteTokenizer, Encoding, Layout, Method, parse_prompt, parse_schema
+from kvstore.types import ChunkKey
+
+TRIP = """<schema name="trip">You plan trips, in <module name="plan">For <param name="days" length="8"/> days.
+<union><module name="rome">Rome has seven hills, and a river.</module>
+<module name="oslo">Oslo has a fjord.</module></union></module>
+<module name="food">Bread, cheese and olives are eaten everywhere, at any time of the day or night.</module>
+<module name="rain" cache="false">It rains.</module> Answer at once. <scaffold modules="plan plan/oslo"/></schema>"""
+PROMPT = '<prompt schema="trip"><plan days="3"><oslo/></plan> or less <food/>Where do I go?</prompt>'
+
+
+def bytes_llama(*, seed: int = 0, dtype: torch.dtype = torch.float32, layers: int = 3) -> LlamaForCausalLM:
+    """A tiny model for `ByteTokenizer`."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def encoding_of(
+    engine: BatchEngine, schema: str, *, method: Method = Method.BEGINNING, root: ChunkKey = ROOT
+) -> Encoding:
+    assert engine.namespace is not None
+    layout = Layout(parse_schema(schema), ByteTokenizer(), positions_max=1024)
+    size = engine.pool.geometry.chunk_tokens
+    return Encoding(layout, tenant_salt(engine.namespace.salt, root), chunk_tokens=size, method=method)
+
+
+def assembly_of(
+    engine: BatchEngine, encoding: Encoding, prompt: str, recipe: Recipe | None = None, **options: bool
+) -> Assembly:
+    placement = encoding.layout.place(parse_prompt(prompt, encoding.layout.schema), **options)
+    assert engine.namespace is not None
+    found = assemble(
+        encoding,
+        placement,
+        salt=engine.namespace.salt,
+        moves=engine.moves,
+        recipe=recipe or Recipe(encoding.method),
+    )
+    assert found is not None
+    return found
+
+
+def encode_all(engine: BatchEngine, encoding: Encoding, root: ChunkKey = ROOT) -> list[Job]:
+    """All of a schema, into the store."""
+    assert engine.namespace is not None
+    made = list(jobs(encoding, salt=engine.namespace.salt, root=root))
+    for job in made:
+        engine.add(job.assembly.tokens, 1, assembly=job.assembly, root=root)
+        for _ in engine.run():
+            pass
+        assert engine.flush(
+            30
+        )  # the next one loads what it attends to: the same pieces are computed each time
+    return made
+
+
+def answer(engine: BatchEngine, assembly: Assembly, count: int, **options: object) -> list[int]:
+    number = engine.add(assembly.tokens, count, assembly=assembly, **options)  # type: ignore[arg-type]
+    return [output.token for output in engine.run() if output.request == number]
+
+
+class Plain:
+    """KV of chunks by their keys, as the plain model computes them."""
+
+    def __init__(self, model: PreTrainedModel, made: Iterable[Job]) -> None:
+        self.model = model
+        self.chunks: dict[ChunkKey, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for job in made:
+            cache = DynamicCache(config=model.config)
+            self._forward(cache, job.assembly.tokens, job.assembly.positions)
+            for kept in job.assembly.kept:
+                here = slice(kept.first, kept.first + kept.count)
+                self.chunks[kept.key] = [
+                    (layer.keys[:, :, here], layer.values[:, :, here]) for layer in cache.layers
+                ]
+
+    def move(self, assembly: Assembly) -> Assembly:
+        """Of a prompt with one module, which was encoded alone and has moved: as if it had been encoded where it is."""
+        parts = assembly.parts
+        here = slice(parts[0].first, parts[-1].end)
+        cache = DynamicCache(config=self.model.config)
+        self._forward(cache, assembly.tokens[here], assembly.positions[here])
+        for part in parts:
+            inside = slice(part.first - here.start, part.end - here.start)
+            self.chunks[part.key] = [
+                (layer.keys[:, :, inside], layer.values[:, :, inside]) for layer in cache.layers
+            ]
+        return replace(assembly, parts=tuple(replace(part, delta=0) for part in parts))
+
+    def logits(self, assembly: Assembly, answer: Sequence[int] = ()) -> torch.Tensor:
+        """After the prompt, and after each token of an answer but the last, [answer or 1, vocabulary]. Parts that
+        moved are not looked at."""
+        cache = DynamicCache(config=self.model.config)
+        parts = {part.first: part for part in assembly.parts}
+        inside = {at for begin, end in assembly.recomputed for at in range(begin, end)}
+        at, found = 0, torch.empty(0)
+        while at < len(assembly.tokens):
+            part = parts.get(at)
+            if part is not None and part.key in self.chunks:
+                assert part.delta == 0
+                for number, (keys, values) in enumerate(self.chunks[part.key]):
+                    cache.update(keys, values, number)
+                recomputed = [slot for slot in range(at, part.end) if slot in inside]
+                if recomputed:  # in place: all that stands behind them in the cache is put back
+                    begin, end = recomputed[0], recomputed[-1] + 1
+                    assert begin == at and end - begin == len(recomputed)
+                    rest = [
+                        (layer.keys[:, :, end:].clone(), layer.values[:, :, end:].clone())
+                        for layer in cache.layers
+                    ]
+                    cache.crop(at - part.end)
+                    self._forward(cache, assembly.tokens[at:end], assembly.positions[at:end])
+                    for number, (keys, values) in enumerate(rest):
+                        cache.update(keys, values, number)
+                at = part.end
+                continue
+            end = at + 1
+            while end < len(assembly.tokens) and not (end in parts and parts[end].key in self.chunks):
+                end += 1
+            found = self._forward(cache, assembly.tokens[at:end], assembly.positions[at:end])[-1:]
+            at = end
+        if len(answer) > 1:
+            positions = range(assembly.end, assembly.end + len(answer) - 1)
+            found = torch.cat([found, self._forward(cache, answer[:-1], positions)])
+        return found
+
+    def _forward(self, cache: DynamicCache, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.model(  # type: ignore[no-any-return]
+                torch.tensor([list(tokens)]),
+                position_ids=torch.tensor([list(positions)]),
+                cache=cache,
+                use_cache=True,
+            ).logits[0]
