@@ -133,8 +133,8 @@ class BatchEngine:
         for KV that is on SSD; what is late is computed. `read_buffer`: so many layers of what is loaded have to be
         there before a request joins a step, which waits for the others layer by layer; by default as many as keep it
         from waiting, by what was measured. `load_ahead`: how many of those that wait begin to load.
-        `compute_or_load`: what is faster to compute than to load, by what was measured, is computed. `device`: how KV is
-        copied, by default that of the model.
+        `compute_or_load`: what is faster to compute than to load, by what was measured, is computed. `device`: how KV
+        is copied, by default that of the model.
 
         Raises Unsupported for a model that the pool, the kernels or the store cannot serve, naming the field,
         ValueError for a setting that is too small, and whatever else the daemon has against us.

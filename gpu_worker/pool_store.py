@@ -97,8 +97,8 @@ class PoolStore:
         device: Device | None = None,
         choice: ComputeOrLoad | None = None,
     ) -> None:
-        """`spec`: of the namespace; None: none for now (see `use`). `choice`: by which loading and computing are weighed;
-        None: whatever is there is loaded. `device`: by default that of the model. Raises
+        """`spec`: of the namespace; None: none for now (see `use`). `choice`: by which loading and computing are
+        weighed; None: whatever is there is loaded. `device`: by default that of the model. Raises
         Unsupported for a model on a device that no make of `device.py` is for, and whatever the daemon has against
         us."""
         self._device = device or device_of(model.device)
