@@ -312,8 +312,8 @@ def show(row: dict[str, Any]) -> None:
     if row["figure"] == 20:
         print(
             f"figure 20  {row['model']:>12}  prompt {row['new_tokens']:>5} + {DECODED}: {row['plain_ms']:6.0f} ms "
-            f"without saving; behind x {row['behind']:.3f} (spread {row['spread']:.3f}), in line x {row['in_line']:.3f}; "
-            f"{row['dropped']} dropped",
+            f"without saving; behind x {row['behind']:.3f} (spread {row['spread']:.3f}), "
+            f"in line x {row['in_line']:.3f}; {row['dropped']} dropped",
             flush=True,
         )
         return
