@@ -110,8 +110,8 @@ class Store:
         any_order: bool = False,
     ) -> tuple[ReadLease, frozenset[int], Plan]:
         """As `read`, of keys of which the first `chunks` are full chunks: what of them is to be loaded is chosen by
-        what it takes. What is on SSD is promoted only if that is worth the wait, and awaited no longer than it should take:
-        then what has come is used, and the rest computed."""
+        what it takes. What is on SSD is promoted only if that is worth the wait, and awaited no longer than it should
+        take: then what has come is used, and the rest computed."""
         first = namespace.read(keys, any_order=any_order, promote=False, timeout_s=self._lookup_timeout_s)
         where: list[bool] = []
         for outcome, reason in zip(first.outcomes[:chunks], first.reasons[:chunks], strict=True):
