@@ -88,14 +88,16 @@ class Store:
         """A lease on what is in DRAM, and on what is promoted from SSD in time; up to the first key that is not
         there, unless `any_order`. And the numbers of those that were awaited from SSD."""
         wait_ms = int(self._promote_timeout_s * 1000)
-        lease = namespace.read(keys, any_order=any_order, wait_ms=wait_ms, timeout_s=self._lookup_timeout_s)
+        lease = namespace.read(
+            keys, any_order=any_order, wait_ms=wait_ms, pin=True, timeout_s=self._lookup_timeout_s
+        )
         pending = frozenset(n for n, outcome in enumerate(lease.outcomes) if outcome is Outcome.PENDING)
         if not pending:
             return lease, pending
         self._counters["promotions_awaited"] += 1
         lease.settled(self._promote_timeout_s)
         # The first lease holds what was there until the second holds all.
-        promoted = namespace.read(keys, any_order=any_order, timeout_s=self._lookup_timeout_s)
+        promoted = namespace.read(keys, any_order=any_order, pin=True, timeout_s=self._lookup_timeout_s)
         lease.release()
         return promoted, pending
 

@@ -64,6 +64,16 @@ class Matched:
 
 
 @dataclass(frozen=True, slots=True)
+class Peeked:
+    """What the directory of a namespace says at this moment."""
+
+    usable: int
+    """Leading keys whose bytes can be had, those on SSD included; as `Matched.usable`."""
+    hits: int
+    """Of them, the leading ones that are in DRAM."""
+
+
+@dataclass(frozen=True, slots=True)
 class Acquired:
     lease: LeaseId
     """0 when nothing was a hit."""
@@ -326,6 +336,11 @@ class SegmentsAllowed:
 
 
 @dataclass(frozen=True, slots=True)
+class DirectoryAllowed:
+    namespace: NamespaceId
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Plain numbers and rows, ready for JSON: see `Store.stats`."""
 
@@ -351,6 +366,7 @@ Answer = (
     | QuarantineList
     | Recalled
     | SegmentsAllowed
+    | DirectoryAllowed
     | Stats
     | StoreError
 )

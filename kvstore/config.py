@@ -123,6 +123,10 @@ class StoreConfig:
     """Offer workers on this machine a fast lane, a unix socket of their own for what else goes over gRPC's Attach: a
     small request costs a fifth there. Off: all use gRPC, which every client can; it is easier to look into."""
 
+    directory: bool = True
+    """Let workers on this machine look up chunks by themselves, in shared memory: reads of what is in DRAM then need no
+    message. Off: they ask for each."""
+
     tcp_address: str = ""
     """"host:port" to serve gRPC on TCP too; empty: off. Needs access_file; other addresses than loopback need TLS."""
     tcp_unauthenticated: bool = False
@@ -169,6 +173,8 @@ class StoreConfig:
     """A chunk that a peer does not give within this is a miss."""
     peer_threads: int = 4
     """Threads that read from peers."""
+    kv_events_endpoint: str = ""
+    """ZMQ endpoint to bind, tcp://127.0.0.1:5557 say, for KV events in vLLM's format; empty: none are published."""
     remote_url: str = ""
     """Store beyond this node, which other nodes share: redis://, rediss://, redis+cluster://, rediss+cluster://, s3://,
     gs://, az://, or file:///folder (NFS and the like); empty: none. Credentials of object stores come from their usual
@@ -396,6 +402,7 @@ class StoreConfig:
             disk_deadline_ms=self.ssd_deadline_ms,
             durable_within_ms=self.durable_within_ms,
             scrub_bytes_per_s=self.scrub_bytes_per_s,
+            directory=self.directory,
             remote_store=REMOTE_STORE if self.remote_url else "",
             remote_writes=self.remote_writes if self.remote_url else "off",
             remote_bytes_max=self.remote_bytes,

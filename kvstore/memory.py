@@ -8,12 +8,13 @@ Header of a segment, a memfd of its own, little-endian:
 
     offset  bytes
     0       8       magic "KVSEGHDR"
-    8       4       version, 1
+    8       4       version, 2
     12      4       number of cells
     16      8       bytes of the segment
     24      16      boot id of the daemon that made it
     40      4056    zero
-    4096    8 each  one generation per cell
+    4096    16 each per cell: generation, and the tag of the key whose bytes are in the slot (`directory.tag_of`; 0:
+                    of none that readers without a message are told of)
 
 Ordering. The daemon stores the new generation, then a `fence()`, and only then may new bytes go into the slot. A reader
 loads the cell, the bytes, and the cell again, with a `fence()` on both sides of the bytes. So if it saw a new byte, its
@@ -36,6 +37,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +63,9 @@ SEALS_READ_ONLY = SEALS_RESIZE | F_SEAL_FUTURE_WRITE
 """And nobody can write, but through mappings that exist already: the daemon's own."""
 
 HEADER_MAGIC = b"KVSEGHDR"
-HEADER_VERSION = 1
+HEADER_VERSION = 2
 HEADER_CELLS_OFFSET = 4096
-CELL_BYTES = 8
+CELL_BYTES = 16
 _HEADER = struct.Struct("<8sIIQ16s")
 
 TOUCHED_BYTES = 2 << 20
@@ -380,22 +382,47 @@ def read_header(array: npt.NDArray[np.uint8]) -> SegmentHeader:
     return SegmentHeader(cells=cells, segment_bytes=segment_bytes, boot_id=boot_id)
 
 
+def cells_of(array: npt.NDArray[np.uint8], cells: int) -> npt.NDArray[np.uint64]:
+    """The header's cells as numbers, a row for each: (generation, tag). A view, so reading one loads it from shared
+    memory."""
+    return cut(array, HEADER_CELLS_OFFSET, cells * CELL_BYTES).view("<u8").reshape(cells, 2)
+
+
 def generations(array: npt.NDArray[np.uint8], cells: int) -> npt.NDArray[np.uint64]:
-    """The header's cells as numbers: a view, so reading one loads it from shared memory."""
-    return cut(array, HEADER_CELLS_OFFSET, cells * CELL_BYTES).view("<u8")
+    """Of all cells, likewise."""
+    return cells_of(array, cells)[:, 0]
 
 
-def fence() -> None:
-    """What this thread loaded and stored before comes before what it loads and stores after, for all who look.
+def _thread_fence() -> Callable[[], object]:
+    """C11's atomic_thread_fence(memory_order_seq_cst), out of GCC's libatomic; else what is as strong."""
+    try:
+        fence = ctypes.PyDLL("libatomic.so.1").atomic_thread_fence
+    except (OSError, AttributeError):
+        return _fence_of_locks
+    fence.argtypes = (ctypes.c_int,)
+    fence.restype = None
+    return partial(fence, ctypes.c_int(5))
 
-    A processor may reorder plain accesses (aarch64 most of them), but nothing across a release followed by an acquire,
-    which is what the end of one lock's section and the beginning of the next are.
-    """
+
+def _fence_of_locks() -> None:
+    """Nothing passes a release that an acquire of the same lock follows."""
     lock = threading.Lock()
     with lock:
         pass
     with lock:
         pass
+
+
+fence = _thread_fence()
+"""What this thread loaded and stored before comes before what it loads and stores after, for all who look.
+
+x86-64 lets only a later load pass an earlier store, and string instructions and non-temporal stores pass others; the
+fence (MFENCE, or a locked instruction) lets nothing pass. aarch64 reorders any plain accesses; the fence (DMB ISH) lets
+none pass. The compiler cannot move a load or store across it, because each is in a call that the interpreter makes.
+
+Where there is no libatomic, two sections of one lock stand for it: its end is a release and its beginning an acquire
+(on x86-64 a locked instruction; on aarch64 STLR or SWPL, then LDAXR or CASA), and a release is never passed by the
+acquire that follows it."""
 
 
 # -------------------------------------------------------------------------------------------------------- memory limit

@@ -138,7 +138,7 @@ class _Search:
         if not rest or (left_s <= 0 and not waited):
             self.over = True
             return
-        lease = self._namespace.read(rest, promote=False, timeout_s=max(left_s, LAST_LOOK_S))
+        lease = self._namespace.read(rest, promote=False, pin=True, timeout_s=max(left_s, LAST_LOOK_S))
         self._keep(lease)
         self._hits += lease.hits
         self._lost = lost_key(lease)

@@ -185,6 +185,7 @@ class Patient:
             self.check_generations,
             self.check_slots,
             self.check_ssd,
+            self.check_beyond,
         ]
 
     @property
@@ -329,6 +330,31 @@ class Patient:
             )
         if usage.bytes_max and usage.used > NEARLY_FULL * usage.bytes_max:
             return f"{found}; the index is nearly full, {describe(usage)}: the oldest give way", REMEDY
+        return found
+
+    def check_beyond(self) -> str | tuple[str, str]:
+        """The REMOTE store and the peers: this node serves without them."""
+        gauges = self.client.stats().gauges
+        names = {
+            peer_text(name.removeprefix("source_").removesuffix("_well")): bool(value)
+            for name, value in sorted(gauges.items())
+            if name.startswith("source_") and name.endswith("_well")
+        }
+        if not names:
+            return "no REMOTE store, no peers (or not told: ask as the daemon's user)"
+        away = [name for name, well in names.items() if not well]
+        if away:
+            raise Failed(
+                f"{', '.join(away)}: failing or late, and left alone for a while; this node serves from its own tiers",
+                "see the daemon's log for why; it tries again by itself",
+            )
+        waiting = int(gauges["remote_forgets_waiting"]) if "remote_forgets_waiting" in gauges else 0
+        found = f"{', '.join(names)}: well"
+        if waiting:
+            return (
+                f"{found}; {waiting} forgets are on their way",
+                "wait; they are told again until they are taken",
+            )
         return found
 
     def clean_up(self) -> None:

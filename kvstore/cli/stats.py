@@ -97,6 +97,7 @@ def stats_text(reply: stats_pb2.StatsReply) -> str:
         f"arena {size(arena.bytes)} ({peer_text(arena.protection)}): ready {size(arena.ready_bytes)},"
         f" assigned {size(arena.assigned_bytes)}, retiring {size(arena.retiring_bytes)}",
         *_ssd_lines(reply),
+        *_beyond_lines(reply),
     ]
     if reply.namespaces:
         parts += ["", namespaces_text(reply.namespaces)]
@@ -123,6 +124,34 @@ def stats_text(reply: stats_pb2.StatsReply) -> str:
     if numbers:
         parts += ["", "\n".join(f"{number:>12,.0f}  {what}" for what, number in numbers)]
     return "\n".join(parts)
+
+
+def _beyond_lines(reply: stats_pb2.StatsReply) -> list[str]:
+    """The REMOTE store and the peers, where there are any."""
+    gauges, counters = reply.gauges, reply.counters
+    names = [
+        name.removeprefix("source_").removesuffix("_well")
+        for name in sorted(gauges)
+        if name.startswith("source_") and name.endswith("_well")
+    ]
+    if not names:
+        return []
+    lines = [
+        f"{peer_text(name)} {'well' if gauges[f'source_{name}_well'] else 'LEFT ALONE: it fails, or is late'},"
+        f" {rate(gauges[f'source_{name}_bytes_per_s'])}/s of late"
+        for name in names
+    ]
+    lines.append(
+        f"    {counters['remote_keys_looked_up']:,} keys looked up, {counters['remote_keys_found']:,} found;"
+        f" {counters['remote_chunks_fetched']:,} chunks came, {counters['remote_chunks_refused']:,} were refused,"
+        f" {counters['remote_chunks_gone']:,} were gone"
+    )
+    if "remote_bytes_kept" in gauges:
+        lines.append(
+            f"    {counters['remote_chunks_stored']:,} chunks written ({size(int(gauges['remote_bytes_kept']))} kept),"
+            f" {counters['remote_chunks_not_stored']:,} not; {gauges['remote_forgets_waiting']:,.0f} forgets to be told"
+        )
+    return lines
 
 
 def _ssd_lines(reply: stats_pb2.StatsReply) -> list[str]:

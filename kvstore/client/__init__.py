@@ -14,7 +14,7 @@ Light on purpose: grpcio, protobuf, numpy, xxhash. A lost, late or refusing daem
 miss, a dropped save), never an exception; set-up and session calls raise `kvstore.errors.StoreError`.
 """
 
-from kvstore.answers import ActionsApplied, Backlog, Matched, QueueAccepted, SessionInfo
+from kvstore.answers import ActionsApplied, Backlog, Matched, Peeked, QueueAccepted, SessionInfo
 from kvstore.client.aio import (
     AsyncClient,
     AsyncNamespace,
@@ -45,6 +45,7 @@ __all__ = [
     "HintAction",
     "Matched",
     "Namespace",
+    "Peeked",
     "QueueAccepted",
     "ReadLease",
     "Reads",

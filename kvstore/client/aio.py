@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.answers import ActionsApplied, Matched, QueueAccepted, SessionInfo
+from kvstore.answers import ActionsApplied, Matched, Peeked, QueueAccepted, SessionInfo
 from kvstore.client.batch import CommitOutcome, WriteBatch
 from kvstore.client.call import drive_async
 from kvstore.client.lease import ReadLease
@@ -36,7 +36,7 @@ from kvstore.types import (
     SessionEntry,
     Wait,
 )
-from kvstore.v1 import stats_pb2
+from kvstore.v1 import fleet_pb2, stats_pb2
 
 COPY_INLINE_MAX = 1 << 20
 """Bytes; a copy of so many takes about as long as handing it to a thread."""
@@ -131,6 +131,19 @@ class AsyncClient:
     ) -> list[ChunkKey]:
         return await asyncio.to_thread(self._client.prompt_keys, model, tokens, timeout_s=timeout_s)
 
+    async def route(
+        self,
+        model: str,
+        *,
+        tokens: Tokens | None = None,
+        keys: Sequence[ChunkKey] = (),
+        session: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> fleet_pb2.RouteReply:
+        return await asyncio.to_thread(
+            self._client.route, model, tokens=tokens, keys=keys, session=session, timeout_s=timeout_s
+        )
+
     async def only_model(self, *, timeout_s: float | None = None) -> str:
         return await asyncio.to_thread(self._client.only_model, timeout_s=timeout_s)
 
@@ -186,6 +199,9 @@ class AsyncNamespace:
     ) -> Matched:
         return await drive_async(self._namespace.matching(keys, token_count, timeout_s))
 
+    def peek(self, keys: Sequence[ChunkKey], *, token_count: int = 0) -> Peeked | None:
+        return self._namespace.peek(keys, token_count=token_count)
+
     async def read(
         self,
         keys: Sequence[ChunkKey],
@@ -196,11 +212,14 @@ class AsyncNamespace:
         promote: bool = True,
         ttl_ms: int = 0,
         verify: float | None = None,
+        pin: bool = False,
         timeout_s: float | None = None,
     ) -> AsyncReadLease:
         return AsyncReadLease(
             await drive_async(
-                self._namespace.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s, promote)
+                self._namespace.reading(
+                    keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s, promote, pin=pin
+                )
             )
         )
 
@@ -474,6 +493,7 @@ async def connect_async(
     rank: int = 0,
     timeout_s: float = TIMEOUT_S,
     staging_bytes: int = STAGING_BYTES,
+    directory: bool = True,
 ) -> AsyncClient:
     """See `sync.connect`."""
     return AsyncClient(
@@ -484,5 +504,6 @@ async def connect_async(
             rank=rank,
             timeout_s=timeout_s,
             staging_bytes=staging_bytes,
+            directory=directory,
         )
     )

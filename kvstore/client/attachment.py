@@ -28,6 +28,7 @@ import kvstore
 from kvstore import memory, wire
 from kvstore.client.batch import WriteBatch
 from kvstore.client.call import FORKED, Call, Reply, closed, gone
+from kvstore.client.directory import Directory
 from kvstore.client.lane import Lane, readable
 from kvstore.client.lease import ReadLease, Waiter
 from kvstore.client.line import Settles
@@ -36,7 +37,7 @@ from kvstore.client.renewals import Renewals, alive
 from kvstore.client.staging import Staging
 from kvstore.client.stream import Carrier, GrpcStream
 from kvstore.errors import DeadlineExceeded, StoreError, Unavailable, Unsupported
-from kvstore.types import Protection
+from kvstore.types import KEYS_PER_REQUEST_MAX, Protection
 from kvstore.v1 import descriptor_pb2, store_pb2
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,11 @@ NOTICE_IDS_MAX = 4096
 """Most leases, reservations or segments that one notice names."""
 LINGER_S = 0.005
 """How long a release waits for a request that takes it along, before it becomes a message of its own."""
+TOUCHED_KEYS_MAX = 1_024
+"""Of lookups in directories, that the daemon has not been told of: with more it is told at once. What is hot then does
+not age, even in an arena of a few thousand chunks;"""
+TOUCHED_S = 0.05
+"""and after so long in any case."""
 SEGMENTS_PER_REQUEST = 16
 AWAITED_MAX = 64
 """Unanswered requests on the descriptor socket, when the daemon stands still."""
@@ -161,6 +167,11 @@ class Attachment:
         self._channel: grpc.Channel | None = None
         self._heard_at = time.monotonic()
         self._notices: dict[str, list[int]] = {"release": [], "abort": [], "segments_unmapped": []}
+        self._touched: list[tuple[int, Sequence[bytes], bytes]] = []
+        """Lookups in directories that the daemon has not been told of: namespace, keys, what was found."""
+        self._touched_keys = 0
+        self._touched_at = 0.0
+        """When the oldest of them came."""
         self._release_by = 0.0
         """When the oldest release that waits for company goes alone."""
         self._released_since_tick = False
@@ -369,6 +380,34 @@ class Attachment:
             )
         ]
         self.notice("segments_unmapped", refused)
+
+    def map_directory(self, namespace_id: int, deadline: float) -> Directory | None:
+        """Of a namespace that is open. Blocks; None: the daemon has none, or it could not be had now."""
+        found: list[Directory] = []
+
+        def answered(reply: descriptor_pb2.DescriptorReply, fds: list[int]) -> None:
+            body = reply.directory
+            try:
+                if reply.WhichOneof("body") != "directory" or len(fds) != 1:
+                    log.info("no directory: %s", wire.error_from_proto(reply.error))
+                    return
+                mapping = memory.map_shared(fds[0], body.bytes)
+                found.append(Directory(mapping, body.slot_bytes, self.boot_id))
+            except (OSError, ValueError) as problem:
+                log.error("a directory could not be mapped: %s", problem)
+            finally:
+                _close_all(fds)
+
+        if not self.hello.directory:
+            return None
+        request = descriptor_pb2.DescriptorRequest(
+            directory=descriptor_pb2.DirectoryRequest(namespace_id=namespace_id)
+        )
+        try:
+            self._exchange(request, answered, deadline)
+        except StoreError as problem:
+            log.info("no directory: %s", problem)
+        return found[0] if found else None
 
     def make_staging(self, wanted_bytes: int, deadline: float) -> None:
         """Ask for staging memory, unless there is some. Blocks; without success `staging` stays None."""
@@ -654,10 +693,51 @@ class Attachment:
         body.request_id = self._last_id
         releases = self._notices["release"]
         along, self._notices["release"] = releases[:NOTICE_IDS_MAX], releases[NOTICE_IDS_MAX:]
-        call.request = store_pb2.AttachRequest(release_lease_ids=along, **{field: body})
+        touched = self._take_touched() if self._touched else ()
+        call.request = store_pb2.AttachRequest(release_lease_ids=along, touched=touched, **{field: body})
         self._calls[self._last_id] = call
         if self._carrier is not None:
             self._carrier.send(call.request)
+
+    def touched(self, namespace_id: int, keys: Sequence[bytes], found: bytes) -> None:
+        """A lookup in a directory: the daemon is told with the next request, or soon. What a broken stream loses is
+        lost: some chunks are older then than they should be."""
+        now = time.monotonic()
+        with self._lock:
+            if not self._touched:
+                self._touched_at = now
+            self._touched.append((namespace_id, tuple(keys), found))
+            self._touched_keys += len(keys)
+            over = self._touched_keys >= TOUCHED_KEYS_MAX
+        if over:
+            self.tell_touched()
+        elif now + TOUCHED_S < self._next_tick:
+            self._owner.wake()
+
+    def tell_touched(self, now: float = NEVER) -> None:
+        """Of the lookups that are to be told at `now`."""
+        if not self._touched or os.getpid() != self.pid:
+            return
+        with self._lock:
+            if not self.attached or self._carrier is None or now < self._touched_at + TOUCHED_S:
+                return
+            if self._touched:
+                self._carrier.send(store_pb2.AttachRequest(touched=self._take_touched()))
+
+    def _take_touched(self) -> list[store_pb2.Touched]:
+        """Under the lock. Those of one namespace together, as far as a message may have so many keys."""
+        touched, self._touched, self._touched_keys = self._touched, [], 0
+        messages: list[store_pb2.Touched] = []
+        for namespace_id, keys, found in touched:
+            last = messages[-1] if messages else None
+            room = KEYS_PER_REQUEST_MAX - len(keys)
+            if last is None or last.namespace_id != namespace_id or len(last.keys) > room:
+                last = store_pb2.Touched(namespace_id=namespace_id)
+                messages.append(last)
+            last.keys.extend(keys)
+            last.counts.append(len(keys))
+            last.found += found
+        return messages
 
     def expire(self, call: Call) -> None:
         """Stop waiting for an answer; it is dealt with when it comes."""
@@ -800,12 +880,15 @@ class Attachment:
             self.read_late_packets()
             self.collect()
             self._send_notices(now)
+            self.tell_touched(now)
         elif self._carrier is not None and now - self._stream_opened_at > WELCOME_S:
             self.cancel_stream()
         deadlines = [call.deadline for call in waiting if call.deadline > now]
         # While there are releases we come every LINGER_S, so that they need not wake us.
         soon = now + LINGER_S if self._released_since_tick else NEVER
         self._released_since_tick = False
+        if self._touched:
+            soon = min(soon, max(now, self._touched_at + TOUCHED_S))
         self._next_tick = min([now + HEARTBEAT_S / 2, self.renewals.next_due(), soon, *deadlines])
         return self._next_tick
 
@@ -883,6 +966,7 @@ class Attachment:
         for lease in self.renewals.open_leases():
             lease.release()
         self._give_back_dropped()
+        self.tell_touched()
         self.wait_for_notices(deadline)
         self.mappings.retire_all()
         self.collect()

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import grpc
 
 from kvstore import wire
-from kvstore.arguments import NUMBER_MAX, seconds, text, whole, wrong_type
+from kvstore.arguments import NUMBER_MAX, flag, seconds, text, whole, wrong_type
 from kvstore.client.attachment import Attachment, nobody_there
 from kvstore.client.call import FORKED, closed, gone
 from kvstore.client.renewals import alive
@@ -69,7 +69,14 @@ class Connection:
     """Thread-safe. `start` before use, `close` after."""
 
     def __init__(
-        self, run_dir: str, *, engine_group: str, rank: int, timeout_s: float, staging_bytes: int
+        self,
+        run_dir: str,
+        *,
+        engine_group: str,
+        rank: int,
+        timeout_s: float,
+        staging_bytes: int,
+        directory: bool = True,
     ) -> None:
         timeout_s = seconds("timeout_s", timeout_s)
         if timeout_s <= 0:
@@ -81,6 +88,8 @@ class Connection:
         if not 0 <= rank < 1 << 32:
             raise BadRequest("must be a small number, not negative", field="rank", value=rank)
         text("engine_group", engine_group)
+        self.directory = flag("directory", directory)
+        """Whether namespaces look chunks up by themselves where the daemon lets them."""
         if not run_dir or not isinstance(run_dir, (str, bytes, os.PathLike)):
             raise wrong_type("run_dir", run_dir, "the path of the daemon's directory")
         # Where it is now: this process may change its working directory before it has to connect again.

@@ -1,4 +1,9 @@
-"""A read pin on chunks: while it is open, their bytes can be copied out of shared memory."""
+"""What a read found: bytes that can be copied out of shared memory, under a read pin or without one.
+
+Without a pin (the chunks were found in the directory, see `Namespace.read`) a copy may find that its chunk went
+meanwhile: then it is tried once more with one. Whoever copies a chunk in several calls, or wants to see it where it is,
+gets the pin first: a chunk must not go while it is half loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -29,6 +34,9 @@ log = logging.getLogger(__name__)
 
 SETTLE_SLACK_S = 0.25
 """The daemon tells at the latest after `wait_ms`; its word needs a moment to arrive."""
+
+REPORT_MS = 10_000
+"""How long the report of corrupt bytes that were read without a lease may wait for its answer."""
 
 _samples = itertools.count()
 
@@ -82,6 +90,8 @@ class Grant:
     """Which hit a key is, by its number; a range where the hits are the first keys."""
     waiter: Waiter | None = None
     settled_by: float = 0.0
+    pin: Callable[[], ReadLease] | None = None
+    """Nothing is pinned; this reads the same keys once more, with a pin."""
 
 
 class ReadLease:
@@ -96,20 +106,23 @@ class ReadLease:
         self,
         keys: Sequence[ChunkKey],
         outcomes: Sequence[Outcome],
-        reasons: Sequence[Reason],
+        reasons: Sequence[Reason] | Callable[[], Sequence[Reason]],
         geometry: Geometry,
         shards: tuple[int, ...],
         grant: Grant | None = None,
         verify_every: int = 0,
         backlog: Backlog = NO_BACKLOG,
     ) -> None:
-        """`verify_every` n: one copy in n is compared with its checksum; 0: none."""
+        """`reasons` may be had when they are asked for. `verify_every` n: one copy in n is compared with its checksum;
+        0: none."""
         self.backlog = backlog
+        self._pinned: ReadLease | None = None
+        """That of a second read, with a pin: copies are its."""
         self._released = False
         self._grant = grant
         self.keys = tuple(keys)
         self.outcomes = tuple(outcomes)
-        self.reasons = tuple(reasons)
+        self._reasons = reasons
         self.hits = len(grant.ranks) if grant and isinstance(grant.ranks, range) else _leading_hits(outcomes)
         self.shards = shards
         self.lease_id = grant.lease_id if grant else 0
@@ -119,6 +132,13 @@ class ReadLease:
         self._geometry = geometry
         self._verify_every = verify_every
         self._ranks = grant.ranks if grant else range(0)
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Of what was looked up without a message the daemon is asked for them now, if anything is no hit."""
+        if callable(self._reasons):
+            self._reasons = self._reasons()
+        return tuple(self._reasons)
 
     def __repr__(self) -> str:
         state = "open" if self.alive else "released" if self._released else "void"
@@ -140,12 +160,14 @@ class ReadLease:
     @property
     def alive(self) -> bool:
         """Whether copies can succeed now: neither released, expired nor revoked, and the daemon is the same."""
+        if self._pinned is not None:
+            return self._pinned.alive
         grant = self._grant
         return (
             grant is not None
             and grant.attachment.alive
             and not self._released
-            and time.monotonic() < self.expires_at
+            and (grant.pin is not None or time.monotonic() < self.expires_at)
             and os.getpid() == grant.attachment.pid
         )
 
@@ -201,6 +223,10 @@ class ReadLease:
         stays mapped while the view lives.
         """
         row, _ = self._row(index, shard)
+        if self._has_to_pin():
+            self._pin()
+        if self._pinned is not None:
+            return self._pinned.unsafe_view(index, shard)
         grant = self._grant
         if grant is None or row is None or not self.alive or not grant.mapped.intact((row,)):
             return None
@@ -209,23 +235,66 @@ class ReadLease:
     def _copy(self, plan: Sequence[tuple[int, int, int, Bits]]) -> bool:
         """(key number, row, offset, destination). Each slot's generation is compared before the first byte and after
         the last, so bytes of a slot that was given to somebody else meanwhile never pass for ours."""
+        if self._pinned is None and self._has_to_pin():
+            if self._is_whole(plan) and (copied := self._copied(plan)) is not None:
+                return copied
+            self._pin()
+        if self._pinned is not None:
+            again = self._pinned_plan(plan, self._pinned)
+            return self._pinned._copy(again) if again is not None else self._void()
+        copied = self._copied(plan)
+        return self._void() if copied is None else copied
+
+    def _copied(self, plan: Sequence[tuple[int, int, int, Bits]]) -> bool | None:
+        """True: the outs have the bytes; False: those are corrupt; None: they may be others."""
         grant = self._grant
         if grant is None or not self.alive:
-            return self._void()
+            return None
         mapped = grant.mapped
         rows = [row for _, row, _, _ in plan]
         if not mapped.intact(rows):
-            return self._void()
+            return None
         pairs = [(bits, mapped.data(row, offset, bits.nbytes)) for _, row, offset, bits in plan]
         fence()
         copy_pairs(pairs)
         corrupt = self._corrupt(mapped, plan) if self._verify_every else []
         fence()
         if not mapped.intact(rows):
-            return self._void()
+            return None
         if corrupt:
             self._report(grant, corrupt)
         return not corrupt
+
+    # ------------------------------------------------------------------------------------------------ without a pin
+
+    def _has_to_pin(self) -> bool:
+        """Before anything that takes longer than one call."""
+        return self._grant is not None and self._grant.pin is not None and self.alive
+
+    def _pin(self) -> None:
+        """Read the same keys once more, with a pin. What went meanwhile is void from then on."""
+        grant = self._grant
+        assert grant is not None and grant.pin is not None, self
+        grant.attachment.count("reads_pinned_late")
+        self._pinned = grant.pin()
+
+    def _is_whole(self, plan: Sequence[tuple[int, int, int, Bits]]) -> bool:
+        """Whether each chunk's shard is copied from its first byte to its last, here and now."""
+        left: dict[int, int] = {}
+        for _, row, _, bits in plan:
+            left[row] = left.get(row, 0) + bits.nbytes
+        sizes = self._geometry.shard_bytes
+        shards = self.shards
+        return all(size == sizes[shards[row % len(shards)]] for row, size in left.items())
+
+    def _pinned_plan(
+        self, plan: Sequence[tuple[int, int, int, Bits]], pinned: ReadLease
+    ) -> list[tuple[int, int, int, Bits]] | None:
+        """The same copies of the second read; None: some chunk is no hit there."""
+        ranks, each = pinned._ranks, len(self.shards)
+        if any(index not in ranks for index, _, _, _ in plan):
+            return None
+        return [(index, ranks[index] * each + row % each, at, bits) for index, row, at, bits in plan]
 
     def _corrupt(self, mapped: MappedExtents, plan: Sequence[tuple[int, int, int, Bits]]) -> list[int]:
         """Of a sample: numbers of the keys of which a shard no longer has the checksum that it was committed with."""
@@ -242,7 +311,7 @@ class ReadLease:
         body = store_pb2.ReportLoadRequest(
             namespace_id=grant.namespace_id, keys=[self.keys[index] for index in corrupt]
         )
-        grant.attachment.call("report_load", body, time.monotonic() + self.ttl_ms / 1000)
+        grant.attachment.call("report_load", body, time.monotonic() + (self.ttl_ms or REPORT_MS) / 1000)
 
     def _void(self) -> bool:
         if self._grant is not None and os.getpid() == self._grant.attachment.pid:
@@ -286,6 +355,8 @@ class ReadLease:
             return
         self._released = True
         self._ranks = range(0)
+        if self._pinned is not None:
+            self._pinned.release()
         grant, self._grant = self._grant, None
         if grant is not None and os.getpid() == grant.attachment.pid:
             _give_back(grant.attachment, self.lease_id, grant.waiter)

@@ -48,7 +48,7 @@ class MappedExtents:
         segments = self._segments
         extents = self.extents
         numbers, cells, generations = extents.segment, extents.cell, extents.generation
-        return all(segments[numbers[row]].generations[cells[row]] == generations[row] for row in rows)
+        return all(segments[numbers[row]].cells[2 * cells[row]] == generations[row] for row in rows)
 
     def _all_well(self, lengths: Sequence[int]) -> bool:
         """Enough for True, and quick: True where all extents are the daemon's usual ones."""
@@ -60,7 +60,7 @@ class MappedExtents:
             len(segments) == len(set(extents.segment))
             and extents.length == array("Q", lengths) * (count // len(lengths))
             and max(extents.offset) + max(lengths) <= min(segment.data.size for segment in segments)
-            and max(extents.cell) < min(len(segment.generations) for segment in segments)
+            and 2 * max(extents.cell) < min(len(segment.cells) for segment in segments)
         )
 
     def _wrong(self, lengths: Sequence[int]) -> set[int]:
@@ -71,7 +71,7 @@ class MappedExtents:
                 segment is None
                 or extent.length != lengths[row % len(lengths)]
                 or extent.offset + extent.length > segment.data.size
-                or extent.cell >= len(segment.generations)
+                or 2 * extent.cell >= len(segment.cells)
             ):
                 wrong.add(row)
         return wrong

@@ -28,8 +28,9 @@ class Segment:
 
     number: int
     data: npt.NDArray[np.uint8]
-    generations: memoryview
-    """The header's cells, 8 bytes each: indexing one loads it from shared memory."""
+    cells: memoryview
+    """Of the header, as numbers of 64 bits: 2 n is the generation of cell n, 2 n + 1 its tag. Indexing one loads it
+    from shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class Mappings:
         if found != expected:
             raise ValueError(f"its header says {found}, expected {expected}")
         data = memory.map_shared(data_fd, size_bytes, writable=self._writable)
-        segment = Segment(number, data.array, memory.generations(header.array, cells).data)
+        segment = Segment(number, data.array, memory.cells_of(header.array, cells).reshape(-1).data)
         return _Mapped(segment, data, header)
 
     def _page_in(self, mapping: memory.SharedMapping) -> None:

@@ -29,7 +29,7 @@ from kvstore.errors import NotFound
 from kvstore.keys import Tokens
 from kvstore.layout import NamespaceSpec
 from kvstore.types import ChunkKey, Hint, HintAction, Protection
-from kvstore.v1 import hints_pb2_grpc, stats_pb2, stats_pb2_grpc
+from kvstore.v1 import fleet_pb2, fleet_pb2_grpc, hints_pb2_grpc, stats_pb2, stats_pb2_grpc
 
 STAGING_BYTES = 64 << 20
 TIMEOUT_S = 5.0
@@ -182,6 +182,31 @@ class Client:
         self._namespaces_by_model[model] = row
         return prompt_keys(wire.spec_from_proto(row.spec), row.salt, tokens)
 
+    def route(
+        self,
+        model: str,
+        *,
+        tokens: Tokens | None = None,
+        keys: Sequence[ChunkKey] = (),
+        session: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> fleet_pb2.RouteReply:
+        """Which nodes hold how much of a prompt, and what it costs each to have the rest, the cheapest first. The
+        prompt is given as tokens, as chunk keys in chain order, or as a session of the daemon that is asked. Raises
+        NotFound and other StoreErrors."""
+        if tokens is not None:
+            keys = self.prompt_keys(model, tokens, timeout_s=timeout_s)
+            if not len(keys):
+                return fleet_pb2.RouteReply()
+        row = self._namespaces_by_model.get(text("model", model)) or self._namespace_of_model(
+            model, timeout_s
+        )
+        request = fleet_pb2.RouteRequest(namespace_id=row.namespace_id, keys=keys, session=session)
+        reply: fleet_pb2.RouteReply = self.unary(
+            fleet_pb2_grpc.FleetStub, "Route", request, timeout_s=timeout_s
+        )
+        return reply
+
     def only_model(self, *, timeout_s: float | None = None) -> str:
         """The name of the one model that workers have opened. Raises NotFound if there is none, or several."""
         names = sorted({row.model for row in self._list_namespaces(timeout_s)})
@@ -256,17 +281,24 @@ def connect(
     rank: int = 0,
     timeout_s: float = TIMEOUT_S,
     staging_bytes: int = STAGING_BYTES,
+    directory: bool = True,
 ) -> Client:
     """Connect to the daemon that serves `run_dir`.
 
     `engine_group` names the engine whose scheduler and ranks hold leases together ("": this process alone). `timeout_s`
     bounds connecting, and is the default of every later call. `staging_bytes` of memory for saves are asked for when
-    the first save needs them. A relative `run_dir` means where it is now, also for later reconnections. Raises
-    StoreError: Unavailable when no daemon answers in time, and within a second where none listens; Denied when it does
-    not serve this user.
+    the first save needs them. `directory`: chunks are looked up in shared memory where that is possible; without it the
+    daemon is asked for each read and match. A relative `run_dir` means where it is now, also for later reconnections.
+    Raises StoreError: Unavailable when no daemon answers in time, and within a second where none listens; Denied when
+    it does not serve this user.
     """
     connection = Connection(
-        run_dir, engine_group=engine_group, rank=rank, timeout_s=timeout_s, staging_bytes=staging_bytes
+        run_dir,
+        engine_group=engine_group,
+        rank=rank,
+        timeout_s=timeout_s,
+        staging_bytes=staging_bytes,
+        directory=directory,
     )
     connection.start()
     return Client(connection)

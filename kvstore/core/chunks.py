@@ -97,7 +97,7 @@ class Views:
             "cohort",
             "history",
         ),
-        *("tokens", "shard0", "ready", "reserved", "flags", "reason", "maker"),
+        *("tokens", "shard0", "ready", "reserved", "flags", "reason", "maker", "directory"),
         *("shard_segment", "shard_slot", "shard_checksum", "shard_ready"),
     )
 
@@ -123,6 +123,7 @@ class Views:
         self.flags = _view(table.flags)
         self.reason = _view(table.reason)
         self.maker = _view(table._maker)
+        self.directory = _view(table.directory)
         self.shard_segment = _view(table.shard_segment)
         self.shard_slot = _view(table.shard_slot)
         self.shard_checksum = _view(table.shard_checksum)
@@ -160,6 +161,8 @@ class ChunkTable:
         self.reserved = array("H")
         self.flags = array("H")
         self.reason = bytearray()
+        self.directory = array("i")
+        """Row in the directory of its namespace, NONE if readers are not told of it."""
         self.free_rows = array("i")
         self._rows = 0
         """Rows that were ever used; the columns are longer."""
@@ -238,6 +241,7 @@ class ChunkTable:
             self.older,
             self.shard0,
             self._maker,
+            self.directory,
         ):
             none.extend(array("i", [NONE]) * more)
         for zero in (
@@ -259,6 +263,7 @@ class ChunkTable:
     def free_row(self, row: int) -> None:
         assert self.shard0[row] == NONE and not self.pins[row] and not self.refs[row], self.describe(row)
         assert not self.flags[row] & LISTED, self.describe(row)
+        assert self.directory[row] == NONE, self.describe(row)
         if self.parent[row] != NONE:
             self.leave_parent(row)
         if self.first_child[row] != NONE:

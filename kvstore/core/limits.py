@@ -82,6 +82,8 @@ class Limits:
     quarantine_ms: int = 60_000
     """How long a slot whose bytes went bad is left alone before it is rewritten and verified."""
 
+    directory: bool = True
+    """Workers may look chunks up by themselves, in shared memory."""
     sources: tuple[str, ...] = ()
     """Beyond this node, by name: who is asked for chunks that are missing here (`remote/sources.py`)."""
     lookup_wait_ms: int = 50

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,16 @@ class Namespace:
     in_flight: int = 0
     """Segments that are being retired or created for this namespace."""
     in_flight_since: Millis = 0
+    directory_rows_max: int = 0
+    """Rows that its directory has room for: what readers without a message are told (`directory.py`); 0: there is
+    none."""
+    directory_rows: int = 0
+    """Of those, the ones that were ever used,"""
+    directory_free: array[int] = field(default_factory=lambda: array("i"))
+    """and the ones of them that are free."""
+    directory_open: bool = False
+    directory_full: bool = False
+    """It has no room for some chunk, and stays closed."""
     no_slot_at: int = -1
     """`State.room` when a promotion ahead of need last found no slot; -1: it was found,"""
     no_slot_until: Millis = 0

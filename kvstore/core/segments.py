@@ -456,4 +456,5 @@ class Segments:
             chunks.shard_ready[place] = 1
             chunks.reserved[row] -= 1
             chunks.ready[row] += 1
+            state.note(row)
             state.counters["chunks_moved"] += 1

@@ -31,6 +31,7 @@ from kvstore.core.chunks import (
     LinkedRows,
 )
 from kvstore.core.cold_tier import ColdTier
+from kvstore.core.directory import Directory
 from kvstore.core.events import (
     ChunksSettled,
     Effect,
@@ -161,7 +162,9 @@ class State:
     counters: Counter[str] = field(default_factory=Counter)
     effects: list[Effect] = field(default_factory=list)
     bumps: dict[SegmentId, tuple[list[int], list[int]]] = field(default_factory=dict)
-    """Generations to be written before any other effect of this step."""
+    """Generations to be written before any other effect of this step but those that send readers to the daemon."""
+    directory: Directory = field(init=False)
+    """What readers without a message are told."""
     next_op: int = 1
     quarantine: QuarantineBook = field(default_factory=QuarantineBook)
     recalling: dict[bytes, Millis] = field(default_factory=dict)
@@ -176,6 +179,7 @@ class State:
 
     def __post_init__(self) -> None:
         limits = self.limits
+        self.directory = Directory(self)
         self.sessions = SessionBook(self.jobs)
         self.pool = Pool(
             segment_bytes=limits.segment_bytes, count=limits.segment_count, alignment=limits.slot_alignment
@@ -208,11 +212,15 @@ class State:
         return op
 
     def take_effects(self) -> list[Effect]:
-        """Generation changes first: bumping early only ever voids more."""
-        effects: list[Effect] = [
+        """Generation changes first: bumping early only ever voids more. Then what readers are told, see `Directory`."""
+        first, told, last = self.directory.take()
+        effects: list[Effect] = first
+        effects += [
             SetGenerations(segment, tuple(cells), tuple(generations))
             for segment, (cells, generations) in self.bumps.items()
         ]
+        effects += told
+        effects += last
         effects += self.effects
         self.bumps = {}
         self.effects = []
@@ -264,12 +272,16 @@ class State:
         header = self.limits.disk_header_bytes
         sizes = frozenset(self.ssd_slots.slot_bytes(header + length) for length in namespace.shard_bytes)
         namespace.ssd = self.cold.of(sizes)
+        if self.limits.directory:
+            self.directory.opened(namespace)
 
     def remove_namespaces(self, gone: Sequence[Namespace]) -> None:
         """They hold nothing any more."""
         for namespace in gone:
             del self.namespaces[namespace.id]
             self.policy.closed(namespace.id)
+            if namespace.directory_rows_max:
+                self.directory.gone(namespace)
         self.cold.keep([namespace.ssd for namespace in self.namespaces.values()])
 
     def own_namespace(self, worker: Worker, namespace_id: NamespaceId) -> Namespace:
@@ -398,11 +410,16 @@ class State:
         if chunks.shard_ready[shard_row]:
             chunks.shard_ready[shard_row] = 0
             chunks.ready[row] -= 1
+            self.note(row)
         else:
             chunks.reserved[row] -= 1
         return segment, slot
 
     # -------------------------------------------------------------------------------------------------- chunks
+
+    def note(self, row: int) -> None:
+        """Whether it is a hit or on SSD, or its place, may have changed: readers are told at the end of the step."""
+        self.directory.noted[row] = None
 
     def is_resident(self, row: int) -> bool:
         chunks = self.chunks
@@ -502,6 +519,7 @@ class State:
         chunks.ready[row] += 1
         if not whole:
             return False
+        self.note(row)
         self._tally(namespace, row, +1)
         if chunks.flags[row] & LISTED:
             chunks.unlink(self.partials, row)
@@ -573,6 +591,7 @@ class State:
             namespace = self.namespace_of(row)
             self._tally(namespace, row, -1)
             chunks.flags[row] |= DOOMED
+            self.note(row)
             self._tally(namespace, row, +1)
             chunks.reason[row] = reason
             if (
@@ -672,6 +691,7 @@ class State:
             return
         self.cold_tier.drop(row, corrupt=quarantine)
         self.chunks.flags[row] &= ~(STORED | DURABLE)
+        self.note(row)
         self.delete_record(namespace.id, self.chunks.key[row])
 
     def delete_record(self, namespace_id: NamespaceId, key: ChunkKey) -> None:
@@ -730,6 +750,7 @@ class State:
     def remove_row(self, row: int) -> None:
         """Forget the key of a ghost altogether."""
         self.policy.forget(row)
+        self.directory.forget(row)
         if self.chunks.flags[row] & LISTED:
             self.chunks.unlink(self.ghosts, row)
         del self.namespace_of(row).index[self.chunks.key[row]]
@@ -780,13 +801,13 @@ class State:
         else:
             evictable = self._unpin_each(namespace, rows)
         if used:
-            self._store_used(evictable)
+            self.store_used(evictable)
             self.policy.add(namespace.dram, evictable)
         else:
             self.policy.put_back(namespace.dram, evictable)
         self.room += 1
 
-    def _store_used(self, rows: Sequence[int]) -> None:
+    def store_used(self, rows: Sequence[int]) -> None:
         """What was not worth a write to SSD may be now that it was used."""
         if not self.counters["chunks_not_stored"]:
             return

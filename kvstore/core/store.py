@@ -59,6 +59,8 @@ READ_ONLY = (
     ev.ListQuarantine,
     ev.ReportResident,
     ev.Touch,
+    ev.Touched,
+    ev.WantDirectory,
 )
 """Asked again, these are answered anew (a report of what is resident says the same again); everything else is
 remembered by request id."""
@@ -99,11 +101,12 @@ class Store:
         self.recalls = Recalls(self.state, self.cold_tier, self.remote)
         self.scrub = Scrubber(self.state, self.cold_tier, self.transfers)
         self.reads.promote = self._bring
+        self.reads.look = self.sources.look
         self._next_namespace = 1
         self._requests: dict[type, Callable[[Worker, Any], ev.Answer | None]] = {
             ev.Open: self._open,
-            ev.Match: self._match,
-            ev.Acquire: self._acquire,
+            ev.Match: self.reads.match,
+            ev.Acquire: self.reads.acquire,
             ev.Renew: self.reads.renew,
             ev.Release: self.reads.release,
             ev.Reserve: self._reserve,
@@ -124,10 +127,12 @@ class Store:
             ev.PublishQueue: self.queue.publish,
             ev.ApplyActions: self.actions.apply,
             ev.Touch: self.touches.touch,
+            ev.Touched: self.touches.looked_up,
             ev.Scrub: self.scrub.ask,
             ev.ListQuarantine: self.rewrites.list,
             ev.Recall: self._recall,
             ev.WantSegments: self.segments.want,
+            ev.WantDirectory: self._want_directory,
             ev.SegmentsUnmapped: self._unmapped,
         }
         self._facts: dict[type, Callable[[Any], None]] = {
@@ -159,6 +164,7 @@ class Store:
         self.state.now = self.state.policy.now = now
         restored = self.cold_tier.restore(snapshot)
         self._next_namespace = restored.next_namespace
+        self.state.directory.everything()
         return restored
 
     def start(self) -> list[ev.Effect]:
@@ -264,16 +270,6 @@ class Store:
             worker.memory.forget(number)
         return answer
 
-    def _match(self, worker: Worker, event: ev.Match) -> ev.Matched | None:
-        """None: answered when what is missing has been looked up beyond this node."""
-        return None if self.sources.park(worker, event) else self.reads.match(worker, event)
-
-    def _acquire(self, worker: Worker, event: ev.Acquire) -> ev.Acquired | None:
-        """As `_match`."""
-        if not event.local and self.sources.park(worker, event):
-            return None
-        return self.reads.acquire(worker, event)
-
     def _forget(self, worker: Worker, event: ev.Forget) -> ev.Done | None:
         """None: answered when nothing can bring back what was forgotten, as far as that can be had in time."""
         if not self.remote.active:
@@ -307,12 +303,15 @@ class Store:
         if worker is None:
             return
         answer: ev.Answer
+        found: ev.Matched | ev.Acquired | None
         try:
             state.worker(worker.id)
             if isinstance(event, ev.Match):
-                answer = self.reads.match(worker, event)
+                found = self.reads.match(worker, event, may_wait=False)
             else:
-                answer = self.reads.acquire(worker, event)
+                found = self.reads.acquire(worker, event, may_wait=False)
+            assert found is not None, event
+            answer = found
         except StoreError as error:
             answer = error
         if isinstance(event, ev.Match):
@@ -331,6 +330,7 @@ class Store:
         values = stats(self.state, worker, self.residents)
         if worker.admin:
             values["gauges"] |= traffic(self.queue, self.transfers) | self.actions.gauges()
+            values["gauges"] |= self.sources.gauges() | self.remote.gauges()
         return ev.Stats(values)
 
     def _open(self, worker: Worker, event: ev.Open) -> ev.Opened:
@@ -396,6 +396,7 @@ class Store:
             raise Exhausted("too many namespaces are open", field="namespace", value=len(state.namespaces))
         if older is not None:
             older.retired = True
+            state.directory.retired()
             self.remote.forget_namespace(older)
             state.counters["epochs_retired"] += 1
         slot_bytes = tuple(state.pool.slot_bytes(size) for size in spec.shard_bytes)
@@ -417,6 +418,15 @@ class Store:
     def _reserve(self, worker: Worker, event: ev.Reserve) -> ev.Reserved:
         self.recalls.check(event.maker)
         return self.saves.reserve(worker, event)
+
+    def _want_directory(self, worker: Worker, event: ev.WantDirectory) -> ev.DirectoryAllowed:
+        """For those only who opened the namespace, as its segments are (invariant 9)."""
+        namespace = self.state.own_namespace(worker, event.namespace)
+        if not namespace.directory_rows_max:
+            raise Precondition(
+                "directories are off here", field="directory", remedy="ask by Match and Acquire"
+            )
+        return ev.DirectoryAllowed(namespace.id)
 
     def _unmapped(self, worker: Worker, event: ev.SegmentsUnmapped) -> ev.Done:
         self.segments.unmapped(worker, event.segments)

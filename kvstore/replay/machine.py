@@ -231,7 +231,7 @@ class Machine:
             "disk_deadline_ms": FOREVER_MS,
             "durable_within_ms": 60_000,
         } | limits
-        self.store = Store(Limits(**settings))
+        self.store = Store(Limits(directory=False, **settings))
         self.disk = Disk(ssd_bytes_per_s, ssd_latency_ms)
         self.hbm = Hbm(hbm_chunks)
         self.now = 0.0
@@ -277,7 +277,17 @@ class Machine:
                 case ev.Reply():
                     if effect.ticket.worker == ENGINE or isinstance(effect.answer, Exception):
                         self.answers.append(effect.answer)
-                case ev.SetGenerations() | ev.AssignSegment() | ev.LeasesRevoked():
+                case (
+                    ev.SetGenerations()
+                    | ev.AssignSegment()
+                    | ev.LeasesRevoked()
+                    | ev.CreateDirectory()
+                    | ev.DropDirectory()
+                    | ev.CloseDirectory()
+                    | ev.OpenDirectory()
+                    | ev.Publish()
+                    | ev.Unpublish()
+                ):
                     pass
                 case ev.ReadRecords():
                     size = len(effect.records) * self.chunk_bytes

@@ -44,6 +44,7 @@ from kvstore.errors import BadRequest, ConfigError, StoreError
 from kvstore.fleet import node as fleet_node
 from kvstore.fleet.node import FleetNode
 from kvstore.fleet.registry import without_password
+from kvstore.fleet.service import FLEET_SERVICE, FleetService
 from kvstore.memory import fix_mmap_threshold, keep_freed_memory, memory_limit_bytes
 from kvstore.server.garbage import ShortSearches, no_searches
 from kvstore.server.health import NOT_SERVING, SERVING, SSD, Health
@@ -55,6 +56,7 @@ from kvstore.server.recorder import Recorder
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.base import ChunkSource
 from kvstore.tiers.copier import Copier
+from kvstore.tiers.directories import Directories
 from kvstore.tiers.disk_port import Disk, RealDisk
 from kvstore.tiers.regions import Regions
 from kvstore.tiers.remote import opening as remote_opening
@@ -447,6 +449,7 @@ class Daemon:
             huge_pages=config.huge_pages,
             prefault=config.prefault,
         )
+        self._directories = Directories(self._arena, boot_id=self.boot_id)
         self._staging = Staging(bytes_max=config.staging_bytes_max)
         self._regions = Regions()
         self._copier = Copier(self._arena, self._staging, self._regions, threads=config.copy_threads)
@@ -470,6 +473,7 @@ class Daemon:
             self._arena,
             self._staging,
             self._copier,
+            directories=self._directories,
             ssd=tier,
             sources=sources,
             on_forget=lambda worker: self._descriptors.forget(worker),
@@ -484,6 +488,7 @@ class Daemon:
             regions=self._regions,
             boot_id=self.boot_id,
             grpc_target=self._grpc_target,
+            directories=self._directories if config.directory else None,
             open_lane=(lambda worker: self._service.open_lane(worker)) if config.fast_lane else None,
         )
         self._door: TcpDoor | None = None
@@ -571,6 +576,7 @@ class Daemon:
             ADMIN_SERVICE,
             BYTES_SERVICE,
             PROMPT_CACHE_SERVICE,
+            FLEET_SERVICE,
         )
         for name in names:
             self._health.set(name, NOT_SERVING)
@@ -581,7 +587,8 @@ class Daemon:
             peer_timeout_s=self._service.peer_timeout_s,
             check=self._service.check_tcp,
         )
-        parts = (self._service, bytes_service, self._schemas, self._health, shown)
+        fleet = FleetService(self._service, self._fleet)
+        parts = (self._service, bytes_service, self._schemas, fleet, self._health, shown)
         self._handlers = tuple(part.handlers() for part in parts)
         self._served = names
         await self._serve_grpc(tcp=self._tcp)
@@ -881,7 +888,14 @@ class Daemon:
             "region_bytes": float(lent.bytes),
             "tcp_refused": float(self._access.refused if self._access is not None else 0),
         }
-        return families((await self._own_stats()).values, process, __version__, self.loop.disk_stats())
+        values = (await self._own_stats()).values
+        if self._fleet is not None:
+            values = {
+                **values,
+                "gauges": {**values["gauges"], **self._fleet.gauges()},
+                "counters": {**values["counters"], **self._fleet.counters()},
+            }
+        return families(values, process, __version__, self.loop.disk_stats())
 
     async def _close(self) -> None:
         """Each step bounded; the last is the lock, so that no successor meets our remains."""
@@ -902,6 +916,7 @@ class Daemon:
         self.loop.close(CLOSE_TIMEOUT_S)
         self._regions.close(CLOSE_TIMEOUT_S)
         self._staging.close()
+        self._directories.end()
         self._arena.close()
         self._searches.close()
         self._directory.close()

@@ -27,6 +27,7 @@ from kvstore.server.logs import fields
 from kvstore.tiers.arena import Arena, Staging
 from kvstore.tiers.base import ChunkSource, SourceEffect
 from kvstore.tiers.copier import Copier
+from kvstore.tiers.directories import Directories
 from kvstore.tiers.ssd import SsdStats, SsdTier
 from kvstore.types import DiskState, Millis, SegmentId, Tier, WorkerId
 
@@ -67,8 +68,8 @@ def monotonic_ms() -> Millis:
 
 
 class Loop:
-    """Owns the core, the arena, staging memory and the copier; every method but `post_threadsafe` is called on the
-    asyncio thread.
+    """Owns the core, the arena, directories, staging memory and the copier; every method but `post_threadsafe` is
+    called on the asyncio thread.
 
     `on_forget` is told which workers the core has nothing of any more, `on_disk` when the SSD tier degrades or heals;
     `on_fatal` is called once, after a bug.
@@ -81,6 +82,7 @@ class Loop:
         staging: Staging,
         copier: Copier,
         *,
+        directories: Directories,
         ssd: SsdTier | None = None,
         sources: Mapping[str, ChunkSource] | None = None,
         on_forget: Callable[[WorkerId], None],
@@ -91,6 +93,7 @@ class Loop:
         self.store = store
         self.arena = arena
         self.staging = staging
+        self.directories = directories
         self._copier = copier
         self._ssd = ssd
         self._sources = dict(sources or {})
@@ -124,6 +127,12 @@ class Loop:
             events.SegmentsRetired: self._push_retired,
             events.LeasesRevoked: self._push,
             events.SetGenerations: self._set_generations,
+            events.CreateDirectory: self.directories.create,
+            events.CloseDirectory: lambda effect: self.directories.close(effect.namespace, True),
+            events.OpenDirectory: lambda effect: self.directories.close(effect.namespace, False),
+            events.DropDirectory: lambda effect: self.directories.drop(effect.namespace),
+            events.Unpublish: lambda effect: self.directories.unpublish(effect.namespace, effect.rows),
+            events.Publish: self.directories.publish,
             events.CopyIn: self._copy,
             events.FillSlots: self._copy,
             events.Checksum: self._copy,
@@ -291,6 +300,7 @@ class Loop:
             return
         self._ticker = self._asyncio.call_later(TICK_S, self._tick)
         self.post(events.Tick())
+        self.directories.beat(monotonic_ms())
         if self._ssd is not None:
             self._report_disk()
         now = self._clock()

@@ -7,8 +7,9 @@ through aiofiles. What finds the buffer full is dropped and counted: the loop ne
     {"t": 12, "w": 0, "n": 0, "c": 64, "b": 1048576, "ask": [17, ...]}
     {"t": 40, "w": 0, "n": 0, "c": 64, "b": 1048576, "save": [93, ...], "after": 17}
 
-t: ms; w: worker; n: namespace; c: tokens of a chunk; b: bytes of a chunk; ask: the keys of an Acquire, in their order;
-save: those of a Reserve, and the key that they follow (0: none). A number stands for one key of one namespace.
+t: ms; w: worker; n: namespace; c: tokens of a chunk; b: bytes of a chunk; ask: the keys of an Acquire, or of a lookup
+in the directory, in their order; save: those of a Reserve, and the key that they follow (0: none). A number stands for
+one key of one namespace.
 """
 
 from __future__ import annotations
@@ -128,15 +129,32 @@ class Recorder:
 
     def observe(self, event: events.Event, now: Millis) -> None:
         """On the loop: what it costs is an append."""
-        if not isinstance(event, (events.Acquire, events.Reserve)) or not event.keys:
+        if isinstance(event, events.Touched):
+            start = 0
+            for count in event.counts:
+                self._note(event, event.keys[start : start + count], None, now)
+                start += count
+        elif isinstance(event, events.Acquire):
+            self._note(event, event.keys, None, now)
+        elif isinstance(event, events.Reserve):
+            self._note(event, event.keys, event.parent, now)
+
+    def _note(
+        self,
+        event: events.Touched | events.Acquire | events.Reserve,
+        keys: tuple[ChunkKey, ...],
+        parent: ChunkKey | None,
+        now: Millis,
+    ) -> None:
+        if not keys:
             return
         namespace = self._state.namespaces.get(event.namespace)
         if namespace is None or self.last is None:
             return
-        if len(self._buffer) >= EVENTS_MAX or self._keys + len(event.keys) > KEYS_MAX:
+        if len(self._buffer) >= EVENTS_MAX or self._keys + len(keys) > KEYS_MAX:
             self.last.dropped += 1
             return
-        self._keys += len(event.keys)
+        self._keys += len(keys)
         self._buffer.append(
             Noted(
                 now,
@@ -144,8 +162,8 @@ class Recorder:
                 namespace.id,
                 namespace.spec.chunk_tokens,
                 namespace.payload_bytes,
-                event.keys,
-                event.parent if isinstance(event, events.Reserve) else None,
+                keys,
+                parent,
             )
         )
 

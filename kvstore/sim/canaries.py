@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from kvstore import directory
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, LISTED, NONE, ChunkTable
+from kvstore.core.directory import GONE, HIT, Directory
 from kvstore.core.jobs import JobBook
 from kvstore.core.manifests import Session
 from kvstore.core.namespaces import Namespace
@@ -26,7 +28,7 @@ from kvstore.core.segments import Segments
 from kvstore.core.ssd.durability import Durability
 from kvstore.core.state import State
 from kvstore.core.transfers import Read, Transfers
-from kvstore.types import ChunkKey, DiskResult, NamespaceId, OpId, Outcome, Reason
+from kvstore.types import ChunkKey, DiskResult, DiskState, NamespaceId, OpId, Outcome, Reason
 
 Original = Callable[..., Any]
 
@@ -308,7 +310,77 @@ def _aged(original: Original) -> Any:
     return lambda policy, candidates, kind, since: original(policy, candidates, kind, 0)
 
 
+def _late_bump(original: Original) -> Any:
+    """Generations move on after what follows from it."""
+
+    def take(state: State) -> list[ev.Effect]:
+        effects = original(state)
+        bumps = [effect for effect in effects if isinstance(effect, ev.SetGenerations)]
+        return [effect for effect in effects if not isinstance(effect, ev.SetGenerations)] + bumps
+
+    return take
+
+
+def _early_publish(original: Original) -> Any:
+    """Readers are told of a chunk whose bytes are still to come."""
+
+    def condition(directory: Directory, row: int) -> int:
+        chunks = directory._state.chunks
+        placed = chunks.ready[row] + chunks.reserved[row]
+        if chunks.shard0[row] != NONE and placed == directory._state.namespace_of(row).shards:
+            return HIT
+        return GONE
+
+    def take(directory: Directory) -> Any:
+        state = directory._state
+        assert isinstance(state, State)
+        directory.noted.update(dict.fromkeys(state.chunks.walk(state.partials)))
+        with mock.patch.object(Directory, "_condition", condition):
+            return original(directory)
+
+    return take
+
+
+def _row_reused(original: Original) -> Any:
+    """The row of a chunk that is gone is another's at once, and nobody withdraws it."""
+
+    def forget(directory: Directory, row: int) -> None:
+        column = directory._state.chunks.directory
+        if column[row] != NONE:
+            directory._state.namespace_of(row).directory_free.append(column[row])
+            column[row] = NONE
+
+    return forget
+
+
+def _untold(original: Original) -> Any:
+    """Readers are not told that a chunk has gone."""
+    return lambda state, row: original(state, row) if state.is_hit(row) else None
+
+
+def _untagged(original: Original) -> Any:
+    """Bytes are not bound to their key: a row torn between key and place passes for a good one."""
+    return lambda hashed: hashed * 0 + 1
+
+
+def _open_while_off(original: Original) -> Any:
+    """Readers are told of chunks on an SSD that is off."""
+
+    def look(directory: Directory) -> None:
+        state = directory._state
+        with mock.patch.object(state, "disk_state", DiskState.OK):
+            original(directory)
+
+    return look
+
+
 CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
+    "late-bump": (State, "take_effects", _late_bump),
+    "early-publish": (Directory, "take", _early_publish),
+    "reuse-row": (Directory, "forget", _row_reused),
+    "untold": (State, "note", _untold),
+    "torn-row": (directory, "tags_of", _untagged),
+    "read-while-off": (Directory, "_look_at_all", _open_while_off),
     "forget-use": (Expected, "_cohort", _aged),
     "skip-generation": (Pool, "_bump", _generation),
     "free-pinned": (State, "unpin", _pinned),

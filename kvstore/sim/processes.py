@@ -209,6 +209,9 @@ class Process:
         keys = tuple(conversation.keys)
         if keys and self.hints.random() < 0.3:  # it found them in its own caches, or will in part
             self.tell(ev.Touch, namespace, keys[: self.hints.randrange(1, len(keys) + 1)])
+        if keys and self.hints.random() < 0.3:  # it found them in the directory
+            found = bytes(self.hints.randrange(3) for _ in keys)
+            self.tell(ev.Touched, namespace, keys, (len(keys),), found)
         if keys:
             yield from self.ask(ev.Match, namespace, keys, len(keys) * CHUNK_TOKENS)
             yield from self._load(namespace, keys)
@@ -523,8 +526,9 @@ class Process:
         for key, outcome in zip(keys, matched.outcomes, strict=True):
             if outcome is not Outcome.MISS:
                 position += chance.randrange(2 * CHUNK_TOKENS)
-                entries.append(ev.SessionEntry(key, position, CHUNK_TOKENS, approximate=True))
-                position += CHUNK_TOKENS
+                count = chance.choice((CHUNK_TOKENS, chance.randint(1, CHUNK_TOKENS)))  # also parts of chunks
+                entries.append(ev.SessionEntry(key, position, count, approximate=True))
+                position += count
         if entries:
             yield from self.ask(ev.UpdateSession, namespace, name, info.version, 0, tuple(entries))
             yield from self.ask(ev.GetSession, namespace, name)

@@ -20,6 +20,7 @@ from kvstore.core.store import Store
 from kvstore.errors import StoreError
 from kvstore.layout import GroupSpec, NamespaceSpec
 from kvstore.sim.integrity import Watch
+from kvstore.sim.readers import Directories
 from kvstore.types import (
     ChunkKey,
     Extent,
@@ -131,6 +132,8 @@ class World:
         self._copied: dict[ReservationId, dict[tuple[SegmentId, int], int]] = {}
         """By (segment, offset) what such copies have put there."""
         self._asked: dict[tuple[WorkerId, int], Any] = {}
+        self.directories = Directories(self.store, self.cells, self._held_in, self.committed)
+        """Those of the store, with readers who copy without a lease."""
         self._owner: dict[SegmentId, NamespaceId] = {}
         self._inbox: deque[ev.Event] = deque()
         self._next_worker = 1
@@ -170,6 +173,7 @@ class World:
                         self._copying[effect.op] = (event.reservation, tuple(targets))
             self._perform_all(effects)
             self.watch.check()
+            self.directories.check(list(self.watch.changed))
             self.store.rewrites.check_integrity()
             self.store.actions.check_integrity()
             self._applied(event)
@@ -462,7 +466,9 @@ class World:
         self._drain()
 
     def _perform_all(self, effects: Sequence[ev.Effect]) -> None:
+        self.directories.check_order(effects)
         for effect in effects:
+            self.directories.go_on()
             match effect:
                 case ev.Reply():
                     self._replied(effect)
@@ -481,6 +487,16 @@ class World:
                         # Never back, or an old extent would be valid again.
                         assert generation > cells[cell], (effect.segment, cell, generation, cells[cell])
                         cells[cell] = generation
+                    self.directories.bumped(effect.segment, effect.cells)
+                case (
+                    ev.CreateDirectory()
+                    | ev.CloseDirectory()
+                    | ev.OpenDirectory()
+                    | ev.DropDirectory()
+                    | ev.Unpublish()
+                    | ev.Publish()
+                ):
+                    self.directories.perform(effect)
                 case ev.AssignSegment():
                     owner = self._owner.setdefault(effect.segment, effect.namespace)
                     assert owner == effect.namespace, f"segment {effect.segment} changes hands unmapped"
@@ -680,6 +696,11 @@ class World:
             writer = self.may_write.get((extent.segment, page))
             assert writer in (None, by), f"{extent} is used while worker {writer} may still write there"
             self.memory[extent.segment][page] = what
+
+    def _held_in(self, segment: SegmentId, offset: int, length: int) -> int | None:
+        """What a reader copies from there now; None where bits flipped."""
+        extent = Extent(segment, offset, length, 0, 0)
+        return None if self.is_damaged(extent) else self._peek(extent)
 
     def is_damaged(self, extent: Extent) -> bool:
         return bool(self.damaged) and not self.damaged.isdisjoint(self._pages(extent))

@@ -37,7 +37,8 @@ FAULT_BYTES = 16 << 20
 class _Segment:
     data: memory.SharedMapping
     header: memory.SharedMapping
-    generations: npt.NDArray[np.uint64]
+    cells: npt.NDArray[np.uint64]
+    """(generation, tag) of each."""
     data_fd: int
     header_fd: int
 
@@ -81,7 +82,7 @@ class Arena:
             made = _Segment(
                 data=data,
                 header=head,
-                generations=memory.generations(head.array, cells),
+                cells=memory.cells_of(head.array, cells),
                 data_fd=data_fd,
                 header_fd=header_fd,
             )
@@ -132,12 +133,18 @@ class Arena:
         _release(gone)
 
     def set_generations(self, segment: SegmentId, cells: Sequence[int], generations: Sequence[int]) -> None:
-        """One aligned store per cell; whoever sees a byte stored later than this also sees the new generation."""
+        """Aligned stores; whoever sees a byte stored later than this also sees the new generation, and no tag."""
         assert len(cells) == len(generations), (segment, len(cells), len(generations))
         assert min(cells, default=0) >= 0, (segment, min(cells))  # numpy would count from the end
-        table = self._segment(segment).generations
-        table[np.asarray(cells, dtype=np.intp)] = np.asarray(generations, dtype=np.uint64)
+        table = self._segment(segment).cells
+        which = np.asarray(cells, dtype=np.intp)
+        table[which, 0] = np.asarray(generations, dtype=np.uint64)
+        table[which, 1] = 0
         memory.fence()
+
+    def set_tags(self, segment: SegmentId, cells: npt.NDArray[np.intp], tags: npt.NDArray[np.uint64]) -> None:
+        """The bytes of these keys are in the slots, under the generations that stand there."""
+        self._segment(segment).cells[cells, 1] = tags
 
     def view(self, segment: SegmentId, offset: int, length: int) -> npt.NDArray[np.uint8]:
         """The daemon's own, writable bytes [offset, offset + length). Raises NotFound, or BadRequest outside of it."""
@@ -151,7 +158,7 @@ class Arena:
         last byte of it was read."""
         memory.fence()
         found = self._segments.get(segment)
-        return found is not None and int(found.generations[cell]) == generation
+        return found is not None and int(found.cells[cell, 0]) == generation
 
     def descriptors(self, segment: SegmentId) -> tuple[int, int]:
         """(data, header): duplicates, which the caller sends and closes. Raises NotFound, OSError.
@@ -167,7 +174,7 @@ class Arena:
     def size_of(self, segment: SegmentId) -> tuple[int, int]:
         """(bytes, cells). Raises NotFound."""
         found = self._segment(segment)
-        return found.data.size_bytes, found.generations.size
+        return found.data.size_bytes, len(found.cells)
 
     def close(self) -> None:
         with self._lock:

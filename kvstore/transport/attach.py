@@ -9,6 +9,7 @@ pushes, which cannot be held back.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvstore import wire
@@ -129,6 +130,10 @@ class Attached:
         """One request, which the carrier has counted. Raises StoreError when not even its number could be read."""
         message: Any = wire.parse(store_pb2.AttachRequest, raw)
         field = message.WhichOneof("body")
+        if field is None and message.touched:
+            self._touched(message.touched)
+            self.written(answers=True)  # there is none
+            return
         call = decoding.ATTACH_CALLS.get(field)
         if call is None:
             raise BadRequest(
@@ -147,6 +152,8 @@ class Attached:
             if message.release_lease_ids:
                 leases = decoding.lease_ids(message.release_lease_ids)
                 self._loop.post(events.Release(Ticket(self._worker), leases))
+            if message.touched:
+                self._touched(message.touched)
             if call.event is None:
                 self._answer(request_id, events.Done())
                 return
@@ -163,6 +170,12 @@ class Attached:
             return
         self._channels.add(channel)
         self._loop.post(event)
+
+    def _touched(self, lookups: Sequence[store_pb2.Touched]) -> None:
+        """Raises BadRequest."""
+        decoding.count("touched", lookups, decoding.TOUCHED_PER_MESSAGE_MAX)
+        for lookup in lookups:
+            self._loop.post(decoding.touched(lookup, Ticket(self._worker)))
 
     def _answered(self, channel: int, event: Any, answer: events.Answer, packed: bool) -> None:
         self._channels.discard(channel)

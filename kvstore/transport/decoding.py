@@ -50,6 +50,9 @@ ACTIONS_PER_REQUEST_MAX = 256
 SEGMENTS_PER_REQUEST_MAX = 65_536
 ROWS_MAX = 100_000
 SCRUB_BYTES_PER_S_MAX = 1 << 40
+TOUCHED_PER_MESSAGE_MAX = 1_024
+BEHIND = 2
+"""The highest of what `Touched.found` says of a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,6 +431,21 @@ def _action(where: str, action: hints_pb2.HintAction) -> events.HintAction:
         ttl_ms=number(f"{where}.ttl_ms", action.ttl_ms, TTL_MS_MAX),
         eta_ms=number(f"{where}.eta_ms", action.eta_ms, TTL_MS_MAX),
     )
+
+
+def touched(message: store_pb2.Touched, ticket: Ticket) -> events.Touched:
+    """Raises BadRequest."""
+    keys = some_keys(message.keys)
+    counts, found = tuple(message.counts), message.found
+    if sum(counts) != len(keys):
+        raise BadRequest(f"must add up to the {len(keys)} keys", field="touched.counts", value=sum(counts))
+    if len(found) != len(keys) or max(found) > BEHIND:
+        raise BadRequest(
+            f"has one byte of 0 to {BEHIND} for each of the {len(keys)} keys",
+            field="touched.found",
+            value=found,
+        )
+    return events.Touched(ticket, namespace_id(message.namespace_id), keys, counts, found)
 
 
 def _touch(message: store_pb2.TouchRequest, ticket: Ticket) -> events.Touch:

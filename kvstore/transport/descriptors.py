@@ -33,6 +33,7 @@ from kvstore.core.events import (
     Event,
     SegmentsAllowed,
     Ticket,
+    WantDirectory,
     WantSegments,
     WorkerClosed,
     WorkerJoined,
@@ -52,8 +53,9 @@ from kvstore.errors import (
 from kvstore.memory import Frames, peek_fds, receive_packet, send_frame, send_packet
 from kvstore.server.logs import fields
 from kvstore.tiers.arena import Arena, Staging
+from kvstore.tiers.directories import Directories
 from kvstore.tiers.regions import Regions, in_memory
-from kvstore.types import Protection, RegionId, SegmentId, WorkerId
+from kvstore.types import NamespaceId, Protection, RegionId, SegmentId, WorkerId
 from kvstore.v1 import descriptor_pb2
 from kvstore.wire import error_to_proto, parse
 
@@ -126,9 +128,11 @@ class DescriptorServer:
         regions: Regions,
         boot_id: bytes,
         grpc_target: str,
+        directories: Directories | None = None,
         open_lane: Callable[[WorkerId], socket.socket] | None = None,
     ) -> None:
-        """`open_lane`: the worker's end of a new fast lane, see `Service`; None: there are none here."""
+        """`open_lane`: the worker's end of a new fast lane, see `Service`; None: there are none here. Likewise
+        `directories`."""
         self._config = config
         self._core = core
         self._arena = arena
@@ -136,6 +140,7 @@ class DescriptorServer:
         self._regions = regions
         self._boot_id = boot_id
         self._grpc_target = grpc_target
+        self._directories = directories
         self._open_lane = open_lane
         self._workers_max = config.limits.workers_max
         self._tenants = {int(uid): tenant for uid, tenant in config.tenants.items()}
@@ -440,6 +445,7 @@ class DescriptorServer:
             grpc_target=self._grpc_target,
             version=__version__,
             fast_lane=self._open_lane is not None,
+            directory=self._directories is not None,
         )
         self._send(peer, descriptor_pb2.DescriptorReply(hello=reply))
 
@@ -475,6 +481,8 @@ class DescriptorServer:
                     self._send(peer, descriptor_pb2.DescriptorReply(drop_region=dropped))
                 case "lane":
                     self._hand_over_lane(peer, worker)
+                case "directory":
+                    await self._hand_over_directory(peer, worker, request.directory)
                 case _:
                     raise Precondition("this connection has said hello already", field="hello")
         except StoreError as error:
@@ -543,6 +551,30 @@ class DescriptorServer:
         reply = descriptor_pb2.StagingReply(bytes=granted)
         try:
             self._send(peer, descriptor_pb2.DescriptorReply(staging=reply), [fd])
+        finally:
+            os.close(fd)
+
+    async def _hand_over_directory(
+        self, peer: _Peer, worker: WorkerId, request: descriptor_pb2.DirectoryRequest
+    ) -> None:
+        if self._directories is None:
+            raise Precondition(
+                "directories are off here", field="directory", remedy="ask by Match and Acquire"
+            )
+        namespace = NamespaceId(request.namespace_id)
+        await self._core.ask(WantDirectory(Ticket(worker), namespace), timeout_s=ASK_S)
+        try:
+            fd, size_bytes, slot_bytes = self._directories.descriptor(namespace)
+        except OSError as error:
+            raise Unavailable(
+                f"the daemon cannot hand over a directory: {error.strerror}",
+                field="directory",
+                value=namespace,
+                remedy="try again later; raise the daemon's LimitNOFILE= or ulimit -n",
+            ) from None
+        reply = descriptor_pb2.DirectoryReply(bytes=size_bytes, slot_bytes=slot_bytes)
+        try:
+            self._send(peer, descriptor_pb2.DescriptorReply(directory=reply), [fd])
         finally:
             os.close(fd)
 

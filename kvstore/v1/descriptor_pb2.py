@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvstore.v1 import types_pb2 as kvstore_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvstore/v1/descriptor.proto\x12\nkvstore.v1\x1a\x16kvstore/v1/types.proto\"\xa9\x02\n\x11\x44\x65scriptorRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.HelloH\x00\x12/\n\x08segments\x18\x02 \x01(\x0b\x32\x1b.kvstore.v1.SegmentsRequestH\x00\x12-\n\x07staging\x18\x03 \x01(\x0b\x32\x1a.kvstore.v1.StagingRequestH\x00\x12)\n\x05\x61\x64opt\x18\x04 \x01(\x0b\x32\x18.kvstore.v1.AdoptRequestH\x00\x12\x34\n\x0b\x64rop_region\x18\x05 \x01(\x0b\x32\x1d.kvstore.v1.DropRegionRequestH\x00\x12\'\n\x04lane\x18\x06 \x01(\x0b\x32\x17.kvstore.v1.LaneRequestH\x00\x42\x06\n\x04\x62ody\"\xc6\x02\n\x0f\x44\x65scriptorReply\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.kvstore.v1.HelloReplyH\x00\x12\"\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.kvstore.v1.ErrorH\x00\x12-\n\x08segments\x18\x03 \x01(\x0b\x32\x19.kvstore.v1.SegmentsReplyH\x00\x12+\n\x07staging\x18\x04 \x01(\x0b\x32\x18.kvstore.v1.StagingReplyH\x00\x12\'\n\x05\x61\x64opt\x18\x05 \x01(\x0b\x32\x16.kvstore.v1.AdoptReplyH\x00\x12\x32\n\x0b\x64rop_region\x18\x06 \x01(\x0b\x32\x1b.kvstore.v1.DropRegionReplyH\x00\x12%\n\x04lane\x18\x07 \x01(\x0b\x32\x15.kvstore.v1.LaneReplyH\x00\x42\x06\n\x04\x62ody\"M\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x14\n\x0c\x65ngine_group\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\"\x9b\x01\n\nHelloReply\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x12\n\nprotection\x18\x05 \x01(\t\x12\x13\n\x0bgrpc_target\x18\x06 \x01(\t\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x11\n\tfast_lane\x18\x08 \x01(\x08\"#\n\x0fSegmentsRequest\x12\x10\n\x08segments\x18\x01 \x03(\r\"?\n\rSegmentsReply\x12\x10\n\x08segments\x18\x01 \x03(\r\x12\r\n\x05\x62ytes\x18\x02 \x03(\x04\x12\r\n\x05\x63\x65lls\x18\x03 \x03(\r\"\x1f\n\x0eStagingRequest\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"\x1d\n\x0cStagingReply\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"\r\n\x0bLaneRequest\"\x0b\n\tLaneReply\"\x1d\n\x0c\x41\x64optRequest\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"\x1c\n\nAdoptReply\x12\x0e\n\x06region\x18\x01 \x01(\r\"#\n\x11\x44ropRegionRequest\x12\x0e\n\x06region\x18\x01 \x01(\r\"\x11\n\x0f\x44ropRegionReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvstore/v1/descriptor.proto\x12\nkvstore.v1\x1a\x16kvstore/v1/types.proto\"\xdc\x02\n\x11\x44\x65scriptorRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.HelloH\x00\x12/\n\x08segments\x18\x02 \x01(\x0b\x32\x1b.kvstore.v1.SegmentsRequestH\x00\x12-\n\x07staging\x18\x03 \x01(\x0b\x32\x1a.kvstore.v1.StagingRequestH\x00\x12)\n\x05\x61\x64opt\x18\x04 \x01(\x0b\x32\x18.kvstore.v1.AdoptRequestH\x00\x12\x34\n\x0b\x64rop_region\x18\x05 \x01(\x0b\x32\x1d.kvstore.v1.DropRegionRequestH\x00\x12\'\n\x04lane\x18\x06 \x01(\x0b\x32\x17.kvstore.v1.LaneRequestH\x00\x12\x31\n\tdirectory\x18\x07 \x01(\x0b\x32\x1c.kvstore.v1.DirectoryRequestH\x00\x42\x06\n\x04\x62ody\"\xf7\x02\n\x0f\x44\x65scriptorReply\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.kvstore.v1.HelloReplyH\x00\x12\"\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.kvstore.v1.ErrorH\x00\x12-\n\x08segments\x18\x03 \x01(\x0b\x32\x19.kvstore.v1.SegmentsReplyH\x00\x12+\n\x07staging\x18\x04 \x01(\x0b\x32\x18.kvstore.v1.StagingReplyH\x00\x12\'\n\x05\x61\x64opt\x18\x05 \x01(\x0b\x32\x16.kvstore.v1.AdoptReplyH\x00\x12\x32\n\x0b\x64rop_region\x18\x06 \x01(\x0b\x32\x1b.kvstore.v1.DropRegionReplyH\x00\x12%\n\x04lane\x18\x07 \x01(\x0b\x32\x15.kvstore.v1.LaneReplyH\x00\x12/\n\tdirectory\x18\x08 \x01(\x0b\x32\x1a.kvstore.v1.DirectoryReplyH\x00\x42\x06\n\x04\x62ody\"M\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x14\n\x0c\x65ngine_group\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\"\xae\x01\n\nHelloReply\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x12\n\nprotection\x18\x05 \x01(\t\x12\x13\n\x0bgrpc_target\x18\x06 \x01(\t\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x11\n\tfast_lane\x18\x08 \x01(\x08\x12\x11\n\tdirectory\x18\t \x01(\x08\"#\n\x0fSegmentsRequest\x12\x10\n\x08segments\x18\x01 \x03(\r\"?\n\rSegmentsReply\x12\x10\n\x08segments\x18\x01 \x03(\r\x12\r\n\x05\x62ytes\x18\x02 \x03(\x04\x12\r\n\x05\x63\x65lls\x18\x03 \x03(\r\"\x1f\n\x0eStagingRequest\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"\x1d\n\x0cStagingReply\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"\r\n\x0bLaneRequest\"\x0b\n\tLaneReply\"(\n\x10\x44irectoryRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\"3\n\x0e\x44irectoryReply\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x12\n\nslot_bytes\x18\x02 \x03(\x04\"\x1d\n\x0c\x41\x64optRequest\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"\x1c\n\nAdoptReply\x12\x0e\n\x06region\x18\x01 \x01(\r\"#\n\x11\x44ropRegionRequest\x12\x0e\n\x06region\x18\x01 \x01(\r\"\x11\n\x0f\x44ropRegionReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,31 +33,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.v1.descriptor_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DESCRIPTORREQUEST']._serialized_start=68
-  _globals['_DESCRIPTORREQUEST']._serialized_end=365
-  _globals['_DESCRIPTORREPLY']._serialized_start=368
-  _globals['_DESCRIPTORREPLY']._serialized_end=694
-  _globals['_HELLO']._serialized_start=696
-  _globals['_HELLO']._serialized_end=773
-  _globals['_HELLOREPLY']._serialized_start=776
-  _globals['_HELLOREPLY']._serialized_end=931
-  _globals['_SEGMENTSREQUEST']._serialized_start=933
-  _globals['_SEGMENTSREQUEST']._serialized_end=968
-  _globals['_SEGMENTSREPLY']._serialized_start=970
-  _globals['_SEGMENTSREPLY']._serialized_end=1033
-  _globals['_STAGINGREQUEST']._serialized_start=1035
-  _globals['_STAGINGREQUEST']._serialized_end=1066
-  _globals['_STAGINGREPLY']._serialized_start=1068
-  _globals['_STAGINGREPLY']._serialized_end=1097
-  _globals['_LANEREQUEST']._serialized_start=1099
-  _globals['_LANEREQUEST']._serialized_end=1112
-  _globals['_LANEREPLY']._serialized_start=1114
-  _globals['_LANEREPLY']._serialized_end=1125
-  _globals['_ADOPTREQUEST']._serialized_start=1127
-  _globals['_ADOPTREQUEST']._serialized_end=1156
-  _globals['_ADOPTREPLY']._serialized_start=1158
-  _globals['_ADOPTREPLY']._serialized_end=1186
-  _globals['_DROPREGIONREQUEST']._serialized_start=1188
-  _globals['_DROPREGIONREQUEST']._serialized_end=1223
-  _globals['_DROPREGIONREPLY']._serialized_start=1225
-  _globals['_DROPREGIONREPLY']._serialized_end=1242
+  _globals['_DESCRIPTORREQUEST']._serialized_end=416
+  _globals['_DESCRIPTORREPLY']._serialized_start=419
+  _globals['_DESCRIPTORREPLY']._serialized_end=794
+  _globals['_HELLO']._serialized_start=796
+  _globals['_HELLO']._serialized_end=873
+  _globals['_HELLOREPLY']._serialized_start=876
+  _globals['_HELLOREPLY']._serialized_end=1050
+  _globals['_SEGMENTSREQUEST']._serialized_start=1052
+  _globals['_SEGMENTSREQUEST']._serialized_end=1087
+  _globals['_SEGMENTSREPLY']._serialized_start=1089
+  _globals['_SEGMENTSREPLY']._serialized_end=1152
+  _globals['_STAGINGREQUEST']._serialized_start=1154
+  _globals['_STAGINGREQUEST']._serialized_end=1185
+  _globals['_STAGINGREPLY']._serialized_start=1187
+  _globals['_STAGINGREPLY']._serialized_end=1216
+  _globals['_LANEREQUEST']._serialized_start=1218
+  _globals['_LANEREQUEST']._serialized_end=1231
+  _globals['_LANEREPLY']._serialized_start=1233
+  _globals['_LANEREPLY']._serialized_end=1244
+  _globals['_DIRECTORYREQUEST']._serialized_start=1246
+  _globals['_DIRECTORYREQUEST']._serialized_end=1286
+  _globals['_DIRECTORYREPLY']._serialized_start=1288
+  _globals['_DIRECTORYREPLY']._serialized_end=1339
+  _globals['_ADOPTREQUEST']._serialized_start=1341
+  _globals['_ADOPTREQUEST']._serialized_end=1370
+  _globals['_ADOPTREPLY']._serialized_start=1372
+  _globals['_ADOPTREPLY']._serialized_end=1400
+  _globals['_DROPREGIONREQUEST']._serialized_start=1402
+  _globals['_DROPREGIONREQUEST']._serialized_end=1437
+  _globals['_DROPREGIONREPLY']._serialized_start=1439
+  _globals['_DROPREGIONREPLY']._serialized_end=1456
 # @@protoc_insertion_point(module_scope)

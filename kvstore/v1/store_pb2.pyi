@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "open", "match", "acquire", "renew", "release", "reserve", "commit", "abort", "report_load", "get_session", "update_session", "truncate", "fork", "forget", "segments_unmapped", "heartbeat", "publish_queue", "fill", "report_duplicates", "touch", "apply_actions", "report_resident", "release_lease_ids")
+    __slots__ = ("hello", "open", "match", "acquire", "renew", "release", "reserve", "commit", "abort", "report_load", "get_session", "update_session", "truncate", "fork", "forget", "segments_unmapped", "heartbeat", "publish_queue", "fill", "report_duplicates", "touch", "apply_actions", "report_resident", "release_lease_ids", "touched")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     MATCH_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class AttachRequest(_message.Message):
     APPLY_ACTIONS_FIELD_NUMBER: _ClassVar[int]
     REPORT_RESIDENT_FIELD_NUMBER: _ClassVar[int]
     RELEASE_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOUCHED_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
     open: OpenRequest
     match: MatchRequest
@@ -58,7 +59,20 @@ class AttachRequest(_message.Message):
     apply_actions: _hints_pb2.ApplyActionsRequest
     report_resident: ReportResidentRequest
     release_lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., renew: _Optional[_Union[RenewRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., report_load: _Optional[_Union[ReportLoadRequest, _Mapping]] = ..., get_session: _Optional[_Union[GetSessionRequest, _Mapping]] = ..., update_session: _Optional[_Union[UpdateSessionRequest, _Mapping]] = ..., truncate: _Optional[_Union[TruncateRequest, _Mapping]] = ..., fork: _Optional[_Union[ForkRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., segments_unmapped: _Optional[_Union[SegmentsUnmappedRequest, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., publish_queue: _Optional[_Union[_hints_pb2.PublishQueueRequest, _Mapping]] = ..., fill: _Optional[_Union[FillRequest, _Mapping]] = ..., report_duplicates: _Optional[_Union[ReportDuplicatesRequest, _Mapping]] = ..., touch: _Optional[_Union[TouchRequest, _Mapping]] = ..., apply_actions: _Optional[_Union[_hints_pb2.ApplyActionsRequest, _Mapping]] = ..., report_resident: _Optional[_Union[ReportResidentRequest, _Mapping]] = ..., release_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    touched: _containers.RepeatedCompositeFieldContainer[Touched]
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., renew: _Optional[_Union[RenewRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., report_load: _Optional[_Union[ReportLoadRequest, _Mapping]] = ..., get_session: _Optional[_Union[GetSessionRequest, _Mapping]] = ..., update_session: _Optional[_Union[UpdateSessionRequest, _Mapping]] = ..., truncate: _Optional[_Union[TruncateRequest, _Mapping]] = ..., fork: _Optional[_Union[ForkRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., segments_unmapped: _Optional[_Union[SegmentsUnmappedRequest, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., publish_queue: _Optional[_Union[_hints_pb2.PublishQueueRequest, _Mapping]] = ..., fill: _Optional[_Union[FillRequest, _Mapping]] = ..., report_duplicates: _Optional[_Union[ReportDuplicatesRequest, _Mapping]] = ..., touch: _Optional[_Union[TouchRequest, _Mapping]] = ..., apply_actions: _Optional[_Union[_hints_pb2.ApplyActionsRequest, _Mapping]] = ..., report_resident: _Optional[_Union[ReportResidentRequest, _Mapping]] = ..., release_lease_ids: _Optional[_Iterable[int]] = ..., touched: _Optional[_Iterable[_Union[Touched, _Mapping]]] = ...) -> None: ...
+
+class Touched(_message.Message):
+    __slots__ = ("namespace_id", "keys", "counts", "found")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    found: bytes
+    def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., counts: _Optional[_Iterable[int]] = ..., found: _Optional[bytes] = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("request_id", "welcome", "error", "open", "match", "acquire", "renew", "reserve", "commit", "session", "done", "queue", "fill", "actions", "resident", "chunks_settled", "segments_retired", "leases_revoked", "draining", "ended")

@@ -514,7 +514,9 @@ def test_commits_under_way_together(space: Namespace) -> None:
 def test_a_lease_outlives_its_time_while_it_is_open(client: Client, space: Namespace) -> None:
     keys = keys_of(space, 2)
     save(space, keys)
-    with space.read(keys, ttl_ms=1_000) as lease:  # a busy machine renews it late, not a second too late
+    with space.read(
+        keys, ttl_ms=1_000, pin=True
+    ) as lease:  # a busy machine renews it late, not a second too late
         granted_until = lease.expires_at
         eventually(lambda: time.monotonic() > granted_until + 0.3)
         assert whole(lease, 0)
@@ -524,7 +526,7 @@ def test_a_lease_outlives_its_time_while_it_is_open(client: Client, space: Names
 def test_a_forgotten_lease_is_released(client: Client, space: Namespace) -> None:
     keys = keys_of(space, 2)
     save(space, keys)
-    lease = space.read(keys)
+    lease = space.read(keys, pin=True)
     assert pinned_bytes(client) == 2 * SHARD
     del lease
     gc.collect()
@@ -536,7 +538,7 @@ def test_closing_gives_everything_back(daemon: Any, client: Client, client_of: C
     space = client.open(SPEC)
     keys = keys_of(space, 4)
     save(space, keys[:2])
-    lease, batch = space.read(keys[:2]), space.write(keys)
+    lease, batch = space.read(keys[:2], pin=True), space.write(keys)
     assert pinned_bytes(other) == 2 * SHARD
     assert reserved_slots(other) == 2
     client.close()
@@ -633,17 +635,17 @@ def test_a_daemon_that_stands_still_is_data(daemon: Any, client: Client, space: 
     keys = keys_of(space, 8)
     save(space, keys[:4])
     batch = written(space.write(keys[4:6]))
-    open_lease = space.read(keys[:2])
+    open_lease = space.read(keys[:2], pin=True)
     stop(daemon)
     try:
-        late_read = space.read(keys[:4], timeout_s=0.05)
+        late_read = space.read(keys[:4], pin=True, timeout_s=0.05)
         assert late_read.reasons == (Reason.UNAVAILABLE,) * 4
         assert late_read.hits == 0
         late_write = space.write(keys[6:], timeout_s=0.05)
         assert late_write.results == (GrantResult.FULL,) * 2
         assert isinstance(late_write.error, errors.DeadlineExceeded)
         assert not late_write.commit().ok
-        assert space.match(keys, timeout_s=0.05).usable == 0
+        assert space.match(keys[6:], timeout_s=0.05).usable == 0
         late_commit = batch.commit(timeout_s=0.05)
         assert not late_commit.ok
         assert isinstance(late_commit.error, errors.DeadlineExceeded)
@@ -660,7 +662,7 @@ def test_a_daemon_that_stands_still_is_data(daemon: Any, client: Client, space: 
         # after a while nobody waits for it any more
         eventually(lambda: attachment.silent)
         began = time.monotonic()
-        assert space.read(keys[:4]).hits == 0
+        assert space.read(keys[:4], pin=True).hits == 0
         assert time.monotonic() - began < BOUND_S / 2
     finally:
         resume(daemon)
@@ -682,7 +684,7 @@ def test_a_lease_that_cannot_be_renewed_is_void_in_time(
 ) -> None:
     keys = keys_of(space, 1)
     save(space, keys)
-    lease = space.read(keys, ttl_ms=200)
+    lease = space.read(keys, ttl_ms=200, pin=True)
     stop(daemon)
     try:
         eventually(lambda: not lease.alive)
@@ -702,7 +704,7 @@ async def test_a_cancelled_read_pins_nothing(daemon: Any) -> None:
             assert (await batch.commit()).ok
         stop(daemon)
         try:
-            reading = asyncio.create_task(space.read(keys))
+            reading = asyncio.create_task(space.read(keys, pin=True))
             writing = asyncio.create_task(space.write(space.keys(np.arange(500, 500 + 64 * 2))))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
@@ -1116,7 +1118,7 @@ def test_tenants_cannot_reach_each_other(
             "batch.commit().ok][2]"
         )
         lease, reservation, namespace, segments = alice.ask(
-            "[globals().update(lease=space.read(keys), held=space.write(other)), "
+            "[globals().update(lease=space.read(keys, pin=True), held=space.write(other)), "
             "[lease.lease_id, held.reservation_id, space._binding[1], "
             "list(client._connection.attachment.mappings._mapped)]][1]"
         )

@@ -111,11 +111,11 @@ def test_installed_read_only_and_without_descriptors(mappings: Mappings, handed:
     segment = mappings.get(3)
     assert segment is not None
     assert segment.data.sum() == SIZE
-    assert list(segment.generations[:2]) == [7, 7]
+    assert list(segment.cells[:4:2]) == [7, 7]
     with pytest.raises(ValueError, match="read-only"):
         segment.data[0] = 1
     with pytest.raises(TypeError, match="read-only"):
-        segment.generations[0] = 1
+        segment.cells[0] = 1
     assert mappings.missing([3, 4]) == [4]
 
 

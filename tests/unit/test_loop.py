@@ -56,6 +56,7 @@ class Edge:
         self.to_fault: float = 0
         """Steps that are left."""
         self.faulted = 0
+        self.beats = 0
 
     def fault_in(self) -> bool:
         if self.to_fault:
@@ -74,6 +75,15 @@ class Edge:
 
     def set_generations(self, segment, cells, generations) -> None:
         self.done.append(("generations", segment, cells, generations))
+
+    def publish(self, effect) -> None:
+        self.done.append(("publish", effect.rows))
+
+    def unpublish(self, namespace, rows) -> None:
+        self.done.append(("unpublish", rows))
+
+    def beat(self, now_ms: int) -> None:
+        self.beats += 1
 
     def submit(self, effect, done) -> None:
         self.done.append(("copy", effect.op))
@@ -98,6 +108,7 @@ class Rig:
             self.edge,  # type: ignore[arg-type]
             self.edge,  # type: ignore[arg-type]
             self.edge,  # type: ignore[arg-type]
+            directories=self.edge,  # type: ignore[arg-type]
             on_forget=self.forgotten.append,
             on_fatal=self._fatal,
             clock=lambda: self.now,

@@ -325,21 +325,23 @@ def test_header_byte_for_byte() -> None:
     array = np.zeros(memory.header_bytes(3), np.uint8)
     memory.write_header(array, memory.SegmentHeader(cells=3, segment_bytes=12_288, boot_id=bytes(range(16))))
     memory.generations(array, 3)[:] = [1, 0x0102030405060708, (1 << 64) - 1]
-    golden = "4b56534547484452 01000000 03000000 0030000000000000 000102030405060708090a0b0c0d0e0f"
+    golden = "4b56534547484452 02000000 03000000 0030000000000000 000102030405060708090a0b0c0d0e0f"
     assert bytes(array[:40]).hex() == golden.replace(" ", "")
     assert not array[40:4096].any()
-    assert bytes(array[4096:4120]).hex() == "0100000000000000" + "0807060504030201" + "ff" * 8
+    memory.cells_of(array, 3)[1, 1] = 7
+    cells = "0100000000000000" + "00" * 8 + "0807060504030201" + "0700000000000000" + "ff" * 8 + "00" * 8
+    assert bytes(array[4096:4144]).hex() == cells
     assert memory.read_header(array) == memory.SegmentHeader(3, 12_288, bytes(range(16)))
 
 
-@pytest.mark.parametrize(("cells", "pages"), [(0, 1), (1, 2), (512, 2), (513, 3)])
+@pytest.mark.parametrize(("cells", "pages"), [(0, 1), (1, 2), (256, 2), (257, 3)])
 def test_header_has_whole_pages(cells: int, pages: int) -> None:
     assert memory.header_bytes(cells) == pages * mmap.PAGESIZE
 
 
 @pytest.mark.parametrize(
     ("position", "value", "message"),
-    [(0, 0, "not a segment header"), (8, 2, "version 2"), (13, 9, "cannot have")],
+    [(0, 0, "not a segment header"), (8, 1, "version 1"), (13, 9, "cannot have")],
 )
 def test_foreign_headers_are_refused(position: int, value: int, message: str) -> None:
     array = np.zeros(memory.header_bytes(3), np.uint8)

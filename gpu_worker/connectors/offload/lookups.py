@@ -166,7 +166,7 @@ class Lookups:
             return keys, question.deadline
         now = time.monotonic()
         left_s = max(0.0, question.deadline - now)
-        lease = namespace.read(keys, any_order=not question.prefix, promote=False, timeout_s=left_s)
+        lease = namespace.read(keys, any_order=not question.prefix, promote=False, pin=True, timeout_s=left_s)
         leases.append(lease)
         there = [number for number, outcome in enumerate(lease.outcomes) if outcome is not Outcome.MISS]
         if not question.prefix:

@@ -408,6 +408,7 @@ def _take_out(
         state.prefetched -= wasted
         state.counters["prefetch_wasted"] += len(wasted)
     state.policy.remove_many(namespace.dram, gone[::-1])
+    state.directory.noted.update(dict.fromkeys(victims))
     view.shard_segment[shard_rows] = view.shard_slot[shard_rows] = NONE
     view.shard_ready[shard_rows] = 0
     view.ready[gone] = 0
@@ -493,6 +494,7 @@ def mark_shards_ready(
     whole = view.ready[which] == namespace.shards
     arrived = which[whole]
     if len(arrived):
+        state.directory.noted.update(dict.fromkeys(arrived.tolist()))
         namespace.partial -= len(arrived)
         namespace.visible += len(arrived)
         unlink(chunks, state.partials, arrived[::-1])

@@ -25,7 +25,10 @@ def forget_oldest(state: State, count: int) -> None:
     key, namespace = chunks.key, chunks.namespace
     state.policy.forget_many(rows)
     index = {}
+    told = chunks.directory
     for row in rows:
+        if told[row] != NONE:  # it became a ghost in this step
+            state.directory.forget(row)
         number = namespace[row]
         if number not in index:
             index[number] = state.namespaces[NamespaceId(number)].index

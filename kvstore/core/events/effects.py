@@ -69,6 +69,61 @@ class SetGenerations:
 
 
 @dataclass(frozen=True, slots=True)
+class CreateDirectory:
+    """Make the directory of a namespace, open and empty: memory that its workers may map and read."""
+
+    namespace: NamespaceId
+    shards: int
+    rows_max: int
+    slot_bytes: tuple[int, ...]
+    """Per shard."""
+    rows_in_dram: int
+    """Of `rows_max`, those that are there at once soon."""
+    ask_for_others: bool
+    """Chunks may be beyond this node, of which nothing is published."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseDirectory:
+    """Readers ask the daemon from now on; what they are copying is void."""
+
+    namespace: NamespaceId
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDirectory:
+    """Readers may look by themselves again."""
+
+    namespace: NamespaceId
+
+
+@dataclass(frozen=True, slots=True)
+class DropDirectory:
+    namespace: NamespaceId
+
+
+@dataclass(frozen=True, slots=True)
+class Unpublish:
+    """These rows of a directory hold nothing any more. Performed before any byte comes into a slot of theirs."""
+
+    namespace: NamespaceId
+    rows: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """What these rows of a directory hold: a chunk each, in DRAM (`extents`, for each all its shards), or on SSD alone
+    (none). Tags of the keys are put beside the generations of its slots. A row that holds a chunk already holds the
+    same."""
+
+    namespace: NamespaceId
+    rows: Sequence[int]
+    keys: Sequence[ChunkKey]
+    tokens: Sequence[int]
+    extents: Sequence[Extent]
+
+
+@dataclass(frozen=True, slots=True)
 class CopyIn:
     """Copy staged pieces of a worker into slots and checksum the destination's bytes. Answer: OpDone or OpFailed."""
 
@@ -396,6 +451,12 @@ Effect = (
     | SegmentsRetired
     | LeasesRevoked
     | SetGenerations
+    | CreateDirectory
+    | CloseDirectory
+    | OpenDirectory
+    | DropDirectory
+    | Unpublish
+    | Publish
     | CopyIn
     | FillSlots
     | Checksum

@@ -343,6 +343,21 @@ class Touch:
 
 
 @dataclass(frozen=True, slots=True)
+class Touched:
+    """Lookups that the worker made by itself, in the directory: the same for ages, hits and statistics as if it had
+    asked by Acquire. Nobody waits for an answer."""
+
+    ticket: Ticket
+    namespace: NamespaceId
+    keys: tuple[ChunkKey, ...]
+    """Of all lookups, one after the other, each in chain order."""
+    counts: tuple[int, ...]
+    """Keys of each lookup."""
+    found: bytes
+    """By key: 1 a hit, 0 the miss at which the lookup stopped, or one of several; 2 behind that."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scrub:
     """Begin a round of the scrubber that looks at everything now (`start`; one that was asked for before is joined), at
     `bytes_per_s` (0: a modest rate), or only say how far it is. Admins only, like the next two."""
@@ -393,6 +408,14 @@ class WantSegments:
 
     ticket: Ticket
     segments: tuple[SegmentId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WantDirectory:
+    """The worker asks for the descriptor of a namespace's directory: `DirectoryAllowed`."""
+
+    ticket: Ticket
+    namespace: NamespaceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -568,11 +591,13 @@ Event = (
     | PublishQueue
     | ApplyActions
     | Touch
+    | Touched
     | Scrub
     | ListQuarantine
     | Recall
     | SegmentsUnmapped
     | WantSegments
+    | WantDirectory
     | SegmentReady
     | SegmentFailed
     | OpDone

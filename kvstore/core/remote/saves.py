@@ -372,6 +372,17 @@ class RemoteSaves:
                 )
         return answer
 
+    def gauges(self) -> dict[str, float]:
+        """For admins; none without a store."""
+        if not self.name:
+            return {}
+        return {
+            "remote_chunks_to_store": len(self.to_store),
+            "remote_chunks_being_stored": sum(len(store.rows) for store in self.stores.values()),
+            "remote_bytes_kept": self.stored_bytes,
+            "remote_forgets_waiting": self._noted - self._told,
+        }
+
     @property
     def behind(self) -> bool:
         """Whether something of this node is on its way there that is about to be taken."""

@@ -12,12 +12,13 @@ differs, REUSED where the chunk is there no more, IO_ERROR where the source itse
 
 Match and Acquire wait for the look-up of what is missing, `lookup_wait_ms` at most, and only while the source is well.
 A request whose keys are all here, or are known to be nowhere, waits for nothing. A source that fails or is late is left
-alone (`Source.trip`), for twice as long each time; then one look-up that nobody waits for tries it again. Of several
+alone (`Source.trip`), for twice as long each time; then a look-up that nobody waits for tries it again. Of several
 sources that have a chunk the one with the lowest `Found.cost_ms` is read, then the next.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,6 @@ from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Segment
 from kvstore.core.rate import Rate
 from kvstore.core.state import State
-from kvstore.core.workers import Worker
 from kvstore.types import (
     ChunkKey,
     DiskResult,
@@ -58,6 +58,8 @@ FETCHES_MAX = 16
 ERRORS_MAX = 3
 """Failures of a source in a row after which it is left alone."""
 ABSENT_AFTER_CORRUPT_MS = 60_000
+NO_NAMESPACE, NO_DIGEST, TRIAL_KEY = NamespaceId(0), bytes(32), ChunkKey(b"is it well?")
+"""Nobody has this chunk: what a source is asked for to see whether it is well again."""
 _ASKED_FOR = frozenset(
     {
         Reason.NEVER_SEEN,
@@ -73,6 +75,16 @@ _ASKED_FOR = frozenset(
 )
 """Why a key may be missing here and be asked for elsewhere: what somebody wanted gone (forgotten, recalled, an old
 epoch) is not."""
+
+
+class Looked(enum.Enum):
+    """What looking beyond this node means for a request."""
+
+    NOTHING_NEW = 0
+    AGAIN = 1
+    """Something is known now that was not: look its keys up again."""
+    WAITS = 2
+    """`resume` gets it when the answers are there, or its time is up."""
 
 
 @dataclass(slots=True)
@@ -187,6 +199,8 @@ class Sources:
         self._asking: dict[tuple[str, NamespaceId, ChunkKey], OpId] = {}
         self.parked: dict[int, Parked] = {}
         self._next_parked = 1
+        self._noted = 0
+        """Counts the rows whose reason a look-up has changed."""
         self.wanted: deque[Wanted] = deque()
         self._ahead: deque[Wanted] = deque()
         self._without_slot: list[Wanted] = []
@@ -199,25 +213,24 @@ class Sources:
 
     # ----------------------------------------------------------------------------------------------------- look-ups
 
-    def park(self, worker: Worker, event: ev.Match | ev.Acquire) -> bool:
-        """Ask for what this request misses. True: it waits, and `resume` gets it when the answers are there, or its
-        time is up."""
-        if not self.by_name:
-            return False
-        namespace = self.state.namespaces.get(event.namespace)
-        if namespace is None or namespace.id not in worker.opened or namespace.retired:
-            return False  # whoever answers it says so
+    def look(
+        self, namespace: Namespace, event: ev.Match | ev.Acquire, reasons: Sequence[Reason], *, may_wait: bool
+    ) -> Looked:
+        """Ask for what this request misses, whose keys were found to be `reasons` here."""
+        if not self.by_name or _ASKED_FOR.isdisjoint(reasons) or namespace.retired:
+            return Looked.NOTHING_NEW
+        missing = [key for key, reason in zip(event.keys, reasons, strict=True) if reason in _ASKED_FOR]
         prefix = isinstance(event, ev.Match) or event.prefix_only
-        ops = self.ask(namespace, event.keys, prefix=prefix)
-        waits = {op for op in ops if self.lookups[op].source.is_well}
-        if not waits or len(self.parked) >= PARKED_MAX:
-            return False
-        self.parked[self._next_parked] = Parked(
-            event, waits, self.state.now + self.state.limits.lookup_wait_ms
-        )
-        self._next_parked += 1
-        self.state.counters["requests_parked"] += 1
-        return True
+        noted = self._noted
+        ops = self.ask(namespace, missing, prefix=prefix)
+        waits = {op for op in ops if self.lookups[op].source.is_well} if may_wait else set()
+        if waits and len(self.parked) < PARKED_MAX:
+            until = self.state.now + self.state.limits.lookup_wait_ms
+            self.parked[self._next_parked] = Parked(event, waits, until)
+            self._next_parked += 1
+            self.state.counters["requests_parked"] += 1
+            return Looked.WAITS
+        return Looked.AGAIN if self._noted != noted else Looked.NOTHING_NEW
 
     def ask(self, namespace: Namespace, keys: Sequence[ChunkKey], *, prefix: bool) -> set[OpId]:
         """Have the sources look up those of `keys` that are missing here and whose answers are not known. The look-ups
@@ -257,6 +270,14 @@ class Sources:
                 )
         return ops
 
+    def _try(self, source: Source) -> None:
+        """Whether it is well again, if nobody else asks it."""
+        op = self.state.new_op()
+        deadline = self.state.now + self.state.limits.lookup_deadline_ms
+        self.lookups[op] = LookUp(source, NO_NAMESPACE, (TRIAL_KEY,), deadline)
+        source.lookups += 1
+        self.state.effects.append(ev.LookUpChunks(op, source.name, NO_NAMESPACE, NO_DIGEST, (TRIAL_KEY,)))
+
     def _is_missing(self, namespace: Namespace, key: ChunkKey) -> bool:
         """Nothing of it is here, nor on its way."""
         row = namespace.index.get(key, NONE)
@@ -290,7 +311,8 @@ class Sources:
         elif not lookup.late:
             source.recovers()
             namespace = state.namespaces.get(lookup.namespace)
-            for key, found in zip(lookup.keys, event.found, strict=True):
+            trial = lookup.namespace == NO_NAMESPACE
+            for key, found in () if trial else zip(lookup.keys, event.found, strict=True):
                 fresh_ms = limits.lookup_absent_ms if found is None else limits.lookup_fresh_ms
                 self._remember(lookup.namespace, key, source, found, fresh_ms)
                 if namespace is None:
@@ -378,10 +400,12 @@ class Sources:
             row = namespace.index[key] = chunks.new_row(namespace.id, key, state.now)
             chunks.tokens[row] = tokens
             chunks.reason[row] = Reason.ON_REMOTE
+            self._noted += 1
             state.remember_ghost(row)
         elif self._is_missing(namespace, key):
             if not chunks.flags[row] & COMMITTED:
                 chunks.tokens[row] = tokens
+            self._noted += chunks.reason[row] != Reason.ON_REMOTE
             chunks.reason[row] = Reason.ON_REMOTE
 
     def _note_absent(self, namespace: Namespace, key: ChunkKey) -> None:
@@ -392,6 +416,7 @@ class Sources:
             return
         if not self._choices(namespace.id, key):
             chunks.reason[row] = Reason.EVICTED
+            self._noted += 1
 
     def _fails(self, source: Source, why: str) -> None:
         source.errors += 1
@@ -633,6 +658,9 @@ class Sources:
         for fetch in list(self.fetches.values()):
             if fetch.quarantined is None and fetch.deadline <= state.now:
                 self._late(fetch)
+        for source in self.by_name.values():
+            if not source.is_well and source.is_asked(state.now):
+                self._try(source)
         self.try_again()
 
     def try_again(self) -> None:
@@ -653,6 +681,19 @@ class Sources:
                 state.quarantine_slot(segment, slot)
                 fetch.quarantined.append((segment, slot))
             self._next_source(row, Reason.SLOW)
+
+    def gauges(self) -> dict[str, float]:
+        """For admins; none without a source."""
+        found: dict[str, float] = {}
+        for source in self.by_name.values():
+            found[f"source_{source.name}_well"] = source.is_well
+            found[f"source_{source.name}_bytes_per_s"] = source.rate.bytes_per_s
+            found[f"source_{source.name}_chunks_coming"] = sum(
+                len(fetch.rows) for fetch in self.fetches.values() if fetch.source is source
+            )
+        if self.by_name:
+            found["requests_waiting_for_lookups"] = len(self.parked)
+        return found
 
     # ------------------------------------------------------------------------------------------------------ checks
 

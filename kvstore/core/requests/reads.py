@@ -8,6 +8,7 @@ from kvstore.core import events as ev
 from kvstore.core.bulk import batch
 from kvstore.core.chunks import DOOMED, FETCHING, HITS_MAX, NONE, PROMOTING, STORED
 from kvstore.core.namespaces import Namespace
+from kvstore.core.remote.sources import Looked
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest, Exhausted
@@ -71,6 +72,8 @@ class Reads:
         self.state = state
         self.promote: Callable[[int], None] = lambda row: None
         """Begins to bring a chunk to DRAM that is on SSD or beyond this node; set by the store, which knows both."""
+        self.look: Callable[..., Looked] = lambda *_, **__: Looked.NOTHING_NEW
+        """Looks beyond this node for what is missing; likewise."""
         self.audits: dict[OpId, tuple[list[int], list[int]]] = {}
         """Checksum ops of reported chunks: (pinned rows, expected checksums)."""
         self._audited: set[int] = set()
@@ -82,12 +85,17 @@ class Reads:
         self._repeats: set[OpId] = set()
         """Of `audits`, such second ones."""
 
-    def match(self, worker: Worker, event: ev.Match) -> ev.Matched:
+    def match(self, worker: Worker, event: ev.Match, *, may_wait: bool = True) -> ev.Matched | None:
         """Longest usable boundary (invariant 4), what is on SSD or beyond this node included. Never promotes, never
-        pins, is no use."""
+        pins, is no use. None: it waits for what a look-up beyond this node finds, and is carried out again then."""
         state = self.state
         namespace = state.namespace(worker, event.namespace)
         rows, reasons = self._look_up(namespace, event.keys)
+        looked = self.look(namespace, event, reasons, may_wait=may_wait)
+        if looked is Looked.WAITS:
+            return None
+        if looked is Looked.AGAIN:
+            rows, reasons = self._look_up(namespace, event.keys)
         usable = 0
         tokens = 0
         for row, reason in zip(rows, reasons, strict=True):
@@ -128,11 +136,11 @@ class Reads:
             reasons[number] = lookup(state, namespace, keys[number])[2]
         return rows.tolist(), list(map(_REASONS.__getitem__, reasons))
 
-    def acquire(self, worker: Worker, event: ev.Acquire) -> ev.Acquired:
+    def acquire(self, worker: Worker, event: ev.Acquire, *, may_wait: bool = True) -> ev.Acquired | None:
         """Pin the hits; all or nothing per chunk (invariant 3). The promotion of what is on SSD begins, if it may.
 
         Behind the first PENDING key hits are pinned all the same, or the promotions might push them out; a
-        prefix lookup stops at the first MISS.
+        prefix lookup stops at the first MISS. None: as of `match`.
         """
         state = self.state
         limits = state.limits
@@ -144,7 +152,13 @@ class Reads:
             )
         ttl_ms = clip_ttl(event.ttl_ms, limits.lease_ttl_ms, limits.lease_ttl_max_ms)
         rows, found = self._look_up(namespace, event.keys)
-        if event.local:
+        if not event.local:
+            looked = self.look(namespace, event, found, may_wait=may_wait)
+            if looked is Looked.WAITS:
+                return None
+            if looked is Looked.AGAIN:
+                rows, found = self._look_up(namespace, event.keys)
+        else:
             found = [Reason.EVICTED if reason is Reason.ON_REMOTE else reason for reason in found]
         reasons: list[Reason] = []
         hits: list[int] = []
@@ -183,13 +197,13 @@ class Reads:
         if not hits:
             return ev.Acquired(LeaseId(0), 0, outcomes, tuple(reasons), NO_EXTENTS, backlog)
         state.pin_all(namespace, hits)
-        self._used(namespace, hits)
+        self.note_used(namespace, hits)
         lease = state.leases.open(worker.group, worker.id, namespace.id, state.now + ttl_ms)
         lease.rows.extend(hits)
         extents = state.extents(namespace, hits, shards)
         return ev.Acquired(lease.id, ttl_ms, outcomes, tuple(reasons), extents, backlog)
 
-    def _used(self, namespace: Namespace, rows: Sequence[int]) -> None:
+    def note_used(self, namespace: Namespace, rows: Sequence[int]) -> None:
         state = self.state
         many = len(rows) >= state.batch_min and batch.distinct(rows)
         new = rows if many else list(dict.fromkeys(rows))

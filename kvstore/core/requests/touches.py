@@ -1,5 +1,7 @@
 """Uses that the store was not asked for: a request found its chunks in its engine's own caches.
 
+Or it found them in the directory, and they are uses like those under a lease (`Touches.looked_up`).
+
 Without them the store sees only what those caches miss, and takes a prefix that every request begins with for one that
 nobody uses. A touch moves nothing between tiers, and no answer to anybody else changes with it.
 """
@@ -12,9 +14,13 @@ from kvstore.core import events as ev
 from kvstore.core.bulk import batch
 from kvstore.core.chunks import DOOMED, LISTED, NONE, PROMOTING, STORED
 from kvstore.core.namespaces import Namespace
-from kvstore.core.requests.reads import Reads
+from kvstore.core.requests.reads import Reads, lookup
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
+from kvstore.types import Outcome, Reason
+
+MISSED, FOUND, BEHIND = range(3)
+"""What `Touched.found` says of a key."""
 
 
 class Touches:
@@ -47,6 +53,33 @@ class Touches:
         state.counters["chunks_touched"] += touched
         state.counters["chunks_touched_unknown"] += len(event.keys) - touched
         return ev.Done(touched)
+
+    def looked_up(self, worker: Worker, event: ev.Touched) -> ev.Done:
+        """What `Reads.acquire` does to ages and statistics, without pins: the worker found the chunks by itself, and
+        may have copied them. `count`: hits that are in DRAM still."""
+        state = self._state
+        namespace = state.own_namespace(worker, event.namespace)
+        used: dict[int, None] = {}
+        hits = 0
+        for key, found in zip(event.keys, event.found, strict=True):
+            if found == BEHIND:
+                continue
+            row, outcome, reason = lookup(state, namespace, key)
+            if found == MISSED:
+                namespace.lookups[Reason.BEING_SAVED if reason is Reason.NONE else reason] += 1
+                continue
+            hits += 1
+            if outcome is Outcome.HIT:
+                used[row] = None
+        namespace.lookups[Reason.NONE] += hits
+        rows = list(used)
+        if rows:
+            self._reads.note_used(namespace, rows)
+            self._renew_resident(namespace, rows)
+            state.store_used(rows)
+            state.drop_transient(rows)
+        state.counters["lookups_without_message"] += len(event.counts)
+        return ev.Done(len(rows))
 
     def _renew_resident(self, namespace: Namespace, rows: Sequence[int]) -> None:
         """Those without a pin go to where a lease that ends now would put them."""

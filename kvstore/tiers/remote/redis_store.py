@@ -48,9 +48,27 @@ return count
 """ARGV: the least that the count is to be, its head, then the entries. Returns the count."""
 
 
+def one_host(url: str) -> tuple[str, list[tuple[str, int]]]:
+    """Of redis+cluster://user:password@host:port,host:port/ the URL with the first host alone, and the others. Raises
+    ValueError."""
+    scheme, _, rest = url.partition("://")
+    place, slash, path = rest.partition("/")
+    login, at, hosts = place.rpartition("@")
+    first, *others = hosts.split(",")
+    nodes = []
+    for other in others:
+        host, _, port = other.rpartition(":")
+        if not host or not (port.isascii() and port.isdigit()):
+            raise ValueError(f"{other!r} is not host:port")
+        nodes.append((host, int(port)))
+    if nodes and "+cluster" not in scheme:
+        raise ValueError("only a cluster has several hosts")
+    return f"{scheme}://{login}{at}{first}{slash}{path}", nodes
+
+
 class RedisStore:
     def __init__(self, url: str, book: Book, *, salt: bytes, ttl_s: int, timeout_s: float) -> None:
-        self._url = url
+        self._url, others = one_host(url)
         self._book = book
         self._salt = salt
         self._ttl_s = ttl_s
@@ -60,6 +78,8 @@ class RedisStore:
         self._mine = threading.local()
         self._clients: dict[int, Any] = {}
         """By thread."""
+        self._nodes = others
+        """Of a cluster, as one of them said last: the one in the URL may be the one that is away."""
         self._fetch_ms = 2.0
         """How long a chunk took of late."""
 
@@ -82,11 +102,19 @@ class RedisStore:
             if self._cluster:
                 url = self._url.replace("+cluster", "")
                 retry = redis.retry.Retry(redis.backoff.NoBackoff(), 2)  # for what moved to another node
-                client = redis.cluster.RedisCluster.from_url(url, retry=retry, **options)
+                nodes = [
+                    redis.cluster.ClusterNode(host, port)  # type: ignore[no-untyped-call]
+                    for host, port in self._nodes
+                ]
+                client = redis.cluster.RedisCluster.from_url(url, startup_nodes=nodes, retry=retry, **options)
+                self._note_nodes(client)
             else:
                 client = redis.Redis.from_url(self._url, retry=no_retry, **options)
             self._clients[threading.get_ident()] = client
         return client
+
+    def _note_nodes(self, client: Any) -> None:
+        self._nodes = [(str(node.host), int(node.port)) for node in client.get_nodes()]
 
     def drop_connections(self, thread: int) -> None:
         """End what this thread waits for: its calls raise."""

@@ -336,7 +336,7 @@ def test_a_store_serves_as_its_segments_become_ready() -> None:
     assert [e.cells for e in created if isinstance(e, ev.CreateSegment)] == [16] * 4
     worker = WorkerId(1)
     store.apply(ev.WorkerJoined(worker, "alice", ""), 0)
-    (reply,) = store.apply(ev.Open(ev.Ticket(worker), spec()), 0)
+    _, reply = store.apply(ev.Open(ev.Ticket(worker), spec()), 0)
     assert isinstance(reply, ev.Reply) and isinstance(reply.answer, ev.Opened)
     ask = ev.Reserve(ev.Ticket(worker), reply.answer.namespace, chain("k", 1))
     (full,) = (e for e in store.apply(ask, 0) if isinstance(e, ev.Reply))

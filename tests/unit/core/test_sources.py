@@ -149,7 +149,8 @@ def test_a_source_that_hangs_is_left_alone_and_comes_back_by_itself() -> None:
     assert len(world.held) == 1
     world.tick(1_001)
     there = chain("there", 2)
-    assert world.ask(ev.Match, worker, namespace, there).usable == 0  # the trial: nobody waits for it
+    assert len(world.held) == 2  # the trial: nobody waits for it
+    assert world.ask(ev.Match, worker, namespace, there).usable == 0
     assert len(world.held) == 2
     world.finish(world.held[1])
     assert world.store.sources.by_name["remote"].is_well

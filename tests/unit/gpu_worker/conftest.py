@@ -148,6 +148,7 @@ class FakeNamespace:
         wait_ms: int = 0,
         any_order: bool = False,
         promote: bool = True,
+        pin: bool = False,
         timeout_s: float | None = None,
     ) -> FakeLease:
         self.check_count(wanted)
