@@ -140,6 +140,12 @@ class PoolStore:
         return self._store.namespace() is not None
 
     @property
+    def salt(self) -> bytes | None:
+        """Of the keys of the namespace; None while there is none."""
+        namespace = self._store.namespace()
+        return None if namespace is None else namespace.salt or None
+
+    @property
     def namespace(self) -> Namespace | None:
         """None while there is no daemon."""
         return self._store.namespace()
@@ -168,7 +174,9 @@ class PoolStore:
         if not whole and not request.session:
             return None
         keys = self._store_keys(request, namespace, whole)
-        tokens, session, root = tuple(request.tokens), request.session, request.root
+        tokens, session = tuple(request.tokens), request.session
+        # Of what saw more than its own text, only full chunks are kept
+        root = request.root if request.chain is None else None
         before = self._saving.get(session) if session else None
 
         def find() -> Found:
@@ -216,6 +224,25 @@ class PoolStore:
             return found
 
         return self._lookups.submit(ask)
+
+    def look_up_chunks(self, keys: Sequence[ChunkKey]) -> Future[Found] | None:
+        """Of these, in any order: `Found.chunks` is how many are there. None if the store is not there."""
+        namespace = self._store.namespace()
+        if namespace is None or not 0 < len(keys) <= KEYS_PER_REQUEST_MAX:
+            return None
+        if time.monotonic() < self._no_lookup_before:
+            return None
+
+        def find() -> Found:
+            lease, promoted = self._store.read(namespace, list(keys), any_order=True)
+            there = sum(outcome is Outcome.HIT for outcome in lease.outcomes)
+            return Found(lease, there, None, len(keys), promoted)
+
+        return self._ask(find)
+
+    def load_chunks(self, found: Found, chunks: Sequence[int]) -> Load:
+        """All that was asked for, which is there, into these chunks of the pool. Takes over the lease."""
+        return self.load(found, 0, chunks)
 
     def load(self, found: Found, first: int, chunks: Sequence[int]) -> Load:
         """Chunk `first` of a prompt and those after it, into these of the pool; the last may be the tail. Takes over
@@ -283,10 +310,13 @@ class PoolStore:
         keys: Sequence[ChunkKey],
         tokens: Sequence[int],
         session: str,
-        root: ChunkKey,
+        root: ChunkKey | None,
     ) -> Found:
+        """`root`: None for keys behind which no tail is looked for."""
         base = namespace.get_session(session, timeout_s=self._lookup_timeout_s) if session else None
-        tail = _tail_of(namespace, base, keys, tokens, self._chunk_tokens, root)
+        tail = None
+        if root is not None:
+            tail = _tail_of(namespace, base, keys, tokens, self._chunk_tokens, root)
         asked = [*keys, tail.key] if tail is not None else list(keys)
         if not asked:
             return Found(base=base)
@@ -320,7 +350,7 @@ class PoolStore:
         if self._device.tracks:
             self._touching = {
                 request: (
-                    request.chunks[: -(-request.spans(count)[-1][1] // size)],
+                    [*request.chunks[: -(-request.spans(count)[-1][1] // size)], *request.held],
                     [
                         chunk
                         for begin, end in request.spans(count)
@@ -373,7 +403,8 @@ class PoolStore:
         if save is None:
             return
         whole = request.computed // self._chunk_tokens
-        save.extend(self._chunks_of(request), request.tokens[: whole * self._chunk_tokens])
+        keys = self._store_keys(request, save.namespace, whole) if request.chain is not None else None
+        save.extend(self._chunks_of(request), request.tokens[: whole * self._chunk_tokens], keys)
         self._mark(request, save, whole)
 
     def finish(self, request: Request) -> None:
@@ -382,7 +413,8 @@ class PoolStore:
         if save is None:
             return
         whole = request.computed // self._chunk_tokens
-        save.finish(self._chunks_of(request), request.tokens[: request.computed])
+        keys = self._store_keys(request, save.namespace, whole) if request.chain is not None else None
+        save.finish(self._chunks_of(request), request.tokens[: request.computed], keys)
         self._mark(request, save, whole)
         self._ended.append((save, request.store_keys[:whole]))
         if request.session:
@@ -407,7 +439,8 @@ class PoolStore:
         if save is None:
             return
         save.session = ""
-        save.finish(self._chunks_of(request), request.tokens[: save.queued_tokens])
+        keys = request.store_keys if request.chain is not None else None
+        save.finish(self._chunks_of(request), request.tokens[: save.queued_tokens], keys)
         self._ended.append((save, request.store_keys[: save.queued_tokens // self._chunk_tokens]))
 
     def collect(self) -> None:
@@ -446,7 +479,15 @@ class PoolStore:
         while known < whole and self._pool.stored(request.chunks[known]) == keys[known]:
             known += 1
         base = request.found.base if request.found is not None else None
-        request.save = TurnSave(self.saver, namespace, request.session, base, keys[:known], root=request.root)
+        request.save = TurnSave(
+            self.saver,
+            namespace,
+            request.session,
+            base,
+            keys[:known],
+            root=request.root,
+            layout=request.chain,
+        )
         return request.save
 
     def _chunks_of(self, request: Request) -> _Chunks:
@@ -462,7 +503,11 @@ class PoolStore:
 
     def _store_keys(self, request: Request, namespace: Namespace, count: int) -> list[ChunkKey]:
         known = len(request.store_keys)
-        if known < count:
+        if request.chain is not None:
+            request.chain.extend(
+                request.store_keys, request.tokens, namespace.salt, self._chunk_tokens, count
+            )
+        elif known < count:
             parent = request.store_keys[-1] if known else request.root
             size = self._chunk_tokens
             request.store_keys += namespace.keys(request.tokens[known * size : count * size], parent)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.gpu_worker.assembly import Assembly
 from kvstore.gpu_worker.compute_or_load import Computing, read_buffer_layers
+from kvstore.gpu_worker.gathering import Gathering
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.loader import Load, LoadFailed
 from kvstore.gpu_worker.request import Request, Reused
@@ -80,6 +81,8 @@ class Scheduler:
         for request in sorted(self.running, key=lambda request: request.missing > 1):
             if request.row < 0:
                 continue  # it had to make room meanwhile
+            if request.gathering is not None and self._gathering(request, request.gathering, pieces):
+                continue
             self._adopt(request)
             if self._restoring(request, promised, pieces):
                 continue
@@ -150,10 +153,13 @@ class Scheduler:
     def compute_alone(self, request: Request) -> None:
         """KV that it reused leads to no numbers: it is computed once more, from its tokens, and others do not get that
         KV from the pool."""
-        self._pool.unpublish(request.chunks)
-        self._pool.drop(request.chunks)
-        request.chunks, request.computed, request.alone = [], 0, True
+        for chunks in (request.chunks, request.held):
+            self._pool.unpublish(chunks)
+            self._pool.drop(chunks)
+        request.chunks, request.held, request.computed, request.alone = [], [], 0, True
         request.holes = []
+        if request.chain is not None:
+            request.fall_back()
         request.save, request.reused = None, Reused()
         request.load_failures += 1
         self._counters["load_failures"] += 1
@@ -180,6 +186,8 @@ class Scheduler:
         self.running.remove(request)
         if request.lookup is not None:
             request.lookup.add_done_callback(lambda lookup: lookup.result().release())
+        if request.gathering is not None:
+            self._leave(request.gathering)
         whole, rest = divmod(request.computed, self._chunk_tokens)
         if request.load is not None:
             self._give_up(request, "the request was stopped")
@@ -190,13 +198,18 @@ class Scheduler:
             del request.chunks[whole:]
         self._pool.drop(request.chunks)
         self._rows.append(request.row)
+        self._pool.drop(request.held)
         request.chunks, request.computed, request.row, request.holes = [], 0, -1, []
-        request.lookup = request.load = None
+        request.held, request.stretches = [], []
+        request.lookup = request.load = request.gathering = None
 
     def check_integrity(self) -> None:
         """Assert what only a bug could break; for tests."""
         ending = [chunks for _, chunks in self._ending]
-        self._pool.check_integrity([*(request.chunks for request in self.running), *ending])
+        gathered = [one.gathering for one in self.running if one.gathering is not None]
+        others = [*(one.held for one in self.running), *(each.taken for each in gathered)]
+        others += [list(each.chunks.values()) for each in gathered]
+        self._pool.check_integrity([*(request.chunks for request in self.running), *others, *ending])
         numbers = [request.number for request in (*self.running, *self.waiting)]
         assert numbers == sorted(numbers), "a request has lost its turn"
         rows = sorted([*self._rows, *(request.row for request in self.running)])
@@ -210,6 +223,7 @@ class Scheduler:
                 assert self._pool.begin(chunk) == request.position(number * size), "keys of another position"
         for request in self.waiting:
             assert not request.chunks and not request.computed and request.row < 0
+            assert not request.held and not request.stretches and request.gathering is None
 
     def _admit(self) -> None:
         """Who waits runs, in order, if there are a row and chunks for all its tokens, beside those that the others need
@@ -220,7 +234,13 @@ class Scheduler:
             # Chunks that are here, and idle, are no longer available once it holds them
             shared = self._pool.held(self._pool.find(self._adoptable(request)))
             needed += self._chunks(len(request.tokens)) - shared
+            if request.chain is not None and request.chain.seen:
+                gathering = Gathering(request.chain, _SALT)
+                # As if none of them was held already
+                needed += len({part.key for part in gathering.parts(self._chunk_tokens)})
+                request.gathering = gathering
             if self.running and needed > self._pool.available:
+                request.gathering = None
                 return
             request.row = self._rows.pop()
             self.running.append(self.waiting.popleft())
@@ -234,19 +254,25 @@ class Scheduler:
     def _make_room(self, request: Request, tokens: int, pieces: dict[Request, int]) -> bool:
         """Chunks for so many tokens, taken from the newest if none is free. False if it is the newest itself, or if
         there will be some as soon as a load has ended."""
-        needed = self._chunks(tokens) - len(request.chunks)
-        while (taken := self._pool.take(needed)) is None:
+        taken = self._take(request, self._chunks(tokens) - len(request.chunks), pieces)
+        if taken is None:
+            return False
+        request.chunks += taken
+        return True
+
+    def _take(self, request: Request, count: int, pieces: dict[Request, int]) -> list[int] | None:
+        """So many chunks, taken from the newest if too few are free; None where `_make_room` is False."""
+        while (taken := self._pool.take(count)) is None:
             if self._ending:
-                return False
+                return None
             newest = self.running[-1]
             pieces.pop(newest, None)
             self.stop(newest)
             self.waiting.appendleft(newest)
             self._counters["preemptions"] += 1
             if newest is request:
-                return False
-        request.chunks += taken
-        return True
+                return None
+        return taken
 
     # ------------------------------------------------------------------------------------------------- prefixes
 
@@ -277,6 +303,68 @@ class Scheduler:
         request.computed += tokens
         request.reused.hbm += tokens
         self._counters["adopted_tokens"] += tokens
+
+    def _gathering(self, request: Request, gathering: Gathering, pieces: dict[Request, int]) -> bool:
+        """Whether it has to wait for what it sees beside its own tokens. If that cannot be had, all that remains is
+        computed."""
+        if not gathering.begun and (
+            request.alone or not self._share or not gathering.begin(self._pool, self._store)
+        ):
+            return self._in_vain(request, gathering)
+        arrived = gathering.arrived()
+        if arrived is None:
+            return True
+        if not arrived:
+            return self._in_vain(request, gathering)
+        hbm = len(gathering.chunks) * self._chunk_tokens
+        if gathering.missing:
+            assert self._store is not None
+            if gathering.load is None:
+                taken = self._take(request, len(gathering.missing), pieces)
+                if taken is None:
+                    return True
+                gathering.start(self._store, taken)
+                return True
+            if not gathering.load.ended.done():
+                return True
+            restored = gathering.loaded(self._pool, self._store)
+            if restored is None:
+                self._counters["load_failures"] += 1
+                request.load_failures += 1
+                return self._in_vain(request, gathering)
+            self._counters["restored_tokens"] += restored
+            request.reused.dram += restored
+        self._counters["adopted_tokens"] += hbm
+        request.reused.hbm += hbm
+        request.held, request.stretches = list(gathering.chunks.values()), gathering.stretches(self._pool)
+        request.gathering = None
+        return False
+
+    def _in_vain(self, request: Request, gathering: Gathering) -> bool:
+        """It computes what remains as an ordinary prompt; it waits for what the store has of that."""
+        self._leave(gathering)
+        if request.lookup is not None:
+            request.lookup.add_done_callback(lambda lookup: lookup.result().release())
+        self._pool.drop(request.chunks)
+        request.chunks, request.computed = [], 0
+        request.gathering = request.lookup = request.found = None
+        request.fall_back()
+        self._counters["truncations_recomputed"] += 1
+        self._adopt(request)
+        if self._store is not None and not request.alone and not self._is_here(request):
+            request.lookup = self._store.look_up(request)
+        return request.lookup is not None
+
+    def _leave(self, gathering: Gathering) -> None:
+        """Nobody wants what was gathered."""
+        gathering.release()
+        self._pool.drop(list(gathering.chunks.values()))
+        if gathering.load is not None:
+            gathering.load.cancel("the request was stopped")
+            self._ending.append((gathering.load, gathering.taken))
+        else:
+            self._pool.drop(gathering.taken)
+        gathering.chunks, gathering.taken = {}, []
 
     def _is_here(self, request: Request) -> bool:
         """Whether the store can have nothing of its prompt that the pool has not."""
@@ -309,13 +397,19 @@ class Scheduler:
                 request.keys = request.assembly.chain(self._chunk_tokens, _SALT, request.root)
             return request.keys
         known, size = len(request.keys), self._chunk_tokens
+        if request.chain is not None:
+            whole = len(request.tokens) // size
+            request.chain.extend(request.keys, request.tokens, _SALT, size, whole)
+            return request.keys
         if len(request.tokens) >= (known + 1) * size:
             parent = request.keys[-1] if known else request.root
             request.keys += exact_chain(_SALT, request.tokens[known * size :], size, parent)
         return request.keys
 
     def _key_before(self, request: Request, chunk: int) -> ChunkKey:
-        """Of the chunk before that one."""
+        """Of the chunk before that one, or what says what a derived chunk saw."""
+        if request.chain is not None:
+            return request.chain.under(self._keys(request), chunk, _SALT, self._chunk_tokens)
         return self._keys(request)[chunk - 1] if chunk else request.root
 
     def _next(self, request: Request) -> ChunkKey | None:
@@ -502,6 +596,9 @@ class Scheduler:
         pending: list[Future[Any]] = [load.ended for load, _ in self._ending]
         loads = [request.load for request in self.running if request.load is not None]
         pending += [load.ended if load.begun.done() else load.begun for load in loads]
+        for request in self.running:
+            if request.gathering is not None:
+                pending += request.gathering.pending
         # Who has its answer already waits for what another one loads
         lookups = (request.lookup for request in self.running if request.lookup is not None)
         pending += [lookup for lookup in lookups if not lookup.done()]

@@ -143,6 +143,7 @@ class FakeNamespace:
         *,
         wait_ms: int = 0,
         any_order: bool = False,
+        pin: bool = False,
         timeout_s: float | None = None,
     ) -> FakeLease:
         self.check_count(wanted)
