@@ -259,16 +259,7 @@ class PoolStore:
         def place(layer: int, piece: Piece) -> Any:
             return layers[layer][chunks[piece.first_token // size - first]][:, :, : piece.token_count]
 
-        # Nobody waits for it but by asking whether it has ended: copies between memories end
-        return self._loader.start(
-            found.lease,
-            pieces,
-            place,
-            deadline_s=float("inf"),
-            # Whoever had these chunks before may still read them, and have written them
-            after=[self._device.compute.record(), *self._buffer.reads(chunks)],
-            regions=lambda layer: regions(layer, chunks),
-        )
+        return self._start(found.lease, pieces, place, chunks)
 
     def load_parts(self, found: Found, first: int, chunks: Sequence[int]) -> Load:
         """The parts that are there, into a prompt's chunks from number `first` on: a part may lie in two of them. Takes
@@ -290,11 +281,22 @@ class PoolStore:
                 at += until - inside
             return targets[0] if len(targets) == 1 else targets
 
+        return self._start(found.lease, pieces, place, chunks)
+
+    def _start(
+        self,
+        lease: ReadLease,
+        pieces: Sequence[Piece],
+        place: Callable[[int, Piece], Any],
+        chunks: Sequence[int],
+    ) -> Load:
+        # Nobody waits for it but by asking whether it has ended: copies between memories end
         return self._loader.start(
-            found.lease,
+            lease,
             pieces,
             place,
             deadline_s=float("inf"),
+            # Whoever had these chunks before may still read them, and have written them
             after=[self._device.compute.record(), *self._buffer.reads(chunks)],
             regions=lambda layer: regions(layer, chunks),
         )
