@@ -123,10 +123,10 @@ class Request:
         return tuple(one for one in self.stretches if one.at < tokens)
 
     @property
-    def attended_tokens(self) -> int:
-        """All that its newest token attends to."""
+    def attended_prompt_tokens(self) -> int:
+        """What is left of its prompt, computed here or not."""
         seen = sum(one.end - one.begin for one in self.chain.seen) if self.chain is not None else 0
-        return len(self.tokens) + seen
+        return self.prompt_tokens + seen
 
     def fall_back(self) -> None:
         """What it was to see cannot be had: what remains is computed as an ordinary prompt. Nothing is held."""

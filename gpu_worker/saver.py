@@ -306,8 +306,9 @@ class Saver:
         finally:
             with self._changed:
                 self._closing = True
-                for save in filter(None, self._saves):
-                    self._drop(save)
+                for save in self._saves:
+                    if save is not None:
+                        self._drop(save)
                 self._saves.clear()
                 self._changed.notify_all()
             self._thread.join(timeout_s)

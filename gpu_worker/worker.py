@@ -34,6 +34,7 @@ from kvstore.gpu_worker.serve.connection import Connection
 from kvstore.gpu_worker.serve.metrics import Metrics
 from kvstore.gpu_worker.serve.service import Service
 from kvstore.gpu_worker.serve.text import Text
+from kvstore.gpu_worker.truncation import Truncation
 
 CONNECT_TIMEOUT_S = 5.0
 CONNECTIONS_TO_SPARE = 256
@@ -128,7 +129,15 @@ def engine_of(model: PreTrainedModel, options: argparse.Namespace) -> BatchEngin
         retain=options.retain,
         weights_epoch=options.weights_epoch,
         salt=options.salt.encode(),
+        truncation=truncation_of(options),
     )
+
+
+def truncation_of(options: argparse.Namespace) -> Truncation | None:
+    """Raises ValueError for a share that cannot be."""
+    if not options.truncate_tokens:
+        return None
+    return Truncation(options.truncate_tokens, kept_share=options.truncate_to)
 
 
 def prompt_cache_of(service: Service, text: Text | None, options: argparse.Namespace) -> PromptCache | None:
@@ -216,6 +225,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--sequences-max", type=int, default=16, help="requests that run at a time")
     add("--waiting-max", type=int, default=WAITING_MAX, help="requests that may wait; more are answered 429")
     add("--prefill-tokens", type=int, default=512, help="tokens of prompts computed in a step")
+    add(
+        "--truncate-tokens",
+        type=int,
+        default=0,
+        help="conversations that outgrow a window of so many tokens go on without their oldest turns "
+        "(0: they are refused when they outgrow the model's)",
+    )
+    add(
+        "--truncate-to",
+        type=float,
+        default=0.5,
+        help="share of that window that is kept when a conversation is cut",
+    )
     add("--weights-epoch", type=int, default=0, help="of the namespace")
     add(
         "--promptcache",

@@ -14,7 +14,10 @@
 A request names its session in the field `session_id` or the header `X-Session-Id`; without one its tokens decide what
 is reused, but for the tail behind the last full chunk. A chat may be a prompt of modules: `"pml": "<prompt ...>"` in
 place of `messages` (docs/promptcache.md). A client that goes away ends its request before the next step.
-With API keys each tenant has sessions and chunks of its own; `/flush` and `/reset` are then for the tenant `admin`.
+Where the worker truncates (`--truncate-tokens`), a conversation that outgrows its window goes on without its oldest
+turns: `usage.prompt_tokens_details.cut_tokens` says how much was not looked at, and `"truncation": "disabled"` in a
+request refuses it instead. With API keys each tenant has sessions and chunks of its own; `/flush` and `/reset` are then
+for the tenant `admin`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -56,6 +59,7 @@ from kvstore.gpu_worker.serve.protocol import (
 )
 from kvstore.gpu_worker.serve.service import Ask, Job, Service, StepFailed
 from kvstore.gpu_worker.serve.text import Detokenizer, StopStrings, Text
+from kvstore.gpu_worker.truncation import Turns
 from kvstore.keys import ROOT
 from kvstore.promptcache import PmlError
 from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
@@ -152,7 +156,15 @@ class Api:
             tokens = await self._in_words(text.chat, messages)
         except ValueError as error:
             raise Refused(400, str(error), param="messages") from None
-        return await self._answer(request, tenant, wish, tokens, chat=True)
+        turns = None
+        if self._cuts(wish, tokens):
+            turns = await asyncio.get_running_loop().run_in_executor(self._tokenizing, text.turns, messages)
+        return await self._answer(request, tenant, wish, tokens, chat=True, turns=turns)
+
+    def _cuts(self, wish: Wish, tokens: Sequence[int]) -> bool:
+        """Whether this prompt is too long, and goes on with a part of it."""
+        truncation = self._service.engine.truncation
+        return truncation is not None and wish.cut and len(tokens) > truncation.prompt_tokens
 
     async def _modular(self, request: Request, tenant: str, wish: Wish, body: Mapping[str, Any]) -> Response:
         """A prompt of modules."""
@@ -284,9 +296,13 @@ class Api:
         *,
         chat: bool,
         planned: Planned | None = None,
+        turns: Turns | None = None,
     ) -> Response:
         engine = self._service.engine
-        left = engine.tokens_max - len(tokens)
+        cut = planned is None and self._cuts(wish, tokens)
+        left = engine.tokens_max - (
+            0 if cut else len(tokens)
+        )  # of one that is cut, the engine says how much is left
         if planned is not None:
             left = min(left, engine.positions_max - planned.end)
         if left < 1 or (wish.max_tokens or 1) > left:
@@ -311,6 +327,8 @@ class Api:
             sampling=wish.sampling,
             stop_tokens=() if wish.ignore_eos else self._stop_tokens,
             assembly=planned.assembly if planned is not None else None,
+            turns=turns,
+            cut=cut,
         )
         try:
             job = await unless_gone(request.receive, self._service.submit(ask))
@@ -419,11 +437,13 @@ class _Words:
     @property
     def usage(self) -> dict[str, Any]:
         request = self._job.request
+        prompt_tokens = request.attended_prompt_tokens
         return {
-            "prompt_tokens": request.prompt_tokens,
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": self.count,
-            "total_tokens": request.prompt_tokens + self.count,
-            "prompt_tokens_details": {"cached_tokens": request.reused.tokens},
+            "total_tokens": prompt_tokens + self.count,
+            "prompt_tokens_details": {"cached_tokens": request.reused.tokens}
+            | ({"cut_tokens": request.cut_tokens} if request.cut_tokens else {}),
         }
 
     @property

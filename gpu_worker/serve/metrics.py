@@ -62,6 +62,9 @@ class Metrics(Collector):
             "requests_rejected": "Requests refused because too many waited",
             "preemptions": "Requests that had to make room",
             "load_failures": "Loads whose KV did not arrive, or was no numbers, and was computed",
+            "requests_cut": "Requests whose conversation was too long and was cut",
+            "cut_tokens": "Tokens that such requests did not look at",
+            "truncations_recomputed": "Such requests that computed all that remains, without what was stored",
             "promotions_awaited": "Lookups that waited for KV on SSD",
             "steps": "Forward calls",
         }

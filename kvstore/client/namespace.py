@@ -194,14 +194,16 @@ class Namespace:
 
     def peek(self, keys: Sequence[ChunkKey], *, token_count: int = 0) -> Peeked | None:
         """As `match`, for a thread that must not wait: looks in the directory and nowhere else, which takes some tenths
-        of a millisecond for hundreds of keys. None: it cannot tell now (there is no directory, or it is closed), and
-        `match` asks the daemon."""
+        of a millisecond for hundreds of keys. None: it cannot tell now (there is no directory, it is closed, or what it
+        lacks may be beyond this node), and `match` asks the daemon."""
         keys = _checked_keys("keys", keys)
         token_count = whole("token_count", token_count)
         published = self._looked_up(keys)
         if published is None:
             return None
-        found = published[1]
+        directory, found = published
+        if found.usable < len(keys) and directory.view.ask_for_others:
+            return None
         usable = _usable(found, token_count)
         return Peeked(usable, min(usable, found.hits))
 

@@ -121,7 +121,7 @@ def digest_of_arithmetic(arguments: Any, model: torch.nn.Module | None) -> bytes
         for name in ("sglang", "torch", "sgl-kernel", "flashinfer-python", "transformers")
     }
     settings = {name: str(getattr(arguments, name, None)) for name in COMPUTING}
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     described = config.to_dict() if hasattr(config, "to_dict") else {}
     for name in ("_name_or_path", "transformers_version"):
         described.pop(name, None)
@@ -318,11 +318,10 @@ def _announce_flush(controller: Any) -> None:
     @functools.wraps(reset)
     def flushed(self: Any, *rest: Any, **named: Any) -> Any:
         result = reset(self, *rest, **named)
-        mine = getattr(self, "storage_backend", None)
+        mine: Any = getattr(self, "storage_backend", None)
         mine = getattr(mine, "_backend", mine)  # SGLang's failure injector stands before it in tests
-        for backend in list(_watched):
-            if backend is mine:
-                backend.flushed()
+        if mine in _watched:
+            mine.flushed()
         return result
 
     flushed.announces_to_kvstore = True  # type: ignore[attr-defined]
