@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from kvstore.errors import Exhausted, Unavailable, Unsupported
 from kvstore.gpu_worker.assembly import Assembly
 from kvstore.gpu_worker.attention import NAME, check_pageable
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
 from kvstore.gpu_worker.device import Device
 from kvstore.gpu_worker.forward import Forward
 from kvstore.gpu_worker.hbm_pool import HbmPool
@@ -79,6 +80,8 @@ class Turn:
     """Of the prompt: tokens whose KV was in the pool or in the store."""
     load_failures: int = 0
     """How often KV that the store had did not arrive, and was computed."""
+    choice: str = ""
+    """See `Request.choice`."""
     cut_tokens: int = 0
     """Of the prompt, so many were not looked at."""
 
@@ -123,6 +126,8 @@ class BatchEngine:
         save_timeout_s: float = 5.0,
         save_queue_bytes_max: int = QUEUE_BYTES_MAX,
         read_buffer: int | None = None,
+        load_ahead: int = 0,
+        compute_or_load: bool = False,
         device: Device | None = None,
         truncation: Truncation | None = None,
     ) -> None:
@@ -134,14 +139,18 @@ class BatchEngine:
         are those in the model. `weights_epoch`, `salt`: of the namespace. `promote_timeout_s`: how long a request waits
         for KV that is on SSD; what is late is computed. `read_buffer`: so many layers of what is loaded have to be
         there before a request joins a step, which waits for the others layer by layer; by default as many as keep it
-        from waiting, by what was measured. `device`: how KV is copied, by default that of the model. `truncation`:
-        how conversations that outgrow a window go on.
+        from waiting, by what was measured. `load_ahead`: how many of those that wait begin to load.
+        `compute_or_load`: what is faster to compute than to load, by what was measured, is computed. `device`: how KV
+        is copied, by default that of the model. `truncation`: how conversations that outgrow a window go on.
 
         Raises Unsupported for a model that the pool, the kernels or the store cannot serve, naming the field,
         ValueError for a setting that is too small, and whatever else the daemon has against us.
         """
         if waiting_max < 1:
             raise ValueError(f"waiting_max is {waiting_max}: must be at least 1")
+        for name, value in (("load_ahead", load_ahead), ("read_buffer", read_buffer)):
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}: must be at least 0")
         check_pageable(model)
         if truncation is not None:
             check_movable(model.config, tokens_max=truncation.window, dtype=model.dtype)
@@ -164,6 +173,7 @@ class BatchEngine:
         self._identity = Identity(model, counters=self.counters)
         self._verdict = self._identity.check()
         self._refusal = self._refuse(self._verdict)
+        choice = ComputeOrLoad() if compute_or_load else None
         self._store = (
             PoolStore(
                 model,
@@ -176,6 +186,7 @@ class BatchEngine:
                 save_timeout_s=save_timeout_s,
                 save_queue_bytes_max=save_queue_bytes_max,
                 device=device,
+                choice=choice,
             )
             if connect
             else None
@@ -188,6 +199,8 @@ class BatchEngine:
             share=share and not self._refusal,
             counters=self.counters,
             read_buffer=read_buffer,
+            load_ahead=load_ahead,
+            choice=choice,
         )
         self._forward = Forward(
             model,
@@ -360,6 +373,7 @@ class BatchEngine:
             prompt_tokens=request.prompt_tokens,
             reused=request.reused,
             load_failures=request.load_failures,
+            choice=request.choice,
             cut_tokens=request.cut_tokens,
         )
 

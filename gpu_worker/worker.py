@@ -127,6 +127,9 @@ def engine_of(model: PreTrainedModel, options: argparse.Namespace) -> BatchEngin
         prefill_tokens=options.prefill_tokens,
         waiting_max=options.waiting_max,
         retain=options.retain,
+        read_buffer=options.read_buffer,
+        load_ahead=options.load_ahead,
+        compute_or_load=options.compute_or_load,
         weights_epoch=options.weights_epoch,
         salt=options.salt.encode(),
         truncation=truncation_of(options),
@@ -225,6 +228,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--sequences-max", type=int, default=16, help="requests that run at a time")
     add("--waiting-max", type=int, default=WAITING_MAX, help="requests that may wait; more are answered 429")
     add("--prefill-tokens", type=int, default=512, help="tokens of prompts computed in a step")
+    add("--load-ahead", type=int, default=1, help="requests that begin to load while they wait to run")
+    add(
+        "--read-buffer",
+        type=int,
+        help="layers of KV to load before a request joins a step (none: as many as keep it from waiting)",
+    )
+    add(
+        "--compute-or-load",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute what is measured to be slower to load",
+    )
     add(
         "--truncate-tokens",
         type=int,

@@ -456,6 +456,7 @@ class _Words:
             "cached_tokens": {"hbm": reused.hbm, "dram": reused.dram, "ssd": reused.ssd},
             "loaded_bytes": (reused.dram + reused.ssd) * self._token_bytes,
             "load_failures": request.load_failures,
+            "choice": request.choice,
             "gaps": self.gaps,
         } | ({} if self._planned is None else {"promptcache": served_as(self._planned)})
 
