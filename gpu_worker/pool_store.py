@@ -365,8 +365,7 @@ class PoolStore:
             full = (request.computed + count) // size
             if count > 1 and full > first and request.load is None and request.assembly is None:
                 self._stage(request, full)
-        for event in self._buffer.reads(written):
-            self._device.compute.wait(event)
+        self.writes(written)
         if self._device.tracks:
             self._touching = {
                 request: (
@@ -379,6 +378,11 @@ class PoolStore:
                 )
                 for request, count in pieces.items()
             }
+
+    def writes(self, chunks: Sequence[int]) -> None:
+        """What is computed next writes these: copies out of them come first."""
+        for event in self._buffer.reads(chunks):
+            self._device.compute.wait(event)
 
     def begin(self, layer: int) -> None:
         """Attention of that layer comes next. Raises LoadFailed once there is no request left whose KV is there."""

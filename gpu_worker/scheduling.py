@@ -144,6 +144,11 @@ class Scheduler:
                 failed.add(request)
         return failed
 
+    @property
+    def a_row(self) -> int:
+        """Any row: between two steps no prompt is read in one."""
+        return 0
+
     def find(self, number: int) -> Request | None:
         """The live request of that number."""
         return next((each for each in (*self.running, *self.waiting) if each.number == number), None)
