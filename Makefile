@@ -162,6 +162,29 @@ vllm-installed: venv $(VLLM)/ready
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes attnstore
 	$(VLLM)/bin/python -m pip install --quiet "$$(ls $(CURDIR)/.cache/vllm-wheel/*.whl)[daemon]"
 
+# SGLang pins a torch for GPUs, and much that only they need: here its classes run beside a CPU build of torch, without the
+# kernels. No engine runs so; the tests drive its host pools, storage factory and controller.
+SGLANG := .cache/sglang-venv
+
+$(SGLANG)/ready:
+	$(call MAKE_VENV,$(SGLANG))
+	$(SGLANG)/bin/python -m pip install --progress-bar off torch==2.13.0
+	$(SGLANG)/bin/python -m pip install --progress-bar off --no-deps sglang==0.5.23 xgrammar==0.2.7
+	$(SGLANG)/bin/python -m pip install --progress-bar off transformers==5.19.0 numba==0.65.1 openai==2.8.0 \
+	  compressed-tensors==0.18.0 openai-harmony==0.0.4 outlines==0.1.11 apache-tvm-ffi==0.1.11 'kernels<0.15' triton \
+	  numpy psutil pydantic pyzmq msgspec orjson packaging requests prometheus-client zstandard pybase64 aiohttp fastapi \
+	  uvicorn uvloop einops interegular ipython llguidance ninja nvidia-ml-py partial_json_parser pillow py-spy \
+	  python-multipart scipy sentencepiece setproctitle tiktoken watchfiles gguf distro easydict torch-memory-saver \
+	  'python-dateutil<3' datasets pytest pytest-timeout pytest-asyncio
+	touch $@
+
+.PHONY: test-sglang
+test-sglang: venv $(SGLANG)/ready  ## the backend for HiCache, driven by SGLang's own classes, five minutes (ARGS='-k name')
+	rm -rf .cache/sglang-wheel && $(MAKE) wheel INTO=.cache/sglang-wheel
+	$(SGLANG)/bin/python -m pip uninstall --quiet --yes attnstore
+	$(SGLANG)/bin/python -m pip install --quiet "$$(ls $(CURDIR)/.cache/sglang-wheel/*.whl)[daemon]"
+	$(SGLANG)/bin/python -P -m pytest tests/sglang -o filterwarnings= --timeout 300 $(ARGS)
+
 # LMCache lies on top of vLLM's environment, which it leaves as it is. What it asks for beyond these is for GPUs and
 # clouds; of what it pins, vLLM's newer versions do.
 LMCACHE := .cache/lmcache-venv

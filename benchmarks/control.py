@@ -3,7 +3,8 @@
 Two daemons with everything on (SSD tier, leases, checksums), one with fast lanes and one without; rounds of both
 alternate. `one` is one thread of one client, one request at a time: an empty pair (a heartbeat), match and acquire +
 release of so many keys (releases travel with the next request, as they do in an engine), an update of a queue of 64
-jobs, and a get of one chunk of 2 MiB, unbatched, with its copy. `many` is one asyncio client that keeps so many
+jobs; and without a request, in the directory: match and read of so many keys, and a get of one chunk of 2 MiB,
+unbatched, with its copy. `many` is one asyncio client that keeps so many
 requests under way. `crowd` repeats some with 100 further workers connected, who are idle. CPU time is per request, of
 this process and of the daemon with all its threads; who waits for an answer looks for it for a moment before sleeping,
 which counts as this process' CPU.
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 from harness import Goal, arena_ready, arguments, connected, finish, heading
 
-from kvstore.client import AsyncNamespace, Client, Namespace, connect_async
+from kvstore.client import AsyncNamespace, Client, Namespace, connect, connect_async
 from kvstore.config import DESCRIPTOR_SOCKET
 from kvstore.core.events import Hint
 from kvstore.layout import GroupSpec, NamespaceSpec
@@ -53,6 +54,8 @@ REST_S = {"hints for 64 jobs": 0.005}
 """Before each: queues that come faster than the daemon can plan for them are answered together, by its tick."""
 GOALS = {"match 512": 1.0, "acquire + release 512": 3.0, "get 2 MiB": 0.25}
 """Milliseconds, median, on a quiet machine."""
+LOOKED_UP, ASKED, SHARE_GOAL = "look up 512", "match 512", 0.2
+"""Of the time of the second, which asks the daemon for what the first finds in the directory."""
 
 
 @dataclass
@@ -65,6 +68,8 @@ class Side:
     client: Client
     space: Namespace
     large: Namespace
+    asking: Namespace
+    """As `space`, of a client that asks for everything."""
     keys: list[ChunkKey] = field(default_factory=list)
     large_keys: list[ChunkKey] = field(default_factory=list)
     turn: int = 0
@@ -113,6 +118,11 @@ def main() -> int:
         for row in rows
         if row["lane"] == "lane" and row["at_once"] == 1 and not row["crowd"] and row["what"] in GOALS
     ]
+    alone = {
+        row["what"]: row for row in rows if row["lane"] == "lane" and row["at_once"] == 1 and not row["crowd"]
+    }
+    share = alone[LOOKED_UP]["p50_us"] / alone[ASKED]["p50_us"]
+    goals.append(Goal(f"{LOOKED_UP} over {ASKED}, p50", round(share, 3), "x", SHARE_GOAL, "<="))
     return finish(__file__, chosen, rows, goals, key=("what", "lane", "at_once", "crowd"))
 
 
@@ -129,11 +139,13 @@ def daemon(lane: str) -> Iterator[Side]:
         )
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
-            with connected(f"{folder}/run", process) as client:
+            with (
+                connected(f"{folder}/run", process) as client,
+                connect(f"{folder}/run", timeout_s=BOUND_S, directory=False) as asking,
+            ):
                 arena_ready(client)
-                side = Side(
-                    lane, f"{folder}/run", process.pid, client, client.open(SMALL), client.open(LARGE)
-                )
+                spaces = client.open(SMALL), client.open(LARGE), asking.open(SMALL)
+                side = Side(lane, f"{folder}/run", process.pid, client, *spaces)
                 side.keys = side.space.keys(np.arange(16 * KEYS))
                 side.large_keys = side.large.keys(np.arange(16 * LARGE_CHUNKS))
                 yield side
@@ -189,13 +201,26 @@ def operations() -> dict[str, Callable[[Side], Any]]:
 
     def match(count: int) -> Callable[[Side], None]:
         def work(side: Side) -> None:
+            assert side.asking.match(side.keys[:count]).usable == count
+
+        return work
+
+    def look_up(count: int) -> Callable[[Side], None]:
+        def work(side: Side) -> None:
             assert side.space.match(side.keys[:count]).usable == count
+
+        return work
+
+    def find(count: int) -> Callable[[Side], None]:
+        def work(side: Side) -> None:
+            with side.space.read(side.keys[:count]) as lease:
+                assert lease.hits == count
 
         return work
 
     def acquire(count: int) -> Callable[[Side], None]:
         def work(side: Side) -> None:
-            with side.space.read(side.keys[:count]) as lease:
+            with side.asking.read(side.keys[:count]) as lease:
                 assert lease.hits == count
 
         return work
@@ -220,6 +245,8 @@ def operations() -> dict[str, Callable[[Side], Any]]:
         **{f"match {count}": match(count) for count in (1, 64, KEYS)},
         **{f"acquire + release {count}": acquire(count) for count in (1, 64, KEYS)},
         "hints for 64 jobs": hints,
+        **{f"look up {count}": look_up(count) for count in (1, 64, KEYS)},
+        **{f"read {count}, no copy": find(count) for count in (1, 64, KEYS)},
         "get 2 MiB": get,
     }
 
@@ -258,7 +285,7 @@ async def at_once(side: Side, many: int, rounds: int) -> dict[str, Any]:
     """Matches of one key, `many` under way all the time."""
     each = max(10, 100 * rounds // many)
     times: list[float] = []
-    async with await connect_async(side.run_dir, timeout_s=BOUND_S) as client:
+    async with await connect_async(side.run_dir, timeout_s=BOUND_S, directory=False) as client:
         space: AsyncNamespace = await client.open(SMALL)
 
         async def ask(count: int) -> None:

@@ -74,14 +74,17 @@ WINDOW_PUT_BYTES = 64 << 20
 what leaves the values that gets read in every store."""
 ANSWER_S = 120.0
 GOALS = {
-    ("2M", "sealed", "get"): 0.75,
-    ("2M", "group", "put"): 0.65,
-    ("2M", "sealed", "put"): 0.35,
-    ("256K", "sealed", "get"): 0.5,
-    ("256K", "group", "put"): 0.35,
-    ("256K", "sealed", "put"): 0.22,
+    ("2M", 1, "sealed", "get"): 0.67,
+    ("2M", 16, "sealed", "get"): 0.8,
+    ("2M", 16, "group", "put"): 0.65,
+    ("2M", 16, "sealed", "put"): 0.35,
+    ("256K", 1, "sealed", "get"): 0.3,
+    ("256K", 16, "sealed", "get"): 0.55,
+    ("256K", 64, "sealed", "get"): 0.7,
+    ("256K", 16, "group", "put"): 0.35,
+    ("256K", 16, "sealed", "put"): 0.22,
 }
-"""Share of memcpy, batches of 16, one client."""
+"""Share of memcpy, by batch, one client."""
 OVER_PEER_GOALS = {
     "get": {"redis": 3.0, "memcached": 3.5, "mooncake": 4.0, "lmcache": 5.0},
     "put": {"redis": 5.0, "memcached": 3.0, "mooncake": 2.5, "lmcache": 4.0},
@@ -134,6 +137,8 @@ QUICK: dict[Part, Sequence[str]] = {
     Part("2M", 1, 1): ("memcpy", "sealed"),
     Part("2M", 16, 4): ("sealed",),
     Part("256K", 16, 1): ("memcpy", "sealed", "group"),
+    Part("256K", 64, 1): ("memcpy", "sealed"),
+    Part("256K", 1, 1): ("memcpy", "sealed"),
     Part("32M", 1, 1): ("memcpy", "tcp"),
 }
 """Parts that have goals, and the stores that do."""
@@ -453,10 +458,10 @@ def spelled(size: str) -> str:
 def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     found = {(row["size"], row["batch"], row["clients"], row["store"], row["action"]): row for row in rows}
     goals = []
-    for (size, store, action), goal in GOALS.items():
-        row = found.get((size, 16, 1, store, action), {})
+    for (size, batch, store, action), goal in GOALS.items():
+        row = found.get((size, batch, 1, store, action), {})
         if "of_memcpy" in row:
-            name = f"{spelled(size)} x 16, one client: {action}, {store}"
+            name = f"{spelled(size)} x {batch}, one client: {action}, {store}"
             goals.append(Goal(name, row["of_memcpy"], "x memcpy", goal, ">="))
     for action, peers in OVER_PEER_GOALS.items():
         for peer, goal in peers.items():

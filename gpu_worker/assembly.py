@@ -11,9 +11,13 @@ its own. What the store does not have, and what is to be computed although it ha
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from kvstore.keys import derived_key, exact_chain, manifest_digest
 from kvstore.types import ChunkKey
 
 Span = tuple[int, int]
@@ -59,8 +63,8 @@ class Assembly:
     recomputed: tuple[Span, ...] = ()
     """Computed in place although the store may have them."""
     exact: int = 0
-    """So many leading tokens are at the positions 0, 1, ... and attend to nothing else: only they are shared with other
-    prompts, since what is computed after KV of modules is nobody else's."""
+    """So many leading tokens are at the positions 0, 1, ... and attend to nothing else: they are what they are in any
+    prompt. The others are shared with such prompts alone that begin with the same parts at the same positions."""
     kept: tuple[Kept, ...] = ()
     """What is saved when all is computed ..."""
     owner: str = ""
@@ -83,6 +87,32 @@ class Assembly:
         """(slot, its position) of the first slot and of each that does not stand right behind the one before it."""
         stand = (*self.positions, self.end)
         return [(slot, at) for slot, at in enumerate(stand) if not slot or at != stand[slot - 1] + 1]
+
+    def chain(self, chunk_tokens: int, salt: bytes, root: ChunkKey) -> list[ChunkKey]:
+        """What the pool calls the prompt's full chunks, if all parts are loaded: two prompts whose slots begin alike,
+        at the same positions, with KV of the same source, have the same KV there. Chunks of exact tokens have the keys
+        that they have in any prompt; the others' stand for nothing outside of such prompts."""
+        keys = exact_chain(salt, self.tokens[: self.exact], chunk_tokens, root)
+        parent = keys[-1] if keys else root
+        positions = np.array(self.positions, "<u8")
+        for begin in range(len(keys) * chunk_tokens, len(self.tokens) - chunk_tokens + 1, chunk_tokens):
+            end = begin + chunk_tokens
+            entries = [
+                (parent, begin, chunk_tokens, 0, False),
+                (positions[begin:end].tobytes(), 0, 0, 0, False),
+            ]
+            # Which of these slots are of which part, and which of those are computed all the same
+            low = bisect_right(self.parts, begin, key=lambda part: part.end)
+            high = bisect_left(self.parts, end, key=lambda part: part.first)
+            entries += [
+                (part.key, part.first, part.count, part.delta, False) for part in self.parts[low:high]
+            ]
+            low = bisect_right(self.recomputed, begin, key=lambda span: span[1])
+            high = bisect_left(self.recomputed, end, key=lambda span: span[0])
+            entries += [(b"", first, until - first, 0, True) for first, until in self.recomputed[low:high]]
+            parent = derived_key(salt, manifest_digest(entries), self.tokens[begin:end])
+            keys.append(parent)
+        return keys
 
     def holes(self, count: int, loaded: Iterable[Part], first: int = 0) -> list[Span]:
         """What is computed of `count` slots, some of them behind the prompt, if the KV of the first `first` is there,

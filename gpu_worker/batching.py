@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from kvstore.errors import Exhausted, Unavailable, Unsupported
 from kvstore.gpu_worker.assembly import Assembly
 from kvstore.gpu_worker.attention import NAME, check_pageable
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
 from kvstore.gpu_worker.device import Device
 from kvstore.gpu_worker.forward import Forward
 from kvstore.gpu_worker.hbm_pool import HbmPool
@@ -30,10 +31,12 @@ from kvstore.gpu_worker.identity import Identity, Verdict
 from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, namespace_of
 from kvstore.gpu_worker.loader import LoadFailed
 from kvstore.gpu_worker.pool_store import PoolStore
+from kvstore.gpu_worker.positions import check_movable
 from kvstore.gpu_worker.request import Request, Reused, check_request, is_session_name
 from kvstore.gpu_worker.sampling import GREEDY, NotNumbers, Sampler, Sampling
 from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX
 from kvstore.gpu_worker.scheduling import SPANS_MAX, Scheduler
+from kvstore.gpu_worker.truncation import Truncation, Turns, View, view
 from kvstore.keys import ROOT
 from kvstore.layout import NamespaceSpec
 from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
@@ -77,6 +80,10 @@ class Turn:
     """Of the prompt: tokens whose KV was in the pool or in the store."""
     load_failures: int = 0
     """How often KV that the store had did not arrive, and was computed."""
+    choice: str = ""
+    """See `Request.choice`."""
+    cut_tokens: int = 0
+    """Of the prompt, so many were not looked at."""
 
     @property
     def reused_tokens(self) -> int:
@@ -93,7 +100,9 @@ class BatchEngine:
     restored_tokens (from the store) and of these restored_ssd_tokens; loads_overlapped (requests that joined a step
     before all of their load was there), preemptions, load_failures, promotions_awaited,
     requests_failed, requests_rejected (the queue was full), requests_unnamed (whose session no store could name),
-    requests_unexplained (of a model that cannot be explained: their KV is neither shared nor stored); reports of what
+    requests_unexplained (of a model that cannot be explained: their KV is neither shared nor stored); requests_cut and
+    cut_tokens (of conversations that were too long), truncations_recomputed (of these, requests whose older KV could
+    not be had); reports of what
     is in the pool, and reports_failed.
     """
 
@@ -117,7 +126,10 @@ class BatchEngine:
         save_timeout_s: float = 5.0,
         save_queue_bytes_max: int = QUEUE_BYTES_MAX,
         read_buffer: int | None = None,
+        load_ahead: int = 0,
+        compute_or_load: bool = False,
         device: Device | None = None,
+        truncation: Truncation | None = None,
     ) -> None:
         """`connect` makes the client, which the engine closes; while no daemon answers, everything is computed, and now
         and then it is called again, in the background. `pool_chunks`: size of the pool. `sequences_max`: how many
@@ -127,18 +139,31 @@ class BatchEngine:
         are those in the model. `weights_epoch`, `salt`: of the namespace. `promote_timeout_s`: how long a request waits
         for KV that is on SSD; what is late is computed. `read_buffer`: so many layers of what is loaded have to be
         there before a request joins a step, which waits for the others layer by layer; by default as many as keep it
-        from waiting, by what was measured. `device`: how KV is copied, by default that of the model.
+        from waiting, by what was measured. `load_ahead`: how many of those that wait begin to load.
+        `compute_or_load`: what is faster to compute than to load, by what was measured, is computed. `device`: how KV
+        is copied, by default that of the model. `truncation`: how conversations that outgrow a window go on.
 
         Raises Unsupported for a model that the pool, the kernels or the store cannot serve, naming the field,
         ValueError for a setting that is too small, and whatever else the daemon has against us.
         """
         if waiting_max < 1:
             raise ValueError(f"waiting_max is {waiting_max}: must be at least 1")
+        for name, value in (("load_ahead", load_ahead), ("read_buffer", read_buffer)):
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}: must be at least 0")
         check_pageable(model)
+        if truncation is not None:
+            check_movable(model.config, tokens_max=truncation.window, dtype=model.dtype)
         self.counters: Counter[str] = Counter()
         self.pool = HbmPool(Geometry.of(model, chunk_tokens), pool_chunks, retain=retain, device=model.device)
         self.tokens_max = min(model.config.max_position_embeddings, pool_chunks * chunk_tokens)
         """Of a request, prompt and answer together."""
+        if truncation is not None and truncation.window > self.tokens_max:
+            raise ValueError(
+                f"truncation.window is {truncation.window}: the model and a pool of {pool_chunks} chunks take "
+                f"{self.tokens_max} tokens"
+            )
+        self.truncation = truncation
         self.waiting_max = waiting_max
         self.sequences_max = sequences_max
         self._vocabulary = model.config.vocab_size
@@ -148,6 +173,7 @@ class BatchEngine:
         self._identity = Identity(model, counters=self.counters)
         self._verdict = self._identity.check()
         self._refusal = self._refuse(self._verdict)
+        choice = ComputeOrLoad() if compute_or_load else None
         self._store = (
             PoolStore(
                 model,
@@ -160,6 +186,7 @@ class BatchEngine:
                 save_timeout_s=save_timeout_s,
                 save_queue_bytes_max=save_queue_bytes_max,
                 device=device,
+                choice=choice,
             )
             if connect
             else None
@@ -172,6 +199,8 @@ class BatchEngine:
             share=share and not self._refusal,
             counters=self.counters,
             read_buffer=read_buffer,
+            load_ahead=load_ahead,
+            choice=choice,
         )
         self._forward = Forward(
             model,
@@ -211,6 +240,16 @@ class BatchEngine:
         return None if self._store is None else self._store.namespace
 
     @property
+    def positions_max(self) -> int:
+        """Positions that the model has."""
+        return int(self._model.config.max_position_embeddings)
+
+    @property
+    def weights(self) -> bytes:
+        """What the model computes with, as a digest (see `identity.Verdict`)."""
+        return self._verdict.digest
+
+    @property
     def moves(self) -> bool:
         """Whether the store's KV can be used at other positions than it was computed at."""
         return self._store is not None and self._store.moves
@@ -234,6 +273,8 @@ class BatchEngine:
         root: ChunkKey = ROOT,
         sampling: Sampling = GREEDY,
         stop_tokens: Sequence[int] = (),
+        turns: Turns | None = None,
+        cut: bool = True,
         assembly: Assembly | None = None,
         sampler: Sampler | None = None,
     ) -> int:
@@ -241,12 +282,18 @@ class BatchEngine:
         `max_new_tokens` tokens, the last perhaps one of `stop_tokens`. The same seed gives the same tokens whatever
         runs beside it. `session`: names the conversation, with 1 to 256 bytes; without such a name only full chunks are
         stored. `root`: what the keys of its chunks begin with; requests with different ones share nothing, here and in
-        the store. `assembly`: the prompt is put together of parts, which the store may have; its own KV is nobody
-        else's, but for what the assembly keeps. `sampler`: chooses the tokens, instead of one that is made from
-        `sampling`. Raises ValueError for what the model cannot take or the pool cannot hold, Exhausted when too many
-        wait."""
+        the store. `turns`: where those of a chat begin and end, for an engine that truncates; `cut=False`: this one is
+        not to be cut. `assembly`: the prompt is put together of parts, which the store may have; its own KV is nobody
+        else's, but for what the assembly keeps, and it is not cut. `sampler`: chooses the tokens, instead of one that
+        is made from `sampling`. Raises ValueError for what the model cannot take or the pool cannot hold, Exhausted
+        when too many wait."""
         self._check_open()
         check_request(prompt, max_new_tokens, vocabulary=self._vocabulary)
+        kept = self._view(prompt, turns, root) if cut and assembly is None else None
+        if kept is not None:
+            assert self.truncation is not None
+            max_new_tokens = min(max_new_tokens, self.truncation.window - kept.attended)
+            prompt = kept.chain.tokens
         limit = len(prompt) + max_new_tokens
         if limit > self.tokens_max:
             raise ValueError(
@@ -256,11 +303,10 @@ class BatchEngine:
         if assembly is not None:
             if list(assembly.tokens) != list(prompt):
                 raise ValueError("the prompt is not the assembly's")
-            positions = self._model.config.max_position_embeddings
-            if assembly.end + max_new_tokens > positions:
+            if assembly.end + max_new_tokens > self.positions_max:
                 raise ValueError(
                     f"the prompt ends at position {assembly.end}, and {max_new_tokens} tokens are wanted: the model has"
-                    f" {positions} positions"
+                    f" {self.positions_max} positions"
                 )
         if self.waiting >= self.waiting_max:
             self.counters["requests_rejected"] += 1
@@ -281,6 +327,8 @@ class BatchEngine:
             root=root,
             assembly=assembly,
         )
+        if kept is not None:
+            self._cut(request, kept)
         self._scheduler.waiting.append(request)
         self.counters["requests"] += 1
         self.counters["prompt_tokens"] += request.prompt_tokens
@@ -294,13 +342,16 @@ class BatchEngine:
         *,
         sampling: Sampling = GREEDY,
         stop_tokens: Sequence[int] = (),
+        turns: Turns | None = None,
     ) -> Turn:
         """One request from beginning to end, for programs with one conversation at a time. Raises what `add` and `step`
         raise, NotNumbers where its logits lead to no token, and ValueError while other requests are live."""
         if self.live:
             raise ValueError(f"{self.live} requests are live: take steps, and look at their outputs")
         begun = time.perf_counter()
-        number = self.add(prompt, max_new_tokens, session=session, sampling=sampling, stop_tokens=stop_tokens)
+        number = self.add(
+            prompt, max_new_tokens, session=session, sampling=sampling, stop_tokens=stop_tokens, turns=turns
+        )
         request = self.request(number)
         outputs: list[Output] = []
         ttft_s = 0.0
@@ -322,7 +373,33 @@ class BatchEngine:
             prompt_tokens=request.prompt_tokens,
             reused=request.reused,
             load_failures=request.load_failures,
+            choice=request.choice,
+            cut_tokens=request.cut_tokens,
         )
+
+    def _view(self, prompt: Sequence[int], turns: Turns | None, root: ChunkKey) -> View | None:
+        """What is left of a prompt; None if all is."""
+        if self.truncation is None or len(prompt) <= self.truncation.prompt_tokens:
+            return None
+        tokens = [int(token) for token in prompt]
+        return view(tokens, self.truncation, turns, chunk_tokens=self.pool.geometry.chunk_tokens, root=root)
+
+    def _cut(self, request: Request, kept: View) -> None:
+        size = self.pool.geometry.chunk_tokens
+        request.cut_tokens = kept.cut_tokens
+        self.counters["requests_cut"] += 1
+        self.counters["cut_tokens"] += kept.cut_tokens
+        if kept.chain.exact_tokens is None:
+            return  # an ordinary prompt
+        request.chain, request.remaining = kept.chain, kept.remaining
+        request.jumps = list(kept.chain.jumps)
+        parts = {
+            (id(one.chain), n)
+            for one in kept.chain.seen
+            for n in range(one.begin // size, -(-one.end // size))
+        }
+        if len(parts) + -(-request.tokens_max // size) > self.pool.chunks:
+            request.fall_back()  # its own tokens lie in other chunks than those it sees: there is no room for both
 
     def request(self, number: int) -> Request:
         """A live request, to be looked at. Raises KeyError for one that is not live."""

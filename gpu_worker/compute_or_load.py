@@ -265,6 +265,8 @@ class ComputeOrLoad:
         engine that parks them, a busy machine."""
         self._patience = {Tier.DRAM: Patience(), Tier.SSD: Patience()}
         self._vain = 0
+        self.ssd_bytes_per_s = 0.0
+        """As the store told last; 0: it never did."""
 
     def __repr__(self) -> str:
         return f"ComputeOrLoad(compute {self.compute}, copy {self.copy})"
@@ -274,6 +276,10 @@ class ComputeOrLoad:
         if tokens <= 0:
             return 0.0
         return self.compute.saved(tokens) if self.compute.known else math.inf
+
+    def reads_from_ssd(self, bytes_per_s: float) -> None:
+        """The store told how fast it reads; 0: it did not."""
+        self.ssd_bytes_per_s = bytes_per_s or self.ssd_bytes_per_s
 
     def answered(self, *, useful: bool) -> None:
         """The store has answered about a request, in time or not; `useful`: there is something to load."""

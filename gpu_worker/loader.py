@@ -125,10 +125,9 @@ class Load:
         hold up the thread that calls, a failure may be told only at the end: see `settle`."""
         begun = time.monotonic()
         with self._changed:
-            left = self._deadline - begun
             asked = self._changed.wait_for(
                 lambda: self._failure or len(self._events) > layer,
-                timeout=None if left == np.inf else max(left, 0.0),
+                timeout=None if self._deadline == np.inf else max(self._deadline - begun, 0.0),
             )
         try:
             left = None if self._deadline == np.inf else max(self._deadline - time.monotonic(), 0.0)
@@ -188,7 +187,7 @@ class Load:
                     self._changed.notify_all()
             if (done := layer - IN_FLIGHT + 1) >= 0:
                 self._events[done].synchronize()
-                if self._failure:
+                if self.failed:  # by another thread, meanwhile
                     return
                 self.layers_in = done + 1
                 if done == 0:

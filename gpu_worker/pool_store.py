@@ -20,12 +20,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from kvstore.client import SessionEntry, SessionInfo
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.assembly import Assembly, Part
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Plan, Why
 from kvstore.gpu_worker.device import Device, device_of
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.loader import Load, Loader, LoadFailed, Piece
@@ -61,6 +63,8 @@ class Found:
     """Numbers in the lease of those that were promoted because they were asked for."""
     base: SessionInfo | None = None
     """The session's manifest."""
+    plan: Plan | None = None
+    """Why so many; None: nothing was weighed."""
 
     parts: tuple[tuple[int, Part], ...] = ()
     """Of a prompt that is put together: its parts that are there, each with its number in the lease."""
@@ -92,13 +96,16 @@ class PoolStore:
         save_timeout_s: float = 5.0,
         save_queue_bytes_max: int = QUEUE_BYTES_MAX,
         device: Device | None = None,
+        choice: ComputeOrLoad | None = None,
     ) -> None:
-        """`spec`: of the namespace; None: none for now (see `use`). `device`: by default that of the model. Raises
+        """`spec`: of the namespace; None: none for now (see `use`). `choice`: by which loading and computing are
+        weighed; None: whatever is there is loaded. `device`: by default that of the model. Raises
         Unsupported for a model on a device that no make of `device.py` is for, and whatever the daemon has against
         us."""
         self._device = device or device_of(model.device)
         self._device.adopt(pool.layers)
         self._pool = pool
+        self._choice = choice
         self._chunk_tokens = pool.geometry.chunk_tokens
         self._lookup_timeout_s = lookup_timeout_s
         self._store = Store(
@@ -139,6 +146,12 @@ class PoolStore:
         return self._store.namespace() is not None
 
     @property
+    def salt(self) -> bytes | None:
+        """Of the keys of the namespace; None while there is none."""
+        namespace = self._store.namespace()
+        return None if namespace is None else namespace.salt or None
+
+    @property
     def namespace(self) -> Namespace | None:
         """None while there is no daemon."""
         return self._store.namespace()
@@ -167,20 +180,23 @@ class PoolStore:
         if not whole and not request.session:
             return None
         keys = self._store_keys(request, namespace, whole)
-        tokens, session, root = tuple(request.tokens), request.session, request.root
+        tokens, session = tuple(request.tokens), request.session
+        have = request.computed // self._chunk_tokens
+        # Of what saw more than its own text, only full chunks are kept
+        root = request.root if request.chain is None else None
         before = self._saving.get(session) if session else None
 
         def find() -> Found:
             if before is not None:  # our own save of the turn before, still under way
                 before.saved.wait(self._lookup_timeout_s)
-            return self._find(namespace, keys, tokens, session, root)
+            return self._find(namespace, keys, tokens, session, root, have)
 
         return self._ask(find)
 
     def _look_up_parts(self, namespace: Namespace, assembly: Assembly, first: int) -> Future[Found] | None:
-        """Of the parts from slot `first` on, whichever are there. Those of another namespace than the one of now are
-        not: their keys are others."""
-        wanted = [part for part in assembly.parts if part.first >= first and (self.moves or not part.delta)]
+        """Of the parts that reach beyond slot `first`, whichever are there. Those of another namespace than the one of
+        now are not: their keys are others."""
+        wanted = [part for part in assembly.parts if part.end > first and (self.moves or not part.delta)]
         del wanted[KEYS_PER_REQUEST_MAX:]
         if not wanted or assembly.salt != namespace.salt:
             return None
@@ -215,6 +231,25 @@ class PoolStore:
             return found
 
         return self._lookups.submit(ask)
+
+    def look_up_chunks(self, keys: Sequence[ChunkKey]) -> Future[Found] | None:
+        """Of these, in any order: `Found.chunks` is how many are there. None if the store is not there."""
+        namespace = self._store.namespace()
+        if namespace is None or not 0 < len(keys) <= KEYS_PER_REQUEST_MAX:
+            return None
+        if time.monotonic() < self._no_lookup_before:
+            return None
+
+        def find() -> Found:
+            lease, promoted = self._store.read(namespace, list(keys), any_order=True)
+            there = sum(outcome is Outcome.HIT for outcome in lease.outcomes)
+            return Found(lease, there, None, len(keys), promoted)
+
+        return self._ask(find)
+
+    def load_chunks(self, found: Found, chunks: Sequence[int]) -> Load:
+        """All that was asked for, which is there, into these chunks of the pool. Takes over the lease."""
+        return self.load(found, 0, chunks)
 
     def load(self, found: Found, first: int, chunks: Sequence[int]) -> Load:
         """Chunk `first` of a prompt and those after it, into these of the pool; the last may be the tail. Takes over
@@ -256,7 +291,9 @@ class PoolStore:
             while at < end:
                 number, inside = divmod(at, size)
                 until = min(size, inside + end - at)
-                targets.append(layers[layer][chunks[number - first]][:, :, inside:until])
+                chunk = layers[layer][chunks[max(number - first, 0)]][:, :, inside:until]
+                # Of what others have loaded already, and share, no byte is written again
+                targets.append(chunk if number >= first else _nowhere(chunk))
                 at += until - inside
             return targets[0] if len(targets) == 1 else targets
 
@@ -280,20 +317,33 @@ class PoolStore:
         keys: Sequence[ChunkKey],
         tokens: Sequence[int],
         session: str,
-        root: ChunkKey,
+        root: ChunkKey | None,
+        have: int,
     ) -> Found:
+        """`root`: None for keys behind which no tail is looked for."""
         base = namespace.get_session(session, timeout_s=self._lookup_timeout_s) if session else None
-        tail = _tail_of(namespace, base, keys, tokens, self._chunk_tokens, root)
+        tail = None
+        if root is not None:
+            tail = _tail_of(namespace, base, keys, tokens, self._chunk_tokens, root)
         asked = [*keys, tail.key] if tail is not None else list(keys)
         if not asked:
             return Found(base=base)
         # In any order, because the tail of an earlier turn lies beside the chunk that has grown out of it since.
-        lease, promoted = self._store.read(namespace, asked, any_order=tail is not None)
+        plan = None
+        any_order = tail is not None
+        if self._choice is None:
+            lease, promoted = self._store.read(namespace, asked, any_order=any_order)
+        else:
+            lease, promoted, plan = self._store.read_worthwhile(
+                namespace, asked, self._choice, chunks=len(keys), have=have, any_order=any_order
+            )
         hit = [outcome is Outcome.HIT for outcome in lease.outcomes]
         chunks = next((number for number in range(len(keys)) if not hit[number]), len(keys))
+        if plan is not None and plan.why is not Why.NOTHING:
+            chunks = min(chunks, max(plan.chunks, have))
         if tail is not None and not (hit[-1] and tail.first_token == chunks * self._chunk_tokens):
             tail = None
-        return Found(lease, chunks, tail, len(keys), promoted, base)
+        return Found(lease, chunks, tail, len(keys), promoted, base, plan)
 
     # -------------------------------------------------------------------------------------------------- while it runs
 
@@ -317,7 +367,7 @@ class PoolStore:
         if self._device.tracks:
             self._touching = {
                 request: (
-                    request.chunks[: -(-request.spans(count)[-1][1] // size)],
+                    [*request.chunks[: -(-request.spans(count)[-1][1] // size)], *request.held],
                     [
                         chunk
                         for begin, end in request.spans(count)
@@ -370,7 +420,8 @@ class PoolStore:
         if save is None:
             return
         whole = request.computed // self._chunk_tokens
-        save.extend(self._chunks_of(request), request.tokens[: whole * self._chunk_tokens])
+        keys = self._store_keys(request, save.namespace, whole) if request.chain is not None else None
+        save.extend(self._chunks_of(request), request.tokens[: whole * self._chunk_tokens], keys)
         self._mark(request, save, whole)
 
     def finish(self, request: Request) -> None:
@@ -379,7 +430,8 @@ class PoolStore:
         if save is None:
             return
         whole = request.computed // self._chunk_tokens
-        save.finish(self._chunks_of(request), request.tokens[: request.computed])
+        keys = self._store_keys(request, save.namespace, whole) if request.chain is not None else None
+        save.finish(self._chunks_of(request), request.tokens[: request.computed], keys)
         self._mark(request, save, whole)
         self._ended.append((save, request.store_keys[:whole]))
         if request.session:
@@ -404,7 +456,8 @@ class PoolStore:
         if save is None:
             return
         save.session = ""
-        save.finish(self._chunks_of(request), request.tokens[: save.queued_tokens])
+        keys = request.store_keys if request.chain is not None else None
+        save.finish(self._chunks_of(request), request.tokens[: save.queued_tokens], keys)
         self._ended.append((save, request.store_keys[: save.queued_tokens // self._chunk_tokens]))
 
     def collect(self) -> None:
@@ -443,7 +496,15 @@ class PoolStore:
         while known < whole and self._pool.stored(request.chunks[known]) == keys[known]:
             known += 1
         base = request.found.base if request.found is not None else None
-        request.save = TurnSave(self.saver, namespace, request.session, base, keys[:known], root=request.root)
+        request.save = TurnSave(
+            self.saver,
+            namespace,
+            request.session,
+            base,
+            keys[:known],
+            root=request.root,
+            layout=request.chain,
+        )
         return request.save
 
     def _chunks_of(self, request: Request) -> _Chunks:
@@ -459,7 +520,11 @@ class PoolStore:
 
     def _store_keys(self, request: Request, namespace: Namespace, count: int) -> list[ChunkKey]:
         known = len(request.store_keys)
-        if known < count:
+        if request.chain is not None:
+            request.chain.extend(
+                request.store_keys, request.tokens, namespace.salt, self._chunk_tokens, count
+            )
+        elif known < count:
             parent = request.store_keys[-1] if known else request.root
             size = self._chunk_tokens
             request.store_keys += namespace.keys(request.tokens[known * size : count * size], parent)
@@ -478,6 +543,11 @@ class PoolStore:
             self._device.close()
         finally:
             self._store.close()
+
+
+def _nowhere(like: Any) -> Any:
+    """Memory of the same kind and shape, that nobody reads."""
+    return np.empty_like(like) if isinstance(like, np.ndarray) else torch.empty_like(like)
 
 
 def _positions_of(model: PreTrainedModel) -> Positions | None:

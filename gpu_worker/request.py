@@ -16,6 +16,8 @@ from kvstore.keys import ROOT
 from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
 
 if TYPE_CHECKING:
+    from kvstore.gpu_worker.chain import Chain
+    from kvstore.gpu_worker.gathering import Gathering
     from kvstore.gpu_worker.loader import Load
     from kvstore.gpu_worker.pool_store import Found
     from kvstore.gpu_worker.saver import TurnSave
@@ -54,7 +56,17 @@ class Request:
     jumps: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
     """(number of an own token, its position): from there on positions go up by one. A position is not a place."""
     stretches: list[Stretch] = field(default_factory=list)
-    """What it sees beside its own tokens, in chunks of the pool that it holds too."""
+    """What it sees beside its own tokens, in chunks of the pool that it holds too, ..."""
+    held: list[int] = field(default_factory=list)
+    """... which are these."""
+    chain: Chain | None = None
+    """What its own tokens are, if they see others (`stretches`, once these are there) or leave gaps."""
+    remaining: tuple[int, ...] = ()
+    """What it computes instead, as an ordinary prompt, if that cannot be had."""
+    gathering: Gathering | None = None
+    """While it is on its way to `stretches`."""
+    cut_tokens: int = 0
+    """Of its conversation, so many are not there any more."""
     keys: list[ChunkKey] = field(default_factory=list)
     """Of the full chunks of `tokens`, in the pool."""
     store_keys: list[ChunkKey] = field(default_factory=list)
@@ -67,9 +79,13 @@ class Request:
     """What the store has of it; asked when it begins to run."""
     found: Found | None = None
     """What the store had, once it is known."""
+    choice: str = ""
+    """What was made of what the store had, see `compute_or_load.Why`; "": nothing was weighed."""
     load: Load | None = None
     load_first: int = 0
     """The first of its chunks that `load` fills; that one and all after it are the load's until it has ended."""
+    asked: bool = False
+    """The store was asked for it while it waited."""
     joined: bool = False
     """It runs though not all of `load` is there; `computed` counts what is being loaded."""
     save: TurnSave | None = None
@@ -84,6 +100,8 @@ class Request:
     holes: list[Span] = field(default_factory=list)
     """Of such a prompt, once its parts are loaded: what is computed yet, as spans of `tokens`. Without any, all of
     `tokens` from `computed` on is."""
+    unplanned: bool = False
+    """Some of its parts are not there and are computed: its KV is not that of a prompt of the same parts."""
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
@@ -109,6 +127,23 @@ class Request:
         return tuple(one for one in self.stretches if one.at < tokens)
 
     @property
+    def attended_prompt_tokens(self) -> int:
+        """What is left of its prompt, computed here or not."""
+        seen = sum(one.end - one.begin for one in self.chain.seen) if self.chain is not None else 0
+        return self.prompt_tokens + seen
+
+    def fall_back(self) -> None:
+        """What it was to see cannot be had: what remains is computed as an ordinary prompt. Nothing is held."""
+        assert self.chain is not None and not self.chunks and not self.held
+        said = self.tokens[self.prompt_tokens :]
+        room = self.tokens_max - self.prompt_tokens
+        self.tokens = [*self.remaining, *said]
+        self.prompt_tokens = len(self.remaining)
+        self.tokens_max = self.prompt_tokens + room
+        self.chain, self.jumps, self.stretches = None, [(0, 0)], []
+        self.keys, self.store_keys, self.save, self.reused = [], [], None, Reused()
+
+    @property
     def missing(self) -> int:
         """Tokens that are to be computed."""
         if self.holes:
@@ -117,8 +152,10 @@ class Request:
 
     @property
     def shared_tokens(self) -> int:
-        """Leading tokens whose KV depends on nothing but themselves: what others may share."""
-        return len(self.tokens) if self.assembly is None else min(self.assembly.exact, len(self.tokens))
+        """Leading tokens whose KV is what the keys of its chunks say: what others may share."""
+        if self.assembly is None:
+            return len(self.tokens)
+        return self.assembly.exact if self.unplanned else len(self.assembly.tokens)
 
     def spans(self, count: int) -> list[Span]:
         """Where the next `count` tokens stand that are computed."""

@@ -34,6 +34,7 @@ from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, GrantResult
 
 if TYPE_CHECKING:
     from kvstore.client import Namespace, WriteBatch
+    from kvstore.gpu_worker.chain import Chain
     from kvstore.gpu_worker.identity import Identity
 
 QUEUE_BYTES_MAX = 512 << 20
@@ -81,12 +82,15 @@ class TurnSave:
         chain: Sequence[ChunkKey],
         *,
         root: ChunkKey = ROOT,
+        layout: Chain | None = None,
     ) -> None:
         """`session`: "" for a turn that no session names. `base`: the session's manifest as this turn found it.
         `chain`: keys of the leading full chunks that are in the store already, or queued by another turn. `root`: what
-        the chain begins with."""
+        the chain begins with. `layout`: of a turn whose tokens see more than those before them; then its keys are told
+        with its tokens, and it has no tail."""
         chunk_tokens = saver.geometry.chunk_tokens
         self.namespace = namespace
+        self.chunk_tokens = chunk_tokens
         self.session = session
         self.base = base
         self.entries = [
@@ -98,6 +102,7 @@ class TurnSave:
         self.saved = threading.Event()
         """Set when all of the turn was saved or dropped."""
         self.root = root
+        self.layout = layout
         self.cut = False
         """Something was not queued: what comes after it is of no use."""
         self._saver = saver
@@ -108,22 +113,32 @@ class TurnSave:
         """Whose chunks are in the store, or queued, or cut."""
         return self._queued
 
-    def extend(self, source: Source, tokens: Sequence[int]) -> None:
-        """`tokens` are those whose KV is in `source`: queues the chunks that became full since the last call."""
+    def extend(self, source: Source, tokens: Sequence[int], keys: Sequence[ChunkKey] | None = None) -> None:
+        """`tokens` are those whose KV is in `source`: queues the chunks that became full since the last call. `keys`:
+        of all full chunks, where there is a layout."""
+        assert (keys is None) is (self.layout is None), "keys and layout belong together"
         chunk_tokens = self._saver.geometry.chunk_tokens
-        self._queue(source, tokens, len(tokens) // chunk_tokens * chunk_tokens)
+        end = len(tokens) // chunk_tokens * chunk_tokens
+        exact = self.layout.exact_chunks(chunk_tokens) if self.layout is not None else None
+        if exact is not None:  # a batch is all exact, or all derived
+            self._queue(source, tokens, min(end, exact * chunk_tokens), keys)
+        self._queue(source, tokens, end, keys)
 
-    def finish(self, source: Source, tokens: Sequence[int]) -> None:
+    def finish(self, source: Source, tokens: Sequence[int], keys: Sequence[ChunkKey] | None = None) -> None:
         """Queues what is left, as a tail, and the session's manifest. Nothing may be queued after it."""
-        self.extend(source, tokens)
-        if self.session:  # nobody would find a tail without its session
+        self.extend(source, tokens, keys)
+        if self.session and self.layout is None:  # nobody would find a tail without its session
             self._queue(source, tokens, len(tokens))
         self._saver.put(_Save(self, cut=self.cut))
 
-    def _queue(self, source: Source, tokens: Sequence[int], end: int) -> None:
+    def _queue(
+        self, source: Source, tokens: Sequence[int], end: int, keys: Sequence[ChunkKey] | None = None
+    ) -> None:
         if end > self._queued:
             first, count = self._queued, end - self._queued
-            save = _Save(self, first, tuple(tokens[first:end]), cut=self.cut)
+            size = self._saver.geometry.chunk_tokens
+            told = tuple(keys[first // size : end // size]) if keys is not None else ()
+            save = _Save(self, first, tuple(tokens[first:end]), cut=self.cut, keys=told)
             self.cut = not self._saver.put(save, lambda: source.snapshot(first, count))
             self._queued = end
 
@@ -139,6 +154,15 @@ class _Save:
     shards: Shards | None = None
     cut: bool = False
     """Something before it was not queued."""
+    keys: tuple[ChunkKey, ...] = ()
+    """Of the chunks, where they do not follow from the tokens alone."""
+
+    @property
+    def derived(self) -> bool:
+        """Whether what it saves saw more than the text before it (invariant 2)."""
+        layout, size = self.turn.layout, self.turn.chunk_tokens
+        exact = layout.exact_chunks(size) if layout is not None else None
+        return exact is not None and self.first_token // size >= exact
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -282,8 +306,9 @@ class Saver:
         finally:
             with self._changed:
                 self._closing = True
-                for save in filter(None, self._saves):
-                    self._drop(save)
+                for save in self._saves:
+                    if save is not None:
+                        self._drop(save)
                 self._saves.clear()
                 self._changed.notify_all()
             self._thread.join(timeout_s)
@@ -357,7 +382,7 @@ class Saver:
         # A key stands for all tokens before it: after a hole it would name KV of another text.
         assert save.first_token == len(turn.entries) * chunk_tokens, (save.first_token, turn.entries)
         parent = turn.entries[-1].key if turn.entries else turn.root
-        keys = list(turn.namespace.keys(save.tokens, parent))
+        keys = list(save.keys or turn.namespace.keys(save.tokens, parent))
         counts = [chunk_tokens] * len(keys)
         if rest := len(save.tokens) % chunk_tokens:
             keys.append(turn.namespace.tail_key(save.tokens[-rest:], keys[-1] if keys else parent))
@@ -389,7 +414,12 @@ class Saver:
         results: Sequence[GrantResult] = ()
         try:
             with save.turn.namespace.write(
-                keys, parent=parent, token_counts=counts, maker=self._maker, timeout_s=self._timeout_s
+                keys,
+                parent=parent,
+                token_counts=counts,
+                derived=save.derived,
+                maker=self._maker,
+                timeout_s=self._timeout_s,
             ) as batch:
                 results = batch.results
                 for index in batch.granted:
@@ -537,9 +567,12 @@ class Saver:
 
     def _publish(self, turn: TurnSave) -> None:
         """The session's manifest becomes the history that is in the store, as far as one request can name it."""
-        info, entries = turn.base, turn.entries[:KEYS_PER_REQUEST_MAX]
+        info, entries = turn.base, turn.entries
         if not turn.session:
             return
+        if turn.layout is not None:
+            entries = turn.layout.manifest(entries, turn.namespace.salt, turn.chunk_tokens)
+        entries = entries[:KEYS_PER_REQUEST_MAX]
         for _ in range(MANIFEST_TRIES):
             old = info.entries if info is not None else ()
             keep = _common(old, entries)
@@ -560,7 +593,8 @@ class Saver:
                     [entry.key for entry in entries], timeout_s=self._timeout_s
                 ).usable
                 entries = entries[:usable]
-                del turn.entries[usable:]
+                if turn.layout is None:
+                    del turn.entries[usable:]
             except StoreError as error:
                 log.info("manifest of session not updated: %s", error)
                 break

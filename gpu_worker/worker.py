@@ -27,11 +27,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from kvstore.client import connect
 from kvstore.gpu_worker.batching import WAITING_MAX, BatchEngine
 from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, model_name
+from kvstore.gpu_worker.promptcache.prompts import DaemonLibrary
+from kvstore.gpu_worker.promptcache.service import PromptCache
 from kvstore.gpu_worker.serve.api import Api
 from kvstore.gpu_worker.serve.connection import Connection
 from kvstore.gpu_worker.serve.metrics import Metrics
 from kvstore.gpu_worker.serve.service import Service
 from kvstore.gpu_worker.serve.text import Text
+from kvstore.gpu_worker.truncation import Truncation
 
 CONNECT_TIMEOUT_S = 5.0
 CONNECTIONS_TO_SPARE = 256
@@ -71,10 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         timeout_graceful_shutdown=options.drain_s,
         limit_concurrency=options.sequences_max + options.waiting_max + CONNECTIONS_TO_SPARE,
     )
+    service = Service(engine, ended=metrics.ended)
     config.app = Api(
-        Service(engine, ended=metrics.ended),
+        service,
         metrics,
         text,
+        prompt_cache=prompt_cache_of(service, text, options),
         model=options.name or model_name(model),
         stop_tokens=stop_tokens_of(model),
         keys=keys,
@@ -122,8 +127,33 @@ def engine_of(model: PreTrainedModel, options: argparse.Namespace) -> BatchEngin
         prefill_tokens=options.prefill_tokens,
         waiting_max=options.waiting_max,
         retain=options.retain,
+        read_buffer=options.read_buffer,
+        load_ahead=options.load_ahead,
+        compute_or_load=options.compute_or_load,
         weights_epoch=options.weights_epoch,
         salt=options.salt.encode(),
+        truncation=truncation_of(options),
+    )
+
+
+def truncation_of(options: argparse.Namespace) -> Truncation | None:
+    """Raises ValueError for a share that cannot be."""
+    if not options.truncate_tokens:
+        return None
+    return Truncation(options.truncate_tokens, kept_share=options.truncate_to)
+
+
+def prompt_cache_of(service: Service, text: Text | None, options: argparse.Namespace) -> PromptCache | None:
+    """None without a daemon, whose schemas and chunks it serves, and without a tokenizer."""
+    if options.promptcache == "off" or text is None or not options.run_dir:
+        return None
+    where = os.path.abspath(options.run_dir)
+    return PromptCache(
+        service,
+        text.tokenizer(),
+        DaemonLibrary(lambda: connect(where, timeout_s=CONNECT_TIMEOUT_S)),
+        forced=options.promptcache == "force",
+        verdict_file=options.promptcache_verdict,
     )
 
 
@@ -198,7 +228,39 @@ def _parser() -> argparse.ArgumentParser:
     add("--sequences-max", type=int, default=16, help="requests that run at a time")
     add("--waiting-max", type=int, default=WAITING_MAX, help="requests that may wait; more are answered 429")
     add("--prefill-tokens", type=int, default=512, help="tokens of prompts computed in a step")
+    add("--load-ahead", type=int, default=1, help="requests that begin to load while they wait to run")
+    add(
+        "--read-buffer",
+        type=int,
+        help="layers of KV to load before a request joins a step (none: as many as keep it from waiting)",
+    )
+    add(
+        "--compute-or-load",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute what is measured to be slower to load",
+    )
+    add(
+        "--truncate-tokens",
+        type=int,
+        default=0,
+        help="conversations that outgrow a window of so many tokens go on without their oldest turns "
+        "(0: they are refused when they outgrow the model's)",
+    )
+    add(
+        "--truncate-to",
+        type=float,
+        default=0.5,
+        help="share of that window that is kept when a conversation is cut",
+    )
     add("--weights-epoch", type=int, default=0, help="of the namespace")
+    add(
+        "--promptcache",
+        choices=("verified", "force", "off"),
+        default="verified",
+        help="prompts of modules: once `kvctl promptcache verify` has passed, at once, or never",
+    )
+    add("--promptcache-verdict", type=Path, help="file that keeps what verify found (none: until the end)")
     add("--salt", default="", help="of the namespace: workers with different ones share nothing")
     add("--threads", type=int, default=0, help="threads that compute (0: as torch chooses)")
     add("--drain-s", type=int, default=30, help="seconds that requests have to end after SIGTERM")

@@ -173,6 +173,8 @@ class StoreConfig:
     """A chunk that a peer does not give within this is a miss."""
     peer_threads: int = 4
     """Threads that read from peers."""
+    kv_events_endpoint: str = ""
+    """ZMQ endpoint to bind, tcp://127.0.0.1:5557 say, for KV events in vLLM's format; empty: none are published."""
     remote_url: str = ""
     """Store beyond this node, which other nodes share: redis://, rediss://, redis+cluster://, rediss+cluster://, s3://,
     gs://, az://, or file:///folder (NFS and the like); empty: none. Credentials of object stores come from their usual

@@ -119,15 +119,20 @@ def buckets_for(rows: int) -> int:
 def hash_of(key: bytes) -> int:
     """Of 32 bytes. The daemon and its workers agree on it, and nobody else needs to: whoever can make keys that collide
     slows down nobody outside of his namespace."""
+    a: int
+    b: int
+    c: int
+    d: int
     a, b, c, d = _WORDS.unpack(key)
-    h = (a * _FACTORS[0] + b * _FACTORS[1] + c * _FACTORS[2] + d * _FACTORS[3]) & _MASK
+    h: int = (a * _FACTORS[0] + b * _FACTORS[1] + c * _FACTORS[2] + d * _FACTORS[3]) & _MASK
     h = ((h ^ h >> 32) * _LAST) & _MASK
     return h ^ h >> 29
 
 
 def hashes_of(keys: Words) -> Words:
     """The same for each row of four words."""
-    h = (keys * _FACTOR_WORDS).sum(axis=1, dtype=np.uint64)
+    a, b, c, d = (keys[:, n] * factor for n, factor in enumerate(_FACTOR_WORDS))
+    h: Words = a + b + c + d
     h ^= h >> _U(32)
     h *= _U(_LAST)
     h ^= h >> _U(29)
@@ -146,7 +151,7 @@ def tags_of(hashed: Words) -> Words:
 
 def plain(keys: Sequence[bytes]) -> tuple[list[bytes] | Sequence[bytes], list[int]]:
     """The 32 bytes of each key, and MAPPED or 0."""
-    if all(len(key) == KEY_BYTES for key in keys):
+    if set(map(len, keys)) == {KEY_BYTES}:
         return keys, []
     mapped = [0 if len(key) == KEY_BYTES else MAPPED for key in keys]
     return [digest(key) if which else key for key, which in zip(keys, mapped, strict=True)], mapped
@@ -383,6 +388,23 @@ class View(_Memory):
         row[~same[everybody, column] | (row >= self.row_count)] = -1
         words, good = self._rows(row, four, mapped)
         # Another key's entry may look the same; the row may change at this moment; others stand elsewhere.
+        if not good.all():
+            self._look_on(shorts, mapped, hashed, buckets, row, words, good, lines)
+        states = ((words[:, 0] >> _U(24)) & _U(0xFF & ~MAPPED)).astype(np.uint8)
+        return Found(states.tobytes(), row.tolist(), words, hashed)
+
+    def _look_on(
+        self,
+        shorts: Sequence[bytes],
+        mapped: list[int],
+        hashed: Words,
+        buckets: int,
+        row: npt.NDArray[Any],
+        words: Words,
+        good: npt.NDArray[np.bool_],
+        lines: Words,
+    ) -> None:
+        """For those that were not good, where there may be more of them; puts what it finds into `row` and `words`."""
         rest = ~good & ((row >= 0) | (lines[:, ENTRIES] != 0))
         row[~good] = -1
         for number in np.flatnonzero(rest).tolist():
@@ -394,8 +416,6 @@ class View(_Memory):
                 words[number] = its
                 good[number] = True
         words[~good] = 0
-        states = ((words[:, 0] >> _U(24)) & _U(0xFF & ~MAPPED)).astype(np.uint8)
-        return Found(states.tobytes(), row.tolist(), words, hashed)
 
     def _rows(
         self, row: npt.NDArray[Any], four: Words, mapped: list[int]
@@ -407,10 +427,10 @@ class View(_Memory):
         fence()
         after = self.rows[row, 0]
         good = (row >= 0) & (before == after) & (words[:, 0] == before) & (before & _U(_ODD) == 0)
-        good &= (words[:, 1:5] == four).all(axis=1)
-        states = (before & _U(_STATES)) >> _U(24)
-        good &= (states & _U(0xFF & ~MAPPED)) != 0
-        good &= (states & _U(MAPPED)) == (np.array(mapped, np.uint64) if mapped else _U(0))
+        for number in range(4):
+            good &= words[:, 1 + number] == four[:, number]
+        good &= (before & _U(_STATES & ~(MAPPED << 24))) != 0
+        good &= (before & _U(MAPPED << 24)) == (np.array(mapped, np.uint64) << _U(24) if mapped else _U(0))
         return words, good
 
 

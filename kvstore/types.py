@@ -317,7 +317,8 @@ class StagedPiece:
 @dataclass(frozen=True, slots=True)
 class SessionEntry:
     """One entry of a manifest. `first_token` is the position at which the KV was computed; `delta` is what must be
-    added to it when it is loaded. `approximate` entries make everything computed after them derived."""
+    added to it when it is loaded. `approximate` entries make everything computed after them derived; they may name a
+    part of a chunk, with `first_token` the position of the first token that is named."""
 
     key: ChunkKey
     first_token: int

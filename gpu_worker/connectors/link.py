@@ -72,6 +72,11 @@ class Link:
             )
             return self._namespace if self._wanted is spec else None
 
+    def ready(self, spec: NamespaceSpec) -> Namespace | None:
+        """As `namespace`, without waiting."""
+        with self._changed:
+            return self._namespace if self._wanted is spec else None
+
     def close(self) -> None:
         with self._changed:
             self._closing = True

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore.client import ReadLease
+from kvstore.client import Peeked, ReadLease
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Delay, Found, Plan, Why
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason, Tier
 
@@ -55,6 +55,21 @@ def lost_key(lease: ReadLease) -> ChunkKey | None:
     """The key behind the lease's hits, if the store said that it does not have it."""
     gone = lease.hits < len(lease.keys) and lease.reasons[lease.hits] in LOST
     return lease.keys[lease.hits] if gone else None
+
+
+def peek(namespace: Namespace, keys: Sequence[ChunkKey]) -> Peeked | None:
+    """As the namespace's own, of any number of keys."""
+    usable = hits = 0
+    for start in range(0, len(keys), KEYS_PER_REQUEST_MAX):
+        part = keys[start : start + KEYS_PER_REQUEST_MAX]
+        peeked = namespace.peek(part)
+        if peeked is None:
+            return None
+        hits += peeked.hits if hits == start else 0
+        usable += peeked.usable
+        if peeked.usable < len(part):
+            break
+    return Peeked(usable, hits)
 
 
 def look_up(
@@ -172,6 +187,7 @@ class _Search:
         """`where`: behind the hits, what is in DRAM and what on SSD."""
         in_dram = [True] * self._hits + list(where)
         ahead, rate = (lease.backlog.ahead_bytes, lease.backlog.ssd_bytes_per_s) if lease else (0, 0)
+        self._choice.reads_from_ssd(rate)
         found = Found(in_dram, self._chunk_tokens, self._chunk_bytes, ahead, rate)
         plan = self._choice.choose(found, now=self._clock(), wait_max_s=self._left_s, have=self._have())
         self._plan = plan

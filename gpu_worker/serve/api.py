@@ -7,11 +7,17 @@
 | `GET /health` | 200 while the engine computes, 503 when it does not |
 | `GET /metrics` | for Prometheus |
 | `POST /flush` | `{"timeout_s": 5}`: waits until all KV is saved |
+| `GET /promptcache` | how prompts of modules are served, and what was encoded |
+| `POST /promptcache/verify` | measures what modules cost in quality, and decides how they are served |
 | `POST /reset` | `{"epoch": 3}`: weights were changed; what was computed before is not used any more |
 
 A request names its session in the field `session_id` or the header `X-Session-Id`; without one its tokens decide what
-is reused, but for the tail behind the last full chunk. A client that goes away ends its request before the next step.
-With API keys each tenant has sessions and chunks of its own; `/flush` and `/reset` are then for the tenant `admin`.
+is reused, but for the tail behind the last full chunk. A chat may be a prompt of modules: `"pml": "<prompt ...>"` in
+place of `messages` (docs/promptcache.md). A client that goes away ends its request before the next step.
+Where the worker truncates (`--truncate-tokens`), a conversation that outgrows its window goes on without its oldest
+turns: `usage.prompt_tokens_details.cut_tokens` says how much was not looked at, and `"truncation": "disabled"` in a
+request refuses it instead. With API keys each tenant has sessions and chunks of its own; `/flush` and `/reset` are then
+for the tenant `admin`.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -36,7 +42,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvstore.errors import Exhausted, Unavailable
+from kvstore.errors import Exhausted, StoreError, Unavailable
+from kvstore.gpu_worker.promptcache.plan import OWNER_PREFIX
+from kvstore.gpu_worker.promptcache.prompts import Planned
+from kvstore.gpu_worker.promptcache.quality import KL_MAX, PERPLEXITY_MAX, SAMPLES_MAX, Sample
+from kvstore.gpu_worker.promptcache.service import PromptCache, served_as
 from kvstore.gpu_worker.serve.metrics import CONTENT_TYPE, Metrics
 from kvstore.gpu_worker.serve.protocol import (
     Refused,
@@ -49,7 +59,9 @@ from kvstore.gpu_worker.serve.protocol import (
 )
 from kvstore.gpu_worker.serve.service import Ask, Job, Service, StepFailed
 from kvstore.gpu_worker.serve.text import Detokenizer, StopStrings, Text
+from kvstore.gpu_worker.truncation import Turns
 from kvstore.keys import ROOT
+from kvstore.promptcache import PmlError
 from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
 
 T = TypeVar("T")
@@ -83,6 +95,7 @@ class Api:
         model: str,
         stop_tokens: tuple[int, ...] = (),
         keys: Mapping[str, str] | None = None,
+        prompt_cache: PromptCache | None = None,
         close_timeout_s: float = 10.0,
         started: Callable[[], None] = lambda: None,
     ) -> None:
@@ -92,6 +105,7 @@ class Api:
         self._model = model
         self._stop_tokens = stop_tokens
         self._keys = {key.encode(): tenant for key, tenant in (keys or {}).items()}
+        self._prompt_cache = prompt_cache
         self._close_timeout_s = close_timeout_s
         self._started = started
         self._since = int(time.time())
@@ -107,6 +121,8 @@ class Api:
                 Route("/metrics", self._scrape, methods=["GET"]),
                 Route("/flush", self._answering(self._flush), methods=["POST"]),
                 Route("/reset", self._answering(self._reset), methods=["POST"]),
+                Route("/promptcache", self._answering(self._promptcache), methods=["GET"]),
+                Route("/promptcache/verify", self._answering(self._verify), methods=["POST"]),
             ],
             lifespan=self._life,
         )
@@ -114,10 +130,14 @@ class Api:
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
         self._service.start()
+        if self._prompt_cache is not None:
+            self._prompt_cache.start()
         self._started()
         try:
             yield
         finally:
+            if self._prompt_cache is not None:
+                await self._prompt_cache.close()
             await self._service.close(self._close_timeout_s)
             self._tokenizing.shutdown(wait=False)
 
@@ -126,6 +146,8 @@ class Api:
     async def _chat(self, request: Request, tenant: str) -> Response:
         body = await _body(request)
         wish = wish_of(body, request.headers)
+        if body.get("pml") is not None:
+            return await self._modular(request, tenant, wish, body)
         messages = messages_of(body)
         text = self._text
         if text is None or not text.chats:
@@ -134,7 +156,71 @@ class Api:
             tokens = await self._in_words(text.chat, messages)
         except ValueError as error:
             raise Refused(400, str(error), param="messages") from None
-        return await self._answer(request, tenant, wish, tokens, chat=True)
+        turns = None
+        if self._cuts(wish, tokens):
+            turns = await asyncio.get_running_loop().run_in_executor(self._tokenizing, text.turns, messages)
+        return await self._answer(request, tenant, wish, tokens, chat=True, turns=turns)
+
+    def _cuts(self, wish: Wish, tokens: Sequence[int]) -> bool:
+        """Whether this prompt is too long, and goes on with a part of it."""
+        truncation = self._service.engine.truncation
+        return truncation is not None and wish.cut and len(tokens) > truncation.prompt_tokens
+
+    async def _modular(self, request: Request, tenant: str, wish: Wish, body: Mapping[str, Any]) -> Response:
+        """A prompt of modules."""
+        cache = self._cache()
+        pml = body["pml"]
+        if not isinstance(pml, str):
+            raise Refused(400, f"pml is {shown(pml)}: must be text", param="pml")
+        if body.get("messages"):
+            raise Refused(400, "messages go into the prompt, as <user> and the like", param="messages")
+        if wish.session:
+            raise Refused(400, "a prompt of modules is nobody's session", param="session_id")
+        if (recipe := cache.recipe) is None:
+            raise Refused(409, cache.refusal, param="pml")
+        root = _root(tenant, wish.cache_salt)
+        try:
+            planned = await self._off_the_loop(partial(cache.prompts.plan, pml, recipe, root))
+        except Unavailable:
+            raise
+        except StoreError as error:
+            raise Refused(400, str(error), param="pml") from None
+        return await self._answer(request, tenant, wish, list(planned.tokens), chat=True, planned=planned)
+
+    async def _promptcache(self, request: Request, tenant: str) -> Response:
+        return JSONResponse(self._cache().status)
+
+    async def _verify(self, request: Request, tenant: str) -> Response:
+        self._check_admin(tenant)
+        body = await _body(request)
+        cache = self._cache()
+        texts, force = body.get("texts") or [], body.get("force") or False
+        if not isinstance(texts, list) or len(texts) > SAMPLES_MAX:
+            raise Refused(400, f"texts is a list of at most {SAMPLES_MAX}", param="texts")
+        try:
+            samples = [Sample.of(row) for row in texts]
+            verdict = await unless_gone(
+                request.receive,
+                cache.verify(
+                    self._off_the_loop,
+                    samples,
+                    kl_max=number_of(body, "kl_max", KL_MAX),
+                    perplexity_max=number_of(body, "perplexity_max", PERPLEXITY_MAX),
+                    force=bool(force),
+                ),
+            )
+        except (ValueError, PmlError) as error:
+            raise Refused(400, str(error), param="texts") from None
+        except Exhausted as error:
+            raise Refused(429, str(error), headers={"Retry-After": "5"}) from None
+        return JSONResponse(verdict.body)
+
+    def _cache(self) -> PromptCache:
+        if self._prompt_cache is None:
+            raise Refused(
+                400, "this worker serves no prompts of modules: it has no store, or no tokenizer", param="pml"
+            )
+        return self._prompt_cache
 
     async def _completion(self, request: Request, tenant: str) -> Response:
         body = await _body(request)
@@ -195,13 +281,30 @@ class Api:
         """Off the loop, on a thread that waits for nothing else."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, what, words)
 
+    async def _off_the_loop(self, what: Callable[[], T]) -> T:
+        """On a thread that waits for the daemon's schemas, not for the tokens of others."""
+        return await asyncio.to_thread(what)
+
     # ---------------------------------------------------------------------------------------------------- answers
 
     async def _answer(
-        self, request: Request, tenant: str, wish: Wish, tokens: list[int], *, chat: bool
+        self,
+        request: Request,
+        tenant: str,
+        wish: Wish,
+        tokens: list[int],
+        *,
+        chat: bool,
+        planned: Planned | None = None,
+        turns: Turns | None = None,
     ) -> Response:
         engine = self._service.engine
-        left = engine.tokens_max - len(tokens)
+        cut = planned is None and self._cuts(wish, tokens)
+        left = engine.tokens_max - (
+            0 if cut else len(tokens)
+        )  # of one that is cut, the engine says how much is left
+        if planned is not None:
+            left = min(left, engine.positions_max - planned.end)
         if left < 1 or (wish.max_tokens or 1) > left:
             raise Refused(
                 400,
@@ -214,6 +317,8 @@ class Api:
             raise Refused(
                 400, "a session's name has 1 to 256 bytes, the tenant's included", param="session_id"
             )
+        if session.startswith(OWNER_PREFIX):
+            raise Refused(400, f"names that begin with {OWNER_PREFIX!r} are of modules", param="session_id")
         ask = Ask(
             tokens=tokens,
             max_new_tokens=wish.max_tokens or left,
@@ -221,6 +326,9 @@ class Api:
             root=_root(tenant, wish.cache_salt),
             sampling=wish.sampling,
             stop_tokens=() if wish.ignore_eos else self._stop_tokens,
+            assembly=planned.assembly if planned is not None else None,
+            turns=turns,
+            cut=cut,
         )
         try:
             job = await unless_gone(request.receive, self._service.submit(ask))
@@ -231,8 +339,8 @@ class Api:
             raise Refused(429, str(error), headers=after) from None
         geometry = engine.pool.geometry
         token_bytes = geometry.token_bytes * geometry.layers
-        words = _Words(self._model, job, wish, chat=chat, token_bytes=token_bytes)
-        pieces = self._pieces(job, wish)
+        words = _Words(self._model, job, wish, chat=chat, token_bytes=token_bytes, planned=planned)
+        pieces = self._pieces(job, wish, planned, ask.root)
         if wish.stream:
             return EventStream(_events(words, pieces), closed=partial(self._service.abort, job))
         try:
@@ -240,7 +348,9 @@ class Api:
         finally:
             self._service.abort(job)
 
-    async def _pieces(self, job: Job, wish: Wish) -> AsyncGenerator[Piece, None]:
+    async def _pieces(
+        self, job: Job, wish: Wish, planned: Planned | None = None, root: ChunkKey = ROOT
+    ) -> AsyncGenerator[Piece, None]:
         """Ends the job when it is left, once it was begun."""
         text = self._text.detokenizer() if self._text is not None else None
         stops = StopStrings(wish.stop)
@@ -249,6 +359,9 @@ class Api:
                 async for output in outputs:
                     if output.finish == "error":
                         raise StepFailed("the model's logits are no numbers")
+                    if planned is not None and self._prompt_cache is not None:
+                        self._prompt_cache.served(planned, job, root)
+                        planned = None
                     said = stops.add(_say(text, output.token, last=bool(output.finish)))
                     finish = "stop" if stops.hit else output.finish
                     said += stops.end() if finish and not stops.hit else ""
@@ -300,7 +413,16 @@ class Api:
 class _Words:
     """How an answer is worded, as a whole and in pieces."""
 
-    def __init__(self, model: str, job: Job, wish: Wish, *, chat: bool, token_bytes: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        job: Job,
+        wish: Wish,
+        *,
+        chat: bool,
+        token_bytes: int,
+        planned: Planned | None = None,
+    ) -> None:
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -308,17 +430,20 @@ class _Words:
         }
         self._job, self._chat, self._wish = job, chat, wish
         self._token_bytes = token_bytes
+        self._planned = planned
         self.count = 0
         self.gaps: list[float] = []
 
     @property
     def usage(self) -> dict[str, Any]:
         request = self._job.request
+        prompt_tokens = request.attended_prompt_tokens
         return {
-            "prompt_tokens": request.prompt_tokens,
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": self.count,
-            "total_tokens": request.prompt_tokens + self.count,
-            "prompt_tokens_details": {"cached_tokens": request.reused.tokens},
+            "total_tokens": prompt_tokens + self.count,
+            "prompt_tokens_details": {"cached_tokens": request.reused.tokens}
+            | ({"cut_tokens": request.cut_tokens} if request.cut_tokens else {}),
         }
 
     @property
@@ -331,8 +456,9 @@ class _Words:
             "cached_tokens": {"hbm": reused.hbm, "dram": reused.dram, "ssd": reused.ssd},
             "loaded_bytes": (reused.dram + reused.ssd) * self._token_bytes,
             "load_failures": request.load_failures,
+            "choice": request.choice,
             "gaps": self.gaps,
-        }
+        } | ({} if self._planned is None else {"promptcache": served_as(self._planned)})
 
     def whole(self, text: str, tokens: list[int], finish: str) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "logprobs": None}

@@ -51,6 +51,8 @@ class Wish:
     cache_salt: str
     ignore_eos: bool
     return_token_ids: bool
+    cut: bool
+    """Whether a prompt that is too long may be cut (`truncation` of OpenAI's responses)."""
 
 
 def shown(value: object) -> str:
@@ -68,6 +70,8 @@ def wish_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> Wish:
             raise Refused(400, f"{name} is not served", param=name)
     if (body.get("response_format") or {"type": "text"}) != {"type": "text"}:
         raise Refused(400, "only plain text is served", param="response_format")
+    if body.get("truncation") not in (None, "auto", "disabled"):
+        raise Refused(400, "truncation is auto or disabled", param="truncation")
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > STOP_STRINGS_MAX:
@@ -85,6 +89,7 @@ def wish_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> Wish:
         cache_salt=_text(body, "cache_salt"),
         ignore_eos=_flag(body, "ignore_eos"),
         return_token_ids=_flag(body, "return_token_ids"),
+        cut=body.get("truncation") != "disabled",
     )
 
 

@@ -23,9 +23,11 @@ from functools import partial
 from typing import TypeVar
 
 from kvstore.errors import Exhausted, Unavailable
+from kvstore.gpu_worker.assembly import Assembly
 from kvstore.gpu_worker.batching import BatchEngine, Output
 from kvstore.gpu_worker.request import Request
-from kvstore.gpu_worker.sampling import Sampling
+from kvstore.gpu_worker.sampling import Sampler, Sampling
+from kvstore.gpu_worker.truncation import Turns
 from kvstore.keys import ROOT
 from kvstore.types import ChunkKey
 
@@ -50,6 +52,13 @@ class Ask:
     root: ChunkKey = ROOT
     sampling: Sampling = field(default_factory=Sampling)
     stop_tokens: tuple[int, ...] = ()
+    turns: Turns | None = None
+    """Of a chat, for a worker that cuts long ones."""
+    cut: bool = True
+    """Whether it may be cut."""
+    assembly: Assembly | None = None
+    sampler: Sampler | None = None
+    """Chooses the tokens, instead of one that is made from `sampling`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -266,6 +275,10 @@ class Service:
             root=ask.root,
             sampling=ask.sampling,
             stop_tokens=ask.stop_tokens,
+            turns=ask.turns,
+            cut=ask.cut,
+            assembly=ask.assembly,
+            sampler=ask.sampler,
         )
         job.request = self.engine.request(number)
         self._tell(partial(self._register, job))  # ahead of its first token

@@ -7,6 +7,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
+from kvstore.gpu_worker.truncation import Turns
+from kvstore.promptcache import HuggingFaceTokenizer
+
+MARK = "\N{SECTION SIGN}a message\N{SECTION SIGN}"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What half a character decodes to."""
 
@@ -32,17 +38,59 @@ class Text:
         refuses."""
         with self._lock:
             try:
-                text = self._encoding.apply_chat_template(
-                    list(messages),
-                    chat_template=self._template,
-                    add_generation_prompt=True,
-                    tokenize=False,
-                )
+                text = self._rendered(messages, answer=True)
             except (
                 Exception
             ) as error:  # a template is a program: whatever it raises, it does not take these messages
                 raise ValueError(f"the chat template does not take these messages: {error}") from error
             return self._tokens(text, add_special_tokens=False)
+
+    def turns(self, messages: Sequence[Mapping[str, str]]) -> Turns | None:
+        """Where the turns of a conversation begin and its prompts end, in the tokens of `chat`: a turn begins with what
+        a user says. None if the template does not write a conversation one message after the other."""
+        with self._lock:
+            try:
+                text = self._rendered(messages, answer=True)
+                found = self._encoding(text, add_special_tokens=False, return_offsets_mapping=True)
+                users = [number for number, message in enumerate(messages) if message["role"] == "user"]
+                before = {number: self._rendered(messages[:number]) for number in users if number}
+                asked = [self._rendered(messages[: number + 1], answer=True) for number in users]
+                if not all(map(text.startswith, before.values())):
+                    return None
+                edges = {number: len(each) for number, each in before.items()}
+                ends = [len(each) for each in asked if text.startswith(each)]
+                if users and not users[0]:
+                    edges[0] = self._first_edge(messages, edges)
+            except (NotImplementedError, LookupError, ValueError, TypeError, TemplateError):
+                return None
+        token_at = {
+            begin: number for number, (begin, end) in enumerate(found["offset_mapping"]) if begin < end
+        }
+        begins = [token_at[edge] for number, edge in sorted(edges.items()) if edge in token_at]
+        if not begins or edges[users[0]] not in token_at:
+            return None
+        whole = len(found["input_ids"])
+        closed = [token_at.get(end, whole if end == len(text) else None) for end in ends]
+        return Turns(begins[0], tuple(begins), tuple(end for end in closed if end is not None))
+
+    def _first_edge(self, messages: Sequence[Mapping[str, str]], edges: Mapping[int, int]) -> int:
+        """Where the first message begins, if the template writes something of its own before it: what stands in front
+        of a later message of the user stands in front of the first as well."""
+        if not edges:
+            raise ValueError("there is no later message")
+        number, edge = next(iter(edges.items()))
+        said = {"role": "user", "content": MARK}
+        later = self._rendered([*messages[:number], said]).partition(MARK)[0][edge:]
+        first = self._rendered([said]).partition(MARK)[0]
+        if not first.endswith(later):
+            raise ValueError("the first message is written in another way than later ones")
+        return len(first) - len(later)
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]], *, answer: bool = False) -> str:
+        text: str = self._encoding.apply_chat_template(
+            list(messages), chat_template=self._template, add_generation_prompt=answer, tokenize=False
+        )
+        return text
 
     def encode(self, prompt: str) -> list[int]:
         """Raises ValueError for what is no text."""
@@ -53,6 +101,13 @@ class Text:
         text.encode()  # half a character: UnicodeEncodeError is a ValueError
         tokens: list[int] = self._encoding(text, **options)["input_ids"]
         return tokens
+
+    def tokenizer(self) -> HuggingFaceTokenizer:
+        """One of its own, for prompts of modules."""
+        copied = copy.deepcopy(self._encoding)
+        if self._template:
+            copied.chat_template = self._template
+        return HuggingFaceTokenizer(copied)
 
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self._decoding)

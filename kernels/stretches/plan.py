@@ -183,10 +183,15 @@ def plan_stretches(
     work = np.array(items, np.int64)
     work = work[np.argsort(-work[:, -1], kind="stable"), :-1]
     arrays = (work, every_line, np.array(parts, np.int64), np.stack((per_query, slots), 1))
-    packed = [torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device) for array in arrays]
+    numbers, all_lines, all_parts, results = (
+        torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device) for array in arrays
+    )
     of_deltas = np.repeat(np.array(deltas, np.int64), [len(each) for each in turned])
     return StretchPlan(
-        *packed,
+        numbers,
+        all_lines,
+        all_parts,
+        results,
         torch.from_numpy(np.concatenate(turned)).to(device),
         torch.from_numpy(of_deltas).to(device),
         partials=int(per_query.sum()),

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import http.client
+import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvstore.cli.command import Command, number, seconds
 from kvstore.cli.output import note, say, say_json, write
 from kvstore.cli.tables import peer_text, plain, size, table, word
 from kvstore.client import Client, Namespace, connect
 from kvstore.client.schemas import get_schema, list_schemas, put_schema, remove_schema
-from kvstore.errors import BadRequest, NotFound
+from kvstore.errors import BadRequest, NotFound, Unavailable
 from kvstore.promptcache import Encoding, Layout, Method, Schema, load_tokenizer, parse_prompt, parse_schema
 from kvstore.promptcache.encoding import CHUNK_TOKENS, Entry
 from kvstore.promptcache.layout import Source
@@ -222,6 +226,102 @@ def _hits(namespace: Namespace | None, entries: list[Entry]) -> dict[bytes, str]
     return found
 
 
+# ----------------------------------------------------------------------------------------------------------- verify
+
+VERIFY_S = 3600.0
+"""Reading some hundred answers takes a model on a CPU that long."""
+
+
+def _verify(options: argparse.Namespace) -> int:
+    """Asks a worker, which has the model; 0: it passed, or is forced."""
+    body: dict[str, Any] = {"force": options.force}
+    body |= {
+        name: value for name in ("kl_max", "perplexity_max") if (value := getattr(options, name)) is not None
+    }
+    if options.texts:
+        lines = _read(options.texts).decode(errors="replace").splitlines()
+        try:
+            body["texts"] = [json.loads(line) for line in lines if line.strip()]
+        except ValueError as problem:
+            raise BadRequest(
+                f"is no JSON: {problem}",
+                field="--texts",
+                value=options.texts,
+                remedy='write a line for each: {"documents": ["..."], "question": "...", "answer": "..."}',
+            ) from None
+    found = _post(
+        options.worker, "/promptcache/verify", body, options.key or os.environ.get("KVSTORE_API_KEY", "")
+    )
+    recipe = found["recipe"]
+    if options.json:
+        say_json(found)
+        return 0 if recipe or found["forced"] else 1
+    head = (
+        "encoded after",
+        "computed in place",
+        "KL",
+        "top-1",
+        "perplexity",
+        "full attention",
+        "grows by",
+        "",
+    )
+    rows = [
+        (
+            row["method"],
+            f"{row['share']:.0%}",
+            f"{row['kl']:.4f}",
+            f"{row['agreement']:.1%}",
+            f"{row['perplexity']:.3f}",
+            f"{row['full_perplexity']:.3f}",
+            f"{row['perplexity_growth']:+.2%}",
+            "passes" if row["passed"] else "too much",
+        )
+        for row in found["rows"]
+    ]
+    say(table(head, rows))
+    if recipe:
+        say(f"Prompts are served with {recipe['share']:.0%} of each module computed in place.")
+    elif found["forced"]:
+        say("None passes; prompts are served all the same, as it was forced.")
+    else:
+        say(
+            "None passes: prompts of modules are refused. --kl-max and --perplexity-max allow more, --force anything."
+        )
+    return 0 if recipe or found["forced"] else 1
+
+
+def _post(url: str, path: str, body: dict[str, Any], key: str) -> dict[str, Any]:
+    """What a worker answers. Raises BadRequest and Unavailable."""
+    parts = urlsplit(url)
+    try:
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError("no http:// address")
+        connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=VERIFY_S)
+    except ValueError as problem:
+        raise BadRequest(
+            f"is no address of a worker: {problem}",
+            field="--worker",
+            value=url,
+            remedy="as http://127.0.0.1:8000",
+        ) from None
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        connection.request("POST", path, json.dumps(body), headers)
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+    except (OSError, http.client.HTTPException, ValueError) as problem:
+        raise Unavailable(
+            f"the worker at {url} does not answer: {problem}", remedy="look whether it runs"
+        ) from None
+    finally:
+        connection.close()
+    if response.status != 200:
+        message = answer.get("error", {}).get("message", answer) if isinstance(answer, dict) else answer
+        raise BadRequest(f"the worker answered {response.status}: {message}", field="--worker", value=url)
+    return dict(answer)
+
+
 # ---------------------------------------------------------------------------------------------------------- command
 
 ACTIONS: dict[str, Callable[[Client, argparse.Namespace], int]] = {
@@ -235,6 +335,8 @@ ACTIONS: dict[str, Callable[[Client, argparse.Namespace], int]] = {
 def run(run_dir: str, options: argparse.Namespace) -> int:
     if options.action == "check":
         return _check(options)
+    if options.action == "verify":
+        return _verify(options)
     if options.action == "render" and options.schema and not options.namespace:
         return _render(None, options)
     with connect(run_dir, timeout_s=options.timeout) as client:
@@ -266,6 +368,21 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     for one in (get, remove):
         one.add_argument("name", metavar="NAME")
         one.add_argument("--version", type=_digest, metavar="HEX", help="see list --all")
+    verify = add(
+        "verify", "measure what modules cost a worker's model in quality: it serves them once this passes"
+    )
+    verify.add_argument("--worker", required=True, metavar="URL", help="as http://127.0.0.1:8000")
+    verify.add_argument(
+        "--texts",
+        metavar="FILE",
+        help="JSON lines of documents, question and answer (default: built in); - for stdin",
+    )
+    verify.add_argument("--kl-max", type=float, metavar="NATS", help="divergence a token (default: 0.08)")
+    verify.add_argument(
+        "--perplexity-max", type=float, metavar="SHARE", help="growth of the perplexity (default: 0.025)"
+    )
+    verify.add_argument("--force", action="store_true", help="serve whatever is found")
+    verify.add_argument("--key", metavar="KEY", help="the worker's API key (default: $KVSTORE_API_KEY)")
     render = add("render", "a prompt's tokens and positions, and which of them the store has")
     render.add_argument("prompt", metavar="FILE", help="PML; - for standard input")
     render.add_argument(
@@ -288,7 +405,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 COMMANDS = (
     Command(
         "promptcache",
-        "schemas of Prompt Cache: check, put, list, get, remove, render",
+        "schemas of Prompt Cache: check, put, list, get, remove, render, verify",
         run_alone=run,
         arguments=_arguments,
     ),

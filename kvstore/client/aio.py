@@ -36,7 +36,7 @@ from kvstore.types import (
     SessionEntry,
     Wait,
 )
-from kvstore.v1 import stats_pb2
+from kvstore.v1 import fleet_pb2, stats_pb2
 
 COPY_INLINE_MAX = 1 << 20
 """Bytes; a copy of so many takes about as long as handing it to a thread."""
@@ -130,6 +130,19 @@ class AsyncClient:
         self, model: str, tokens: Tokens, *, timeout_s: float | None = None
     ) -> list[ChunkKey]:
         return await asyncio.to_thread(self._client.prompt_keys, model, tokens, timeout_s=timeout_s)
+
+    async def route(
+        self,
+        model: str,
+        *,
+        tokens: Tokens | None = None,
+        keys: Sequence[ChunkKey] = (),
+        session: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> fleet_pb2.RouteReply:
+        return await asyncio.to_thread(
+            self._client.route, model, tokens=tokens, keys=keys, session=session, timeout_s=timeout_s
+        )
 
     async def only_model(self, *, timeout_s: float | None = None) -> str:
         return await asyncio.to_thread(self._client.only_model, timeout_s=timeout_s)

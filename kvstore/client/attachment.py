@@ -167,7 +167,8 @@ class Attachment:
         self._channel: grpc.Channel | None = None
         self._heard_at = time.monotonic()
         self._notices: dict[str, list[int]] = {"release": [], "abort": [], "segments_unmapped": []}
-        self._touched: list[store_pb2.Touched] = []
+        self._touched: list[tuple[int, Sequence[bytes], bytes]] = []
+        """Lookups in directories that the daemon has not been told of: namespace, keys, what was found."""
         self._touched_keys = 0
         self._touched_at = 0.0
         """When the oldest of them came."""
@@ -692,7 +693,7 @@ class Attachment:
         body.request_id = self._last_id
         releases = self._notices["release"]
         along, self._notices["release"] = releases[:NOTICE_IDS_MAX], releases[NOTICE_IDS_MAX:]
-        touched, self._touched, self._touched_keys = self._touched, [], 0
+        touched = self._take_touched() if self._touched else ()
         call.request = store_pb2.AttachRequest(release_lease_ids=along, touched=touched, **{field: body})
         self._calls[self._last_id] = call
         if self._carrier is not None:
@@ -701,18 +702,11 @@ class Attachment:
     def touched(self, namespace_id: int, keys: Sequence[bytes], found: bytes) -> None:
         """A lookup in a directory: the daemon is told with the next request, or soon. What a broken stream loses is
         lost: some chunks are older then than they should be."""
-        lookup = store_pb2.Touched(namespace_id=namespace_id, keys=keys, counts=(len(keys),), found=found)
         now = time.monotonic()
         with self._lock:
             if not self._touched:
                 self._touched_at = now
-            last = self._touched[-1] if self._touched else None
-            room = KEYS_PER_REQUEST_MAX - len(keys)
-            if last is not None and last.namespace_id == namespace_id and len(last.keys) <= room:
-                last.MergeFrom(store_pb2.Touched(keys=keys, counts=(len(keys),)))
-                last.found += found
-            else:
-                self._touched.append(lookup)
+            self._touched.append((namespace_id, tuple(keys), found))
             self._touched_keys += len(keys)
             over = self._touched_keys >= TOUCHED_KEYS_MAX
         if over:
@@ -727,9 +721,23 @@ class Attachment:
         with self._lock:
             if not self.attached or self._carrier is None or now < self._touched_at + TOUCHED_S:
                 return
-            touched, self._touched, self._touched_keys = self._touched, [], 0
-            if touched:
-                self._carrier.send(store_pb2.AttachRequest(touched=touched))
+            if self._touched:
+                self._carrier.send(store_pb2.AttachRequest(touched=self._take_touched()))
+
+    def _take_touched(self) -> list[store_pb2.Touched]:
+        """Under the lock. Those of one namespace together, as far as a message may have so many keys."""
+        touched, self._touched, self._touched_keys = self._touched, [], 0
+        messages: list[store_pb2.Touched] = []
+        for namespace_id, keys, found in touched:
+            last = messages[-1] if messages else None
+            room = KEYS_PER_REQUEST_MAX - len(keys)
+            if last is None or last.namespace_id != namespace_id or len(last.keys) > room:
+                last = store_pb2.Touched(namespace_id=namespace_id)
+                messages.append(last)
+            last.keys.extend(keys)
+            last.counts.append(len(keys))
+            last.found += found
+        return messages
 
     def expire(self, call: Call) -> None:
         """Stop waiting for an answer; it is dealt with when it comes."""

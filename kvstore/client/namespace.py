@@ -102,6 +102,8 @@ class MatchedHere(Matched):
     """What the directory said: the daemon is asked for `reasons` when somebody reads them."""
 
     __slots__ = ("_ask", "_told")
+    _ask: Callable[[], tuple[Reason, ...]]
+    _told: tuple[Reason, ...] | None
 
     def __init__(
         self, usable: int, outcomes: tuple[Outcome, ...], ask: Callable[[], tuple[Reason, ...]]
@@ -116,10 +118,12 @@ class MatchedHere(Matched):
             object.__setattr__(self, name, value)
 
     @property
-    def reasons(self) -> tuple[Reason, ...]:  # type: ignore[override]
-        if self._told is None:
-            object.__setattr__(self, "_told", self._ask())
-        return self._told
+    def reasons(self) -> tuple[Reason, ...]:
+        told = self._told
+        if told is None:
+            told = self._ask()
+            object.__setattr__(self, "_told", told)
+        return told
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Matched):
@@ -190,14 +194,16 @@ class Namespace:
 
     def peek(self, keys: Sequence[ChunkKey], *, token_count: int = 0) -> Peeked | None:
         """As `match`, for a thread that must not wait: looks in the directory and nowhere else, which takes some tenths
-        of a millisecond for hundreds of keys. None: it cannot tell now (there is no directory, or it is closed), and
-        `match` asks the daemon."""
+        of a millisecond for hundreds of keys. None: it cannot tell now (there is no directory, it is closed, or what it
+        lacks may be beyond this node), and `match` asks the daemon."""
         keys = _checked_keys("keys", keys)
         token_count = whole("token_count", token_count)
         published = self._looked_up(keys)
         if published is None:
             return None
-        found = published[1]
+        directory, found = published
+        if found.usable < len(keys) and directory.view.ask_for_others:
+            return None
         usable = _usable(found, token_count)
         return Peeked(usable, min(usable, found.hits))
 

@@ -6,6 +6,7 @@ be asked needs no hashing of its own.
     vllm-V/ALGORITHM/python-3.N/seed-DIGEST   vLLM's block hash: ALGORITHM over (hash before, token ids, extra keys),
                                               pickled, or encoded as CBOR; the first follows the hash of a seed
         its tier below host memory            the same at the end of each chunk, then the number of the group (0)
+    sglang.sha256.v1                          SGLang's page hash: SHA-256 over (hash before, token ids)
 
 Adapters, images and embeddings are in vLLM's hash too, and in no prompt of tokens alone: such requests are hinted by
 their sessions or keys.
@@ -32,18 +33,21 @@ VLLM_SEED = "vllm-none-hash"
 """What vLLM begins its chains with where PYTHONHASHSEED is not set."""
 TIER_MARK = "/tier/"
 EVERY = "every-"
+SGLANG = "sglang.sha256.v1"
 
 
 def prompt_keys(spec: NamespaceSpec, salt: bytes, tokens: Tokens, *, cache_salt: str = "") -> list[ChunkKey]:
-    """Of all full chunks of a prompt. `salt`: the namespace's; `cache_salt`: the request's, as vLLM calls it.
+    """Of all full chunks of a prompt. `salt`: the namespace's; `cache_salt`: the request's, as engines call it.
 
     Raises Unsupported for a protocol that is not known here, or whose hashes another Python would make otherwise.
     """
     protocol = spec.hash_protocol
     if protocol == EXACT:
         if cache_salt:
-            raise Unsupported("is vLLM's alone", field="cache_salt", value=cache_salt)
+            raise Unsupported("is vLLM's and SGLang's alone", field="cache_salt", value=cache_salt)
         return exact_chain(salt, tokens, spec.chunk_tokens, ROOT)
+    if protocol == SGLANG:
+        return _sglang(tokens, spec.chunk_tokens, cache_salt)
     if not protocol.startswith("vllm-"):
         raise _unknown(protocol, "its owner's hashes are not known here")
     hash_block, step = _vllm(protocol, spec.chunk_tokens)
@@ -53,6 +57,20 @@ def prompt_keys(spec: NamespaceSpec, salt: bytes, tokens: Tokens, *, cache_salt:
         return [ChunkKey(each) for each in hashes]
     every = spec.chunk_tokens // step
     return [ChunkKey(each + bytes(4)) for each in hashes[every - 1 :: every]]
+
+
+def _sglang(tokens: Tokens, page: int, cache_salt: str) -> list[ChunkKey]:
+    encoded = encode_tokens(tokens)
+    before = b""
+    if cache_salt:  # behind the byte that says that no extra key is given
+        salt = cache_salt.encode()
+        seed = b"sglang-cache-namespace-v1\x00\x01" + len(salt).to_bytes(8, "little") + salt
+        before = hashlib.sha256(seed).digest()
+    keys = []
+    for start in range(0, len(encoded) - 4 * page + 1, 4 * page):
+        before = hashlib.sha256(before + encoded[start : start + 4 * page]).digest()
+        keys.append(ChunkKey(before))
+    return keys
 
 
 def _vllm(protocol: str, chunk_tokens: int) -> tuple[Callable[[Any], bytes], int]:

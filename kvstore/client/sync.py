@@ -29,7 +29,7 @@ from kvstore.errors import NotFound
 from kvstore.keys import Tokens
 from kvstore.layout import NamespaceSpec
 from kvstore.types import ChunkKey, Hint, HintAction, Protection
-from kvstore.v1 import hints_pb2_grpc, stats_pb2, stats_pb2_grpc
+from kvstore.v1 import fleet_pb2, fleet_pb2_grpc, hints_pb2_grpc, stats_pb2, stats_pb2_grpc
 
 STAGING_BYTES = 64 << 20
 TIMEOUT_S = 5.0
@@ -181,6 +181,31 @@ class Client:
         row = self._namespaces_by_model.get(model) or self._namespace_of_model(model, timeout_s)
         self._namespaces_by_model[model] = row
         return prompt_keys(wire.spec_from_proto(row.spec), row.salt, tokens)
+
+    def route(
+        self,
+        model: str,
+        *,
+        tokens: Tokens | None = None,
+        keys: Sequence[ChunkKey] = (),
+        session: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> fleet_pb2.RouteReply:
+        """Which nodes hold how much of a prompt, and what it costs each to have the rest, the cheapest first. The
+        prompt is given as tokens, as chunk keys in chain order, or as a session of the daemon that is asked. Raises
+        NotFound and other StoreErrors."""
+        if tokens is not None:
+            keys = self.prompt_keys(model, tokens, timeout_s=timeout_s)
+            if not len(keys):
+                return fleet_pb2.RouteReply()
+        row = self._namespaces_by_model.get(text("model", model)) or self._namespace_of_model(
+            model, timeout_s
+        )
+        request = fleet_pb2.RouteRequest(namespace_id=row.namespace_id, keys=keys, session=session)
+        reply: fleet_pb2.RouteReply = self.unary(
+            fleet_pb2_grpc.FleetStub, "Route", request, timeout_s=timeout_s
+        )
+        return reply
 
     def only_model(self, *, timeout_s: float | None = None) -> str:
         """The name of the one model that workers have opened. Raises NotFound if there is none, or several."""

@@ -20,6 +20,9 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.core.chunks import DOOMED, NONE, STORED, ChunkTable
 from kvstore.core.events import (
     CloseDirectory,
@@ -37,6 +40,8 @@ from kvstore.types import NO_EXTENTS, DiskState, Extents, Millis, NamespaceId
 
 BELOW_MAX = 1 << 20
 """Chunks in a tier of which nobody knows how many it can hold."""
+MANY = 64
+"""From so many rows on, arrays pay."""
 GONE, HIT, COLD = range(3)
 PART = 1 << 15
 """Rows that one effect tells of: of a million, an effect would take a hundred megabytes."""
@@ -163,6 +168,10 @@ class Directory:
 
     def _tell(self, rows: Iterable[int], published: list[Effect]) -> None:
         """Compare with what was told, by namespace and condition."""
+        rows = list(rows)
+        if len(rows) >= MANY:
+            self._tell_many(np.array(rows, np.intp), published)
+            return
         state = self._state
         chunks = state.chunks
         hits: list[int] = []
@@ -207,9 +216,44 @@ class Directory:
             return HIT
         return COLD if chunks.flags[row] & STORED else GONE
 
+    def _tell_many(self, rows: npt.NDArray[np.intp], published: list[Effect]) -> None:
+        """As `_tell`, through views of the columns."""
+        state = self._state
+        chunks = state.chunks
+        owners = chunks.views.namespace[rows]
+        for number in np.unique(owners[owners != NONE]).tolist():
+            namespace = state.namespaces[NamespaceId(number)]
+            mine = rows[owners == number]
+            view = chunks.views
+            flags = view.flags[mine]
+            alive = (view.shard0[mine] != NONE) & (flags & DOOMED == 0)
+            hit = alive & (view.ready[mine] == namespace.shards)
+            cold = alive & ~hit & (flags & STORED != 0)
+            for row in mine[~hit & ~cold & (view.directory[mine] != NONE)].tolist():
+                self.forget(row)
+            for which, in_dram in ((mine[hit], True), (mine[cold], False)):
+                if not len(which):
+                    continue
+                told = self._entries(namespace, which.tolist())
+                if not told:
+                    continue
+                extents = state.extents(namespace, told, range(namespace.shards)) if in_dram else NO_EXTENTS
+                which = which[: len(told)]
+                entries, tokens = chunks.views.directory[which].tolist(), chunks.views.tokens[which].tolist()
+                keys = list(map(chunks.key.__getitem__, told))
+                published.append(Publish(namespace.id, entries, keys, tokens, extents))
+
     def _entries(self, namespace: Namespace, rows: Sequence[int]) -> Sequence[int]:
         """Those of the rows that have an entry now: all, unless the directory is full, which is closed then."""
         column = self._state.chunks.directory
+        room = namespace.directory_rows_max - namespace.directory_rows
+        if len(rows) >= MANY and not namespace.directory_free and len(rows) <= room:
+            view = self._state.chunks.views
+            new = np.array(rows, np.intp)
+            new = new[view.directory[new] == NONE]
+            view.directory[new] = np.arange(namespace.directory_rows, namespace.directory_rows + len(new))
+            namespace.directory_rows += len(new)
+            return rows
         for number, row in enumerate(rows):
             if column[row] != NONE:
                 continue

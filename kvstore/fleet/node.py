@@ -9,27 +9,32 @@ Nothing of it is needed to serve what is here: without a registry, without peers
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import ipaddress
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvstore.config import StoreConfig
 from kvstore.errors import ConfigError
 from kvstore.fleet.client import PeerReads
 from kvstore.fleet.door import PeerDoor, PeerTls
+from kvstore.fleet.drain import TAKE_S, Drain, take
 from kvstore.fleet.held import Where
+from kvstore.fleet.kv_events import KvEvents
 from kvstore.fleet.registry import Node, Registry, check_url
 from kvstore.fleet.secret import FleetSecret
-from kvstore.fleet.server import PeerServer
+from kvstore.fleet.server import ANSWER_S, PeerServer
 from kvstore.fleet.source import PeerSource
 from kvstore.fleet.sweep import Change, Sweep
 from kvstore.server.logs import fields
 from kvstore.server.loop import Loop
 from kvstore.tiers.base import SlotMemory
-from kvstore.types import ChunkKey, NamespaceId
+from kvstore.types import ChunkKey, NamespaceId, WorkerId
 
 log = logging.getLogger(__name__)
 
@@ -107,8 +112,11 @@ def peer_tls(config: StoreConfig) -> PeerTls | None:
 
 def check(config: StoreConfig) -> bool:
     """Whether the settings make this daemon a node of a fleet. Raises ConfigError for what cannot work."""
-    if not config.registry_url and not config.peer_address:
+    if not config.registry_url and not config.peer_address and not config.kv_events_endpoint:
         return False
+    if not config.registry_url and not config.peer_address:
+        node_name(config)
+        return True
     if not config.fleet_secret_file:
         raise ConfigError(
             "nodes of a fleet share a secret",
@@ -136,15 +144,17 @@ class FleetNode:
     ) -> None:
         """`loop` is asked when the node has started. Raises ConfigError."""
         self.name = node_name(config)
-        self.secret = FleetSecret.read(config.fleet_secret_file)
+        alone = not config.registry_url and not config.peer_address  # it publishes events alone
+        self.secret = (
+            FleetSecret(secrets.token_bytes(32)) if alone else FleetSecret.read(config.fleet_secret_file)
+        )
         self._config = config
         self._loop = loop
         self._sweep = Sweep(lambda: loop().store.state)
         self._digests: dict[NamespaceId, bytes] = {}
         self._load: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
-        self.on_changes: list[Callable[[Sequence[Change]], None]] = []
-        """Told what came and went, each time that the sweep found something."""
+        self.events: KvEvents | None = None
         tls = peer_tls(config)
         self.door = PeerDoor(self.secret, self.name, tls)
         self.reads = PeerReads(self.door, threads=config.peer_threads, bytes_per_s=config.peer_bytes_per_s)
@@ -172,13 +182,17 @@ class FleetNode:
             deadline_s=config.peer_deadline_ms / 1000,
         )
         self._boot = boot
-        self.take: Callable[[bytes, Sequence[ChunkKey]], int] = lambda namespace, keys: 0
+        self._numbers = numbers
+        self._asyncio: asyncio.AbstractEventLoop | None = None
+        self._drain = Drain(loop, self.secret, self.reads, lambda: self.registry, self.digest)
+        self._draining: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"FleetNode({self.name}, {self.registry}, {self.server}, {self.reads})"
 
     def start(self) -> None:
         """Raises ConfigError."""
+        self._asyncio = asyncio.get_running_loop()
         advertised = self._config.peer_advertise or self._config.peer_address
         if self.server is not None:
             self.server.start()
@@ -200,6 +214,10 @@ class FleetNode:
                 on_order=self._ordered,
             )
             self.registry.start()
+        if self._config.kv_events_endpoint:
+            self.events = KvEvents(
+                self._config.kv_events_endpoint, self.name, lambda: self._loop().store.state
+            )
         self._task = asyncio.create_task(self._run())
         log.info(
             "this node is one of a fleet",
@@ -207,8 +225,8 @@ class FleetNode:
         )
 
     def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        if self._asyncio is not None and not self._asyncio.is_closed():
+            self._asyncio.call_soon_threadsafe(self._cancel)
         if self.server is not None:
             self.server.close()
         if self.registry is not None:
@@ -227,8 +245,8 @@ class FleetNode:
             return
         if self.registry is not None:
             self.registry.note([(change.row, self._value(change)) for change in changes])
-        for told in self.on_changes:
-            told(changes)
+        if self.events is not None:
+            self.events.changed(changes)
 
     def _value(self, change: Change) -> int:
         if change.where is Where.NOWHERE or self.registry is None:
@@ -260,6 +278,9 @@ class FleetNode:
             "peer_bytes_sent": float(self.server.counters["bytes"] if self.server is not None else 0),
             "peer_bytes_received": float(self.reads.counters["bytes"]),
             "ssd_state": float(state.disk_state),
+            "drain_running": float(self._drain.progress.running),
+            "drain_chunks": float(self._drain.progress.chunks),
+            "drain_taken": float(self._drain.progress.taken + self._drain.progress.elsewhere),
         }
 
     def gauges(self) -> dict[str, float]:
@@ -280,10 +301,65 @@ class FleetNode:
             told |= {f"registry_{name}": float(value) for name, value in self.registry.counters.items()}
         return told
 
+    @property
+    def node(self) -> Node:
+        """What this node says of itself now."""
+        if self.registry is None:
+            return Node(self.name, self._boot, "", load=self._load)
+        return replace(self.registry.node, draining=self.registry.draining, load=self._load)
+
+    @property
+    def chunks(self) -> int:
+        return int(self._load.get("chunks", 0.0) + self._load.get("cold_chunks", 0.0))
+
+    # -------------------------------------------------------------------------------------------------------- orders
+
+    def obey(self, order: Mapping[str, Any]) -> None:
+        """An operator's order, given here or by the registry."""
+        if self.registry is None:
+            return
+        match order.get("do"):
+            case "drain":
+                if self._draining is None or self._draining.done():
+                    self._draining = self._drain.begin(int(order.get("bytes_max", 0)))
+                self._load = self._measure()  # whoever reads that it drains reads, too, that it has not ended
+                self.registry.drain(True)
+            case "undrain":
+                self.registry.drain(False)
+                if self._draining is not None:
+                    self._draining.cancel()
+            case other:
+                log.warning("an order is not understood", extra=fields(order=str(other)))
+                return
+        log.info("an operator's order is followed", extra=fields(order=dict(order)))
+
+    def _cancel(self) -> None:
+        for task in (self._task, self._draining):
+            if task is not None:
+                task.cancel()
+        if self.events is not None:
+            self.events.close()
+
+    async def _take(self, digest: bytes, keys: Sequence[ChunkKey]) -> int:
+        if self.registry is None or self.registry.draining:
+            return 0
+        for number, namespace in self._loop().store.state.namespaces.items():
+            if self.digest(number) == digest and not namespace.retired:
+                worker = WorkerId(next(self._numbers))
+                return await take(self._loop(), namespace, keys, worker)
+        return 0
+
     # ------------------------------------------------------------------------------------------- from other threads
 
     def _offered(self, namespace: bytes, keys: Sequence[ChunkKey]) -> int:
-        return self.take(namespace, keys)
+        assert self._asyncio is not None
+        future = asyncio.run_coroutine_threadsafe(self._take(namespace, keys), self._asyncio)
+        try:
+            return future.result(TAKE_S + ANSWER_S)
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            future.cancel()
+            return 0
 
     def _ordered(self, order: Mapping[str, Any]) -> None:
-        log.info("an order came by the registry", extra=fields(order=dict(order)))
+        assert self._asyncio is not None
+        self._asyncio.call_soon_threadsafe(self.obey, order)

@@ -260,6 +260,10 @@ class Registry:
     def others(self) -> list[Node]:
         return [other.node for other in self._others.values()]
 
+    def known(self) -> list[tuple[Node, int]]:
+        """The other nodes, and how many chunks of each are known."""
+        return [(other.node, len(other.known)) for other in self._others.values()]
+
     def holders(self, namespace: bytes, keys: Sequence[ChunkKey]) -> list[Holder]:
         """Other nodes that hold some of these keys, as far as is known; best first: the longest unbroken beginning,
         then most of it in DRAM. No round trip."""

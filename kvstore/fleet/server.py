@@ -225,8 +225,10 @@ class PeerServer:
             self._requests(connection, guests)
         except PeerError as problem:
             log.debug("a peer's connection ended", extra=fields(why=str(problem)))
-        except (StoreError, concurrent.futures.TimeoutError, RuntimeError) as problem:
+        except (StoreError, RuntimeError) as problem:
             log.info("a peer's connection was ended", extra=fields(why=str(problem)))
+        except Exception:  # one connection ends, and the others go on
+            log.exception("a bug ended a peer's connection")
         finally:
             with self._lock:
                 self._open.discard(raw)

@@ -44,6 +44,7 @@ from kvstore.errors import BadRequest, ConfigError, StoreError
 from kvstore.fleet import node as fleet_node
 from kvstore.fleet.node import FleetNode
 from kvstore.fleet.registry import without_password
+from kvstore.fleet.service import FLEET_SERVICE, FleetService
 from kvstore.memory import fix_mmap_threshold, keep_freed_memory, memory_limit_bytes
 from kvstore.server.garbage import ShortSearches, no_searches
 from kvstore.server.health import NOT_SERVING, SERVING, SSD, Health
@@ -575,6 +576,7 @@ class Daemon:
             ADMIN_SERVICE,
             BYTES_SERVICE,
             PROMPT_CACHE_SERVICE,
+            FLEET_SERVICE,
         )
         for name in names:
             self._health.set(name, NOT_SERVING)
@@ -585,7 +587,8 @@ class Daemon:
             peer_timeout_s=self._service.peer_timeout_s,
             check=self._service.check_tcp,
         )
-        parts = (self._service, bytes_service, self._schemas, self._health, shown)
+        fleet = FleetService(self._service, self._fleet)
+        parts = (self._service, bytes_service, self._schemas, fleet, self._health, shown)
         self._handlers = tuple(part.handlers() for part in parts)
         self._served = names
         await self._serve_grpc(tcp=self._tcp)
@@ -885,7 +888,14 @@ class Daemon:
             "region_bytes": float(lent.bytes),
             "tcp_refused": float(self._access.refused if self._access is not None else 0),
         }
-        return families((await self._own_stats()).values, process, __version__, self.loop.disk_stats())
+        values = (await self._own_stats()).values
+        if self._fleet is not None:
+            values = {
+                **values,
+                "gauges": {**values["gauges"], **self._fleet.gauges()},
+                "counters": {**values["counters"], **self._fleet.counters()},
+            }
+        return families(values, process, __version__, self.loop.disk_stats())
 
     async def _close(self) -> None:
         """Each step bounded; the last is the lock, so that no successor meets our remains."""

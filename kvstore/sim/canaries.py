@@ -335,8 +335,9 @@ def _early_publish(original: Original) -> Any:
         return GONE
 
     def take(directory: Directory) -> Any:
-        partials = directory._state.partials
-        directory.noted.update(dict.fromkeys(directory._state.chunks.walk(partials)))
+        state = directory._state
+        assert isinstance(state, State)
+        directory.noted.update(dict.fromkeys(state.chunks.walk(state.partials)))
         with mock.patch.object(Directory, "_condition", condition):
             return original(directory)
 

@@ -526,8 +526,9 @@ class Process:
         for key, outcome in zip(keys, matched.outcomes, strict=True):
             if outcome is not Outcome.MISS:
                 position += chance.randrange(2 * CHUNK_TOKENS)
-                entries.append(ev.SessionEntry(key, position, CHUNK_TOKENS, approximate=True))
-                position += CHUNK_TOKENS
+                count = chance.choice((CHUNK_TOKENS, chance.randint(1, CHUNK_TOKENS)))  # also parts of chunks
+                entries.append(ev.SessionEntry(key, position, count, approximate=True))
+                position += count
         if entries:
             yield from self.ask(ev.UpdateSession, namespace, name, info.version, 0, tuple(entries))
             yield from self.ask(ev.GetSession, namespace, name)

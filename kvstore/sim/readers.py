@@ -210,7 +210,7 @@ class Directories:
     @staticmethod
     def _is(key: ChunkKey, words: Sequence[int]) -> bool:
         short = key if len(key) == directory.KEY_BYTES else directory.digest(key)
-        return directory.words_of((short,))[0].tolist() == list(words)
+        return bool(directory.words_of((short,))[0].tolist() == list(words))
 
     def _move(self, reader: Reader) -> None:
         if not self._is_intact(reader):

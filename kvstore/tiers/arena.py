@@ -158,7 +158,7 @@ class Arena:
         last byte of it was read."""
         memory.fence()
         found = self._segments.get(segment)
-        return found is not None and int(found.generations[cell]) == generation
+        return found is not None and int(found.cells[cell, 0]) == generation
 
     def descriptors(self, segment: SegmentId) -> tuple[int, int]:
         """(data, header): duplicates, which the caller sends and closes. Raises NotFound, OSError.

@@ -43,6 +43,7 @@ class Directories:
         self._arena = arena
         self._boot_id = boot_id
         self._made: dict[NamespaceId, _Made] = {}
+        self._beaten_at_ms = 0
         self._lock = threading.Lock()
         """Held to change the table, and to duplicate a descriptor that is in it."""
 
@@ -79,6 +80,7 @@ class Directories:
             boot_id=self._boot_id,
             ask_for_others=effect.ask_for_others,
         )
+        writer.beat(self._beaten_at_ms)
         with self._lock:
             self._made[effect.namespace] = _Made(writer, mapping, fd, effect.slot_bytes)
 
@@ -125,6 +127,7 @@ class Directories:
 
     def beat(self, now_ms: int) -> None:
         """The daemon's loop turns: readers may rely on what stands there."""
+        self._beaten_at_ms = now_ms
         for made in self._made.values():
             made.writer.beat(now_ms)
 

@@ -60,6 +60,9 @@ ROLES: dict[str, frozenset[Role]] = {
     "PromptCache/PutSchema": _WRITES,
     "PromptCache/RemoveSchema": _WRITES,
     "Admin/Record": _OPERATES,
+    "Fleet/Route": _LOOKS_UP,
+    "Fleet/ListNodes": _OPERATES,
+    "Fleet/Drain": _OPERATES,
     "Bytes/Get": _READS,
     "Bytes/Put": _WRITES,
 }

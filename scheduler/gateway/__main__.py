@@ -12,7 +12,13 @@ from kvstore.scheduler.gateway.app import Settings, create_app
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvstore.scheduler.gateway")
-    parser.add_argument("--server", action="append", required=True, metavar="URL", help="of a vLLM; repeat")
+    parser.add_argument(
+        "--server",
+        action="append",
+        required=True,
+        metavar="URL[=NODE]",
+        help="of a vLLM, and the node_name of its daemon where there are several; repeat",
+    )
     parser.add_argument("--run-dir", default="", help="the daemon's; without it nothing is told ahead")
     parser.add_argument(
         "--model", default="", help="as in `kvctl namespaces`; default: the only one there is"
@@ -23,8 +29,17 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8080)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
+    named = [server.partition("=") for server in options.server]
+    nodes = tuple(node for _, _, node in named)
+    if any(nodes) and not (all(nodes) and options.run_dir):
+        parser.error("name the node of each --server, and a --run-dir of any of them")
     settings = Settings(
-        tuple(options.server), options.run_dir, options.model, options.slots, options.waiting_max
+        tuple(url for url, _, _ in named),
+        options.run_dir,
+        options.model,
+        options.slots,
+        options.waiting_max,
+        nodes if any(nodes) else (),
     )
     uvicorn.run(create_app(settings), host=options.host, port=options.port, log_level="warning")
 

@@ -48,13 +48,20 @@ class Settings:
     slots: int = 8
     """Requests that each server is given at a time."""
     waiting_max: int = 4_096
+    nodes: tuple[str, ...] = ()
+    """For each server: the name of the node whose store it uses, in a fleet. Requests then go where most of their
+    beginning is, unless too many go there; empty: to the server that had their session last."""
 
 
 def create_app(settings: Settings) -> FastAPI:
     http = httpx.AsyncClient(
         timeout=httpx.Timeout(None, connect=CONNECT_S), limits=httpx.Limits(max_connections=None)
     )
-    servers = [Server(url.rstrip("/"), settings.slots) for url in settings.servers]
+    nodes = settings.nodes or ("",) * len(settings.servers)
+    servers = [
+        Server(url.rstrip("/"), settings.slots, node=node)
+        for url, node in zip(settings.servers, nodes, strict=True)
+    ]
     dispatcher = Dispatcher(servers, waiting_max=settings.waiting_max)
     ahead = LookAhead(settings.run_dir, settings.model, dispatcher, http) if settings.run_dir else None
 
@@ -68,7 +75,7 @@ def create_app(settings: Settings) -> FastAPI:
         await http.aclose()
 
     app = FastAPI(title="attnstore gateway", lifespan=lifespan)
-    gateway = Gateway(http, dispatcher, ahead)
+    gateway = Gateway(http, dispatcher, ahead, routes=bool(settings.nodes))
     for path in PATHS:
         app.add_api_route(path, gateway.generate, methods=["POST"], response_model=None)
     app.add_api_route("/v1/kv/presence", gateway.presence, methods=["POST"], response_model=None)
@@ -80,8 +87,16 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 class Gateway:
-    def __init__(self, http: httpx.AsyncClient, dispatcher: Dispatcher, ahead: LookAhead | None) -> None:
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        dispatcher: Dispatcher,
+        ahead: LookAhead | None,
+        *,
+        routes: bool = False,
+    ) -> None:
         self._http = http
+        self._routes = routes
         self.dispatcher = dispatcher
         self.ahead = ahead
 
@@ -91,8 +106,11 @@ class Gateway:
         body = await _body(request)
         if body is None:
             return _error(400, f"the body is no JSON object of at most {BODY_BYTES_MAX} bytes")
+        costs = None
+        if self._routes and self.ahead is not None:
+            costs = await self.ahead.costs(request.url.path, body)
         try:
-            ticket = self.dispatcher.enter(request.url.path, body, _session(request, body))
+            ticket = self.dispatcher.enter(request.url.path, body, _session(request, body), costs)
         except Full:
             return _error(429, "too many requests wait", {"Retry-After": "1"})
         gone = asyncio.create_task(_gone(request))

@@ -7,12 +7,14 @@ import asyncio
 import itertools
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 SESSIONS_MAX = 16_384
 """Of so many sessions it is remembered which server had them last."""
+BEHIND_ONE_MS = 20.0
+"""What a request that runs at a server already costs the next one there, beside the time to bring its KV."""
 DOWN_S = 2.0
 """A server that could not be reached is not asked for so long, unless none is left."""
 
@@ -26,6 +28,8 @@ class Server:
     down_until: float = 0.0
     answered: int = 0
     failed: int = 0
+    node: str = ""
+    """Whose store it uses, where there are several; see `Ticket.costs`."""
 
     @property
     def up(self) -> bool:
@@ -50,6 +54,9 @@ class Ticket:
     """The one of whose slots it has one."""
     tried: set[str] = field(default_factory=set)
     """Servers that could not be reached for it."""
+    costs: Mapping[str, float] = field(default_factory=dict)
+    """By node: milliseconds until its DRAM has what any node's has of the prompt. Of a node that is missing nothing is
+    known."""
 
     @property
     def name(self) -> bytes:
@@ -84,12 +91,14 @@ class Dispatcher:
         """How many wait."""
         return len(self._waiting)
 
-    def enter(self, path: str, body: dict[str, Any], session: str) -> Ticket:
+    def enter(
+        self, path: str, body: dict[str, Any], session: str, costs: Mapping[str, float] | None = None
+    ) -> Ticket:
         """A request; its turn may have come already. Raises Full."""
         if len(self._waiting) >= self._waiting_max:
             raise Full
         turn: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
-        ticket = Ticket(next(self._numbers), path, body, session, turn)
+        ticket = Ticket(next(self._numbers), path, body, session, turn, costs=costs or {})
         self._waiting.append(ticket)
         self._serve()
         if not turn.done():
@@ -143,7 +152,8 @@ class Dispatcher:
             self.on_leave(ticket)
 
     def _server_for(self, ticket: Ticket) -> Server | None:
-        """The one that had the session last, else the one with the most room, that is up if any is."""
+        """Of those that are up, if any is: the one that had the session last, else the one with the most room. Where
+        it is known what the prompt's KV costs each node: the one where that and the requests before it take least."""
         free = [
             server
             for server in self.servers
@@ -152,4 +162,15 @@ class Dispatcher:
         if any(server.up for server in self.servers):
             free = [server for server in free if server.up]
         last = self._last.get(ticket.session)
-        return min(free, key=lambda server: (server.url != last, server.running - server.slots), default=None)
+        costs = ticket.costs
+        dearest = max(costs.values(), default=0.0)
+
+        def dearness(server: Server) -> tuple[float, bool, int]:
+            ahead_ms = BEHIND_ONE_MS * server.running if costs else 0.0
+            return (
+                costs.get(server.node, dearest) + ahead_ms,
+                server.url != last,
+                server.running - server.slots,
+            )
+
+        return min(free, key=dearness, default=None)

@@ -24,6 +24,9 @@ from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey
 
 TTL_MS = 30_000
 TIMEOUT_S = 1.0
+ROUTE_S = 0.25
+DRAINING_MS = 60_000.0
+"""As if a node that is about to leave, or cannot be reached, were so far away."""
 RETRY_S = 1.0
 SETTLE_S = 0.02
 """Changes that come together are told together."""
@@ -46,7 +49,8 @@ log = logging.getLogger(__name__)
 
 class LookAhead:
     """`counters`: told (jobs), unknown (prompts of which no token ids were to be had), failed (messages that were not
-    heard), expected (presence hints that the daemon took)."""
+    heard), expected (presence hints that the daemon took), routed and unrouted (requests of which it was known
+    which node has their beginning, or not in time)."""
 
     def __init__(self, run_dir: str, model: str, dispatcher: Dispatcher, http: httpx.AsyncClient) -> None:
         """`model`: as the workers call it in their namespace (`kvctl namespaces`); "": the only one there is."""
@@ -66,7 +70,7 @@ class LookAhead:
         self._changed = asyncio.Event()
         self._tokenizing = asyncio.Semaphore(TOKENIZING_MAX)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.counters: Counter[str] = Counter(told=0, unknown=0, failed=0, expected=0)
+        self.counters: Counter[str] = Counter(told=0, unknown=0, failed=0, expected=0, routed=0, unrouted=0)
         dispatcher.on_wait, dispatcher.on_leave = self._waits, self._left
 
     def start(self) -> None:
@@ -153,6 +157,25 @@ class LookAhead:
             self._complain(error)
             return []
         return keys[:KEYS_PER_REQUEST_MAX]
+
+    async def costs(self, path: str, body: dict[str, Any]) -> dict[str, float]:
+        """By node: what it costs to have there what any node holds of this prompt. Empty: that is not known within
+        ROUTE_S, which is the longest that a request waits for it."""
+        try:
+            async with asyncio.timeout(ROUTE_S):
+                keys = await self._keys_of(await self._tokens_of(path, body))
+                client = self._client
+                if client is None or not keys:
+                    return {}
+                reply = await client.route(self._model, keys=keys, timeout_s=ROUTE_S)
+        except (TimeoutError, StoreError):
+            self.counters["unrouted"] += 1
+            return {}
+        self.counters["routed"] += 1
+        return {
+            node.name: DRAINING_MS if node.draining or not node.reachable else node.cost_ms
+            for node in reply.nodes
+        }
 
     async def _store_model(self, client: AsyncClient) -> str:
         """Raises NotFound."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -15,11 +16,13 @@ import numpy as np
 import pytest
 
 from kvstore.client import Client, Namespace, connect
+from kvstore.errors import BadRequest
 from kvstore.keys import ROOT
 from kvstore.layout import GroupSpec, LayerSlice, NamespaceSpec
 from kvstore.types import ChunkKey, Outcome, Reason
 
 from ..fleet_tools import BOUND_S, SECRET, RedisServer, eventually, needs_redis, redis_server
+from . import forked
 
 pytestmark = needs_redis
 SHARD = 64 << 10
@@ -114,6 +117,8 @@ def join(
                     "fleet_secret_file": secret,
                     "peer_address": "127.0.0.1:0",
                     "peer_plaintext": True,
+                    "peer_deadline_ms": 20_000,
+                    "remote_deadline_ms": 30_000,
                     **settings,
                 }
             )
@@ -216,3 +221,63 @@ def test_without_redis_a_node_serves_on(join: Callable[..., Member], redis: Redi
     longer = a.space.keys(np.arange(64 * 6))
     eventually(lambda: b.knows(longer), "everything is told again")
     assert b.load(longer) == 6
+
+
+def kvctl(member: Member, *arguments: str) -> Any:
+    ended = forked.run(["--run-dir", str(member.daemon.run_dir), "--json", *arguments], dict(os.environ))
+    assert ended.returncode == 0, (ended.stdout, ended.stderr)
+    return json.loads(ended.stdout)
+
+
+def test_routes_say_who_holds_how_much_and_what_the_rest_costs(join: Callable[..., Member]) -> None:
+    a, b, c = join("a"), join("b"), join("c")
+    tokens = np.arange(64 * 6)
+    keys = a.space.keys(tokens)
+    a.save(keys)
+    b.save(keys[:2])
+    c.space.match(keys)
+
+    def routes() -> dict[str, Any] | None:
+        reply = c.client.route("tiny", keys=keys)
+        rows = {row.name: row for row in reply.nodes}
+        return (
+            rows
+            if {name: row.prefix_chunks for name, row in rows.items()} == {"a": 6, "b": 2, "c": 0}
+            else None
+        )
+
+    rows = eventually(routes, "c knows who holds what")
+    assert list(rows) == ["a", "b", "c"], "the cheapest comes first"
+    assert [row.cost_ms == 0 for row in rows.values()] == [True, False, False]
+    assert rows["b"].cost_ms < rows["c"].cost_ms
+    assert rows["c"].here and not rows["a"].here
+    assert rows["a"].prefix_bytes == 6 * 2 * SHARD and rows["a"].prefix_dram_chunks == 6
+    shown = kvctl(c, "route", *(part for each in keys for part in ("--key", each.hex())))
+    assert [row["name"] for row in shown["nodes"]] == ["a", "b", "c"] and shown["registry"] == "ok"
+    nodes = kvctl(b, "fleet", "stats")
+    assert [(row["name"], row["here"]) for row in nodes["nodes"]] == [("a", False), ("b", True), ("c", False)]
+
+
+def test_a_node_that_drains_hands_over_what_it_has(join: Callable[..., Member]) -> None:
+    a, b = join("a"), join("b")
+    a.turn(64 * 6, chunks=6)
+    keys = a.space.keys(np.arange(64 * 6))
+    eventually(lambda: b.knows(keys), "b learns what a holds")
+    told = kvctl(b, "fleet", "drain", "a", "--wait")
+    assert told["load"]["drain_chunks"] == told["load"]["drain_taken"] == 6
+    assert [row.name for row in b.client.route("tiny", keys=keys).nodes] == ["b", "a"], "a is routed to"
+    a.daemon.kill()
+    assert b.load(keys) == 6
+    assert b.counter("remote_chunks_fetched") == 6
+
+
+def test_a_route_needs_no_fleet(start_daemon: Callable[..., Any]) -> None:
+    daemon = start_daemon()
+    with connect(str(daemon.run_dir), timeout_s=BOUND_S) as client:
+        member = Member(daemon, "", client)
+        member.turn(64 * 3, chunks=3)
+        reply = client.route("tiny", keys=member.space.keys(np.arange(64 * 4)))
+        assert [(row.here, row.prefix_chunks) for row in reply.nodes] == [(True, 3)]
+        assert reply.registry == "off"
+        with pytest.raises(BadRequest, match="keys"):
+            client.route("tiny")

@@ -517,3 +517,14 @@ def test_failed_staging_leaves_nothing(staging: Staging, monkeypatch: pytest.Mon
     assert open_fds() == before
     assert staging.bytes_granted == 0
     assert staging.create(ALICE, 4096)[1] == 4096
+
+
+def test_whether_a_slot_was_given_away_since(arena: Arena) -> None:
+    """Whoever sent its bytes elsewhere asks after the last of them."""
+    arena.create(ONE, SIZE, CELLS)
+    arena.set_generations(ONE, (2, 3), (7, 8))
+    assert arena.holds(ONE, 2, 7) and arena.holds(ONE, 3, 8)
+    arena.set_generations(ONE, (2,), (9,))
+    assert not arena.holds(ONE, 2, 7) and arena.holds(ONE, 3, 8)
+    arena.destroy(ONE)
+    assert not arena.holds(ONE, 3, 8)

@@ -16,7 +16,7 @@ from kvstore.transport.access import Access
 from kvstore.transport.identities import Rates
 from kvstore.transport.rates import TenantRates
 from kvstore.transport.roles import ROLES, Role
-from kvstore.v1 import admin_pb2, bytes_pb2, hints_pb2, promptcache_pb2, stats_pb2, store_pb2
+from kvstore.v1 import admin_pb2, bytes_pb2, fleet_pb2, hints_pb2, promptcache_pb2, stats_pb2, store_pb2
 
 TOKEN = "a token of at least sixteen characters"
 OTHER = "another token of more than sixteen characters"
@@ -280,7 +280,7 @@ def test_files_that_cannot_be(read, tmp_path, text, words):
 
 def test_every_call_says_who_may_make_it():
     """A method that is missing in ROLES nobody may call over TCP: that must be somebody's decision."""
-    files = (admin_pb2, bytes_pb2, hints_pb2, promptcache_pb2, stats_pb2, store_pb2)
+    files = (admin_pb2, bytes_pb2, fleet_pb2, hints_pb2, promptcache_pb2, stats_pb2, store_pb2)
     services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
     served = {f"{service.name}/{method.name}" for service in services for method in service.methods}
     served -= {"Store/Attach"}  # needs shared memory

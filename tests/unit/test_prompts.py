@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import struct
 import sys
 from typing import Any
 
@@ -59,6 +60,18 @@ def test_keys_of_the_tier_end_with_the_group_and_may_cover_several_hashes() -> N
     ]
     wide = spec(vllm("sha256") + "/every-2", chunk_tokens=4, fingerprint=tier)
     assert prompt_keys(wide, SALT, TOKENS) == [by_hand(TOKENS, 2)[1] + bytes(4)]
+
+
+def test_sglangs_pages_are_hashed_with_the_hash_before() -> None:
+    """As `make test-sglang` compares with SGLang's own."""
+    pages = [struct.pack("<2I", *TOKENS[start : start + 2]) for start in (0, 2)]
+    first = hashlib.sha256(pages[0]).digest()
+    keys = prompt_keys(spec("sglang.sha256.v1"), SALT, TOKENS[:5])
+    assert keys == [first, hashlib.sha256(first + pages[1]).digest()]
+    salted = prompt_keys(spec("sglang.sha256.v1"), SALT, TOKENS[:5], cache_salt="a")
+    seed = hashlib.sha256(b"sglang-cache-namespace-v1" + bytes([0, 1, 1, *[0] * 7]) + b"a").digest()
+    assert salted[0] == hashlib.sha256(seed + pages[0]).digest()
+    assert prompt_keys(spec("sglang.sha256.v1"), SALT, TOKENS[:1]) == []
 
 
 def test_cbor_is_canonical() -> None:

@@ -29,6 +29,8 @@ class Family:
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     groups: int = 1
+    own_block: int = 0
+    """Block size where vLLM switches its own prefix cache off; its warm answers are cold ones then."""
     drafter: str = ""
     """How it drafts, if it does: each step's batch depends on how many drafts were right, and so does rounding."""
 
@@ -38,6 +40,12 @@ FAMILIES = {
     for family in (
         Family("gemma", groups=3),
         Family("mistral"),
+        # vLLM's CPU kernel for rotary positions is wrong for latent KV, see the last test.
+        Family(
+            "deepseek",
+            {"block_size": 16, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
+            own_block=16,
+        ),
         # A prefill in one step makes checkpoints on the way that the CPU's kernel does not return.
         Family("granite", {"max_num_batched_tokens": 64}, groups=4),
         Family("drafted", drafter="draft_model"),
@@ -60,6 +68,8 @@ class Home:
         return [prompt(number, length) for number, length in enumerate(LENGTHS)]
 
     def restored(self, tokens: list[int]) -> int:
+        if self.family.own_block:
+            return (len(tokens) - 1) // self.family.own_block * self.family.own_block
         return int(self.warm[tuple(tokens)]["cached"])
 
     def check(self, prompts: list[list[int]], outputs: list[dict[str, Any]]) -> None:
@@ -239,10 +249,13 @@ def test_flipped_bytes_are_a_miss(home: Home, engine: Engine) -> None:
     assert outputs[0]["cached"] == 0 and engine.counts()["blocks_loaded"] == before
 
 
-def test_latent_kv_on_a_cpu_is_refused(folder: Path, launch_engine: Callable[..., Engine]) -> None:
-    """vLLM switches prefix caching off there: behind a restored prefix, tokens were others than computed at once."""
-    model = make_family("deepseek", folder / "deepseek")
-    with pytest.raises(AssertionError, match="no prefix caching for latent KV"):
+def test_latent_kv_that_vllm_gets_wrong_is_refused(
+    folder: Path, launch_engine: Callable[..., Engine]
+) -> None:
+    """In eager mode vLLM turns latent KV by a kernel that takes strided views for dense rows: tokens computed in one
+    step are other KV than the same computed in two, whoever cached the first part."""
+    model = make_family("deepseek", folder / "deepseek-eager")
+    with pytest.raises(AssertionError, match="rotary_embedding"):
         launch_engine(
             "deepseek", None, model=str(model), block_size=16, kv_transfer_config=tiering(folder / "nowhere")
         )

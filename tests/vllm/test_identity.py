@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig
+from vllm.config import CompilationConfig, KVTransferConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
@@ -207,8 +207,9 @@ def test_our_idea_of_the_hash_seed_is_vllms(monkeypatch: pytest.MonkeyPatch) -> 
     assert kv_cache_utils.resolve_none_hash_seed(sha256) == identity.DEFAULT_SEED
 
 
-def _latent_without_prefix_caching(config: Any) -> None:
-    config.model_config.use_mla, config.cache_config.enable_prefix_caching = True, False
+def _latent_by_kernel(config: Any) -> None:
+    config.model_config.use_mla = True
+    config.compilation_config = CompilationConfig(custom_ops=["all"])
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,7 @@ def _latent_without_prefix_caching(config: Any) -> None:
         (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), "context parallel"),
         (lambda c: setattr(c, "speculative_config", SimpleNamespace(method="dflash")), "draft"),
         (lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash"), "random"),
-        (_latent_without_prefix_caching, "behind a restored prefix"),
+        (_latent_by_kernel, "custom_ops"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
@@ -231,6 +232,7 @@ def test_settings_that_cannot_work_are_refused(
         speculative_config=None,
         model_config=SimpleNamespace(use_mla=False),
         device_config=SimpleNamespace(device_type="cpu"),
+        compilation_config=CompilationConfig(custom_ops=["all"]),
     )
     identity.check_settings(changed)
     change(changed)

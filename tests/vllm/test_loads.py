@@ -14,7 +14,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvstore.gpu_worker.compute_or_load import BOUND_MIN_S, VAIN_MAX, ComputeOrLoad, Computing, Line
-from kvstore.gpu_worker.connectors.vllm import scheduler
+from kvstore.gpu_worker.connectors.vllm import lookups, scheduler
 from kvstore.gpu_worker.connectors.vllm.steps import Steps, tokens_of_step
 from kvstore.types import Tier
 
@@ -50,6 +50,13 @@ def rig(model: Path, daemon: Daemon) -> Iterator[Callable[..., Rig]]:
 def answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine's store is late, and vLLM would compute what it could save little of."""
     monkeypatch.setattr(scheduler, "ANSWER_MIN_S", 600.0)
+
+
+def ready(rig: Rig) -> Rig:
+    """Once it has its namespace. Before, nobody can look into the directory."""
+    connector = side(rig)
+    assert connector._link.namespace(connector._spec, BOUND_S) is not None
+    return rig
 
 
 def side(rig: Rig) -> Any:
@@ -93,8 +100,14 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(rig: Callable[..., R
     assert engine.run(prompt(3, 300)) == 288, "vLLM's own"
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory cannot tell, and the daemon is asked."""
+    monkeypatch.setattr(lookups, "peek", lambda *_: None)
+
+
 def test_a_request_does_not_wait_for_a_store_that_could_save_it_little(
-    rig: Callable[..., Rig], daemon: Daemon
+    rig: Callable[..., Rig], daemon: Daemon, asked: None
 ) -> None:
     engine = rig()
     engine.run(prompt(4, 300))  # the store is there
@@ -104,7 +117,9 @@ def test_a_request_does_not_wait_for_a_store_that_could_save_it_little(
     assert side(engine).tally.total["lookups_late"] == 1
 
 
-def test_a_store_that_has_had_nothing_is_hardly_waited_for(rig: Callable[..., Rig], daemon: Daemon) -> None:
+def test_a_store_that_has_had_nothing_is_hardly_waited_for(
+    rig: Callable[..., Rig], daemon: Daemon, asked: None
+) -> None:
     """Not the second that could be saved, but a twentieth of it; whatever is found ends that."""
     engine = rig()
     engine.run(prompt(4, 300))  # the store is there
@@ -143,6 +158,78 @@ def test_a_load_is_bounded_by_what_it_saves(rig: Callable[..., Rig], answered: N
     learn(quick, tokens_per_s=1e5)
     assert quick.run(tokens) == 288
     assert [load.bound_s for load in quick.loads] == [BOUND_MIN_S]
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks the daemon instead of looking into the directory fails the test."""
+
+    def start(*_: Any, **__: Any) -> Any:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(lookups.Lookups, "start", start)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_what_is_in_dram_is_known_at_once(
+    rig: Callable[..., Rig], silent: None, monkeypatch: pytest.MonkeyPatch, layerwise: bool
+) -> None:
+    """Without asking, and without asking vLLM to ask again; also of prompts that end with a block."""
+    monkeypatch.setattr(lookups, "FRESH_S", BOUND_S)
+    for seed, length, found in ((31, 300, 288), (32, 320, 288), (33, 321, 320), (34, 31, 0), (35, 32, 0)):
+        tokens = prompt(seed, length)
+        ready(rig(layerwise=layerwise)).run(tokens)
+        engine = ready(rig(layerwise=layerwise))
+        answers: list[Any] = []
+        connector = engine.scheduler.connector
+        matched = connector.get_num_new_matched_tokens
+
+        def note(*arguments: Any, matched: Callable[..., Any] = matched, answers: list[Any] = answers) -> Any:
+            answers.append(matched(*arguments))
+            return answers[-1]
+
+        connector.get_num_new_matched_tokens = note
+        assert engine.run(tokens) == found
+        assert answers[0] == (found, bool(found) and not layerwise)
+
+
+def test_what_is_on_ssd_is_awaited_by_the_load(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is parked at once. How fast the SSD is, the daemon has told before."""
+    home = folder / "cold"
+    home.mkdir()
+    (home / "ssd").mkdir()
+    small = Daemon(
+        home,
+        segment_bytes=1 << 20,
+        ssd_dir=home / "ssd",
+        ssd_bytes=256 << 20,
+        ssd_slab_bytes=16 << 20,
+        durable_within_ms=300,
+    )
+    made: list[Rig] = []
+    try:
+
+        def start(**options: Any) -> Rig:
+            made.append(ready(Rig(model, small.run_dir, ranks=1, **{**PATIENT, **options})))
+            return made[-1]
+
+        tokens = prompt(40, 300)
+        start().run(tokens)
+        small.stop()
+        small.start()
+        engine = start(compute_or_load=False)
+        side(engine).choice.reads_from_ssd(1e9)
+        monkeypatch.setattr(lookups.Lookups, "start", lambda *_, **__: pytest.fail("asked") if _[2] else None)
+        assert engine.run(tokens) == 288
+        (load,) = engine.loads
+        assert load.wait_s > 0 and len(load.keys) == 9
+        assert not side(engine).choice.copy.known, "how fast a copy is, such a load does not tell"
+    finally:
+        for each_rig in made:
+            each_rig.close()
+        small.stop()
 
 
 @pytest.mark.parametrize("layerwise", [False, True])

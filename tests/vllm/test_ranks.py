@@ -37,6 +37,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvstore.client import connect
+from kvstore.gpu_worker.connectors.vllm import lookups
 from kvstore.gpu_worker.connectors.vllm.loader import BATCH_BLOCKS, LayerLoad
 from kvstore.gpu_worker.connectors.vllm.metadata import (
     Change,
@@ -497,8 +498,14 @@ def test_a_reset_in_mid_request_saves_nothing_of_it(rig: Callable[..., Rig], loa
     assert first.run(tokens) == 288
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory cannot tell, and the daemon is asked."""
+    monkeypatch.setattr(lookups, "peek", lambda *_: None)
+
+
 @pytest.mark.parametrize("end", ["reset", "finish"])
-def test_what_a_waiting_request_found_is_given_back(rig: Callable[..., Rig], end: str) -> None:
+def test_what_a_waiting_request_found_is_given_back(rig: Callable[..., Rig], asked: None, end: str) -> None:
     tokens = prompt(57, 300)
     rig().run(tokens)
     second = rig()
@@ -981,7 +988,7 @@ def test_aborted_in_the_load(rig: Callable[..., Rig], daemon: Daemon) -> None:
     assert second.run(tokens) == 288
 
 
-def test_pins_of_who_waits_too_long_are_given_back(rig: Callable[..., Rig]) -> None:
+def test_pins_of_who_waits_too_long_are_given_back(rig: Callable[..., Rig], asked: None) -> None:
     tokens = prompt(46, 300)
     rig().run(tokens)
     second = rig(lookup_ms=2000, hold_ms=0)

@@ -43,6 +43,8 @@ DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 DRAFTERS = ("eagle", "eagle3", "mtp", "draft_model")
 """Their KV is restored with the model's. At a block's last token it may depend on one that the hash does not cover: a
 draft is worse by that, never the answer, because the model verifies every draft."""
+ROTARY = "rotary_embedding"
+"""vLLM's name for its kernel that turns queries and keys by their positions."""
 ROPE_BY_LENGTH = ("dynamic", "longrope")
 SEEING = (
     *("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method"),
@@ -90,12 +92,14 @@ def check_comparable(config: Any) -> None:
             remedy="supported: " + ", ".join((*DRAFTERS_WITHOUT_KV, *DRAFTERS)),
         )
     latent = getattr(config.model_config, "use_mla", False)
-    if latent and config.device_config.device_type == "cpu" and not cache.enable_prefix_caching:
+    compilation = config.compilation_config
+    if latent and config.device_config.device_type == "cpu" and compilation.is_custom_op_enabled(ROTARY):
         raise Unsupported(
-            "vLLM has no prefix caching for latent KV on this CPU, and behind a restored prefix it answered otherwise",
-            field="model_config.use_mla",
-            value=True,
-            remedy="run it on a GPU with the tier, or on a CPU with AMX",
+            "vLLM's CPU kernel for rotary positions takes views of latent KV for dense rows, so what it computes for a "
+            "token depends on the others of its step: vLLM's own prefix cache answers otherwise, too",
+            field="compilation_config.custom_ops",
+            value=compilation.custom_ops,
+            remedy='start vLLM with --compilation-config \'{"custom_ops": ["-rotary_embedding"]}\'',
         )
     if getattr(cache, "calculate_kv_scales", False):
         raise Unsupported(

@@ -1,4 +1,4 @@
-"""A rank's loads: from shared memory into blocks of the paged cache, on a thread.
+"""A rank's loads: from shared memory into blocks of the paged cache, on threads.
 
 Two ways. Whole: the request is parked, all its blocks are filled, then it is reported. Layer-wise: the step waits
 before each layer for that layer.
@@ -15,19 +15,24 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kvstore.gpu_worker.connectors.lookup import lost_key
 from kvstore.gpu_worker.connectors.vllm.blocks import PagedBlocks
 from kvstore.gpu_worker.connectors.vllm.metadata import Changes, Load
 from kvstore.gpu_worker.connectors.vllm.stats import Tally
-from kvstore.types import KEYS_PER_REQUEST_MAX
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome
 
 if TYPE_CHECKING:
     from kvstore.client import Namespace, ReadLease
     from kvstore.gpu_worker.connectors.link import Link
     from kvstore.layout import NamespaceSpec
 
+THREADS = 8
+"""A load that waits for the SSD keeps its thread: others must not wait behind it."""
+PARTS = 4
+"""A load from SSD is copied in so many parts, while the next ones are read."""
 BATCH_BLOCKS = 16
 """Copied between two looks at the clock; each batch is whole or has failed."""
 COPY_SLACK_S = 30.0
@@ -90,7 +95,9 @@ class Loader:
         self._tally = tally
         self._changes = changes
         self._load_s = load_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-loader")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-loader")
+        self._copying = threading.Lock()
+        """Copies take turns: side by side they would all be late."""
         self._changed = threading.Condition()  # guards all below
         self._open = 0
         """Whole loads that have not ended."""
@@ -99,6 +106,8 @@ class Loader:
         self._generation = 0
         self._speeds: list[tuple[int, float]] = []
         """(blocks, seconds since it was asked for) of loads that ended whole and were not reported yet."""
+        self._ssd_bytes_per_s = 0
+        """As the store told last, and was not reported yet."""
 
     # --------------------------------------------------------------------------------------------------------- whole
 
@@ -107,7 +116,7 @@ class Loader:
             self._open += 1
         begun = time.monotonic()
         until = begun + min(self._load_s, load.bound_s)
-        self._thread.submit(self._run, load, spec, begun, until, self._generation)
+        self._threads.submit(self._run, load, spec, begun, until, self._generation)
 
     def refuse(self, load: Load) -> None:
         """It has ended, with nothing."""
@@ -129,6 +138,11 @@ class Loader:
         with self._changed:
             self._generation += 1
             self._done = [(load, 0) for load, _ in self._done]
+
+    def take_ssd_speed(self) -> int:
+        with self._changed:
+            speed, self._ssd_bytes_per_s = self._ssd_bytes_per_s, 0
+        return speed
 
     def take_speeds(self) -> list[tuple[int, float]]:
         with self._changed:
@@ -154,15 +168,54 @@ class Loader:
 
     def _fill(self, load: Load, namespace: Namespace, deadline: float, generation: int) -> int:
         """How many leading blocks are in."""
+        most = KEYS_PER_REQUEST_MAX
+        if load.wait_s:
+            most = min(most, max(BATCH_BLOCKS, -(-len(load.keys) // PARTS)))
+        wait_until = min(deadline, time.monotonic() + load.wait_s)
+        with ExitStack() as pinned:
+            # All is asked for before the first part is awaited.
+            starts = range(0, len(load.keys), most)
+            parts = [load.keys[start : start + most] for start in starts]
+            awaited = [
+                pinned.enter_context(self._from_ssd(namespace, part, wait_until))
+                for part in (parts if load.wait_s else ())
+            ]
+            for number, (start, part) in enumerate(zip(starts, parts, strict=True)):
+                if awaited and Outcome.PENDING in awaited[number].outcomes:
+                    awaited[number].settled(max(0.0, wait_until - time.monotonic()))
+                whole = self._fill_part(load, start, part, namespace, deadline, generation)
+                if whole < len(part):
+                    return start + whole
+        return len(load.keys)
+
+    def _from_ssd(self, namespace: Namespace, keys: Sequence[ChunkKey], until: float) -> ReadLease:
+        left_s = max(0.001, until - time.monotonic())
+        lease = namespace.read(
+            keys, shards=(self._shard,), wait_ms=max(1, int(1000 * left_s)), timeout_s=left_s
+        )
+        if lease.backlog.ssd_bytes_per_s:
+            with self._changed:
+                self._ssd_bytes_per_s = lease.backlog.ssd_bytes_per_s
+        return lease
+
+    def _fill_part(
+        self,
+        load: Load,
+        start: int,
+        keys: Sequence[ChunkKey],
+        namespace: Namespace,
+        deadline: float,
+        generation: int,
+    ) -> int:
+        """As `_fill`, for the load's `keys`, the first of which has number `start`."""
         whole = 0
-        for start in range(0, len(load.keys), KEYS_PER_REQUEST_MAX):
-            keys = load.keys[start : start + KEYS_PER_REQUEST_MAX]
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return whole
-            with namespace.read(keys, shards=(self._shard,), timeout_s=left_s) as lease:
-                for batch in range(0, lease.hits, BATCH_BLOCKS):
-                    numbers = range(batch, min(batch + BATCH_BLOCKS, lease.hits))
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return 0
+        with namespace.read(keys, shards=(self._shard,), timeout_s=left_s) as lease:
+            for batch in range(0, lease.hits, BATCH_BLOCKS):
+                numbers = range(batch, min(batch + BATCH_BLOCKS, lease.hits))
+                with self._copying:
                     if time.monotonic() > deadline or generation != self._generation:
                         return whole
                     pieces = [
@@ -172,10 +225,9 @@ class Loader:
                     ]
                     if not lease.copy_many(pieces):
                         return whole
-                    whole += len(numbers)
-                if lease.hits < len(keys):
-                    self._lost(namespace, lease)
-                    return whole
+                whole += len(numbers)
+            if lease.hits < len(keys):
+                self._lost(namespace, lease)
         return whole
 
     def _lost(self, namespace: Namespace, lease: ReadLease) -> None:
@@ -189,7 +241,7 @@ class Loader:
             blocks_failed=len(load.blocks) - whole,
             load_us=int(1e6 * (time.monotonic() - begun)),
         )
-        if whole == len(load.blocks):
+        if whole == len(load.blocks) and not load.wait_s:
             with self._changed:
                 if len(self._speeds) < SPEEDS_MAX:
                     self._speeds.append((whole, time.monotonic() - begun))
@@ -200,7 +252,7 @@ class Loader:
         now = time.monotonic()
         started = [LayerLoad(load, now + min(self._load_s, load.bound_s)) for load in loads]
         for layers in started:
-            self._thread.submit(self._run_layers, layers, spec)
+            self._threads.submit(self._run_layers, layers, spec)
         return started
 
     def _run_layers(self, layers: LayerLoad, spec: NamespaceSpec) -> None:
@@ -245,4 +297,4 @@ class Loader:
         return True
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)

@@ -1,7 +1,8 @@
-"""Asking the store about requests that wait, on threads of its own: the scheduler's thread only looks at the answer.
+"""Asking the store about requests that wait. What the directory in shared memory says is known at once; the daemon is
+asked on threads of their own, and the scheduler's thread only looks at the answer.
 
-A lookup is a read without copies: it pins what is there and has what is on SSD promoted, which is also the look-ahead.
-The pins are kept until the ranks have loaded, for at most `hold_ms`.
+Such a lookup is a read without copies: it pins what is there and has what is on SSD promoted, which is also the
+look-ahead. The pins are kept until the ranks have loaded, for at most `hold_ms`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
-from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Delay
-from kvstore.gpu_worker.connectors.lookup import LAST_LOOK_S, look_up
-from kvstore.types import ChunkKey
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Delay, Found
+from kvstore.gpu_worker.connectors.lookup import LAST_LOOK_S, look_up, peek
+from kvstore.types import ChunkKey, Tier
 
 if TYPE_CHECKING:
     from kvstore.gpu_worker.connectors.link import Link
@@ -30,6 +31,8 @@ WAITING_MAX = 1024
 """Lookups that wait for a thread; the store is not asked about more."""
 ANSWER_S = 2 * LAST_LOOK_S
 """What a lookup has found by its end is used, so it ends this much before it is given up."""
+FRESH_S = 0.05
+"""An answer out of the directory is used for so long while vLLM asks again."""
 log = logging.getLogger(__name__)
 
 
@@ -59,6 +62,12 @@ class Lookup:
         self.local = 0
         """Leading blocks that vLLM had itself, when it last asked."""
         self.begun = 0.0
+        self.fresh_until: float | None = None
+        """Of an answer out of the directory, which pins nothing; None: the daemon was asked."""
+        self.cold = 0
+        """Of those to be loaded: how many are on SSD ..."""
+        self.wait_s = 0.0
+        """... and how long the load may wait for them. A lookup that asks the daemon waits itself."""
         self.counted = False
         """Whether what is computed though the store has it was counted."""
         self.delay = Delay()
@@ -96,7 +105,9 @@ class Lookup:
 
     @property
     def stale(self) -> bool:
-        """Whether what it found may be gone again."""
+        """Whether what it found may be gone again, or more be there."""
+        if self.fresh_until is not None:
+            return time.monotonic() > self.fresh_until
         return (
             self.done and self.hits > 0 and not (self._leases and all(lease.alive for lease in self._leases))
         )
@@ -137,6 +148,57 @@ class Lookups:
                 return lookup
             self._waiting += 1
         self._threads.submit(self._run, lookup, spec, list(block_hashes), adapter, key, promised)
+        return lookup
+
+    def at_once(
+        self,
+        spec: NamespaceSpec,
+        keys: Sequence[ChunkKey],
+        adapter: bytes,
+        *,
+        local: int | None,
+        ahead: int,
+        promised: int = 0,
+    ) -> Lookup | None:
+        """What the directory in shared memory says; None: it cannot tell enough, and the daemon has to be asked.
+        `local`: leading blocks that vLLM has; None: only the keys are wanted yet; `ahead`: chunks that our loads wait
+        for."""
+        namespace = self._link.ready(spec)
+        found = peek(namespace, keys if local is not None else keys[:1]) if namespace is not None else None
+        if namespace is None or found is None or found.usable < min(promised, len(keys)):
+            return None
+        rate = self._choice.ssd_bytes_per_s
+        if local is not None and found.usable > max(found.hits, local) and not rate:
+            return None  # nobody has told yet how fast the SSD is
+        now = time.monotonic()
+        lookup = Lookup(now, now)
+        lookup.begun = lookup.fresh_until = now
+        if local is None:
+            lookup.settle([], 0, keys, adapter)
+            return lookup
+        lookup.fresh_until += FRESH_S
+        lookup.local = local
+        size = namespace.spec.chunk_bytes
+        in_dram = max(found.hits, local)
+        plan = self._choice.choose(
+            Found(
+                [number < in_dram for number in range(found.usable)],
+                self._chunk_tokens,
+                size,
+                ahead * size,
+                int(rate),
+            ),
+            now=now,
+            wait_max_s=self._lookup_s,
+            have=local,
+        )
+        lookup.cold = max(0, plan.chunks - in_dram)
+        lookup.wait_s = plan.wait_s if lookup.cold else 0.0
+        if plan.chunks > local:
+            lookup.delay.begin(plan, Tier.SSD if lookup.cold else Tier.DRAM, now)
+        self._choice.answered(useful=plan.chunks > local)
+        lost = keys[found.usable] if found.usable < len(keys) else None
+        lookup.settle([], found.usable, keys, adapter, lost, load=plan.chunks, bound_s=plan.bound_s)
         return lookup
 
     def await_answer(self, timeout_s: float) -> None:

@@ -48,6 +48,8 @@ class Load:
     adapter: Adapter | None = None
     bound_s: float = math.inf
     """A load that takes longer is of no use: computing the blocks is faster."""
+    wait_s: float = 0.0
+    """So long chunks are awaited that are on SSD; 0: none are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,9 @@ class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     adapters: dict[tuple[int, int], HeldAdapter] = field(default_factory=dict)
     """By rank and id: those that were loaded."""
     loads: list[tuple[int, float]] = field(default_factory=list)
-    """(blocks, seconds) of those that ended whole."""
+    """(blocks, seconds) of those that ended whole and waited for no SSD."""
+    ssd_bytes_per_s: int = 0
+    """As the store told last, since the report before."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         assert isinstance(other, RankReport), other
@@ -134,6 +138,7 @@ class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             self.generations | other.generations,
             self.adapters | other.adapters,
             self.loads + other.loads,
+            other.ssd_bytes_per_s or self.ssd_bytes_per_s,
         )
 
 

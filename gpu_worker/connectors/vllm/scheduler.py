@@ -68,6 +68,8 @@ HINT_AFTER_S = 0.05
 """A request that waits longer is told to the daemon, and again every HINT_AGAIN_S."""
 HINT_AGAIN_S = 20.0
 TELLING_MAX = 16
+LOOKS_MAX = 64
+"""So often the daemon is asked about a request. If what it found is lost each time, the request is computed."""
 CLOSE_S = 2.0
 log = logging.getLogger(__name__)
 
@@ -97,6 +99,8 @@ class Tracked:
     """When the daemon was told that it waits; 0: it was not, or knows that it waits no more."""
     begun: bool = False
     """vLLM has computed some of it."""
+    looks: int = 0
+    """How often the daemon was asked about it."""
 
 
 class SchedulerSide:
@@ -263,10 +267,10 @@ class SchedulerSide:
         ):
             return 0, False
         lookup = tracked.lookup
-        if lookup is None or lookup.stale or lookup.preemptions != request.num_preemptions:
-            lookup = self._look_up(tracked)
         local, rest = divmod(num_computed_tokens, self._block_tokens)
         assert rest == 0, f"vLLM asks about {num_computed_tokens} tokens, blocks have {self._block_tokens}"
+        if lookup is None or lookup.stale or lookup.preemptions != request.num_preemptions:
+            lookup = self._look_up(tracked, local)
         lookup.local = local
         # At least one token is left to compute: its logits are what the request is for.
         blocks = (request.num_tokens - 1) // self._block_tokens
@@ -326,22 +330,39 @@ class SchedulerSide:
         if lookup.lost is not None:
             self.events.lost((lookup.lost,))
 
-    def _look_up(self, tracked: Tracked) -> Lookup:
-        request = tracked.request
+    def _look_up(self, tracked: Tracked, local: int | None = None) -> Lookup:
+        """`local`: leading blocks that vLLM has itself, when it asks what to load."""
+        request, before = tracked.request, tracked.lookup
         self._end_lookup(tracked)
-        limit = (request.num_tokens - 1) // self._block_tokens
+        limit = (request.num_tokens - 1) // self._block_tokens if self._may_load else 0
         hashes = [bytes(block_hash) for block_hash in request.block_hashes[:limit]]
-        tracked.lookup = self._lookups.start(
+        lookup = self._at_once(request, hashes, local)
+        if lookup is None:
+            tracked.looks += 1
+            if tracked.looks > LOOKS_MAX:
+                hashes = []
+            digest = self._digest_of(request.lora_request)
+            lookup = self._lookups.start(self._spec, hashes, digest, _key, promised=_promised(request))
+        elif before is not None and before.done and before.hits == lookup.hits:
+            lookup.told, lookup.counted = before.told, before.counted
+        tracked.lookup = lookup
+        lookup.preemptions = request.num_preemptions
+        lookup.delay.busy_s = self._busy_s
+        self.tally.add(lookups=before is None or before.fresh_until is None)
+        return lookup
+
+    def _at_once(self, request: Any, hashes: list[bytes], local: int | None) -> Lookup | None:
+        adapter = self._held(request.lora_request) if request.lora_request is not None else b""
+        if self._spec is None or (request.lora_request is not None and not adapter):
+            return None
+        return self._lookups.at_once(
             self._spec,
-            hashes if self._may_load else [],
-            self._digest_of(request.lora_request),
-            _key,
+            [ChunkKey(_key(adapter, block_hash)) for block_hash in hashes],
+            adapter,
+            local=local,
+            ahead=sum(loading.cold for loading in self._loading.values()),
             promised=_promised(request),
         )
-        tracked.lookup.preemptions = request.num_preemptions
-        tracked.lookup.delay.busy_s = self._busy_s
-        self.tally.add(lookups=1)
-        return tracked.lookup
 
     def _digest_of(self, lora: Any) -> Callable[[], bytes]:
         """Digest of a request's adapter: as the ranks hold it, else of the files that they would load. Whether they
@@ -402,6 +423,7 @@ class SchedulerSide:
                 tuple(block_ids[first : first + count]),
                 _adapter(request, lookup.adapter),
                 lookup.bound_s,
+                lookup.wait_s,
             )
         )
         until = time.monotonic() + min(self._settings.load_ms / 1000, lookup.bound_s)
@@ -563,6 +585,7 @@ class SchedulerSide:
         if self._known is not None and self._watch is not None:
             known = self._known.generations
             self._watch.moved |= any(known.get(rank) != now for rank, now in report.generations.items())
+        self.choice.reads_from_ssd(report.ssd_bytes_per_s)
         if self._spec is not None:
             for blocks, seconds in report.loads:
                 self.choice.copy.observe(blocks * self._spec.chunk_bytes, seconds)

@@ -267,7 +267,9 @@ class WorkerSide:
                 report.generations = {self.held.rank: self.held.generation}
         if self._loader is not None:
             report.loads = self._loader.take_speeds()
+            report.ssd_bytes_per_s = self._loader.take_ssd_speed()
         told = report.changes or report.adapters or report.generations or report.loads
+        told = told or report.ssd_bytes_per_s
         return report if told else None
 
     def take_failed(self) -> set[int]:

@@ -63,6 +63,7 @@ class Store:
         keys: Sequence[ChunkKey],
         *,
         promote: bool = True,
+        pin: bool = False,
         wait_ms: int = 0,
         timeout_s: float | None = None,
     ) -> Any:

@@ -215,6 +215,7 @@ class Store:
         wait_ms: int = 0,
         timeout_s: float,
         promote: bool = True,
+        pin: bool = False,
     ) -> Lease:
         self.asked.set()
         self.promotions += promote

@@ -179,6 +179,7 @@ def test_nothing_approximate_is_shared_or_stored_as_exact(store: FakeStore, engi
     assert engine.flush(10)
     assert store.chunks.keys() == kept.keys()
     whole = [*assembly.tokens, *tokens]
+    assert not set(engine.pool._chunk_of) & {key for _, key in kept}
     # The same tokens as an ordinary prompt: only the beginning is found
     turn = engine.turn("", whole, 1)
     assert turn.reused_tokens == assembly.exact // T * T
@@ -305,6 +306,64 @@ def test_the_papers_pass_lets_arguments_see_what_stands_behind_them(
         answer(engine, assembly, 1)
     assert (seen[-1][0, -1] - plain.logits(assembly)[-1]).abs().max() < 1e-4
     assert (plain.logits(assembly)[-1] - plain.logits(smaller)[-1]).abs().max() > 1e-3
+
+
+def test_prompts_that_begin_with_the_same_modules_share_them_in_the_pool(
+    store: FakeStore, engines: MakeEngine
+) -> None:
+    """The first loads them, the others wait for it; so does the next one, as long as they stay."""
+    engine = engine_of(engines, store, retain=True, pool_chunks=128)
+    encoding = encoding_of(engine, TRIP)
+    plain = Plain(engine._model, encode_all(engine, encoding))
+    start = '<prompt schema="trip"><plan days="3"><oslo/></plan><food/>'
+    texts = [f"{start}Question number {number}?</prompt>" for number in range(6)]
+    assemblies = {}
+    for text in texts:
+        assembly = assembly_of(engine, encoding, text)
+        assemblies[engine.add(assembly.tokens, NEW, assembly=assembly)] = assembly
+    restored = engine.counters["restored_tokens"]
+    got: dict[int, list[int]] = {number: [] for number in assemblies}
+    most = 0
+    for output in engine.run():
+        got[output.request].append(output.token)
+        engine.check_integrity()
+        most = max(most, engine.pool.used)
+    one = len(assemblies[min(assemblies)].tokens)
+    whole = one // T - 3  # all that they have in common, in full chunks
+    assert engine.counters["restored_tokens"] - restored < 2 * one
+    assert most <= whole + 6 * 5
+    for number, assembly in assemblies.items():
+        logits = plain.logits(assembly, got[number])
+        assert got[number] == logits.argmax(1).tolist()
+    before = engine.counters["restored_tokens"]
+    answer(engine, assembly_of(engine, encoding, texts[0]), 1)
+    assert engine.counters["restored_tokens"] - before < 2 * T
+    # Another module, argument or share of them at the same place is another key
+    for other, recipe in (
+        (texts[0].replace('days="3"', 'days="4"'), Recipe()),
+        (texts[0].replace("<oslo/>", "<rome/>"), Recipe()),
+        (texts[0], Recipe(share=0.3)),
+    ):
+        assembly = assembly_of(engine, encoding, other, recipe)
+        with recorded_logits(engine._model) as seen:
+            answer(engine, assembly, 1)
+        assert (seen[-1][0, -1] - plain.logits(assembly)[-1]).abs().max() < 1e-4
+
+
+def test_what_was_computed_for_want_of_a_module_is_not_shared_as_if_it_was_loaded(
+    store: FakeStore, engines: MakeEngine
+) -> None:
+    engine = engine_of(engines, store, retain=True, pool_chunks=128)
+    encoding = encoding_of(engine, TRIP)
+    made = encode_all(engine, encoding)
+    plain = Plain(engine._model, made)
+    assembly = assembly_of(engine, encoding, PROMPT)
+    lost = {key: store.chunks.pop((assembly.salt, key)) for key in encoding.units["food",].keys}
+    answer(engine, assembly, 2)
+    store.chunks |= {(assembly.salt, key): shard for key, shard in lost.items()}
+    with recorded_logits(engine._model) as seen:
+        answer(engine, assembly, 1)
+    assert (seen[-1][0, -1] - plain.logits(assembly)[-1]).abs().max() < 1e-4
 
 
 def test_positions_beyond_those_of_the_model_are_refused(store: FakeStore, engines: MakeEngine) -> None:

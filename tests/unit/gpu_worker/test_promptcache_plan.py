@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from kvstore.gpu_worker.assembly import Assembly, Part, missing_spans
 from kvstore.gpu_worker.promptcache.plan import OWNER_PREFIX, Recipe, assemble, jobs, owner_name
-from kvstore.keys import ROOT
+from kvstore.keys import ROOT, exact_chain
 from kvstore.promptcache import ByteTokenizer, Encoding, Layout, Method, parse_prompt, parse_schema
 from kvstore.types import ChunkKey
 
@@ -200,3 +201,31 @@ def test_what_is_no_prompt_is_refused(
 def test_spans() -> None:
     assert missing_spans(b"\0\1\1\0\0") == [(0, 1), (3, 5)]
     assert missing_spans(b"\1") == [] == missing_spans(b"")
+
+
+def test_the_pool_calls_equal_kv_alike_and_no_other() -> None:
+    salt = bytes(32)
+
+    def chain(assembly: Assembly | None) -> list[bytes]:
+        assert assembly is not None
+        return list(assembly.chain(8, salt, ROOT))
+
+    one = assembly_of('<prompt schema="s"><a p="xyz"/><c/>?</prompt>')
+    same = chain(assembly_of('<prompt schema="s"><a p="xyz"/><c/>? And why?</prompt>'))
+    assert chain(one)[:3] == same[:3] and len(same) == 4 + 1
+    assert one is not None
+    first = one.parts[1]
+    others = [
+        replace(one, positions=(*one.positions[:7], *(at + 1 for at in one.positions[7:]))),
+        replace(one, parts=(one.parts[0], replace(first, key=ChunkKey(b"other")), *one.parts[2:])),
+        replace(one, parts=(one.parts[0], replace(first, delta=1), *one.parts[2:])),
+        replace(one, parts=(one.parts[0], *one.parts[2:])),
+        replace(one, recomputed=((6, 7),)),
+        replace(one, tokens=(*one.tokens[:7], 1, *one.tokens[8:])),
+    ]
+    firsts = [chain(other)[0] for other in (one, *others)]
+    assert len(set(firsts)) == len(firsts)
+    # What is exact has the keys of any prompt
+    whole = replace(one, exact=16)
+    assert chain(whole)[:2] == exact_chain(salt, one.tokens[:16], 8)
+    assert one.chain(8, salt, ChunkKey(b"x" * 32))[0] != chain(one)[0]

@@ -28,6 +28,7 @@ from kvstore.gpu_worker.serve.connection import Connection
 from kvstore.gpu_worker.serve.metrics import Metrics
 from kvstore.gpu_worker.serve.service import Service
 from kvstore.gpu_worker.serve.text import Detokenizer, StopStrings, Text
+from kvstore.gpu_worker.truncation import Truncation, Turns
 
 from .conftest import FakeStore, text, tiny_llama
 
@@ -613,3 +614,56 @@ def test_of_many_requests_nothing_is_left(
     one.engine.check_integrity()
     finished = {name: count for name, count in one.metrics().items() if name.startswith("requests_finished")}
     assert sum(finished.values()) == one.engine.counters["requests"], finished
+
+
+# ------------------------------------------------------------------------------------------------ long conversations
+
+
+@pytest.mark.parametrize("system", [True, False])
+def test_turns_are_where_the_template_writes_them(system: bool) -> None:
+    talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    talk += [{"role": "user", "content": "efg"}]
+    front = [{"role": "system", "content": "xyz"}] if system else []
+    head = len("<system>xyz") if system else 0
+    text_ = Text(byte_tokenizer())
+    turns = text_.turns([*front, *talk])
+    second = head + len("<user>ab<assistant>cd")
+    ends = (head + len("<user>ab<assistant>"), second + len("<user>efg<assistant>"))
+    assert turns == Turns(head, (head, second), ends)
+    assert len(text_.chat([*front, *talk])) == turns.ends[-1]
+
+
+def test_a_template_that_writes_something_first_has_a_head_without_a_system_message() -> None:
+    template = "{% if messages[0].role != 'system' %}<system>be kind{% endif %}" + TEMPLATE
+    talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    turns = Text(byte_tokenizer(), template=template).turns([*talk, {"role": "user", "content": "e"}])
+    assert turns is not None and turns.head == len("<system>be kind") == turns.begins[0]
+    assert turns.begins[1] == turns.head + len("<user>ab<assistant>cd")
+    backwards = "{% for m in messages|reverse %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    assert Text(byte_tokenizer(), template=backwards).turns([*talk, *talk[:1]]) is None
+
+
+def test_a_conversation_goes_on_beyond_the_window(serve: Callable[..., Served], store: FakeStore) -> None:
+    served = serve(store, truncation=Truncation(256), retain=False)
+    messages: list[dict[str, str]] = [{"role": "system", "content": "You answer."}]
+    cut = []
+    for number in range(10):
+        messages.append({"role": "user", "content": f"{number} is a number, I say, what is the next?"})
+        body = {"messages": messages, "temperature": 0, "max_tokens": 8, "session_id": "s"}
+        answer = served.chat(body)
+        usage = answer["usage"]
+        cut.append(usage["prompt_tokens_details"].get("cut_tokens", 0))
+        assert usage["prompt_tokens"] <= 192
+        whole = len(Text(byte_tokenizer()).chat(messages))
+        assert usage["prompt_tokens"] + cut[-1] == whole
+        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+        assert served.post("/flush", {"timeout_s": 30})["flushed"]
+    assert cut == sorted(cut) and cut[-1] > 0
+    figures = served.metrics()
+    assert figures["requests_cut_total"] == sum(each > 0 for each in cut)
+    assert figures["cut_tokens_total"] == sum(cut)
+    refused = served.ask("POST", "/v1/chat/completions", body | {"truncation": "disabled", "max_tokens": 900})
+    assert refused.status == 400
+    assert served.ask("POST", "/v1/chat/completions", HELLO | {"truncation": "perhaps"}).status == 400
+    long = {"prompt": "a text of its own " * 40, "temperature": 0, "max_tokens": 4}
+    assert served.post("/v1/completions", long)["usage"]["prompt_tokens_details"]["cut_tokens"] > 0

@@ -1,0 +1,218 @@
+"""Prompts in PML, of schemas that the daemon keeps, as what the engine is asked.
+
+A prompt names its schema, not a version of it. It is served by the current version; but while the beginning of a new
+version is being encoded, by the newest earlier one of which everything is there that the prompt needs. Either way all
+of the prompt is of one version: a module of an edited schema is never met by the text of another.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from kvstore.client.schemas import get_schema, list_schemas
+from kvstore.errors import NotFound, StoreError, Unavailable
+from kvstore.gpu_worker.assembly import Assembly
+from kvstore.gpu_worker.promptcache.plan import Job, Recipe, assemble, jobs, tenant_salt
+from kvstore.keys import ROOT
+from kvstore.promptcache import Encoding, Layout, PmlError, Schema, Tokenizer, parse_prompt, parse_schema
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome
+
+if TYPE_CHECKING:
+    from kvstore.client import Client, Namespace
+    from kvstore.gpu_worker.batching import BatchEngine
+
+KEPT_MAX = 64
+"""Schemas, layouts and encodings that are kept, each."""
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Library(Protocol):
+    def versions(self, name: str) -> Sequence[Schema]:
+        """Of a schema, the current one first; none where there is no such schema. Raises StoreError."""
+
+
+class DaemonLibrary:
+    """Schemas that the daemon keeps for this worker's user. A version's text is asked for once; which is the current
+    one, for each prompt."""
+
+    def __init__(self, connect: Callable[[], Client]) -> None:
+        self._connect = connect
+        self._client: Client | None = None
+        self._schemas: _Kept[Schema] = _Kept()
+        self._last: _Kept[tuple[Schema, ...]] = _Kept()
+        """By name, for while there is no daemon: what was KV then may still be computed."""
+
+    def versions(self, name: str) -> Sequence[Schema]:
+        try:
+            client = self._client = self._client or self._connect()
+            rows = [row for row in list_schemas(client, name=name, all_versions=True) if row.name == name]
+            found = tuple(
+                self._schemas.get(row.digest, lambda row=row: self._read(client, name, row.digest))  # type: ignore[misc]
+                for row in rows
+            )
+        except NotFound:
+            return ()
+        except Unavailable:
+            if (last := self._last.peek(name)) is not None:
+                return last
+            raise
+        self._last.put(name, found)
+        return found
+
+    def _read(self, client: Client, name: str, digest: bytes) -> Schema:
+        return parse_schema(get_schema(client, name, digest=digest).text, document=name)
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A prompt as the engine takes it. `assembly`: None for one without modules."""
+
+    schema: str
+    version: bytes
+    tokens: tuple[int, ...] = field(repr=False)
+    assembly: Assembly | None
+    end: int
+    """The position of the reply."""
+    stored: int
+    """Tokens whose KV the store can have."""
+    stale: bool = False
+    """It is of an earlier version, since what it needs of the current one is not encoded yet."""
+    wanted: tuple[Job, ...] = ()
+    """What would have to be encoded for it to be a hit, of the current version. Those that are there are among them."""
+
+    def missing(self, keys: frozenset[ChunkKey] | None) -> list[Job]:
+        """What of it is to be encoded, if the store did not have these; None: it was not asked."""
+        if self.stale or keys is None:
+            return list(self.wanted)
+        return [job for job in self.wanted if not keys.isdisjoint(job.keys)]
+
+
+class Prompts:
+    """Plans prompts, from one thread at a time. All that it keeps can be made again."""
+
+    def __init__(self, engine: BatchEngine, tokenizer: Tokenizer, library: Library) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._library = library
+        self._layouts: _Kept[Layout] = _Kept()
+        self._encodings: _Kept[tuple[Encoding, tuple[Job, ...]]] = _Kept()
+        self._lock = threading.Lock()
+
+    def plan(self, text: str, recipe: Recipe, root: ChunkKey = ROOT) -> Planned:
+        """Raises PmlError for what is wrong with the prompt, StoreError where its schema cannot be read. `root`: of the
+        tenant: what the keys of its chunks begin with."""
+        with self._lock:
+            return self._plan(text, recipe, root)
+
+    def _plan(self, text: str, recipe: Recipe, root: ChunkKey) -> Planned:
+        found: list[Schema] = []
+
+        def find(name: str) -> Schema | None:
+            found[:] = self._library.versions(name)
+            return found[0] if found else None
+
+        prompt = parse_prompt(text, find)
+        namespace = self._engine.namespace
+        current = self._planned(text, prompt.schema, namespace, recipe, root)
+        if len(found) < 2 or current.assembly is None or namespace is None:
+            return current
+        if self._beginning(found[0]) == self._beginning(found[1]) or self._is_there(namespace, current):
+            return current
+        for earlier in found[1:]:
+            try:
+                planned = self._planned(text, earlier, namespace, recipe, root)
+            except PmlError:
+                continue  # it has no such module yet
+            if planned.assembly is not None and self._is_there(namespace, planned):
+                return Planned(
+                    planned.schema,
+                    planned.version,
+                    planned.tokens,
+                    planned.assembly,
+                    planned.end,
+                    planned.stored,
+                    stale=True,
+                    wanted=current.wanted,
+                )
+        return current
+
+    def _planned(
+        self, text: str, schema: Schema, namespace: Namespace | None, recipe: Recipe, root: ChunkKey
+    ) -> Planned:
+        layout = self._layout(schema)
+        placement = layout.place(parse_prompt(text, schema))
+        salt = namespace.salt if namespace is not None else bytes(32)
+        encoding, all_jobs = self._encodings.get(
+            (schema.digest, salt, root, recipe.method), lambda: self._encode(layout, salt, root, recipe)
+        )
+        assembly = assemble(encoding, placement, salt=salt, moves=self._engine.moves, recipe=recipe)
+        needed = {part.key for part in assembly.parts} if assembly is not None else set()
+        return Planned(
+            schema.name,
+            schema.digest,
+            tuple(placement.tokens) if assembly is None else assembly.tokens,
+            assembly,
+            placement.end,
+            placement.stored,
+            wanted=tuple(job for job in all_jobs if not needed.isdisjoint(job.keys)),
+        )
+
+    def _layout(self, schema: Schema) -> Layout:
+        return self._layouts.get(
+            schema.digest,
+            lambda: Layout(
+                schema, self._tokenizer, positions_max=self._engine.positions_max, document=schema.name
+            ),
+        )
+
+    def _beginning(self, schema: Schema) -> tuple[int, ...]:
+        layout = self._layout(schema)
+        return layout.segments[0].tokens if layout.beginning else ()
+
+    def _encode(
+        self, layout: Layout, salt: bytes, root: ChunkKey, recipe: Recipe
+    ) -> tuple[Encoding, tuple[Job, ...]]:
+        size = self._engine.pool.geometry.chunk_tokens
+        encoding = Encoding(layout, tenant_salt(salt, root), chunk_tokens=size, method=recipe.method)
+        return encoding, tuple(jobs(encoding, salt=salt, root=root))
+
+    def _is_there(self, namespace: Namespace, planned: Planned) -> bool:
+        """Whether the store has all parts, as far as it can be asked at once."""
+        assert planned.assembly is not None
+        keys = list(dict.fromkeys(part.key for part in planned.assembly.parts))[:KEYS_PER_REQUEST_MAX]
+        if not keys:
+            return True
+        try:
+            outcomes = namespace.match(keys).outcomes
+        except StoreError as error:
+            log.warning("cannot ask what is there of schema %s: %s", planned.schema, error)
+            return True
+        return all(outcome is not Outcome.MISS for outcome in outcomes)
+
+
+class _Kept(OrderedDict[Hashable, T]):
+    """The last ones that were asked for."""
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:  # type: ignore[override]
+        if key not in self:
+            self.put(key, make())
+        self.move_to_end(key)
+        return self[key]
+
+    def peek(self, key: Hashable) -> T | None:
+        return super().get(key)
+
+    def put(self, key: Hashable, value: T) -> None:
+        self[key] = value
+        while len(self) > KEPT_MAX:
+            self.popitem(last=False)
