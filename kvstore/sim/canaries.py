@@ -18,7 +18,6 @@ from kvstore.core.policies import Candidates
 from kvstore.core.policies.expected import Expected
 from kvstore.core.policies.hints import Hints
 from kvstore.core.pool import Pool, Segment
-from kvstore.core.remote.sources import Fetch, Sources
 from kvstore.core.requests import reads
 from kvstore.core.requests.hint_actions import HintActions
 from kvstore.core.requests.queue import Queue
@@ -30,7 +29,6 @@ from kvstore.core.ssd.durability import Durability
 from kvstore.core.state import State
 from kvstore.core.transfers import Read, Transfers
 from kvstore.tiers.remote import records
-from kvstore.tiers.remote.tombstones import Tombstones
 from kvstore.types import ChunkKey, DiskResult, DiskState, NamespaceId, OpId, Outcome, Reason
 
 Original = Callable[..., Any]
@@ -377,32 +375,13 @@ def _open_while_off(original: Original) -> Any:
     return look
 
 
-def _late_fetch(original: Original) -> Any:
-    """As `_late_read`, of what comes from beyond the node."""
-
-    def late(sources: Sources, fetch: Fetch) -> None:
-        original(sources, fetch)
-        for segment, slot in fetch.quarantined or ():
-            sources.state.free_slot(segment, slot)
-        fetch.quarantined = []
-
-    return late
-
-
 def _any_record(original: Original) -> Any:
     """Whatever record is under a name is taken for the one that was asked for."""
     return lambda header, **wanted: ""
 
 
-def _no_tombstone(original: Original) -> Any:
-    """What was forgotten is served from the REMOTE store as long as it is there."""
-    return lambda tombstones, description: ""
-
-
 REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
-    "reuse-late-fetch": (Sources, "_late", _late_fetch),
     "any-record": (records, "refusal", _any_record),
-    "no-tombstone": (Tombstones, "refuses", _no_tombstone),
 }
 """What only a run with a REMOTE store finds."""
 

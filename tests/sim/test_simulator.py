@@ -51,7 +51,12 @@ def test_a_seed_that_failed_once(seed: str, protection: str, steps: str) -> None
 
 @pytest.mark.parametrize(
     ("name", "tier"),
-    [*((name, "ssd") for name in CANARIES), ("reuse-late-read", "memory"), ("trust-disk", "memory")],
+    [
+        *((name, "ssd") for name in CANARIES),
+        ("reuse-late-read", "memory"),
+        ("trust-disk", "memory"),
+        ("any-record", "remote"),
+    ],
 )
 def test_a_planted_bug_is_found(name: str, tier: str) -> None:
     """Within a bounded number of steps, and by what is checked, not by a planted bug that does not fit any more."""
