@@ -199,7 +199,8 @@ class Scheduler:
         """It gets no more tokens. What was computed of it stays in the pool, and in the store as its session; of a
         prompt that was not read to its end the session knows nothing."""
         if self._store is not None:
-            whole = request.row >= 0 and request.computed >= request.prompt_tokens
+            there = request.row >= 0 and request.load is None  # else some of its KV is still on its way
+            whole = there and request.computed >= request.prompt_tokens
             if request.assembly is not None:
                 if whole:
                     self._store.save_parts(request)
