@@ -28,7 +28,7 @@ from kvstore.client import SessionEntry, SessionInfo
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.assembly import Assembly, Part
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Plan, Why
-from kvstore.gpu_worker.device import Device, device_of
+from kvstore.gpu_worker.device import Device, Event, device_of
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.loader import Load, Loader, LoadFailed, Piece
 from kvstore.gpu_worker.positions import Positions
@@ -272,10 +272,13 @@ class PoolStore:
             pieces,
             place,
             deadline_s=float("inf"),
-            # Whoever had these chunks before may still read them, and have written them
-            after=[self._device.compute.record(), *self._buffer.reads(chunks)],
+            after=self._before_overwriting(chunks),
             regions=lambda layer: regions(layer, chunks),
         )
+
+    def _before_overwriting(self, chunks: Sequence[int]) -> list[Event]:
+        """What may still touch these chunks: computing for whoever had them, and copies out of them."""
+        return [self._device.compute.record(), *self._buffer.reads(chunks)]
 
     def load_parts(self, found: Found, first: int, chunks: Sequence[int]) -> Load:
         """The parts that are there, into a prompt's chunks from number `first` on: a part may lie in two of them. Takes
@@ -302,7 +305,7 @@ class PoolStore:
             pieces,
             place,
             deadline_s=float("inf"),
-            after=[self._device.compute.record(), *self._buffer.reads(chunks)],
+            after=self._before_overwriting(chunks),
             regions=lambda layer: regions(layer, chunks),
         )
 
@@ -362,8 +365,7 @@ class PoolStore:
             full = (request.computed + count) // size
             if count > 1 and full > first and request.load is None and request.assembly is None:
                 self._stage(request, full)
-        for event in self._buffer.reads(written):
-            self._device.compute.wait(event)
+        self.writes(written)
         if self._device.tracks:
             self._touching = {
                 request: (
@@ -376,6 +378,11 @@ class PoolStore:
                 )
                 for request, count in pieces.items()
             }
+
+    def writes(self, chunks: Sequence[int]) -> None:
+        """What is computed next writes these: copies out of them come first."""
+        for event in self._buffer.reads(chunks):
+            self._device.compute.wait(event)
 
     def begin(self, layer: int) -> None:
         """Attention of that layer comes next. Raises LoadFailed once there is no request left whose KV is there."""

@@ -144,6 +144,11 @@ class Scheduler:
                 failed.add(request)
         return failed
 
+    @property
+    def a_row(self) -> int:
+        """Any row: between two steps no prompt is read in one."""
+        return 0
+
     def find(self, number: int) -> Request | None:
         """The live request of that number."""
         return next((each for each in (*self.running, *self.waiting) if each.number == number), None)
@@ -194,7 +199,8 @@ class Scheduler:
         """It gets no more tokens. What was computed of it stays in the pool, and in the store as its session; of a
         prompt that was not read to its end the session knows nothing."""
         if self._store is not None:
-            whole = request.row >= 0 and request.computed >= request.prompt_tokens
+            there = request.row >= 0 and request.load is None  # else some of its KV is still on its way
+            whole = there and request.computed >= request.prompt_tokens
             if request.assembly is not None:
                 if whole:
                     self._store.save_parts(request)
@@ -585,9 +591,9 @@ class Scheduler:
         except LoadFailed:
             self._counters["load_failures"] += 1
             request.load_failures += 1
+            request.unplanned = request.assembly is not None
             self._give_up(request, "it failed")
             self._adopt_tail(request)
-            request.unplanned = request.assembly is not None
             return False
         if request.assembly is not None:
             request.load = None

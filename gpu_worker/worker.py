@@ -133,6 +133,7 @@ def engine_of(model: PreTrainedModel, options: argparse.Namespace) -> BatchEngin
         weights_epoch=options.weights_epoch,
         salt=options.salt.encode(),
         truncation=truncation_of(options),
+        canary_every=options.canary_every,
     )
 
 
@@ -252,6 +253,12 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.5,
         help="share of that window that is kept when a conversation is cut",
+    )
+    add(
+        "--canary-every",
+        type=int,
+        default=1000,
+        help="of so many hits one is computed again and compared with what was stored (0: none)",
     )
     add("--weights-epoch", type=int, default=0, help="of the namespace")
     add(

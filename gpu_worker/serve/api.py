@@ -249,6 +249,7 @@ class Api:
             "waiting": engine.waiting,
             "store": "connected" if engine.connected else "none",
             "sharing": engine.refusal or "on",
+            "canary": engine.alarm or "ok",
         }
         return JSONResponse(status, status_code=503 if service.failure else 200)
 

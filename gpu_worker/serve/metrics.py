@@ -66,6 +66,8 @@ class Metrics(Collector):
             "requests_cut": "Requests whose conversation was too long and was cut",
             "cut_tokens": "Tokens that such requests did not look at",
             "truncations_recomputed": "Such requests that computed all that remains, without what was stored",
+            "canary_checks": "Hits that were computed again and compared",
+            "canary_failures": "Such hits that were not what this worker computes",
             "promotions_awaited": "Lookups that waited for KV on SSD",
             "promotions_late": "Of these, that went on without all of it",
             "loads_overlapped": "Requests that ran while their KV was loaded",

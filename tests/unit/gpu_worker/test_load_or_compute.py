@@ -62,7 +62,7 @@ def test_as_long_as_nothing_is_measured_all_is_loaded(engine: MakeEngine, store:
     ("token_s", "chunk_s", "choice", "loaded"),
     [
         (1.0, 1e-6, "load", 4),
-        (1e-3, 10.0, "split", 2),  # what is in DRAM costs nothing; the rest takes longer than computing it
+        (1.0, 1e4, "split", 2),  # what is in DRAM costs nothing; the rest takes longer than computing it
     ],
 )
 def test_what_is_on_a_slow_disk_is_computed(
@@ -83,8 +83,8 @@ def test_what_is_all_on_a_slow_disk_is_computed(engine: MakeEngine, store: FakeS
     prompt = text(4 * T + 3)
     warm(engine, prompt)
     one = engine(compute_or_load=True)
-    learned(one, token_s=1e-3)
-    ssd(store, slice(None), chunk_s=10.0)
+    learned(one, token_s=1.0)
+    ssd(store, slice(None), chunk_s=1e4)
     assert asked(one, prompt) == "compute"
     assert one.counters["restored_tokens"] == 0 and not store.promoted
 
@@ -94,7 +94,7 @@ def test_what_does_not_come_in_time_is_computed(engine: MakeEngine, store: FakeS
     prompt = text(4 * T + 3)
     warm(engine, prompt)
     one = engine(compute_or_load=True, promote_timeout_s=1000.0)
-    learned(one, token_s=1e-3)
+    learned(one, token_s=1.0)  # a copy is not late before a minute, on the busiest machine
     ssd(store, slice(2, None), chunk_s=1e-6)
     store.promotes = False
     assert asked(one, prompt) == "load"
