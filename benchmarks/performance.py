@@ -319,6 +319,12 @@ SECTIONS: dict[str, Section] = {
         "The next turn of a conversation",
         "What is left beside `kept`, the same turn with its KV never let go, is the load, of which the copy is a part.",
     ),
+    "overlap": Section(
+        "Loading and saving beside computing",
+        "`over_kept` is a turn whose history is loaded against the same turn whose history the pool has kept, `alone` "
+        "the load by itself against the latter. In rows with a `link_share` each layer takes as long as on a link that "
+        "needs so much of the kept turn for all of them.",
+    ),
     "shared_prefix": Section(
         "Sequences that begin alike",
         "Two thirds of a shared step's processor time are what the model does beside attention, which sharing does not "

@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 from kvstore.errors import Exhausted, Unavailable, Unsupported
 from kvstore.gpu_worker.assembly import Assembly
 from kvstore.gpu_worker.attention import NAME, check_pageable
+from kvstore.gpu_worker.canary import TOKENS_MAX, SelfTest, differs, is_sampled
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
 from kvstore.gpu_worker.device import Device
 from kvstore.gpu_worker.forward import Forward
 from kvstore.gpu_worker.hbm_pool import HbmPool
@@ -79,6 +81,8 @@ class Turn:
     """Of the prompt: tokens whose KV was in the pool or in the store."""
     load_failures: int = 0
     """How often KV that the store had did not arrive, and was computed."""
+    choice: str = ""
+    """See `Request.choice`."""
     cut_tokens: int = 0
     """Of the prompt, so many were not looked at."""
 
@@ -99,7 +103,7 @@ class BatchEngine:
     requests_failed, requests_rejected (the queue was full), requests_unnamed (whose session no store could name),
     requests_unexplained (of a model that cannot be explained: their KV is neither shared nor stored); requests_cut and
     cut_tokens (of conversations that were too long), truncations_recomputed (of these, requests whose older KV could
-    not be had); reports of what
+    not be had), canary_checks and canary_failures; reports of what
     is in the pool, and reports_failed.
     """
 
@@ -123,8 +127,11 @@ class BatchEngine:
         save_timeout_s: float = 5.0,
         save_queue_bytes_max: int = QUEUE_BYTES_MAX,
         read_buffer: int | None = None,
+        load_ahead: int = 0,
+        compute_or_load: bool = False,
         device: Device | None = None,
         truncation: Truncation | None = None,
+        canary_every: int = 0,
     ) -> None:
         """`connect` makes the client, which the engine closes; while no daemon answers, everything is computed, and now
         and then it is called again, in the background. `pool_chunks`: size of the pool. `sequences_max`: how many
@@ -134,14 +141,19 @@ class BatchEngine:
         are those in the model. `weights_epoch`, `salt`: of the namespace. `promote_timeout_s`: how long a request waits
         for KV that is on SSD; what is late is computed. `read_buffer`: so many layers of what is loaded have to be
         there before a request joins a step, which waits for the others layer by layer; by default as many as keep it
-        from waiting, by what was measured. `device`: how KV is copied, by default that of the model. `truncation`:
-        how conversations that outgrow a window go on.
+        from waiting, by what was measured. `load_ahead`: how many of those that wait begin to load.
+        `compute_or_load`: what is faster to compute than to load, by what was measured, is computed. `device`: how KV
+        is copied, by default that of the model. `truncation`: how conversations that outgrow a window go on.
+        `canary_every`: of so many hits one is computed again and compared (`canary.py`); 0: none is.
 
         Raises Unsupported for a model that the pool, the kernels or the store cannot serve, naming the field,
         ValueError for a setting that is too small, and whatever else the daemon has against us.
         """
         if waiting_max < 1:
             raise ValueError(f"waiting_max is {waiting_max}: must be at least 1")
+        for name, value in (("load_ahead", load_ahead), ("read_buffer", read_buffer)):
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}: must be at least 0")
         check_pageable(model)
         if truncation is not None:
             check_movable(model.config, tokens_max=truncation.window, dtype=model.dtype)
@@ -155,6 +167,8 @@ class BatchEngine:
                 f"{self.tokens_max} tokens"
             )
         self.truncation = truncation
+        self.alarm = ""
+        """Why KV is neither loaded nor saved any more: a hit was not what this worker computes; else ""."""
         self.waiting_max = waiting_max
         self.sequences_max = sequences_max
         self._vocabulary = model.config.vocab_size
@@ -164,6 +178,7 @@ class BatchEngine:
         self._identity = Identity(model, counters=self.counters)
         self._verdict = self._identity.check()
         self._refusal = self._refuse(self._verdict)
+        choice = ComputeOrLoad() if compute_or_load else None
         self._store = (
             PoolStore(
                 model,
@@ -176,6 +191,7 @@ class BatchEngine:
                 save_timeout_s=save_timeout_s,
                 save_queue_bytes_max=save_queue_bytes_max,
                 device=device,
+                choice=choice,
             )
             if connect
             else None
@@ -188,6 +204,8 @@ class BatchEngine:
             share=share and not self._refusal,
             counters=self.counters,
             read_buffer=read_buffer,
+            load_ahead=load_ahead,
+            choice=choice,
         )
         self._forward = Forward(
             model,
@@ -199,6 +217,10 @@ class BatchEngine:
         )
         self._count = 0
         self._closed = False
+        self._canary_every = canary_every
+        self._self_test = SelfTest(self._vocabulary)
+        self._golden: Verdict | None = None
+        """What the model was when the self-test was made."""
 
     def __repr__(self) -> str:
         return f"BatchEngine({self.running} running, {self.waiting} waiting, {self.pool})"
@@ -360,6 +382,7 @@ class BatchEngine:
             prompt_tokens=request.prompt_tokens,
             reused=request.reused,
             load_failures=request.load_failures,
+            choice=request.choice,
             cut_tokens=request.cut_tokens,
         )
 
@@ -525,7 +548,66 @@ class BatchEngine:
             return
         self.counters["requests_unexplained"] += len(requests) * bool(self.refusal)
         for request in requests:
-            self._scheduler.finish(request)
+            if self._canary_every and self._store is not None and not self.alarm:
+                self._check_hit(request)
+            if not self.alarm or request in self._scheduler.running:
+                self._scheduler.finish(request)
+            else:
+                self._scheduler.waiting.remove(request)
+
+    def _check_hit(self, request: Request) -> None:
+        """Of a sample of requests: whether the KV that came from the store is what the model computes. If it is not,
+        nothing is loaded or saved any more, and what runs is computed again."""
+        if request.row < 0 or request.assembly is not None or request.chain is not None:
+            return
+        if self._golden != self._verdict:
+            self._golden = self._verdict
+            self._self_test.remember(self._compute_once)
+        size = self.pool.geometry.chunk_tokens
+        count = min((request.reused.dram + request.reused.ssd) // size, TOKENS_MAX // size)
+        if (
+            not count
+            or request.load is not None
+            or not is_sampled(request.store_keys[count - 1], self._canary_every)
+        ):
+            return
+        tokens = request.tokens[: count * size]
+        if (computed := self._compute_once(tokens)) is None:
+            return
+        self.counters["canary_checks"] += 1
+        restored = [layer[request.chunks[:count]] for layer in self.pool.layers]
+        if not (found := differs(restored, computed)):
+            return
+        self.counters["canary_failures"] += 1
+        healthy = self._self_test.passes(self._compute_once, tokens)
+        self.alarm = f"KV from the store is not what this worker computes: {found}. Its self-test " + (
+            "passes: recall the maker of these chunks" if healthy else "FAILS: this worker is sick"
+        )
+        log.error(
+            "%s; nothing is loaded or saved any more. Key: %s",
+            self.alarm,
+            request.store_keys[count - 1].hex(),
+        )
+        assert self._store is not None
+        self._store.saver.forget()
+        self._follow(self._verdict)  # without a namespace from now on
+
+    def _compute_once(self, tokens: Sequence[int]) -> list[torch.Tensor] | None:
+        """KV of these tokens, of each layer [chunks, 2, kv_heads, chunk_tokens, head_dim], computed by themselves."""
+        size = self.pool.geometry.chunk_tokens
+        whole = len(tokens) // size * size
+        row = self._scheduler.a_row
+        chunks = self.pool.take(whole // size) if whole else None
+        if chunks is None:
+            return None
+        probe = Request(0, list(tokens[:whole]), whole, frozenset(), Sampler(GREEDY), chunks=chunks, row=row)
+        try:
+            assert self._store is not None
+            self._store.writes(chunks)
+            self._forward({probe: whole})
+            return [layer[chunks].clone() for layer in self.pool.layers]
+        finally:
+            self.pool.drop(chunks)
 
     def _named(self, session: str) -> str:
         """The session's name, "" where it is none that the store takes."""
@@ -564,7 +646,7 @@ class BatchEngine:
         return reason
 
     def _spec(self) -> NamespaceSpec | None:
-        if self._refusal:
+        if self._refusal or self.alarm:
             return None
         try:
             return namespace_of(

@@ -82,10 +82,11 @@ class Forward:
         return self._positions is not None
 
     def __call__(
-        self, pieces: Mapping[Request, int], watch: Layers | None = None
+        self, pieces: Mapping[Request, int], watch: Layers | None = None, *, every: bool = False
     ) -> dict[Request, torch.Tensor]:
         """Computes the next so many tokens of each request; of those that have none left then, the logits
-        [vocabulary] after the last, in float32. `watch` is told when attention of each layer comes and is over."""
+        [vocabulary] after the last, in float32. `watch` is told when attention of each layer comes and is over.
+        `every`: of one request alone, the logits [count, vocabulary] after each of the tokens."""
         decoding = [request for request, count in pieces.items() if count == 1]
         prefilling = {request: request.spans(count) for request, count in pieces.items() if count > 1}
         ids: list[int] = []
@@ -121,10 +122,13 @@ class Forward:
                 input_ids=self._tensor(ids).unsqueeze(0),
                 position_ids=self._tensor(positions).unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=self._tensor(list(last.values())),
+                logits_to_keep=0 if every else self._tensor(list(last.values())),
                 step=step,
             )
         logits = out.logits[0].contiguous()  # a row after the other: whoever samples reads it row by row
+        if every:
+            (request,) = pieces
+            return {request: logits.float()}
         return dict(zip(last, logits.float(), strict=True))
 
     def _decode_plan(self, sequences: Sequence[Request]) -> Plan | None:

@@ -27,7 +27,8 @@ from transformers import PreTrainedModel
 from kvstore.client import SessionEntry, SessionInfo
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.assembly import Assembly, Part
-from kvstore.gpu_worker.device import Device, device_of
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Plan, Why
+from kvstore.gpu_worker.device import Device, Event, device_of
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.loader import Load, Loader, LoadFailed, Piece
 from kvstore.gpu_worker.positions import Positions
@@ -62,6 +63,8 @@ class Found:
     """Numbers in the lease of those that were promoted because they were asked for."""
     base: SessionInfo | None = None
     """The session's manifest."""
+    plan: Plan | None = None
+    """Why so many; None: nothing was weighed."""
 
     parts: tuple[tuple[int, Part], ...] = ()
     """Of a prompt that is put together: its parts that are there, each with its number in the lease."""
@@ -93,13 +96,16 @@ class PoolStore:
         save_timeout_s: float = 5.0,
         save_queue_bytes_max: int = QUEUE_BYTES_MAX,
         device: Device | None = None,
+        choice: ComputeOrLoad | None = None,
     ) -> None:
-        """`spec`: of the namespace; None: none for now (see `use`). `device`: by default that of the model. Raises
+        """`spec`: of the namespace; None: none for now (see `use`). `choice`: by which loading and computing are
+        weighed; None: whatever is there is loaded. `device`: by default that of the model. Raises
         Unsupported for a model on a device that no make of `device.py` is for, and whatever the daemon has against
         us."""
         self._device = device or device_of(model.device)
         self._device.adopt(pool.layers)
         self._pool = pool
+        self._choice = choice
         self._chunk_tokens = pool.geometry.chunk_tokens
         self._lookup_timeout_s = lookup_timeout_s
         self._store = Store(
@@ -175,6 +181,7 @@ class PoolStore:
             return None
         keys = self._store_keys(request, namespace, whole)
         tokens, session = tuple(request.tokens), request.session
+        have = request.computed // self._chunk_tokens
         # Of what saw more than its own text, only full chunks are kept
         root = request.root if request.chain is None else None
         before = self._saving.get(session) if session else None
@@ -182,7 +189,7 @@ class PoolStore:
         def find() -> Found:
             if before is not None:  # our own save of the turn before, still under way
                 before.saved.wait(self._lookup_timeout_s)
-            return self._find(namespace, keys, tokens, session, root)
+            return self._find(namespace, keys, tokens, session, root, have)
 
         return self._ask(find)
 
@@ -265,10 +272,13 @@ class PoolStore:
             pieces,
             place,
             deadline_s=float("inf"),
-            # Whoever had these chunks before may still read them, and have written them
-            after=[self._device.compute.record(), *self._buffer.reads(chunks)],
+            after=self._before_overwriting(chunks),
             regions=lambda layer: regions(layer, chunks),
         )
+
+    def _before_overwriting(self, chunks: Sequence[int]) -> list[Event]:
+        """What may still touch these chunks: computing for whoever had them, and copies out of them."""
+        return [self._device.compute.record(), *self._buffer.reads(chunks)]
 
     def load_parts(self, found: Found, first: int, chunks: Sequence[int]) -> Load:
         """The parts that are there, into a prompt's chunks from number `first` on: a part may lie in two of them. Takes
@@ -295,7 +305,7 @@ class PoolStore:
             pieces,
             place,
             deadline_s=float("inf"),
-            after=[self._device.compute.record(), *self._buffer.reads(chunks)],
+            after=self._before_overwriting(chunks),
             regions=lambda layer: regions(layer, chunks),
         )
 
@@ -311,6 +321,7 @@ class PoolStore:
         tokens: Sequence[int],
         session: str,
         root: ChunkKey | None,
+        have: int,
     ) -> Found:
         """`root`: None for keys behind which no tail is looked for."""
         base = namespace.get_session(session, timeout_s=self._lookup_timeout_s) if session else None
@@ -321,12 +332,21 @@ class PoolStore:
         if not asked:
             return Found(base=base)
         # In any order, because the tail of an earlier turn lies beside the chunk that has grown out of it since.
-        lease, promoted = self._store.read(namespace, asked, any_order=tail is not None)
+        plan = None
+        any_order = tail is not None
+        if self._choice is None:
+            lease, promoted = self._store.read(namespace, asked, any_order=any_order)
+        else:
+            lease, promoted, plan = self._store.read_worthwhile(
+                namespace, asked, self._choice, chunks=len(keys), have=have, any_order=any_order
+            )
         hit = [outcome is Outcome.HIT for outcome in lease.outcomes]
         chunks = next((number for number in range(len(keys)) if not hit[number]), len(keys))
+        if plan is not None and plan.why is not Why.NOTHING:
+            chunks = min(chunks, max(plan.chunks, have))
         if tail is not None and not (hit[-1] and tail.first_token == chunks * self._chunk_tokens):
             tail = None
-        return Found(lease, chunks, tail, len(keys), promoted, base)
+        return Found(lease, chunks, tail, len(keys), promoted, base, plan)
 
     # -------------------------------------------------------------------------------------------------- while it runs
 
@@ -345,8 +365,7 @@ class PoolStore:
             full = (request.computed + count) // size
             if count > 1 and full > first and request.load is None and request.assembly is None:
                 self._stage(request, full)
-        for event in self._buffer.reads(written):
-            self._device.compute.wait(event)
+        self.writes(written)
         if self._device.tracks:
             self._touching = {
                 request: (
@@ -359,6 +378,11 @@ class PoolStore:
                 )
                 for request, count in pieces.items()
             }
+
+    def writes(self, chunks: Sequence[int]) -> None:
+        """What is computed next writes these: copies out of them come first."""
+        for event in self._buffer.reads(chunks):
+            self._device.compute.wait(event)
 
     def begin(self, layer: int) -> None:
         """Attention of that layer comes next. Raises LoadFailed once there is no request left whose KV is there."""

@@ -79,9 +79,13 @@ class Request:
     """What the store has of it; asked when it begins to run."""
     found: Found | None = None
     """What the store had, once it is known."""
+    choice: str = ""
+    """What was made of what the store had, see `compute_or_load.Why`; "": nothing was weighed."""
     load: Load | None = None
     load_first: int = 0
     """The first of its chunks that `load` fills; that one and all after it are the load's until it has ended."""
+    asked: bool = False
+    """The store was asked for it while it waited."""
     joined: bool = False
     """It runs though not all of `load` is there; `computed` counts what is being loaded."""
     save: TurnSave | None = None

@@ -7,15 +7,17 @@ queue, and is loaded or computed again once there is room. The oldest one always
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kvstore.gpu_worker.assembly import Assembly
-from kvstore.gpu_worker.compute_or_load import Computing, read_buffer_layers
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Computing, read_buffer_layers
 from kvstore.gpu_worker.gathering import Gathering
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.loader import Load, LoadFailed
@@ -35,7 +37,8 @@ _SALT = bytes(SALT_BYTES)  # keys of the pool are compared with one another only
 
 class Scheduler:
     """`counters` gets adopted_tokens, restored_tokens (and of these: restored_ssd_tokens), loads_overlapped (requests
-    that joined a step before all of their load was there), load_failures and preemptions."""
+    that joined a step before all of their load was there), loads_late (computing was faster), choices_... (how often
+    what was found was to be loaded, split, computed, ..., see `compute_or_load.Why`), load_failures and preemptions."""
 
     def __init__(
         self,
@@ -46,11 +49,12 @@ class Scheduler:
         prefill_tokens: int,
         share: bool,
         counters: Counter[str],
-        computing: Computing | None = None,
+        choice: ComputeOrLoad | None = None,
         read_buffer: int | None = None,
+        load_ahead: int = 0,
     ) -> None:
-        """`computing`: what steps take. `read_buffer`: layers that have to be there before a request joins a step;
-        None: as many as keep it from waiting."""
+        """`choice`: gets what loads took. `read_buffer`: layers that have to be there before a request joins a step;
+        None: as many as keep it from waiting. `load_ahead`: how many of those that wait begin to load."""
         for name, value in (("sequences_max", sequences_max), ("prefill_tokens", prefill_tokens)):
             if value < 1:
                 raise ValueError(f"{name} is {value}: must be at least 1")
@@ -62,8 +66,11 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._share = share
         self._counters = counters
-        self.computing = computing or Computing(skipped=1)
+        self.computing = choice.compute if choice is not None else Computing(skipped=1)
+        """What steps take."""
+        self._choice = choice
         self._read_buffer = read_buffer
+        self._load_ahead = load_ahead
         self._chunk_tokens = pool.geometry.chunk_tokens
         self._rows = list(range(sequences_max - 1, -1, -1))
         self._ending: list[tuple[Load, list[int]]] = []
@@ -97,9 +104,26 @@ class Scheduler:
                 if request.missing > 1:
                     budget -= count
                     promised.update(self._adoptable(request)[request.computed // self._chunk_tokens :])
+        self._prepare(promised)
         if not pieces:
             self._idle()
         return pieces
+
+    def _prepare(self, promised: set[ChunkKey]) -> None:
+        """The next of those that wait load while the others compute, into chunks that nobody who runs is going to need.
+        What two of them want, or one who runs is about to compute or load, is loaded once: the other one adopts it."""
+        if self._store is None:
+            return
+        for request in list(islice(self.waiting, self._load_ahead)):
+            if request.alone or request.assembly is not None or request.chain is not None:
+                continue
+            self._adopt(request)
+            if request.load is None and request.lookup is None:
+                if request.asked or self._next(request) in promised or self._is_here(request):
+                    continue
+                request.lookup = self._store.look_up(request)
+                request.asked = True
+            self._restoring(request, promised, {})
 
     def computed(self, request: Request, count: int) -> None:
         """The KV of so many tokens more is in the pool: what is full now, others may adopt, and the store gets."""
@@ -120,6 +144,11 @@ class Scheduler:
                 failed.add(request)
         return failed
 
+    @property
+    def a_row(self) -> int:
+        """Any row: between two steps no prompt is read in one."""
+        return 0
+
     def find(self, number: int) -> Request | None:
         """The live request of that number."""
         return next((each for each in (*self.running, *self.waiting) if each.number == number), None)
@@ -134,6 +163,7 @@ class Scheduler:
         self._pool.forget()
         self._share = share
         for request in self.waiting:
+            self._let_go(request, retain=False)
             request.save = request.found = None  # of another namespace
             request.store_keys.clear()
             request.reused = Reused()
@@ -146,7 +176,8 @@ class Scheduler:
             for request in (*self.running, *self.waiting):
                 if request.assembly is None:
                     self._store.abandon(request)
-        self.waiting.clear()
+        while self.waiting:
+            self._let_go(self.waiting.pop())
         while self.running:
             self.stop(self.running[-1])
 
@@ -168,7 +199,8 @@ class Scheduler:
         """It gets no more tokens. What was computed of it stays in the pool, and in the store as its session; of a
         prompt that was not read to its end the session knows nothing."""
         if self._store is not None:
-            whole = request.row >= 0 and request.computed >= request.prompt_tokens
+            there = request.row >= 0 and request.load is None  # else some of its KV is still on its way
+            whole = there and request.computed >= request.prompt_tokens
             if request.assembly is not None:
                 if whole:
                     self._store.save_parts(request)
@@ -178,12 +210,19 @@ class Scheduler:
                 self._store.abandon(request)
         if request.row < 0:
             self.waiting.remove(request)
+            self._let_go(request)
         else:
             self.stop(request)
 
     def stop(self, request: Request, *, retain: bool = True) -> None:
         """It runs no more, and holds nothing. `retain`: what was computed of it may stay in the pool."""
         self.running.remove(request)
+        self._rows.append(request.row)
+        request.row = -1
+        self._let_go(request, retain=retain)
+
+    def _let_go(self, request: Request, *, retain: bool = True) -> None:
+        """It holds nothing any more."""
         if request.lookup is not None:
             request.lookup.add_done_callback(lambda lookup: lookup.result().release())
         if request.gathering is not None:
@@ -197,24 +236,24 @@ class Scheduler:
             self._pool.leave_tail(request.chunks[whole], self._key_before(request, whole), tail)
             del request.chunks[whole:]
         self._pool.drop(request.chunks)
-        self._rows.append(request.row)
         self._pool.drop(request.held)
-        request.chunks, request.computed, request.row, request.holes = [], 0, -1, []
+        request.chunks, request.computed, request.asked, request.holes = [], 0, False, []
         request.held, request.stretches = [], []
         request.lookup = request.load = request.gathering = None
 
     def check_integrity(self) -> None:
         """Assert what only a bug could break; for tests."""
         ending = [chunks for _, chunks in self._ending]
+        live = [*self.running, *self.waiting]
         gathered = [one.gathering for one in self.running if one.gathering is not None]
         others = [*(one.held for one in self.running), *(each.taken for each in gathered)]
         others += [list(each.chunks.values()) for each in gathered]
-        self._pool.check_integrity([*(request.chunks for request in self.running), *others, *ending])
+        self._pool.check_integrity([*(request.chunks for request in live), *others, *ending])
         numbers = [request.number for request in (*self.running, *self.waiting)]
         assert numbers == sorted(numbers), "a request has lost its turn"
         rows = sorted([*self._rows, *(request.row for request in self.running)])
         assert rows == list(range(len(rows))), "a row is lost or in two places"
-        for request in self.running:
+        for request in live:
             assert request.computed <= len(request.chunks) * self._chunk_tokens
             size = self._chunk_tokens
             for number, chunk in enumerate(request.chunks[: -(-request.computed // size)]):
@@ -222,18 +261,21 @@ class Scheduler:
                 assert self._pool.count(chunk) == count, "the pool does not know what a chunk holds"
                 assert self._pool.begin(chunk) == request.position(number * size), "keys of another position"
         for request in self.waiting:
-            assert not request.chunks and not request.computed and request.row < 0
+            assert request.row < 0 and not request.joined
             assert not request.held and not request.stretches and request.gathering is None
+        ahead = [request for request in self.waiting if request.chunks or request.lookup is not None]
+        assert ahead == list(self.waiting)[: len(ahead)] or self._load_ahead, "who waits holds something"
 
     def _admit(self) -> None:
         """Who waits runs, in order, if there are a row and chunks for all its tokens, beside those that the others need
         for theirs and one more for each."""
-        needed = sum(self._chunks(len(one.tokens)) - len(one.chunks) + 1 for one in self.running)
+        needed = self._needed()
         while self.waiting and self._rows:
             request = self.waiting[0]
             # Chunks that are here, and idle, are no longer available once it holds them
-            shared = self._pool.held(self._pool.find(self._adoptable(request)))
-            needed += self._chunks(len(request.tokens)) - shared
+            own = len(request.chunks)
+            shared = self._pool.held(self._pool.find(self._adoptable(request)[own:]))
+            needed += self._chunks(len(request.tokens)) - own - shared
             if request.chain is not None and request.chain.seen:
                 gathering = Gathering(request.chain, _SALT)
                 # As if none of them was held already
@@ -246,15 +288,24 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             adopted = self._adopt(request)
             needed += 1 + shared - adopted
+            if request.lookup is not None or request.load is not None:
+                continue  # it was loaded ahead
             if self._store is not None and not request.alone and not self._is_here(request):
                 request.lookup = self._store.look_up(request)
             if request.assembly is not None:
                 request.unplanned = request.lookup is None and not self._is_here(request)
 
+    def _needed(self) -> int:
+        """Chunks that those who run have still to get for their tokens, and one more for each."""
+        return sum(self._chunks(len(one.tokens)) - len(one.chunks) + 1 for one in self.running)
+
     def _make_room(self, request: Request, tokens: int, pieces: dict[Request, int]) -> bool:
         """Chunks for so many tokens, taken from the newest if none is free. False if it is the newest itself, or if
         there will be some as soon as a load has ended."""
-        taken = self._take(request, self._chunks(tokens) - len(request.chunks), pieces)
+        needed = self._chunks(tokens) - len(request.chunks)
+        if request.row < 0 and needed > self._pool.available - self._needed():
+            return False  # it waits: those that run come first
+        taken = self._take(request, needed, pieces)
         if taken is None:
             return False
         request.chunks += taken
@@ -263,6 +314,9 @@ class Scheduler:
     def _take(self, request: Request, count: int, pieces: dict[Request, int]) -> list[int] | None:
         """So many chunks, taken from the newest if too few are free; None where `_make_room` is False."""
         while (taken := self._pool.take(count)) is None:
+            if (ahead := next((one for one in reversed(self.waiting) if one.chunks), None)) is not None:
+                self._let_go(ahead)
+                continue
             if self._ending:
                 return None
             newest = self.running[-1]
@@ -290,7 +344,8 @@ class Scheduler:
     def _adopt_tail(self, request: Request) -> None:
         """Go on in the chunk that somebody left who had the same tokens."""
         whole, inside = divmod(request.computed, self._chunk_tokens)
-        if inside or whole != len(request.chunks) or not self._share or request.alone or request.assembly:
+        waits = request.row < 0 or request.alone or request.assembly
+        if inside or whole != len(request.chunks) or not self._share or waits:
             return
         rest = request.tokens[request.computed : request.computed + self._chunk_tokens]
         tail = self._pool.take_tail(self._key_before(request, whole), rest)
@@ -457,6 +512,9 @@ class Scheduler:
             if useful and not self._make_room(request, chunks * self._chunk_tokens, pieces):
                 return True
             request.lookup, request.found = None, found
+            if found.plan is not None:
+                request.choice = found.plan.why.value
+                self._counters[f"choices_{request.choice}"] += 1
             if found.parts and useful:
                 # Others have computed some of them meanwhile, and share these chunks
                 found = replace(
@@ -481,10 +539,15 @@ class Scheduler:
             self._restored(request)
             return False
         promised.update(self._adoptable(request)[request.load_first : len(request.chunks)])
-        if request.assembly is not None:
+        if request.row < 0 or request.assembly is not None:
             return True
         if not request.joined and not self._may_join(request, pieces):
-            return True
+            plan = request.found.plan if request.found is not None else None
+            if plan is None or time.monotonic() < request.load.started_at + plan.bound_s:
+                return True
+            self._counters["loads_late"] += 1
+            self._give_up(request, "computing is faster")
+            return False
         self._join(request)
         return False
 
@@ -514,6 +577,7 @@ class Scheduler:
         if not request.joined:
             request.joined = True
             request.computed += self._loaded_tokens(request)
+            self._note(request, request.load_first)
             self._counters["loads_overlapped"] += 1
 
     def _restored(self, request: Request) -> bool:
@@ -527,15 +591,17 @@ class Scheduler:
         except LoadFailed:
             self._counters["load_failures"] += 1
             request.load_failures += 1
+            request.unplanned = request.assembly is not None
             self._give_up(request, "it failed")
             self._adopt_tail(request)
-            request.unplanned = request.assembly is not None
             return False
         if request.assembly is not None:
             request.load = None
             self._parts_restored(request, request.assembly)
             return True
         restored = self._loaded_tokens(request)
+        if self._choice is not None:
+            self._choice.copy.observe(load.bytes, load.seconds)
         if not request.joined:
             request.computed += restored
         request.load, request.joined = None, False

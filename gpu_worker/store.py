@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvstore.errors import DeadlineExceeded, StoreError, Unavailable
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Found, Plan, Why
 from kvstore.layout import NamespaceSpec
-from kvstore.types import ChunkKey, Outcome
+from kvstore.types import ChunkKey, Outcome, Reason
 
 if TYPE_CHECKING:
     from kvstore.client import Client, Namespace, ReadLease
@@ -24,7 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class Store:
-    """One client, and one namespace at a time. `counters` gets promotions_awaited."""
+    """One client, and one namespace at a time. `counters` gets promotions_awaited and promotions_late (not all had come
+    when computing them would have been faster)."""
 
     def __init__(
         self,
@@ -98,6 +100,50 @@ class Store:
         promoted = namespace.read(keys, any_order=any_order, pin=True, timeout_s=self._lookup_timeout_s)
         lease.release()
         return promoted, pending
+
+    def read_worthwhile(
+        self,
+        namespace: Namespace,
+        keys: Sequence[ChunkKey],
+        choice: ComputeOrLoad,
+        *,
+        chunks: int,
+        have: int,
+        any_order: bool = False,
+    ) -> tuple[ReadLease, frozenset[int], Plan]:
+        """As `read`, of keys of which the first `chunks` are full chunks: what of them is to be loaded is chosen by
+        what it takes. What is on SSD is promoted only if that is worth the wait, and awaited no longer than it should
+        take: then what has come is used, and the rest computed."""
+        first = namespace.read(keys, any_order=any_order, promote=False, timeout_s=self._lookup_timeout_s)
+        where: list[bool] = []
+        for outcome, reason in zip(first.outcomes[:chunks], first.reasons[:chunks], strict=True):
+            if outcome is not Outcome.HIT and reason is not Reason.ON_SSD:
+                break
+            where.append(outcome is Outcome.HIT)
+        backlog, size = first.backlog, namespace.spec.chunk_bytes
+        found = Found(where, namespace.spec.chunk_tokens, size, backlog.ahead_bytes, backlog.ssd_bytes_per_s)
+        plan = choice.choose(found, now=time.monotonic(), wait_max_s=self._promote_timeout_s, have=have)
+        # A tail is worth as much as the chunks before it
+        rest = len(keys) - chunks if plan.chunks == len(where) == chunks else 0
+        wanted = [*range(plan.chunks), *range(chunks, chunks + rest)]
+        cold = frozenset(n for n in wanted if first.reasons[n] is Reason.ON_SSD)
+        wait_s = self._promote_timeout_s if plan.why in (Why.UNKNOWN, Why.NOTHING) else plan.wait_s
+        if not cold or wait_s <= 0:
+            return first, frozenset(), plan
+        self._counters["promotions_awaited"] += 1
+        asked = list(keys) if rest else list(keys[: plan.chunks])
+        promoting = namespace.read(
+            asked, any_order=any_order, wait_ms=max(1, int(1000 * wait_s)), timeout_s=self._lookup_timeout_s
+        )
+        if Outcome.PENDING in promoting.outcomes:
+            promoting.settled(wait_s)
+        # The first leases hold what was there until the last one holds all
+        last = namespace.read(keys, any_order=any_order, promote=False, timeout_s=self._lookup_timeout_s)
+        first.release()
+        promoting.release()
+        came = frozenset(n for n in cold if last.outcomes[n] is Outcome.HIT)
+        self._counters["promotions_late"] += came != cold
+        return last, came, plan
 
     def close(self) -> None:
         """What is still being connected is closed when it is there."""

@@ -127,9 +127,13 @@ def engine_of(model: PreTrainedModel, options: argparse.Namespace) -> BatchEngin
         prefill_tokens=options.prefill_tokens,
         waiting_max=options.waiting_max,
         retain=options.retain,
+        read_buffer=options.read_buffer,
+        load_ahead=options.load_ahead,
+        compute_or_load=options.compute_or_load,
         weights_epoch=options.weights_epoch,
         salt=options.salt.encode(),
         truncation=truncation_of(options),
+        canary_every=options.canary_every,
     )
 
 
@@ -225,6 +229,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--sequences-max", type=int, default=16, help="requests that run at a time")
     add("--waiting-max", type=int, default=WAITING_MAX, help="requests that may wait; more are answered 429")
     add("--prefill-tokens", type=int, default=512, help="tokens of prompts computed in a step")
+    add("--load-ahead", type=int, default=1, help="requests that begin to load while they wait to run")
+    add(
+        "--read-buffer",
+        type=int,
+        help="layers of KV to load before a request joins a step (none: as many as keep it from waiting)",
+    )
+    add(
+        "--compute-or-load",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute what is measured to be slower to load",
+    )
     add(
         "--truncate-tokens",
         type=int,
@@ -237,6 +253,12 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.5,
         help="share of that window that is kept when a conversation is cut",
+    )
+    add(
+        "--canary-every",
+        type=int,
+        default=1000,
+        help="of so many hits one is computed again and compared with what was stored (0: none)",
     )
     add("--weights-epoch", type=int, default=0, help="of the namespace")
     add(

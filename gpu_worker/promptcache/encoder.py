@@ -85,6 +85,11 @@ class Encoder:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
+    @property
+    def left(self) -> int:
+        """Modules that are to be encoded, the one that is being encoded included."""
+        return len(self.queue.waiting) + (not self._idle.is_set())
+
     def want(self, jobs: Iterable[Job], root: ChunkKey = ROOT) -> None:
         if self.queue.want(jobs, root, time.monotonic()):
             self._idle.clear()

@@ -76,7 +76,7 @@ class PromptCache:
             "verdict": self.verdict.body if self.verdict is not None else None,
             "encoded": self.encoder.encoded,
             "failed": self.encoder.failed,
-            "waiting": len(self.encoder.queue.waiting),
+            "waiting": self.encoder.left,
         }
 
     def start(self) -> None:

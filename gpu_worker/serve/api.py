@@ -249,6 +249,7 @@ class Api:
             "waiting": engine.waiting,
             "store": "connected" if engine.connected else "none",
             "sharing": engine.refusal or "on",
+            "canary": engine.alarm or "ok",
         }
         return JSONResponse(status, status_code=503 if service.failure else 200)
 
@@ -456,6 +457,7 @@ class _Words:
             "cached_tokens": {"hbm": reused.hbm, "dram": reused.dram, "ssd": reused.ssd},
             "loaded_bytes": (reused.dram + reused.ssd) * self._token_bytes,
             "load_failures": request.load_failures,
+            "choice": request.choice,
             "gaps": self.gaps,
         } | ({} if self._planned is None else {"promptcache": served_as(self._planned)})
 

@@ -10,6 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from kvstore.gpu_worker.batching import BatchEngine
+from kvstore.gpu_worker.compute_or_load import Why
 from kvstore.gpu_worker.serve.service import Job
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -65,7 +66,12 @@ class Metrics(Collector):
             "requests_cut": "Requests whose conversation was too long and was cut",
             "cut_tokens": "Tokens that such requests did not look at",
             "truncations_recomputed": "Such requests that computed all that remains, without what was stored",
+            "canary_checks": "Hits that were computed again and compared",
+            "canary_failures": "Such hits that were not what this worker computes",
             "promotions_awaited": "Lookups that waited for KV on SSD",
+            "promotions_late": "Of these, that went on without all of it",
+            "loads_overlapped": "Requests that ran while their KV was loaded",
+            "loads_late": "Loads that were given up because computing is faster",
             "steps": "Forward calls",
         }
         for name, help_ in plain.items():
@@ -78,6 +84,8 @@ class Metrics(Collector):
             "ssd": did["restored_ssd_tokens"],
         }
         yield _counter("tokens", "Tokens by where their KV came from", "source", tokens)
+        chosen = {why.value: did[f"choices_{why.value}"] for why in Why}
+        yield _counter("choices", "What was made of KV that the store had", "choice", chosen)
         saved = {name: engine.save_counters.get(name, 0) for name in ("chunks_saved", "chunks_already")}
         saved |= {name: engine.save_counters.get(name, 0) for name in ("chunks_refused", "chunks_dropped")}
         by_outcome = {name.removeprefix("chunks_"): count for name, count in saved.items()}

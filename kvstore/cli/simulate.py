@@ -411,6 +411,114 @@ def plan(_: str, options: argparse.Namespace) -> int:
     return 0
 
 
+def simulate_fleet(_: str, options: argparse.Namespace) -> int:
+    from kvstore.replay.fleet import Failure, simulate_fleet
+
+    trace, model, hardware = _read(options)
+    chunk_bytes = _check_chunk(model, trace, [options.dram])
+    failures = [Failure(node, int(at_s * 1000), int(for_s * 1000)) for node, at_s, for_s in options.fail]
+    rows = []
+    alone = None
+    sizes = [(1, "prefix", True, options.dram * max(options.nodes))] if options.compare else []
+    sizes += [
+        (nodes, routing, peers, options.dram)
+        for nodes in options.nodes
+        for routing in options.routing
+        for peers in ((True, False) if options.without_peers else (True,))
+    ]
+    for nodes, routing, peers, dram in sizes:
+        result = simulate_fleet(
+            trace,
+            nodes=nodes,
+            routing=routing,
+            peers=peers,
+            failures=failures if nodes > 1 else (),
+            dram_chunks=dram // chunk_bytes,
+            ssd_chunks=options.ssd // chunk_bytes,
+            chunk_bytes=chunk_bytes,
+            ssd_bytes_per_s=hardware.ssd_bytes_per_s,
+            network_bytes_per_s=options.network_rate,
+        )
+        alone = alone or (result if options.compare else None)
+        row = dataclasses.asdict(result) | {"hit_rate": round(result.hit_rate, 4), "dram_bytes": dram}
+        if alone is not None and alone.hits:
+            row["of_one_node"] = round(result.hits / alone.hits, 4)
+        rows.append(row)
+    if options.json:
+        say_json(rows)
+        return 0
+    head = (
+        *(
+            "nodes",
+            "DRAM each",
+            "routing",
+            "peers",
+            "hits",
+            "of one node",
+            "from peers",
+            "network",
+            "registry",
+        ),
+        "commands/s",
+    )
+    say(
+        table(
+            head,
+            [
+                (
+                    row["nodes"],
+                    size(row["dram_bytes"]),
+                    row["routing"],
+                    "yes" if row["peers"] else "no",
+                    f"{row['hit_rate']:.1%}",
+                    f"{row['of_one_node']:.1%}" if "of_one_node" in row else "-",
+                    f"{row['hits_peers'] / max(1, row['chunks']):.1%}",
+                    f"{size(row['network_bytes_per_s'])}/s",
+                    f"{size(row['registry_bytes_per_s'])}/s",
+                    f"{row['registry_commands_per_s']:,.0f}",
+                )
+                for row in rows
+            ],
+        )
+    )
+    return 0
+
+
+def failure(text: str) -> tuple[int, float, float]:
+    """NODE@SECONDS, or NODE@SECONDS+SECONDS."""
+    try:
+        node, _, when = text.partition("@")
+        at_s, _, for_s = when.partition("+")
+        return int(node), float(at_s), float(for_s or 60.0)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not NODE@SECONDS or NODE@SECONDS+SECONDS") from None
+
+
+def _fleet_arguments(parser: argparse.ArgumentParser) -> None:
+    _trace_arguments(parser)
+    parser.add_argument("--nodes", type=number, nargs="+", default=[3], metavar="N")
+    parser.add_argument("--dram", type=some_bytes, required=True, metavar="BYTES", help="of each node")
+    parser.add_argument("--ssd", type=byte_size, default=0, metavar="BYTES", help="of each node")
+    parser.add_argument(
+        "--routing", nargs="+", default=["prefix"], metavar="NAME", help="prefix, session, least, random"
+    )
+    parser.add_argument(
+        "--network-rate", type=some_bytes, default=3_000_000_000, metavar="BYTES", help="a second and node"
+    )
+    parser.add_argument(
+        "--without-peers", action="store_true", help="also as if nodes did not read from each other"
+    )
+    parser.add_argument("--compare", action="store_true", help="with one node that has all the memory")
+    parser.add_argument(
+        "--fail",
+        type=failure,
+        action="append",
+        default=[],
+        metavar="NODE@S[+S]",
+        help="a node is gone from a time of the trace on, for a minute or so long; repeat",
+    )
+
+
 COMMANDS = (
     Command(
         "simulate",
@@ -423,5 +531,11 @@ COMMANDS = (
         "how much DRAM and SSD a workload needs for a hit rate, and whether loading beats recomputing; no daemon",
         run_alone=plan,
         arguments=add_plan_arguments,
+    ),
+    Command(
+        "simulate-fleet",
+        "what several nodes would serve of a trace: routing, reads from peers, failures, the registry's load",
+        run_alone=simulate_fleet,
+        arguments=_fleet_arguments,
     ),
 )

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 KEYS_PER_OFFER = 32
 OFFER_S = 20.0
 TAKE_S = 10.0
-ASK_S = 2.0
+ASK_S = 5.0
 FAILURES_MAX = 8
 
 
@@ -98,8 +98,12 @@ class Drain:
         self._digest = digest
         self.progress = Progress()
 
-    async def run(self, bytes_max: int) -> None:
-        """Until everything was offered, nobody is there to take it, or it is cancelled."""
+    def begin(self, bytes_max: int) -> asyncio.Task[None]:
+        """It runs until everything was offered, nobody is there to take it, or it is cancelled."""
+        self.progress = Progress(running=True)
+        return asyncio.create_task(self._run(bytes_max))
+
+    async def _run(self, bytes_max: int) -> None:
         state = self._loop().store.state
         runs = list(worth_moving(state, bytes_max or state.limits.arena_bytes))
         progress = self.progress = Progress(running=True, chunks=sum(len(keys) for _, keys in runs))

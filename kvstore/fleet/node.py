@@ -320,9 +320,10 @@ class FleetNode:
             return
         match order.get("do"):
             case "drain":
-                self.registry.drain(True)
                 if self._draining is None or self._draining.done():
-                    self._draining = asyncio.create_task(self._drain.run(int(order.get("bytes_max", 0))))
+                    self._draining = self._drain.begin(int(order.get("bytes_max", 0)))
+                self._load = self._measure()  # whoever reads that it drains reads, too, that it has not ended
+                self.registry.drain(True)
             case "undrain":
                 self.registry.drain(False)
                 if self._draining is not None:

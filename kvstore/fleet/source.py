@@ -30,7 +30,7 @@ BYTES_PER_S = 500e6
 """Of a peer that nothing was read from yet."""
 ROUND_TRIP_MS = 1.0
 FIRST_SHARE = 0.5
-"""Of the time that is left: so long a peer may take, and the rest is for whoever else has the chunk."""
+"""Of the time that is left: so long a peer may take where another one has the chunk, too."""
 SSD_BYTES_PER_S = 1e9
 """What a peer that has a chunk on SSD alone reads it with first."""
 
@@ -161,17 +161,15 @@ class _Fetch:
             self._tried[index].add(node.name)
             by_node.setdefault((node.name, node.boot), (node, []))[1].append(index)
         self._take({index: events.FetchedChunk(DiskResult.REUSED, why=self._why) for index in missing})
-        now = time.monotonic()
         for node, mine in by_node.values():
-            self._source.reads.submit(
-                Read(
-                    node,
-                    self._digest,
-                    [self._wanted[index] for index in mine],
-                    now + (self._deadline - now) * FIRST_SHARE,
-                    partial(self._has_read, mine),
-                )
+            wanted = [self._wanted[index] for index in mine]
+            others = self._source.best(
+                self._digest, [each.key for each in wanted], [self._tried[index] for index in mine]
             )
+            now = time.monotonic()
+            share = FIRST_SHARE if others else 1.0
+            until = now + (self._deadline - now) * share
+            self._source.reads.submit(Read(node, self._digest, wanted, until, partial(self._has_read, mine)))
 
     def _has_read(
         self, indices: Sequence[int], results: Sequence[Result], shards: Sequence[Shards], why: str

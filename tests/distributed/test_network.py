@@ -137,6 +137,8 @@ def join(
                     "peer_certificate": certificate,
                     "peer_key": key,
                     "peer_ca": tmp_path / "ca.pem",
+                    "peer_deadline_ms": 20_000,
+                    "remote_deadline_ms": 30_000,
                     **settings,
                 },
             )

@@ -117,6 +117,8 @@ def join(
                     "fleet_secret_file": secret,
                     "peer_address": "127.0.0.1:0",
                     "peer_plaintext": True,
+                    "peer_deadline_ms": 20_000,
+                    "remote_deadline_ms": 30_000,
                     **settings,
                 }
             )

@@ -97,7 +97,13 @@ class WorkerProcess:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-P", str(script), f"--model={folder}", f"--run-dir={run_dir}"),
-                *(f"--socket={socket_path}", "--threads=1", "--pool-bytes=16M", *arguments),
+                *(
+                    f"--socket={socket_path}",
+                    "--threads=1",
+                    "--pool-bytes=16M",
+                    "--no-compute-or-load",
+                    *arguments,
+                ),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -4,6 +4,7 @@
     --stop-at copy:N   in the middle of it, after N pieces in all: some of its bytes are copied, the generations not yet
                        compared again
     --stop-at save:N   before the N-th chunk is copied to where it is saved
+    --stop-at encode:N before the N-th chunk of a module is copied to where it is saved
     --fork             with a child alive that has inherited everything; its pid goes to standard error
 
 All else is handed to kvstore.gpu_worker.worker.
@@ -61,7 +62,9 @@ def main(arguments: list[str]) -> None:
             one = stop_at_call(int(number), lease.copy_pairs, before=False)
             lease.copy_pairs = lambda pairs: [one([pair]) for pair in pairs]
         elif place == "save":
-            Saver._fill = stop_at_call(int(number), Saver._fill)
+            Saver._shard = stop_at_call(int(number), Saver._shard)
+        elif place == "encode":
+            Saver._fill_part = stop_at_call(int(number), Saver._fill_part)
         else:
             raise SystemExit(f"no such place: {place}")
     worker.main(arguments)

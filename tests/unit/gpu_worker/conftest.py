@@ -14,6 +14,7 @@ import torch
 import xxhash
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from kvstore.answers import NO_BACKLOG, Backlog
 from kvstore.core.events import Matched, SessionEntry, SessionInfo
 from kvstore.core.namespaces import chunk_salt
 from kvstore.errors import BadRequest, Conflict, Precondition, StoreError, Unavailable
@@ -42,6 +43,9 @@ class FakeStore:
     on_ssd: set[ChunkKey] = field(default_factory=set)
     """Keys whose chunks have to be promoted before they can be read."""
     promotes: bool = True
+    promoted: list[ChunkKey] = field(default_factory=list)
+    """Keys that somebody awaited from SSD."""
+    backlog: Backlog = NO_BACKLOG
     busy: set[ChunkKey] = field(default_factory=set)
     keys_max: int = KEYS_PER_REQUEST_MAX
     """More in one request are refused."""
@@ -143,6 +147,7 @@ class FakeNamespace:
         *,
         wait_ms: int = 0,
         any_order: bool = False,
+        promote: bool = True,
         pin: bool = False,
         timeout_s: float | None = None,
     ) -> FakeLease:
@@ -155,12 +160,21 @@ class FakeNamespace:
         ]
         with self.store.lock:
             self.store.leases += 1
+        cold = [self.has(key) and key in self.store.on_ssd for key in wanted]
         found = tuple(
-            Outcome.PENDING if self.has(key) and key in self.store.on_ssd else outcome
-            for key, outcome in zip(wanted, outcomes(hits), strict=True)
+            Outcome.PENDING if promote and on_ssd else outcome
+            for on_ssd, outcome in zip(cold, outcomes(hits), strict=True)
         )
-        reasons = (Reason.UNAVAILABLE if self.store.away else Reason.NONE,) * len(found)
-        return FakeLease(self.store, shards, found, reasons, list(wanted) if wait_ms else [])
+        other = Reason.UNAVAILABLE if self.store.away else Reason.NONE
+        missing = Reason.NEVER_SEEN if not self.store.away else other
+        reasons = tuple(
+            Reason.ON_SSD if on_ssd else other if hit else missing
+            for on_ssd, hit in zip(cold, hits, strict=True)
+        )
+        if promote and wait_ms:
+            self.store.promoted += [key for key, on_ssd in zip(wanted, cold, strict=True) if on_ssd]
+        waited = list(wanted) if wait_ms else []
+        return FakeLease(self.store, shards, found, reasons, waited, backlog=self.store.backlog)
 
     def write(
         self,
@@ -231,6 +245,7 @@ class FakeLease:
     outcomes: tuple[Outcome, ...]
     reasons: tuple[Reason, ...] = ()
     awaited: list[ChunkKey] = field(default_factory=list)
+    backlog: Backlog = NO_BACKLOG
     copies: int = 0
     released: bool = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from kvstore.gpu_worker.write_buffer import Outgoing
 
 from .conftest import FakeStore, text, tiny_llama
 from .recording import Recording, T
+from .test_batching import play
 from .test_pool_store import BOUND_S, MakeEngine, engine, finish, turn, warm
 
 LAYERS = 3
@@ -299,3 +301,115 @@ def test_a_step_with_a_load_that_breaks_off_is_taken_again(engine: MakeEngine, s
         one.finish()
     finish(one)
     assert one.counters["restored_tokens"] == 3 * T
+
+
+# ------------------------------------------------------------------------------------------------------ loading ahead
+
+
+def test_who_waits_loads_while_another_one_runs(engine: MakeEngine, store: FakeStore) -> None:
+    prompt = [*text(3 * T), 7]
+    warm(engine, prompt)
+    one = engine(sequences_max=1, load_ahead=1)
+    first, waiting = one.add(text(5), 400), one.request(one.add(prompt, 5))
+    while not waiting.reused.tokens:
+        one.step()
+    assert waiting.row < 0 and len(one.got[first]) < 400, "it ran before it had loaded"
+    one.abort(first)
+    finish(one)
+    assert one.counters["restored_tokens"] == 3 * T and len(store.reads) == 2
+
+
+def test_nobody_loads_ahead_beyond_the_setting(engine: MakeEngine, store: FakeStore) -> None:
+    prompts = [[*text(3 * T, seed=n), 7] for n in range(3)]
+    warm(engine, *prompts)
+    one = engine(sequences_max=1, load_ahead=1)
+    first = one.add(text(5), 400)
+    waiting = [one.request(one.add(prompt, 5)) for prompt in prompts]
+    while not waiting[0].reused.tokens:
+        one.step()
+    assert not any(request.chunks or request.lookup for request in waiting[1:])
+    one.abort(first)
+    finish(one)
+    assert one.counters["restored_tokens"] == 3 * 3 * T
+
+
+def test_a_prefix_that_several_want_ahead_is_loaded_once(engine: MakeEngine, store: FakeStore) -> None:
+    """What each has alone as well."""
+    shared = text(3 * T)
+    prompts = [[*shared, *text(2 * T + 1, seed=n)] for n in (2, 3)]
+    warm(engine, *prompts)
+    one = engine(sequences_max=1, load_ahead=2)
+    first = one.add(text(5), 400)
+    waiting = [one.request(one.add(prompt, 5)) for prompt in prompts]
+    while not all(request.computed == 5 * T for request in waiting):
+        one.step()
+    assert all(request.row < 0 for request in waiting)
+    one.abort(first)
+    finish(one)
+    assert one.counters["restored_tokens"] == (3 + 2 + 2) * T
+    assert one.counters["adopted_tokens"] == 3 * T
+
+
+def test_who_runs_gets_the_room_of_who_loads_ahead(engine: MakeEngine, store: FakeStore) -> None:
+    prompt = [*text(3 * T), 7]
+    warm(engine, prompt)
+    one = engine(sequences_max=1, load_ahead=1, pool_chunks=7, retain=False)
+    first, second = one.add(text(2 * T, seed=5), 4 * T), one.add(prompt, 5)
+    waiting = one.request(second)
+    while not waiting.chunks:
+        one.step()
+    while waiting.chunks:
+        assert one.live == 2, "nobody needed its room"
+        one.step()
+    finish(one)
+    assert len(one.got[first]) == 4 * T and len(one.got[second]) == 5
+    assert one.counters["preemptions"] == 0
+
+
+@pytest.mark.parametrize("how", ["abort", "reset", "close"])
+def test_who_loads_ahead_may_go_at_any_time(how: str, engine: MakeEngine, store: FakeStore) -> None:
+    """In mid-copy; its lease goes back (the fixture counts), and its chunks are free."""
+    prompt = [*text(3 * T), 7]
+    warm(engine, prompt)
+    one = engine(sequences_max=1, load_ahead=1)
+    first, second = one.add(text(5), 400), one.add(prompt, 5)
+    copying, go = threading.Event(), threading.Event()
+
+    def copy(number: int) -> bool:
+        copying.set()
+        return go.wait(BOUND_S)
+
+    store.on_copy = copy
+    while not copying.is_set():
+        one.step()
+    load = one.request(second).load
+    assert load is not None
+    if how == "abort":
+        assert one.abort(second)
+    elif how == "reset":
+        one.reset()
+    else:
+        one.abort_all()
+    go.set()
+    load.ended.result(BOUND_S)
+    if how != "close":
+        one.abort(first)
+        one.add(text(3), 2)
+        finish(one)
+
+
+@pytest.mark.parametrize("seed", [1, 3, 5])
+def test_random_schedules_with_loads_ahead(seed: int, engine: MakeEngine, store: FakeStore) -> None:
+    choose = random.Random(seed)
+    settings = {
+        "pool_chunks": (9, 14, 40)[seed // 2],
+        "sequences_max": 2,
+        "prefill_tokens": 33,
+        "load_ahead": 3,
+    }
+    play(engine(**settings), seed, 50)
+    store.on_copy = lambda number: choose.random() < 0.9
+    two = engine(**settings)
+    play(two, seed, 50)
+    two.check()
+    assert two.counters["restored_tokens"] > 0

@@ -1,0 +1,46 @@
+"""Asks a worker a prompt of modules twice: the second time its modules come out of the store.
+
+python examples/promptcache/ask.py http://127.0.0.1:8000 examples/promptcache/travel_prompt.xml
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ENCODED_S = 60.0
+
+
+def call(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        found: dict[str, Any] = json.load(response)
+    return found
+
+
+def main() -> int:
+    url, path = sys.argv[1:]
+    body = {"pml": Path(path).read_text(), "max_tokens": 24, "temperature": 0}
+    for number in range(2):
+        answer = call(f"{url}/v1/chat/completions", body)
+        said, usage = answer["kvstore"], answer["usage"]
+        print(
+            f"{said['promptcache']['schema']}: {usage['prompt_tokens']} tokens, of which "
+            f"{usage['prompt_tokens_details']['cached_tokens']} were not computed; first token after "
+            f"{1000 * said['ttft_s']:.0f} ms: {answer['choices'][0]['message']['content']!r}"
+        )
+        if number == 0:
+            deadline = time.monotonic() + ENCODED_S
+            while call(f"{url}/promptcache")["waiting"] and time.monotonic() < deadline:
+                time.sleep(0.1)
+            call(f"{url}/flush", {"timeout_s": ENCODED_S})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Prompts of modules end to end: kvctl, daemon, worker, the examples of docs/promptcache.md, what a kill leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvstore.client import Client, connect
+from kvstore.client.schemas import put_schema
+from kvstore.promptcache.tokenizer import CHATML
+
+from .ssd_tools import SMALL_SSD
+from .test_worker import BOUND_S, WorkerProcess, eventually
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "promptcache"
+NAMES = ("travel", "code", "persona", "rag")
+pytestmark = [pytest.mark.timeout(6 * BOUND_S), pytest.mark.slow]  # several processes each that import torch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama that reads bytes."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        eos_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    vocabulary = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=made, chat_template=CHATML).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def start_worker(folder: Path, run_dir: Path) -> Iterator[Callable[..., WorkerProcess]]:
+    started: list[WorkerProcess] = []
+
+    def start(*arguments: str) -> WorkerProcess:
+        where = run_dir.with_name(f"w{len(started)}.sock")
+        options = ("--no-retain", "--promptcache", "force", *arguments)
+        started.append(WorkerProcess(folder, run_dir, where, options))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.close()
+
+
+def client_of(daemon: Any) -> Client:
+    return connect(str(daemon.run_dir), timeout_s=BOUND_S)
+
+
+def put_examples(daemon: Any) -> None:
+    with client_of(daemon) as client:
+        for name in NAMES:
+            put_schema(client, (EXAMPLES / f"{name}.xml").read_bytes())
+
+
+def ask(worker: WorkerProcess, name: str) -> dict[str, Any]:
+    pml = (EXAMPLES / f"{name}_prompt.xml").read_text()
+    status, answer = worker.post(
+        "/v1/chat/completions", {"pml": pml, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    )
+    assert status == 200, answer
+    return answer
+
+
+def cached(answer: dict[str, Any]) -> tuple[int, int]:
+    """Tokens that were not computed, and those that the store can have."""
+    found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found, answer["kvstore"]["promptcache"]["stored_tokens"]
+
+
+def encoded(worker: WorkerProcess) -> None:
+    def done() -> bool:
+        connection = worker.connection()
+        try:
+            connection.request("GET", "/promptcache")
+            return b'"waiting":0' in connection.getresponse().read()
+        finally:
+            connection.close()
+
+    eventually(done)
+    worker.flush()
+
+
+def test_the_examples_are_hits_the_second_time_and_after_a_restart(
+    daemon: Any, start_worker: Callable[..., WorkerProcess]
+) -> None:
+    put_examples(daemon)
+    worker = start_worker()
+    for name in NAMES:
+        assert cached(ask(worker, name))[0] < 66  # what another one had, of their beginnings
+    encoded(worker)
+    answers = {name: ask(worker, name) for name in NAMES}
+    for answer in answers.values():
+        found, stored = cached(answer)
+        assert found == stored > 50
+    worker.kill()
+    again = start_worker()
+    for name, answer in answers.items():
+        other = ask(again, name)
+        assert cached(other) == cached(answer)
+        assert other["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]
+
+
+def test_a_restart_of_the_daemon_keeps_modules_and_schemas(
+    start_daemon: Callable[..., Any], start_worker: Callable[..., WorkerProcess], run_dir: Path
+) -> None:
+    settings = {**SMALL_SSD, "ssd_dir": run_dir.parent / "ssd"}
+    daemon = start_daemon(**settings)
+    put_examples(daemon)
+    worker = start_worker()
+    ask(worker, "code")
+    encoded(worker)
+    expected = ask(worker, "code")
+    worker.close()
+    daemon.stop()
+    start_daemon(**settings)
+    found = ask(start_worker(), "code")
+    assert cached(found) == cached(expected)
+    assert found["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_a_killed_encoding_leaves_nothing_visible(
+    chunk: int, daemon: Any, start_worker: Callable[..., WorkerProcess]
+) -> None:
+    """It dies while a module is copied to where it is saved: the beginning, or a module of several chunks."""
+    put_examples(daemon)
+    worker = start_worker("--stop-at", f"encode:{chunk}")
+    ask(worker, "code")
+    worker.wait_until_stopped()
+    with client_of(daemon) as client:
+        before = client.stats()
+    worker.kill()
+    with client_of(daemon) as client:
+        eventually(lambda: not client.stats().gauges["reservations"])
+        after = client.stats()
+        assert sum(space.chunks for space in after.namespaces) == sum(
+            space.chunks for space in before.namespaces
+        )
+    again = start_worker()
+    first = ask(again, "code")
+    found, stored = cached(first)
+    assert found < stored  # of what was not saved whole there is nothing
+    encoded(again)
+    second = ask(again, "code")
+    assert cached(second) == (stored, stored)
