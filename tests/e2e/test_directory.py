@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -260,6 +264,20 @@ def test_after_a_restart_it_is_another_directory(
         save(space, keys)
         with space.read(keys) as again:
             assert loaded(again, keys)
+
+
+def test_readers_under_full_churn_get_right_bytes_or_none() -> None:
+    """A few seconds of `tests/stress/readers.py`: slots and rows change hands all the time, readers are stopped."""
+    program = Path(__file__).resolve().parents[1] / "stress/readers.py"
+    ran = subprocess.run(
+        [sys.executable, str(program), "--seconds=5", "--no-kills"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    told = json.loads(ran.stdout)
+    assert told["chunks"] and not told["wrong"], told
 
 
 def test_wrong_words_about_lookups_are_refused(client: Client, space: Namespace) -> None:
