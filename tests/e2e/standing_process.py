@@ -159,7 +159,7 @@ def use(client: Client) -> None:
     with space.write([ChunkKey(b"new")], timeout_s=TIMEOUT_S) as batch:
         assert not batch.granted
     assert space.read(keys, pin=True, timeout_s=TIMEOUT_S).hits == 0
-    assert space.match(keys, timeout_s=TIMEOUT_S).usable == 0
+    assert space.match([ChunkKey(b"never")], timeout_s=TIMEOUT_S).usable == 0
     assert space.get_session("s", timeout_s=TIMEOUT_S) is None
     for change in (
         lambda: space.update_session("s", expected_version=0, keep=0, append=[], timeout_s=TIMEOUT_S),
