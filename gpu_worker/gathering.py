@@ -78,7 +78,7 @@ class Gathering:
         assert self.load is not None
         load, self.load = self.load, None
         try:
-            load.wait(pool.geometry.layers - 1)
+            load.settle()
         except LoadFailed:
             return None
         size = pool.geometry.chunk_tokens

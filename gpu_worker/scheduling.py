@@ -591,9 +591,9 @@ class Scheduler:
         except LoadFailed:
             self._counters["load_failures"] += 1
             request.load_failures += 1
+            request.unplanned = request.assembly is not None
             self._give_up(request, "it failed")
             self._adopt_tail(request)
-            request.unplanned = request.assembly is not None
             return False
         if request.assembly is not None:
             request.load = None

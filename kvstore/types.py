@@ -82,7 +82,7 @@ class Reason(enum.IntEnum):
     RECALLED = 18
     """An operator recalled all that its maker had made."""
     ON_REMOTE = 19
-    """PENDING: in the REMOTE store or at a peer, or on its way from there; an Acquire or a hint brings it."""
+    """PENDING: in the REMOTE store or at a peer, or on its way from there; an Acquire brings it."""
 
 
 class SlotState(enum.IntEnum):

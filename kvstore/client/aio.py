@@ -377,16 +377,17 @@ class AsyncReadLease:
         def copy() -> bool:
             return self._lease.copy_to(index, out, shard=shard, layer=layer, offset=offset)
 
-        if _size(out) < COPY_INLINE_MAX:
+        if _size(out) < COPY_INLINE_MAX and not self._lease.may_ask:
             return copy()
         return await _in_thread(copy)
 
     async def copy_many(self, pieces: Sequence[tuple[int, int, int, Any]]) -> bool:
-        if _size_of(pieces) < COPY_INLINE_MAX:
+        if _size_of(pieces) < COPY_INLINE_MAX and not self._lease.may_ask:
             return self._lease.copy_many(pieces)
         return await _in_thread(lambda: self._lease.copy_many(pieces))
 
     def unsafe_view(self, index: int, shard: int | None = None) -> memoryview | None:
+        """Of a read without `pin` the first view asks the daemon for one, which holds up the event loop."""
         return self._lease.unsafe_view(index, shard)
 
     async def settled(self, timeout_s: float | None = None) -> tuple[int, ...]:

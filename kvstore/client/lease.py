@@ -267,6 +267,11 @@ class ReadLease:
 
     # ------------------------------------------------------------------------------------------------ without a pin
 
+    @property
+    def may_ask(self) -> bool:
+        """Nothing is pinned yet: a copy may have to ask the daemon, and to wait for its answer."""
+        return self._pinned is None and self._has_to_pin()
+
     def _has_to_pin(self) -> bool:
         """Before anything that takes longer than one call."""
         return self._grant is not None and self._grant.pin is not None and self.alive

@@ -28,6 +28,7 @@ from kvstore.core.segments import Segments
 from kvstore.core.ssd.durability import Durability
 from kvstore.core.state import State
 from kvstore.core.transfers import Read, Transfers
+from kvstore.tiers.remote import records
 from kvstore.types import ChunkKey, DiskResult, DiskState, NamespaceId, OpId, Outcome, Reason
 
 Original = Callable[..., Any]
@@ -374,6 +375,16 @@ def _open_while_off(original: Original) -> Any:
     return look
 
 
+def _any_record(original: Original) -> Any:
+    """Whatever record is under a name is taken for the one that was asked for."""
+    return lambda header, **wanted: ""
+
+
+REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
+    "any-record": (records, "refusal", _any_record),
+}
+"""What only a run with a REMOTE store finds."""
+
 CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "late-bump": (State, "take_effects", _late_bump),
     "early-publish": (Directory, "take", _early_publish),
@@ -418,6 +429,6 @@ def planted(name: str) -> Iterator[None]:
     if not name:
         yield
         return
-    where, attribute, make = CANARIES[name]
+    where, attribute, make = (CANARIES | REMOTE_CANARIES)[name]
     with mock.patch.object(where, attribute, make(getattr(where, attribute))):
         yield

@@ -28,6 +28,7 @@ from .disk import DISK_OPS
 from .faults import Fault, draw, show
 from .memory_world import MemoryCluster
 from .processes import Answer, Conversation, Process, Settled
+from .remote_cluster import REMOTE_OPS, RemoteCluster
 from .world import PAGE, epoch_of, spec
 
 TENANTS = ("alice", "bob", "carol")
@@ -46,8 +47,8 @@ REST_MS_MAX = 60_000
 REST_LOOK_MS = 1_000
 FULL_EVERY = 1_000
 
-CLUSTERS: dict[str, type[Cluster]] = {"ssd": Cluster, "memory": MemoryCluster}
-"""By what is below DRAM."""
+CLUSTERS: dict[str, type[Cluster]] = {"ssd": Cluster, "memory": MemoryCluster, "remote": RemoteCluster}
+"""By what is below DRAM; "remote": an SSD, and a store beyond the node."""
 
 Action = Callable[[], None]
 
@@ -363,6 +364,11 @@ class Simulation:
             boot = self._boots
             self.after(0, lambda: self._refuse(op, boot))
             return
+        if isinstance(op, REMOTE_OPS):
+            boot, cluster = self._boots, self.cluster
+            assert isinstance(cluster, RemoteCluster)
+            self.after(cluster.delay_ms(op, self.random), lambda: self._perform(op, boot))
+            return
         ms = self.random.choice((0, 1, 1, 2, 4))
         if isinstance(op, DISK_OPS):
             ms += self.random.choice((1, 3, 8, 20)) * (20 if self.lasts("disk_slow") else 1)
@@ -396,6 +402,8 @@ class Simulation:
     def _fails(self, op: Any) -> str:
         if isinstance(op, ev.CreateSegment):
             return "no memory" if self.lasts("no_memory") else ""
+        if isinstance(op, REMOTE_OPS):
+            return ""
         if not isinstance(op, DISK_OPS):
             return "as told" if self.lasts("copies_fail") and op.op % 3 == 0 else ""
         cluster = self.cluster
@@ -539,6 +547,8 @@ class Simulation:
     def rest(self) -> None:
         """Faults are healed: everybody ends what he does and leaves, and the store comes to rest."""
         self.healed = True
+        if isinstance(self.cluster, RemoteCluster):
+            self.cluster.calm = True
         self._until.clear()
         self._error_in = self._read_late_ms = self.cluster.misdirect_in = 0
         for process in self.members:

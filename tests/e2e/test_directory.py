@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,6 +107,20 @@ def test_a_read_and_a_match_of_what_is_there_ask_nobody(client: Client, space: N
     # and the daemon hears of it
     eventually(lambda: of_namespace(client).lookups == lookups + 3 * 10)
     assert of_namespace(client).hits >= 3 * 10
+
+
+def test_what_may_be_beyond_the_node_cannot_be_told_by_a_look(
+    space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of(0, 2)
+    save(space, keys)
+    eventually(lambda: space.peek(keys) is not None)
+    assert space.peek(keys + keys_of(50, 1)) is not None
+    assert space._published is not None
+    monkeypatch.setattr(space._published[1].view, "ask_for_others", True)
+    assert space.peek(keys + keys_of(50, 1)) is None
+    peeked = space.peek(keys)
+    assert peeked is not None and peeked.usable == 2
 
 
 def test_why_something_is_missing_is_asked_when_somebody_wants_to_know(
@@ -246,6 +264,20 @@ def test_after_a_restart_it_is_another_directory(
         save(space, keys)
         with space.read(keys) as again:
             assert loaded(again, keys)
+
+
+def test_readers_under_full_churn_get_right_bytes_or_none() -> None:
+    """A few seconds of `tests/stress/readers.py`: slots and rows change hands all the time, readers are stopped."""
+    program = Path(__file__).resolve().parents[1] / "stress/readers.py"
+    ran = subprocess.run(
+        [sys.executable, str(program), "--seconds=5", "--no-kills"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    told = json.loads(ran.stdout)
+    assert told["chunks"] and not told["wrong"], told
 
 
 def test_wrong_words_about_lookups_are_refused(client: Client, space: Namespace) -> None:

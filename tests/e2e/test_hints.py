@@ -101,6 +101,7 @@ def test_hinted_sessions_are_in_dram_before_they_are_asked_for(space: Namespace)
     for keys in talks[:2]:
         eventually(lambda keys=keys: in_dram(space, keys))
         assert read_at_once(space, keys) == {Outcome.HIT}
+    eventually(lambda: counter(space, "prefetch_on_time") == 2 * TURN)  # the daemon hears of it soon
     counters = space.client.stats().counters
     assert counters["prefetch_on_time"] == counters["chunks_promoted_ahead"] == 2 * TURN
     assert counters["chunks_promoted_on_demand"] == 0

@@ -40,6 +40,9 @@ ANSWERS = [
     ["promptcache", "list"],
     ["simulate", "--format", "sharegpt", "{lengths}", "--dram", "1G"],
     ["plan", "--format", "sharegpt", "{lengths}", "--target", "0.5"],
+    ["simulate-fleet", "--format", "sharegpt", "{lengths}", "--dram", "1G"],
+    ["route", "--key", "61"],
+    ["fleet", "stats"],
     ["record", "--status"],
     ["advise", "--help"],  # it watches for seconds
     ["--help"],

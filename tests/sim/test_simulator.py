@@ -31,9 +31,17 @@ CANARY_SEEDS = {"reuse-late-read": 9, "failed-is-corrupt": 12}
 
 
 @pytest.mark.parametrize("number", range(FRESH))
-@pytest.mark.parametrize("tier", CLUSTERS)
+@pytest.mark.parametrize("tier", ["ssd", "memory"])
 def test_a_fresh_seed(number: int, tier: str) -> None:
     Simulation(random.SystemRandom().randrange(1 << 32), STEPS, tier=tier).run()
+
+
+@pytest.mark.parametrize("seed", [1, 4, 22])
+def test_a_store_beyond_the_node(seed: int) -> None:
+    """That is slow, hangs, fails, is wiped, put back from an old copy, and whose records are spoilt and swapped."""
+    simulation = Simulation(seed, 1_000, tier="remote")
+    counted = simulation.run()
+    assert counted["remote_chunks_stored"] and counted["remote_keys_looked_up"], counted
 
 
 @pytest.mark.parametrize(("seed", "protection", "steps"), [line for line in KEPT if line])
@@ -43,7 +51,12 @@ def test_a_seed_that_failed_once(seed: str, protection: str, steps: str) -> None
 
 @pytest.mark.parametrize(
     ("name", "tier"),
-    [*((name, "ssd") for name in CANARIES), ("reuse-late-read", "memory"), ("trust-disk", "memory")],
+    [
+        *((name, "ssd") for name in CANARIES),
+        ("reuse-late-read", "memory"),
+        ("trust-disk", "memory"),
+        ("any-record", "remote"),
+    ],
 )
 def test_a_planted_bug_is_found(name: str, tier: str) -> None:
     """Within a bounded number of steps, and by what is checked, not by a planted bug that does not fit any more."""

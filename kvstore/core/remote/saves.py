@@ -43,6 +43,8 @@ VICTIMS_AHEAD = 64
 FORGOTTEN_PER_OP_MAX = 1_024
 FORGETS_MAX = 64
 """Under way; the rest waits here."""
+MAKERS_MAX = 64
+"""A record names all makers of its chunk, or they could not be recalled: a chunk of more stays here."""
 HOLD_MS = 2_000
 """How long an answer waits for the store to know what was forgotten."""
 
@@ -206,6 +208,8 @@ class RemoteSaves:
         chunks = state.chunks
         namespace = state.namespace_of(row)
         if namespace.retired or not state.is_hit(row) or self._is_there(row):
+            return False
+        if len(state.makers_of(row)) > MAKERS_MAX:
             return False
         size = namespace.payload_bytes
         share = state.limits.remote_bytes_max

@@ -1,7 +1,7 @@
 """Sources beyond this node: who else has a chunk that this node lacks, and how it comes into DRAM.
 
     miss -> LookUpChunks -> ChunksLookedUp -> known to be there (Reason.ON_REMOTE, PENDING) or not, for a while
-         -> Acquire or a hint: FetchChunks into RESERVED slots -> ChunksFetched -> READY, a hit
+         -> Acquire: FetchChunks into RESERVED slots -> ChunksFetched -> READY, a hit
                                                                  or a miss with a reason; slots free again
 
 A source is a name in `Limits.sources` (a REMOTE store, the peers), and somebody at the edge who performs these two

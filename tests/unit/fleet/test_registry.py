@@ -136,8 +136,9 @@ def test_a_node_that_ends_or_dies_vanishes(server: RedisServer) -> None:
 
 
 def test_redis_that_forgot_everything_is_told_again(server: RedisServer) -> None:
+    """All of it with the next heartbeat, not page by page in their turn."""
     a, b = registry(server, "a"), registry(server, "b")
-    a.note([(0, HASH(key(1)))])
+    a.note([(page * PAGE_ROWS, HASH(key(page))) for page in range(4)])
     a.round()
     with server.client() as client:
         client.flushall()
@@ -145,7 +146,7 @@ def test_redis_that_forgot_everything_is_told_again(server: RedisServer) -> None
     assert b.others() == []
     a.round()
     b.round()
-    assert found(b, 1) == {"a": [Where.DRAM]}
+    assert found(b, *range(4)) == {"a": [Where.DRAM] * 4}
 
 
 def test_an_older_copy_of_redis_is_replaced(server: RedisServer) -> None:

@@ -21,6 +21,7 @@ from kvstore.keys import exact_chain
 from kvstore.types import SessionEntry
 
 from .conftest import FakeStore, recorded_logits, text, tiny_llama
+from .emulated import EmulatedDevice
 
 T = 16
 SALT = bytes(range(32))
@@ -461,3 +462,29 @@ def test_a_tail_of_a_cut_conversation_is_nobody_elses(model: LlamaForCausalLM, e
     with recorded_logits(model) as seen:
         engine.turn("", [*own, 7], 1)
     assert (seen[-1][0, -1] - logits_of(model, [*own, 7])).abs().max() < 1e-3
+
+
+def test_nothing_is_read_before_it_is_there_on_a_device_that_runs_late(
+    model: LlamaForCausalLM, store: FakeStore, engines: Make
+) -> None:
+    """What is gathered is loaded by a stream, and read by attention; hits are checked beside it."""
+    plain = Chat(engines(model, FakeStore(), chunk_tokens=T, pool_chunks=48, truncation=SETTINGS))
+    for number in range(10):
+        plain.turn(number)
+        assert plain.engine.flush(30)
+    device = EmulatedDevice()
+    options: dict[str, Any] = {
+        "chunk_tokens": T,
+        "pool_chunks": 48,
+        "truncation": SETTINGS,
+        "canary_every": 3,
+    }
+    engine = engines(model, store, device=device, **options)
+    chat = Chat(engine)
+    for number in range(10):
+        chat.turn(number)
+        assert engine.flush(30)
+    assert not device.races and not engine.alarm
+    assert engine.counters["truncations_recomputed"] == 0 and engine.counters["restored_tokens"] > 500
+    assert engine.counters["canary_checks"] > 0
+    assert chat.tokens == plain.tokens

@@ -1,0 +1,346 @@
+"""The simulator's world with a REMOTE store that nodes share, by the production core and the production records.
+
+The store holds real records (`tiers/remote/records.py`) of eight bytes of payload, and real tombstones. It is slow,
+hangs, fails, is wiped, put back from an older copy; its records are flipped, cut short, swapped; another node writes
+there too. What the daemon serves out of it was written by somebody for that very key and shard, and not before a forget
+of it that was answered as durable.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import NONE
+from kvstore.tiers.remote import records
+from kvstore.tiers.remote.tombstones import Forgotten, Tombstones
+from kvstore.types import ChunkKey, DiskResult, Found, NamespaceId, OpId, Tier
+
+from .cluster import OPS, Cluster
+from .disk import GARBAGE
+from .world import tag
+
+REMOTE_OPS = (ev.LookUpChunks, ev.FetchChunks, ev.StoreChunks, ev.ForgetChunks, ev.DropChunks)
+OTHER_NODE = 9
+"""The variant of what another node computes."""
+SALT = b"salt of the simulation"
+TROUBLES = (*("",) * 5, "fails", "wiped", "older", "flipped", "cut", *("swapped",) * 3, "another node")
+"""What may happen at a fetch."""
+
+
+def encoded(content: int) -> bytes:
+    return content.to_bytes(8, "little")
+
+
+class RemoteCluster(Cluster):
+    FILLING_OPS = (*Cluster.FILLING_OPS, ev.FetchChunks)
+
+    def __init__(self, listener: Any, chance: random.Random, **limits: Any) -> None:
+        self.remote: dict[str, bytes] = {}
+        """Records by name."""
+        self.told = Tombstones()
+        """What the store has,"""
+        self.known = Tombstones()
+        """what this node knows, over its restarts,"""
+        self.pending: list[Forgotten] = []
+        """and what it has noted and not told."""
+        self._copy: tuple[dict[str, bytes], Tombstones] = ({}, Tombstones())
+        self.weather = random.Random(f"remote {chance.random()}")
+        self.calm = False
+        """From now on nothing goes wrong."""
+        self._generations: dict[OpId, int] = {}
+        self._came: dict[OpId, list[tuple[NamespaceId, ChunkKey, tuple[int, ...]]]] = {}
+        self._orders = 0
+        self._written_at: dict[bytes, int] = {}
+        """By record: when it was written."""
+        self._forgotten_at: dict[tuple[bytes, ChunkKey], int] = {}
+        super().__init__(
+            listener,
+            chance,
+            sources=("remote",),
+            remote_store="remote",
+            remote_writes=self.weather.choice(("on-evict", "write-through")),
+            remote_bytes_max=self.weather.choice((1 << 50, 40 * 4096)),
+            remote_writes_in_flight_max=self.weather.choice((4, 64)) * 4096,
+            lookup_wait_ms=20,
+            lookup_deadline_ms=100,
+            lookup_fresh_ms=1_000,
+            lookup_absent_ms=100,
+            remote_deadline_ms=300,
+            source_pause_ms=100,
+            source_pause_max_ms=500,
+            **limits,
+        )
+
+    def _begin(self) -> list[ev.Effect]:
+        effects = super()._begin()
+        self.hold = {*OPS, *REMOTE_OPS}
+        return effects
+
+    def delay_ms(self, op: Any, chance: random.Random) -> int:
+        """Now and then beyond the deadline of the core."""
+        self._generations[op.op] = self.known.count
+        if isinstance(op, ev.ForgetChunks):
+            padded = [(digest, key, maker and maker.ljust(16)) for digest, key, maker in op.forgotten]
+            self.pending += [one for one in padded if one not in self.pending]
+        usual: int = chance.choice((0, 1, 3, 10))
+        return usual if self.calm else usual + chance.choice((*(0,) * 12, 50, 350, 1_500))
+
+    # --------------------------------------------------------------------------------------------------- performing
+
+    def _perform_op(self, effect: Any, *, fails: str = "", spoil: int = 0) -> None:
+        if not isinstance(effect, REMOTE_OPS):
+            super()._perform_op(effect, fails=fails, spoil=spoil)
+            return
+        trouble = "" if self.calm else self.weather.choice(TROUBLES)
+        match effect:
+            case ev.LookUpChunks():
+                self._inbox.append(self._look_up(effect, trouble))
+            case ev.FetchChunks():
+                self._inbox.append(self._fetch(effect, trouble))
+            case ev.StoreChunks():
+                self._inbox.append(self._store_away(effect, trouble))
+            case ev.ForgetChunks():
+                self._inbox.append(ev.ChunksForgotten(effect.op, self._forget_away(trouble)))
+            case ev.DropChunks():
+                for key in effect.keys:
+                    self.remote.pop(records.name_of(effect.digest, key, 0, SALT), None)
+
+    def _look_up(self, effect: ev.LookUpChunks, trouble: str) -> ev.ChunksLookedUp:
+        if trouble == "fails":
+            return ev.ChunksLookedUp(effect.op, failed="as told")
+        found: list[Found | None] = []
+        for key in effect.keys:
+            record = self.remote.get(records.name_of(effect.digest, key, 0, SALT))
+            seen = records.peek(record, namespace=effect.digest, key=key) if record else None
+            found.append(None if seen is None else Found(seen[1], 1.0, seen[0]))
+        return ev.ChunksLookedUp(effect.op, tuple(found))
+
+    def _spoil(self, name: str, trouble: str) -> bytes | None:
+        """The record as it is read."""
+        record = self.remote.get(name)
+        if record is None or trouble not in ("flipped", "cut", "swapped"):
+            return record
+        if trouble == "flipped":
+            at = self.weather.randrange(len(record))
+            return record[:at] + bytes([record[at] ^ 1 << self.weather.randrange(8)]) + record[at + 1 :]
+        if trouble == "cut":
+            return record[: self.weather.randrange(len(record))]
+        return self.weather.choice(sorted(self.remote.values()))
+
+    def _fetch(self, effect: ev.FetchChunks, trouble: str) -> ev.ChunksFetched:
+        """As `backend.judge`, with memory of numbers."""
+        if trouble == "wiped":
+            self.remote, self.told = {}, Tombstones()
+        elif trouble == "older":
+            kept, told = self._copy
+            self.remote, self.told = dict(kept), replace(told, at=dict(told.at))
+        elif self.weather.random() < 0.1:
+            self._copy = dict(self.remote), replace(self.told, at=dict(self.told.at))
+        if trouble == "another node":
+            self._other_node_writes(effect)
+        shards = len(effect.targets) // len(effect.keys)
+        failed = trouble == "fails" or not self._catch_up()
+        chunks = []
+        came = self._came[effect.op] = []
+        for number, key in enumerate(effect.keys):
+            targets = effect.targets[number * shards : (number + 1) * shards]
+            chunk = ev.FetchedChunk(DiskResult.IO_ERROR, why="as told") if failed else None
+            contents: list[int] = []
+            first: records.Description | None = None
+            makers: dict[bytes, None] = {}
+            for shard in range(shards if chunk is None else 0):
+                data = self._spoil(records.name_of(effect.digest, key, shard, SALT), trouble)
+                if data is None:
+                    chunk = ev.FetchedChunk(DiskResult.REUSED, why="gone")
+                    break
+                header = records.read_described(data)
+                why = header if isinstance(header, str) else ""
+                if not isinstance(header, str):
+                    why = records.refusal(
+                        header, namespace=effect.digest, key=key, shard=shard, shards=shards, length=8
+                    ) or records.refusal_of_payload(header, data[header.size :], SALT)
+                    d = header.description
+                    first = first or d
+                    if (d.token_count, d.derived) != (first.token_count, first.derived):
+                        why = why or "its shards differ"
+                    makers.update(dict.fromkeys(d.makers))
+                if why or isinstance(header, str):
+                    chunk = ev.FetchedChunk(DiskResult.CORRUPT, why=why)
+                    break
+                if self.known.refuses(header.description) or self._is_pending(header.description):
+                    chunk = ev.FetchedChunk(DiskResult.REUSED, why="forgotten")
+                    break
+                self._check_not_forgotten_before(effect.digest, key, data)
+                contents.append(int.from_bytes(data[header.size :], "little"))
+            for shard, target in enumerate(targets):
+                if target.segment in self.memory:
+                    self._write(target, contents[shard] if chunk is None else GARBAGE, by=None)
+            if chunk is None:
+                assert first is not None
+                chunk = ev.FetchedChunk(
+                    DiskResult.OK,
+                    tuple(contents),
+                    first.token_count,
+                    first.derived,
+                    tuple(maker.rstrip() for maker in makers),
+                )
+                came.append((effect.namespace, key, tuple(contents)))
+            chunks.append(chunk)
+        return ev.ChunksFetched(effect.op, tuple(chunks))
+
+    def _is_pending(self, d: records.Description) -> bool:
+        none = ChunkKey(b"")
+        about: list[Forgotten] = [(d.namespace, d.key, b""), (d.namespace, none, b"")]
+        about += [(b"", none, maker) for maker in d.makers]
+        return any(one in self.pending for one in about)
+
+    def _check_not_forgotten_before(self, digest: bytes, key: ChunkKey, record: bytes) -> None:
+        forgotten = self._forgotten_at.get((digest, key), -1)
+        assert self._written_at.get(record, 1 << 60) > forgotten, f"what was forgotten comes back: {key!r}"
+
+    def _describe(self, effect: ev.StoreChunks, number: int, shard: int, content: int) -> bytes:
+        about = effect.about[number]
+        shards = len(effect.sources) // len(effect.keys)
+        payload = encoded(content)
+        self._orders += 1
+        description = records.Description(
+            effect.digest,
+            effect.keys[number],
+            shard,
+            shards,
+            about.token_count,
+            about.derived,
+            tuple(maker.ljust(16) for maker in about.makers),
+            8,
+            records.checksum_of(payload),
+            self._generations.get(effect.op, 0),
+            self._orders,
+        )
+        record = records.described(description, payload, SALT) + payload
+        self._written_at[record] = self._orders
+        return record
+
+    def _store_away(self, effect: ev.StoreChunks, trouble: str) -> ev.ChunksStored:
+        shards = len(effect.sources) // len(effect.keys)
+        results = []
+        for number, key in enumerate(effect.keys):
+            result = DiskResult.OK
+            for shard in reversed(range(shards)):
+                source = effect.sources[number * shards + shard]
+                content = self._read(source)
+                if content != source.checksum:
+                    assert self.is_damaged(source), (key, source)
+                    result = DiskResult.IO_ERROR  # its checksum would tell the reader
+                elif trouble != "fails":
+                    name = records.name_of(effect.digest, key, shard, SALT)
+                    self.remote[name] = self._describe(effect, number, shard, content)
+            results.append(DiskResult.IO_ERROR if trouble == "fails" else result)
+        return ev.ChunksStored(effect.op, tuple(results), "as told" if trouble == "fails" else "", 1.0)
+
+    def _other_node_writes(self, effect: ev.FetchChunks) -> None:
+        """It computed the same chunks, in other batches: other bytes, as good."""
+        shards = len(effect.targets) // len(effect.keys)
+        for key in effect.keys:
+            old = self.remote.get(records.name_of(effect.digest, key, 0, SALT))
+            header = records.read_described(old) if old is not None else ""
+            if isinstance(header, str):
+                continue
+            for shard in range(shards):
+                payload = encoded(tag((effect.namespace, key, shard), OTHER_NODE))
+                description = replace(
+                    header.description,
+                    shard=shard,
+                    checksum=records.checksum_of(payload),
+                    generation=self.told.count,
+                )
+                record = records.described(description, payload, SALT) + payload
+                self._orders += 1
+                self._written_at[record] = self._orders
+                self.remote[records.name_of(effect.digest, key, shard, SALT)] = record
+
+    # ------------------------------------------------------------------------------------------------------ forgets
+
+    def _catch_up(self) -> bool:
+        """False: the store is not the one that the node knew, and was told."""
+        is_other = self.told.count < self.known.count or (
+            self.told.count == self.known.count and self.told.head != self.known.head
+        )
+        ours = dict(self.known.at)
+        for forgotten, count in self.told.at.items():
+            self.known.add(forgotten, count)
+        if is_other:
+            self._tell(list(ours))
+            return False
+        self.known.count, self.known.head = self.told.count, self.told.head
+        if self.pending:
+            self._tell(self.pending)
+            self.pending = []
+        return True
+
+    def _tell(self, forgotten: list[Forgotten]) -> None:
+        count = max(self.told.count, self.known.count) + 1
+        for one in forgotten:
+            self.told.add(one, count)
+            self.known.add(one, count)
+        self._orders += 1
+        self.told.count = self.known.count = count
+        self.told.head = self.known.head = f"{self._orders}"
+
+    def _forget_away(self, trouble: str) -> str:
+        if trouble == "fails" or not self._catch_up():
+            return "as told"
+        return ""
+
+    # ------------------------------------------------------------------------------------------------------- checks
+
+    def _perform_all(self, effects: Sequence[ev.Effect]) -> None:
+        """What came counts as committed by whoever wrote it, before anything is compared with it."""
+        state = self.store.state
+        for op in [op for op in self._came if op not in self.store.sources.fetches]:
+            for namespace_id, key, contents in self._came.pop(op):
+                namespace = state.namespaces.get(namespace_id)
+                row = namespace.index.get(key, NONE) if namespace is not None else NONE
+                if row == NONE or not state.is_resident(row):
+                    continue
+                start = state.chunks.shard0[row]
+                kept = tuple(state.chunks.shard_checksum[start : start + len(contents)])
+                if kept == contents:
+                    for number, content in enumerate(contents):
+                        shard = (namespace_id, key, number)
+                        written = (shard, content) in self.ever or content == tag(shard, OTHER_NODE)
+                        assert written, f"nobody ever wrote this for {shard}"
+                        self._note_committed(shard, content)
+        super()._perform_all(effects)
+
+    def _replied(self, effect: ev.Reply) -> None:
+        event = self._asked.get((effect.ticket.worker, effect.ticket.request_id))
+        answer = effect.answer
+        if isinstance(event, ev.Forget) and isinstance(answer, ev.Done) and not answer.not_durable:
+            namespace = self.store.state.namespaces.get(event.namespace)
+            if namespace is not None:
+                for key in event.keys:
+                    row = namespace.index.get(key, NONE)
+                    if row == NONE or self.store.state.chunks.shard0[row] == NONE:
+                        self._orders += 1
+                        self._forgotten_at[namespace.salt, key] = self._orders
+        super()._replied(effect)
+
+    def _check_quarantined(self, effect: ev.Quarantined) -> None:
+        if effect.tier is not Tier.REMOTE:
+            super()._check_quarantined(effect)
+
+    def _check_matched(self, ticket: ev.Ticket, answer: ev.Matched) -> None:
+        """As ever, but for what is elsewhere: the core says that it is usable."""
+        rest = [reason for reason in answer.reasons if reason.name == "ON_REMOTE"]
+        if not rest:
+            super()._check_matched(ticket, answer)
+
+    def at_rest(self) -> None:
+        super().at_rest()
+        sources, remote = self.store.sources, self.store.remote
+        assert not (sources.fetches or sources.parked or sources.wanted or sources._ahead), sources
+        assert not (remote.stores or remote.forgets or remote.held), remote
