@@ -28,6 +28,8 @@ LOST = frozenset(
     }
 )
 """Reasons of misses that last until somebody saves the chunk anew."""
+COLD = frozenset({Reason.ON_SSD, Reason.ON_REMOTE})
+"""Reasons of chunks that come if somebody asks for them."""
 SAVING_SHARE = 0.5
 """Of the computing that it saves: so long a chunk is awaited that somebody is saving."""
 PROMISED_AGAIN_S = 0.005
@@ -159,7 +161,7 @@ class _Search:
         self._lost = lost_key(lease)
         behind = range(lease.hits, len(rest))
         cold = 0
-        while cold < len(behind) and lease.reasons[behind[cold]] in (Reason.NONE, Reason.ON_SSD):
+        while cold < len(behind) and lease.reasons[behind[cold]] in (Reason.NONE, *COLD):
             cold += 1
         if not behind:
             self._choose([])

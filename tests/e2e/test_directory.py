@@ -109,6 +109,20 @@ def test_a_read_and_a_match_of_what_is_there_ask_nobody(client: Client, space: N
     assert of_namespace(client).hits >= 3 * 10
 
 
+def test_what_may_be_beyond_the_node_cannot_be_told_by_a_look(
+    space: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = keys_of(0, 2)
+    save(space, keys)
+    eventually(lambda: space.peek(keys) is not None)
+    assert space.peek(keys + keys_of(50, 1)) is not None
+    assert space._published is not None
+    monkeypatch.setattr(space._published[1].view, "ask_for_others", True)
+    assert space.peek(keys + keys_of(50, 1)) is None
+    peeked = space.peek(keys)
+    assert peeked is not None and peeked.usable == 2
+
+
 def test_why_something_is_missing_is_asked_when_somebody_wants_to_know(
     client: Client, space: Namespace
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import Daemon, Engine, prompt
+from .conftest import Daemon, Engine, prompt, transfer_config
 from .families import make_drafter, make_family
 from .test_tier import wait_until
 
@@ -247,6 +247,21 @@ def test_flipped_bytes_are_a_miss(home: Home, engine: Engine) -> None:
     outputs = engine.generate(tokens)
     home.check([tokens], outputs)
     assert outputs[0]["cached"] == 0 and engine.counts()["blocks_loaded"] == before
+
+
+@pytest.mark.parametrize("home", ["deepseek"], indirect=True)
+def test_the_connector_restores_latent_kv(home: Home) -> None:
+    """One group, all of whose tokens are kept."""
+    connector = transfer_config(home.daemon.run_dir, lookup_ms=10_000, load_ms=10_000)
+    engine = home.launch("connector", kv_transfer_config=connector)
+    home.check(home.prompts, engine.generate(*home.prompts))
+    assert engine.ask(flush=60.0)["flushed"]
+    assert engine.end() == 0
+    fresh = home.launch("connector-fresh", kv_transfer_config=connector)
+    outputs = fresh.generate(*home.prompts)
+    home.check(home.prompts, outputs)
+    assert [output["cached"] for output in outputs] == [home.restored(tokens) for tokens in home.prompts]
+    assert fresh.end() == 0
 
 
 def test_latent_kv_that_vllm_gets_wrong_is_refused(

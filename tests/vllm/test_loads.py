@@ -219,6 +219,12 @@ def test_what_is_on_ssd_is_awaited_by_the_load(
         start().run(tokens)
         small.stop()
         small.start()
+        layered = start(compute_or_load=False, layerwise=True)
+        side(layered).choice.reads_from_ssd(1e9)
+        assert layered.run(tokens) == 288, "a step cannot wait for the SSD: the lookup does"
+        assert not layered.workers[0].worker_side.tally.total["blocks_failed"]
+        small.stop()
+        small.start()
         engine = start(compute_or_load=False)
         side(engine).choice.reads_from_ssd(1e9)
         monkeypatch.setattr(lookups.Lookups, "start", lambda *_, **__: pytest.fail("asked") if _[2] else None)

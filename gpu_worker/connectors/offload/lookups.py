@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Delay, Found
-from kvstore.gpu_worker.connectors.lookup import SAVING_SHARE
+from kvstore.gpu_worker.connectors.lookup import COLD, SAVING_SHARE
 from kvstore.gpu_worker.connectors.offload.crew import Crew
 from kvstore.gpu_worker.connectors.offload.tally import Tally
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason, Tier
@@ -170,10 +170,10 @@ class Lookups:
         leases.append(lease)
         there = [number for number, outcome in enumerate(lease.outcomes) if outcome is not Outcome.MISS]
         if not question.prefix:
-            there.sort(key=lambda number: lease.reasons[number] is Reason.ON_SSD)  # first what is in DRAM
+            there.sort(key=lambda number: lease.reasons[number] in COLD)  # first what is in DRAM
         plan = self._choice.choose(
             Found(
-                [lease.reasons[number] is not Reason.ON_SSD for number in there],
+                [lease.reasons[number] not in COLD for number in there],
                 self._tokens_of(keys) / len(keys),
                 namespace.spec.chunk_bytes,
                 lease.backlog.ahead_bytes,

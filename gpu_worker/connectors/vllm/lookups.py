@@ -158,18 +158,19 @@ class Lookups:
         *,
         local: int | None,
         ahead: int,
+        waits: bool = True,
         promised: int = 0,
     ) -> Lookup | None:
         """What the directory in shared memory says; None: it cannot tell enough, and the daemon has to be asked.
         `local`: leading blocks that vLLM has; None: only the keys are wanted yet; `ahead`: chunks that our loads wait
-        for."""
+        for; `waits`: whether the load can wait for the SSD."""
         namespace = self._link.ready(spec)
         found = peek(namespace, keys if local is not None else keys[:1]) if namespace is not None else None
         if namespace is None or found is None or found.usable < min(promised, len(keys)):
             return None
         rate = self._choice.ssd_bytes_per_s
-        if local is not None and found.usable > max(found.hits, local) and not rate:
-            return None  # nobody has told yet how fast the SSD is
+        if local is not None and found.usable > max(found.hits, local) and not (rate and waits):
+            return None  # nobody has told yet how fast the SSD is, or the lookup has to wait for it
         now = time.monotonic()
         lookup = Lookup(now, now)
         lookup.begun = lookup.fresh_until = now

@@ -361,6 +361,7 @@ class SchedulerSide:
             adapter,
             local=local,
             ahead=sum(loading.cold for loading in self._loading.values()),
+            waits=not self._settings.layerwise,
             promised=_promised(request),
         )
 

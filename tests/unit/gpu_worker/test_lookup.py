@@ -18,6 +18,9 @@ TOKENS, CHUNK = 64, 1 << 20
 RATE = 100e6
 
 
+PLACES = {"D": Reason.NONE, "S": Reason.ON_SSD, "R": Reason.ON_REMOTE, "W": Reason.BEING_SAVED}
+
+
 class Store:
     """Chunks `places`: D in DRAM, S on SSD, W being saved, . missing; the SSD reads one after the other."""
 
@@ -77,8 +80,8 @@ class Store:
             if place == ".":
                 reasons += [Reason.NEVER_SEEN] + [Reason.BEYOND_MISS] * (len(keys) - len(reasons) - 1)
                 break
-            reasons.append({"D": Reason.NONE, "S": Reason.ON_SSD, "W": Reason.BEING_SAVED}[place])
-            if place == "S" and promote:
+            reasons.append(PLACES[place])
+            if place in "SR" and promote:
                 self.promote(number)
         return Lease(self, keys, numbers, reasons, wait_ms)
 
@@ -92,7 +95,7 @@ class Lease:
         self._wait_ms = wait_ms
         self.keys = tuple(keys)
         self.reasons = reasons
-        pending = (Reason.ON_SSD, Reason.BEING_SAVED)
+        pending = (Reason.ON_SSD, Reason.ON_REMOTE, Reason.BEING_SAVED)
         self.outcomes = [
             Outcome.HIT if why is Reason.NONE else Outcome.PENDING if why in pending else Outcome.MISS
             for why in reasons
@@ -175,6 +178,15 @@ def test_what_a_request_waits_for_is_told_as_it_begins() -> None:
     had = Delay()
     ask(Store("DD"), delay=had, have=lambda: 2)
     assert had.tier is None
+
+
+def test_what_is_beyond_the_node_is_waited_for_a_little() -> None:
+    """Nobody tells how fast that is: what it may cost is bounded by what it could save."""
+    near = Store("DD" + "R" * 8, rate=1e9)
+    assert ask(near).load == 10
+    far = Store("DD" + "R" * 8, rate=1.0)
+    assert ask(far).load == 2
+    assert far.now < 0.1 * 8 * TOKENS / 1_000 + 0.05
 
 
 def test_one_that_is_slower_than_computing_is_left_alone() -> None:
