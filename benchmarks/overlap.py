@@ -258,7 +258,7 @@ def main() -> int:
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
     quick = chosen.quick
-    pairs = chosen.pairs or (8 if quick else 20)
+    pairs = chosen.pairs or (4 if quick else 20)
     print(heading(__file__), f"{chosen.threads} compute thread(s)", sep=", ")
     rows: list[dict[str, Any]] = []
     with daemon() as run_dir:
@@ -268,7 +268,7 @@ def main() -> int:
                 rows += loading(name, model, run_dir, history, new, pairs=pairs, buffers=(None,))
                 show(rows[-1])
             layers = model.config.num_hidden_layers
-            few = min(pairs, 6) if quick else pairs
+            few = min(pairs, 3) if quick else pairs
             shares = (0.7,) if quick else (0.7, 1.5)
             for share in shares if small else ():
                 buffers = (1000, 0, None) if quick else (1000, 0, 5, layers // 2, None)
@@ -276,7 +276,7 @@ def main() -> int:
                     name,
                     model,
                     run_dir,
-                    512 if quick else 1024,
+                    256 if quick else 1024,
                     100,
                     pairs=few,
                     buffers=buffers,
@@ -286,7 +286,7 @@ def main() -> int:
                 for row in made:
                     show(row)
             for tokens in (256,) if quick else (1024, 1600):
-                rows.append(saving(name, model, run_dir, tokens, rounds=6 if quick else 10 if small else 5))
+                rows.append(saving(name, model, run_dir, tokens, rounds=3 if quick else 10 if small else 5))
                 show(rows[-1])
     if quick:
         print(

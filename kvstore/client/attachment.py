@@ -208,6 +208,11 @@ class Attachment:
 
     # --------------------------------------------------------------------------------- the descriptor socket
 
+    @property
+    def closing(self) -> bool:
+        """Everything is being given back, and nothing new begins."""
+        return self._closing
+
     def _hello(self, engine_group: str, rank: int, deadline: float) -> None:
         request = descriptor_pb2.DescriptorRequest(
             hello=descriptor_pb2.Hello(

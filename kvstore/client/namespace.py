@@ -443,6 +443,8 @@ class Namespace:
         published, binding = self._published, self._bound()
         if published is None or binding is None or published[0] is not binding[0] or not keys:
             return None
+        if published[0].closing:
+            return None
         found = published[1].look_up(keys)
         return None if found is None else (published[1], found)
 

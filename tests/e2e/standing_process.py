@@ -137,7 +137,7 @@ def hold(client: Client) -> Namespace:
     space = client.open(SPEC)
     keys = keys_of(space, sys.argv[1])
     assert save(space, keys)
-    hold.all = (space.read(keys), space.write([ChunkKey(b"never")]))  # type: ignore[attr-defined]
+    hold.all = (space.read(keys, pin=True), space.write([ChunkKey(b"never")]))  # type: ignore[attr-defined]
     print("ready", flush=True)
     sys.stdin.readline()
     return space
@@ -158,8 +158,8 @@ def use(client: Client) -> None:
     began = time.monotonic()
     with space.write([ChunkKey(b"new")], timeout_s=TIMEOUT_S) as batch:
         assert not batch.granted
-    assert space.read(keys, timeout_s=TIMEOUT_S).hits == 0
-    assert space.match(keys, timeout_s=TIMEOUT_S).usable == 0
+    assert space.read(keys, pin=True, timeout_s=TIMEOUT_S).hits == 0
+    assert space.match([ChunkKey(b"never")], timeout_s=TIMEOUT_S).usable == 0
     assert space.get_session("s", timeout_s=TIMEOUT_S) is None
     for change in (
         lambda: space.update_session("s", expected_version=0, keep=0, append=[], timeout_s=TIMEOUT_S),

@@ -190,7 +190,7 @@ def test_recall(start: Callable[..., Any], run_dir: Path) -> None:
         for name, keys in ((b"well", good), (b"sick", bad)):
             entries = [SessionEntry(key, 64 * index, 64) for index, key in enumerate(keys)]
             space.update_session(name, expected_version=0, keep=0, append=entries)
-        with space.read(bad[:4]) as lease:
+        with space.read(bad[:4], pin=True) as lease:
             assert lease.hits == 4
             for arguments, still in ((("--dry-run",), Outcome.HIT), ((), Outcome.MISS), ((), Outcome.MISS)):
                 done = kvctl_(run_dir, "recall", "--maker", SICK.hex(), *arguments)

@@ -162,7 +162,7 @@ def test_what_is_granted_while_the_client_closes_is_given_back(
     attachment = attached(client)
     stop(daemon)
     try:
-        reading, leases = started(lambda: space.read(keys))
+        reading, leases = started(lambda: space.read(keys, pin=True))
         writing, batches = started(lambda: space.write(fresh))
         eventually(lambda: len(attachment._calls) >= 2)
         closing, _ = started(client.close)
@@ -184,7 +184,7 @@ def test_nothing_new_begins_once_the_client_is_being_closed(
 ) -> None:
     monkeypatch.setattr(connection_module, "CLOSE_TIMEOUT_S", BOUND_S)
     keys = saved(space, 2)
-    held = space.read(keys)
+    held = space.read(keys, pin=True)
     attachment = attached(client)
     stop(daemon)
     try:

@@ -425,6 +425,7 @@ def test_metrics_tell_what_was_done(serve: Callable[..., Served], store: FakeSto
         "waiting": 0,
         "store": "connected",
         "sharing": "on",
+        "canary": "ok",
     }
 
 
