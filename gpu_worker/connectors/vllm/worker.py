@@ -268,9 +268,8 @@ class WorkerSide:
         if self._loader is not None:
             report.loads = self._loader.take_speeds()
             report.ssd_bytes_per_s = self._loader.take_ssd_speed()
-        told = report.changes or report.adapters or report.generations or report.loads
-        told = told or report.ssd_bytes_per_s
-        return report if told else None
+        news = (report.changes, report.adapters, report.generations, report.loads, report.ssd_bytes_per_s)
+        return report if any(news) else None
 
     def take_failed(self) -> set[int]:
         failed, self._bad_unreported = self._bad_unreported, set()
