@@ -176,7 +176,7 @@ def idle_worker(run_dir: str, *, lane: bool) -> Iterator[None]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, contextlib.ExitStack() as stack:
         sock.settimeout(BOUND_S)
         sock.connect(os.path.join(run_dir, DESCRIPTOR_SOCKET))
-        hello = descriptor_pb2.Hello(protocol=1, client="bench")
+        hello = descriptor_pb2.Hello(protocol=2, client="bench")
         sock.send(descriptor_pb2.DescriptorRequest(hello=hello).SerializeToString())
         receive_packet(sock)
         if lane:

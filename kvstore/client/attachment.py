@@ -42,7 +42,7 @@ from kvstore.v1 import descriptor_pb2, store_pb2
 
 log = logging.getLogger(__name__)
 
-PROTOCOL = 1
+PROTOCOL = 2
 CALLS_MAX = 192
 """Requests that may be unanswered at one time. Answers that a broken stream loses are among the last so many, so this
 must stay below the 256 that the daemon remembers."""

@@ -216,8 +216,8 @@ def receive_into(connection: Connection, view: memoryview, deadline: float) -> N
 
 
 def _set_timeout(connection: Connection, which: int, seconds: float) -> None:
-    """Of the next call. Without TLS by the kernel, which then carries a piece in one call: a timeout of Python's makes
-    it two for each window of TCP, and costs a third of the speed."""
+    """Of the next call. Without TLS by the kernel, which then carries a piece in one call; a timeout of Python's
+    makes it a poll and a call for each window of TCP."""
     if isinstance(connection, ssl.SSLSocket):
         connection.settimeout(seconds)
         return

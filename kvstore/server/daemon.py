@@ -690,6 +690,7 @@ class Daemon:
         config = self.config
         settings = asdict(config)
         settings["registry_url"] = without_password(config.registry_url)
+        settings["remote_url"] = without_password(config.remote_url)
         self._ready = True
         for name in ("", *self._served):
             self._health.set(name, SERVING)

@@ -61,7 +61,7 @@ from kvstore.wire import error_to_proto, parse
 
 log = logging.getLogger(__name__)
 
-PROTOCOL = 1
+PROTOCOL = 2
 DEFAULT_TENANT = "default"
 HELLO_S = 5.0
 """A connection that has not said hello by then is dropped."""

@@ -227,7 +227,7 @@ class Worker:
         with acting_as(uid):
             self.socket.connect(str(daemon.run_dir / "kvstored.sock"))
         reply, _ = self.ask(
-            descriptor_pb2.DescriptorRequest(hello=descriptor_pb2.Hello(protocol=1, client="test", **hello))
+            descriptor_pb2.DescriptorRequest(hello=descriptor_pb2.Hello(protocol=2, client="test", **hello))
         )
         self.hello = reply.hello
         self.channel = grpc.insecure_channel(

@@ -323,7 +323,7 @@ def test_hostile_text_does_not_reach_the_log_as_it_is(daemon, connect):
     evil = '\x1b[2J"}\n{"message": "forged"}'
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.connect(str(daemon.run_dir / "kvstored.sock"))
-        hello = descriptor_pb2.Hello(protocol=1, client=evil)
+        hello = descriptor_pb2.Hello(protocol=2, client=evil)
         peer.send(descriptor_pb2.DescriptorRequest(hello=hello).SerializeToString())
         peer.settimeout(20)
         assert peer.recv(4096)

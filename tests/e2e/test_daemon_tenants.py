@@ -152,7 +152,7 @@ def test_other_users_are_refused(daemon, connect):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
             peer.settimeout(20)
             peer.connect(str(daemon.run_dir / "kvstored.sock"))
-            hello = descriptor_pb2.DescriptorRequest(hello=descriptor_pb2.Hello(protocol=1))
+            hello = descriptor_pb2.DescriptorRequest(hello=descriptor_pb2.Hello(protocol=2))
             peer.send(hello.SerializeToString())
             reply = descriptor_pb2.DescriptorReply.FromString(peer.recv(4096))
     finally:

@@ -130,7 +130,7 @@ def test_connections_opened_and_dropped(
         (run_dir / "kvstored.sock", socket.SOCK_SEQPACKET),
         (("127.0.0.1", tcp_port), socket.SOCK_STREAM),
     ]
-    hello = descriptor_pb2.DescriptorRequest(hello=descriptor_pb2.Hello(protocol=1)).SerializeToString()
+    hello = descriptor_pb2.DescriptorRequest(hello=descriptor_pb2.Hello(protocol=2)).SerializeToString()
 
     def flood(count: int) -> None:
         for number in range(count):
@@ -207,7 +207,7 @@ def test_descriptors_where_none_belong(daemon: Any, connect: Callable[..., Any],
     before = Before(daemon)
     gifts = [os.open("/dev/null", os.O_RDONLY) for _ in range(16)]
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("16i", *gifts))]
-    hello = descriptor_pb2.DescriptorRequest(hello=descriptor_pb2.Hello(protocol=1)).SerializeToString()
+    hello = descriptor_pb2.DescriptorRequest(hello=descriptor_pb2.Hello(protocol=2)).SerializeToString()
     staging = descriptor_pb2.DescriptorRequest(staging=descriptor_pb2.StagingRequest(bytes=4096))
     for _ in range(20):
         early = dial(run_dir / "kvstored.sock", socket.SOCK_SEQPACKET)
@@ -297,7 +297,7 @@ def lingering() -> tuple[int, list[socket.socket]]:
     return sender.detach(), [deaf]
 
 
-HELLO = descriptor_pb2.DescriptorRequest(hello=descriptor_pb2.Hello(protocol=1))
+HELLO = descriptor_pb2.DescriptorRequest(hello=descriptor_pb2.Hello(protocol=2))
 
 
 @pytest.mark.parametrize(

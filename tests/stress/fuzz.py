@@ -211,7 +211,7 @@ def parse_deltas(data: bytes) -> None:
 
 
 HELLO = descriptor_pb2.DescriptorRequest(
-    hello=descriptor_pb2.Hello(protocol=1, client="c", engine_group="g", rank=3)
+    hello=descriptor_pb2.Hello(protocol=2, client="c", engine_group="g", rank=3)
 ).SerializeToString()
 OPEN = store_pb2.OpenRequest(request_id=1, namespace=wire.spec_to_proto(SPEC))
 RESERVE = store_pb2.ReserveRequest(request_id=2, namespace_id=1, keys=[b"k", b"j"], token_counts=[64, 3])

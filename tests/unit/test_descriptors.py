@@ -322,7 +322,7 @@ WORKER = """
         return "refused"
     try:
         sock.connect(sys.argv[1])
-        hello = ask(hello=Hello(protocol=1, client="worker"))[0]
+        hello = ask(hello=Hello(protocol=2, client="worker"))[0]
         print(hello.hello.token.hex(), hello.hello.tenant, hello.error.code, hello.error.message, flush=True)
     except PermissionError as problem:
         print("no entry", flush=True)
@@ -837,7 +837,7 @@ def test_staging_that_cannot_be_made_is_an_answer(daemon: Daemon, monkeypatch: p
 
 # ------------------------------------------------------------------------------------------------------- bad packets
 
-HELLO = DescriptorRequest(hello=Hello(protocol=1)).SerializeToString()
+HELLO = DescriptorRequest(hello=Hello(protocol=2)).SerializeToString()
 INVALID = Code.INVALID_ARGUMENT.value
 
 
@@ -877,9 +877,9 @@ def test_malformed_packet_ends_the_connection(
         ({"segments": SegmentsRequest(segments=[1])}, Code.FAILED_PRECONDITION, "hello"),
         ({"hello": Hello(protocol=2)}, Code.UNIMPLEMENTED, "hello.protocol"),
         ({"hello": Hello()}, Code.UNIMPLEMENTED, "hello.protocol"),
-        ({"hello": Hello(protocol=1, client="x" * 257)}, Code.INVALID_ARGUMENT, "hello.client"),
-        ({"hello": Hello(protocol=1, engine_group="é" * 129)}, Code.INVALID_ARGUMENT, "hello.engine_group"),
-        ({"hello": Hello(protocol=1, rank=65_536)}, Code.INVALID_ARGUMENT, "hello.rank"),
+        ({"hello": Hello(protocol=2, client="x" * 257)}, Code.INVALID_ARGUMENT, "hello.client"),
+        ({"hello": Hello(protocol=2, engine_group="é" * 129)}, Code.INVALID_ARGUMENT, "hello.engine_group"),
+        ({"hello": Hello(protocol=2, rank=65_536)}, Code.INVALID_ARGUMENT, "hello.rank"),
     ],
 )
 def test_bad_hello_is_answered_and_ends_the_connection(
