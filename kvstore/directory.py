@@ -180,7 +180,7 @@ class _Memory:
     def __init__(self, array: npt.NDArray[np.uint8], shards: int, rows: int, buckets: int) -> None:
         self.shards = shards
         self.stride = ROW_WORDS + SHARD_WORDS * shards
-        self.row_count = rows
+        self.rows_max = rows
         self.bucket_count = buckets
         words: Words = array[: size_bytes(shards, rows, buckets)].view("<u8")
         self.header = words[: HEADER_BYTES // 8]
@@ -357,7 +357,7 @@ class View(_Memory):
 
     def _row(self, row: int) -> list[int]:
         """The words of a row, whole; none of one that holds nothing. Raises _Unsure."""
-        if row >= self.row_count:
+        if row >= self.rows_max:
             return []
         at = self.rows_at + row * self.stride
         word = self.word
@@ -385,7 +385,7 @@ class View(_Memory):
         column = same.argmax(axis=1)
         everybody = np.arange(len(keys))
         row = (lines[everybody, column] & _U(_LOW)).astype(np.intp) - 1
-        row[~same[everybody, column] | (row >= self.row_count)] = -1
+        row[~same[everybody, column] | (row >= self.rows_max)] = -1
         words, good = self._rows(row, four, mapped)
         # Another key's entry may look the same; the row may change at this moment; others stand elsewhere.
         if not good.all():

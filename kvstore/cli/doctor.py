@@ -285,7 +285,7 @@ class Patient:
         if not grant.mapped.intact((row,)):
             raise Failed("a slot was given away under an open lease", "stop the daemon and report this")
         lease.release()
-        namespace.match(self.keys)  # on the same stream, hence after the release
+        namespace.get_session(self.session)  # on the same stream, hence after the release
         if grant.mapped.intact((row,)):
             raise Failed("a slot was freed without a new generation", "stop the daemon and report this")
         return "a slot that was given away is noticed by its old reader"

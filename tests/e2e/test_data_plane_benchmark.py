@@ -43,8 +43,11 @@ def test_a_store_puts_gets_and_gives_back_what_was_put(data_plane, name):
     actions = {"get", "put"} | {action for action, stores in data_plane.ONLY.items() if name in stores}
     assert {(row["store"], row["action"]) for row in rows} == {(name, action) for action in actions}
     assert all(row["gb_per_s"] > 0 and row["client_cpu_s_per_gb"] > 0 for row in rows)
-    servers = 0 if name in ("memcpy", "tmpfs", "safetensors") else len(actions)
-    assert sum(row["server_cpu_s_per_gb"] > 0 for row in rows) == servers
+    served = {row["action"] for row in rows if row["server_cpu_s_per_gb"] > 0}
+    if name in ("memcpy", "tmpfs", "safetensors"):
+        assert not served
+    else:  # our gets need no message, so the daemon may do nothing for them
+        assert served >= actions - ({"get"} if name in ("sealed", "group") else set())
 
 
 def test_the_names_are_all(data_plane):

@@ -279,7 +279,7 @@ def test_doctor_of_both_protections(start_daemon, kvctl, protection):
     start_daemon(protection=protection)
     findings = [json.loads(line) for line in kvctl("doctor", "--json").splitlines()]
     assert [finding["check"] for finding in findings if not finding["ok"]] == []
-    assert len(findings) == 11
+    assert len(findings) == 12
 
 
 def test_doctor_without_a_daemon(kvctl, run_dir):

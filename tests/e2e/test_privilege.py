@@ -143,13 +143,13 @@ def test_memory_is_sealed_and_readers_read(start_daemon: Callable[..., Any], pro
                 seals.setdefault(target.split("-")[1], set()).add(get_seals(fd) & ~F_SEAL_EXEC)
                 os.close(fd)
         data = NOBODY_WRITES if protection == "sealed" else NOBODY_RESIZES
-        expected = {"data": {data}, "header": {NOBODY_WRITES}}
+        expected = {"data": {data}, "header": {NOBODY_WRITES}, "directory": {NOBODY_WRITES}}
         assert seals == expected | ({"staging": {NOBODY_RESIZES}} if protection == "sealed" else {})
         modes = {
             line.split("/memfd:kvs-")[1].split("-")[0]: line.split()[1]
             for line in Path("/proc/self/maps").read_text().splitlines()
             if "/memfd:kvs-" in line
         }
-        reads = {"data": "r--s" if protection == "sealed" else "rw-s", "header": "r--s"}
+        reads = {"data": "r--s" if protection == "sealed" else "rw-s", "header": "r--s", "directory": "r--s"}
         assert modes == reads | ({"staging": "rw-s"} if protection == "sealed" else {})
         lease.release()

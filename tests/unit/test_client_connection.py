@@ -171,7 +171,7 @@ class FakeDaemon:
             if self.hello_error is not None:
                 return descriptor_pb2.DescriptorReply(error=wire.error_to_proto(self.hello_error)), []
             fields = {
-                "protocol": 1,
+                "protocol": 2,
                 "boot_id": self.boot_id,
                 "token": b"t" * 32,
                 "tenant": "alice",
@@ -602,7 +602,9 @@ def test_a_relative_directory_means_where_it_was(daemon: FakeDaemon, monkeypatch
         eventually(lambda: daemon.hellos == 2 and client.connected)
 
 
-@pytest.mark.parametrize("fields", [{"protocol": 2}, {"protection": "none"}], ids=lambda f: next(iter(f)))
+@pytest.mark.parametrize(
+    "fields", [{"protocol": 1}, {"protocol": 3}, {"protection": "none"}], ids=lambda f: next(iter(f))
+)
 def test_another_protocol_is_refused(daemon: FakeDaemon, fields: dict[str, Any]) -> None:
     daemon.hello = fields
     with pytest.raises(errors.Unsupported, match="install the same version"):

@@ -224,7 +224,7 @@ class Client:
         return DescriptorReply.FromString(data), fds
 
     def hello(self, **fields: Any) -> DescriptorReply:
-        reply, fds = self.ask(hello=Hello(**{"protocol": 1, "client": "test", **fields}))
+        reply, fds = self.ask(hello=Hello(**{"protocol": 2, "client": "test", **fields}))
         assert fds == []
         return reply
 
@@ -396,7 +396,7 @@ def test_hello_makes_a_worker(daemon: Daemon) -> None:
     with Client(daemon) as client:
         hello = client.hello(engine_group="engine", rank=3).hello
         assert (hello.protocol, hello.boot_id, hello.tenant, hello.protection) == (
-            1,
+            2,
             BOOT,
             "default",
             "sealed",
@@ -875,7 +875,7 @@ def test_malformed_packet_ends_the_connection(
     [
         ({"staging": StagingRequest(bytes=1)}, Code.FAILED_PRECONDITION, "hello"),
         ({"segments": SegmentsRequest(segments=[1])}, Code.FAILED_PRECONDITION, "hello"),
-        ({"hello": Hello(protocol=2)}, Code.UNIMPLEMENTED, "hello.protocol"),
+        ({"hello": Hello(protocol=1)}, Code.UNIMPLEMENTED, "hello.protocol"),
         ({"hello": Hello()}, Code.UNIMPLEMENTED, "hello.protocol"),
         ({"hello": Hello(protocol=2, client="x" * 257)}, Code.INVALID_ARGUMENT, "hello.client"),
         ({"hello": Hello(protocol=2, engine_group="é" * 129)}, Code.INVALID_ARGUMENT, "hello.engine_group"),
