@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import queue
 import resource
@@ -283,9 +284,10 @@ def start(
 ) -> Iterator[Callable[..., Daemon]]:
     """Starts a daemon with these settings; when the test is over it must have kept nothing open."""
     with contextlib.ExitStack() as stack:
+        gc.collect()  # what other tests in this process left is closed before it is counted
         before = open_fds()
         yield lambda **settings: stack.enter_context(Daemon(run_dir, loop_factory, **settings))
-    assert open_fds() == before
+    assert open_fds() <= before
 
 
 @pytest.fixture
