@@ -4,7 +4,6 @@ that is cut or crawls costs misses, never a hang."""
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -72,21 +71,9 @@ class Network:
 
     def crawl(self, node: str) -> None:
         """8 kbit a second towards the bridge."""
-        name = f"kvs{self._tag}{node}"
         shaping = ("root", "tbf", "rate", "8kbit", "burst", "2kb", "latency", "500ms")
-        command = [
-            "ip",
-            "netns",
-            "exec",
-            name,
-            "tc",
-            "qdisc",
-            "add",
-            "dev",
-            f"kv{self._tag}{node}1",
-            *shaping,
-        ]
-        subprocess.run(command, check=True, capture_output=True)
+        device = f"kv{self._tag}{node}1"
+        ip("netns", "exec", f"kvs{self._tag}{node}", "tc", "qdisc", "add", "dev", device, *shaping)
 
     def close(self) -> None:
         for name in self.names:
@@ -96,12 +83,39 @@ class Network:
             ip("link", "del", self._bridge)
 
 
-@pytest.fixture
-def network() -> Iterator[Network]:
+@pytest.fixture(scope="session")
+def machine_refuses() -> dict[str, str]:
+    """What this machine's kernel or its rights do not let a test have, and what it said. A node is made for nothing, so
+    that what fails in a test afterwards is a failure of the test."""
     try:
-        made = Network()
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("needs root, ip and network namespaces")
+        tried = Network()
+    except (OSError, subprocess.CalledProcessError) as error:
+        return {"network": reason(error)}
+    try:
+        tried.add("x")
+        try:
+            tried.crawl("x")
+        except (OSError, subprocess.CalledProcessError) as error:
+            return {"crawl": reason(error)}
+        return {}
+    except (OSError, subprocess.CalledProcessError) as error:
+        return {"network": reason(error)}
+    finally:
+        tried.close()
+
+
+def reason(error: OSError | subprocess.CalledProcessError) -> str:
+    said = error.stderr.decode().strip() if isinstance(error, subprocess.CalledProcessError) else ""
+    return f"{error}: {said}"
+
+
+@pytest.fixture
+def network(machine_refuses: dict[str, str]) -> Iterator[Network]:
+    if "network" in machine_refuses:
+        pytest.skip(
+            f"needs root, ip, bridges and namespaces with links of their own: {machine_refuses['network']}"
+        )
+    made = Network()
     try:
         yield made
     finally:
@@ -165,9 +179,11 @@ def test_a_conversation_moves_over_the_network(join: Callable[..., Member]) -> N
 
 @needs_redis
 @pytest.mark.parametrize("fault", ["cut", "crawl"])
-def test_a_network_that_fails_costs_misses(join: Callable[..., Member], network: Network, fault: str) -> None:
-    if fault == "crawl" and shutil.which("tc") is None:
-        pytest.skip("needs tc")
+def test_a_network_that_fails_costs_misses(
+    join: Callable[..., Member], network: Network, machine_refuses: dict[str, str], fault: str
+) -> None:
+    if fault in machine_refuses:
+        pytest.skip(f"needs tc and a kernel that shapes traffic: {machine_refuses[fault]}")
     a, b = join("a"), join("b", peer_deadline_ms=500)
     a.turn(64 * 6, chunks=6)
     keys = a.space.keys(np.arange(64 * 6))
