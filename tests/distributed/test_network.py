@@ -79,6 +79,9 @@ class Network:
         for name in self.names:
             with suppress(subprocess.CalledProcessError):
                 ip("netns", "del", name)
+            # Sockets that nobody reads any more may keep a namespace for minutes; its link goes now.
+            with suppress(subprocess.CalledProcessError):
+                ip("link", "del", f"kv{name.removeprefix('kvs')}0")
         with suppress(subprocess.CalledProcessError):
             ip("link", "del", self._bridge)
 
