@@ -34,7 +34,7 @@ SPARED = KINDS + 1
 SPARED_MS = 10_000
 """so long after it came last."""
 HOUR_MS = 3_600_000
-KINDS_MAX = 32
+KINDS_MAX = 64
 CELLS_MAX = KINDS_MAX * BUCKETS
 AGED_EVERY_MS = 100
 """Cohorts change their cells at most so often."""
@@ -43,7 +43,7 @@ RESTING = 64
 EXPLORE = 100
 """One of so many saves that are not worth a slot gets one."""
 
-KIND_BITS, USES_BITS, TURN_BITS = 5, 3, 3
+KIND_BITS, USES_BITS, TURN_BITS = 6, 3, 3
 USES_SHIFT, TURN_SHIFT = KIND_BITS, KIND_BITS + USES_BITS
 KIND_MASK, USES_MASK, TURN_MASK = (1 << KIND_BITS) - 1, (1 << USES_BITS) - 1, (1 << TURN_BITS) - 1
 """What is known of a chunk's past is one number (`ChunkTable.history`): its kind since its last use, its uses, and the
@@ -122,26 +122,26 @@ class Expected(Hints):
 
     # -------------------------------------------------------------------------------------------------- observation
 
-    def used(self, rows: Sequence[int]) -> None:
+    def used(self, rows: Sequence[int], behind: int = 0) -> None:
         """Their lives end, and others begin."""
         if len(rows) >= self._batch_min:
-            cohorts.used(self, self._chunks, rows)
+            cohorts.used(self, self._chunks, rows, behind)
         else:
-            self.used_each(rows)
+            self.used_each(rows, behind)
 
-    def used_each(self, rows: Sequence[int]) -> None:
+    def used_each(self, rows: Sequence[int], behind: int) -> None:
         """`used`, one by one."""
         history, used_at = self._chunks.history, self._chunks.used_at
         for row in rows:
-            history[row] = self.end_lives(row, history[row], used_at[row], 1)
+            history[row] = self.end_lives(row, history[row], used_at[row], 1, behind)
 
-    def end_lives(self, row: int, past: int, used_at: Millis, count: int) -> int:
+    def end_lives(self, row: int, past: int, used_at: Millis, count: int, behind: int) -> int:
         """So many chunks with one past, `row` among them, are used now; what their past is from now on."""
         book = self.book(row)
         uses = max(1, past >> USES_SHIFT & USES_MASK) + 1
         if past:
             book.end(past & KIND_MASK, used_at, self.now, count)
-        kind = ages.kind_of_used(uses, self.now - used_at)
+        kind = ages.kind_of_used(uses, self.now - used_at, behind)
         book.begin(kind, self.now, count)
         return history_of(kind, uses, past >> TURN_SHIFT & TURN_MASK)
 
@@ -278,7 +278,7 @@ class Expected(Hints):
             past = chunks.history[row] if row != NONE else 0
             if past:
                 uses = max(1, past >> USES_SHIFT & USES_MASK) + 1
-                kind = ages.kind_of_used(uses, self.now - chunks.used_at[row])
+                kind = ages.kind_of_used(uses, self.now - chunks.used_at[row], 0)
             else:
                 turn = turn or self._turn(row, parent)
                 kind = ages.kind_of_new(partial=count < full, turn=turn, tokens=size)

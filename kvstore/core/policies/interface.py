@@ -97,9 +97,9 @@ class Policy(ABC):
     def closed(self, namespace: NamespaceId) -> None:  # noqa: B027
         """It holds nothing any more, and its number is not used again."""
 
-    def used(self, rows: Sequence[int]) -> None:  # noqa: B027
+    def used(self, rows: Sequence[int], behind: int = 0) -> None:  # noqa: B027
         """Somebody uses these rows of one namespace now, which the store has; `used_at` still says when they were used
-        before."""
+        before. Who uses them asked for `behind` tokens more behind them, which are not there."""
 
     def came_back(self, row: int) -> None:  # noqa: B027  # who has nothing to learn from it, says nothing
         """The bytes of a ghost are about to be written again: `reason` still says why they went, and
