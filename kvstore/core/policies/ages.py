@@ -81,6 +81,11 @@ KEPT_LIVES = 200_000
 KEPT_MS = 600_000
 """After so many lives, and as long a time, what was counted counts half."""
 
+COUNT_MAX = 1e12
+"""Of lives: no honest count is larger."""
+
+Learned = dict[str, tuple[list[float], list[float]]]
+"""By kind (NAMES): lives that ended at each age, and those that came through."""
 Table = npt.NDArray[np.float64]
 
 EDGES: tuple[Millis, ...] = (0, *(round(FIRST_MS * BASE**number) for number in range(BUCKETS)))
@@ -153,6 +158,24 @@ def _worths_after(alive: Table, ends: Table, after: Millis) -> Table:
         held += alive[:, first + 1 :] * (_UPPER[first:] - _LOWER[age])
         best[:, age] = (found / np.maximum(held, 1e-300)).max(axis=1)
     return best
+
+
+def as_learned(value: object) -> Learned:
+    """What was written down and read again. Raises ValueError for what is no `Learned`."""
+    if not isinstance(value, dict):
+        raise ValueError("what was learned of a tenant is no table")
+    found: Learned = {}
+    for name, counts in value.items():
+        if not (
+            isinstance(name, str)
+            and isinstance(counts, list | tuple)
+            and len(counts) == 2
+            and all(isinstance(each, list) for each in counts)
+            and all(isinstance(count, int | float) for each in counts for count in each)
+        ):
+            raise ValueError(f"what was learned of {name!r} is no pair of lists of numbers")
+        found[name] = ([*map(float, counts[0])], [*map(float, counts[1])])
+    return found
 
 
 class Ages:
@@ -274,6 +297,33 @@ class Book:
     def knows(self) -> bool:
         """Whether kinds are told apart: enough was seen."""
         return self.version > 0
+
+    def learned(self) -> Learned:
+        """What a later start of the daemon may begin with: how many lives of a kind ended at which age, and came
+        through."""
+        return {
+            name: (list(ages.ended), list(ages.passed))
+            for name, ages in zip(NAMES, self.ages, strict=True)
+            if any(ages.ended) or any(ages.passed)
+        }
+
+    def recall(self, learned: Learned) -> None:
+        """Begin with what an earlier start learned; it counts half, for much may have changed meanwhile. Kinds that
+        nobody knows any more are left out. Raises ValueError, and then nothing was taken."""
+        taken = []
+        for name, counts in learned.items():
+            ended, passed = counts
+            if len(ended) != BUCKETS or len(passed) != BUCKETS:
+                raise ValueError(f"{name!r} has {len(ended)} and {len(passed)} ages, not {BUCKETS}")
+            if not all(math.isfinite(count) and 0 <= count <= COUNT_MAX for count in (*ended, *passed)):
+                raise ValueError(f"{name!r} has a count that is none")
+            if name in NAMES:
+                taken.append((NAMES.index(name), ended, passed))
+        for kind, ended, passed in taken:
+            ages = self.ages[kind]
+            ages.ended = [count + half / 2 for count, half in zip(ages.ended, ended, strict=True)]
+            ages.passed = [count + half / 2 for count, half in zip(ages.passed, passed, strict=True)]
+            self.lives += int(sum(ended) + passed[0]) // 2
 
     def begin(self, kind: int, now: Millis, count: int) -> None:
         self.ages[kind].begin(now, count)

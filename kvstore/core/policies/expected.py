@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from operator import itemgetter
 from typing import cast
@@ -21,7 +21,7 @@ from kvstore.core.bulk import batch, cohorts
 from kvstore.core.chunks import LISTED, NONE, RANKED, TAIL, ChunkTable, LinkedRows
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policies import ages
-from kvstore.core.policies.ages import BUCKETS, EDGES, KINDS, UNKNOWN, Book
+from kvstore.core.policies.ages import BUCKETS, EDGES, KINDS, UNKNOWN, Book, Learned
 from kvstore.core.policies.hints import ByNeed, Hints, ranked
 from kvstore.core.policies.interface import Rows
 from kvstore.core.policies.lists import Candidates, Ranked
@@ -40,8 +40,14 @@ AGED_EVERY_MS = 100
 """Cohorts change their cells at most so often."""
 RESTING = 64
 """Numbers of cohorts that ended rest before they are used again."""
+FRESH_SHARE = 32
+"""Chunks that came or were used within FIRST_MS stay, up to such a part of what may go: of so short a time the ages tell
+nothing, and requests that begin alike often come together."""
 EXPLORE = 100
 """One of so many saves that are not worth a slot gets one."""
+
+TENANTS_LEARNED_MAX = 64
+"""So many tenants' statistics survive a restart, those first that know most: some 20 KB each."""
 
 KIND_BITS, USES_BITS, TURN_BITS = 6, 3, 3
 USES_SHIFT, TURN_SHIFT = KIND_BITS, KIND_BITS + USES_BITS
@@ -50,8 +56,16 @@ KIND_MASK, USES_MASK, TURN_MASK = (1 << KIND_BITS) - 1, (1 << USES_BITS) - 1, (1
 turn of the dialogue that computed it. 0: nothing is known."""
 
 
+def _lives(learned: Learned) -> float:
+    return sum(sum(ended) + passed[0] for ended, passed in learned.values())
+
+
 def history_of(kind: int, uses: int, turn: int) -> int:
     return kind | min(uses, USES_MASK) << USES_SHIFT | min(turn, TURN_MASK) << TURN_SHIFT
+
+
+def _is_fresh(cell: int) -> bool:
+    return cell % BUCKETS == 0 and cell // BUCKETS % KINDS_MAX < KINDS
 
 
 class Cohort(LinkedRows):
@@ -67,12 +81,16 @@ class Cohort(LinkedRows):
         self.since = since
         """When they were used."""
 
+    @property
+    def is_fresh(self) -> bool:
+        return _is_fresh(self.cell)
+
     def __repr__(self) -> str:
         return f"Cohort({self.count} rows of {self.since}, cell {self.cell})"
 
 
 class ByWorth(ByNeed):
-    __slots__ = ("aged_at", "by_use", "by_worth", "in_order", "row_count", "worth_versions")
+    __slots__ = ("aged_at", "by_use", "by_worth", "fresh", "in_order", "row_count", "worth_versions")
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,6 +102,12 @@ class ByWorth(ByNeed):
         self.worth_versions = -1
         self.aged_at: Millis = 0
         self.row_count = 0
+        self.fresh = 0
+        """Of these, the ones in the first bucket of ages."""
+
+    @property
+    def fresh_max(self) -> int:
+        return self.row_count // FRESH_SHARE
 
     @property
     def lists(self) -> tuple[LinkedRows | Ranked, ...]:
@@ -106,6 +130,23 @@ class Expected(Hints):
         self._free_numbers: deque[int] = deque()
         """The oldest is used again, once there are more than RESTING: who watches rows sees that they moved."""
         self._refused = 0
+        self._recalled: dict[str, Learned] = {}
+        """Of tenants that have opened nothing since the start."""
+
+    def learned(self) -> dict[str, object]:
+        known: dict[str, Learned] = dict(self._recalled)
+        for tenant, number in self._book_of_tenant.items():
+            known[tenant] = self.books[number].learned()
+        by_lives = sorted(known.items(), key=lambda item: -_lives(item[1]))
+        return dict(by_lives[:TENANTS_LEARNED_MAX])
+
+    def recall(self, learned: Mapping[str, object]) -> None:
+        for tenant, of_tenant in learned.items():
+            checked = ages.as_learned(of_tenant)
+            number = self._book_of_tenant.get(tenant)
+            (Book() if number is None else self.books[number]).recall(checked)
+            if number is None:
+                self._recalled[tenant] = checked
 
     def candidates(self) -> ByWorth:
         return ByWorth()
@@ -114,7 +155,9 @@ class Expected(Hints):
         number = self._book_of_tenant.get(namespace.tenant)
         if number is None:
             number = self._book_of_tenant[namespace.tenant] = len(self.books)
-            self.books.append(Book(self.lives_min))
+            book = Book(self.lives_min)
+            book.recall(self._recalled.pop(namespace.tenant, {}))
+            self.books.append(book)
         self._book_of[namespace.id] = number
 
     def closed(self, namespace: NamespaceId) -> None:
@@ -253,8 +296,12 @@ class Expected(Hints):
         if self._refused >= EXPLORE:
             self._refused = 0
             return len(rows)
+        mine = cast("ByWorth", namespace.dram)
+        free += max(0, mine.fresh_max - mine.fresh)
+        if len(rows) <= free:
+            return len(rows)
         new = self._worths_of_saves(book, namespace, rows, parent, tokens)
-        victims = self._walk_cells(cast("ByWorth", namespace.dram))
+        victims = self._walk_cells(mine)
         for number, worth in enumerate(new):
             if number < free:
                 continue
@@ -346,14 +393,18 @@ class Expected(Hints):
         cohort = self.cohorts[self._chunks.cohort[row]]
         assert cohort is not None, self._chunks.describe(row)
         self._chunks.unlink(cohort, row)
-        cast("ByWorth", candidates).row_count -= 1
+        mine = cast("ByWorth", candidates)
+        mine.row_count -= 1
+        mine.fresh -= cohort.is_fresh
 
     def unlink_many(self, candidates: Candidates, rows: Rows) -> None:
+        listed = cast("ByWorth", candidates)
         for number, mine in cohorts.by_cohort(self._chunks, rows):
             cohort = self.cohorts[number]
             assert cohort is not None, number
             batch.unlink(self._chunks, cohort, mine)
-        cast("ByWorth", candidates).row_count -= len(rows)
+            listed.fresh -= cohort.is_fresh * len(mine)
+        listed.row_count -= len(rows)
 
     def _file(self, candidates: ByWorth, rows: Sequence[int], *, behind: bool = False) -> None:
         """Into the cohorts of their kinds and times; they stand in chain order, and the end of a chain goes first, also
@@ -403,6 +454,7 @@ class Expected(Hints):
                 chunks.cohort[row] = number
                 link(cohort, row)
         candidates.row_count += len(rows)
+        candidates.fresh += cohort.is_fresh * len(rows)
 
     def _cohort(self, candidates: ByWorth, kind: int, since: Millis) -> Cohort:
         found = candidates.by_use.get((kind, since))
@@ -443,7 +495,11 @@ class Expected(Hints):
         """(worth, row), the least worth first."""
         self._age(candidates)
         newer = self._chunks.newer
-        for worth, _, number in list(candidates.in_order):
+        order = list(candidates.in_order)
+        if candidates.fresh and candidates.fresh <= candidates.fresh_max:
+            fresh = [place for place in order if place[0] < inf and _is_fresh(place[2])]
+            order = [place for place in order if place[0] == inf or not _is_fresh(place[2])] + fresh
+        for worth, _, number in order:
             cell = candidates.by_worth.get(number, ())
             while cell and not cell[0].count:
                 self._drop(candidates, cell.popleft())
@@ -498,7 +554,9 @@ class Expected(Hints):
                 self._file(candidates, rows[::-1])
                 self._drop(candidates, cohort)
             else:
+                candidates.fresh -= cohort.is_fresh * cohort.count
                 cohort.cell = number - number % BUCKETS + ages.bucket_of(now - cohort.since)
+                candidates.fresh += cohort.is_fresh * cohort.count
                 self._into_cell(candidates, cohort)
 
     def _worth_of_cell(self, number: int) -> float:

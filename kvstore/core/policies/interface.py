@@ -91,6 +91,14 @@ class Policy(ABC):
         self.remove(candidates, row)
         self.add_last(candidates, row)
 
+    def learned(self) -> Mapping[str, object]:
+        """By tenant: what a later start of the daemon may begin with, made of lists, numbers and text alone."""
+        return {}
+
+    def recall(self, learned: Mapping[str, object]) -> None:  # noqa: B027  # who learns nothing has nothing to recall
+        """Begin with what an earlier start learned, before the first request. Raises ValueError for what
+        is none of `learned`; the tenants before it are taken all the same."""
+
     def opened(self, namespace: Namespace) -> None:  # noqa: B027
         """A namespace is new."""
 
