@@ -40,9 +40,6 @@ AGED_EVERY_MS = 100
 """Cohorts change their cells at most so often."""
 RESTING = 64
 """Numbers of cohorts that ended rest before they are used again."""
-FRESH_SHARE = 32
-"""Chunks that came or were used within FIRST_MS stay, up to such a part of what may go: of so short a time the ages tell
-nothing, and requests that begin alike often come together."""
 EXPLORE = 100
 """One of so many saves that are not worth a slot gets one."""
 
@@ -64,10 +61,6 @@ def history_of(kind: int, uses: int, turn: int) -> int:
     return kind | min(uses, USES_MASK) << USES_SHIFT | min(turn, TURN_MASK) << TURN_SHIFT
 
 
-def _is_fresh(cell: int) -> bool:
-    return cell % BUCKETS == 0 and cell // BUCKETS % KINDS_MAX < KINDS
-
-
 class Cohort(LinkedRows):
     """The next to go is the oldest."""
 
@@ -81,16 +74,12 @@ class Cohort(LinkedRows):
         self.since = since
         """When they were used."""
 
-    @property
-    def is_fresh(self) -> bool:
-        return _is_fresh(self.cell)
-
     def __repr__(self) -> str:
         return f"Cohort({self.count} rows of {self.since}, cell {self.cell})"
 
 
 class ByWorth(ByNeed):
-    __slots__ = ("aged_at", "by_use", "by_worth", "fresh", "in_order", "row_count", "worth_versions")
+    __slots__ = ("aged_at", "by_use", "by_worth", "in_order", "row_count", "worth_versions")
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,12 +91,6 @@ class ByWorth(ByNeed):
         self.worth_versions = -1
         self.aged_at: Millis = 0
         self.row_count = 0
-        self.fresh = 0
-        """Of these, the ones in the first bucket of ages."""
-
-    @property
-    def fresh_max(self) -> int:
-        return self.row_count // FRESH_SHARE
 
     @property
     def lists(self) -> tuple[LinkedRows | Ranked, ...]:
@@ -296,12 +279,8 @@ class Expected(Hints):
         if self._refused >= EXPLORE:
             self._refused = 0
             return len(rows)
-        mine = cast("ByWorth", namespace.dram)
-        free += max(0, mine.fresh_max - mine.fresh)
-        if len(rows) <= free:
-            return len(rows)
         new = self._worths_of_saves(book, namespace, rows, parent, tokens)
-        victims = self._walk_cells(mine)
+        victims = self._walk_cells(cast("ByWorth", namespace.dram))
         for number, worth in enumerate(new):
             if number < free:
                 continue
@@ -393,18 +372,14 @@ class Expected(Hints):
         cohort = self.cohorts[self._chunks.cohort[row]]
         assert cohort is not None, self._chunks.describe(row)
         self._chunks.unlink(cohort, row)
-        mine = cast("ByWorth", candidates)
-        mine.row_count -= 1
-        mine.fresh -= cohort.is_fresh
+        cast("ByWorth", candidates).row_count -= 1
 
     def unlink_many(self, candidates: Candidates, rows: Rows) -> None:
-        listed = cast("ByWorth", candidates)
         for number, mine in cohorts.by_cohort(self._chunks, rows):
             cohort = self.cohorts[number]
             assert cohort is not None, number
             batch.unlink(self._chunks, cohort, mine)
-            listed.fresh -= cohort.is_fresh * len(mine)
-        listed.row_count -= len(rows)
+        cast("ByWorth", candidates).row_count -= len(rows)
 
     def _file(self, candidates: ByWorth, rows: Sequence[int], *, behind: bool = False) -> None:
         """Into the cohorts of their kinds and times; they stand in chain order, and the end of a chain goes first, also
@@ -454,7 +429,6 @@ class Expected(Hints):
                 chunks.cohort[row] = number
                 link(cohort, row)
         candidates.row_count += len(rows)
-        candidates.fresh += cohort.is_fresh * len(rows)
 
     def _cohort(self, candidates: ByWorth, kind: int, since: Millis) -> Cohort:
         found = candidates.by_use.get((kind, since))
@@ -495,11 +469,7 @@ class Expected(Hints):
         """(worth, row), the least worth first."""
         self._age(candidates)
         newer = self._chunks.newer
-        order = list(candidates.in_order)
-        if candidates.fresh and candidates.fresh <= candidates.fresh_max:
-            fresh = [place for place in order if place[0] < inf and _is_fresh(place[2])]
-            order = [place for place in order if place[0] == inf or not _is_fresh(place[2])] + fresh
-        for worth, _, number in order:
+        for worth, _, number in list(candidates.in_order):
             cell = candidates.by_worth.get(number, ())
             while cell and not cell[0].count:
                 self._drop(candidates, cell.popleft())
@@ -554,9 +524,7 @@ class Expected(Hints):
                 self._file(candidates, rows[::-1])
                 self._drop(candidates, cohort)
             else:
-                candidates.fresh -= cohort.is_fresh * cohort.count
                 cohort.cell = number - number % BUCKETS + ages.bucket_of(now - cohort.since)
-                candidates.fresh += cohort.is_fresh * cohort.count
                 self._into_cell(candidates, cohort)
 
     def _worth_of_cell(self, number: int) -> float:
