@@ -101,7 +101,9 @@ def test_tenants_begin_where_they_left_off(tmp_path: Path) -> None:
     asyncio.run(LearnedFile(str(tmp_path), "expected").save(learned))
     after = World(segments=4, segment_bytes=16 * PAGE, lives_min=20)
     LearnedFile(str(tmp_path), "expected").load(policy_of(after).recall)
-    assert policy_of(after).learned().keys() == learned.keys(), "a tenant that has not come yet is not forgotten"
+    assert policy_of(after).learned().keys() == learned.keys(), (
+        "a tenant that has not come yet is not forgotten"
+    )
     after.open(spec(), after.join())
     book = policy_of(after).books[0]
     assert book.lives > 20 and book.refresh(0)
@@ -133,7 +135,9 @@ def test_what_another_policy_learned_is_left_alone(tmp_path: Path, caplog: pytes
     assert not policy.learned() and not caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = LearnedFile(str(tmp_path / "nowhere"), "expected")
     for _ in range(3):
         asyncio.run(file.save({"a": {"unknown": [[1.0] * BUCKETS, [0.0] * BUCKETS]}}))

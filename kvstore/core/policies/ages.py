@@ -43,8 +43,8 @@ LATER_TURN = FIRST_TURN + len(LENGTHS) + 1
 USED = LATER_TURN + 2 * (len(LATER_LENGTHS) + 1)
 _GAP_COUNT = len(GAPS_S) + 1
 UNKNOWN = USED + 2 * (len(USES) + 1) * _GAP_COUNT
-"""Kinds: the last, partial chunk of a request; of a first turn, by what it adds; of the second turn of a dialogue and of
-later ones, by what they add; used before, by the number of uses, by what the last request computed behind it, and by
+"""Kinds: the last, partial chunk of a request; of a first turn, by what it adds; of the second turn of a dialogue and
+of later ones, by what they add; used before, by the number of uses, by what the last request computed behind it, and by
 the time between the last two uses; and what nobody knows of."""
 KINDS = UNKNOWN + 1
 _ADDED = ("under 2k", "2k to 8k", "8k to 32k", "over 32k")
