@@ -12,8 +12,8 @@ DEMOTE is none: the chunks leave DRAM at once, or as soon as the tier below has 
 
 What PREFETCH and EXPECT say is judged like a queue's hints (`credit.py`): whose actions come to nothing may have the
 less of them. Whatever is asked for, an action never makes a miss of a hit, never refuses an eviction, and ends by
-itself: after its time, with its worker, or when its name is cancelled. Pins and retained chunks are bounded by shares of the memory, of
-which each tenant that has any gets an equal part.
+itself: after its time, with its worker, or when its name is cancelled. Pins and retained chunks are bounded by shares
+of the memory, of which each tenant that has any gets an equal part.
 """
 
 from __future__ import annotations
@@ -442,12 +442,11 @@ class HintActions:
         }
         assert in_queue == self.kept.keys(), (in_queue ^ self.kept.keys(), self)
         assert {place.worker for place in (*self.kept, *self.demotions)} <= state.workers.keys(), self
-        held: dict[ActionKind, Counter[str]] = {kind: Counter() for kind in KEEPING}
+        held: dict[ActionKind, Counter[str]] = {kind: Counter() for kind in self.kept_bytes}
         for place, kept in self.kept.items():
             assert kept.job.until <= state.now + 2 * limits.hint_ttl_max_ms, kept
             assert kept.tenant == state.workers[place.worker].tenant, kept
-            if kept.action.kind in KEEPING:
-                held[kept.action.kind][kept.tenant] += kept.bytes
+            held[_bound(kept.action.kind)][kept.tenant] += kept.bytes
         assert held == self.kept_bytes, (held, self.kept_bytes)
         for kind in KEEPING:
             assert held[kind].total() <= self._bytes_max(kind), (kind, held)

@@ -85,9 +85,7 @@ class Planner:
         jobs, off = self._state.jobs, self._state.disk_state is DiskState.OFF
         if jobs.stale or jobs.changed:
             return True
-        return bool(jobs.windows) and (
-            off or self._off or (self._is_old and self._measured() != self._memory)
-        )
+        return bool(jobs.windows) and (off or self._off or (self._is_old and self._has_other_memory()))
 
     @property
     def memory(self) -> Memory:
@@ -128,6 +126,16 @@ class Planner:
     @property
     def _is_old(self) -> bool:
         return self._state.now - self._measured_at >= MEASURE_MS
+
+    def _has_other_memory(self) -> bool:
+        """Whether the ends of some window may move, because there is more memory now, or less."""
+        measured = self._measured()
+        if measured == self._memory:
+            return False
+        windows = self._state.jobs.windows.values()
+        if any(window.ahead < len(window.labels) for window in windows):
+            return True
+        return sum(window.ahead_bytes for window in windows) > measured.ahead
 
     def _measured(self) -> Memory:
         """In steps, or every lease would move the ends of all windows. Something is left for windows at any time: pins
