@@ -10,6 +10,7 @@ with the store, before or during a request, the answer is computed from the toke
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.errors import Exhausted, Unavailable, Unsupported
-from kvstore.gpu_worker.assembly import Assembly
+from kvstore.gpu_worker.assembly import Assembly, most_deviating
 from kvstore.gpu_worker.attention import NAME, check_pageable
 from kvstore.gpu_worker.canary import TOKENS_MAX, SelfTest, differs, is_sampled
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
@@ -36,7 +37,7 @@ from kvstore.gpu_worker.positions import check_movable
 from kvstore.gpu_worker.request import Request, Reused, check_request, is_session_name
 from kvstore.gpu_worker.sampling import GREEDY, NotNumbers, Sampler, Sampling
 from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX
-from kvstore.gpu_worker.scheduling import SPANS_MAX, Scheduler
+from kvstore.gpu_worker.scheduling import Scheduler
 from kvstore.gpu_worker.truncation import Truncation, Turns, View, view
 from kvstore.keys import ROOT
 from kvstore.layout import NamespaceSpec
@@ -102,7 +103,8 @@ class BatchEngine:
     before all of their load was there), preemptions, load_failures, promotions_awaited,
     requests_failed, requests_rejected (the queue was full), requests_unnamed (whose session no store could name),
     requests_unexplained (of a model that cannot be explained: their KV is neither shared nor stored); requests_cut and
-    cut_tokens (of conversations that were too long), truncations_recomputed (of these, requests whose older KV could
+    cut_tokens (of conversations that were too long), probed_tokens (whose KV was compared with what one layer of full
+    attention gives), truncations_recomputed (of these, requests whose older KV could
     not be had), canary_checks and canary_failures; reports of what
     is in the pool, and reports_failed.
     """
@@ -213,7 +215,6 @@ class BatchEngine:
             sequences_max=sequences_max,
             tokens_max=self.tokens_max,
             share=share,
-            spans_max=SPANS_MAX,
         )
         self._count = 0
         self._closed = False
@@ -441,6 +442,8 @@ class BatchEngine:
         self._check_open()
         self._recognise()
         pieces = self._scheduler.schedule()
+        for request in self._scheduler.undecided:
+            self._decide(request)
         if not pieces:
             return []
         logits = self._compute(pieces)
@@ -482,6 +485,17 @@ class BatchEngine:
         if finished:
             self._finish(*finished)
         return outputs
+
+    def _decide(self, request: Request) -> None:
+        """Which of the tokens whose KV was loaded deviate most: they are computed in place."""
+        assert request.assembly is not None
+        among, absent = self._scheduler.open_slots(request)
+        if self._store is not None:
+            self._store.writes(request.chunks)
+        deviations = self._forward.deviations(request, among, absent)
+        self.counters["probed_tokens"] += len(deviations)
+        count = math.ceil(request.assembly.deviating * len(deviations))
+        self._scheduler.decide(request, most_deviating(deviations.numpy(), among, count))
 
     def _compute(self, pieces: Mapping[Request, int]) -> dict[Request, torch.Tensor]:
         """The forward call. Without logits where nothing of it means anything."""

@@ -100,6 +100,8 @@ class Request:
     holes: list[Span] = field(default_factory=list)
     """Of such a prompt, once its parts are loaded: what is computed yet, as spans of `tokens`. Without any, all of
     `tokens` from `computed` on is."""
+    undecided: bool = False
+    """Its parts are loaded, and it is to be decided which of its tokens deviate most: those are computed, too."""
     unplanned: bool = False
     """Some of its parts are not there and are computed: its KV is not that of a prompt of the same parts."""
 
@@ -155,7 +157,8 @@ class Request:
         """Leading tokens whose KV is what the keys of its chunks say: what others may share."""
         if self.assembly is None:
             return len(self.tokens)
-        return self.assembly.exact if self.unplanned else len(self.assembly.tokens)
+        mine = self.unplanned or self.assembly.deviating
+        return self.assembly.exact if mine else len(self.assembly.tokens)
 
     def spans(self, count: int) -> list[Span]:
         """Where the next `count` tokens stand that are computed."""
