@@ -141,7 +141,9 @@ class Encoding:
             begins = run.segment == 0 and bool(self.beginning)
             own = self.units.get(run.path)
             chunks = (
-                self.beginning
+                self.document(run).pieces
+                if run.document
+                else self.beginning
                 if begins
                 else overriding.get(run.segment)
                 or (own.chunks.get(run.segment, ()) if own is not None else ())
@@ -155,6 +157,23 @@ class Encoding:
                 at += len(chunk.tokens)
             found.append((run, tuple(entries)))
         return found
+
+    def document(self, run: Run) -> Unit:
+        """Of a collection: encoded right behind what it attends to, wherever it stands in a prompt. It has one KV,
+        which is rotated to its place."""
+        after = self._after[self.method]
+        start = sum(len(chunk.tokens) for chunk in after)
+        attended = content = _attended(after)
+        chunks = []
+        for first in range(0, len(run.tokens), self._chunk_tokens):
+            piece, place = run.tokens[first : first + self._chunk_tokens], start + first
+            here = manifest_digest([(attended, 0, 0, 0, True), (b"", place, len(piece), 0, True)])
+            key = derived_key(self._salt, here, piece)
+            chunks.append(Chunk(key, piece, place))
+            attended = manifest_digest([(attended, 0, 0, 0, True), (key, place, len(piece), 0, True)])
+            what = derived_key(self._salt, content, piece)
+            content = manifest_digest([(content, 0, 0, 0, True), (what, first, len(piece), 0, True)])
+        return Unit((run.path,), {}, content, start, after, tuple(chunks))
 
     # -------------------------------------------------------------------------------------------------- chunks
 
