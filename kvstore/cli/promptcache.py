@@ -153,7 +153,7 @@ def _render(client: Client | None, options: argparse.Namespace) -> int:
                 "tokens": len(run.tokens),
                 "first": run.position,
                 "last": run.end - 1,
-                "moved": run.delta,
+                "moved": chunks[0].delta if run.document and chunks else run.delta,
                 "chunks": len(chunks),
                 "hits": [hits[entry.chunk.key] for entry in chunks] if namespace is not None else None,
                 "token_ids": list(run.tokens),
