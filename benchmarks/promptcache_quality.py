@@ -14,8 +14,7 @@ default ../shared/data), each passage a module; the answer's tokens are read one
                   layer; `alone, deviating 15 %` is as CacheBlend-15 (arXiv 2405.16444), made by us
     see all       arguments and text attend to all modules, those behind them included: the paper's pass
 
-A run takes minutes: `--sets`, `--questions` and `--skip` cut it into several, whose rows say how many tokens to weigh
-them by.
+A run takes minutes: `--resume FILE` goes on where one that was stopped had come to.
 
     make bench-promptcache_quality ARGS='--quick --json'
 """
@@ -30,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +65,8 @@ RECIPES = {
     "beginning, deviating 20 %": Recipe(deviating=0.2),
     "beginning, see all": Recipe(see_later=True),
 }
-PASSAGES, ANSWER_TOKENS_MAX, PASSAGE_CHARACTERS_MAX = 4, 24, 900
-MUSIQUE_CHARACTERS_MAX = 450
+PASSAGES, ANSWER_TOKENS_MAX, PASSAGE_CHARACTERS_MAX = 4, 24, 600
+MUSIQUE_CHARACTERS_MAX = 300
 """Of each of its ten passages."""
 KL_GOAL, GROWTH_GOAL, KL_GOAL_20, GROWTH_GOAL_20 = 0.08, 0.025, 0.027, 0.012
 
@@ -77,6 +76,9 @@ def main() -> int:
     options.add_argument("--data", type=Path, default=DATA, help="folder with longdoc/")
     options.add_argument("--questions", type=int, help="of each set (default: 12; quick: 1)")
     options.add_argument("--skip", type=int, default=0, help="so many questions of each set")
+    options.add_argument(
+        "--resume", type=Path, help="file that keeps each question's figures; what is there is not run"
+    )
     options.add_argument("--sets", nargs="+", choices=("NQ", "MuSiQue", "passkeys"), help="by default all")
     chosen = options.parse_args()
     count, skip = chosen.questions or (1 if chosen.quick else 12), chosen.skip
@@ -96,6 +98,7 @@ def main() -> int:
             "left out: SmolLM2 is not there (make demo makes it ready), and what random weights say means nothing"
         )
         return finish(__file__, chosen, rows, goals)
+    known = kept(chosen.resume)
     tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(READY[-1]))
     with store(384 << 20) as run_dir:
         engine = BatchEngine(
@@ -107,7 +110,13 @@ def main() -> int:
                     print(f"{name}: left out, its file is not in {chosen.data}, or has no more")
                     continue
                 begun = time.perf_counter()
-                found = [compared(engine, tokenizer, sample) for sample in samples]
+                found = []
+                for number, sample in enumerate(samples, skip):
+                    figures = known.get((name, number))
+                    if figures is None:
+                        figures = compared(engine, tokenizer, sample)
+                        keep(chosen.resume, name, number, figures)
+                    found.append(figures)
                 rows += summed(name, found)
                 print(f"{name}: {len(samples)} questions, {time.perf_counter() - begun:.0f} s")
                 print(*(told(row) for row in rows if row["set"] == name), sep="\n", flush=True)
@@ -216,6 +225,23 @@ def compared(engine: BatchEngine, tokenizer: Tokenizer, sample: Sample) -> dict[
         right = all(int(seen.argmax()) == token for seen, token in zip(read[name].seen, answer, strict=True))
         found[name] = comparison, right
     return found
+
+
+def keep(path: Path | None, name: str, number: int, figures: dict[str, tuple[Comparison, bool]]) -> None:
+    if path is not None:
+        line = {recipe: [asdict(comparison), right] for recipe, (comparison, right) in figures.items()}
+        with path.open("a") as file:
+            file.write(json.dumps([name, number, line]) + "\n")
+
+
+def kept(path: Path | None) -> dict[tuple[str, int], dict[str, tuple[Comparison, bool]]]:
+    if path is None or not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {
+        (name, number): {recipe: (Comparison(**sums), right) for recipe, (sums, right) in line.items()}
+        for name, number, line in lines
+    }
 
 
 def summed(name: str, found: list[dict[str, tuple[Comparison, bool]]]) -> Iterator[dict[str, Any]]:

@@ -163,14 +163,15 @@ class Encoding:
         which is rotated to its place."""
         after = self._after[self.method]
         start = sum(len(chunk.tokens) for chunk in after)
-        attended = content = _attended(after)
+        attended = _attended(after)
+        content = attended
         chunks = []
         for first in range(0, len(run.tokens), self._chunk_tokens):
-            piece, place = run.tokens[first : first + self._chunk_tokens], start + first
-            here = manifest_digest([(attended, 0, 0, 0, True), (b"", place, len(piece), 0, True)])
-            key = derived_key(self._salt, here, piece)
-            chunks.append(Chunk(key, piece, place))
-            attended = manifest_digest([(attended, 0, 0, 0, True), (key, place, len(piece), 0, True)])
+            piece = run.tokens[first : first + self._chunk_tokens]
+            chunks.append(self._derived(attended, piece, start + first))
+            attended = manifest_digest(
+                [(attended, 0, 0, 0, True), (chunks[-1].key, start + first, len(piece), 0, True)]
+            )
             what = derived_key(self._salt, content, piece)
             content = manifest_digest([(content, 0, 0, 0, True), (what, first, len(piece), 0, True)])
         return Unit((run.path,), {}, content, start, after, tuple(chunks))
@@ -205,9 +206,8 @@ class Encoding:
             for at, piece, count in self._pieces(segments[index]):
                 place = at + move
                 if piece:
-                    here = manifest_digest([(attended, 0, 0, 0, True), (b"", place, count, 0, True)])
-                    key = derived_key(self._salt, here, piece)
-                    made.append(Chunk(key, piece, place))
+                    made.append(self._derived(attended, piece, place))
+                    key = made[-1].key
                     pieces.append(made[-1])
                     what = derived_key(self._salt, content, piece)
                 else:
@@ -221,6 +221,11 @@ class Encoding:
             if made:
                 chunks[numbers[index]] = tuple(made)
         return Unit(paths, chunks, content, start, after, tuple(pieces))
+
+    def _derived(self, attended: bytes, piece: Sequence[int], place: int) -> Chunk:
+        """Of these tokens from that position on, behind what `attended` says."""
+        here = manifest_digest([(attended, 0, 0, 0, True), (b"", place, len(piece), 0, True)])
+        return Chunk(derived_key(self._salt, here, piece), tuple(piece), place)
 
     def _pieces(self, segment: Segment) -> Iterator[tuple[int, tuple[int, ...], int]]:
         """(position, tokens, how many) of each chunk; of placeholders no tokens."""

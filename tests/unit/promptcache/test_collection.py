@@ -105,6 +105,8 @@ def test_keys_cover_the_text_so_far_and_the_beginning() -> None:
     (((first, _), (second, _)),) = entries_of(encoding, "<docs><document>a b c</document></docs>")
     (((same, _), (edited, _)),) = entries_of(encoding, "<docs><document>a b x</document></docs>")
     assert same == first and edited != second
+    (((_, _), (later, _)),) = entries_of(encoding, "<docs><document>x b c</document></docs>")
+    assert later != second, "the same tokens behind others"
     other = Encoding(layout_of(SCHEMA.replace("briefly", "at length"), words), b"s" * 32, chunk_tokens=2)
     assert entries_of(other, "<docs><document>a b c</document></docs>")[0][0][0] != first
     tenant = Encoding(layout_of(SCHEMA, words), b"t" * 32, chunk_tokens=2)
