@@ -38,6 +38,8 @@ class RemoteWorld(DiskWorld):
         self.looked_up: list[ChunkKey] = []
         """All that sources were asked for."""
         self.tombstones: set[tuple[bytes, ChunkKey, bytes]] = set()
+        if "remote_store" in world:
+            world.setdefault("forgets_told", (world["remote_store"],))
         super().__init__(sources=sources, **world)
 
     def put_elsewhere(

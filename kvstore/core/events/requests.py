@@ -555,6 +555,19 @@ class ChunksForgotten:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgottenElsewhere:
+    """A source was read: other nodes have forgotten this since the last time, in this order."""
+
+    source: str
+    forgotten: tuple[tuple[bytes, ChunkKey, bytes], ...]
+    """As in ForgetChunks. A digest that this node knows no namespace of means nothing to it."""
+    count: int
+    """Of the source's forgets, with these: nothing up to it is missing."""
+    age_ms: int = 0
+    """How long ago the source was asked."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: expiry, compaction, bounds."""
 
@@ -609,6 +622,7 @@ Event = (
     | ChunksFetched
     | ChunksStored
     | ChunksForgotten
+    | ForgottenElsewhere
     | Tick
     | Idle
 )

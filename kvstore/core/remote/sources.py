@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, FETCHING, NONE, TAIL
+from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, FETCHING, FOREIGN, NONE, TAIL
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Segment
 from kvstore.core.rate import Rate
@@ -601,7 +601,7 @@ class Sources:
         state = self.state
         chunks = state.chunks
         flags = chunks.flags[row] & ~(FETCHING | DERIVED | TAIL)
-        flags |= DERIVED if chunk.derived else 0
+        flags |= FOREIGN | (DERIVED if chunk.derived else 0)
         flags |= TAIL if chunk.token_count < namespace.spec.chunk_tokens else 0
         chunks.flags[row] = flags
         chunks.tokens[row] = chunk.token_count
