@@ -151,6 +151,7 @@ class _Fetch:
         self._chunks: dict[int, events.FetchedChunk] = {}
         self._tried: list[set[str]] = [set() for _ in wanted]
         self._why = "no peer has it any more"
+        self._count = source.forgets.book.seen[0] if source.forgets is not None else 0
 
     def go_on(self, indices: Sequence[int]) -> None:
         """Ask for these, which nobody is asked for now. On any thread."""
@@ -206,7 +207,7 @@ class _Fetch:
             done = bool(ended) and len(self._chunks) == len(self._wanted)
         if done:
             chunks = tuple(self._chunks[index] for index in range(len(self._wanted)))
-            self._source.post_threadsafe(events.ChunksFetched(self._op, chunks))
+            self._source.post_threadsafe(events.ChunksFetched(self._op, chunks, self._count))
 
 
 def _fetched(shards: Shards) -> events.FetchedChunk:

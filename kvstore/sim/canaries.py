@@ -385,7 +385,7 @@ def _any_record(original: Original) -> Any:
 
 def _still_here(original: Original) -> Any:
     """What another node has forgotten stays where this node has it."""
-    return lambda forgets, row, key: None
+    return lambda forgets, learned, row, key: None
 
 
 def _too_new(original: Original) -> Any:
@@ -394,7 +394,9 @@ def _too_new(original: Original) -> Any:
     def store(saves: RemoteSaves, rows: list[int], size: int) -> None:
         original(saves, rows, size)
         effects = saves.state.effects
-        effects[-1] = replace(effects[-1], generation=1 << 40)  # type: ignore[call-arg]
+        last = effects[-1]
+        assert isinstance(last, ev.StoreChunks), last
+        effects[-1] = replace(last, generation=1 << 40)
 
     return store
 

@@ -204,7 +204,7 @@ class RemoteCluster(Cluster):
                 )
                 came.append((effect.namespace, key, tuple(contents)))
             chunks.append(chunk)
-        return ev.ChunksFetched(effect.op, tuple(chunks))
+        return ev.ChunksFetched(effect.op, tuple(chunks), self.known.count)
 
     def _is_pending(self, d: records.Description) -> bool:
         none = ChunkKey(b"")

@@ -529,6 +529,8 @@ class ChunksFetched:
     op: OpId
     chunks: tuple[FetchedChunk, ...]
     """Per key."""
+    count: int = 0
+    """Up to which count of the source's forgets they were held against, at least."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import DOOMED, FOREIGN, NONE
+from kvstore.core.chunks import DOOMED, FETCHING, FOREIGN, NONE
 from kvstore.core.namespaces import Namespace
 from kvstore.core.remote.saves import RemoteSaves
 from kvstore.core.remote.sources import Sources
@@ -228,7 +228,7 @@ class Forgets:
             learned = self._learned[0]
             while learned.rows and left > 0:
                 left -= 1
-                self._drop(*learned.rows.popleft())
+                self._drop(learned, *learned.rows.popleft())
             while learned.keys and not learned.rows and left > 0:
                 left -= 1
                 self._heed(learned, learned.keys.popleft(), by_digest)
@@ -263,12 +263,15 @@ class Forgets:
         self._is_gone((found.id, key))
         row = found.index.get(key, NONE)
         if row != NONE:
-            self._drop(row, key)
+            self._drop(learned, row, key)
 
-    def _drop(self, row: int, key: ChunkKey) -> None:
+    def _drop(self, learned: Learned, row: int, key: ChunkKey) -> None:
         """A miss from now on, which nobody has to be told of."""
         state = self.state
         if state.chunks.key[row] != key:
+            return
+        if state.chunks.flags[row] & FETCHING:
+            self._sources.was_forgotten(row, learned.channel.name, learned.count)
             return
         noted = len(state.forgotten)
         self._is_gone((NamespaceId(state.chunks.namespace[row]), key))

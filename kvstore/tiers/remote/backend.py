@@ -45,7 +45,10 @@ class Backend(Protocol):
 
     def look_up(self, effect: LookUpChunks, deadline: float) -> Sequence[Found | None]: ...
 
-    def fetch(self, effect: FetchChunks, memory: SlotMemory, deadline: float) -> Sequence[FetchedChunk]: ...
+    def fetch(
+        self, effect: FetchChunks, memory: SlotMemory, deadline: float
+    ) -> tuple[Sequence[FetchedChunk], int]:
+        """What came, and up to which count of forgets it was held against."""
 
     def store(
         self, effect: StoreChunks, memory: SlotMemory, generation: int, deadline: float

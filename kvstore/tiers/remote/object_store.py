@@ -153,7 +153,9 @@ class ObjectStore:
 
     # ------------------------------------------------------------------------------------------------------ transfers
 
-    def fetch(self, effect: FetchChunks, memory: SlotMemory, deadline: float) -> Sequence[FetchedChunk]:
+    def fetch(
+        self, effect: FetchChunks, memory: SlotMemory, deadline: float
+    ) -> tuple[Sequence[FetchedChunk], int]:
         began = time.monotonic()
         shards = len(effect.targets) // len(effect.keys)
         wheres = list(effect.wheres)
@@ -167,12 +169,13 @@ class ObjectStore:
             found = data.get(number)
             return found[shard] if found is not None and len(found) == shards else None
 
+        count = self._book.seen[0]
         chunks = [
             judge(effect, number, read, memory, self._book, self._salt) for number in range(len(effect.keys))
         ]
         took_ms = 1_000 * (time.monotonic() - began) / len(effect.keys)
         self._fetch_ms += 0.1 * (took_ms - self._fetch_ms)
-        return chunks
+        return chunks, count
 
     async def _read(self, wheres: Sequence[object]) -> dict[int, list[memoryview]]:
         """Records by number of the key, of those that are there."""

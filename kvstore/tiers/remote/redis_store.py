@@ -163,7 +163,9 @@ class RedisStore:
             found.append(None if seen is None else Found(seen[1], self._fetch_ms, seen[0]))
         return found
 
-    def fetch(self, effect: FetchChunks, memory: SlotMemory, deadline: float) -> Sequence[FetchedChunk]:
+    def fetch(
+        self, effect: FetchChunks, memory: SlotMemory, deadline: float
+    ) -> tuple[Sequence[FetchedChunk], int]:
         began = time.monotonic()
         shards = len(effect.targets) // len(effect.keys)
         with self._calling() as client:
@@ -181,12 +183,13 @@ class RedisStore:
             value: bytes | None = answers[number * shards + shard]
             return value
 
+        held_against = self._book.seen[0]
         chunks = [
             judge(effect, number, read, memory, self._book, self._salt) for number in range(len(effect.keys))
         ]
         took_ms = 1_000 * (time.monotonic() - began) / len(effect.keys)
         self._fetch_ms += 0.1 * (took_ms - self._fetch_ms)
-        return chunks
+        return chunks, held_against
 
     def store(
         self, effect: StoreChunks, memory: SlotMemory, generation: int, deadline: float

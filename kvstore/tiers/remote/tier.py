@@ -283,19 +283,19 @@ class RemoteTier:
         try:
             if not self._read_bucket.take(size, deadline):
                 raise StoreProblem("the cap on bandwidth leaves no room before the deadline")
-            chunks = tuple(
-                self._calling(deadline, lambda: self._backend.fetch(effect, self._memory, deadline))
+            chunks, count = self._calling(
+                deadline, lambda: self._backend.fetch(effect, self._memory, deadline)
             )
         except StoreProblem as problem:
             why = self._problem(problem)
-            chunks = (FetchedChunk(DiskResult.IO_ERROR, why=why),) * len(effect.keys)
+            chunks, count = (FetchedChunk(DiskResult.IO_ERROR, why=why),) * len(effect.keys), 0
         came = sum(chunk.result is DiskResult.OK for chunk in chunks)
         with self._counting:
             self._stats.chunks_read += came
             self._stats.bytes_read += size * came // len(chunks)
             self._stats.chunks_refused += sum(chunk.result is DiskResult.CORRUPT for chunk in chunks)
             self._stats.fetch_seconds += time.monotonic() - began
-        self._tell(ChunksFetched(effect.op, chunks))
+        self._tell(ChunksFetched(effect.op, tuple(chunks), count))
 
     def _store(self, effect: StoreChunks, deadline: float) -> None:
         size = sum(effect.sources.length)

@@ -92,6 +92,18 @@ def test_what_was_on_its_way_when_it_was_forgotten_does_not_arrive() -> None:
     assert world.outcomes(worker, namespace, KEYS[1:]) == ["HIT"] * 3
 
 
+def test_what_came_and_is_newer_than_the_forget_is_served() -> None:
+    """A node reads of the forget and of what was written after it in one call."""
+    world, worker, namespace = start()
+    world.put_elsewhere(namespace, KEYS)
+    world.hold = {ev.FetchChunks}
+    world.ask(ev.Acquire, worker, namespace, KEYS, wait_ms=1_000)
+    world.count = 2
+    heard(world, (digest(world, namespace), KEYS[0], b""), (b"", ChunkKey(b""), b"m" * 16), count=2)
+    world.finish()
+    assert world.outcomes(worker, namespace, KEYS) == ["HIT"] * 4
+
+
 def test_what_is_saved_after_it_stays_and_says_which_forgets_it_is_newer_than() -> None:
     world, worker, namespace = start()
     world.save(worker, namespace, KEYS)
