@@ -26,7 +26,9 @@ from kvstore.keys import SALT_BYTES, exact_chain
 from kvstore.types import ChunkKey
 
 if TYPE_CHECKING:
+    from kvstore.gpu_worker.chain import Chain
     from kvstore.gpu_worker.pool_store import PoolStore
+    from kvstore.kernels.stretches import Stretch
 
 IDLE_S = 0.05
 """How long to wait at a time when there is nothing to compute before something has arrived."""
@@ -90,6 +92,8 @@ class Scheduler:
                 continue  # it had to make room meanwhile
             if request.gathering is not None and self._gathering(request, request.gathering, pieces):
                 continue
+            if request.undecided is not None:
+                continue  # see `undecided`
             self._adopt(request)
             if self._restoring(request, promised, pieces):
                 continue
@@ -143,6 +147,21 @@ class Scheduler:
             if request.load is not None and not self._restored(request):
                 failed.add(request)
         return failed
+
+    @property
+    def undecided(self) -> list[Request]:
+        """Those whose other KV is here, and of which something has to be found out before they go on (`decided`)."""
+        return [one for one in self.running if one.undecided is not None and one.gathering is None]
+
+    def decided(self, request: Request, chain: Chain, stretches: list[Stretch]) -> None:
+        """These are what its own tokens are, and what they see of what it holds."""
+        self._pool.drop(request.chunks)
+        request.chunks, request.computed = [], 0
+        request.see(chain, None)
+        request.stretches = stretches
+        self._adopt(request)
+        if self._store is not None and not request.alone and not self._is_here(request):
+            request.lookup = self._store.look_up(request)
 
     @property
     def a_row(self) -> int:
@@ -272,6 +291,8 @@ class Scheduler:
         needed = self._needed()
         while self.waiting and self._rows:
             request = self.waiting[0]
+            if request.choices is not None:
+                return  # what it computes is not known yet
             # Chunks that are here, and idle, are no longer available once it holds them
             own = len(request.chunks)
             shared = self._pool.held(self._pool.find(self._adoptable(request)[own:]))
@@ -290,6 +311,8 @@ class Scheduler:
             needed += 1 + shared - adopted
             if request.lookup is not None or request.load is not None:
                 continue  # it was loaded ahead
+            if request.undecided is not None:
+                continue  # what it computes is not known yet
             if self._store is not None and not request.alone and not self._is_here(request):
                 request.lookup = self._store.look_up(request)
             if request.assembly is not None:
@@ -440,7 +463,7 @@ class Scheduler:
 
     def _adoptable(self, request: Request) -> list[ChunkKey]:
         """Keys of the chunks that it may take from others."""
-        if not self._share or request.alone:
+        if not self._share or request.alone or request.undecided is not None:
             return []
         most = min(len(request.tokens) - 1, request.shared_tokens)
         return self._keys(request)[: most // self._chunk_tokens]
@@ -665,6 +688,7 @@ class Scheduler:
         for request in self.running:
             if request.gathering is not None:
                 pending += request.gathering.pending
+        pending += [one.choices for one in islice(self.waiting, 1) if one.choices is not None]
         # Who has its answer already waits for what another one loads
         lookups = (request.lookup for request in self.running if request.lookup is not None)
         pending += [lookup for lookup in lookups if not lookup.done()]
