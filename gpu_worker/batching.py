@@ -10,6 +10,7 @@ with the store, before or during a request, the answer is computed from the toke
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.errors import Exhausted, Unavailable, Unsupported
-from kvstore.gpu_worker.assembly import Assembly
+from kvstore.gpu_worker.assembly import Assembly, most_deviating
 from kvstore.gpu_worker.attention import NAME, check_pageable
 from kvstore.gpu_worker.canary import TOKENS_MAX, SelfTest, differs, is_sampled
 from kvstore.gpu_worker.choices import Choices
@@ -38,7 +39,7 @@ from kvstore.gpu_worker.positions import check_movable
 from kvstore.gpu_worker.request import Request, Reused, check_request, is_session_name
 from kvstore.gpu_worker.sampling import GREEDY, NotNumbers, Sampler, Sampling
 from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX
-from kvstore.gpu_worker.scheduling import SPANS_MAX, Scheduler
+from kvstore.gpu_worker.scheduling import Scheduler
 from kvstore.gpu_worker.truncation import Truncation, Turns, Undecided, View, check_cuttable, view
 from kvstore.kernels.stretches import Stretch
 from kvstore.keys import ROOT, SALT_BYTES
@@ -110,8 +111,9 @@ class BatchEngine:
     before all of their load was there), preemptions, load_failures, promotions_awaited,
     requests_failed, requests_rejected (the queue was full), requests_unnamed (whose session no store could name),
     requests_unexplained (of a model that cannot be explained: their KV is neither shared nor stored); requests_cut and
-    cut_tokens (of conversations that were too long), cuts_decided and probed_tokens (where it was to be found out what
-    deviates most: read by the first layers), truncations_recomputed (of these, requests whose older KV could
+    cut_tokens (of conversations that were too long), cuts_decided (where it was found out what deviates most),
+    probed_tokens (whose KV was compared with what the first layers give), truncations_recomputed (of these, requests
+    whose older KV could
     not be had), canary_checks and canary_failures; reports of what
     is in the pool, and reports_failed.
     """
@@ -224,7 +226,6 @@ class BatchEngine:
             sequences_max=sequences_max,
             tokens_max=self.tokens_max,
             share=share,
-            spans_max=SPANS_MAX,
         )
         self._choices = Choices()
         self._count = 0
@@ -418,7 +419,7 @@ class BatchEngine:
         request.jumps = list(kept.chain.jumps)
         if kept.unknown:
             request.conversation = tuple(int(token) for token in tokens), turns
-            request.undecided = kept.undecided
+            request.open_cut = kept.undecided
             if self._store is not None:
                 request.choices = self._store.look_up_choices(kept.unknown)
         parts = {
@@ -442,9 +443,9 @@ class BatchEngine:
             assert kept is not None and kept.remaining == request.remaining
             request.see(kept.chain, kept.undecided)
 
-    def _decide(self, request: Request) -> None:
+    def _decide_cut(self, request: Request) -> None:
         """Which tokens of what is kept of its conversation deviate most, now that all of their KV is here."""
-        undecided = request.undecided
+        undecided = request.open_cut
         assert undecided is not None and request.chain is not None
         distances = self._distances(request, undecided)
         self.counters["cuts_decided"] += 1
@@ -463,7 +464,7 @@ class BatchEngine:
             for one in kept.chain.seen
             for part in one.parts(SALT, size)
         ]
-        self._scheduler.decided(request, kept.chain, stretches)
+        self._scheduler.close_cut(request, kept.chain, stretches)
 
     def _distances(self, request: Request, undecided: Undecided) -> list[float]:
         """Of each token that may be chosen: how far its values in one layer are from what they would be had the model
@@ -533,6 +534,8 @@ class BatchEngine:
         self._recognise()
         self._resolve()
         pieces = self._scheduler.schedule()
+        for request in self._scheduler.open_cuts:
+            self._decide_cut(request)
         for request in self._scheduler.undecided:
             self._decide(request)
         if not pieces:
@@ -576,6 +579,17 @@ class BatchEngine:
         if finished:
             self._finish(*finished)
         return outputs
+
+    def _decide(self, request: Request) -> None:
+        """Which of the tokens whose KV was loaded deviate most: they are computed in place."""
+        assert request.assembly is not None
+        among, absent = self._scheduler.open_slots(request)
+        if self._store is not None:
+            self._store.writes(request.chunks)
+        deviations = self._forward.deviations(request, among, absent)
+        self.counters["probed_tokens"] += len(deviations)
+        count = math.ceil(request.assembly.deviating * len(deviations))
+        self._scheduler.decide(request, most_deviating(deviations.numpy(), among, count))
 
     def _compute(self, pieces: Mapping[Request, int]) -> dict[Request, torch.Tensor]:
         """The forward call. Without logits where nothing of it means anything."""

@@ -72,7 +72,7 @@ class Request:
     """All its tokens, and its turns, if something is to be found out before it is known what it computes: ..."""
     choices: Future[dict[bytes, tuple[int, ...]]] | None = None
     """... what the store knows of that, or ..."""
-    undecided: Undecided | None = None
+    open_cut: Undecided | None = None
     """... what has to be found out."""
     keys: list[ChunkKey] = field(default_factory=list)
     """Of the full chunks of `tokens`, in the pool."""
@@ -107,6 +107,8 @@ class Request:
     holes: list[Span] = field(default_factory=list)
     """Of such a prompt, once its parts are loaded: what is computed yet, as spans of `tokens`. Without any, all of
     `tokens` from `computed` on is."""
+    undecided: bool = False
+    """Its parts are loaded, and it is to be decided which of its tokens deviate most: those are computed, too."""
     unplanned: bool = False
     """Some of its parts are not there and are computed: its KV is not that of a prompt of the same parts."""
 
@@ -139,12 +141,12 @@ class Request:
         seen = sum(one.end - one.begin for one in self.chain.seen) if self.chain is not None else 0
         return self.prompt_tokens + seen
 
-    def see(self, chain: Chain, undecided: Undecided | None) -> None:
+    def see(self, chain: Chain, open_cut: Undecided | None) -> None:
         """From now on this is what its own tokens are. Nothing is held, but what `held` says."""
         assert not self.chunks and self.save is None
         said = self.tokens[self.prompt_tokens :]
         room = self.tokens_max - self.prompt_tokens
-        self.chain, self.undecided, self.jumps = chain, undecided, list(chain.jumps)
+        self.chain, self.open_cut, self.jumps = chain, open_cut, list(chain.jumps)
         self.tokens = [*chain.tokens, *said]
         self.prompt_tokens = len(chain.tokens)
         self.tokens_max = self.prompt_tokens + room
@@ -159,7 +161,7 @@ class Request:
         self.prompt_tokens = len(self.remaining)
         self.tokens_max = self.prompt_tokens + room
         self.chain, self.jumps, self.stretches = None, [(0, 0)], []
-        self.choices = self.undecided = None
+        self.choices = self.open_cut = None
         self.keys, self.store_keys, self.save, self.reused = [], [], None, Reused()
 
     @property
@@ -174,7 +176,8 @@ class Request:
         """Leading tokens whose KV is what the keys of its chunks say: what others may share."""
         if self.assembly is None:
             return len(self.tokens)
-        return self.assembly.exact if self.unplanned else len(self.assembly.tokens)
+        mine = self.unplanned or self.assembly.deviating
+        return self.assembly.exact if mine else len(self.assembly.tokens)
 
     def spans(self, count: int) -> list[Span]:
         """Where the next `count` tokens stand that are computed."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.errors import Unsupported
+from kvstore.gpu_worker.assembly import most_deviating
 from kvstore.gpu_worker.chain import Chain, Jump, Seen
 from kvstore.keys import ROOT
 from kvstore.types import ChunkKey
@@ -153,12 +154,10 @@ class Undecided:
     def choose(self, distances: Sequence[float]) -> tuple[int, ...]:
         """`distances`: how far each token of the spans is from what it would be, in their order. Runs with the largest
         sum come first; of equal ones those that stand first."""
-        places = [place for begin, end in self.spans for place in range(begin, end)]
-        assert len(places) == len(distances), (len(places), len(distances))
-        runs = [range(at, min(at + RUN_TOKENS, len(places))) for at in range(0, len(places), RUN_TOKENS)]
-        by_sum = sorted(runs, key=lambda run: (-sum(distances[at] for at in run) / len(run), run[0]))
-        chosen = [places[at] for run in by_sum for at in run][: self.count]
-        return tuple(sorted(chosen))
+        runs = [distances[at : at + RUN_TOKENS] for at in range(0, len(distances), RUN_TOKENS)]
+        of_run = [sum(run) / len(run) for run in runs for _ in run]
+        chosen = most_deviating(of_run, self.spans, self.count)
+        return tuple(place for begin, end in chosen for place in range(begin, end))
 
     def takes(self, chosen: Sequence[int]) -> bool:
         """Whether this can be a choice."""

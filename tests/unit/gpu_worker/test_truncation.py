@@ -632,7 +632,7 @@ def test_models_whose_keys_cannot_be_moved_are_refused(engines: Make) -> None:
         check_cuttable(fine)
     window = LlamaForCausalLM(tiny_llama(layers=2).config)
     window.config.sliding_window = 64
-    with pytest.raises(Unsupported, match=r"config.sliding_window=4096.*a sliding window"):
+    with pytest.raises(Unsupported, match=r"config.sliding_window=64"):
         engines(window, None, chunk_tokens=T, truncation=SETTINGS)
     with pytest.raises(ValueError, match=r"truncation.window is 4096"):
         engines(tiny_llama(layers=2), None, chunk_tokens=T, truncation=Truncation(4096))
