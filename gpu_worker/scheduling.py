@@ -26,7 +26,9 @@ from kvstore.keys import SALT_BYTES, exact_chain
 from kvstore.types import ChunkKey
 
 if TYPE_CHECKING:
+    from kvstore.gpu_worker.chain import Chain
     from kvstore.gpu_worker.pool_store import PoolStore
+    from kvstore.kernels.stretches import Stretch
 
 IDLE_S = 0.05
 """How long to wait at a time when there is nothing to compute before something has arrived."""
@@ -88,6 +90,8 @@ class Scheduler:
                 continue  # it had to make room meanwhile
             if request.gathering is not None and self._gathering(request, request.gathering, pieces):
                 continue
+            if request.open_cut is not None:
+                continue  # see `open_cuts`
             self._adopt(request)
             if self._restoring(request, promised, pieces) or request.undecided:
                 continue
@@ -100,7 +104,7 @@ class Scheduler:
                     budget -= count
                     promised.update(self._adoptable(request)[request.computed // self._chunk_tokens :])
         self._prepare(promised)
-        if not pieces and not self.undecided:
+        if not pieces and not self.undecided and not self.open_cuts:
             self._idle()
         return pieces
 
@@ -158,6 +162,21 @@ class Scheduler:
         assert request.assembly is not None
         request.undecided = False
         self._parts_decided(request, request.assembly, chosen)
+
+    @property
+    def open_cuts(self) -> list[Request]:
+        """Those whose other KV is here, and of which something has to be found out before they go on (`close_cut`)."""
+        return [one for one in self.running if one.open_cut is not None and one.gathering is None]
+
+    def close_cut(self, request: Request, chain: Chain, stretches: list[Stretch]) -> None:
+        """These are what its own tokens are, and what they see of what it holds."""
+        self._pool.drop(request.chunks)
+        request.chunks, request.computed = [], 0
+        request.see(chain, None)
+        request.stretches = stretches
+        self._adopt(request)
+        if self._store is not None and not request.alone and not self._is_here(request):
+            request.lookup = self._store.look_up(request)
 
     @property
     def a_row(self) -> int:
@@ -287,6 +306,8 @@ class Scheduler:
         needed = self._needed()
         while self.waiting and self._rows:
             request = self.waiting[0]
+            if request.choices is not None:
+                return  # what it computes is not known yet
             # Chunks that are here, and idle, are no longer available once it holds them
             own = len(request.chunks)
             shared = self._pool.held(self._pool.find(self._adoptable(request)[own:]))
@@ -305,6 +326,8 @@ class Scheduler:
             needed += 1 + shared - adopted
             if request.lookup is not None or request.load is not None:
                 continue  # it was loaded ahead
+            if request.open_cut is not None:
+                continue  # what it computes is not known yet
             if self._store is not None and not request.alone and not self._is_here(request):
                 request.lookup = self._store.look_up(request)
             if request.assembly is not None:
@@ -455,7 +478,7 @@ class Scheduler:
 
     def _adoptable(self, request: Request) -> list[ChunkKey]:
         """Keys of the chunks that it may take from others."""
-        if not self._share or request.alone:
+        if not self._share or request.alone or request.open_cut is not None:
             return []
         most = min(len(request.tokens) - 1, request.shared_tokens)
         return self._keys(request)[: most // self._chunk_tokens]
@@ -686,6 +709,7 @@ class Scheduler:
         for request in self.running:
             if request.gathering is not None:
                 pending += request.gathering.pending
+        pending += [one.choices for one in islice(self.waiting, 1) if one.choices is not None]
         # Who has its answer already waits for what another one loads
         lookups = (request.lookup for request in self.running if request.lookup is not None)
         pending += [lookup for lookup in lookups if not lookup.done()]
