@@ -567,6 +567,8 @@ class Daemon:
         self._watching = [asyncio.create_task(self._watch_directory()), asyncio.create_task(learned)]
         if self._door is not None:
             self._watching.append(asyncio.create_task(self._door.watch()))
+        if self._remote is not None:
+            self._remote.start()
         if self._fleet is not None:
             self._fleet.start()
         if self.config.metrics_port:
