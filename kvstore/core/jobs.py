@@ -100,7 +100,18 @@ class Window:
     """Jobs of one tenant, and how far the memory reaches."""
 
     __slots__ = (
-        "ahead", "ahead_bytes", "bytes", "edge", "handed_over", "labels", "looked_at", "of", "pinned_bytes", "reach",
+        "ahead",
+        "ahead_bytes",
+        "ahead_bytes_max",
+        "bytes",
+        "edge",
+        "handed_over",
+        "kept_bytes_max",
+        "labels",
+        "looked_at",
+        "of",
+        "pinned_bytes",
+        "reach",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -121,6 +132,8 @@ class Window:
         self.ahead = 0
         """So many jobs, from the first, are in the prefetch window."""
         self.ahead_bytes = 0
+        self.ahead_bytes_max = self.kept_bytes_max = 0
+        """What the windows might hold when they were moved last."""
         self.handed_over = 0
         """So many jobs, from the first, left their queues and have not asked yet."""
 
@@ -146,6 +159,13 @@ class Window:
         behind."""
         labels = self.labels
         return range(bisect_left(labels, _QUEUED_FROM), bisect_left(labels, _QUEUED_TO))
+
+    @property
+    def reaches(self) -> tuple[int, int]:
+        """How far the prefetch and the eviction window reach, in queued jobs."""
+        queued = self.queued
+        ahead, kept = (min(max(end, queued.start), queued.stop) for end in (self.ahead, self.kept))
+        return ahead - queued.start, kept - queued.start
 
     def queued_before(self, rank: int) -> int:
         """How many queued jobs come before the one whose chunk has this rank."""

@@ -120,6 +120,7 @@ class Planner:
         )
         for tenant, window in windows.items():
             jobs.set_ahead(window, ahead.of(tenant))
+            window.ahead_bytes_max, window.kept_bytes_max = ahead.of(tenant), kept.of(tenant)
 
     # --------------------------------------------------------------------------------------------------- memory
 
