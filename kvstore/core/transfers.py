@@ -176,6 +176,7 @@ class Transfers:
             tier.pump()
             if state.to_store and not state.disk_full:
                 self._start_writes()
+            state.write_at_once &= bool(state.to_store)
         tier.persist()
         if self.demanded or self.foreseen:
             self._start_reads()
@@ -263,7 +264,7 @@ class Transfers:
         """Somebody waits for a read, or will soon: an SSD shares its bandwidth among all that it was asked for, and a
         write can wait where a job cannot. Not for long: what waits is lost in a power cut, and has to be in DRAM."""
         state = self.state
-        if not (self.reads or self.demanded or self.foreseen) or not state.to_store:
+        if state.write_at_once or not (self.reads or self.demanded or self.foreseen) or not state.to_store:
             self._writes_put_off_at = -1
             return False
         if self._writes_put_off_at < 0:
@@ -272,11 +273,9 @@ class Transfers:
         if waited_ms >= state.limits.durable_within_ms // PUT_OFF_SHARE:
             return False
         row, _ = state.to_store[0]
-        waiting = (
-            len(state.to_store) * state.namespace_of(row).chunk_bytes
-            if state.chunks.namespace[row] >= 0
-            else 0
-        )
+        if state.chunks.namespace[row] < 0:  # a stale entry
+            return False
+        waiting = len(state.to_store) * state.namespace_of(row).chunk_bytes
         return waiting <= state.limits.arena_bytes // WAITING_SHARE
 
     def _storable(self, row: int, key: ChunkKey) -> bool:

@@ -557,6 +557,7 @@ class Saves:
         self, ticket: ev.Ticket, namespace: Namespace, keys: Sequence[ChunkKey], answer: ev.Committed
     ) -> None:
         rows = (namespace.index.get(key, NONE) for key in keys)
+        self.state.write_at_once = True
         self.state.keep(row for row in rows if row != NONE and self.state.chunks.shard0[row] != NONE)
         self._tier.await_durable(ticket, namespace, keys, answer)
 
