@@ -15,12 +15,14 @@ from kvstore.gpu_worker.linear import turnable, turned
 from kvstore.gpu_worker.positions import Positions
 from kvstore.gpu_worker.request import Request
 from kvstore.kernels.forest import Forest, Plan
+from kvstore.kernels.launch import card_of, rows_max
 from kvstore.kernels.prefill import PrefillPlan
+from kvstore.kernels.write import Slots
 
 SPLIT_TOKENS = 512
 """Tokens that one work item of attention covers at most."""
 TILE_ROWS = 64
-"""On a GPU: queries times heads of a group in one work item."""
+"""On a GPU: queries times heads of a group in one work item, at most."""
 
 
 class Forward:
@@ -49,13 +51,14 @@ class Forward:
         # sequences on its path; all together have no more items than that.
         group = model.config.num_attention_heads // pool.geometry.heads
         on_gpu = model.device.type != "cpu"
+        tile_rows = rows_max(pool.geometry.head_dim, most=TILE_ROWS, card=card_of(model.device))
         self._decoding, self._prefilling = (
             Forest(
                 chunk_tokens=self._chunk_tokens,
                 chunks=pool.chunks,
                 sequences_max=rows,
                 split_tokens=split,
-                tile_sequences=max(1, TILE_ROWS // group) if on_gpu else rows,
+                tile_sequences=max(1, tile_rows // group) if on_gpu else rows,
                 items_max=rows * (tokens_max // split + 1 + rows),
                 partials_max=rows * (tokens_max // split + 1 + rows),
                 share=share,
@@ -108,8 +111,13 @@ class Forward:
             lines[request.row] = line
         step = Step(
             layers=self._pool.layers,
-            chunks=self._tensor(chunks),
-            places=self._tensor(places),
+            slots=Slots.of(
+                chunks,
+                places,
+                pool_chunks=self._pool.chunks,
+                chunk_tokens=self._chunk_tokens,
+                device=self.model.device,
+            ),
             rows=self._tensor([request.row for request in decoding]),
             lines=self._tensor(lines),
             decode=self._decode_plan(decoding),
