@@ -72,10 +72,11 @@ def test_a_decode_engine_gets_its_kv_over_nixl_or_from_the_store(
         assert asked["handed"]["do_remote_prefill"] and asked["handed"]["kvstore_blocks"]
         answers += decode.generate(tokens, handed=asked["handed"])
     same(prompts, answers, exactly=False)
-    assert [answer["cached"] for answer in answers] == [len(tokens) - 1 for tokens in prompts]
+    hits = decode.ask(metrics=True)["vllm:external_prefix_cache_hits"]
+    assert hits >= sum(map(whole_blocks, prompts))
     counts = decode.counts()
     assert counts["hit_tokens"] == counts["blocks_saved"] == 0, (
-        "all of it came over NIXL, of weights nobody compared"
+        "it came over NIXL, of weights nobody compared"
     )
     # What the prefill engine has computed is in the store, for when NIXL has nothing.
     assert prefill.counts()["blocks_saved"] == sum(len(tokens) // BLOCK for tokens in prompts)
