@@ -53,9 +53,7 @@ STORES: dict[str, tuple[str, dict[str, str]]] = {
 """Name in tables: module of `peers`, and how it is started."""
 OURS = ("sealed", "group", "tcp")
 COMPARED = ("sealed", "group")
-GET_AHEAD = "get, 2 batches in flight"
-"""By the documented way to read one batch after the other. No goal is measured by it."""
-ONLY = {"fill": ("sealed",), GET_AHEAD: COMPARED}
+ONLY = {"fill": ("sealed",)}
 """What one client of these stores does besides."""
 SIZES = {"64K": 64 << 10, "256K": 256 << 10, "2M": 2 << 20, "32M": 32 << 20}
 BATCHES = (1, 16, 64)
@@ -350,7 +348,7 @@ def measure(
         for store in stores:
             if store.name in OURS and part.clients > 1:
                 ask_all(store, "refresh")
-            for action in ("get", GET_AHEAD, "put", "fill"):
+            for action in ("get", "put", "fill"):
                 also = not only_goals and part.clients == 1
                 if action == "fill" and not part.leaves_room_for_fills:
                     continue
@@ -408,7 +406,7 @@ def rows_of(part: Part, figures: dict[tuple[str, str], Figures]) -> Iterator[dic
         for which, of in figures.items()
     }
     for (store, action), of in figures.items():
-        memcpy = speed.get(("memcpy", {"fill": "put", GET_AHEAD: "get"}.get(action, action)))
+        memcpy = speed.get(("memcpy", {"fill": "put"}.get(action, action)))
         took = sorted(of.took)
         row = {
             "size": part.size,

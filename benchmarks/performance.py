@@ -154,7 +154,7 @@ go by these ratios. Speeds in GB/s, also in the tables further down, are not com
 
 
 def data_plane(report: Report) -> Iterator[str]:
-    from data_plane import GET_AHEAD, ONLY, SIZES, STORES
+    from data_plane import SIZES, STORES
 
     if any("commit" in row for row in report["results"]):
         yield SEVERAL_RUNS
@@ -162,13 +162,11 @@ def data_plane(report: Report) -> Iterator[str]:
         tuple(row[name] for name in report["key"]): {"commit": report["commit"], **row}
         for row in report["results"]
     }
-    # Other ways to put and to get have a row beside the others
+    # Another way to put has a row beside the others
     rows |= {(*key[:3], "fill", "put"): row for key, row in rows.items() if key[3:] == ("sealed", "fill")}
-    ahead = {store: f"{store}, 2 in flight" for store in ONLY[GET_AHEAD]}
-    rows |= {(*key[:3], ahead[key[3]], "get"): row for key, row in rows.items() if key[4] == GET_AHEAD}
     order = [*STORES]
     after = order.index("group") + 1
-    order[after:after] = [*ahead.values(), "fill"]
+    order[after:after] = ["fill"]
     stores = sorted({key[3] for key in rows}, key=order.index)
     for action in ("get", "put"):
         yield f"### {action}: 2 MiB in batches of 16, one client\n"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -95,16 +93,6 @@ class Client(ByKey):
         with self._space.read([item.key for item in plan]) as lease:
             assert lease.hits == len(plan), lease
             assert lease.copy_many([(index, 0, 0, item.out) for index, item in enumerate(plan)])
-
-    def get_ahead(self, plans: Iterable[list[Item]]) -> Iterator[None]:
-        """Gets, one after the other: the next batch is asked for while this one is copied."""
-        plans, asked = itertools.tee(plans)
-        with self._space.reads([item.key for item in plan] for plan in asked) as reads:
-            for plan, lease in zip(plans, reads, strict=False):
-                with lease:
-                    assert lease.hits == len(plan), lease
-                    assert lease.copy_many([(index, 0, 0, item.out) for index, item in enumerate(plan)])
-                yield
 
     def fill(self, plan: list[Item]) -> None:
         first = self._source.ctypes.data

@@ -22,8 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from peers import Shape
 
-AHEAD = ("get, 2 batches in flight",)
-"""Gets of a client that asks for the next batch while it copies this one (`get_ahead`, which yields after each)."""
 BATCH_OF_FILL = 16
 HOT_BATCHES_MAX = 1024
 """More would take long to put one by one."""
@@ -83,7 +81,7 @@ class Driver:
         as many as begin within `seconds` after the instant `begin`, or the first `most` of them."""
         plans = (self._plan(action, batch) for _ in itertools.count())
         ready = [next(plans) for _ in range(calls + 1 if calls else most)]
-        call = getattr(self.client, "get" if action in AHEAD else action)
+        call = getattr(self.client, action)
         took, cpu = [], 0.0
         if calls:
             call(ready[0])
@@ -91,7 +89,7 @@ class Driver:
         started = time.monotonic()
         in_time = itertools.takewhile(lambda _: time.monotonic() < started + seconds, plans)
         chosen = ready[1 if calls else 0 :] or in_time
-        done = self.client.get_ahead(chosen) if action in AHEAD else map(call, chosen)
+        done = map(call, chosen)
         while True:
             began, used = time.perf_counter(), time.process_time()
             if next(done, self) is self:
@@ -99,7 +97,7 @@ class Driver:
             took.append(time.perf_counter() - began)
             cpu += time.process_time() - used
         elapsed = time.monotonic() - started
-        if action not in ("get", *AHEAD):
+        if action != "get":
             self._put += ready
         return {"took": took, "cpu_s": cpu, "elapsed_s": elapsed}
 
@@ -116,7 +114,7 @@ class Driver:
         return {}
 
     def _plan(self, action: str, batch: int) -> Any:
-        if action not in ("get", *AHEAD):
+        if action != "get":
             return self.client.plan([next(self._fresh) for _ in range(batch)])
         if self._next + batch > self.hot(batch):
             self._next = 0

@@ -25,7 +25,6 @@ from kvstore.client.aio import (
 from kvstore.client.batch import CommitOutcome, WriteBatch
 from kvstore.client.lease import ReadLease
 from kvstore.client.namespace import Forgotten, Namespace
-from kvstore.client.reads import Reads
 from kvstore.client.region import Region
 from kvstore.client.sync import Client, connect
 from kvstore.types import ActionKind, Hint, HintAction, SessionEntry
@@ -48,7 +47,6 @@ __all__ = [
     "Peeked",
     "QueueAccepted",
     "ReadLease",
-    "Reads",
     "Region",
     "SessionEntry",
     "SessionInfo",

@@ -15,16 +15,16 @@ from kvstore.arguments import one_of, text
 from kvstore.client.attachment import Attachment
 from kvstore.client.call import drive
 from kvstore.client.connection import Connection, State
-from kvstore.client.namespace import (
+from kvstore.client.namespace import Namespace
+from kvstore.client.prompts import prompt_keys
+from kvstore.client.region import Region
+from kvstore.client.requests import (
     KeysOf,
-    Namespace,
     actions_applied,
     actions_request,
     queue_accepted,
     queue_request,
 )
-from kvstore.client.prompts import prompt_keys
-from kvstore.client.region import Region
 from kvstore.errors import NotFound
 from kvstore.keys import Tokens
 from kvstore.layout import NamespaceSpec

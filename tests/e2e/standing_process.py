@@ -95,7 +95,7 @@ def get(client: Client) -> None:
     assert attachment is not None
     with grpc.insecure_channel(attachment.hello.grpc_target) as channel:
         call = bytes_pb2_grpc.BytesStub(channel).Get(
-            bytes_pb2.GetRequest(namespace_id=space._binding[1], key=key, frame_bytes=1 << 20),
+            bytes_pb2.GetRequest(namespace_id=space._binding.now()[1], key=key, frame_bytes=1 << 20),
             metadata=((TOKEN_METADATA, attachment.hello.token),),
             timeout=BOUND_S,
         )
@@ -119,7 +119,7 @@ def stream(client: Client) -> None:
     assert attachment is not None
     many = [b"%d" % number for number in range(4096)]
     for _ in range(180):
-        body = store_pb2.MatchRequest(namespace_id=space._binding[1], keys=many)
+        body = store_pb2.MatchRequest(namespace_id=space._binding.now()[1], keys=many)
         attachment.call("match", body, time.monotonic() + 600)
     stop_here()
     began = time.monotonic()

@@ -1119,7 +1119,7 @@ def test_tenants_cannot_reach_each_other(
         )
         lease, reservation, namespace, segments = alice.ask(
             "[globals().update(lease=space.read(keys, pin=True), held=space.write(other)), "
-            "[lease.lease_id, held.reservation_id, space._binding[1], "
+            "[lease.lease_id, held.reservation_id, space._binding.now()[1], "
             "list(client._connection.attachment.mappings._mapped)]][1]"
         )
         assert lease
@@ -1211,7 +1211,7 @@ def test_unknown_pushes_and_unary_calls(client: Client, space: Namespace) -> Non
     reply = client.unary(
         store_pb2_grpc.StoreStub,
         "Match",
-        store_pb2.MatchRequest(namespace_id=space._binding[1], keys=[b"k"]),  # type: ignore[index]
+        store_pb2.MatchRequest(namespace_id=space._binding.now()[1], keys=[b"k"]),  # type: ignore[index]
     )
     assert reply.outcomes == b"\x02"
     with pytest.raises(errors.BadRequest, match="namespace_id"):

@@ -36,7 +36,7 @@ def client(start_daemon: Callable[..., Any]) -> Iterator[Client]:
 @pytest.fixture
 def space(client: Client) -> Namespace:
     space = client.open(SPEC)
-    assert space._published is not None, "the directory is mapped as soon as it is open"
+    assert space._binding.published is not None, "the directory is mapped as soon as it is open"
     return space
 
 
@@ -116,8 +116,8 @@ def test_what_may_be_beyond_the_node_cannot_be_told_by_a_look(
     save(space, keys)
     eventually(lambda: space.peek(keys) is not None)
     assert space.peek(keys + keys_of(50, 1)) is not None
-    assert space._published is not None
-    monkeypatch.setattr(space._published[1].view, "ask_for_others", True)
+    assert space._binding.published is not None
+    monkeypatch.setattr(space._binding.published[1].view, "ask_for_others", True)
     assert space.peek(keys + keys_of(50, 1)) is None
     peeked = space.peek(keys)
     assert peeked is not None and peeked.usable == 2
@@ -227,7 +227,7 @@ def test_all_of_it_can_be_turned_off(start_daemon: Callable[..., Any]) -> None:
 
 
 def test_a_directory_is_for_those_who_opened_the_namespace(client: Client, space: Namespace) -> None:
-    number = space._binding[1]  # type: ignore[index]
+    number = space._binding.now()[1]  # type: ignore[index]
     with connect(client._connection.run_dir, timeout_s=BOUND_S) as other:
         attachment = other._connection.attachment
         assert attachment is not None
@@ -238,7 +238,7 @@ def test_a_directory_is_for_those_who_opened_the_namespace(client: Client, space
         attachment._exchange(request, lambda reply, fds: refused.append(reply), time.monotonic() + BOUND_S)
         assert refused[0].error.field == "namespace_id"
         assert attachment.map_directory(number, time.monotonic() + BOUND_S) is None
-    mapping = space._published[1].view  # type: ignore[index]
+    mapping = space._binding.published[1].view  # type: ignore[index]
     with pytest.raises(ValueError, match="read-only"):
         mapping.buckets[0, 0] = 1
 
@@ -251,14 +251,14 @@ def test_after_a_restart_it_is_another_directory(
         space = client.open(SPEC)
         keys = keys_of(0, 2)
         save(space, keys)
-        first = space._published
+        first = space._binding.published
         lease = space.read(keys)
         daemon.process.kill()
         daemon.process.wait(BOUND_S)
         eventually(lambda: not lease.alive)
         assert not loaded(lease, keys) and space.peek(keys) is None
         launch(**SETTINGS).wait_for("ready")
-        eventually(lambda: space._published is not None and space._published is not first)
+        eventually(lambda: space._binding.published is not None and space._binding.published is not first)
         peeked = space.peek(keys)
         assert peeked is not None and peeked.usable == 0
         save(space, keys)

@@ -352,9 +352,7 @@ def test_rows_of_the_data_plane_name_their_run_and_fill_stands_beside_the_puts()
     ]
     key = ["size", "batch", "clients", "store", "action"]
     performance = load("performance")
-    rows.append(row("group", load("data_plane").GET_AHEAD, gb_per_s=8.0))
     page = performance.page([("data_plane", told_of(rows, key=key))])
-    assert page.count("| group, 2 in flight | 8 |") == 2
     assert performance.SEVERAL_RUNS not in page
     assert page.count("| fill | 4 |") == 2, "among the puts in detail, and in the overview"
     page = performance.page(

@@ -17,8 +17,9 @@ from kvstore.client.batch import WriteBatch
 from kvstore.client.connection import Connection
 from kvstore.client.geometry import Geometry
 from kvstore.client.lease import ReadLease
-from kvstore.client.namespace import Namespace, queue_request
+from kvstore.client.namespace import Namespace
 from kvstore.client.region import Region
+from kvstore.client.requests import queue_request
 from kvstore.errors import BadRequest
 from kvstore.keys import derived_key, exact_chain, exact_key
 from kvstore.layout import GroupSpec, LayerSlice, NamespaceSpec
@@ -50,7 +51,7 @@ class Absent:
 
 def space() -> Any:
     space = Namespace(None, Absent(), SPEC)  # type: ignore[arg-type]
-    space._salt = SALT
+    space._binding.salt = SALT
     return space
 
 
@@ -171,8 +172,6 @@ CASES: list[Case] = [
     (at("read", [KEY], promote="no"), "promote", "'no' (str)"),
     (at("read", [KEY], verify="all"), "verify", "'all' (str)"),
     (at("read", [KEY], timeout_s="1"), "timeout_s", "'1' (str)"),
-    (at("reads", None), "batches", "None"),
-    (at("reads", [[KEY]], ahead=1.5), "ahead", "1.5 (float)"),
     (at("write", [KEY], parent="p"), "parent", "'p' (str)"),
     (at("write", [KEY], parent=None), "parent", "None"),
     (at("write", [KEY], parents=KEY), "parents", "b'k' (bytes)"),

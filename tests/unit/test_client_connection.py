@@ -28,10 +28,10 @@ from kvstore.client import (
     Namespace,
     WriteBatch,
     attachment,
+    binding,
     connect,
     connect_async,
     connection,
-    namespace,
 )
 from kvstore.client import lease as lease_module
 from kvstore.client.call import Call
@@ -928,7 +928,7 @@ def test_a_stale_boot_id_is_noticed_on_the_stream(daemon: FakeDaemon, client: Cl
 def test_a_namespace_that_is_refused_is_tried_again(
     daemon: FakeDaemon, client: Client, space: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(namespace, "REOPEN_AGAIN_S", 0.05)
+    monkeypatch.setattr(binding, "REOPEN_AGAIN_S", 0.05)
     refusals = iter([errors.Exhausted("too many namespaces")] * 2)
     daemon.script["open"] = lambda body: next(refusals, None) or daemon._default_open(body)
     daemon.die()
@@ -1344,161 +1344,3 @@ def test_closing_tells_the_daemon(daemon: FakeDaemon, client: Client, space: Nam
         batch.commit()
     client.close()
     assert connection.State.CLOSED is client._connection.state
-
-
-# ---------------------------------------------------------------------------------------------------- reading ahead
-
-READ_BATCHES = [[key] for key in KEYS]
-
-
-@pytest.fixture
-def hits(daemon: FakeDaemon) -> None:
-    """Key number n is in slot n; a lease on it has number 10 + n."""
-    daemon.add_segment(1)
-    daemon.script["acquire"] = hit_of
-
-
-def number_of(body: Any) -> int:
-    return KEYS.index(ChunkKey(body.keys[0]))
-
-
-def hit_of(body: Any) -> events.Acquired:
-    return hit(10 + number_of(body), extent(1, number_of(body)))
-
-
-def asked_for(daemon: FakeDaemon, space: Namespace) -> list[int]:
-    """Numbers of the keys of all reads that the daemon has heard of by now."""
-    space.match(KEYS[:1])
-    return list(map(number_of, daemon.requests("acquire")))
-
-
-def released(daemon: FakeDaemon) -> set[int]:
-    return {number for body in daemon.requests("release") for number in body.lease_ids}
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 2, 16])
-@pytest.mark.usefixtures("hits")
-def test_so_many_are_asked_for_before_one_is_handed_out(
-    daemon: FakeDaemon, space: Namespace, ahead: int
-) -> None:
-    reads = space.reads(iter(READ_BATCHES), ahead=ahead)
-    assert asked_for(daemon, space) == []
-    for number in range(4):
-        with next(reads) as lease:
-            assert asked_for(daemon, space) == list(range(min(4, number + 1 + ahead)))
-            assert loads(lease, 0) == 1 + number
-    with pytest.raises(StopIteration):
-        next(reads)
-    eventually(lambda: released(daemon) == {10, 11, 12, 13})
-
-
-@pytest.mark.parametrize("come", ["before", "after"])
-@pytest.mark.usefixtures("hits")
-def test_who_ends_early_gives_back_what_was_asked_for_ahead(
-    daemon: FakeDaemon, space: Namespace, come: str
-) -> None:
-    if come == "after":
-        daemon.script["acquire"] = lambda body: None if number_of(body) else hit_of(body)
-    with space.reads(READ_BATCHES, ahead=2) as reads:
-        lease = next(reads)
-        if come == "before":
-            space.match(KEYS)  # answers come in order
-    if come == "after":
-        for number in (2, 3):
-            body = daemon.wait_for("acquire", number)
-            daemon.answer(body.request_id, hit_of(body))
-    eventually(lambda: released(daemon) == {11, 12})
-    assert loads(lease, 0) == 1, "what was handed out is the caller's"
-    reads.close()
-    assert list(reads) == []
-    assert asked_for(daemon, space) == [0, 1, 2]
-
-
-@pytest.mark.usefixtures("hits")
-def test_an_iterator_that_is_dropped_gives_back_what_it_asked_for(
-    daemon: FakeDaemon, space: Namespace
-) -> None:
-    for lease in space.reads(READ_BATCHES):
-        lease.release()
-        break
-    eventually(lambda: released(daemon) == {10, 11})
-
-
-@pytest.mark.usefixtures("hits")
-def test_what_is_wrong_with_a_batch_is_raised_in_its_turn(daemon: FakeDaemon, space: Namespace) -> None:
-    reads = space.reads([KEYS[:1], [ChunkKey(b"")], KEYS[1:2]])
-    assert loads(next(reads), 0) == 1
-    with pytest.raises(errors.BadRequest, match="keys"):
-        next(reads)
-    assert loads(next(reads), 0) == 2
-
-    def batches() -> Iterator[list[ChunkKey]]:
-        yield KEYS[:1]
-        raise LookupError("ours")
-
-    reads = space.reads(batches())
-    assert loads(next(reads), 0) == 1
-    with pytest.raises(LookupError, match="ours"):
-        next(reads)
-    assert list(reads) == []
-
-
-@pytest.mark.parametrize("ahead", [-1, 17])
-@pytest.mark.usefixtures("hits")
-def test_how_far_ahead_is_bounded(space: Namespace, ahead: int) -> None:
-    with pytest.raises(errors.BadRequest, match="ahead"):
-        space.reads(READ_BATCHES, ahead=ahead)
-
-
-@pytest.mark.usefixtures("hits")
-def test_what_ended_before_its_turn_is_asked_for_again(daemon: FakeDaemon, space: Namespace) -> None:
-    """The batch before was being copied for longer than a lease lasts."""
-    short: list[int] = []
-
-    def acquire(body: Any) -> events.Acquired:
-        first = number_of(body) == 1 and not short
-        if first:
-            short.append(1)
-            return replace(hit(99, extent(1, 1)), ttl_ms=1)
-        return hit_of(body)
-
-    daemon.script["acquire"] = acquire
-    reads = space.reads(READ_BATCHES[:2])
-    next(reads).release()
-    time.sleep(0.002)
-    assert loads(next(reads), 0) == 2
-    eventually(lambda: released(daemon) == {10, 99})
-
-
-@pytest.mark.usefixtures("hits")
-def test_what_found_no_room_beside_the_batch_before_is_asked_for_again(
-    daemon: FakeDaemon, space: Namespace
-) -> None:
-    full = events.Acquired(LeaseId(0), 0, (Outcome.MISS,), (Reason.QUOTA,), ())
-
-    def acquire(body: Any) -> events.Acquired:
-        first = number_of(body) == 1 and len(daemon.requests("acquire")) == 1
-        return full if first else hit_of(body)
-
-    daemon.script["acquire"] = acquire
-    reads = space.reads(READ_BATCHES[:2])
-    next(reads).release()
-    assert loads(next(reads), 0) == 2
-
-
-@pytest.mark.usefixtures("hits")
-def test_a_forked_child_has_misses_and_gives_nothing_back(
-    daemon: FakeDaemon, space: Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    daemon.script["acquire"] = lambda body: None if number_of(body) else hit_of(body)
-    reads = space.reads(READ_BATCHES, ahead=3, wait_ms=10)
-    next(reads)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: -1)
-        assert next(reads).reasons == (Reason.UNAVAILABLE,)
-        reads.close()
-    for body in daemon.requests("acquire")[1:]:
-        daemon.answer(body.request_id, hit_of(body))
-    assert asked_for(daemon, space) == [0, 1, 2, 3]
-    space.match(KEYS)  # a release would go along with it
-    assert not released(daemon)

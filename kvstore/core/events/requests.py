@@ -529,6 +529,8 @@ class ChunksFetched:
     op: OpId
     chunks: tuple[FetchedChunk, ...]
     """Per key."""
+    count: int = 0
+    """Up to which count of the source's forgets they were held against, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -552,6 +554,19 @@ class ChunksForgotten:
 
     op: OpId
     why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ForgottenElsewhere:
+    """A source was read: other nodes have forgotten this since the last time, in this order."""
+
+    source: str
+    forgotten: tuple[tuple[bytes, ChunkKey, bytes], ...]
+    """As in ForgetChunks. A digest that this node knows no namespace of means nothing to it."""
+    count: int
+    """Of the source's forgets, with these: nothing up to it is missing."""
+    age_ms: int = 0
+    """How long ago the source was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -609,6 +624,7 @@ Event = (
     | ChunksFetched
     | ChunksStored
     | ChunksForgotten
+    | ForgottenElsewhere
     | Tick
     | Idle
 )
