@@ -93,7 +93,7 @@ class Store:
         self.sources = Sources(
             self.state,
             lambda row, demanded: self.transfers.reserve_slots(row, demanded=demanded),
-            lambda maker: self.recalls.is_barred(maker),
+            lambda tenant, maker: self.recalls.is_barred(tenant, maker),
         )
         self.sources.resume = self._resume
         self.remote = RemoteSaves(self.state, self.sources)
@@ -114,7 +114,7 @@ class Store:
             ev.Commit: self.saves.commit,
             ev.Abort: self.saves.abort,
             ev.ReportLoad: self.reads.report,
-            ev.ReportDuplicates: self.duplicates.report,
+            ev.ReportDuplicates: self._report_duplicates,
             ev.ReportResident: self.residents.report,
             ev.GetSession: self.sessions.get,
             ev.UpdateSession: self.sessions.update,
@@ -286,6 +286,11 @@ class Store:
         self.state.to_hold.discard(event.ticket)
         return None if self.remote.hold(event.ticket, answer) else answer
 
+    def _report_duplicates(self, worker: Worker, event: ev.ReportDuplicates) -> ev.Done:
+        if event.wrong:
+            return self.recalls.report_wrong(worker, event)
+        return self.duplicates.report(worker, event)
+
     def _recall(self, worker: Worker, event: ev.Recall) -> ev.Recalled | None:
         """As `_forget`."""
         if self.remote.active and not event.dry_run:
@@ -416,7 +421,7 @@ class Store:
         return namespace
 
     def _reserve(self, worker: Worker, event: ev.Reserve) -> ev.Reserved:
-        self.recalls.check(event.maker)
+        self.recalls.check(worker.tenant, event.maker)
         return self.saves.reserve(worker, event)
 
     def _want_directory(self, worker: Worker, event: ev.WantDirectory) -> ev.DirectoryAllowed:
