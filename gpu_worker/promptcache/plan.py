@@ -157,6 +157,20 @@ def jobs(encoding: Encoding, *, salt: bytes, root: ChunkKey = ROOT) -> Iterator[
             yield _job(name, f"{_members(unit)} {method}", unit.after, unit.pieces, salt, root)
 
 
+def document_jobs(
+    encoding: Encoding, placement: Placement, *, salt: bytes, root: ChunkKey = ROOT
+) -> Iterator[Job]:
+    """Of a prompt's documents. Each is owned by a session that has its text's digest in its name: prompts of any order
+    have it in common."""
+    name = encoding.layout.schema.name
+    for run in placement.runs:
+        if run.document:
+            unit = encoding.document(run)
+            collection = "/".join(run.path).rpartition("[")[0]
+            what = f"{collection}#{unit.content.hex()[:32]} {encoding.method.value}"
+            yield _job(name, what, unit.after, unit.pieces, salt, root)
+
+
 def _members(unit: Unit) -> str:
     return "+".join("/".join(path) for path in unit.paths)
 

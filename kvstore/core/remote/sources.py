@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, FETCHING, NONE, TAIL
+from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, FETCHING, FOREIGN, NONE, TAIL
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Segment
 from kvstore.core.rate import Rate
@@ -55,6 +55,8 @@ CHUNKS_PER_OP_MAX = 32
 BYTES_PER_OP_MAX = 8 << 20
 FETCHES_MAX = 16
 """Under way at one source. What is late counts: a source that hangs holds no more DRAM than that."""
+AHEAD_SHARE = 2
+"""What nobody waits for takes such a part of what may be under way at most."""
 ERRORS_MAX = 3
 """Failures of a source in a row after which it is left alone."""
 ABSENT_AFTER_CORRUPT_MS = 60_000
@@ -205,6 +207,9 @@ class Sources:
         self._ahead: deque[Wanted] = deque()
         self._without_slot: list[Wanted] = []
         self.fetches: dict[OpId, Fetch] = {}
+        self._forgotten: dict[int, tuple[str, int]] = {}
+        """FETCHING rows that somebody has forgotten meanwhile: at which count of which source's forgets. What was held
+        against that forget may come; what is older may not."""
         self.resume: Callable[[ev.Match | ev.Acquire], None] = lambda event: None
         """Carries out a parked request; set by the store."""
 
@@ -239,7 +244,7 @@ class Sources:
         ops: set[OpId] = set()
         now = self.state.now
         for key in dict.fromkeys(keys):
-            if not self._is_missing(namespace, key):
+            if not self.is_missing(namespace, key):
                 continue
             answers = self.known.get((namespace.id, key), {})
             there = under_way = False
@@ -278,7 +283,7 @@ class Sources:
         source.lookups += 1
         self.state.effects.append(ev.LookUpChunks(op, source.name, NO_NAMESPACE, NO_DIGEST, (TRIAL_KEY,)))
 
-    def _is_missing(self, namespace: Namespace, key: ChunkKey) -> bool:
+    def is_missing(self, namespace: Namespace, key: ChunkKey) -> bool:
         """Nothing of it is here, nor on its way."""
         row = namespace.index.get(key, NONE)
         if row == NONE:
@@ -357,6 +362,23 @@ class Sources:
                 choices.append((source, answer.found))
         return sorted(choices, key=lambda choice: choice[1].cost_ms)
 
+    def lead_ms(self, namespace: Namespace, keys: Sequence[ChunkKey]) -> float:
+        """How long bringing these takes, as far as is known of each: of several sources the slowest counts."""
+        bytes_of: dict[str, int] = {}
+        latency_ms: dict[str, float] = {}
+        for key in keys:
+            choices = self._choices(namespace.id, key)
+            if choices:
+                source, found = choices[0]
+                bytes_of[source.name] = bytes_of.get(source.name, 0) + namespace.payload_bytes
+                latency_ms[source.name] = max(found.cost_ms, latency_ms.get(source.name, 0.0))
+        times = []
+        for name, size in bytes_of.items():
+            rate = self.by_name[name].rate.bytes_per_s
+            each_ms = 1_000 * size / rate if rate else latency_ms[name] * size / namespace.payload_bytes
+            times.append(latency_ms[name] + each_ms)
+        return max(times, default=0.0)
+
     def has(self, name: Name, source: str) -> bool:
         """Whether this source is known to have the chunk."""
         answer = self.known.get(name, {}).get(source)
@@ -402,7 +424,7 @@ class Sources:
             chunks.reason[row] = Reason.ON_REMOTE
             self._noted += 1
             state.remember_ghost(row)
-        elif self._is_missing(namespace, key):
+        elif self.is_missing(namespace, key):
             if not chunks.flags[row] & COMMITTED:
                 chunks.tokens[row] = tokens
             self._noted += chunks.reason[row] != Reason.ON_REMOTE
@@ -469,6 +491,8 @@ class Sources:
             and len(held) < CHUNKS_PER_OP_MAX  # those of a source that has enough to do
         ):
             queue = self.wanted or self._ahead
+            if not self.wanted and in_flight * AHEAD_SHARE >= state.limits.remote_bytes_in_flight_max:
+                break
             wanted = queue.popleft()
             row = wanted.row
             if not self._still_wanted(wanted):
@@ -535,11 +559,24 @@ class Sources:
             return
         came: list[int] = []
         for row, chunk in zip(fetch.rows, event.chunks, strict=True):
-            self._has_come(fetch.source, row, chunk, came)
+            self._has_come(fetch.source, row, self._if_newer(fetch.source, row, chunk, event.count), came)
         sizes = sum(state.namespace_of(row).payload_bytes for row in came)
         self._end_rate(fetch, sizes)
         state.counters["remote_bytes_fetched"] += sizes
         state.arrived(came)
+
+    def was_forgotten(self, row: int, source: str, count: int) -> None:
+        """A chunk that is FETCHING, by whoever reads this source's forgets."""
+        before = self._forgotten.get(row)
+        if before is not None and before[0] != source:
+            source, count = "", 0  # of two: nothing that comes now is held against both
+        self._forgotten[row] = source, max(count, before[1] if before is not None else 0)
+
+    def _if_newer(self, source: Source, row: int, chunk: ev.FetchedChunk, count: int) -> ev.FetchedChunk:
+        forgotten = self._forgotten.get(row)
+        if forgotten is None or (forgotten[0] == source.name and count >= forgotten[1]):
+            return chunk
+        return ev.FetchedChunk(DiskResult.REUSED, why="it was forgotten on its way")
 
     def _end_rate(self, fetch: Fetch, came: int) -> None:
         more = any(
@@ -601,12 +638,13 @@ class Sources:
         state = self.state
         chunks = state.chunks
         flags = chunks.flags[row] & ~(FETCHING | DERIVED | TAIL)
-        flags |= DERIVED if chunk.derived else 0
+        flags |= FOREIGN | (DERIVED if chunk.derived else 0)
         flags |= TAIL if chunk.token_count < namespace.spec.chunk_tokens else 0
         chunks.flags[row] = flags
         chunks.tokens[row] = chunk.token_count
         for maker in chunk.makers:
             state.add_maker(row, maker)
+        self._forgotten.pop(row, None)
         for shard, checksum in enumerate(chunk.checksums):
             if state.mark_shard_ready(namespace, row, shard, checksum):
                 came.append(row)
@@ -627,6 +665,7 @@ class Sources:
         """A FETCHING chunk without slots is a ghost again."""
         chunks = self.state.chunks
         chunks.flags[row] &= ~FETCHING
+        self._forgotten.pop(row, None)
         if chunks.flags[row] & DOOMED:
             reason = Reason(chunks.reason[row])
         if chunks.reason[row] == Reason.ON_REMOTE:
@@ -709,6 +748,7 @@ class Sources:
             if chunks.key[wanted.row] == wanted.key
         }
         assert fetching <= queued | set(begun), "a chunk waits for a fetch that nobody begins"
+        assert self._forgotten.keys() <= fetching, "a forget of what is not on its way any more"
         assert set(begun) <= fetching, "a fetch of a chunk that nobody waits for"
         for source in self.by_name.values():
             mine = [lookup for lookup in self.lookups.values() if lookup.source is source and not lookup.late]

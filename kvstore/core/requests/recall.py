@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, STORED
 from kvstore.core.cold_tier import ColdTier
-from kvstore.core.remote.saves import RemoteSaves
+from kvstore.core.remote.forgets import Forgets
 from kvstore.core.ssd.rewrites import check_admin
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest, DeadlineExceeded, Denied, Exhausted, Unavailable
-from kvstore.types import Millis, NamespaceId, Reason
+from kvstore.types import Millis, NamespaceId, Reason, WorkerId
 
 ROWS_PER_STEP_MAX = 10_000
 DROPS_PER_STEP_MAX = 500
@@ -43,7 +43,7 @@ PATIENCE_MS = 20_000
 @dataclass(slots=True)
 class Purge:
     ticket: ev.Ticket | None
-    """None: nobody waits for an answer."""
+    """None: nobody waits for an answer, since another node was asked, or a worker found something wrong."""
     event: ev.Recall
     born_since: Millis
     """What was born before is not meant; what was born in an earlier start of the daemon always is."""
@@ -63,9 +63,9 @@ class Purge:
 
 
 class Recalls:
-    def __init__(self, state: State, tier: ColdTier, remote: RemoteSaves) -> None:
+    def __init__(self, state: State, tier: ColdTier, forgets: Forgets) -> None:
         self.state = state
-        self._remote = remote
+        self._forgets = forgets
         self._tier = tier
         self.purges: list[Purge] = []
         self._barred: set[bytes] = set()
@@ -86,17 +86,35 @@ class Recalls:
         purge = Purge(event.ticket, event, since)
         if not event.dry_run:
             self._bar(event.maker)  # raises, and then nothing was done
-            # A chunk that another rank began is lost with this one's part of it.
-            for reservation in state.reservations.values():
-                if reservation.maker == event.maker:
-                    for row in reservation.rows:
-                        state.doom(row, Reason.RECALLED)
-            self._remote.forget_maker(event.maker)
+            self._end_reservations(event.maker)
+            self._forgets.forget_maker(event.maker)
             state.counters["recalls"] += 1
         self.purges.append(purge)
         self._guard()
         self._step(purge)
         return None
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.purges) < RECALLS_MAX
+
+    def elsewhere(self, maker: bytes) -> None:
+        """Another node was told to recall it: nobody waits for an answer here."""
+        if len(self._barred) < self.state.limits.makers_barred_max:
+            self._barred.add(maker)
+        self._end_reservations(maker)
+        purge = Purge(None, ev.Recall(ev.Ticket(WorkerId(0)), maker, sessions_max=0), -1)
+        self.purges.append(purge)
+        self._guard()
+        self._step(purge)
+
+    def _end_reservations(self, maker: bytes, tenant: str | None = None) -> None:
+        """A chunk that another rank began is lost with this one's part of it."""
+        for reservation in self.state.reservations.values():
+            if reservation.maker == maker:
+                for row in reservation.rows:
+                    if tenant in (None, self.state.namespace_of(row).tenant):
+                        self.state.doom(row, Reason.RECALLED)
 
     def report_wrong(self, worker: Worker, event: ev.ReportDuplicates) -> ev.Done:
         """How many makers are quarantined by that. What is not there any more proves nothing."""
@@ -134,11 +152,7 @@ class Recalls:
         self._quarantined[tenant, maker] = None
         if len(self._quarantined) > ACCUSED_MAX:
             self._quarantined.popitem(last=False)
-        for reservation in state.reservations.values():
-            if reservation.maker == maker:
-                for row in reservation.rows:
-                    if state.namespace_of(row).tenant == tenant:
-                        state.doom(row, Reason.RECALLED)
+        self._end_reservations(maker, tenant)
         state.counters["makers_quarantined"] += 1
         purge = Purge(None, event, -1, tenant=tenant)
         self.purges.append(purge)

@@ -11,7 +11,15 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvstore.gpu_worker.assembly import Assembly
 from kvstore.gpu_worker.batching import BatchEngine
-from kvstore.gpu_worker.promptcache.plan import Job, Recipe, assemble, jobs, tenant_salt
+from kvstore.gpu_worker.promptcache.plan import (
+    Job,
+    Recipe,
+    assemble,
+    document_jobs,
+    jobs,
+    tenant_salt,
+)
+from kvstore.kernels.rotate.naive import naive_rotate
 from kvstore.keys import ROOT
 from kvstore.promptcache import ByteTokenizer, Encoding, Layout, Method, parse_prompt, parse_schema
 from kvstore.types import ChunkKey
@@ -72,7 +80,10 @@ def assembly_of(
 def encode_all(engine: BatchEngine, encoding: Encoding, root: ChunkKey = ROOT) -> list[Job]:
     """All of a schema, into the store."""
     assert engine.namespace is not None
-    made = list(jobs(encoding, salt=engine.namespace.salt, root=root))
+    return encode_jobs(engine, list(jobs(encoding, salt=engine.namespace.salt, root=root)), root)
+
+
+def encode_jobs(engine: BatchEngine, made: list[Job], root: ChunkKey = ROOT) -> list[Job]:
     for job in made:
         engine.add(job.assembly.tokens, 1, assembly=job.assembly, root=root)
         for _ in engine.run():
@@ -81,6 +92,13 @@ def encode_all(engine: BatchEngine, encoding: Encoding, root: ChunkKey = ROOT) -
             30
         )  # the next one loads what it attends to: the same pieces are computed each time
     return made
+
+
+def encode_documents(engine: BatchEngine, encoding: Encoding, prompt: str) -> list[Job]:
+    """Of a prompt's collections."""
+    assert engine.namespace is not None
+    placement = encoding.layout.place(parse_prompt(prompt, encoding.layout.schema))
+    return encode_jobs(engine, list(document_jobs(encoding, placement, salt=engine.namespace.salt)))
 
 
 def answer(engine: BatchEngine, assembly: Assembly, count: int, **options: object) -> list[int]:
@@ -160,8 +178,10 @@ class Plain:
         found = [(layer.keys[0].clone(), layer.values[0].clone()) for layer in cache.layers]
         for part in assembly.parts:
             if part.key in self.chunks:
+                by = self.model.model.rotary_emb.inv_freq
                 for (keys, values), (k, v) in zip(found, self.chunks[part.key], strict=True):
-                    keys[:, part.first : part.end], values[:, part.first : part.end] = k[0], v[0]
+                    keys[:, part.first : part.end] = naive_rotate(k[0], part.delta, by, dtype=torch.float32)
+                    values[:, part.first : part.end] = v[0]
         return found
 
     def over(self, kv: KV, assembly: Assembly, slots: Sequence[int]) -> torch.Tensor:
