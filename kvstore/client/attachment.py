@@ -75,6 +75,7 @@ _EXPECTS = {
     "reserve": "reserve",
     "fill": "fill",
     "commit": "commit",
+    "save": "save",
     "abort": "done",
     "report_load": "done",
     "report_duplicates": "done",
