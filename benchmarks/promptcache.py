@@ -79,7 +79,7 @@ def main() -> int:
                             Goal("4,096 tokens: of the floor", rows[-1]["overhead"], "x", OVERHEAD_GOAL, "<=")
                         )
             if chosen.only in (None, "examples") and READY:
-                for name in ("travel", "code", "persona", "rag"):
+                for name in ("travel", "code", "persona", "rag", "retrieval"):
                     rows.append(example(engine, name, rounds=3))
                     print(told(rows[-1]), flush=True)
             if chosen.only == "batch" or (chosen.only is None and not chosen.quick):

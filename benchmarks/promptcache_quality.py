@@ -8,8 +8,13 @@ default ../shared/data), each passage a module; the answer's tokens are read one
 
     alone         each module encoded after nothing, as in the paper
     beginning     after the text with which every prompt of the schema begins
-    alone 15 %    the first tokens of each module computed in place: as EPIC's LegoLink (arXiv 2410.15332), made by us
-    beginning N % the same behind the beginning
+    first N %     the first tokens of each module computed in place; `alone, first 15 %` is as EPIC's LegoLink (arXiv
+                  2410.15332), made by us
+    deviating N % of all modules, the tokens computed in place whose KV differs most from full attention in the second
+                  layer; `alone, deviating 15 %` is as CacheBlend-15 (arXiv 2405.16444), made by us
+    see all       arguments and text attend to all modules, those behind them included: the paper's pass
+
+A run takes minutes: `--resume FILE` goes on where one that was stopped had come to.
 
     make bench-promptcache_quality ARGS='--quick --json'
 """
@@ -24,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,32 +54,43 @@ from kvstore.promptcache import Encoding, HuggingFaceTokenizer, Layout, Method, 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 RECIPES = {
     "alone": Recipe(Method.ALONE),
-    "alone 15 %": Recipe(Method.ALONE, 0.15),
+    "alone, first 15 %": Recipe(Method.ALONE, 0.15),
+    "alone, deviating 15 %": Recipe(Method.ALONE, deviating=0.15),
     "beginning": Recipe(),
-    "beginning 5 %": Recipe(share=0.05),
-    "beginning 10 %": Recipe(share=0.1),
-    "beginning 20 %": Recipe(share=0.2),
-    "beginning, arguments and text see all": Recipe(see_later=True),
+    "beginning, first 5 %": Recipe(share=0.05),
+    "beginning, first 15 %": Recipe(share=0.15),
+    "beginning, deviating 5 %": Recipe(deviating=0.05),
+    "beginning, deviating 10 %": Recipe(deviating=0.1),
+    "beginning, deviating 15 %": Recipe(deviating=0.15),
+    "beginning, deviating 20 %": Recipe(deviating=0.2),
+    "beginning, see all": Recipe(see_later=True),
 }
-PASSAGES, ANSWER_TOKENS_MAX, PASSAGE_CHARACTERS_MAX = 4, 24, 900
+PASSAGES, ANSWER_TOKENS_MAX, PASSAGE_CHARACTERS_MAX = 4, 24, 600
+MUSIQUE_CHARACTERS_MAX = 300
+"""Of each of its ten passages."""
 KL_GOAL, GROWTH_GOAL, KL_GOAL_20, GROWTH_GOAL_20 = 0.08, 0.025, 0.027, 0.012
 
 
 def main() -> int:
     options = arguments(__doc__)
     options.add_argument("--data", type=Path, default=DATA, help="folder with longdoc/")
-    options.add_argument("--questions", type=int, help="of each set (default: 12; quick: 2)")
+    options.add_argument("--questions", type=int, help="of each set (default: 12; quick: 1)")
+    options.add_argument("--skip", type=int, default=0, help="so many questions of each set")
+    options.add_argument(
+        "--resume", type=Path, help="file that keeps each question's figures; what is there is not run"
+    )
+    options.add_argument("--sets", nargs="+", choices=("NQ", "MuSiQue", "passkeys"), help="by default all")
     chosen = options.parse_args()
-    count = chosen.questions or (2 if chosen.quick else 12)
+    count, skip = chosen.questions or (1 if chosen.quick else 12), chosen.skip
+    wanted = chosen.sets or (("NQ",) if chosen.quick else ("NQ", "MuSiQue", "passkeys"))
     torch.set_num_threads(THREADS)
     print(heading(__file__), f"torch {torch.__version__}, {THREADS} threads", sep=", ", flush=True)
     sets = {
-        "NQ": nq(chosen.data / "longdoc" / "litm_nq-open-oracle.jsonl.gz", count),
-        "MuSiQue": musique(
-            chosen.data / "longdoc" / "cacheblend_musique_s.json.zst", 0 if chosen.quick else count
-        ),
-        "passkeys": passkeys(1 if chosen.quick else 6),
+        "NQ": nq(chosen.data / "longdoc" / "litm_nq-open-oracle.jsonl.gz", skip + count),
+        "MuSiQue": musique(chosen.data / "longdoc" / "cacheblend_musique_s.json.zst", skip + count),
+        "passkeys": passkeys(skip + count),
     }
+    sets = {name: samples[skip:] for name, samples in sets.items() if name in wanted}
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     if not READY:
@@ -82,6 +98,7 @@ def main() -> int:
             "left out: SmolLM2 is not there (make demo makes it ready), and what random weights say means nothing"
         )
         return finish(__file__, chosen, rows, goals)
+    known = kept(chosen.resume)
     tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(READY[-1]))
     with store(384 << 20) as run_dir:
         engine = BatchEngine(
@@ -90,14 +107,16 @@ def main() -> int:
         try:
             for name, samples in sets.items():
                 if not samples:
-                    print(
-                        f"{name}: left out, its file is not in {chosen.data}"
-                        if not chosen.quick
-                        else f"{name}: left out"
-                    )
+                    print(f"{name}: left out, its file is not in {chosen.data}, or has no more")
                     continue
                 begun = time.perf_counter()
-                found = [compared(engine, tokenizer, sample) for sample in samples]
+                found = []
+                for number, sample in enumerate(samples, skip):
+                    figures = known.get((name, number))
+                    if figures is None:
+                        figures = compared(engine, tokenizer, sample)
+                        keep(chosen.resume, name, number, figures)
+                    found.append(figures)
                 rows += summed(name, found)
                 print(f"{name}: {len(samples)} questions, {time.perf_counter() - begun:.0f} s")
                 print(*(told(row) for row in rows if row["set"] == name), sep="\n", flush=True)
@@ -106,7 +125,7 @@ def main() -> int:
     by = {(row["set"], row["recipe"]): row for row in rows}
     for recipe, kl, growth in (
         ("beginning", KL_GOAL, GROWTH_GOAL),
-        ("beginning 20 %", KL_GOAL_20, GROWTH_GOAL_20),
+        ("beginning, deviating 20 %", KL_GOAL_20, GROWTH_GOAL_20),
     ):
         if (row := by.get(("NQ", recipe))) is not None:
             goals.append(Goal(f"NQ, {recipe}: KL", row["kl"], "nats", kl, "<="))
@@ -144,7 +163,7 @@ def musique(path: Path, count: int) -> list[Sample]:
     text = subprocess.run(["zstd", "-dc", path], capture_output=True, check=True).stdout
     found = []
     for row in json.loads(text)[:count]:
-        some = tuple(one["text"][:PASSAGE_CHARACTERS_MAX] for one in row["ctxs"])
+        some = tuple(one["text"][:MUSIQUE_CHARACTERS_MAX] for one in row["ctxs"])
         found.append(Sample(some, row["question"], row["answers"][0]))
     return found
 
@@ -206,6 +225,23 @@ def compared(engine: BatchEngine, tokenizer: Tokenizer, sample: Sample) -> dict[
         right = all(int(seen.argmax()) == token for seen, token in zip(read[name].seen, answer, strict=True))
         found[name] = comparison, right
     return found
+
+
+def keep(path: Path | None, name: str, number: int, figures: dict[str, tuple[Comparison, bool]]) -> None:
+    if path is not None:
+        line = {recipe: [asdict(comparison), right] for recipe, (comparison, right) in figures.items()}
+        with path.open("a") as file:
+            file.write(json.dumps([name, number, line]) + "\n")
+
+
+def kept(path: Path | None) -> dict[tuple[str, int], dict[str, tuple[Comparison, bool]]]:
+    if path is None or not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {
+        (name, number): {recipe: (Comparison(**sums), right) for recipe, (sums, right) in line.items()}
+        for name, number, line in lines
+    }
 
 
 def summed(name: str, found: list[dict[str, tuple[Comparison, bool]]]) -> Iterator[dict[str, Any]]:

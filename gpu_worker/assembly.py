@@ -14,8 +14,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.keys import derived_key, exact_chain, manifest_digest
 from kvstore.types import ChunkKey
@@ -62,6 +64,10 @@ class Assembly:
     """In the order of their slots."""
     recomputed: tuple[Span, ...] = ()
     """Computed in place although the store may have them."""
+    deviating: float = 0.0
+    """Computed in place, too: of the slots of approximate parts that were loaded, this share, those whose KV deviates
+    most (`most_deviating`). Which these are depends on all parts, so nobody shares such a prompt's chunks but exact
+    ones."""
     exact: int = 0
     """So many leading tokens are at the positions 0, 1, ... and attend to nothing else: they are what they are in any
     prompt. The others are shared with such prompts alone that begin with the same parts at the same positions."""
@@ -74,6 +80,8 @@ class Assembly:
 
     def __post_init__(self) -> None:
         count = len(self.tokens)
+        if not 0 <= self.deviating <= 1:
+            raise ValueError(f"deviating is {self.deviating}: must be from 0 to 1")
         if count != len(self.positions) or not count:
             raise ValueError(f"{count} tokens have {len(self.positions)} positions")
         end = 0
@@ -114,17 +122,48 @@ class Assembly:
             keys.append(parent)
         return keys
 
-    def holes(self, count: int, loaded: Iterable[Part], first: int = 0) -> list[Span]:
+    def candidates(self, loaded: Iterable[Part], first: int = 0) -> list[Span]:
+        """Of which slots those that deviate most are chosen, if the parts `loaded` are there, and the KV of the first
+        `first` slots is what it is to be: approximate ones that are not computed anyway."""
+        open_ = bytearray(b"\1" * len(self.tokens))
+        for part in loaded:
+            if part.first >= self.exact:
+                open_[part.first : part.end] = bytes(part.count)
+        for begin, end in self.recomputed:
+            open_[begin:end] = b"\1" * (end - begin)
+        open_[:first] = b"\1" * first
+        open_[-1:] = b"\1"
+        return missing_spans(open_)
+
+    def holes(
+        self, count: int, loaded: Iterable[Part], first: int = 0, chosen: Iterable[Span] = ()
+    ) -> list[Span]:
         """What is computed of `count` slots, some of them behind the prompt, if the KV of the first `first` is there,
-        and that of `loaded`. The last slot always is."""
+        and that of `loaded`; `chosen`: of these, what deviates most. The last slot always is."""
         there = bytearray(count)
         there[:first] = b"\1" * first
         for part in loaded:
             there[part.first : part.end] = b"\1" * part.count
-        for begin, end in self.recomputed:
+        for begin, end in (*self.recomputed, *chosen):
             there[max(begin, first) : end] = bytes(max(0, end - max(begin, first)))
         there[count - 1 :] = b"\0"
         return missing_spans(there)
+
+
+def most_deviating(
+    deviations: Sequence[float] | NDArray[Any], among: Iterable[Span], count: int
+) -> list[Span]:
+    """The `count` slots of the spans `among` whose KV deviates most from what full attention gives, as spans in their
+    order; of equal ones the first, and what is no number before all. `deviations`: of each slot of these spans, one
+    after the other (CacheBlend, arXiv 2405.16444: tokens that deviate in one layer deviate in the later ones)."""
+    slots = np.concatenate([np.arange(begin, end) for begin, end in among] or [np.arange(0)])
+    if count <= 0 or not slots.size:
+        return []
+    worth = np.nan_to_num(np.asarray(deviations, np.float64), nan=np.inf, posinf=np.inf)
+    assert len(worth) == len(slots), (len(worth), len(slots))
+    chosen = np.sort(slots[np.argsort(-worth, kind="stable")[:count]])
+    edges = np.flatnonzero(np.diff(chosen) != 1) + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(chosen, edges)]
 
 
 def missing_spans(there: Sequence[int]) -> list[Span]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -95,6 +95,35 @@ class Step:
         if self.positions is None:
             return plan.turn(q, None)
         return plan.turn(q, self.positions.inv_freq[layer], interleaved=self.positions.interleaved)
+
+
+class Seen(Exception):
+    """No error: a probe has what it wanted, and the rest of the model is not computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe(Step):
+    """Looks how far the values that a request has in the second layer are from those that it computes now. In the first
+    layer, whose KV depends on a token and its position alone, it writes only what is not there."""
+
+    absent: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    """Which of the tokens have no KV yet, as lines of q."""
+    deviations: list[torch.Tensor] = field(default_factory=list)
+    """Of each token, float32, once it is seen: squares of differences, summed over heads and their dimensions."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        keys, values = self.layers[layer].unbind(1)
+        if layer == 1:
+            there = values[self.chunks, :, self.places]
+            self.deviations.append((v.to(there.dtype).float() - there.float()).square().sum((1, 2)))
+            raise Seen
+        chunks, places = self.chunks[self.absent], self.places[self.absent]
+        keys[chunks, :, places] = k[self.absent].to(keys.dtype)
+        values[chunks, :, places] = v[self.absent].to(keys.dtype)
+        assert self.prefill is not None
+        return prefill_attention(q.to(keys.dtype), keys, values, self.prefill, scale=scale).to(q.dtype)
 
 
 def paged_attention(

@@ -10,9 +10,11 @@ with the store, before or during a request, the answer is computed from the toke
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -21,9 +23,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.errors import Exhausted, Unavailable, Unsupported
-from kvstore.gpu_worker.assembly import Assembly
+from kvstore.gpu_worker.assembly import Assembly, most_deviating
 from kvstore.gpu_worker.attention import NAME, check_pageable
 from kvstore.gpu_worker.canary import TOKENS_MAX, SelfTest, differs, is_sampled
+from kvstore.gpu_worker.choices import Choices
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
 from kvstore.gpu_worker.device import Device
 from kvstore.gpu_worker.forward import Forward
@@ -36,15 +39,21 @@ from kvstore.gpu_worker.positions import check_movable
 from kvstore.gpu_worker.request import Request, Reused, check_request, is_session_name
 from kvstore.gpu_worker.sampling import GREEDY, NotNumbers, Sampler, Sampling
 from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX
-from kvstore.gpu_worker.scheduling import SPANS_MAX, Scheduler
-from kvstore.gpu_worker.truncation import Truncation, Turns, View, view
-from kvstore.keys import ROOT
+from kvstore.gpu_worker.scheduling import Scheduler
+from kvstore.gpu_worker.truncation import Truncation, Turns, Undecided, View, check_cuttable, view
+from kvstore.kernels.stretches import Stretch
+from kvstore.keys import ROOT, SALT_BYTES
 from kvstore.layout import NamespaceSpec
 from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
 
 if TYPE_CHECKING:
     from kvstore.client import Client, Namespace
 
+PROBED_LAYER = 1
+"""Whose values say how far a token's KV is from what it would be without the text that was cut: of the first that see
+other tokens (CacheBlend, arXiv 2405.16444, looks at the second layer, too)."""
+SALT = bytes(SALT_BYTES)
+"""Of the pool's keys."""
 log = logging.getLogger(__name__)
 
 Finish = Literal["", "stop", "length", "error"]
@@ -102,7 +111,9 @@ class BatchEngine:
     before all of their load was there), preemptions, load_failures, promotions_awaited,
     requests_failed, requests_rejected (the queue was full), requests_unnamed (whose session no store could name),
     requests_unexplained (of a model that cannot be explained: their KV is neither shared nor stored); requests_cut and
-    cut_tokens (of conversations that were too long), truncations_recomputed (of these, requests whose older KV could
+    cut_tokens (of conversations that were too long), cuts_decided (where it was found out what deviates most),
+    probed_tokens (whose KV was compared with what the first layers give), truncations_recomputed (of these, requests
+    whose older KV could
     not be had), canary_checks and canary_failures; reports of what
     is in the pool, and reports_failed.
     """
@@ -154,6 +165,8 @@ class BatchEngine:
         for name, value in (("load_ahead", load_ahead), ("read_buffer", read_buffer)):
             if value is not None and value < 0:
                 raise ValueError(f"{name} is {value}: must be at least 0")
+        if truncation is not None:
+            check_cuttable(model.config)
         check_pageable(model)
         if truncation is not None:
             check_movable(model.config, tokens_max=truncation.window, dtype=model.dtype)
@@ -213,8 +226,8 @@ class BatchEngine:
             sequences_max=sequences_max,
             tokens_max=self.tokens_max,
             share=share,
-            spans_max=SPANS_MAX,
         )
+        self._choices = Choices()
         self._count = 0
         self._closed = False
         self._canary_every = canary_every
@@ -298,6 +311,7 @@ class BatchEngine:
         when too many wait."""
         self._check_open()
         check_request(prompt, max_new_tokens, vocabulary=self._vocabulary)
+        tokens = prompt
         kept = self._view(prompt, turns, root) if cut and assembly is None else None
         if kept is not None:
             assert self.truncation is not None
@@ -337,7 +351,7 @@ class BatchEngine:
             assembly=assembly,
         )
         if kept is not None:
-            self._cut(request, kept)
+            self._cut(request, kept, tokens, turns)
         self._scheduler.waiting.append(request)
         self.counters["requests"] += 1
         self.counters["prompt_tokens"] += request.prompt_tokens
@@ -391,9 +405,10 @@ class BatchEngine:
         if self.truncation is None or len(prompt) <= self.truncation.prompt_tokens:
             return None
         tokens = [int(token) for token in prompt]
-        return view(tokens, self.truncation, turns, chunk_tokens=self.pool.geometry.chunk_tokens, root=root)
+        size = self.pool.geometry.chunk_tokens
+        return view(tokens, self.truncation, turns, chunk_tokens=size, root=root, choices=self._choices)
 
-    def _cut(self, request: Request, kept: View) -> None:
+    def _cut(self, request: Request, kept: View, tokens: Sequence[int], turns: Turns | None) -> None:
         size = self.pool.geometry.chunk_tokens
         request.cut_tokens = kept.cut_tokens
         self.counters["requests_cut"] += 1
@@ -402,13 +417,90 @@ class BatchEngine:
             return  # an ordinary prompt
         request.chain, request.remaining = kept.chain, kept.remaining
         request.jumps = list(kept.chain.jumps)
+        if kept.unknown:
+            request.conversation = tuple(int(token) for token in tokens), turns
+            request.open_cut = kept.undecided
+            if self._store is not None:
+                request.choices = self._store.look_up_choices(kept.unknown)
         parts = {
             (id(one.chain), n)
             for one in kept.chain.seen
             for n in range(one.begin // size, -(-one.end // size))
         }
-        if len(parts) + -(-request.tokens_max // size) > self.pool.chunks:
+        own = request.tokens_max + (kept.undecided.count if kept.undecided is not None else 0)
+        if len(parts) + -(-own // size) > self.pool.chunks:
             request.fall_back()  # its own tokens lie in other chunks than those it sees: there is no room for both
+
+    def _resolve(self) -> None:
+        """The store has said what it knows of conversations that were cut."""
+        for request in self._scheduler.waiting:
+            if request.choices is None or not request.choices.done():
+                continue
+            for key, chosen in request.choices.result().items():
+                self._choices.remember(key, chosen)
+            request.choices = None
+            kept = self._view(*request.conversation, request.root)
+            assert kept is not None and kept.remaining == request.remaining
+            request.see(kept.chain, kept.undecided)
+
+    def _decide_cut(self, request: Request) -> None:
+        """Which tokens of what is kept of its conversation deviate most, now that all of their KV is here."""
+        undecided = request.open_cut
+        assert undecided is not None and request.chain is not None
+        distances = self._distances(request, undecided)
+        self.counters["cuts_decided"] += 1
+        chosen = undecided.choose(distances)
+        self._choices.remember(undecided.key, chosen)
+        if self._store is not None:
+            self._store.save_choice(undecided.key, chosen)
+        kept = self._view(*request.conversation, request.root)
+        assert kept is not None and kept.undecided is None and kept.remaining == request.remaining
+        size, here = self.pool.geometry.chunk_tokens, {}
+        before = [part for one in request.chain.seen for part in one.parts(SALT, size)]
+        for part, stretch in zip(before, request.stretches, strict=True):
+            here[part.key] = stretch.chunk
+        stretches = [
+            Stretch(here[part.key], part.first, part.count, delta=part.delta, at=part.at)
+            for one in kept.chain.seen
+            for part in one.parts(SALT, size)
+        ]
+        self._scheduler.close_cut(request, kept.chain, stretches)
+
+    def _distances(self, request: Request, undecided: Undecided) -> list[float]:
+        """Of each token that may be chosen: how far its values in one layer are from what they would be had the model
+        read nothing but what is kept. Without room for that, all are taken to be equally far: the first are chosen."""
+        size = self.pool.geometry.chunk_tokens
+        layer = min(PROBED_LAYER, self.pool.geometry.layers - 1)
+        count = len(undecided.tokens)
+        spans = list(zip(undecided.spans, undecided.numbers, strict=True))
+        chunks = self.pool.take(-(-count // size))
+        if chunks is None:
+            return [0.0] * sum(end - begin for (begin, end), _ in spans)
+        probe = Request(
+            0,
+            list(undecided.tokens),
+            count,
+            frozenset(),
+            Sampler(GREEDY),
+            chunks=chunks,
+            row=self._scheduler.a_row,
+            jumps=list(undecided.jumps),
+        )
+        try:
+            if self._store is not None:
+                self._store.writes(chunks)
+            with suppress(_Enough):
+                self._forward({probe: count}, _Until(layer))
+            values = self.pool.layers[layer]
+            fresh = values[chunks, 1].transpose(1, 2).flatten(0, 1).flatten(1)
+            wanted = torch.cat([fresh[at : at + end - begin] for (begin, end), at in spans])
+            # The head's end may be among them, in front; what may be chosen is the rest
+            seen = [values[one.chunk, 1, :, one.first : one.first + one.tokens] for one in request.stretches]
+            stored = torch.cat([each.transpose(0, 1).flatten(1) for each in seen])[-len(wanted) :]
+            return [float(each) for each in (stored.float() - wanted.float()).norm(dim=1)]
+        finally:
+            self.pool.drop(chunks)
+            self.counters["probed_tokens"] += count
 
     def request(self, number: int) -> Request:
         """A live request, to be looked at. Raises KeyError for one that is not live."""
@@ -440,7 +532,12 @@ class BatchEngine:
         from the store: the call returns soon then."""
         self._check_open()
         self._recognise()
+        self._resolve()
         pieces = self._scheduler.schedule()
+        for request in self._scheduler.open_cuts:
+            self._decide_cut(request)
+        for request in self._scheduler.undecided:
+            self._decide(request)
         if not pieces:
             return []
         logits = self._compute(pieces)
@@ -482,6 +579,17 @@ class BatchEngine:
         if finished:
             self._finish(*finished)
         return outputs
+
+    def _decide(self, request: Request) -> None:
+        """Which of the tokens whose KV was loaded deviate most: they are computed in place."""
+        assert request.assembly is not None
+        among, absent = self._scheduler.open_slots(request)
+        if self._store is not None:
+            self._store.writes(request.chunks)
+        deviations = self._forward.deviations(request, among, absent)
+        self.counters["probed_tokens"] += len(deviations)
+        count = math.ceil(request.assembly.deviating * len(deviations))
+        self._scheduler.decide(request, most_deviating(deviations.numpy(), among, count))
 
     def _compute(self, pieces: Mapping[Request, int]) -> dict[Request, torch.Tensor]:
         """The forward call. Without logits where nothing of it means anything."""
@@ -673,6 +781,23 @@ class BatchEngine:
     def check_integrity(self) -> None:
         """Assert what only a bug could break; for tests."""
         self._scheduler.check_integrity()
+
+
+class _Enough(Exception):
+    """A forward call has computed what was wanted of it."""
+
+
+class _Until:
+    """Ends a forward call behind attention of one layer."""
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+
+    def begin(self, layer: int) -> None: ...
+
+    def end(self, layer: int) -> None:
+        if layer == self._layer:
+            raise _Enough
 
 
 def _finish(request: Request) -> Finish:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from transformers import PreTrainedModel
 
 from kvstore.errors import Unsupported
-from kvstore.gpu_worker.assembly import Span
-from kvstore.gpu_worker.attention import Layers, Step, paged
+from kvstore.gpu_worker.assembly import Span, missing_spans
+from kvstore.gpu_worker.attention import Layers, Probe, Seen, Step, paged
 from kvstore.gpu_worker.hbm_pool import HbmPool
 from kvstore.gpu_worker.linear import turnable, turned
 from kvstore.gpu_worker.positions import Positions
@@ -35,9 +36,7 @@ class Forward:
         sequences_max: int,
         tokens_max: int,
         share: bool,
-        spans_max: int = 0,
     ) -> None:
-        """`spans_max`: how many spans of tokens one call computes beside the first of each request."""
         self.model = model.eval()
         self._linear = turnable(model)
         self._tokens_max = tokens_max
@@ -53,15 +52,15 @@ class Forward:
             Forest(
                 chunk_tokens=self._chunk_tokens,
                 chunks=pool.chunks,
-                sequences_max=rows,
+                sequences_max=sequences_max,
                 split_tokens=split,
-                tile_sequences=max(1, TILE_ROWS // group) if on_gpu else rows,
-                items_max=rows * (tokens_max // split + 1 + rows),
-                partials_max=rows * (tokens_max // split + 1 + rows),
+                tile_sequences=max(1, TILE_ROWS // group) if on_gpu else sequences_max,
+                items_max=sequences_max * (tokens_max // split + 1 + sequences_max),
+                partials_max=sequences_max * (tokens_max // split + 1 + sequences_max),
                 share=share,
                 device=model.device,
             )
-            for rows in (sequences_max, sequences_max + spans_max)
+            for _ in range(2)
         )
 
     def renew(self) -> None:
@@ -131,6 +130,46 @@ class Forward:
             return {request: logits.float()}
         return dict(zip(last, logits.float(), strict=True))
 
+    def deviations(self, request: Request, wanted: Sequence[Span], absent: Sequence[Span]) -> torch.Tensor:
+        """How far the KV of the tokens `wanted`, which it has, is from what full attention over its text gives: one
+        after the other, float32, squares of differences of their values in the second layer. That is the first one
+        that depends on other tokens; to have it, one layer of them is computed. `absent`: tokens whose KV is not there
+        yet; of those, the first layer's is written."""
+        until = max(end for _, end in wanted)
+        inside = [(begin, min(end, until)) for begin, end in absent if begin < until]
+        numbers = sorted({n for begin, end in (*wanted, *inside) for n in range(begin, end)})
+        line = {number: at for at, number in enumerate(numbers)}
+        asked = self._tensor([line[n] for begin, end in wanted for n in range(begin, end)])
+        spans = missing_spans([number not in line for number in range(until)])
+        size = self._chunk_tokens
+        self._join(self._prefilling, request, until, request.row)
+        try:
+            plan = self._prefilling.prefill({request.row: numbers})
+        finally:
+            self._prefilling.leave(request.row)
+        probe = Probe(
+            layers=self._pool.layers,
+            chunks=self._tensor([request.chunks[number // size] for number in numbers]),
+            places=self._tensor([number % size for number in numbers]),
+            rows=self._tensor([]),
+            lines=self._tensor([]),
+            decode=None,
+            prefill=plan,
+            absent=self._tensor([line[n] for begin, end in inside for n in range(begin, end)]),
+        )
+        positions = [at for begin, end in spans for at in request.positions(begin, end)]
+        with torch.inference_mode(), paged(self.model), turned(self._linear), suppress(Seen):
+            self.model(
+                input_ids=self._tensor([request.tokens[number] for number in numbers]).unsqueeze(0),
+                position_ids=self._tensor(positions).unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=1,
+                step=probe,
+            )
+        if not probe.deviations:  # a model of one layer: nothing of it depends on other tokens
+            return torch.zeros(len(asked))
+        return probe.deviations[0][asked].cpu()
+
     def _decode_plan(self, sequences: Sequence[Request]) -> Plan | None:
         forest = self._decoding
         rows = {request.row for request in sequences}
@@ -150,16 +189,14 @@ class Forward:
         return forest.plan() if sequences else None
 
     def _prefill_plan(self, pieces: Mapping[Request, Sequence[Span]]) -> PrefillPlan | None:
-        """A span is computed as if it was the end of its sequence. Of a request with several, each but the first has a
-        row of its own; they attend to one another, since all keys are written before any is read."""
-        rows: dict[int, int] = {}
-        free = iter(range(self._decoding.sequences_max, self._prefilling.sequences_max))
+        """Each token as if it was the last of its sequence. Those that are computed attend to one another, since all
+        keys are written before any is read."""
+        rows: dict[int, int | Sequence[int]] = {}
         try:
             for request, spans in pieces.items():
-                for number, (start, end) in enumerate(spans):
-                    row = next(free) if number else request.row
-                    self._join(self._prefilling, request, end, row)
-                    rows[row] = end - start
+                self._join(self._prefilling, request, spans[-1][1], request.row)
+                numbers = [number for start, end in spans for number in range(start, end)]
+                rows[request.row] = numbers if len(spans) > 1 else len(numbers)
             return self._prefilling.prefill(rows) if rows else None
         finally:
             for row in rows:

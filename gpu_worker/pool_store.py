@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from kvstore.client import SessionEntry, SessionInfo
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.assembly import Assembly, Part
+from kvstore.gpu_worker.choices import decode, encode, store_key
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Plan, Why
 from kvstore.gpu_worker.device import Device, Event, device_of
 from kvstore.gpu_worker.hbm_pool import HbmPool
@@ -34,7 +35,7 @@ from kvstore.gpu_worker.loader import Load, Loader, LoadFailed, Piece
 from kvstore.gpu_worker.positions import Positions
 from kvstore.gpu_worker.request import Request
 from kvstore.gpu_worker.residency import REPORT_KEYS_MAX, Reporter
-from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, PartSave, Saver, Shards, TurnSave
+from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX, ChoiceSave, PartSave, Saver, Shards, TurnSave
 from kvstore.gpu_worker.store import CONNECT_AGAIN_S, Store
 from kvstore.gpu_worker.write_buffer import Outgoing, WriteBuffer, regions
 from kvstore.layout import NamespaceSpec
@@ -246,6 +247,41 @@ class PoolStore:
             return Found(lease, there, None, len(keys), promoted)
 
         return self._ask(find)
+
+    def look_up_choices(self, wanted: Sequence[bytes]) -> Future[dict[bytes, tuple[int, ...]]] | None:
+        """What was found out earlier, by these keys (`choices.py`); None if the store is not there."""
+        namespace = self._store.namespace()
+        if namespace is None or not wanted or time.monotonic() < self._no_lookup_before:
+            return None
+        asked = list(wanted)[-KEYS_PER_REQUEST_MAX:]
+        size = self._pool.geometry.shard_bytes
+
+        def find() -> dict[bytes, tuple[int, ...]]:
+            try:
+                lease, _ = self._store.read(
+                    namespace, [store_key(namespace.salt, key) for key in asked], any_order=True
+                )
+            except Exception:
+                log.exception("looking up failed")
+                return {}
+            try:
+                there = [n for n, outcome in enumerate(lease.outcomes) if outcome is Outcome.HIT]
+                records = {n: np.empty(size, np.uint8) for n in there}
+                if there and not lease.copy_many([(n, 0, 0, record) for n, record in records.items()]):
+                    return {}
+                found = {asked[n]: decode(record) for n, record in records.items()}
+                return {key: chosen for key, chosen in found.items() if chosen is not None}
+            finally:
+                lease.release()
+
+        return self._lookups.submit(find)
+
+    def save_choice(self, key: bytes, chosen: Sequence[int]) -> None:
+        """For whoever goes on with the conversation."""
+        namespace = self._store.namespace()
+        record = encode(chosen, self._pool.geometry.shard_bytes)
+        if namespace is not None and record is not None:
+            self.saver.put_choice(ChoiceSave(namespace, store_key(namespace.salt, key), record))
 
     def load_chunks(self, found: Found, chunks: Sequence[int]) -> Load:
         """All that was asked for, which is there, into these chunks of the pool. Takes over the lease."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvstore.gpu_worker.loader import Load
     from kvstore.gpu_worker.pool_store import Found
     from kvstore.gpu_worker.saver import TurnSave
+    from kvstore.gpu_worker.truncation import Turns, Undecided
 
 
 @dataclass(slots=True)
@@ -67,6 +68,12 @@ class Request:
     """While it is on its way to `stretches`."""
     cut_tokens: int = 0
     """Of its conversation, so many are not there any more."""
+    conversation: tuple[tuple[int, ...], Turns | None] = ((), None)
+    """All its tokens, and its turns, if something is to be found out before it is known what it computes: ..."""
+    choices: Future[dict[bytes, tuple[int, ...]]] | None = None
+    """... what the store knows of that, or ..."""
+    open_cut: Undecided | None = None
+    """... what has to be found out."""
     keys: list[ChunkKey] = field(default_factory=list)
     """Of the full chunks of `tokens`, in the pool."""
     store_keys: list[ChunkKey] = field(default_factory=list)
@@ -100,6 +107,8 @@ class Request:
     holes: list[Span] = field(default_factory=list)
     """Of such a prompt, once its parts are loaded: what is computed yet, as spans of `tokens`. Without any, all of
     `tokens` from `computed` on is."""
+    undecided: bool = False
+    """Its parts are loaded, and it is to be decided which of its tokens deviate most: those are computed, too."""
     unplanned: bool = False
     """Some of its parts are not there and are computed: its KV is not that of a prompt of the same parts."""
 
@@ -132,6 +141,17 @@ class Request:
         seen = sum(one.end - one.begin for one in self.chain.seen) if self.chain is not None else 0
         return self.prompt_tokens + seen
 
+    def see(self, chain: Chain, open_cut: Undecided | None) -> None:
+        """From now on this is what its own tokens are. Nothing is held, but what `held` says."""
+        assert not self.chunks and self.save is None
+        said = self.tokens[self.prompt_tokens :]
+        room = self.tokens_max - self.prompt_tokens
+        self.chain, self.open_cut, self.jumps = chain, open_cut, list(chain.jumps)
+        self.tokens = [*chain.tokens, *said]
+        self.prompt_tokens = len(chain.tokens)
+        self.tokens_max = self.prompt_tokens + room
+        self.keys, self.store_keys = [], []
+
     def fall_back(self) -> None:
         """What it was to see cannot be had: what remains is computed as an ordinary prompt. Nothing is held."""
         assert self.chain is not None and not self.chunks and not self.held
@@ -141,6 +161,7 @@ class Request:
         self.prompt_tokens = len(self.remaining)
         self.tokens_max = self.prompt_tokens + room
         self.chain, self.jumps, self.stretches = None, [(0, 0)], []
+        self.choices = self.open_cut = None
         self.keys, self.store_keys, self.save, self.reused = [], [], None, Reused()
 
     @property
@@ -155,7 +176,8 @@ class Request:
         """Leading tokens whose KV is what the keys of its chunks say: what others may share."""
         if self.assembly is None:
             return len(self.tokens)
-        return self.assembly.exact if self.unplanned else len(self.assembly.tokens)
+        mine = self.unplanned or self.assembly.deviating
+        return self.assembly.exact if mine else len(self.assembly.tokens)
 
     def spans(self, count: int) -> list[Span]:
         """Where the next `count` tokens stand that are computed."""

@@ -182,13 +182,23 @@ class PartSave:
     """Set when all was saved or dropped."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ChoiceSave:
+    """Save what was found out about a conversation (`choices.py`): a chunk that is no KV."""
+
+    namespace: Namespace
+    key: ChunkKey
+    record: npt.NDArray[np.uint8]
+    shards: Shards | None = None
+
+
 class Saver:
     """One thread that saves in the order in which things were queued.
 
     `counters` by name: chunks_saved, bytes_saved, chunks_already (others had saved them), chunks_dropped (queue full or
     behind a hole), chunks_recalled (forgotten again, see `follow`), chunks_refused (the store had no room or was away),
     chunks_compared and chunks_differed (with what others had saved), manifests, manifests_dropped; modules_saved and
-    modules_dropped, of Prompt Cache.
+    modules_dropped, of Prompt Cache; choices_saved and choices_dropped, of conversations that were cut.
     """
 
     def __init__(
@@ -209,7 +219,7 @@ class Saver:
         self._maker = maker
         self._audit_every = audit_every
         self._changed = threading.Condition()  # guards all below, and `counters`
-        self._saves: deque[_Save | PartSave | None] = deque()
+        self._saves: deque[_Save | PartSave | ChoiceSave | None] = deque()
         """None: forget what was saved before it and is not verified."""
         self._waiting_bytes = 0
         self._busy = False
@@ -259,6 +269,18 @@ class Saver:
             self._changed.notify_all()
             return True
 
+    def put_choice(self, save: ChoiceSave) -> bool:
+        """Queues a save, or drops it: False. Never waits."""
+        with self._changed:
+            waiting_bytes = self._waiting_bytes + self._bytes(save)
+            if waiting_bytes > self._queue_bytes_max or len(self._saves) >= QUEUE_JOBS_MAX or self._closing:
+                self._drop(save)
+                return False
+            self._waiting_bytes = waiting_bytes
+            self._saves.append(save)
+            self._changed.notify_all()
+            return True
+
     def has_room(self, tokens: int) -> bool:
         """Whether a save of so many tokens would be taken now."""
         with self._changed:
@@ -269,7 +291,7 @@ class Saver:
     def forget(self) -> None:
         """Drops what is queued: it was computed with weights that count no more. What is being saved ends first."""
         with self._changed:
-            kept: deque[_Save | PartSave | None] = deque()
+            kept: deque[_Save | PartSave | ChoiceSave | None] = deque()
             for save in self._saves:
                 if save is None:
                     kept.append(None)
@@ -326,6 +348,8 @@ class Saver:
                     self._recall()
                 elif isinstance(save, PartSave):
                     self._save_parts(save)
+                elif isinstance(save, ChoiceSave):
+                    self._save_choice(save)
                 else:
                     self._do(save)
             except Exception as error:
@@ -475,6 +499,25 @@ class Saver:
         assert save.shards is not None
         return save.shards.shard((first_token - save.first_token) // self.geometry.chunk_tokens)
 
+    def _save_choice(self, save: ChoiceSave) -> None:
+        saved = False
+        try:
+            with save.namespace.write(
+                [save.key],
+                token_counts=[self.geometry.chunk_tokens],
+                derived=True,
+                maker=self._maker,
+                timeout_s=self._timeout_s,
+            ) as batch:
+                for index in batch.granted:
+                    np.copyto(batch.buffer(index), save.record)
+                    batch.written(index)
+                saved = batch.results[0] in IN_STORE and self._commit(batch)
+        except StoreError as error:
+            log.info("choice not saved: %s", error)
+        with self._changed:
+            self.counters["choices_saved" if saved else "choices_dropped"] += 1
+
     def _save_parts(self, save: PartSave) -> None:
         """In batches that fit into staging memory; each is visible as a whole or not at all."""
         assert save.shards is not None
@@ -605,20 +648,24 @@ class Saver:
         with self._changed:
             self.counters["manifests_dropped"] += 1
 
-    def _drop(self, save: _Save | PartSave) -> None:
+    def _drop(self, save: _Save | PartSave | ChoiceSave) -> None:
         """Caller holds the lock."""
         if save.shards is not None:
             save.shards.release()
         if isinstance(save, PartSave):
             self.counters["modules_dropped"] += 1
             save.saved.set()
+        elif isinstance(save, ChoiceSave):
+            self.counters["choices_dropped"] += 1
         elif save.tokens:
             self.counters["chunks_dropped"] += -(-len(save.tokens) // self.geometry.chunk_tokens)
         else:
             self.counters["manifests_dropped"] += 1
             save.turn.saved.set()
 
-    def _bytes(self, save: _Save | PartSave) -> int:
+    def _bytes(self, save: _Save | PartSave | ChoiceSave) -> int:
+        if isinstance(save, ChoiceSave):
+            return save.record.nbytes
         tokens = save.count if isinstance(save, PartSave) else len(save.tokens)
         return tokens * self.geometry.token_bytes * self.geometry.layers
 

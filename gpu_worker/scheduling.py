@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from kvstore.gpu_worker.assembly import Assembly
+from kvstore.gpu_worker.assembly import Assembly, Span
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Computing, read_buffer_layers
 from kvstore.gpu_worker.gathering import Gathering
 from kvstore.gpu_worker.hbm_pool import HbmPool
@@ -26,12 +26,12 @@ from kvstore.keys import SALT_BYTES, exact_chain
 from kvstore.types import ChunkKey
 
 if TYPE_CHECKING:
+    from kvstore.gpu_worker.chain import Chain
     from kvstore.gpu_worker.pool_store import PoolStore
+    from kvstore.kernels.stretches import Stretch
 
 IDLE_S = 0.05
 """How long to wait at a time when there is nothing to compute before something has arrived."""
-SPANS_MAX = 32
-"""Of one step, beside the first of each request: prompts that are put together are computed in several places."""
 _SALT = bytes(SALT_BYTES)  # keys of the pool are compared with one another only
 
 
@@ -84,28 +84,27 @@ class Scheduler:
         self._admit()
         pieces: dict[Request, int] = {}
         promised: set[ChunkKey] = set()  # of chunks that a request looked at before is to compute or loads
-        budget, spans_left = self._prefill_tokens, SPANS_MAX
+        budget = self._prefill_tokens
         for request in sorted(self.running, key=lambda request: request.missing > 1):
             if request.row < 0:
                 continue  # it had to make room meanwhile
             if request.gathering is not None and self._gathering(request, request.gathering, pieces):
                 continue
+            if request.open_cut is not None:
+                continue  # see `open_cuts`
             self._adopt(request)
-            if self._restoring(request, promised, pieces):
+            if self._restoring(request, promised, pieces) or request.undecided:
                 continue
             count = 1 if request.missing == 1 else min(request.missing, budget)
-            spans = request.spans(count)[: spans_left + 1]
-            count = sum(end - begin for begin, end in spans)
             if count == 0 or self._next(request) in promised:
                 continue
-            if self._make_room(request, spans[-1][1], pieces):
+            if self._make_room(request, request.spans(count)[-1][1], pieces):
                 pieces[request] = count
-                spans_left -= len(spans) - 1
                 if request.missing > 1:
                     budget -= count
                     promised.update(self._adoptable(request)[request.computed // self._chunk_tokens :])
         self._prepare(promised)
-        if not pieces:
+        if not pieces and not self.undecided and not self.open_cuts:
             self._idle()
         return pieces
 
@@ -143,6 +142,41 @@ class Scheduler:
             if request.load is not None and not self._restored(request):
                 failed.add(request)
         return failed
+
+    @property
+    def undecided(self) -> list[Request]:
+        """Those whose parts are there, and of which some tokens are to be computed all the same: see `decide`."""
+        return [request for request in self.running if request.undecided]
+
+    def open_slots(self, request: Request) -> tuple[list[Span], list[Span]]:
+        """Of an undecided one: among which slots those are that deviate most; which of the others are computed."""
+        assert request.assembly is not None and request.found is not None
+        there = [part for _, part in request.found.parts]
+        return (
+            request.assembly.candidates(there, request.computed),
+            request.assembly.holes(len(request.tokens), there, request.computed),
+        )
+
+    def decide(self, request: Request, chosen: Sequence[Span]) -> None:
+        """Of an undecided one: these slots are computed, too."""
+        assert request.assembly is not None
+        request.undecided = False
+        self._parts_decided(request, request.assembly, chosen)
+
+    @property
+    def open_cuts(self) -> list[Request]:
+        """Those whose other KV is here, and of which something has to be found out before they go on (`close_cut`)."""
+        return [one for one in self.running if one.open_cut is not None and one.gathering is None]
+
+    def close_cut(self, request: Request, chain: Chain, stretches: list[Stretch]) -> None:
+        """These are what its own tokens are, and what they see of what it holds."""
+        self._pool.drop(request.chunks)
+        request.chunks, request.computed = [], 0
+        request.see(chain, None)
+        request.stretches = stretches
+        self._adopt(request)
+        if self._store is not None and not request.alone and not self._is_here(request):
+            request.lookup = self._store.look_up(request)
 
     @property
     def a_row(self) -> int:
@@ -188,7 +222,7 @@ class Scheduler:
             self._pool.unpublish(chunks)
             self._pool.drop(chunks)
         request.chunks, request.held, request.computed, request.alone = [], [], 0, True
-        request.holes = []
+        request.holes, request.undecided = [], False
         if request.chain is not None:
             request.fall_back()
         request.save, request.reused = None, Reused()
@@ -238,7 +272,7 @@ class Scheduler:
         self._pool.drop(request.chunks)
         self._pool.drop(request.held)
         request.chunks, request.computed, request.asked, request.holes = [], 0, False, []
-        request.held, request.stretches = [], []
+        request.held, request.stretches, request.undecided = [], [], False
         request.lookup = request.load = request.gathering = None
 
     def check_integrity(self) -> None:
@@ -272,6 +306,8 @@ class Scheduler:
         needed = self._needed()
         while self.waiting and self._rows:
             request = self.waiting[0]
+            if request.choices is not None:
+                return  # what it computes is not known yet
             # Chunks that are here, and idle, are no longer available once it holds them
             own = len(request.chunks)
             shared = self._pool.held(self._pool.find(self._adoptable(request)[own:]))
@@ -290,6 +326,8 @@ class Scheduler:
             needed += 1 + shared - adopted
             if request.lookup is not None or request.load is not None:
                 continue  # it was loaded ahead
+            if request.open_cut is not None:
+                continue  # what it computes is not known yet
             if self._store is not None and not request.alone and not self._is_here(request):
                 request.lookup = self._store.look_up(request)
             if request.assembly is not None:
@@ -440,7 +478,7 @@ class Scheduler:
 
     def _adoptable(self, request: Request) -> list[ChunkKey]:
         """Keys of the chunks that it may take from others."""
-        if not self._share or request.alone:
+        if not self._share or request.alone or request.open_cut is not None:
             return []
         most = min(len(request.tokens) - 1, request.shared_tokens)
         return self._keys(request)[: most // self._chunk_tokens]
@@ -628,10 +666,16 @@ class Scheduler:
 
     def _parts_restored(self, request: Request, assembly: Assembly) -> None:
         """What is not there of a prompt that is put together is computed, in between."""
+        if assembly.deviating and self.open_slots(request)[0]:
+            request.undecided = True
+        else:
+            self._parts_decided(request, assembly, ())
+
+    def _parts_decided(self, request: Request, assembly: Assembly, chosen: Sequence[Span]) -> None:
         assert request.found is not None
         before = request.computed
         there = [part for _, part in request.found.parts]
-        request.holes = assembly.holes(len(request.tokens), there, before)
+        request.holes = assembly.holes(len(request.tokens), there, before, chosen)
         request.computed = request.holes[0][0]
         restored = len(request.tokens) - before - request.missing
         on_ssd = sum(part.count for number, part in request.found.parts if number in request.found.from_ssd)
@@ -665,6 +709,7 @@ class Scheduler:
         for request in self.running:
             if request.gathering is not None:
                 pending += request.gathering.pending
+        pending += [one.choices for one in islice(self.waiting, 1) if one.choices is not None]
         # Who has its answer already waits for what another one loads
         lookups = (request.lookup for request in self.running if request.lookup is not None)
         pending += [lookup for lookup in lookups if not lookup.done()]

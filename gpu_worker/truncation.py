@@ -18,16 +18,60 @@ of the old ones ends at a full chunk, since tails are nobody else's.
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from kvstore.errors import Unsupported
+from kvstore.gpu_worker.assembly import most_deviating
 from kvstore.gpu_worker.chain import Chain, Jump, Seen
 from kvstore.keys import ROOT
 from kvstore.types import ChunkKey
 
-VERSION = 1
+VERSION = 2
 """Of the method: what it makes of the same tokens."""
+RUN_TOKENS = 4
+"""Tokens that are computed anew because they deviate are chosen in runs: every run is a stretch more for attention."""
+FIRST_PART = 4
+"""One part in so many of what is computed anew is the first tokens behind the head, if the rest is what deviates."""
+Choices = Mapping[bytes, tuple[int, ...]]
+"""By `Undecided.key`: which tokens of the conversation deviate most, by their numbers in it."""
+
+
+LEARNED_SINKS = ("gpt_oss",)
+"""`config.model_type` of families whose heads have an attention sink of their own."""
+
+
+def check_cuttable(config: Any) -> None:
+    """Raises Unsupported, naming the field of the Hugging Face `config`, for a model of which nobody has measured what
+    a cut does to it."""
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    sliding = window is not None and getattr(config, "use_sliding_window", True) and not kinds
+    for field_name, value, why in (
+        (
+            "model_type",
+            config.model_type if config.model_type in LEARNED_SINKS else None,
+            "its attention sinks are learned",
+        ),
+        ("attention_chunk_size", getattr(config, "attention_chunk_size", None), "it attends within chunks"),
+        ("sliding_window", window if sliding else None, "it attends within a sliding window"),
+        (
+            "layer_types",
+            next((kind for kind in kinds or () if kind != "full_attention"), None),
+            "such layers do not attend to all that is kept",
+        ),
+    ):
+        if value is not None:
+            raise Unsupported(
+                f"conversations with this model are not cut: {why}, and what a cut does then was not measured",
+                field=f"config.{field_name}",
+                value=value,
+                remedy="serve it without truncation",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +88,9 @@ class Truncation:
     and system message of a chat, nothing of any other text."""
     recompute_share: float = 0.0
     """Of what is kept, so much is computed anew, right behind the head. Where there is no head, one chunk at least."""
+    deviating: bool = False
+    """Of that, a quarter is right behind the head, and the rest those tokens whose KV deviates most from what it would
+    be without the text that was cut (CacheBlend, arXiv 2405.16444): somebody has to look, see `Undecided`."""
     keep_positions: bool = False
     """What stays, stays where it stood, and a gap is left, as far as the model's positions go."""
     positions_max: int = 0
@@ -88,6 +135,37 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
+class Undecided:
+    """A cut of which it is not known yet which tokens deviate most."""
+
+    key: bytes
+    """Of what a choice follows from: the conversation up to the cut, and the settings."""
+    tokens: tuple[int, ...] = field(repr=False)
+    """All that is kept and has KV, as a text of its own ..."""
+    jumps: tuple[Jump, ...]
+    """... with its positions."""
+    spans: tuple[tuple[int, int], ...]
+    """Of the conversation: from where to where tokens may be chosen, ..."""
+    numbers: tuple[int, ...]
+    """... and the number in `tokens` of the first token of each span."""
+    count: int
+    """So many are to be chosen."""
+
+    def choose(self, distances: Sequence[float]) -> tuple[int, ...]:
+        """`distances`: how far each token of the spans is from what it would be, in their order. Runs with the largest
+        sum come first; of equal ones those that stand first."""
+        runs = [distances[at : at + RUN_TOKENS] for at in range(0, len(distances), RUN_TOKENS)]
+        of_run = [sum(run) / len(run) for run in runs for _ in run]
+        chosen = most_deviating(of_run, self.spans, self.count)
+        return tuple(place for begin, end in chosen for place in range(begin, end))
+
+    def takes(self, chosen: Sequence[int]) -> bool:
+        """Whether this can be a choice."""
+        places = {place for begin, end in self.spans for place in range(begin, end)}
+        return len(set(chosen)) == len(chosen) == self.count and places.issuperset(chosen)
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """What a request computes and sees of a conversation."""
 
@@ -97,6 +175,10 @@ class View:
     """All that is kept, as a text of its own: what is computed where the KV cannot be had."""
     cuts: int = 0
     cut_tokens: int = 0
+    undecided: Undecided | None = None
+    """The last cut, if it is: `chain` is to be asked for again with the choice."""
+    unknown: tuple[bytes, ...] = ()
+    """Keys of all choices that were not among those that were told."""
 
     @property
     def attended(self) -> int:
@@ -110,9 +192,11 @@ def view(
     *,
     chunk_tokens: int,
     root: ChunkKey = ROOT,
+    choices: Choices | None = None,
 ) -> View:
-    """What is left of the prompt `tokens`. Without `turns` any chunk's end is the end of a prompt and of a turn."""
-    return _Conversation(tuple(tokens), settings, turns, chunk_tokens, root).view()
+    """What is left of the prompt `tokens`. Without `turns` any chunk's end is the end of a prompt and of a turn.
+    `choices`: what is known of the cuts, for settings that ask what deviates most."""
+    return _Conversation(tuple(tokens), settings, turns, chunk_tokens, root, choices or {}).view()
 
 
 class _Conversation:
@@ -123,8 +207,12 @@ class _Conversation:
         turns: Turns | None,
         size: int,
         root: ChunkKey,
+        choices: Choices,
     ) -> None:
         self.tokens, self.settings, self.size, self.root = tokens, settings, size, root
+        self.choices = choices
+        self.unknown: list[bytes] = []
+        self.undecided: Undecided | None = None
         grid = tuple(range(size, len(tokens) + 1, size))
         self.begins = turns.begins if turns is not None else grid
         ends = turns.ends if turns is not None else grid
@@ -136,8 +224,10 @@ class _Conversation:
         self.cut = self.head
         """History [head, cut) is gone."""
         self.from_ = 0
-        """History from here on is the chain's own, behind `prefix` tokens that are computed anew."""
-        self.prefix = 0
+        """History from here on is the chain's own, behind `front`, which is computed anew."""
+        self.front: tuple[int, ...] = ()
+        self.scattered: list[tuple[int, int, int]] = []
+        """(history from, to, its number in the chain) of what is in `front` because it deviates."""
         self.jumps: tuple[Jump, ...] = ((0, 0),)
         self.seen: tuple[Seen, ...] = ()
         self.method = b""
@@ -156,14 +246,16 @@ class _Conversation:
             self.tokens[: self.head] + self.tokens[self.cut :],
             self.cuts,
             self.cut - self.head,
+            self.undecided,
+            tuple(self.unknown),
         )
 
     def _length(self, end: int) -> int:
         return self.head + end - self.cut
 
     def _chain(self, end: int) -> Chain:
-        kept = (self.tokens[: self.head] + self.tokens[self.cut :])[: self.prefix]
-        return Chain(kept + self.tokens[self.from_ : end], self.root, self.jumps, self.seen, self.method)
+        own = self.front + self.tokens[self.from_ : end]
+        return Chain(own, self.root, self.jumps, self.seen, self.method)
 
     def _cut(self, end: int, before: int) -> None:
         """At a prompt that ends there, where the prompt before ended at `before`."""
@@ -179,15 +271,19 @@ class _Conversation:
             else wanted
         )
         cut = max(cut, self.cut, self.head)
-        own = (self.prefix + max(0, current - self.from_)) // size * size
-        until = self.from_ + max(0, own - self.prefix)  # in whole chunks
+        computed = current - (current > before)  # the last token of an answer was read by nobody
+        own = (len(self.front) + max(0, computed - self.from_)) // size * size
+        until = self.from_ + max(0, own - len(self.front))  # in whole chunks
         old = self._chain(until)
-        pieces = [*self.pieces, (self.from_, until, old, self.prefix)]
+        pieces = [*self.pieces, (self.from_, until, old, len(self.front))]
+        pieces += [(low, high, old, number) for low, high, number in self.scattered]
+        pieces.sort(key=lambda piece: piece[:2])
 
         anew = int(settings.recompute_share * (end - cut))
+        first = anew // FIRST_PART if settings.deviating else anew
         if not self.head:
-            anew = max(anew, size)
-        prefix = -(-(self.head + anew) // size) * size if anew else self.head // size * size
+            first = max(first, size)
+        prefix = -(-(self.head + first) // size) * size if first else self.head // size * size
         prefix = min(prefix, (self.head + end - 1 - cut) // size * size)
         kept_from = cut + max(0, prefix - self.head)
         self.cuts += 1
@@ -197,9 +293,16 @@ class _Conversation:
             gap = 0
         if self.head_chain is None and own >= self.head:
             self.head_chain = old
+        self.scattered, self.undecided = [], None
         if until <= kept_from or (prefix < self.head and self.head_chain is None):
             # No KV of what is kept: an ordinary prompt again
-            self.prefix, self.from_, self.pieces, self.seen, self.method = self.head, cut, [], (), b""
+            self.front, self.from_, self.pieces, self.seen, self.method = (
+                self.tokens[: self.head],
+                cut,
+                [],
+                (),
+                b"",
+            )
             self.jumps = ((0, 0), (self.head, cut - gap)) if cut - gap != self.head else ((0, 0),)
             self.head_chain = None
             return
@@ -208,17 +311,82 @@ class _Conversation:
             for low, high, chain, number in pieces
             if max(low, kept_from) < min(high, until)
         ]
+        self.front = (self.tokens[: self.head] + self.tokens[cut:])[:prefix]
+        jumps = [(0, 0)] if prefix else []
+        wanted = (anew - max(0, prefix - self.head)) // size * size if settings.deviating else 0
+        for low, high in _runs(self._chosen(end, until, gap, wanted)):
+            self.scattered.append((low, high, len(self.front)))
+            jumps.append((len(self.front), low - gap))
+            self.front += self.tokens[low:high]
+        self.pieces = list(_without(self.pieces, self.scattered))
         seen = [
-            Seen(chain, number, number + high - low, low - gap, prefix)
+            Seen(
+                chain,
+                number,
+                number + high - low,
+                low - gap,
+                prefix + sum(to - from_ for from_, to, _ in self.scattered if from_ < low),
+            )
             for low, high, chain, number in self.pieces
         ]
         if prefix < self.head and self.head_chain is not None:
             seen.insert(0, Seen(self.head_chain, prefix, self.head, prefix, prefix))
-        self.prefix, self.from_, self.seen = prefix, until, tuple(seen)
-        self.jumps = ((0, 0), (prefix, until - gap)) if prefix else ((0, until - gap),)
-        self.method = b"truncation %d" % VERSION
+        self.from_, self.seen = until, tuple(seen)
+        self.jumps = (*jumps, (len(self.front), until - gap))
+        self.method = b"truncation %d" % VERSION + b" deviating" * settings.deviating
+
+    def _chosen(self, end: int, until: int, gap: int, wanted: int) -> tuple[int, ...]:
+        """Of a cut at `end`, whose old KV ends at `until`: which tokens of the conversation deviate most, none if that
+        is not known."""
+        spans = tuple((low, high) for low, high, _, _ in self.pieces)
+        count = min(wanted, sum(high - low for low, high in spans) // self.size * self.size)
+        if count <= 0:
+            return ()
+        said = f"{self.settings} {self.size} {self.head} {self.cut} {self.cuts}".encode()
+        state = hashlib.blake2b(said, digest_size=32, person=b"kvs.choice.v1")
+        state.update(len(self.root).to_bytes(2, "little") + self.root)
+        state.update(array("q", self.tokens[:end]).tobytes())
+        kept = self.tokens[: self.head] + self.tokens[self.cut : until]
+        undecided = Undecided(
+            state.digest(),
+            kept,
+            ((0, 0), (self.head, self.cut - gap)) if self.cut - gap != self.head else ((0, 0),),
+            spans,
+            tuple(self.head + low - self.cut for low, _ in spans),
+            count,
+        )
+        chosen = self.choices.get(undecided.key)
+        if chosen is not None and undecided.takes(chosen):
+            return tuple(sorted(chosen))
+        self.unknown.append(undecided.key)
+        self.undecided = undecided
+        return ()
 
     def _fits(self, end: int) -> bool:
         """Whether positions may stay, with a gap, for this prompt, its answer and the prompts up to the next cut."""
         settings = self.settings
         return settings.keep_positions and end + settings.window <= settings.positions_max
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Rising numbers as spans [from, to)."""
+    begin = 0
+    for at, number in enumerate(numbers):
+        if at + 1 == len(numbers) or numbers[at + 1] != number + 1:
+            yield numbers[begin], number + 1
+            begin = at + 1
+
+
+def _without(
+    pieces: Sequence[tuple[int, int, Chain, int]], taken: Sequence[tuple[int, int, int]]
+) -> Iterator[tuple[int, int, Chain, int]]:
+    """What is left of pieces of the history when spans are taken out; both in order."""
+    for low, high, chain, number in pieces:
+        at = low
+        for begin, end, _ in taken:
+            if begin < high and end > at:
+                if begin > at:
+                    yield at, begin, chain, number + at - low
+                at = end
+        if at < high:
+            yield at, high, chain, number + at - low

@@ -25,6 +25,7 @@ import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from kvstore.client import connect
+from kvstore.errors import Unsupported
 from kvstore.gpu_worker.batching import WAITING_MAX, BatchEngine
 from kvstore.gpu_worker.layout import CHUNK_TOKENS, Geometry, model_name
 from kvstore.gpu_worker.promptcache.prompts import DaemonLibrary
@@ -59,7 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
-    engine = engine_of(model, options)
+    try:
+        engine = engine_of(model, options)
+    except (ValueError, Unsupported) as error:
+        parser.error(str(error))
     text = text_of(options.model, template)
     metrics = Metrics(engine)
     config = uvicorn.Config(
@@ -132,16 +136,24 @@ def engine_of(model: PreTrainedModel, options: argparse.Namespace) -> BatchEngin
         compute_or_load=options.compute_or_load,
         weights_epoch=options.weights_epoch,
         salt=options.salt.encode(),
-        truncation=truncation_of(options),
+        truncation=truncation_of(options, model.config.max_position_embeddings),
         canary_every=options.canary_every,
     )
 
 
-def truncation_of(options: argparse.Namespace) -> Truncation | None:
-    """Raises ValueError for a share that cannot be."""
+def truncation_of(options: argparse.Namespace, positions_max: int) -> Truncation | None:
+    """`positions_max`: of the model. Raises ValueError for what cannot be."""
     if not options.truncate_tokens:
         return None
-    return Truncation(options.truncate_tokens, kept_share=options.truncate_to)
+    return Truncation(
+        options.truncate_tokens,
+        kept_share=options.truncate_to,
+        head_tokens=options.truncate_head,
+        recompute_share=options.truncate_recompute,
+        deviating=options.truncate_deviating,
+        keep_positions=options.truncate_keep_positions,
+        positions_max=positions_max if options.truncate_keep_positions else 0,
+    )
 
 
 def prompt_cache_of(service: Service, text: Text | None, options: argparse.Namespace) -> PromptCache | None:
@@ -253,6 +265,30 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.5,
         help="share of that window that is kept when a conversation is cut",
+    )
+    add(
+        "--truncate-head",
+        type=int,
+        help="so many of the first tokens stay: attention sinks, or all up to a middle that is cut (none: the template "
+        "and system message of a chat)",
+    )
+    add(
+        "--truncate-recompute",
+        type=float,
+        default=0.0,
+        help="share of what is kept that is computed anew, right behind the head",
+    )
+    add(
+        "--truncate-deviating",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="three quarters of that share are the tokens whose KV deviates most instead",
+    )
+    add(
+        "--truncate-keep-positions",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="what is kept stays where it stood, with a gap, as far as the model has positions",
     )
     add(
         "--canary-every",

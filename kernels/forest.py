@@ -315,7 +315,7 @@ class Forest:
     def _plan_stretches(self) -> StretchPlan | None:
         """Of the newest token of each sequence, which sees all of its stretches."""
         viewers = [
-            Viewer(row, line=row, cached=int(self._rows[row, LENGTH]) - 1, new=1, stretches=stretches)
+            Viewer(row, line=row, numbers=self._rows[row, LENGTH : LENGTH + 1] - 1, stretches=stretches)
             for row, stretches in sorted(self._stretches.items())
         ]
         return plan_stretches(
@@ -329,18 +329,19 @@ class Forest:
 
     def prefill(
         self,
-        new_tokens: Mapping[int, int],
+        new_tokens: Mapping[int, int | Sequence[int]],
         *,
         tile_queries: int | None = None,
         split_tokens: int | None = None,
     ) -> PrefillPlan:
-        """The work of `prefill_attention` for the last `new_tokens` of these rows' tokens, in the order given.
+        """The work of `prefill_attention` for the last `new_tokens` of these rows' tokens, in the order given; or for
+        the tokens of these numbers, which rise: those in between are in the pool already.
 
         * `tile_queries`: queries of an item at most; by default 512 on a CPU, 128 on a GPU.
         * `split_tokens`: tokens of an item, a multiple of `chunk_tokens`. By default there is no limit on a CPU, and on
           a GPU one that makes enough items for its processors.
 
-        Raises ValueError for rows without a sequence or with fewer tokens, and for settings that do not fit.
+        Raises ValueError for rows without a sequence or with other tokens, and for settings that do not fit.
         """
         for name, value in (("tile_queries", tile_queries), ("split_tokens", split_tokens)):
             if value is not None and value < 1:
@@ -352,13 +353,8 @@ class Forest:
         rows: dict[int, Row] = {}
         line = 0
         for row, new in new_tokens.items():
-            tokens = self.length(row)
-            if not 1 <= new <= tokens:
-                raise ValueError(
-                    f"row {row} has {new} new tokens: must be at least 1 and at most its {tokens}"
-                )
-            rows[row] = Row(line, tokens, tokens - new, self.chunks_of(row))
-            line += new
+            rows[row] = Row(line, self._numbers(row, new), self.chunks_of(row))
+            line += rows[row].new
         order = sorted(rows, key=lambda row: int(self._place[row]))
         places = [int(self._place[row]) for row in order]
         shared = (run for run in self._all_runs() if run.row < 0)
@@ -370,7 +366,7 @@ class Forest:
         tile_queries = tile_queries or (512 if self.device.type == "cpu" else 128)
         stretches = plan_stretches(
             [
-                Viewer(row, line=one.line, cached=one.cached, new=one.new, stretches=self._stretches[row])
+                Viewer(row, line=one.line, numbers=one.numbers, stretches=self._stretches[row])
                 for row, one in rows.items()
                 if row in self._stretches
             ],
@@ -390,6 +386,23 @@ class Forest:
             device=self.device,
             stretches=stretches,
         )
+
+    def _numbers(self, row: int, new: int | Sequence[int]) -> NDArray[np.int64]:
+        """Of a row's new tokens."""
+        tokens = self.length(row)
+        if isinstance(new, int):
+            if not 1 <= new <= tokens:
+                raise ValueError(
+                    f"row {row} has {new} new tokens: must be at least 1 and at most its {tokens}"
+                )
+            return np.arange(tokens - new, tokens)
+        numbers = np.asarray(new, np.int64)
+        if not numbers.size or numbers[0] < 0 or (np.diff(numbers) <= 0).any() or numbers[-1] >= tokens:
+            raise ValueError(
+                f"row {row} has these new tokens: {numbers[:8].tolist()}: their numbers must rise, and be below its"
+                f" {tokens} tokens"
+            )
+        return numbers
 
     def check_integrity(self) -> None:
         """Assert what only a bug could break; for tests."""

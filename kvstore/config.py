@@ -37,6 +37,7 @@ SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN = 1 << 30, 32 << 20
 SEGMENTS_MIN = 4
 """So many an arena has if nobody says otherwise: some for models, one each for `kvctl put` and doctor."""
 SSD_INDEX_BYTES_MIN = 16 << 20
+FORGET_WITHIN_S_MIN = 10
 SSD_INDEX_SHARE = 32
 MAKERS_MAX = 65_536
 INDEX_BYTES_PER_MAKERS = 2_048
@@ -173,6 +174,9 @@ class StoreConfig:
     """A chunk that a peer does not give within this is a miss."""
     peer_threads: int = 4
     """Threads that read from peers."""
+    forget_within_s: int = 300
+    """What came from other nodes (by peers or the REMOTE store) goes when this node could not read for so long what
+    they have forgotten: see docs/peers.md; 0: it stays. At least 10."""
     kv_events_endpoint: str = ""
     """ZMQ endpoint to bind, tcp://127.0.0.1:5557 say, for KV events in vLLM's format; empty: none are published."""
     remote_url: str = ""
@@ -263,6 +267,12 @@ class StoreConfig:
             "hint_ttl_ms",
         ):
             _positive(self, name)
+        if self.forget_within_s and self.forget_within_s < FORGET_WITHIN_S_MIN:
+            raise ConfigError(
+                f"must be 0, or at least {FORGET_WITHIN_S_MIN}: nodes read of forgets each second or so",
+                field="forget_within_s",
+                value=self.forget_within_s,
+            )
         for name in ("ssd_index_bytes", "session_ttl_ms", "scrub_bytes_per_s", "peer_bytes_per_s"):
             if getattr(self, name) < 0:
                 raise ConfigError("must not be negative", field=name, value=getattr(self, name))
@@ -404,6 +414,8 @@ class StoreConfig:
             scrub_bytes_per_s=self.scrub_bytes_per_s,
             directory=self.directory,
             remote_store=REMOTE_STORE if self.remote_url else "",
+            forgets_told=self.sources,
+            forget_within_ms=1_000 * self.forget_within_s,
             remote_writes=self.remote_writes if self.remote_url else "off",
             remote_bytes_max=self.remote_bytes,
             remote_deadline_ms=self.remote_deadline_ms,

@@ -29,21 +29,32 @@ class Recipe:
 
     `method`: what modules are encoded after. `share`: of each module, so many of its tokens are computed in place
     although the store has them (0 to 1), the first ones, which attended to least of what stands before them now (EPIC,
-    arXiv 2410.15332). `see_later`: arguments and text attend to all modules, those behind them included (the paper's
+    arXiv 2410.15332). `deviating`: of all modules together, this share more, those whose KV differs most from what full
+    attention gives in the second layer (CacheBlend, arXiv 2405.16444); to know that, the first layer is computed of all
+    tokens. `see_later`: arguments and text attend to all modules, those behind them included (the paper's
     pass, section 3.4), and not to smaller positions alone.
     """
 
     method: Method = Method.BEGINNING
     share: float = 0.0
+    deviating: float = 0.0
     see_later: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share is {self.share}: must be from 0 to 1")
+        for name in ("share", "deviating"):
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise ValueError(f"{name} is {value}: must be from 0 to 1")
 
     def __str__(self) -> str:
         later = ", later modules are seen" if self.see_later else ""
-        return f"{self.method.value}, {self.share:.0%} computed in place{later}"
+        return f"{self.method.value}, {self.computed} computed in place{later}"
+
+    @property
+    def computed(self) -> str:
+        """Which of the modules' tokens are."""
+        first = f"the first {self.share:.0%} of each module" if self.share else ""
+        most = f"the {self.deviating:.0%} that deviate most" if self.deviating else ""
+        return " and ".join(part for part in (first, most) if part) or "nothing"
 
 
 @dataclass(slots=True)
@@ -113,6 +124,7 @@ def assemble(
         placement.end,
         tuple(parts),
         tuple(recomputed),
+        recipe.deviating,
         exact,
         salt=salt,
     )
@@ -143,6 +155,20 @@ def jobs(encoding: Encoding, *, salt: bytes, root: ChunkKey = ROOT) -> Iterator[
     for unit in encoding.scaffolds:
         if unit.keys:
             yield _job(name, f"{_members(unit)} {method}", unit.after, unit.pieces, salt, root)
+
+
+def document_jobs(
+    encoding: Encoding, placement: Placement, *, salt: bytes, root: ChunkKey = ROOT
+) -> Iterator[Job]:
+    """Of a prompt's documents. Each is owned by a session that has its text's digest in its name: prompts of any order
+    have it in common."""
+    name = encoding.layout.schema.name
+    for run in placement.runs:
+        if run.document:
+            unit = encoding.document(run)
+            collection = "/".join(run.path).rpartition("[")[0]
+            what = f"{collection}#{unit.content.hex()[:32]} {encoding.method.value}"
+            yield _job(name, what, unit.after, unit.pieces, salt, root)
 
 
 def _members(unit: Unit) -> str:

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from kvstore.client.schemas import get_schema, list_schemas
 from kvstore.errors import NotFound, StoreError, Unavailable
 from kvstore.gpu_worker.assembly import Assembly
-from kvstore.gpu_worker.promptcache.plan import Job, Recipe, assemble, jobs, tenant_salt
+from kvstore.gpu_worker.promptcache.plan import (
+    Job,
+    Recipe,
+    assemble,
+    document_jobs,
+    jobs,
+    tenant_salt,
+)
 from kvstore.keys import ROOT
 from kvstore.promptcache import Encoding, Layout, PmlError, Schema, Tokenizer, parse_prompt, parse_schema
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome
@@ -164,7 +171,11 @@ class Prompts:
             assembly,
             placement.end,
             placement.stored,
-            wanted=tuple(job for job in all_jobs if not needed.isdisjoint(job.keys)),
+            wanted=tuple(
+                job
+                for job in (*all_jobs, *document_jobs(encoding, placement, salt=salt, root=root))
+                if not needed.isdisjoint(job.keys)
+            ),
         )
 
     def _layout(self, schema: Schema) -> Layout:

@@ -27,7 +27,14 @@ from kvstore.promptcache import Schema, Tokenizer, parse_schema
 KL_MAX = 0.08
 PERPLEXITY_MAX = 0.025
 """By how much the perplexity may grow."""
-RECIPES = (Recipe(), Recipe(share=0.1), Recipe(share=0.2))
+RECIPES = (
+    Recipe(),
+    Recipe(share=0.05),
+    Recipe(deviating=0.05),
+    Recipe(deviating=0.1),
+    Recipe(deviating=0.15),
+    Recipe(deviating=0.2),
+)
 """The cheapest first."""
 SAMPLES_MAX = 256
 ANSWER_TOKENS_MAX = 256
@@ -142,7 +149,12 @@ class Verdict:
 
     @property
     def body(self) -> dict[str, Any]:
-        recipe = None if self.recipe is None else asdict(self.recipe) | {"method": self.recipe.method.value}
+        recipe = None
+        if self.recipe is not None:
+            recipe = asdict(self.recipe) | {
+                "method": self.recipe.method.value,
+                "computed": self.recipe.computed,
+            }
         return {"recipe": recipe, "forced": self.forced, "rows": list(self.rows)}
 
 
@@ -237,7 +249,8 @@ async def verify(
         passed = bool(comparison.tokens) and (
             row["kl"] <= kl_max and row["perplexity_growth"] <= perplexity_max
         )
-        rows.append({"method": recipe.method.value, "share": recipe.share, "passed": passed} | row)
+        how = {"method": recipe.method.value, "share": recipe.share, "deviating": recipe.deviating}
+        rows.append({**how, "passed": passed} | row)
         if passed:
             return Verdict(recipe, tuple(rows))
     return Verdict(None, tuple(rows))

@@ -139,7 +139,12 @@ class PromptCache:
             return Verdict(
                 None
                 if recipe is None
-                else Recipe(Method(recipe["method"]), recipe["share"], recipe["see_later"]),
+                else Recipe(
+                    Method(recipe["method"]),
+                    share=recipe["share"],
+                    deviating=recipe.get("deviating", 0.0),  # files of earlier versions have none
+                    see_later=recipe["see_later"],
+                ),
                 tuple(kept["rows"]),
                 forced=bool(kept["forced"]),
             )

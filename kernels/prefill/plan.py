@@ -63,18 +63,28 @@ class PrefillPlan:
         return self.items, self.tables, self.order, self.queries
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """A sequence with new tokens: its first line of `q`, its tokens with and without the new ones, its chunks."""
+    """A sequence with new tokens: its first line of `q`, the new tokens' numbers in it, which rise and need not follow
+    one another, and its chunks."""
 
     line: int
-    tokens: int
-    cached: int
+    numbers: NDArray[np.int64]
     chunks: Sequence[int]
 
     @property
+    def tokens(self) -> int:
+        """That the last new one sees."""
+        return int(self.numbers[-1]) + 1
+
+    @property
+    def cached(self) -> int:
+        """Tokens that all new ones see, themselves left out."""
+        return int(self.numbers[0])
+
+    @property
     def new(self) -> int:
-        return self.tokens - self.cached
+        return len(self.numbers)
 
 
 def plan_prefill(
@@ -135,8 +145,9 @@ def plan_prefill(
             end = min(begin + tile_queries, row.new)
             at = int(starts[number])
             # A piece that begins later is not seen by the first query
-            last = (row.cached + begin) // chunk_tokens
-            pieces = attend(at + begin, at + end, number, reached[number], last, row.cached + end)
+            last = int(row.numbers[begin]) // chunk_tokens
+            tokens = int(row.numbers[end - 1]) + 1
+            pieces = attend(at + begin, at + end, number, reached[number], last, tokens)
             partials[at + begin : at + end] = pieces_before[number] + pieces
 
     work, tables, order, queries = _moved(_arrays(rows, starts, items, partials), device)
@@ -190,7 +201,7 @@ def _arrays(
         here = slice(int(starts[number]), int(starts[number + 1]))
         tables[number, : len(row.chunks)] = row.chunks
         order[here] = np.arange(row.line, row.line + row.new)
-        limits[here] = np.arange(row.cached + 1, row.tokens + 1)
+        limits[here] = row.numbers + 1
     queries = np.empty((len(partials), 3), np.int32)
     queries[order] = np.stack((limits, partials, np.cumsum(partials) - partials), 1)
     return [work[longest_first], tables, order, queries]

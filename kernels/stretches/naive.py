@@ -18,12 +18,14 @@ def with_stretches(
     inv_freq: torch.Tensor | None,
     *,
     interleaved: bool = False,
+    number: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys and values [heads, tokens, head_dim] of a sequence's `own` tokens and, in front of them, of its `stretches`;
-    and which of them each of its new tokens sees, [new, tokens], where `seen` says it of its own. `pool`: keys and
-    values [chunks, kv_heads, chunk_tokens, head_dim]."""
+    and which of them each of its new tokens sees, [new, tokens], where `seen` says it of its own. `number`: those new
+    tokens' numbers, by default the last ones. `pool`: keys and values [chunks, kv_heads, chunk_tokens, head_dim]."""
     keys, values = own
-    number = torch.arange(seen.shape[1] - len(seen), seen.shape[1], device=keys.device)
+    if number is None:
+        number = torch.arange(seen.shape[1] - len(seen), seen.shape[1], device=keys.device)
     group = len(keys) // pool[0].shape[1]
     for chunk, first, tokens, delta, at in stretches:
         k, v = (

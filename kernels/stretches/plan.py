@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,13 +49,16 @@ class Stretch(NamedTuple):
 
 
 class Viewer(NamedTuple):
-    """A sequence whose tokens from number `cached` on are new: their queries begin at line `line` of q."""
+    """A sequence whose tokens of these numbers, which rise, are new: their queries begin at line `line` of q."""
 
     row: int
     line: int
-    cached: int
-    new: int
+    numbers: NDArray[Any]
     stretches: Sequence[Stretch]
+
+    @property
+    def new(self) -> int:
+        return len(self.numbers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +136,7 @@ def plan_stretches(
     count = 0
     for number, viewer in enumerate(viewers):
         for chunk, first, tokens, delta, at in viewer.stretches:
-            if at >= viewer.cached + viewer.new:
+            if at > viewer.numbers[-1]:
                 continue
             if (number, delta) not in first_turned:
                 first_turned[number, delta] = count
@@ -143,7 +146,7 @@ def plan_stretches(
             time, own = 0, -1 if share else number
             while number in seen.setdefault((chunk, first, tokens, own, time), {}):
                 time += 1  # it stands twice in this sequence
-            seen[chunk, first, tokens, own, time][number] = delta, max(0, at - viewer.cached)
+            seen[chunk, first, tokens, own, time][number] = delta, int(np.searchsorted(viewer.numbers, at))
     if not turned:
         return None
     groups: dict[tuple[tuple[int, tuple[int, int]], ...], list[tuple[int, int, int]]] = {}

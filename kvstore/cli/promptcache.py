@@ -153,7 +153,7 @@ def _render(client: Client | None, options: argparse.Namespace) -> int:
                 "tokens": len(run.tokens),
                 "first": run.position,
                 "last": run.end - 1,
-                "moved": run.delta,
+                "moved": chunks[0].delta if run.document and chunks else run.delta,
                 "chunks": len(chunks),
                 "hits": [hits[entry.chunk.key] for entry in chunks] if namespace is not None else None,
                 "token_ids": list(run.tokens),
@@ -258,6 +258,7 @@ def _verify(options: argparse.Namespace) -> int:
         return 0 if recipe or found["forced"] else 1
     head = (
         "encoded after",
+        "first + deviating",
         "computed in place",
         "KL",
         "top-1",
@@ -269,7 +270,8 @@ def _verify(options: argparse.Namespace) -> int:
     rows = [
         (
             row["method"],
-            f"{row['share']:.0%}",
+            f"{row['share']:.0%} + {row['deviating']:.0%}" if row["deviating"] else f"{row['share']:.0%}",
+            f"{row['recomputed_share']:.1%}",
             f"{row['kl']:.4f}",
             f"{row['agreement']:.1%}",
             f"{row['perplexity']:.3f}",
@@ -281,7 +283,7 @@ def _verify(options: argparse.Namespace) -> int:
     ]
     say(table(head, rows))
     if recipe:
-        say(f"Prompts are served with {recipe['share']:.0%} of each module computed in place.")
+        say(f"Prompts are served with {recipe['computed']} computed in place.")
     elif found["forced"]:
         say("None passes; prompts are served all the same, as it was forced.")
     else:

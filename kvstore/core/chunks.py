@@ -61,6 +61,8 @@ KEPT = 4096
 """A session or a durable commit named it: it is written to SSD, whatever it is worth."""
 FETCHING = 8192
 """Waits to be brought from beyond this node, or is (`remote/sources.py`): partial until it is here."""
+FOREIGN = 16384
+"""Came from beyond this node, or may have: it is served only while this node hears of forgets (`remote/forgets.py`)."""
 
 
 class LinkedRows:

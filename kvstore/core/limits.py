@@ -102,6 +102,10 @@ class Limits:
     """and of writes, whose chunks are pinned."""
     remote_store: str = ""
     """Which of the sources takes what this node writes and forgets; empty: none."""
+    forgets_told: tuple[str, ...] = ()
+    """Which of the sources are told what is forgotten here, and tell what is elsewhere (`remote/forgets.py`)."""
+    forget_within_ms: int = 300_000
+    """What came from other nodes goes when this node could read none of them for so long; 0: never."""
     remote_writes: str = "off"
     """What is written there: "off"; "write-through": all, soon; "on-evict": what is about to leave DRAM."""
     remote_bytes_max: int = 1 << 50

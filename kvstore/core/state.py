@@ -18,6 +18,7 @@ from kvstore.core.chunks import (
     DOOMED,
     DURABLE,
     FETCHING,
+    FOREIGN,
     KEPT,
     LISTED,
     NONE,
@@ -144,7 +145,9 @@ class State:
     forgotten: list[tuple[NamespaceId, ChunkKey]] = field(default_factory=list)
     """Chunks that were forgotten since, likewise."""
     to_hold: set[Ticket] = field(default_factory=set)
-    """Requests whose answers wait until the REMOTE store knows what they have forgotten."""
+    """Requests whose answers wait until the other nodes are told what they have forgotten."""
+    applied: dict[str, int] = field(default_factory=dict)
+    """By channel (`remote/forgets.py`): up to which count of its forgets nothing is left here."""
     hold: Callable[[Ticket, object], bool] = field(default=lambda ticket, answer: False)
     """Takes such an answer, or does not; set by the store."""
     fetched: set[int] = field(default_factory=set)
@@ -495,7 +498,7 @@ class State:
             chunks.unlink(self.ghosts, row)
         chunks.give_shards(row, namespace.shards)
         chunks.set_maker(row, b"")
-        chunks.flags[row] &= ~DOOMED
+        chunks.flags[row] &= ~(DOOMED | FOREIGN)
         chunks.born_at[row] = chunks.used_at[row] = self.now
         self._tally(namespace, row, +1)
         chunks.link_newest(self.partials, row)
@@ -578,7 +581,7 @@ class State:
         """A miss from now on; the bytes go at once, or with the last pin, reservation or read. False: there was nothing
         to lose."""
         chunks = self.chunks
-        if reason is Reason.FORGOTTEN and self.limits.remote_store:
+        if reason is Reason.FORGOTTEN and self.limits.forgets_told:
             self.forgotten.append((NamespaceId(chunks.namespace[row]), chunks.key[row]))
         if chunks.shard0[row] == NONE:
             if reason is Reason.FORGOTTEN and not chunks.refs[row]:

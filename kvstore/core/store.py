@@ -17,6 +17,7 @@ from kvstore.core.cold_tier import ColdTier, Restored
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
+from kvstore.core.remote.forgets import Forgets
 from kvstore.core.remote.saves import RemoteSaves
 from kvstore.core.remote.sources import Sources
 from kvstore.core.requests import repeats
@@ -97,8 +98,9 @@ class Store:
         )
         self.sources.resume = self._resume
         self.remote = RemoteSaves(self.state, self.sources)
-        self.state.hold = self.remote.hold
-        self.recalls = Recalls(self.state, self.cold_tier, self.remote)
+        self.forgets = Forgets(self.state, self.sources, self.remote)
+        self.state.hold = self.forgets.hold
+        self.recalls = Recalls(self.state, self.cold_tier, self.forgets)
         self.scrub = Scrubber(self.state, self.cold_tier, self.transfers)
         self.reads.promote = self._bring
         self.reads.look = self.sources.look
@@ -149,7 +151,8 @@ class Store:
             ev.ChunksLookedUp: self.sources.looked_up,
             ev.ChunksFetched: self.sources.fetched,
             ev.ChunksStored: self.remote.ended,
-            ev.ChunksForgotten: self.remote.forgotten,
+            ev.ChunksForgotten: self.forgets.forgotten,
+            ev.ForgottenElsewhere: self.forgets.elsewhere,
             ev.Tick: lambda _: self._tick(),
             ev.Idle: lambda _: self._idle(),
             **self.cold_tier.facts(),
@@ -180,6 +183,7 @@ class Store:
         state.now = state.policy.now = max(state.now, now)
         if state.leases.expire(state.now):
             state.room += 1
+        self.forgets.expire()
         fact = self._facts.get(type(event))
         if fact is not None:
             fact(event)
@@ -188,7 +192,10 @@ class Store:
         self.cold_tier.make_room(self.sessions.drop)
         self.transfers.pump()
         self.sources.pump()
+        while self.forgets.makers and self.recalls.has_room:
+            self.recalls.elsewhere(self.forgets.makers.popleft())
         self.remote.pump()
+        self.forgets.pump()
         self.scrub.pump()
         self.recalls.pump()
         self.cold_tier.tell_gone()
@@ -200,6 +207,7 @@ class Store:
             self.segments.is_short()
             or bool(self.sessions.forgetting)
             or self.recalls.going
+            or self.forgets.going
             or self.cold_tier.going
         )
 
@@ -208,7 +216,7 @@ class Store:
         """Whether a restart now would forget what a healthy disk is about to remember, or bring back what is about to
         be forgotten."""
         forgetting = bool(self.sessions.forgetting) or self.recalls.going
-        return self.transfers.behind or forgetting or self.remote.behind
+        return self.transfers.behind or forgetting or self.remote.behind or self.forgets.behind
 
     def hurry(self) -> None:
         """The daemon is about to stop: what the index lacks is written as soon as it can be, from now on."""
@@ -273,23 +281,23 @@ class Store:
 
     def _forget(self, worker: Worker, event: ev.Forget) -> ev.Done | None:
         """None: answered when nothing can bring back what was forgotten, as far as that can be had in time."""
-        if not self.remote.active:
+        if not self.forgets.active:
             return self.sessions.forget(worker, event)
         self.state.to_hold.add(event.ticket)
         try:
             answer = self.sessions.forget(worker, event)
-            self.remote.forget_keys(self.state.namespaces[event.namespace], event.keys)
+            self.forgets.forget_keys(self.state.namespaces[event.namespace], event.keys)
         except StoreError:
             self.state.to_hold.discard(event.ticket)
             raise
         if answer is None:
             return None
         self.state.to_hold.discard(event.ticket)
-        return None if self.remote.hold(event.ticket, answer) else answer
+        return None if self.forgets.hold(event.ticket, answer) else answer
 
     def _recall(self, worker: Worker, event: ev.Recall) -> ev.Recalled | None:
         """As `_forget`."""
-        if self.remote.active and not event.dry_run:
+        if self.forgets.active and not event.dry_run:
             self.state.to_hold.add(event.ticket)
         try:
             return self.recalls.ask(worker, event)
@@ -331,7 +339,7 @@ class Store:
         values = stats(self.state, worker, self.residents)
         if worker.admin:
             values["gauges"] |= traffic(self.queue, self.transfers) | self.actions.gauges()
-            values["gauges"] |= self.sources.gauges() | self.remote.gauges()
+            values["gauges"] |= self.sources.gauges() | self.remote.gauges() | self.forgets.gauges()
         return ev.Stats(values)
 
     def _open(self, worker: Worker, event: ev.Open) -> ev.Opened:
@@ -398,7 +406,7 @@ class Store:
         if older is not None:
             older.retired = True
             state.directory.retired()
-            self.remote.forget_namespace(older)
+            self.forgets.forget_namespace(older)
             state.counters["epochs_retired"] += 1
         slot_bytes = tuple(state.pool.slot_bytes(size) for size in spec.shard_bytes)
         namespace = Namespace(
@@ -543,6 +551,7 @@ class Store:
         self.segments.evict_ahead()
         self.sessions.go_on()
         self.recalls.go_on()
+        self.forgets.go_on()
 
     def _tick(self) -> None:
         self.saves.tick()
@@ -551,6 +560,7 @@ class Store:
         self.transfers.tick()
         self.sources.tick()
         self.remote.tick()
+        self.forgets.go_on()
         self.actions.tick()
         self.queue.tick()
         self.residents.tick()

@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import ipaddress
 import logging
+import os
 import secrets
 import socket
 import time
@@ -19,11 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvstore.config import StoreConfig
+from kvstore.config import PEERS, StoreConfig
+from kvstore.core.events import ForgottenElsewhere
 from kvstore.errors import ConfigError
 from kvstore.fleet.client import PeerReads
 from kvstore.fleet.door import PeerDoor, PeerTls
 from kvstore.fleet.drain import TAKE_S, Drain, take
+from kvstore.fleet.forgets import JOURNAL, FleetForgets
 from kvstore.fleet.held import Where
 from kvstore.fleet.kv_events import KvEvents
 from kvstore.fleet.registry import Node, Registry, check_url
@@ -34,6 +37,7 @@ from kvstore.fleet.sweep import Change, Sweep
 from kvstore.server.logs import fields
 from kvstore.server.loop import Loop
 from kvstore.tiers.base import SlotMemory
+from kvstore.tiers.remote.tombstones import Forgotten
 from kvstore.types import ChunkKey, NamespaceId, WorkerId
 
 log = logging.getLogger(__name__)
@@ -171,6 +175,15 @@ class FleetNode:
                 offered=self._offered,
             )
         self.registry: Registry | None = None
+        self.forgets: FleetForgets | None = None
+        if config.registry_url:
+            self.forgets = FleetForgets(
+                self.secret,
+                os.path.join(config.ssd_dir or config.run_dir, JOURNAL),
+                news=self._heard,
+                done=lambda event: loop().post_threadsafe(event),
+                within_s=config.forget_within_s,
+            )
         self.source = PeerSource(
             self.secret,
             self.reads,
@@ -180,6 +193,7 @@ class FleetNode:
             post=lambda event: loop().post(event),
             post_threadsafe=lambda event: loop().post_threadsafe(event),
             deadline_s=config.peer_deadline_ms / 1000,
+            forgets=self.forgets,
         )
         self._boot = boot
         self._numbers = numbers
@@ -198,6 +212,9 @@ class FleetNode:
             self.server.start()
             if advertised.endswith(":0"):
                 advertised = f"{advertised[:-2]}:{self.server.port}"
+        if self.forgets is not None:
+            # What was read before a crash may not have left the index: it is heeded again.
+            self._forget(*self.forgets.book.take_news(), time.monotonic())
         if self._config.registry_url:
             self.registry = Registry(
                 self._config.registry_url,
@@ -212,6 +229,7 @@ class FleetNode:
                 pages_per_s=self._config.registry_pages_per_s,
                 load=lambda: self._load,
                 on_order=self._ordered,
+                forgets=self.forgets,
             )
             self.registry.start()
         if self._config.kv_events_endpoint:
@@ -333,6 +351,22 @@ class FleetNode:
                 return
         log.info("an operator's order is followed", extra=fields(order=dict(order)))
 
+    def _forget(self, forgotten: tuple[Forgotten, ...], count: int, asked_at: float) -> None:
+        """What other nodes have forgotten, by the digests that this node's namespaces have here."""
+        ours: dict[bytes, bytes] = {}
+        if any(digest for digest, _, _ in forgotten):
+            for number, namespace in self._loop().store.state.namespaces.items():
+                digest = self.digest(number)
+                if digest is not None:
+                    ours[digest] = namespace.salt
+        meant = tuple(
+            (ours[digest] if digest else b"", key, maker)
+            for digest, key, maker in forgotten
+            if not digest or digest in ours
+        )
+        age_ms = int(1_000 * (time.monotonic() - asked_at))
+        self._loop().post(ForgottenElsewhere(PEERS, meant, count, age_ms))
+
     def _cancel(self) -> None:
         for task in (self._task, self._draining):
             if task is not None:
@@ -350,6 +384,10 @@ class FleetNode:
         return 0
 
     # ------------------------------------------------------------------------------------------- from other threads
+
+    def _heard(self, forgotten: tuple[Forgotten, ...], count: int, asked_at: float) -> None:
+        assert self._asyncio is not None
+        self._asyncio.call_soon_threadsafe(self._forget, forgotten, count, asked_at)
 
     def _offered(self, namespace: bytes, keys: Sequence[ChunkKey]) -> int:
         assert self._asyncio is not None

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.errors import ConfigError
+from kvstore.fleet.forgets import FleetForgets
 from kvstore.fleet.held import Held, Known, Where, as_hashes, decode_page, decode_versions
 from kvstore.fleet.secret import TAG_BYTES, FleetSecret, KeyHasher
 from kvstore.server.logs import fields
@@ -183,6 +184,7 @@ class Registry:
         pages_per_s: int,
         load: Callable[[], Mapping[str, float]] = dict,
         on_order: Callable[[Mapping[str, Any]], None] = lambda order: None,
+        forgets: FleetForgets | None = None,
         client: Callable[[str], Any] = connect,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -198,6 +200,7 @@ class Registry:
         self._pages_per_round = max(1, round(pages_per_s * self._round_s))
         self._load = load
         self._on_order = on_order
+        self._forgets = forgets
         self._clock = clock
         self._held = Held(secret, node.boot)
         self._told: deque[tuple[int, int]] = deque()
@@ -219,6 +222,8 @@ class Registry:
             ("rounds", "rounds_failed", "pages_written", "pages_read", "pages_bad", "bytes_written"), 0
         )
         self._wake = threading.Event()
+        if forgets is not None:
+            forgets.wake = self._wake.set
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="kvstored-registry", daemon=True)
 
@@ -322,6 +327,8 @@ class Registry:
             if self._client is None:
                 self._client = self._make_client(self._url)
             if self._may_use():
+                if self._forgets is not None:
+                    self._forgets.round(self._client)
                 ours = self._look_at_own()
                 if ours:
                     self._write_pages()
@@ -330,6 +337,8 @@ class Registry:
                 self._heard_at = self._clock()
                 if ours:
                     self._become("ok", "")
+            elif self._forgets is not None:
+                self._forgets.postpone(self.why)
             self.counters["rounds"] += 1
         except self._errors() as problem:
             self.counters["rounds_failed"] += 1
@@ -340,6 +349,8 @@ class Registry:
             self._become("away", f"{type(problem).__name__}: {problem}")
             log.warning("the registry answered what nobody understands", exc_info=True)
             self._drop_client()
+        if self._forgets is not None and self.state == "away":
+            self._forgets.postpone(self.why)
         if self._others and self._clock() - self._heard_at > FORGET_TTLS * self._ttl_ms / 1000:
             self._others = {}
 

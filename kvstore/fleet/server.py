@@ -22,6 +22,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from kvstore.config import PEERS
 from kvstore.core import events
 from kvstore.core.chunks import DERIVED
 from kvstore.core.events import Ticket
@@ -65,6 +66,9 @@ class _Chunk:
     derived: bool
     makers: tuple[bytes, ...]
 
+    generation: int
+    """Up to which count of the fleet's forgets this node had dropped what was forgotten, when it was pinned."""
+
     def head(self, index: int, namespace: bytes, key: ChunkKey) -> ChunkHead:
         count = len(self.extents)
         return ChunkHead(
@@ -81,6 +85,7 @@ class _Chunk:
                     self.makers,
                     extent.length,
                     extent.checksum,
+                    self.generation,
                 )
                 for shard, extent in enumerate(self.extents)
             ),
@@ -384,7 +389,8 @@ class PeerServer:
         makers = state.makers_of(row)
         if not makers_fit(makers) or len(extents) > frames.SHARDS_MAX:
             return None
-        return _Chunk(extents, state.chunks.tokens[row], bool(state.chunks.flags[row] & DERIVED), makers)
+        derived = bool(state.chunks.flags[row] & DERIVED)
+        return _Chunk(extents, state.chunks.tokens[row], derived, makers, state.applied.get(PEERS, 0))
 
     async def _renew(self, worker: WorkerId, granted: _Granted) -> None:
         at = time.monotonic()

@@ -19,6 +19,7 @@ from kvstore.core import events
 from kvstore.core.namespaces import Namespace
 from kvstore.errors import StoreError
 from kvstore.fleet.client import PeerReads, Read, Result, Shards, Wanted
+from kvstore.fleet.forgets import FleetForgets
 from kvstore.fleet.held import Where
 from kvstore.fleet.registry import Node, Registry
 from kvstore.fleet.secret import FleetSecret
@@ -47,6 +48,7 @@ class PeerSource:
         post: Callable[[events.Event], None],
         post_threadsafe: Callable[[events.Event], None],
         deadline_s: float,
+        forgets: FleetForgets | None = None,
     ) -> None:
         """`namespaces` and `post` are called on the loop's thread."""
         self._secret = secret
@@ -57,12 +59,17 @@ class PeerSource:
         self._post = post
         self.post_threadsafe = post_threadsafe
         self.deadline_s = deadline_s
+        self.forgets = forgets
 
-    def submit(self, effect: events.LookUpChunks | events.FetchChunks) -> None:
-        if isinstance(effect, events.LookUpChunks):
-            self._post(events.ChunksLookedUp(effect.op, self._found(effect)))
-        else:
-            self._fetch(effect)
+    def submit(self, effect: events.LookUpChunks | events.FetchChunks | events.ForgetChunks) -> None:
+        match effect:
+            case events.LookUpChunks():
+                self._post(events.ChunksLookedUp(effect.op, self._found(effect)))
+            case events.FetchChunks():
+                self._fetch(effect)
+            case events.ForgetChunks():
+                assert self.forgets is not None, effect
+                self.forgets.submit(effect)
 
     def close(self, timeout_s: float) -> None:
         self.reads.close(timeout_s)
@@ -71,7 +78,7 @@ class PeerSource:
 
     def _found(self, effect: events.LookUpChunks) -> tuple[Found | None, ...]:
         namespace = self._namespaces(effect.namespace)
-        if namespace is None:
+        if namespace is None or (self.forgets is not None and not self.forgets.is_fresh):
             return (None,) * len(effect.keys)
         size = namespace.payload_bytes
         digest = self._secret.namespace(effect.digest)
@@ -144,6 +151,7 @@ class _Fetch:
         self._chunks: dict[int, events.FetchedChunk] = {}
         self._tried: list[set[str]] = [set() for _ in wanted]
         self._why = "no peer has it any more"
+        self._count = source.forgets.book.seen[0] if source.forgets is not None else 0
 
     def go_on(self, indices: Sequence[int]) -> None:
         """Ask for these, which nobody is asked for now. On any thread."""
@@ -177,7 +185,11 @@ class _Fetch:
         ended: dict[int, events.FetchedChunk] = {}
         again: list[int] = []
         for index, result, described in zip(indices, results, shards, strict=True):
-            if result is Result.OK:
+            forgets = self._source.forgets
+            refused = forgets.refuses(described[0]) if forgets is not None and result is Result.OK else ""
+            if refused:
+                ended[index] = events.FetchedChunk(DiskResult.REUSED, why=refused)
+            elif result is Result.OK:
                 ended[index] = _fetched(described)
             elif result is Result.CORRUPT:
                 ended[index] = events.FetchedChunk(DiskResult.CORRUPT, why=why)
@@ -195,7 +207,7 @@ class _Fetch:
             done = bool(ended) and len(self._chunks) == len(self._wanted)
         if done:
             chunks = tuple(self._chunks[index] for index in range(len(self._wanted)))
-            self._source.post_threadsafe(events.ChunksFetched(self._op, chunks))
+            self._source.post_threadsafe(events.ChunksFetched(self._op, chunks, self._count))
 
 
 def _fetched(shards: Shards) -> events.FetchedChunk:

@@ -141,7 +141,9 @@ class Encoding:
             begins = run.segment == 0 and bool(self.beginning)
             own = self.units.get(run.path)
             chunks = (
-                self.beginning
+                self.document(run).pieces
+                if run.document
+                else self.beginning
                 if begins
                 else overriding.get(run.segment)
                 or (own.chunks.get(run.segment, ()) if own is not None else ())
@@ -155,6 +157,24 @@ class Encoding:
                 at += len(chunk.tokens)
             found.append((run, tuple(entries)))
         return found
+
+    def document(self, run: Run) -> Unit:
+        """Of a collection: encoded right behind what it attends to, wherever it stands in a prompt. It has one KV,
+        which is rotated to its place."""
+        after = self._after[self.method]
+        start = sum(len(chunk.tokens) for chunk in after)
+        attended = _attended(after)
+        content = attended
+        chunks = []
+        for first in range(0, len(run.tokens), self._chunk_tokens):
+            piece = run.tokens[first : first + self._chunk_tokens]
+            chunks.append(self._derived(attended, piece, start + first))
+            attended = manifest_digest(
+                [(attended, 0, 0, 0, True), (chunks[-1].key, start + first, len(piece), 0, True)]
+            )
+            what = derived_key(self._salt, content, piece)
+            content = manifest_digest([(content, 0, 0, 0, True), (what, first, len(piece), 0, True)])
+        return Unit((run.path,), {}, content, start, after, tuple(chunks))
 
     # -------------------------------------------------------------------------------------------------- chunks
 
@@ -186,9 +206,8 @@ class Encoding:
             for at, piece, count in self._pieces(segments[index]):
                 place = at + move
                 if piece:
-                    here = manifest_digest([(attended, 0, 0, 0, True), (b"", place, count, 0, True)])
-                    key = derived_key(self._salt, here, piece)
-                    made.append(Chunk(key, piece, place))
+                    made.append(self._derived(attended, piece, place))
+                    key = made[-1].key
                     pieces.append(made[-1])
                     what = derived_key(self._salt, content, piece)
                 else:
@@ -202,6 +221,11 @@ class Encoding:
             if made:
                 chunks[numbers[index]] = tuple(made)
         return Unit(paths, chunks, content, start, after, tuple(pieces))
+
+    def _derived(self, attended: bytes, piece: Sequence[int], place: int) -> Chunk:
+        """Of these tokens from that position on, behind what `attended` says."""
+        here = manifest_digest([(attended, 0, 0, 0, True), (b"", place, len(piece), 0, True)])
+        return Chunk(derived_key(self._salt, here, piece), tuple(piece), place)
 
     def _pieces(self, segment: Segment) -> Iterator[tuple[int, tuple[int, ...], int]]:
         """(position, tokens, how many) of each chunk; of placeholders no tokens."""

@@ -2,8 +2,10 @@
 
 schema     text: its tokens; a parameter: its length; a module: what is in it, one after the other;
            a union: its members all begin at one position, and it is as long as the longest
+           a collection: its length, or nothing
 prompt     what a schema's text says keeps its positions; an argument takes the first positions of its parameter;
-           the prompt's own text begins where what stands before it ends
+           the prompt's own text begins where what stands before it ends; so does each document of a collection, and
+           what its collection has no positions for moves what is behind
 """
 
 from __future__ import annotations
@@ -13,8 +15,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.promptcache.markup import PmlError
-from kvstore.promptcache.prompt import FreeText, Import, Prompt
-from kvstore.promptcache.schema import Module, Node, Parameter, Path, Role, Schema, Text, Union
+from kvstore.promptcache.prompt import Documents, FreeText, Import, Item, Prompt
+from kvstore.promptcache.schema import (
+    Collection,
+    Module,
+    Node,
+    Parameter,
+    Path,
+    Role,
+    Schema,
+    Text,
+    Union,
+)
 from kvstore.promptcache.template import around_prompt, around_schema
 from kvstore.promptcache.tokenizer import Tokenizer
 
@@ -78,6 +90,8 @@ class Run:
     segment: int = -1
     """Of STORED and COMPUTED: the number of the schema's segment; its position may be another by `delta`."""
     delta: int = 0
+    document: bool = False
+    """Of a collection: `path` ends with its number there."""
 
     @property
     def end(self) -> int:
@@ -126,6 +140,7 @@ class Layout:
         self.roles = tuple(_roles(schema.children))
         self.segments: list[Segment] = []
         self.areas: dict[Path, Area] = {}
+        self.collections: dict[Path, Collection] = {}
         self.system = 0
         self._document = document
         self._around = around_schema(tokenizer, self.roles, document)
@@ -175,6 +190,9 @@ class Layout:
                 case Parameter():
                     self._end_segment(path)
                     self._parameter(child, path)
+                case Collection():
+                    self._end_segment(path)
+                    self._collection(child, path)
                 case Role():
                     self._role(child, path)
                 case Union():
@@ -212,6 +230,13 @@ class Layout:
         self.segments.append(Segment(path, self._position, scaffold, self._number(), parameter, self._cache))
         self._position += parameter.length
         self._begins = self._position
+
+    def _collection(self, collection: Collection, path: Path) -> None:
+        inner, start = (*path, collection.name), self._position
+        self.collections[inner] = collection
+        self._position += collection.length or 0
+        self._begins = self._position
+        self.areas[inner] = Area(start, self._position, self._number(), self._number())
 
     def _role(self, role: Role, path: Path) -> None:
         around = self._around[self._next_role]
@@ -287,10 +312,15 @@ class Layout:
         used = self.used(prompt)
         arguments: dict[Path, Import | Prompt] = {one.path: one for one in _imports(prompt.items)}
         arguments[()] = prompt
-        pieces: list[tuple[tuple[int, int, int], int | tuple[int, ...]]] = [
+        pieces: list[tuple[tuple[int, int, int], int | tuple[int, ...] | Documents]] = [
             ((segment.order, 0, 0), number)
             for number, segment in enumerate(self.segments)
             if segment.path in used
+        ]
+        pieces += [
+            ((self.areas[item.path].enter, 1, 0), item)
+            for item in _items(prompt.items)
+            if isinstance(item, Documents)
         ]
         pieces += self._own_text(prompt)
         pieces.sort(key=lambda piece: piece[0])
@@ -304,6 +334,16 @@ class Layout:
                 elif piece:
                     runs.append(Run(Source.TEXT, cursor, piece))
                 cursor += len(piece)
+                continue
+            if isinstance(piece, Documents):
+                area, length = self.areas[piece.path], self.collections[piece.path].length
+                start = cursor if close_gaps else max(cursor, area.start + shift)
+                documents = list(self._documents(piece, start))
+                runs += documents
+                end = documents[-1].end if documents else start
+                self._check_length(prompt, piece, end - start)
+                shift += 0 if close_gaps else max(0, start - area.start - shift)
+                cursor = end if length is None or close_gaps else start + length
                 continue
             segment = self.segments[piece]
             run = self._run(piece, arguments.get(segment.path), prompt)
@@ -325,6 +365,26 @@ class Layout:
                 remedy="shorten it, or close its gaps",
             )
         return Placement(tuple(runs), cursor)
+
+    def _documents(self, documents: Documents, start: int) -> Iterator[Run]:
+        """One behind the other, from there on."""
+        *path, name = documents.path
+        for number, text in enumerate(documents.texts):
+            tokens = tuple(self.tokenizer.encode(text))
+            if tokens:
+                yield Run(Source.STORED, start, tokens, (*path, f"{name}[{number}]"), document=True)
+            start += len(tokens)
+
+    def _check_length(self, prompt: Prompt, documents: Documents, tokens: int) -> None:
+        length = self.collections[documents.path].length
+        if length is not None and tokens > length:
+            raise PmlError(
+                f"the documents of {documents.path[-1]} have {tokens} tokens, more than its length of {length}",
+                document=prompt.document,
+                line=documents.line,
+                column=documents.column,
+                remedy="bring fewer, or raise the length in the schema, or leave it out there",
+            )
 
     def _run(self, number: int, given: Import | Prompt | None, prompt: Prompt) -> Run:
         """At no position yet."""
@@ -385,20 +445,18 @@ class Layout:
             del tokens[: len(start)]
         return tokens
 
-    def _anchored(
-        self, items: Sequence[FreeText | Import], path: Path
-    ) -> Iterator[tuple[FreeText, tuple[int, int]]]:
+    def _anchored(self, items: Sequence[Item], path: Path) -> Iterator[tuple[FreeText, tuple[int, int]]]:
         """Free text with the place it has in the order of the schema: behind the import before it, or before the one
         behind it; else at the end of what it is in."""
-        later: list[Import | None] = [None] * len(items)
+        later: list[Import | Documents | None] = [None] * len(items)
         for index in reversed(range(len(items) - 1)):
             item = items[index + 1]
-            later[index] = item if isinstance(item, Import) else later[index + 1]
-        earlier: Import | None = None
+            later[index] = item if not isinstance(item, FreeText) else later[index + 1]
+        earlier: Import | Documents | None = None
         for item, follows in zip(items, later, strict=True):
-            if isinstance(item, Import):
+            if isinstance(item, Import | Documents):
                 earlier = item
-                yield from self._anchored(item.items, item.path)
+                yield from self._anchored(item.items if isinstance(item, Import) else (), item.path)
             elif not path and follows is None:
                 yield item, (_END, 1)
             elif earlier is not None:
@@ -417,11 +475,15 @@ class Layout:
         )
 
 
-def _imports(items: Sequence[FreeText | Import]) -> Iterator[Import]:
+def _items(items: Sequence[Item]) -> Iterator[Item]:
     for item in items:
+        yield item
         if isinstance(item, Import):
-            yield item
-            yield from _imports(item.items)
+            yield from _items(item.items)
+
+
+def _imports(items: Sequence[Item]) -> Iterator[Import]:
+    return (item for item in _items(items) if isinstance(item, Import))
 
 
 def _roles(children: Sequence[Node]) -> Iterator[str]:

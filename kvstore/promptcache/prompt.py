@@ -43,7 +43,17 @@ class Import:
     column: int = field(default=0, compare=False)
 
 
-Item = FreeText | Import
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Of a collection: texts that are modules, in this order. `path`: of the collection."""
+
+    path: Path
+    texts: tuple[str, ...]
+    line: int = field(default=0, compare=False)
+    column: int = field(default=0, compare=False)
+
+
+Item = FreeText | Import | Documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +89,10 @@ def _write(item: Item, parts: list[str]) -> None:
         parts.append(escape(item.text))
         return
     parts.append(f'<module name="{escape(item.path[-1])}">')
+    if isinstance(item, Documents):
+        parts += [f"<document>{escape(text)}</document>" for text in item.texts]
+        parts.append("</module>")
+        return
     parts += _arguments(item.arguments)
     for inner in item.items:
         _write(inner, parts)
@@ -110,10 +124,15 @@ class _Open:
     """An element whose end has not come yet."""
 
     kind: str
-    """prompt, import, role or argument."""
+    """prompt, import, role, argument, collection or document."""
     tag: Tag
     owner: _Owner
-    items: list[str | Item | _Message] = field(default_factory=list)
+    items: list[str | Item | _Message | _Document] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +149,8 @@ class _Parser:
         self.warnings = Warnings()
         self.schema: Schema | None = None
         self.names: set[str] = set()
-        """Of all modules of the schema."""
+        """Of all modules of the schema, and collections."""
+        self.collections = False
         self.preserve = False
         self.stack: list[_Open] = []
         self.elements = 0
@@ -146,6 +166,7 @@ class _Parser:
         if self.schema is None:
             return tag.name == "prompt"
         known = tag.name in self.names or tag.name in ("prompt", "module", *PARAMETER_TAGS, *ROLES)
+        known = known or (tag.name == "document" and self.collections)
         return known or not tag.after_word or tag.kind is not Kind.OPEN
 
     def parse(self) -> Prompt:
@@ -192,6 +213,16 @@ class _Parser:
             opened = self._root(tag)
         elif self.stack[-1].kind == "argument":
             raise self.error(tag, "an argument is text alone", "write &lt; if this is text of the argument")
+        elif self.stack[-1].kind == "document":
+            raise self.error(
+                tag, "a document is text alone", "write <document><![CDATA[ ... ]]></document> around it"
+            )
+        elif self.stack[-1].kind == "collection":
+            if tag.name != "document":
+                raise self.error(
+                    tag, "a collection holds documents alone", "write <document> ... </document>"
+                )
+            opened = _Open("document", tag, self.stack[-1].owner)
         elif tag.name in PARAMETER_TAGS:
             opened = self._argument(tag)
         elif tag.name in ROLES:
@@ -215,7 +246,9 @@ class _Parser:
                 f"there is no schema {name[:80]}",
                 "see kvctl promptcache list, or put it: kvctl promptcache put",
             )
-        self.names = {name for scope in self.schema.scopes.values() for name in scope.modules}
+        scopes = self.schema.scopes.values()
+        self.names = {name for scope in scopes for name in (*scope.modules, *scope.collections)}
+        self.collections = any(scope.collections for scope in scopes)
         self.preserve = tag.attributes.get("space", tag.attributes.get("xml:space")) == "preserve"
         owner = _Owner(self.schema.scopes[()], (), None)
         self._arguments(owner, tag, skip=("schema", "space", "xml:space"))
@@ -228,11 +261,17 @@ class _Parser:
         if name == "module":
             skip, name = ("name",), tag.attributes.get("name") or ""
         module = owner.scope.modules.get(name)
-        if module is None:
+        if module is None and name not in owner.scope.collections:
             raise self._not_there(owner, tag, name)
         before = owner.imported.setdefault(name, tag)
         if before is not tag:
             raise self.error(tag, f"{name} is imported already, in line {before.line}", "import it once")
+        if module is None:
+            if extra := [attribute for attribute in tag.attributes if attribute not in skip]:
+                raise self.error(
+                    tag, f"a collection has no parameter {extra[0][:80]}", "remove the attribute"
+                )
+            return _Open("collection", tag, owner)
         union = owner.scope.unions.get(name)
         if union is not None and (before := owner.chosen.setdefault(union, tag)) is not tag:
             raise self.error(
@@ -250,7 +289,7 @@ class _Parser:
         assert self.schema is not None
         where = "/".join(owner.path) or f"schema {self.schema.name}"
         for parent, scope in self.schema.scopes.items():
-            if name in scope.modules:
+            if name in scope.modules or name in scope.collections:
                 opening = "".join(f"<{part}>" for part in parent)
                 closing = "".join(f"</{part}>" for part in reversed(parent))
                 return self.error(
@@ -307,6 +346,14 @@ class _Parser:
                 given if given is not None else text if self.preserve else text.strip(BLANKS)
             )
             return
+        if opened.kind == "document":
+            pieces = settle(opened.items, preserve=self.preserve, role=False)
+            text = "".join(piece.text for piece in pieces)
+            self.stack[-1].items.append(_Document(text))
+            return
+        if opened.kind == "collection":
+            self.stack[-1].items.append(self._documents(opened))
+            return
         settled = settle(opened.items, preserve=self.preserve, role=opened.kind in ("role", "prompt"))
         if opened.kind == "role":
             self.messages += 1
@@ -334,13 +381,29 @@ class _Parser:
             self.schema, tuple(found), owner.arguments, tuple(self.warnings.lines), self.document
         )
 
+    def _documents(self, opened: _Open) -> Documents:
+        tag = opened.tag
+        name = tag.attributes["name"] or "" if tag.name == "module" else tag.name
+        texts = []
+        for item in opened.items:
+            if isinstance(item, _Document):
+                texts.append(item.text)
+            elif isinstance(item, str) and item.strip():
+                raise self.error(
+                    tag,
+                    f"there is text between the documents of {name}: {item.strip()[:40]!r}",
+                    "write it into a <document>, or behind the collection",
+                )
+        path = (*opened.owner.path, name)
+        return Documents(path, tuple(text for text in texts if text), tag.line, tag.column)
+
     def _check_order(self, opened: _Open) -> None:
         """Of a prompt: the conversation goes on behind what the schema has of it."""
         message: Tag | None = None
         for item in opened.items:
             inner = item.items if isinstance(item, _Message) else (item,)
             for one in inner:
-                if isinstance(one, Import) and message is not None:
+                if isinstance(one, Import | Documents) and message is not None:
                     raise self.error(
                         message,
                         f"the text of this message stands before an import, of {'/'.join(one.path)}",

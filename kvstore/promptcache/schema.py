@@ -26,7 +26,7 @@ from kvstore.promptcache.markup import (
 )
 
 PARAMETER_TAGS = ("parameter", "param")
-ELEMENTS = ("schema", "module", "union", *PARAMETER_TAGS, "scaffold", *ROLES)
+ELEMENTS = ("schema", "module", "union", "collection", *PARAMETER_TAGS, "scaffold", *ROLES)
 PARAMETER_LENGTH_MAX = 65_536
 DIGEST_BYTES = 16
 SUGGESTED_FROM = 2_000
@@ -81,7 +81,16 @@ class Role:
     children: tuple[Node, ...]
 
 
-Node = Text | Parameter | Module | Union | Role
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """A place for documents, which are modules that each prompt brings itself. `length`: positions that are kept free
+    for them; None: as many as a prompt's documents take, and what stands behind moves."""
+
+    name: str
+    length: int | None = None
+
+
+Node = Text | Parameter | Module | Union | Role | Collection
 
 
 @dataclass(slots=True)
@@ -90,6 +99,7 @@ class Scope:
 
     modules: dict[str, Module] = field(default_factory=dict)
     parameters: dict[str, Parameter] = field(default_factory=dict)
+    collections: dict[str, Collection] = field(default_factory=dict)
     unions: dict[str, int] = field(default_factory=dict)
     """By member: which union."""
     scaffolds: dict[int, str] = field(default_factory=dict)
@@ -98,13 +108,13 @@ class Scope:
 
     def like(self, name: str) -> str:
         """For an error: what is there, and which of it is like `name`."""
-        some = list(self.modules)[:SUGGESTED_FROM]
+        some = [*self.collections, *self.modules][:SUGGESTED_FROM]
         if near := difflib.get_close_matches(name[:NAME_LENGTH_MAX], some, n=1):
             return f"<{near[0]}/> is one"
         if not some:
             return "there is none"
         shown = ", ".join(f"<{one}/>" for one in some[:8])
-        return f"there are {shown}{' ...' if len(self.modules) > 8 else ''}"
+        return f"there are {shown}{' ...' if len(some) > 8 else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +170,9 @@ def _write(children: Sequence[Node], parts: list[str]) -> None:
                 parts.append(f"<union{default}>")
                 _write(child.members, parts)
                 parts.append("</union>")
+            case Collection():
+                length = f' length="{child.length}"' if child.length is not None else ""
+                parts.append(f'<collection name="{escape(child.name)}"{length}/>')
             case Role():
                 parts.append(f"<{child.role}>")
                 _write(child.children, parts)
@@ -339,6 +352,9 @@ class _Parser:
         if tag.name == "scaffold":
             self._scaffold(tag)
             return
+        if tag.name == "collection":
+            self._collection(tag)
+            return
         if tag.name in ROLES and any(opened.tag.name in ROLES for opened in self.stack):
             raise self.error(tag, "a message inside a message", "end the one before first")
         if len(self.stack) >= DEPTH_MAX:
@@ -385,7 +401,24 @@ class _Parser:
         scope = self.scopes[path] = Scope()
         return path, scope
 
+    def _collection(self, tag: Tag) -> None:
+        opened, name = self.stack[-1], self._name(tag)
+        self._once(tag, opened.scope, name, parameter=False)
+        length = None
+        if "length" in tag.attributes:
+            length = self._tokens(tag, f"collection {name}", tag.attributes["length"])
+        for other in tag.attributes:
+            if other not in ("name", "length"):
+                self.warnings.add(tag, f"has an attribute {other}, which means nothing here")
+        if tag.kind is not Kind.EMPTY:
+            self.warnings.add(tag, "has no content: write <collection name=.../>")
+        collection = Collection(name, length)
+        opened.scope.collections[name] = collection
+        opened.items.append(collection)
+
     def _close(self, tag: Tag) -> None:
+        if tag.name == "collection":
+            return  # told where it begins
         depth = next(
             (depth for depth in reversed(range(len(self.stack))) if self.stack[depth].tag.name == tag.name),
             None,
@@ -466,20 +499,7 @@ class _Parser:
         if named is None:
             raise self.error(tag, "has no name", 'write <parameter name="..." length="..."/>')
         name = self._name(tag, attributes["name"])
-        length = attributes.get("length", attributes.get("len"))
-        if length is None or not length.strip().isdecimal():
-            raise self.error(
-                tag,
-                f"parameter {name} has no length, the most tokens that its argument may have"
-                if length is None
-                else f"{length[:20]} is no number of tokens",
-                'write length="..." with a whole number',
-            )
-        number = int(length.strip()[:9])
-        if not 1 <= number <= PARAMETER_LENGTH_MAX:
-            raise self.error(
-                tag, f"a parameter has 1 to {PARAMETER_LENGTH_MAX} tokens", "give another length"
-            )
+        number = self._tokens(tag, f"parameter {name}", attributes.get("length", attributes.get("len")))
         for other in attributes:
             if other not in ("name", "length", "len", "scaffold", "default"):
                 self.warnings.add(tag, f"has an attribute {other}, which means nothing here")
@@ -490,6 +510,22 @@ class _Parser:
             self._add(parameter)
         else:
             self.pending = _Pending(tag, parameter)
+
+    def _tokens(self, tag: Tag, what: str, length: str | None) -> int:
+        """Of a `length`."""
+        if length is None or not length.strip().isdecimal():
+            raise self.error(
+                tag,
+                f"{what} has no length, the most tokens that its argument may have"
+                if length is None and tag.name != "collection"
+                else f"{(length or '')[:20]!r} is no number of tokens",
+                'write length="..." with a whole number',
+            )
+        number = int(length.strip()[:9])
+        if not 1 <= number <= PARAMETER_LENGTH_MAX:
+            kind = "collection" if tag.name == "collection" else "parameter"
+            raise self.error(tag, f"a {kind} has 1 to {PARAMETER_LENGTH_MAX} tokens", "give another length")
+        return number
 
     def _parameter_ends(self, tag: Tag) -> bool:
         """Whether `tag` is the end of the parameter that is pending; else the parameter had none."""
@@ -544,7 +580,7 @@ class _Parser:
         if before is not tag:
             raise self.error(
                 tag,
-                f"{'a parameter' if parameter else 'a module'} {name} is there already, in line {before.line}",
+                f"{'parameter' if parameter else 'module'} {name} is there already, in line {before.line}",
                 "rename one of the two: in one module, names are given once",
             )
 

@@ -562,13 +562,20 @@ class Daemon:
         self._watching = [asyncio.create_task(self._watch_directory())]
         if self._door is not None:
             self._watching.append(asyncio.create_task(self._door.watch()))
+        if self._remote is not None:
+            self._remote.start()
         if self._fleet is not None:
             self._fleet.start()
         if self.config.metrics_port:
             await self._metrics.start(self.config.metrics_host, self.config.metrics_port)
 
     async def _start_grpc(self) -> None:
-        bytes_service = BytesService(self._service, self._numbers)
+        bytes_service = BytesService(
+            self._service,
+            self._numbers,
+            self._regions,
+            intake_bytes_max=self.config.staging_bytes_max,
+        )
         names = (
             STORE_SERVICE,
             HINTS_SERVICE,

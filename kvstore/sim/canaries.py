@@ -19,6 +19,8 @@ from kvstore.core.policies import Candidates
 from kvstore.core.policies.expected import Expected
 from kvstore.core.policies.hints import Hints
 from kvstore.core.pool import Pool, Segment
+from kvstore.core.remote.forgets import Forgets
+from kvstore.core.remote.saves import RemoteSaves
 from kvstore.core.requests import reads
 from kvstore.core.requests.hint_actions import HintActions
 from kvstore.core.requests.queue import Queue
@@ -396,8 +398,28 @@ def _any_record(original: Original) -> Any:
     return lambda header, **wanted: ""
 
 
+def _still_here(original: Original) -> Any:
+    """What another node has forgotten stays where this node has it."""
+    return lambda forgets, learned, row, key: None
+
+
+def _too_new(original: Original) -> Any:
+    """A record claims to be newer than all forgets."""
+
+    def store(saves: RemoteSaves, rows: list[int], size: int) -> None:
+        original(saves, rows, size)
+        effects = saves.state.effects
+        last = effects[-1]
+        assert isinstance(last, ev.StoreChunks), last
+        effects[-1] = replace(last, generation=1 << 40)
+
+    return store
+
+
 REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "any-record": (records, "refusal", _any_record),
+    "forgotten-elsewhere": (Forgets, "_drop", _still_here),
+    "record-too-new": (RemoteSaves, "_store", _too_new),
 }
 """What only a run with a REMOTE store finds."""
 

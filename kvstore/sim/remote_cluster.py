@@ -51,17 +51,27 @@ class RemoteCluster(Cluster):
         self.weather = random.Random(f"remote {chance.random()}")
         self.calm = False
         """From now on nothing goes wrong."""
-        self._generations: dict[OpId, int] = {}
+        self._emitted: dict[OpId, int] = {}
+        """When the core asked for it, by the same count as the records' times."""
+        self._news: list[Forgotten] = []
+        """What this node has read that another one forgot, and the core was not told of."""
         self._came: dict[OpId, list[tuple[NamespaceId, ChunkKey, tuple[int, ...]]]] = {}
         self._orders = 0
         self._written_at: dict[bytes, int] = {}
         """By record: when it was written."""
         self._forgotten_at: dict[tuple[bytes, ChunkKey], int] = {}
+        self._heeded_at: dict[tuple[bytes, ChunkKey], int] = {}
+        """When the core was told that another node has forgotten it."""
+        self._others_at: dict[tuple[bytes, ChunkKey], int] = {}
+        """At which count another node has forgotten it last."""
+        self._of_others: set[bytes] = set()
+        """Records that another node has written."""
         super().__init__(
             listener,
             chance,
             sources=("remote",),
             remote_store="remote",
+            forgets_told=("remote",),
             remote_writes=self.weather.choice(("on-evict", "write-through")),
             remote_bytes_max=self.weather.choice((1 << 50, 40 * 4096)),
             remote_writes_in_flight_max=self.weather.choice((4, 64)) * 4096,
@@ -78,11 +88,13 @@ class RemoteCluster(Cluster):
     def _begin(self) -> list[ev.Effect]:
         effects = super()._begin()
         self.hold = {*OPS, *REMOTE_OPS}
+        self._news = [*self.known.at]  # as the journal says it: it may not have left the index
         return effects
 
     def delay_ms(self, op: Any, chance: random.Random) -> int:
         """Now and then beyond the deadline of the core."""
-        self._generations[op.op] = self.known.count
+        self._orders += 1
+        self._emitted[op.op] = self._orders
         if isinstance(op, ev.ForgetChunks):
             padded = [(digest, key, maker and maker.ljust(16)) for digest, key, maker in op.forgotten]
             self.pending += [one for one in padded if one not in self.pending]
@@ -96,6 +108,8 @@ class RemoteCluster(Cluster):
             super()._perform_op(effect, fails=fails, spoil=spoil)
             return
         trouble = "" if self.calm else self.weather.choice(TROUBLES)
+        if trouble == "another node" and isinstance(effect, ev.FetchChunks | ev.StoreChunks):
+            self._other_node_forgets(effect)
         match effect:
             case ev.LookUpChunks():
                 self._inbox.append(self._look_up(effect, trouble))
@@ -108,6 +122,9 @@ class RemoteCluster(Cluster):
             case ev.DropChunks():
                 for key in effect.keys:
                     self.remote.pop(records.name_of(effect.digest, key, 0, SALT), None)
+        if self._news:
+            news, self._news = tuple(dict.fromkeys(self._news)), []
+            self._inbox.append(ev.ForgottenElsewhere("remote", news, self.known.count))
 
     def _look_up(self, effect: ev.LookUpChunks, trouble: str) -> ev.ChunksLookedUp:
         if trouble == "fails":
@@ -190,7 +207,7 @@ class RemoteCluster(Cluster):
                 )
                 came.append((effect.namespace, key, tuple(contents)))
             chunks.append(chunk)
-        return ev.ChunksFetched(effect.op, tuple(chunks))
+        return ev.ChunksFetched(effect.op, tuple(chunks), self.known.count)
 
     def _is_pending(self, d: records.Description) -> bool:
         none = ChunkKey(b"")
@@ -200,12 +217,15 @@ class RemoteCluster(Cluster):
 
     def _check_not_forgotten_before(self, digest: bytes, key: ChunkKey, record: bytes) -> None:
         forgotten = self._forgotten_at.get((digest, key), -1)
+        if record not in self._of_others:
+            forgotten = max(forgotten, self._heeded_at.get((digest, key), -1))
         assert self._written_at.get(record, 1 << 60) > forgotten, f"what was forgotten comes back: {key!r}"
 
     def _describe(self, effect: ev.StoreChunks, number: int, shard: int, content: int) -> bytes:
         about = effect.about[number]
         shards = len(effect.sources) // len(effect.keys)
         payload = encoded(content)
+        self._check_generation(effect, effect.keys[number])
         self._orders += 1
         description = records.Description(
             effect.digest,
@@ -217,11 +237,11 @@ class RemoteCluster(Cluster):
             tuple(maker.ljust(16) for maker in about.makers),
             8,
             records.checksum_of(payload),
-            self._generations.get(effect.op, 0),
+            effect.generation,
             self._orders,
         )
         record = records.described(description, payload, SALT) + payload
-        self._written_at[record] = self._orders
+        self._written_at[record] = self._emitted.get(effect.op, self._orders)
         return record
 
     def _store_away(self, effect: ev.StoreChunks, trouble: str) -> ev.ChunksStored:
@@ -260,9 +280,48 @@ class RemoteCluster(Cluster):
                 record = records.described(description, payload, SALT) + payload
                 self._orders += 1
                 self._written_at[record] = self._orders
+                self._of_others.add(record)
                 self.remote[records.name_of(effect.digest, key, shard, SALT)] = record
 
     # ------------------------------------------------------------------------------------------------------ forgets
+
+    def _check_generation(self, effect: ev.StoreChunks, key: ChunkKey) -> None:
+        """A record may say that it is newer than a forget only if the core had heeded that before it asked for it."""
+        for name in ((effect.digest, key), (effect.digest, ChunkKey(b""))):
+            count = self._others_at.get(name)
+            if count is not None and count <= effect.generation:
+                heeded = self._heeded_at.get(name, 1 << 60)
+                asked = self._emitted.get(effect.op, self._orders)
+                assert heeded < asked, f"a record is to outlive a forget: {key!r}"
+
+    def _other_node_forgets(self, effect: ev.FetchChunks | ev.StoreChunks) -> None:
+        """One of these keys, or all of their namespace."""
+        key = self.weather.choice((*effect.keys, *effect.keys, ChunkKey(b"")))
+        count = self.told.count + 1
+        self.told.add((effect.digest, key, b""), count)
+        self._others_at[effect.digest, key] = count
+        self._orders += 1
+        self.told.count, self.told.head = count, f"{self._orders}"
+
+    def step(self, event: ev.Event) -> None:
+        super().step(event)
+        if isinstance(event, ev.ForgottenElsewhere) and not self.store.forgets.going:
+            self._check_heeded(event)
+
+    def _check_heeded(self, event: ev.ForgottenElsewhere) -> None:
+        """Nothing of it is served; what this node asked to be written before may not come back."""
+        self._orders += 1
+        state = self.store.state
+        for digest, key, _ in event.forgotten:
+            self._heeded_at[digest, key] = self._orders
+            for namespace in state.namespaces.values():
+                if namespace.salt != digest:
+                    continue
+                for each in [key] if key else list(namespace.index):
+                    row = namespace.index.get(each, NONE)
+                    hit = row != NONE and state.is_hit(row)
+                    assert not hit, f"what another node has forgotten is served: {each!r}"
+                    self._heeded_at[digest, each] = self._orders
 
     def _catch_up(self) -> bool:
         """False: the store is not the one that the node knew, and was told."""
@@ -271,6 +330,8 @@ class RemoteCluster(Cluster):
         )
         ours = dict(self.known.at)
         for forgotten, count in self.told.at.items():
+            if self.known.at.get(forgotten, 0) < count:
+                self._news.append(forgotten)
             self.known.add(forgotten, count)
         if is_other:
             self._tell(list(ours))
@@ -341,6 +402,6 @@ class RemoteCluster(Cluster):
 
     def at_rest(self) -> None:
         super().at_rest()
-        sources, remote = self.store.sources, self.store.remote
+        sources, remote, forgets = self.store.sources, self.store.remote, self.store.forgets
         assert not (sources.fetches or sources.parked or sources.wanted or sources._ahead), sources
-        assert not (remote.stores or remote.forgets or remote.held), remote
+        assert not remote.stores and not forgets.behind, (remote, forgets)

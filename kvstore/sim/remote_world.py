@@ -37,7 +37,11 @@ class RemoteWorld(DiskWorld):
         self.cost_ms = dict.fromkeys(sources, 1.0)
         self.looked_up: list[ChunkKey] = []
         """All that sources were asked for."""
+        self.count = 0
+        """Up to which count of forgets what comes is held against."""
         self.tombstones: set[tuple[bytes, ChunkKey, bytes]] = set()
+        if "remote_store" in world:
+            world.setdefault("forgets_told", (world["remote_store"],))
         super().__init__(sources=sources, **world)
 
     def put_elsewhere(
@@ -147,7 +151,7 @@ class RemoteWorld(DiskWorld):
                 )
             else:
                 chunks.append(ev.FetchedChunk(result, why=f"it is {result.name}"))
-        return ev.ChunksFetched(effect.op, tuple(chunks))
+        return ev.ChunksFetched(effect.op, tuple(chunks), self.count)
 
     def late_ops(self) -> list[OpId]:
         """Fetches that the core does not wait for any longer."""

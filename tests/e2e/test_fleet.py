@@ -50,6 +50,7 @@ class Member:
         self.client = client
         self.space: Namespace = client.open(SPEC)
         self.computed = 0
+        self.maker = f"engine of {name}".encode().ljust(16)
 
     def turn(self, tokens: int, *, chunks: int) -> None:
         """What an engine does for a prompt of so many tokens: load what there is, compute and save the rest."""
@@ -77,7 +78,8 @@ class Member:
     def save(self, keys: list[ChunkKey], first: int = 0) -> None:
         if first == len(keys):
             return
-        with self.space.write(keys[first:], parent=keys[first - 1] if first else ROOT) as batch:
+        parent = keys[first - 1] if first else ROOT
+        with self.space.write(keys[first:], parent=parent, maker=self.maker) as batch:
             for index in batch.granted:
                 for shard in batch.shards:
                     batch.buffer(index, shard)[:] = content(keys[first + index], shard)
@@ -145,16 +147,79 @@ def test_a_conversation_moves_from_node_to_node(join: Callable[..., Member]) -> 
     assert c.counter("remote_chunks_fetched") == 8
 
 
-def test_a_node_brings_what_it_lost_back_from_a_peer(join: Callable[..., Member]) -> None:
+def test_what_one_node_forgets_no_other_serves(join: Callable[..., Member], tmp_path: Path) -> None:
+    """Neither the node that brought it, from DRAM or from SSD, nor one that reads it from there."""
+    a, b = join("a"), join("b", ssd_dir=tmp_path / "b", ssd_bytes=64 << 20, ssd_slab_bytes=4 << 20)
+    a.turn(64 * 6, chunks=6)
+    keys = a.space.keys(np.arange(64 * 6))
+    eventually(lambda: b.knows(keys), "b learns what a holds")
+    assert b.load(keys) == 6
+    assert not a.space.forget(keys=keys[3:]).not_durable
+    assert a.space.match(keys).reasons[3] is Reason.FORGOTTEN
+    assert a.load(keys) == 3, "what somebody wanted gone comes back"
+    eventually(lambda: b.space.match(keys).usable == 3, "b hears of it")
+    assert b.load(keys) == 3
+    c = join("c")
+    eventually(lambda: c.knows(keys[:3]), "c learns what a and b hold")
+    assert c.load(keys) == 3
+    b.save(keys, 3)  # computed again
+    eventually(lambda: c.knows(keys), "c learns of what came after it")
+    assert c.load(keys) == 6
+    b.daemon.kill()
+    again = join("b", ssd_dir=tmp_path / "b", ssd_bytes=64 << 20, ssd_slab_bytes=4 << 20)
+    assert again.counter("chunks_forgotten_elsewhere") <= 3  # what stood in its journal is heeded once more
+
+
+@pytest.mark.parametrize("what", ["epoch", "maker"])
+def test_a_recall_and_a_reload_end_copies_everywhere(join: Callable[..., Member], what: str) -> None:
     a, b = join("a"), join("b")
     a.turn(64 * 4, chunks=4)
     keys = a.space.keys(np.arange(64 * 4))
     eventually(lambda: b.knows(keys), "b learns what a holds")
     assert b.load(keys) == 4
-    a.space.forget(keys=keys)
-    assert a.space.match(keys).reasons[0] is Reason.FORGOTTEN
-    assert a.load(keys) == 0, "what somebody wanted gone comes back"
+    if what == "epoch":
+        a.client.open(replace(SPEC, weights_epoch=1))
+    else:
+        assert kvctl(a, "recall", "--maker", a.maker.hex())["chunks"] == 4
+    eventually(lambda: not any(o is Outcome.HIT for o in b.space.match(keys).outcomes), "b hears of it")
+    assert b.load(keys) == 0
+    b.turn(64 * 4, chunks=4)
+    assert b.computed == 4 and b.load(keys) == 4, "what b makes itself is another's business"
+
+
+def test_a_node_that_hears_nothing_serves_nothing_of_others(
+    join: Callable[..., Member], redis: RedisServer
+) -> None:
+    """And what it made itself all the same; what it is told to forget meanwhile it says is not told yet."""
+    a, b = join("a"), join("b", forget_within_s=10)
+    a.turn(64 * 4, chunks=4)
+    keys = a.space.keys(np.arange(64 * 4))
+    eventually(lambda: b.knows(keys), "b learns what a holds")
     assert b.load(keys) == 4
+    own = b.space.keys(np.arange(1000, 1000 + 64 * 2))
+    b.save(own)
+    redis.stop()
+    assert "the other nodes do not know it yet" in a.space.forget(keys=keys[:1]).not_durable
+    eventually(lambda: b.load(keys) == 0, "the bound is over")
+    assert b.load(own) == 2
+    redis.start()
+    eventually(lambda: b.knows(keys[1:]), "it hears again, and learns what a holds")
+    assert b.load(keys[:1]) == 0, "what a could not tell then, it has told now"
+
+
+def test_a_node_that_stood_still_hears_first(join: Callable[..., Member]) -> None:
+    """Stopped while the others forget; what it answers when it goes on is in the bound, and soon right."""
+    a, b = join("a"), join("b")
+    a.turn(64 * 4, chunks=4)
+    keys = a.space.keys(np.arange(64 * 4))
+    eventually(lambda: b.knows(keys), "b learns what a holds")
+    assert b.load(keys) == 4
+    b.daemon.process.send_signal(signal.SIGSTOP)
+    try:
+        a.space.forget(keys=keys)
+    finally:
+        b.daemon.process.send_signal(signal.SIGCONT)
+    eventually(lambda: b.load(keys) == 0, "b hears of it")
 
 
 def test_another_tenant_gets_nothing(join: Callable[..., Member]) -> None:

@@ -33,7 +33,7 @@ def test_commands_say_what_the_page_says(number: int, tmp_path: Path) -> None:
 
 
 def test_there_are_commands() -> None:
-    assert len(COMMANDS) == 5 and len(PROGRAMS) == 2
+    assert len(COMMANDS) == 6 and len(PROGRAMS) == 2
 
 
 def test_the_program_prints_what_the_page_says() -> None:

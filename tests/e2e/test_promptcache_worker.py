@@ -22,7 +22,7 @@ from .ssd_tools import SMALL_SSD
 from .test_worker import BOUND_S, WorkerProcess, eventually
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "promptcache"
-NAMES = ("travel", "code", "persona", "rag")
+NAMES = ("travel", "code", "persona", "rag", "retrieval")
 pytestmark = [pytest.mark.timeout(6 * BOUND_S), pytest.mark.slow]  # several processes each that import torch
 
 

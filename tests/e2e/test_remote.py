@@ -87,6 +87,24 @@ def test_what_one_node_forgets_no_node_serves(start: Callable[..., Node]) -> Non
 
 
 @needs_redis
+def test_a_copy_of_what_another_node_forgets_goes(start: Callable[..., Node]) -> None:
+    """Out of DRAM, and it is not written there again by who had not heard of it yet."""
+    a, b = start("a"), start("b")
+    keys = a.keys(8)
+    a.save(keys)
+    a.stored_remotely(8)
+    assert b.read(keys) == ["HIT"] * 8
+    own = b.keys(4, chain=1)
+    b.save(own)
+    a.space.forget(keys=[*keys[:4], own[0]])
+    eventually(lambda: "HIT" not in b.read(keys[:4]), b.counters)
+    assert b.read(keys[4:]) == ["HIT"] * 4
+    assert b.read(own)[0] != "HIT" and b.read(own)[1:] == ["HIT"] * 3
+    c = start("c")
+    assert "HIT" not in c.read([*keys[:4], own[0]])
+
+
+@needs_redis
 def test_nodes_with_different_salts_share_nothing(start: Callable[..., Node], tmp_path: Path) -> None:
     salts = []
     for name in ("one", "other"):

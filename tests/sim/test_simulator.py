@@ -56,6 +56,8 @@ def test_a_seed_that_failed_once(seed: str, protection: str, steps: str) -> None
         ("reuse-late-read", "memory"),
         ("trust-disk", "memory"),
         ("any-record", "remote"),
+        ("forgotten-elsewhere", "remote"),
+        ("record-too-new", "remote"),
     ],
 )
 def test_a_planted_bug_is_found(name: str, tier: str) -> None:

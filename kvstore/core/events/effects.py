@@ -400,6 +400,8 @@ class StoreChunks:
     about: tuple[ChunkAbout, ...]
     sources: Extents
     """Of all shards of the first key, then of the next; with the checksums of their commits."""
+    generation: int = 0
+    """Up to which count of that store's forgets this node has dropped what was forgotten: stands in the records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +416,7 @@ class DropChunks:
 
 @dataclass(frozen=True, slots=True)
 class ForgetChunks:
-    """No node may serve any of this from the REMOTE store again. Answer: ChunksForgotten."""
+    """No node may serve any of this again. Answer: ChunksForgotten."""
 
     op: OpId
     source: str

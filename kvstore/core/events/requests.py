@@ -542,6 +542,8 @@ class ChunksFetched:
     op: OpId
     chunks: tuple[FetchedChunk, ...]
     """Per key."""
+    count: int = 0
+    """Up to which count of the source's forgets they were held against, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -565,6 +567,19 @@ class ChunksForgotten:
 
     op: OpId
     why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ForgottenElsewhere:
+    """A source was read: other nodes have forgotten this since the last time, in this order."""
+
+    source: str
+    forgotten: tuple[tuple[bytes, ChunkKey, bytes], ...]
+    """As in ForgetChunks. A digest that this node knows no namespace of means nothing to it."""
+    count: int
+    """Of the source's forgets, with these: nothing up to it is missing."""
+    age_ms: int = 0
+    """How long ago the source was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -623,6 +638,7 @@ Event = (
     | ChunksFetched
     | ChunksStored
     | ChunksForgotten
+    | ForgottenElsewhere
     | Tick
     | Idle
 )

@@ -1,4 +1,4 @@
-"""What this node puts into the REMOTE store, and what it has forgotten there.
+"""What this node puts into the REMOTE store.
 
     write-through   every chunk, soon after it is whole here
     on-evict        what is about to leave DRAM (the next victims of an arena that is almost full)
@@ -11,24 +11,21 @@ somebody named (a session, a hint, a durable commit), and what promises more hit
 node has put there, which goes for it. Nothing waits for a write: a store that is slow or away costs the pins of
 `remote_writes_in_flight_max` bytes at most, and the queue is bounded.
 
-Forgets (keys, makers, namespaces of old epochs) leave tombstones in the store, which every node reads before it serves
-anything from there (`tiers/remote/tombstones.py`). The answer to a Forget or Recall waits for that, for a bounded time;
-what the store could not take is noted at the edge, and is told to it when it is back.
+What is forgotten there: `forgets.py`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import groupby, islice
 
 from kvstore.core import events as ev
 from kvstore.core.chunks import DERIVED, DOOMED, KEPT, NONE
 from kvstore.core.namespaces import Namespace
 from kvstore.core.remote.sources import Sources
 from kvstore.core.state import State
-from kvstore.errors import Unavailable
 from kvstore.types import ChunkKey, DiskResult, Extents, Found, Millis, NamespaceId, OpId
 
 QUEUED_MAX = 8_192
@@ -40,13 +37,8 @@ ALMOST_FULL = 8
 """An arena of which less than such a part is free is about to evict,"""
 VICTIMS_AHEAD = 64
 """and these next victims of each namespace are written first."""
-FORGOTTEN_PER_OP_MAX = 1_024
-FORGETS_MAX = 64
-"""Under way; the rest waits here."""
 MAKERS_MAX = 64
 """A record names all makers of its chunk, or they could not be recalled: a chunk of more stays here."""
-HOLD_MS = 2_000
-"""How long an answer waits for the store to know what was forgotten."""
 
 
 @dataclass(slots=True)
@@ -67,16 +59,6 @@ class Stored:
     """When it was admitted, in expected hits per byte and millisecond."""
 
 
-@dataclass(slots=True)
-class Held:
-    """An answer that waits until the store knows what was forgotten before it."""
-
-    ticket: ev.Ticket
-    answer: object
-    number: int
-    until: Millis
-
-
 class RemoteSaves:
     def __init__(self, state: State, sources: Sources) -> None:
         self.state = state
@@ -89,14 +71,6 @@ class RemoteSaves:
         self.stored: OrderedDict[tuple[NamespaceId, ChunkKey], Stored] = OrderedDict()
         self.stored_bytes = 0
         self._dropped: list[tuple[Namespace, ChunkKey]] = []
-        self._forgotten: deque[tuple[bytes, ChunkKey, bytes]] = deque()
-        """What is to be told: (digest of the namespace, key, maker). No key: all of the namespace."""
-        self.forgets: dict[OpId, int] = {}
-        """Under way: how many forgets each tells of."""
-        self._noted = 0
-        self._told = 0
-        self._troubles = ""
-        self.held: deque[Held] = deque()
 
     def __repr__(self) -> str:
         return f"RemoteSaves({self.name or 'none'}: {len(self.to_store)} to store, {len(self.stores)} writes)"
@@ -119,17 +93,10 @@ class RemoteSaves:
             self.state.arrivals = []
             if self.state.limits.remote_writes == "write-through":
                 self._queue(came)
-        if self.state.forgotten:
-            gone, self.state.forgotten = self.state.forgotten, []
-            self._forget(gone)
-        if self._forgotten and len(self.forgets) < FORGETS_MAX:
-            self._tell()
         if self.to_store and self._sources.by_name[self.name].is_well:
             self._start()
         if self._dropped:
             self._drop()
-        if self.held:
-            self._release()
 
     def tick(self) -> None:
         if not self.name:
@@ -143,8 +110,6 @@ class RemoteSaves:
                 store.late = True
                 state.counters["remote_stores_late"] += 1
                 self._sources.is_late(self.name, "a write missed its deadline")
-        if self.held:
-            self._release()
 
     # ------------------------------------------------------------------------------------------------------- writes
 
@@ -219,14 +184,19 @@ class RemoteSaves:
         worth = state.policy.worth_of(row) / size
         room = share - self.stored_bytes
         victims = []
-        for name, stored in self.stored.items():
+        for name, stored in islice(self.stored.items(), LOOKED_AT_PER_STEP_MAX):
             if room >= size:
                 break
+            if self._comes_again(name):
+                continue
             if not named and stored.worth > worth:
                 state.counters["remote_chunks_not_admitted"] += 1
                 return False
             victims.append(name)
             room += stored.bytes
+        if room < size:
+            state.counters["remote_chunks_not_admitted"] += 1
+            return False
         for name in victims:
             self._forget_stored(name)
             found = state.namespaces.get(name[0])
@@ -235,6 +205,17 @@ class RemoteSaves:
         self.stored[namespace.id, chunks.key[row]] = Stored(size, worth)
         self.stored_bytes += size
         return True
+
+    def _comes_again(self, name: tuple[NamespaceId, ChunkKey]) -> bool:
+        """It is about to leave DRAM, too: two that went for each other would be written without end."""
+        state = self.state
+        found = state.namespaces.get(name[0])
+        row = found.index.get(name[1], NONE) if found is not None else NONE
+        return state.limits.remote_writes == "on-evict" and row != NONE and state.is_hit(row)
+
+    def was_forgotten(self, name: tuple[NamespaceId, ChunkKey]) -> None:
+        """It is not there any more, or is refused by whoever reads it."""
+        self._forget_stored(name)
 
     def _forget_stored(self, name: tuple[NamespaceId, ChunkKey]) -> None:
         stored = self.stored.pop(name, None)
@@ -261,7 +242,16 @@ class RemoteSaves:
         )
         sources = Extents.of(state.extents(namespace, rows, range(namespace.shards)))
         state.effects.append(
-            ev.StoreChunks(op, self.name, namespace.id, namespace.salt, tuple(keys), about, sources)
+            ev.StoreChunks(
+                op,
+                self.name,
+                namespace.id,
+                namespace.salt,
+                tuple(keys),
+                about,
+                sources,
+                state.applied.get(self.name, 0),
+            )
         )
 
     def ended(self, event: ev.ChunksStored) -> None:
@@ -298,84 +288,6 @@ class RemoteSaves:
             for namespace, key in mine:
                 self._sources.is_gone((namespace.id, key), self.name)
 
-    # ------------------------------------------------------------------------------------------------------ forgets
-
-    def _forget(self, gone: Iterable[tuple[NamespaceId, ChunkKey]]) -> None:
-        for namespace_id, key in gone:
-            namespace = self.state.namespaces.get(namespace_id)
-            self._forget_stored((namespace_id, key))
-            self._sources.is_gone((namespace_id, key), self.name)
-            if namespace is not None:
-                self._note(namespace.salt, key, b"")
-            else:
-                self._noted, self._told = self._noted + 1, self._told + 1
-
-    def forget_keys(self, namespace: Namespace, keys: Iterable[ChunkKey]) -> None:
-        """Those that this node knows nothing of (`State.doom` notes the others): another node may have them there."""
-        if self.name:
-            self._forget((namespace.id, key) for key in dict.fromkeys(keys) if key not in namespace.index)
-
-    def forget_namespace(self, namespace: Namespace) -> None:
-        """All of it, whoever put it there."""
-        if self.name:
-            self._note(namespace.salt, ChunkKey(b""), b"")
-
-    def forget_maker(self, maker: bytes) -> None:
-        if self.name:
-            self._note(b"", ChunkKey(b""), maker)
-
-    def _note(self, digest: bytes, key: ChunkKey, maker: bytes) -> None:
-        self._forgotten.append((digest, key, maker))
-        self._noted += 1
-
-    def _tell(self) -> None:
-        state = self.state
-        while self._forgotten and len(self.forgets) < FORGETS_MAX:
-            count = min(len(self._forgotten), FORGOTTEN_PER_OP_MAX)
-            told = tuple(self._forgotten.popleft() for _ in range(count))
-            op = state.new_op()
-            self.forgets[op] = count
-            state.effects.append(ev.ForgetChunks(op, self.name, told))
-
-    def forgotten(self, event: ev.ChunksForgotten) -> None:
-        self._told += self.forgets.pop(event.op)
-        self._troubles = event.why
-        self.state.counters["remote_forgets"] += 1
-        if event.why:
-            self.state.counters["remote_forgets_postponed"] += 1
-
-    def hold(self, ticket: ev.Ticket, answer: object) -> bool:
-        """True: this answer waits until the store knows what was forgotten until now."""
-        if not self.name or (self._told == self._noted and not self.state.forgotten):
-            return False
-        number = self._noted + len(self.state.forgotten)
-        self.held.append(Held(ticket, answer, number, self.state.now + HOLD_MS))
-        return True
-
-    def _release(self) -> None:
-        state = self.state
-        while self.held:
-            held = self.held[0]
-            if held.number > self._told and held.until > state.now:
-                return
-            self.held.popleft()
-            known = held.number <= self._told and not self._troubles
-            state.release(held.ticket, held.answer if known else self._not_durable(held.answer))
-
-    def _not_durable(self, answer: object) -> object:
-        why = self._troubles or "it did not answer in time"
-        trouble = f"the REMOTE store does not know it yet ({why}); it is told when it is back"
-        match answer:
-            case ev.Done():
-                return replace(answer, not_durable=answer.not_durable or trouble)
-            case ev.Recalled():
-                return Unavailable(
-                    f"{answer.chunks} chunks are misses now, but {trouble}",
-                    field="recall",
-                    remedy="ask again when the REMOTE store is well",
-                )
-        return answer
-
     def gauges(self) -> dict[str, float]:
         """For admins; none without a store."""
         if not self.name:
@@ -384,10 +296,9 @@ class RemoteSaves:
             "remote_chunks_to_store": len(self.to_store),
             "remote_chunks_being_stored": sum(len(store.rows) for store in self.stores.values()),
             "remote_bytes_kept": self.stored_bytes,
-            "remote_forgets_waiting": self._noted - self._told,
         }
 
     @property
     def behind(self) -> bool:
         """Whether something of this node is on its way there that is about to be taken."""
-        return bool(self.active and (self.stores or self.forgets or self._forgotten or self.held))
+        return bool(self.stores)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core import events as ev
-from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, FETCHING, NONE, TAIL
+from kvstore.core.chunks import COMMITTED, DERIVED, DOOMED, FETCHING, FOREIGN, NONE, TAIL
 from kvstore.core.namespaces import Namespace
 from kvstore.core.pool import Segment
 from kvstore.core.rate import Rate
@@ -205,6 +205,9 @@ class Sources:
         self._ahead: deque[Wanted] = deque()
         self._without_slot: list[Wanted] = []
         self.fetches: dict[OpId, Fetch] = {}
+        self._forgotten: dict[int, tuple[str, int]] = {}
+        """FETCHING rows that somebody has forgotten meanwhile: at which count of which source's forgets. What was held
+        against that forget may come; what is older may not."""
         self.resume: Callable[[ev.Match | ev.Acquire], None] = lambda event: None
         """Carries out a parked request; set by the store."""
 
@@ -535,11 +538,24 @@ class Sources:
             return
         came: list[int] = []
         for row, chunk in zip(fetch.rows, event.chunks, strict=True):
-            self._has_come(fetch.source, row, chunk, came)
+            self._has_come(fetch.source, row, self._if_newer(fetch.source, row, chunk, event.count), came)
         sizes = sum(state.namespace_of(row).payload_bytes for row in came)
         self._end_rate(fetch, sizes)
         state.counters["remote_bytes_fetched"] += sizes
         state.arrived(came)
+
+    def was_forgotten(self, row: int, source: str, count: int) -> None:
+        """A chunk that is FETCHING, by whoever reads this source's forgets."""
+        before = self._forgotten.get(row)
+        if before is not None and before[0] != source:
+            source, count = "", 0  # of two: nothing that comes now is held against both
+        self._forgotten[row] = source, max(count, before[1] if before is not None else 0)
+
+    def _if_newer(self, source: Source, row: int, chunk: ev.FetchedChunk, count: int) -> ev.FetchedChunk:
+        forgotten = self._forgotten.get(row)
+        if forgotten is None or (forgotten[0] == source.name and count >= forgotten[1]):
+            return chunk
+        return ev.FetchedChunk(DiskResult.REUSED, why="it was forgotten on its way")
 
     def _end_rate(self, fetch: Fetch, came: int) -> None:
         more = any(
@@ -601,12 +617,13 @@ class Sources:
         state = self.state
         chunks = state.chunks
         flags = chunks.flags[row] & ~(FETCHING | DERIVED | TAIL)
-        flags |= DERIVED if chunk.derived else 0
+        flags |= FOREIGN | (DERIVED if chunk.derived else 0)
         flags |= TAIL if chunk.token_count < namespace.spec.chunk_tokens else 0
         chunks.flags[row] = flags
         chunks.tokens[row] = chunk.token_count
         for maker in chunk.makers:
             state.add_maker(row, maker)
+        self._forgotten.pop(row, None)
         for shard, checksum in enumerate(chunk.checksums):
             if state.mark_shard_ready(namespace, row, shard, checksum):
                 came.append(row)
@@ -627,6 +644,7 @@ class Sources:
         """A FETCHING chunk without slots is a ghost again."""
         chunks = self.state.chunks
         chunks.flags[row] &= ~FETCHING
+        self._forgotten.pop(row, None)
         if chunks.flags[row] & DOOMED:
             reason = Reason(chunks.reason[row])
         if chunks.reason[row] == Reason.ON_REMOTE:
@@ -709,6 +727,7 @@ class Sources:
             if chunks.key[wanted.row] == wanted.key
         }
         assert fetching <= queued | set(begun), "a chunk waits for a fetch that nobody begins"
+        assert self._forgotten.keys() <= fetching, "a forget of what is not on its way any more"
         assert set(begun) <= fetching, "a fetch of a chunk that nobody waits for"
         for source in self.by_name.values():
             mine = [lookup for lookup in self.lookups.values() if lookup.source is source and not lookup.late]

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, STORED
 from kvstore.core.cold_tier import ColdTier
-from kvstore.core.remote.saves import RemoteSaves
+from kvstore.core.remote.forgets import Forgets
 from kvstore.core.ssd.rewrites import check_admin
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
 from kvstore.errors import DeadlineExceeded, Denied, Exhausted, Unavailable
-from kvstore.types import Millis, NamespaceId, Reason
+from kvstore.types import Millis, NamespaceId, Reason, WorkerId
 
 ROWS_PER_STEP_MAX = 10_000
 DROPS_PER_STEP_MAX = 500
@@ -34,7 +34,8 @@ PATIENCE_MS = 20_000
 
 @dataclass(slots=True)
 class Purge:
-    ticket: ev.Ticket
+    ticket: ev.Ticket | None
+    """None: another node was asked."""
     event: ev.Recall
     born_since: Millis
     """What was born before is not meant; what was born in an earlier start of the daemon always is."""
@@ -52,9 +53,9 @@ class Purge:
 
 
 class Recalls:
-    def __init__(self, state: State, tier: ColdTier, remote: RemoteSaves) -> None:
+    def __init__(self, state: State, tier: ColdTier, forgets: Forgets) -> None:
         self.state = state
-        self._remote = remote
+        self._forgets = forgets
         self._tier = tier
         self.purges: list[Purge] = []
         self._barred: set[bytes] = set()
@@ -72,17 +73,34 @@ class Recalls:
         purge = Purge(event.ticket, event, since)
         if not event.dry_run:
             self._bar(event.maker)  # raises, and then nothing was done
-            # A chunk that another rank began is lost with this one's part of it.
-            for reservation in state.reservations.values():
-                if reservation.maker == event.maker:
-                    for row in reservation.rows:
-                        state.doom(row, Reason.RECALLED)
-            self._remote.forget_maker(event.maker)
+            self._end_reservations(event.maker)
+            self._forgets.forget_maker(event.maker)
             state.counters["recalls"] += 1
         self.purges.append(purge)
         self._guard()
         self._step(purge)
         return None
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.purges) < RECALLS_MAX
+
+    def elsewhere(self, maker: bytes) -> None:
+        """Another node was told to recall it: nobody waits for an answer here."""
+        if len(self._barred) < self.state.limits.makers_barred_max:
+            self._barred.add(maker)
+        self._end_reservations(maker)
+        purge = Purge(None, ev.Recall(ev.Ticket(WorkerId(0)), maker, sessions_max=0), -1)
+        self.purges.append(purge)
+        self._guard()
+        self._step(purge)
+
+    def _end_reservations(self, maker: bytes) -> None:
+        """A chunk that another rank began is lost with this one's part of it."""
+        for reservation in self.state.reservations.values():
+            if reservation.maker == maker:
+                for row in reservation.rows:
+                    self.state.doom(row, Reason.RECALLED)
 
     def check(self, maker: bytes) -> None:
         """Raises Denied for the reservation of a maker that was recalled."""
@@ -231,7 +249,8 @@ class Recalls:
         self.purges.remove(purge)
         if not purge.event.dry_run:
             self._tier.hurry(-1)
-        state.reply(purge.ticket, answer)
+        if purge.ticket is not None:
+            state.reply(purge.ticket, answer)
 
     def _is_durable(self, purge: Purge) -> bool:
         """Whether all that was dropped has left the index."""

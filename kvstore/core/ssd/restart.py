@@ -18,6 +18,7 @@ from kvstore.core.chunks import (
     COMMITTED,
     DERIVED,
     DURABLE,
+    FOREIGN,
     NONE,
     STORED,
     TAIL,
@@ -178,7 +179,8 @@ def _chunks(
     chunks.tokens[rows] = _column("i", batch.token_count)
     table.set_makers(chunks, first, batch.maker, batch.makers)
     chunks.shard0[rows] = array("i", range(places, places + count * shards, shards))
-    flags = {kept: kept & PERSISTENT_FLAGS | FLAGS for kept in set(batch.flags)}
+    foreign = FOREIGN if state.limits.forgets_told else 0  # nobody knows any more where they came from
+    flags = {kept: kept & PERSISTENT_FLAGS | FLAGS | foreign for kept in set(batch.flags)}
     chunks.flags[rows] = array("H", map(flags.__getitem__, batch.flags))
     chunks.reason[rows] = bytes([Reason.NONE]) * count
     of_shards = slice(places, places + count * shards)

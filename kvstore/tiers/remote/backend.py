@@ -45,7 +45,10 @@ class Backend(Protocol):
 
     def look_up(self, effect: LookUpChunks, deadline: float) -> Sequence[Found | None]: ...
 
-    def fetch(self, effect: FetchChunks, memory: SlotMemory, deadline: float) -> Sequence[FetchedChunk]: ...
+    def fetch(
+        self, effect: FetchChunks, memory: SlotMemory, deadline: float
+    ) -> tuple[Sequence[FetchedChunk], int]:
+        """What came, and up to which count of forgets it was held against."""
 
     def store(
         self, effect: StoreChunks, memory: SlotMemory, generation: int, deadline: float
@@ -57,6 +60,9 @@ class Backend(Protocol):
 
     def forget(self, forgotten: Sequence[Forgotten], deadline: float) -> None:
         """Tombstones first, then the records go, as far as they are known."""
+
+    def catch_up(self, deadline: float) -> None:
+        """Read what was forgotten since the last time, into the Book."""
 
     def tidy(self, deadline: float) -> None:
         """Now and then: what dead nodes have left behind goes by its age."""
@@ -81,6 +87,8 @@ class Book:
             with suppress(OSError, UnicodeDecodeError):
                 self.tombstones, pending = tombstones.from_lines(self._path.read_text())
                 self.pending = dict.fromkeys(pending)
+        # What was read before a crash may not have left the index: it is heeded once more.
+        self._news = [*self.tombstones.at, *self.pending]
 
     @property
     def seen(self) -> tuple[int, str]:
@@ -88,15 +96,27 @@ class Book:
         with self.lock:
             return self.tombstones.count, self.tombstones.head
 
-    def learn(self, entries: Iterable[tuple[Forgotten, int]], count: int, head: str) -> None:
+    def learn(
+        self, entries: Iterable[tuple[Forgotten, int]], count: int, head: str, *, own: bool = False
+    ) -> None:
+        """`own`: this node has dropped them before it told of them."""
         with self.lock:
             before = self.tombstones.count, self.tombstones.head
             for forgotten, at in entries:
-                self.tombstones.add(forgotten, at)
+                if not own and self.tombstones.at.get(forgotten, 0) < at:
+                    self._news.append(forgotten)
+                if forgotten != tombstones.EVERYTHING:
+                    self.tombstones.add(forgotten, at)
             if count >= self.tombstones.count:
                 self.tombstones.count, self.tombstones.head = count, head
             if before != (self.tombstones.count, self.tombstones.head):
                 self._save()
+
+    def take_news(self) -> tuple[tuple[Forgotten, ...], int]:
+        """What others have forgotten and nobody here has been told of, and the count up to which that is all."""
+        with self.lock:
+            news, self._news = tuple(dict.fromkeys(self._news)), []
+            return news, self.tombstones.count
 
     def postpone(self, forgotten: Iterable[Forgotten]) -> None:
         with self.lock:

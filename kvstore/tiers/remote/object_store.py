@@ -153,7 +153,9 @@ class ObjectStore:
 
     # ------------------------------------------------------------------------------------------------------ transfers
 
-    def fetch(self, effect: FetchChunks, memory: SlotMemory, deadline: float) -> Sequence[FetchedChunk]:
+    def fetch(
+        self, effect: FetchChunks, memory: SlotMemory, deadline: float
+    ) -> tuple[Sequence[FetchedChunk], int]:
         began = time.monotonic()
         shards = len(effect.targets) // len(effect.keys)
         wheres = list(effect.wheres)
@@ -167,12 +169,13 @@ class ObjectStore:
             found = data.get(number)
             return found[shard] if found is not None and len(found) == shards else None
 
+        count = self._book.seen[0]
         chunks = [
             judge(effect, number, read, memory, self._book, self._salt) for number in range(len(effect.keys))
         ]
         took_ms = 1_000 * (time.monotonic() - began) / len(effect.keys)
         self._fetch_ms += 0.1 * (took_ms - self._fetch_ms)
-        return chunks
+        return chunks, count
 
     async def _read(self, wheres: Sequence[object]) -> dict[int, list[memoryview]]:
         """Records by number of the key, of those that are there."""
@@ -297,8 +300,11 @@ class ObjectStore:
                 if self._book.seen[0] < count:
                     raise
                 continue
-            self._book.learn([(one, count) for one in forgotten], count, mine.head)
+            self._book.learn([(one, count) for one in forgotten], count, mine.head, own=True)
             return
+
+    def catch_up(self, deadline: float) -> None:
+        self._catch_up(deadline)
 
     def _catch_up(self, deadline: float) -> None:
         """Read the forgets that this node does not know. Raises StoreProblem if the store is not the one that the node
@@ -321,9 +327,11 @@ class ObjectStore:
                 self._book.learn(more.at.items(), count, more.head)
 
     def _tell_again(self, known: int, deadline: float) -> None:
-        """The store was wiped, or an older copy was put back."""
+        """The store was wiped, an older copy was put back, or this node was away for longer than forgets are kept."""
         ours = self._book.everything()
-        self._run(deadline, self._list_forgotten)
+        oldest = self._run(deadline, self._list_forgotten)
+        if oldest > known + 1:
+            self._book.learn([(tombstones.EVERYTHING, oldest)], *self._book.seen)
         count = self._book.seen[0] + 1
         mine = Tombstones(count, head=f"{random.getrandbits(60):015x}")
         for one in ours:
@@ -349,8 +357,8 @@ class ObjectStore:
             )
         return found
 
-    async def _list_forgotten(self) -> None:
-        """All that is there: the counts may begin anywhere, for old ones are removed."""
+    async def _list_forgotten(self) -> int:
+        """All that is there: the counts may begin anywhere, for old ones are removed. The lowest; 0: there is none."""
         counts: list[int] = []
         async for page in obstore.list(self._store, prefix=f"{self._prefix}/forgotten"):
             for entry in page:
@@ -365,6 +373,7 @@ class ObjectStore:
         for count, found in zip(counts, await self._all(list(map(get, counts))), strict=True):
             if found is not None:
                 self._book.learn(found.at.items(), count, found.head)
+        return counts[0] if counts else 0
 
     async def _delete_under(self, prefix: str, before: datetime | None) -> None:
         """What is there, or what is older."""

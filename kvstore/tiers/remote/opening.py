@@ -12,12 +12,14 @@ from kvstore.core.events import Event
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.remote.backend import Backend, Book
-from kvstore.tiers.remote.tier import RemoteTier
+from kvstore.tiers.remote.tier import POLL_S, RemoteTier
 
 REDIS = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 OBJECTS = ("s3", "gs", "az", "file")
 SALT_BYTES_MIN = 16
 JOURNAL = "remote.forgotten"
+OBJECTS_POLL_S = 5.0
+"""Two requests each: about a million a month and node."""
 
 
 def check(config: StoreConfig) -> bool:
@@ -112,4 +114,5 @@ def open_remote(config: StoreConfig, memory: SlotMemory, done: Callable[[Event],
         lookup_s=min(deadline_s, config.limits.lookup_deadline_ms / 1_000),
         deadline_s=0.8 * deadline_s,  # the answer comes before the core gives up
         bytes_per_s=config.remote_bytes_per_s,
+        poll_s=OBJECTS_POLL_S if urlsplit(config.remote_url).scheme in OBJECTS else POLL_S,
     )

@@ -1,16 +1,13 @@
 """REMOTE in Redis or Valkey, single or cluster: one value a shard, with a time to live.
 
     kvs:<prefix>:<place>:<name>    a record (`records.py`); <place> is that of its namespace, <name> that of its shard
-    kvs:{<prefix>}:count           "<count>:<head>": how many forgets there were; raised, in one script, with
-    kvs:{<prefix>}:forgotten       a sorted set of them, by the count at which each came, and
-    kvs:{<prefix>}:times           "<unix s by the server>:<head>" of each count, so that old ones can go
+    kvs:{<prefix>}:...             what was forgotten (`redis_tombstones.py`)
 
 Shard 0 of a chunk is written last and looked up alone: where it is, the others are, or the fetch finds out.
 """
 
 from __future__ import annotations
 
-import secrets
 import socket
 import threading
 import time
@@ -26,26 +23,15 @@ import redis.retry
 
 from kvstore.core.events import FetchChunks, FetchedChunk, LookUpChunks, StoreChunks
 from kvstore.tiers.base import SlotMemory
-from kvstore.tiers.remote import records, tombstones
+from kvstore.tiers.remote import records
 from kvstore.tiers.remote.backend import Book, StoreFull, StoreProblem, describe, judge, view
+from kvstore.tiers.remote.redis_tombstones import RedisTombstones
 from kvstore.tiers.remote.tombstones import Forgotten
 from kvstore.types import ChunkKey, Found
 
 READ_BYTES = 1 << 20
 """Asked of the socket at once: values are large."""
 NAMES_PER_SCAN = 1_000
-FORGET_SCRIPT = """
-local said = redis.call('GET', KEYS[1])
-local count = 1
-if said then count = tonumber(string.match(said, '^%d+')) + 1 end
-if count < tonumber(ARGV[1]) then count = tonumber(ARGV[1]) end
-redis.call('SET', KEYS[1], string.format('%d:%s', count, ARGV[2]))
-for i = 3, #ARGV do redis.call('ZADD', KEYS[2], count, ARGV[i]) end
-local now = redis.call('TIME')
-redis.call('HSET', KEYS[3], string.format('%d', count), now[1] .. ':' .. ARGV[2])
-return count
-"""
-"""ARGV: the least that the count is to be, its head, then the entries. Returns the count."""
 
 
 def one_host(url: str) -> tuple[str, list[tuple[str, int]]]:
@@ -74,6 +60,7 @@ class RedisStore:
         self._ttl_s = ttl_s
         self._timeout_s = timeout_s
         self._prefix = records.prefix_of(salt)
+        self._tombstones = RedisTombstones(lambda what: f"kvs:{{{self._prefix}}}:{what}", book)
         self._cluster = "+cluster" in url
         self._mine = threading.local()
         self._clients: dict[int, Any] = {}
@@ -162,9 +149,6 @@ class RedisStore:
         place = records.place_of(digest, self._salt)
         return f"kvs:{self._prefix}:{place}:{records.name_of(digest, key, shard, self._salt)}"
 
-    def _own(self, what: str) -> str:
-        return f"kvs:{{{self._prefix}}}:{what}"
-
     # --------------------------------------------------------------------------------------------------------- calls
 
     def look_up(self, effect: LookUpChunks, deadline: float) -> Sequence[Found | None]:
@@ -179,7 +163,9 @@ class RedisStore:
             found.append(None if seen is None else Found(seen[1], self._fetch_ms, seen[0]))
         return found
 
-    def fetch(self, effect: FetchChunks, memory: SlotMemory, deadline: float) -> Sequence[FetchedChunk]:
+    def fetch(
+        self, effect: FetchChunks, memory: SlotMemory, deadline: float
+    ) -> tuple[Sequence[FetchedChunk], int]:
         began = time.monotonic()
         shards = len(effect.targets) // len(effect.keys)
         with self._calling() as client:
@@ -188,21 +174,22 @@ class RedisStore:
                 for shard in range(shards):
                     pipe.get(self._name(effect.digest, key, shard))
             if not self._cluster:
-                pipe.get(self._own("count"))  # after the records: see `tombstones.py`
+                pipe.get(self._tombstones.count_name)  # after the records: see `tombstones.py`
             answers = self._run(pipe)
-            count = client.get(self._own("count")) if self._cluster else answers.pop()
-            self._catch_up(client, count)
+            count = client.get(self._tombstones.count_name) if self._cluster else answers.pop()
+            self._tombstones.catch_up(client, count)
 
         def read(number: int, shard: int) -> bytes | None:
             value: bytes | None = answers[number * shards + shard]
             return value
 
+        held_against = self._book.seen[0]
         chunks = [
             judge(effect, number, read, memory, self._book, self._salt) for number in range(len(effect.keys))
         ]
         took_ms = 1_000 * (time.monotonic() - began) / len(effect.keys)
         self._fetch_ms += 0.1 * (took_ms - self._fetch_ms)
-        return chunks
+        return chunks, held_against
 
     def store(
         self, effect: StoreChunks, memory: SlotMemory, generation: int, deadline: float
@@ -220,7 +207,7 @@ class RedisStore:
                     memoryview(record)[len(head) :] = payload.data
                     pipe.set(self._name(effect.digest, key, shard), memoryview(record), ex=self._ttl_s)
             self._run(pipe)
-            self._known(client)  # for the generation of what comes next
+            self._tombstones.read(client)  # soon: what is forgotten is dropped here, too
         return (None,) * len(effect.keys)
 
     def drop(self, digest: bytes, keys: Sequence[ChunkKey], deadline: float) -> None:
@@ -234,8 +221,8 @@ class RedisStore:
 
     def forget(self, forgotten: Sequence[Forgotten], deadline: float) -> None:
         with self._calling() as client:
-            self._known(client)
-            self._add(client, forgotten)
+            self._tombstones.read(client)
+            self._tombstones.add(client, forgotten)
             for digest, key, maker in forgotten:
                 if key and not maker:
                     client.unlink(self._name(digest, key, 0))
@@ -243,42 +230,6 @@ class RedisStore:
             if not key and not maker:
                 with suppress(StoreProblem):  # the tombstone stands, and the records expire
                     self._delete_namespace(digest, deadline)
-
-    def _add(self, client: Any, forgotten: Sequence[Forgotten]) -> None:
-        names = [self._own(what) for what in ("count", "forgotten", "times")]
-        least, head = self._book.seen[0] + 1, secrets.token_hex(8)
-        entries = list(map(tombstones.encode, forgotten))
-        count = int(client.eval(FORGET_SCRIPT, 3, *names, least, head, *entries))
-        self._book.learn([(one, count) for one in forgotten], count, head)
-
-    def _known(self, client: Any) -> int:
-        """The count, once this node knows all that belongs to it."""
-        self._catch_up(client, client.get(self._own("count")))
-        return self._book.seen[0]
-
-    def _catch_up(self, client: Any, said: bytes | None) -> None:
-        """Read the forgets that this node does not know. Raises StoreProblem if the store is not the one that the node
-        knew, after it was told what it lacks."""
-        number, _, tail = (said or b"0:").partition(b":")
-        count, head = int(number), tail.decode("ascii")
-        known, known_head = self._book.seen
-        if (count, head) == (known, known_head):
-            return
-        there = known_head
-        if count > known > 0:
-            time_and_head = client.hget(self._own("times"), str(known)) or b":"
-            there = time_and_head.partition(b":")[2].decode("ascii")
-        is_other = count <= known or there != known_head
-        first = 0 if is_other else known + 1
-        rows = client.zrangebyscore(self._own("forgotten"), first, "+inf", withscores=True)
-        entries = [(tombstones.decode(entry), int(score)) for entry, score in rows]
-        ours = self._book.everything()
-        self._book.learn([(one, at) for one, at in entries if one is not None], count, head)
-        if is_other:
-            self._add(client, ours)
-            raise StoreProblem(
-                f"the store was wiped, or is an older copy: it has {count} forgets, this node knew {known}; told again"
-            )
 
     def _delete_namespace(self, digest: bytes, deadline: float) -> None:
         pattern = f"kvs:{self._prefix}:{records.place_of(digest, self._salt)}:*"
@@ -300,21 +251,14 @@ class RedisStore:
         if names:
             self._run(pipe)
 
+    def catch_up(self, deadline: float) -> None:
+        with self._calling() as client:
+            self._tombstones.read(client)
+
     def tidy(self, deadline: float) -> None:
         """Records expire by themselves; tombstones outlive them by as much again."""
         with self._calling() as client:
-            now = int(client.time()[0]) if not self._cluster else int(time.time())
-            times = client.hgetall(self._own("times"))
-            old = [
-                int(count)
-                for count, at in times.items()
-                if int(at.partition(b":")[0]) < now - 2 * self._ttl_s
-            ]
-            if old:
-                client.zremrangebyscore(self._own("forgotten"), "-inf", max(old))
-                client.hdel(self._own("times"), *old)
-                with self._book.lock:
-                    self._book.tombstones.forget_older(max(old))
+            self._tombstones.tidy(client, 2 * self._ttl_s, by_server=not self._cluster)
 
     def abandon(self) -> None:
         for thread in list(self._clients):

@@ -1,7 +1,8 @@
 """The REMOTE tier: performs the core's effects for the source named "remote" on threads of its own, each answered once.
 
     looking  LookUpChunks                 fetching  FetchChunks
-    storing  StoreChunks, DropChunks      forgetting  ForgetChunks, and what the store could not take before
+    storing  StoreChunks, DropChunks      forgetting  ForgetChunks, and what the store could not take before;
+                                                      reads what other nodes have forgotten
 
 Each kind has threads of its own, so that no look-up waits behind a transfer and no fetch behind a write. A call that
 has not returned `deadline_ms` after it began is ended by a watch, which takes its connection away: a thread is never
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from kvstore.config import REMOTE_STORE
 from kvstore.core.events import (
     ChunksFetched,
     ChunksForgotten,
@@ -29,6 +31,7 @@ from kvstore.core.events import (
     FetchChunks,
     FetchedChunk,
     ForgetChunks,
+    ForgottenElsewhere,
     LookUpChunks,
     StoreChunks,
 )
@@ -49,6 +52,8 @@ RETRY_S = 1.0
 """What it could not be told is tried again,"""
 RETRY_MAX_S = 30.0
 """at least so often."""
+POLL_S = 1.0
+"""How often it is read what others have forgotten; each read of an object store costs money."""
 TIDY_S = 600.0
 QUEUED_MAX = 4_096
 TOLD_AGAIN_S = 60.0
@@ -104,6 +109,7 @@ class RemoteTier:
         lookup_s: float,
         deadline_s: float,
         bytes_per_s: int,
+        poll_s: float = POLL_S,
     ) -> None:
         """`done` is called from threads of the tier; or, for what is refused at once, from `submit`."""
         self._backend = backend
@@ -115,7 +121,9 @@ class RemoteTier:
         self._read_bucket = Bucket(bytes_per_s)
         self._write_bucket = Bucket(bytes_per_s)
         self._stats = RemoteStats()
+        self._poll_s = poll_s
         self._counting = threading.Lock()
+        self._telling = threading.Lock()
         self._closing = threading.Event()
         self._calls: dict[int, _Call] = {}
         self._full_until = 0.0
@@ -156,9 +164,7 @@ class RemoteTier:
             case FetchChunks():
                 self._put("fetch", effect, partial(self._fetch, effect, now + self._deadline_s))
             case StoreChunks():
-                # What is forgotten after this moment has a higher count, however soon or late it is told.
-                generation = self._book.seen[0]
-                self._put("store", effect, partial(self._store, effect, generation, now + self._deadline_s))
+                self._put("store", effect, partial(self._store, effect, now + self._deadline_s))
             case DropChunks():
                 self._put("store", effect, partial(self._drop, effect, now + self._deadline_s))
             case ForgetChunks():
@@ -170,6 +176,10 @@ class RemoteTier:
             self._refuse(effect, "the REMOTE tier is closing, or has too much to do")
         else:
             tasks.put(task)
+
+    def start(self) -> None:
+        """The loop takes events now: what was read before a crash may not have left the index, and is heeded again."""
+        self._post_news(time.monotonic())
 
     def stats(self) -> RemoteStats:
         with self._counting:
@@ -193,6 +203,19 @@ class RemoteTier:
     def _run(self, lane: _Lane) -> None:
         while (task := lane.tasks.get()) is not None:
             task()
+
+    def _tell(self, event: Event) -> None:
+        """What it was found out with comes first: a chunk that somebody forgot is a miss before it can arrive."""
+        self._post_news()
+        self._done(event)
+
+    def _post_news(self, asked_at: float | None = None) -> None:
+        """Tell the core what others have forgotten, in the order in which it was read; or that nothing is new."""
+        with self._telling:
+            news, count = self._book.take_news()
+            if news or asked_at is not None:
+                age_ms = 0 if asked_at is None else int(1_000 * (time.monotonic() - asked_at))
+                self._done(ForgottenElsewhere(REMOTE_STORE, news, count, age_ms))
 
     def _watch(self) -> None:
         """Ends calls that are late, by taking their connections away."""
@@ -247,12 +270,12 @@ class RemoteTier:
         try:
             found = tuple(self._calling(deadline, lambda: self._backend.look_up(effect, deadline)))
         except StoreProblem as problem:
-            self._done(ChunksLookedUp(effect.op, failed=self._problem(problem)))
+            self._tell(ChunksLookedUp(effect.op, failed=self._problem(problem)))
             return
         with self._counting:
             self._stats.lookups += 1
             self._stats.lookup_seconds += time.monotonic() - began
-        self._done(ChunksLookedUp(effect.op, found))
+        self._tell(ChunksLookedUp(effect.op, found))
 
     def _fetch(self, effect: FetchChunks, deadline: float) -> None:
         began = time.monotonic()
@@ -260,21 +283,21 @@ class RemoteTier:
         try:
             if not self._read_bucket.take(size, deadline):
                 raise StoreProblem("the cap on bandwidth leaves no room before the deadline")
-            chunks = tuple(
-                self._calling(deadline, lambda: self._backend.fetch(effect, self._memory, deadline))
+            chunks, count = self._calling(
+                deadline, lambda: self._backend.fetch(effect, self._memory, deadline)
             )
         except StoreProblem as problem:
             why = self._problem(problem)
-            chunks = (FetchedChunk(DiskResult.IO_ERROR, why=why),) * len(effect.keys)
+            chunks, count = (FetchedChunk(DiskResult.IO_ERROR, why=why),) * len(effect.keys), 0
         came = sum(chunk.result is DiskResult.OK for chunk in chunks)
         with self._counting:
             self._stats.chunks_read += came
             self._stats.bytes_read += size * came // len(chunks)
             self._stats.chunks_refused += sum(chunk.result is DiskResult.CORRUPT for chunk in chunks)
             self._stats.fetch_seconds += time.monotonic() - began
-        self._done(ChunksFetched(effect.op, chunks))
+        self._tell(ChunksFetched(effect.op, tuple(chunks), count))
 
-    def _store(self, effect: StoreChunks, generation: int, deadline: float) -> None:
+    def _store(self, effect: StoreChunks, deadline: float) -> None:
         size = sum(effect.sources.length)
         failed = ""
         wheres: tuple[object, ...] = ()
@@ -286,7 +309,7 @@ class RemoteTier:
                 raise StoreProblem("the cap on bandwidth leaves no room before the deadline")
             wheres = tuple(
                 self._calling(
-                    deadline, lambda: self._backend.store(effect, self._memory, generation, deadline)
+                    deadline, lambda: self._backend.store(effect, self._memory, effect.generation, deadline)
                 )
             )
             with self._counting:
@@ -300,7 +323,7 @@ class RemoteTier:
         except StoreProblem as problem:
             failed = self._problem(problem)
             result = DiskResult.IO_ERROR
-        self._done(ChunksStored(effect.op, (result,) * len(effect.keys), failed, 2.0, wheres))
+        self._tell(ChunksStored(effect.op, (result,) * len(effect.keys), failed, 2.0, wheres))
 
     def _drop(self, effect: DropChunks, deadline: float) -> None:
         try:
@@ -312,7 +335,7 @@ class RemoteTier:
         pause_s, tidied_at = RETRY_S, time.monotonic()
         while True:
             try:
-                effect = self._forgets.get(timeout=pause_s if self._book.pending else TIDY_S)
+                effect = self._forgets.get(timeout=pause_s)
             except queue.Empty:
                 effect = None
                 if self._closing.is_set():
@@ -320,8 +343,10 @@ class RemoteTier:
             else:
                 if effect is None:
                     return
+            asked_at = time.monotonic()
             why = self._forget(effect)
-            pause_s = min(RETRY_MAX_S, 2 * pause_s) if why and effect is None else RETRY_S
+            pause_s = min(RETRY_MAX_S, 2 * pause_s) if why and effect is None else self._poll_s
+            self._post_news(None if why else asked_at)
             if effect is not None:
                 self._done(ChunksForgotten(effect.op, why))
             if time.monotonic() - tidied_at > TIDY_S:
@@ -329,16 +354,17 @@ class RemoteTier:
                 self._tidy()
 
     def _forget(self, effect: ForgetChunks | None) -> str:
-        """First into the journal, so that a crash forgets no forget."""
+        """First into the journal, so that a crash forgets no forget. With nothing to tell: read what others told."""
         if effect is not None:
             self._book.postpone(effect.forgotten)
         with self._book.lock:
             pending = list(self._book.pending)
-        if not pending:
-            return ""
         deadline = time.monotonic() + self._deadline_s
         try:
-            self._calling(deadline, lambda: self._backend.forget(pending, deadline))
+            if pending:
+                self._calling(deadline, lambda: self._backend.forget(pending, deadline))
+            else:
+                self._calling(deadline, lambda: self._backend.catch_up(deadline))
         except StoreProblem as problem:
             return self._problem(problem)
         self._book.told(pending)

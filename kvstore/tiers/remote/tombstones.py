@@ -23,6 +23,8 @@ from kvstore.types import MAKER_BYTES, ChunkKey
 
 Forgotten = tuple[bytes, ChunkKey, bytes]
 """(digest of the namespace, key, maker): a maker alone, all of a namespace, or one key of it."""
+EVERYTHING: Forgotten = (b"", ChunkKey(b""), b"")
+"""What a node has missed, and nobody knows any more: all that it has may have been forgotten."""
 DIGEST_BYTES = 32
 _NO_DIGEST, _NO_MAKER = bytes(DIGEST_BYTES), bytes(MAKER_BYTES)
 _LINE = struct.Struct("<QH")

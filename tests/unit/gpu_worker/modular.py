@@ -7,14 +7,25 @@ from dataclasses import replace
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvstore.gpu_worker.assembly import Assembly
 from kvstore.gpu_worker.batching import BatchEngine
-from kvstore.gpu_worker.promptcache.plan import Job, Recipe, assemble, jobs, tenant_salt
+from kvstore.gpu_worker.promptcache.plan import (
+    Job,
+    Recipe,
+    assemble,
+    document_jobs,
+    jobs,
+    tenant_salt,
+)
+from kvstore.kernels.rotate.naive import naive_rotate
 from kvstore.keys import ROOT
 from kvstore.promptcache import ByteTokenizer, Encoding, Layout, Method, parse_prompt, parse_schema
 from kvstore.types import ChunkKey
 
+KV = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of each layer, [kv_heads, tokens, head_dim]."""
 TRIP = """<schema name="trip">You plan trips, in <module name="plan">For <param name="days" length="8"/> days.
 <union><module name="rome">Rome has seven hills, and a river.</module>
 <module name="oslo">Oslo has a fjord.</module></union></module>
@@ -69,7 +80,10 @@ def assembly_of(
 def encode_all(engine: BatchEngine, encoding: Encoding, root: ChunkKey = ROOT) -> list[Job]:
     """All of a schema, into the store."""
     assert engine.namespace is not None
-    made = list(jobs(encoding, salt=engine.namespace.salt, root=root))
+    return encode_jobs(engine, list(jobs(encoding, salt=engine.namespace.salt, root=root)), root)
+
+
+def encode_jobs(engine: BatchEngine, made: list[Job], root: ChunkKey = ROOT) -> list[Job]:
     for job in made:
         engine.add(job.assembly.tokens, 1, assembly=job.assembly, root=root)
         for _ in engine.run():
@@ -78,6 +92,13 @@ def encode_all(engine: BatchEngine, encoding: Encoding, root: ChunkKey = ROOT) -
             30
         )  # the next one loads what it attends to: the same pieces are computed each time
     return made
+
+
+def encode_documents(engine: BatchEngine, encoding: Encoding, prompt: str) -> list[Job]:
+    """Of a prompt's collections."""
+    assert engine.namespace is not None
+    placement = encoding.layout.place(parse_prompt(prompt, encoding.layout.schema))
+    return encode_jobs(engine, list(document_jobs(encoding, placement, salt=engine.namespace.salt)))
 
 
 def answer(engine: BatchEngine, assembly: Assembly, count: int, **options: object) -> list[int]:
@@ -149,6 +170,43 @@ class Plain:
             positions = range(assembly.end, assembly.end + len(answer) - 1)
             found = torch.cat([found, self._forward(cache, answer[:-1], positions)])
         return found
+
+    def kv(self, assembly: Assembly) -> KV:
+        """Of a prompt: that of full attention over its text, and where its parts have theirs, that one."""
+        cache = DynamicCache(config=self.model.config)
+        self._forward(cache, assembly.tokens, assembly.positions)
+        found = [(layer.keys[0].clone(), layer.values[0].clone()) for layer in cache.layers]
+        for part in assembly.parts:
+            if part.key in self.chunks:
+                by = self.model.model.rotary_emb.inv_freq
+                for (keys, values), (k, v) in zip(found, self.chunks[part.key], strict=True):
+                    keys[:, part.first : part.end] = naive_rotate(k[0], part.delta, by, dtype=torch.float32)
+                    values[:, part.first : part.end] = v[0]
+        return found
+
+    def over(self, kv: KV, assembly: Assembly, slots: Sequence[int]) -> torch.Tensor:
+        """The logits behind the prompt if only `slots` are computed, the last one included; their KV takes the place of
+        that in `kv`. Written out for a Llama."""
+        model, config = self.model.model, self.model.config
+        at = torch.tensor(slots)
+        seen = torch.arange(len(assembly.tokens)) <= at[:, None]
+        x = model.embed_tokens(torch.tensor(assembly.tokens)[at])
+        cos, sin = model.rotary_emb(x[None], torch.tensor(assembly.positions)[at][None])
+        group = config.num_attention_heads // config.num_key_value_heads
+        for layer, (keys, values) in zip(model.layers, kv, strict=True):
+            h, attention = layer.input_layernorm(x), layer.self_attn
+            q, k, v = (
+                project(h).view(len(at), -1, config.head_dim).transpose(0, 1)
+                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            q, k = (each[0] for each in apply_rotary_pos_emb(q[None], k[None], cos, sin))
+            keys[:, at], values[:, at] = k, v
+            logits = q @ keys.repeat_interleave(group, 0).transpose(1, 2) * config.head_dim**-0.5
+            weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+            out = weights @ values.repeat_interleave(group, 0)
+            x = x + attention.o_proj(out.transpose(0, 1).reshape(len(at), -1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.model.lm_head(model.norm(x[-1]))  # type: ignore[no-any-return]
 
     def _forward(self, cache: DynamicCache, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         with torch.inference_mode():

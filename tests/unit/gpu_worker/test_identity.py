@@ -34,6 +34,7 @@ from kvstore.gpu_worker.identity import Identity, digest_of_files, digest_of_ten
 from kvstore.gpu_worker.sampling import NotNumbers
 
 from .conftest import FakeStore, text, tiny_llama
+from .emulated import EmulatedDevice
 
 MakeEngine = Callable[..., BatchEngine]
 T = 16
@@ -800,36 +801,108 @@ def test_reset_drops_what_waits_to_be_saved(store: FakeStore, engines: MakeEngin
     assert engine.turn("s", PROMPT, 8).reused_tokens == 0
 
 
-@pytest.mark.parametrize("epoch", [None, 1])
+class Gate:
+    """Holds up a thread of the engine's at a stated call of the store's until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self._open = threading.Event(), threading.Event()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def hold(self) -> bool:
+        self.reached.set()
+        return self._open.wait(30)
+
+
+@pytest.mark.parametrize("steps", [0, None])
+@pytest.mark.parametrize("held", ["the look-up", "layer 0", "layer 1"])
+@pytest.mark.parametrize(("epoch", "ahead"), [(None, False), (1, True)])
 def test_reset_in_mid_load_uses_nothing_of_it(
-    epoch: int | None, store: FakeStore, engines: MakeEngine
+    epoch: int | None, ahead: bool, held: str, steps: int | None, store: FakeStore, engines: MakeEngine
 ) -> None:
-    """The load goes on meanwhile, into chunks that nobody gets before it has ended."""
+    """The load goes on meanwhile, into chunks that nobody gets before it has ended: `steps` later, or (None) after all
+    that was asked of the engine. `ahead`: the request still waits for a row."""
     model = tiny_llama(layers=2)
     first = engines(model, store, chunk_tokens=T)
     first.turn("s", PROMPT, 8)
-    assert first.flush(10)
-    copying, go = threading.Event(), threading.Event()
+    assert first.flush(10) and store.leases == 0
+    gate = Gate()
+    engine = engines(
+        model, store, chunk_tokens=T, retain=True, sequences_max=1, read_buffer=2, load_ahead=int(ahead)
+    )
+    if ahead:
+        running = engine.add(text(40, seed=9), 400)
+        while not engine.step():
+            pass
+    else:
+        running = 0
 
     def copy(number: int) -> bool:
-        copying.set()
-        return go.wait(30)
+        return gate.hold() if held == f"layer {number}" else True
 
     store.on_copy = copy
-    engine = engines(model, store, chunk_tokens=T, retain=True)
+    if held == "the look-up":
+        store.on_read = lambda: gate.hold() and None
     number = engine.add([*PROMPT, 1], 8, session="s")
-    while not copying.is_set():
-        assert engine.step() == []
+    while not gate.reached.is_set():
+        assert all(output.request == running for output in engine.step())
+    store.on_read = lambda: None  # of what was held up, nothing; of what is asked from now on, neither
     trained(model)
     engine.reset(epoch)
     engine.check_integrity()
-    assert engine.pool.used > 0, "chunks that may still be written are free"
-    threading.Timer(0.1, go.set).start()
-    tokens = [output.token for output in engine.run() if output.request == number]
+    assert engine.pool.used > 0 or held == "the look-up", "chunks that may still be written are free"
+    if running:
+        engine.abort(running)
+    tokens: list[int] = []
+    taken = 0
+    while engine.live:
+        if taken == steps:
+            gate.open()
+        tokens += [output.token for output in engine.step() if output.request == number]
+        engine.check_integrity()
+        taken += 1
     assert tokens == alone(model, [*PROMPT, 1], 8)
     assert engine.counters["restored_tokens"] == 0 and engine.flush(10)
-    store.on_copy = lambda number: True
     assert engine.turn("s", [*PROMPT, 1], 8).tokens == tuple(tokens)
+    if steps is None and held != "the look-up":
+        assert store.leases == 1 and engine.pool.used > 0, "a lease is given back while its bytes are copied"
+    gate.open()
+    engine.add(PROMPT[:T], 1)
+    while engine.live or engine.pool.used:
+        engine.step()  # finds the load ended
+    engine.close()
+    assert store.leases == 0
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_reset_on_a_device_whose_copies_run_late(steps: int, store: FakeStore, engines: MakeEngine) -> None:
+    """Two conversations, one of which waits for its row and loads ahead."""
+    model = tiny_llama(layers=2)
+    first = engines(model, store, chunk_tokens=T)
+    for name, prompt in (("s", PROMPT), ("t", text(90, seed=4))):
+        first.turn(name, prompt, 8)
+    assert first.flush(10)
+    device = EmulatedDevice()
+    engine = engines(model, store, chunk_tokens=T, retain=True, sequences_max=1, load_ahead=1, device=device)
+    prompts = [[*PROMPT, 1], [*text(90, seed=4), 2]]
+    numbers = [engine.add(prompt, 8, session=name) for prompt, name in zip(prompts, "st", strict=True)]
+    got: dict[int, list[int]] = {number: [] for number in numbers}
+    for _ in range(steps):
+        for output in engine.step():
+            got[output.request].append(output.token)
+    trained(model)
+    engine.reset(1)
+    said = [list(got[number]) for number in numbers]
+    while engine.live:
+        for output in engine.step():
+            got[output.request].append(output.token)
+        engine.check_integrity()
+    for number, prompt, before in zip(numbers, prompts, said, strict=True):
+        rest = alone(model, [*prompt, *before], 8 - len(before)) if len(before) < 8 else []
+        assert got[number] == [*before, *rest]
+    assert not device.races and engine.flush(10)
+    engine.close()
     assert store.leases == 0
 
 

@@ -19,7 +19,7 @@ from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.promptcache import encoder as encoder_module
 from kvstore.gpu_worker.promptcache.encoder import EncodeQueue
 from kvstore.gpu_worker.promptcache.plan import Job
-from kvstore.gpu_worker.promptcache.quality import Sample
+from kvstore.gpu_worker.promptcache.quality import RECIPES, Sample
 from kvstore.gpu_worker.promptcache.service import PromptCache
 from kvstore.gpu_worker.serve.api import Api
 from kvstore.gpu_worker.serve.connection import Connection
@@ -245,7 +245,7 @@ def test_a_model_is_measured_before_it_serves(
     assert "kvctl promptcache verify" in cached.ask(ASK, status=409)["error"]["message"]
     verify = {"texts": [SAMPLE], "kl_max": 1e-9}
     verdict = cached.served.post("/promptcache/verify", verify)
-    assert verdict["recipe"] is None and len(verdict["rows"]) == 3
+    assert verdict["recipe"] is None and len(verdict["rows"]) == len(RECIPES)
     assert all(row["kl"] > 1e-9 and row["tokens"] == 6 for row in verdict["rows"])
     assert "more quality" in cached.ask(ASK, status=409)["error"]["message"]
     allowed = cached.served.post("/promptcache/verify", {**verify, "kl_max": 100, "perplexity_max": 1e9})
@@ -272,17 +272,22 @@ def test_force_serves_whatever_was_found(store: FakeStore, serve: Callable[..., 
     cached.ask(ASK)
 
 
+@pytest.mark.parametrize("recipe", [{"share": 1.0}, {"deviating": 1.0}, {"share": 0.3, "deviating": 1.0}])
 def test_recomputing_all_of_it_is_full_attention(
-    store: FakeStore, serve: Callable[..., Cached], monkeypatch: pytest.MonkeyPatch
+    recipe: dict[str, float],
+    store: FakeStore,
+    serve: Callable[..., Cached],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from kvstore.gpu_worker.promptcache import quality
     from kvstore.gpu_worker.promptcache.plan import Recipe
 
-    monkeypatch.setattr(quality, "RECIPES", (Recipe(share=1.0),))
+    monkeypatch.setattr(quality, "RECIPES", (Recipe(**recipe),))
     cached = serve(store, forced=False)
     verdict = cached.served.post("/promptcache/verify", {"texts": [SAMPLE]})
     (row,) = verdict["rows"]
     assert row["kl"] < 1e-6 and row["agreement"] == 1 and row["recomputed_share"] > 0.4
+    assert recipe.items() <= verdict["recipe"].items()
 
 
 @pytest.mark.parametrize(

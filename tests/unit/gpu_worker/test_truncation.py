@@ -11,12 +11,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaForCausalLM
+from transformers import (
+    Gemma3TextConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.chain import Chain, Part, Seen
-from kvstore.gpu_worker.truncation import Truncation, Turns, View, view
+from kvstore.gpu_worker.choices import store_key
+from kvstore.gpu_worker.truncation import Truncation, Turns, Undecided, View, check_cuttable, view
 from kvstore.keys import exact_chain
 from kvstore.types import SessionEntry
 
@@ -68,17 +78,42 @@ def conversation(seed: int, turns: int, most: int = 60) -> tuple[list[int], list
     share=st.sampled_from((0.0, 0.2, 0.5)),
     keep=st.booleans(),
     told=st.booleans(),
+    deviating=st.booleans(),
 )
 def test_what_is_kept_is_the_head_and_the_end_each_token_once(
-    seed: int, turns: int, window: int, head: int | None, share: float, keep: bool, told: bool
+    seed: int,
+    turns: int,
+    window: int,
+    head: int | None,
+    share: float,
+    keep: bool,
+    told: bool,
+    deviating: bool,
 ) -> None:
     chosen = Truncation(
-        window, head_tokens=head, recompute_share=share, keep_positions=keep, positions_max=512
+        window,
+        head_tokens=head,
+        recompute_share=share,
+        keep_positions=keep,
+        positions_max=512,
+        deviating=deviating,
     )
+    choices: dict[bytes, tuple[int, ...]] = {}
+    draw = random.Random(seed)
     tokens, known = conversation(seed, turns)
     for each in known:
         prompt = tokens[: each.ends[-1]]
-        kept = view(prompt, chosen, each if told else None, chunk_tokens=T)
+        kept = view(prompt, chosen, each if told else None, chunk_tokens=T, choices=choices)
+        if (undecided := kept.undecided) is not None:
+            assert deviating and kept.unknown[-1] == undecided.key and undecided.count % T == 0
+            assert tuple(kept.remaining[: len(undecided.tokens)]) == undecided.tokens
+            for (begin, end), number in zip(undecided.spans, undecided.numbers, strict=True):
+                assert undecided.tokens[number : number + end - begin] == tuple(range(begin, end))
+            places = sum(end - begin for begin, end in undecided.spans)
+            choices[undecided.key] = undecided.choose([draw.random() for _ in range(places)])
+            assert undecided.takes(choices[undecided.key])
+            kept = view(prompt, chosen, each if told else None, chunk_tokens=T, choices=choices)
+            assert kept.undecided is None and set(choices[undecided.key]) <= set(kept.chain.tokens)
         found = placed(kept)
         in_order = [found[position] for position in sorted(found)]
         assert in_order == list(kept.remaining)
@@ -429,11 +464,176 @@ def test_a_load_that_fails_at_any_layer_costs_time_only(
     assert store.leases == 0
 
 
+# ----------------------------------------------------------------------------------------------- what deviates most
+
+DEVIATING = replace(SETTINGS, recompute_share=0.5, deviating=True)
+
+
+def test_the_runs_that_deviate_most_are_chosen() -> None:
+    cut = Undecided(b"", tuple(range(60)), ((0, 0),), ((10, 30), (50, 62)), (0, 20), count=16)
+    places = [*range(10, 30), *range(50, 62)]
+    distances = [0.1] * len(places)
+    for place in (13, 50, 51, 52, 53, 27):
+        distances[places.index(place)] = 5.0
+    chosen = cut.choose(distances)
+    assert cut.takes(chosen) and {10, 11, 12, 13, 26, 27, 28, 29, 50, 51, 52, 53} < set(chosen)
+    assert chosen == cut.choose(distances), "the same numbers, another choice"
+    assert not cut.takes(chosen[1:]) and not cut.takes((*chosen[1:], 40)) and not cut.takes(chosen[:1] * 16)
+
+
+@pytest.mark.parametrize("head", [20, 0])
+def test_all_of_it_computed_anew_is_what_remains(
+    model: LlamaForCausalLM, store: FakeStore, engines: Make, head: int
+) -> None:
+    """Scattered among what is kept, at their positions, each sees what stands before it."""
+    settings = replace(DEVIATING, recompute_share=1.0)
+    engine = engines(model, store, chunk_tokens=T, pool_chunks=64, truncation=settings)
+    chat = Chat(engine, head=head)
+    whole = 0
+    for number in range(16):
+        with recorded_logits(model) as seen:
+            done = chat.turn(number, length=31, answer=1)
+        assert engine.flush(30)
+        if not done.cut_tokens:
+            continue
+        turns = Turns(head, tuple(chat.begins), tuple(chat.ends))
+        kept = view(chat.tokens[:-1], settings, turns, chunk_tokens=T, choices=engine._choices)
+        assert kept.undecided is None
+        if not kept.chain.seen:  # else some of what is less than a chunk is as it was
+            whole += 1
+            apart = (seen[-1][0, -1] - logits_of(model, list(kept.remaining))).abs().max()
+            assert apart < 1e-3, "not what a model computes from what remains"
+    assert whole > 2 and engine.counters["truncations_recomputed"] == 0
+    assert engine.counters["cuts_decided"] >= 4 and engine.counters["probed_tokens"] > 0
+
+
+def test_a_choice_is_found_again_by_a_worker_that_knows_nothing(
+    model: LlamaForCausalLM, store: FakeStore, engines: Make
+) -> None:
+    options: dict[str, Any] = {"chunk_tokens": T, "pool_chunks": 64, "truncation": DEVIATING}
+    first = engines(model, store, **options)
+    chat = Chat(first)
+    for number in range(13):
+        chat.turn(number)
+        assert first.flush(30)
+    decided = first.counters["cuts_decided"]
+    assert decided >= 3 and first.save_counters["choices_saved"] == decided
+    second, third = engines(model, store, **options), engines(model, store, **options)
+    one, other = chat.again(first), chat.again(second)
+    with recorded_logits(model) as seen:
+        mine = one.turn(50)
+        count = len(seen)
+        theirs = other.turn(50)
+    assert mine.tokens == theirs.tokens and mine.cut_tokens == theirs.cut_tokens > 0
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(seen[:count], seen[count:], strict=True))
+    assert second.counters["truncations_recomputed"] == 0
+    assert second.counters["cuts_decided"] <= 1, "what was found out is found out again"
+    assert second.counters["restored_tokens"] > second.counters["computed_tokens"]
+    # Choices that are lost, or no choices, cost time only
+    keys = {store_key(salt, key) for salt, _ in store.sessions for key in first._choices}
+    for name, shard in list(store.chunks.items()):
+        if name[1] in keys:
+            store.chunks[name] = shard ^ 0xFF
+    lost = chat.again(third).turn(50)
+    assert (
+        len(lost.tokens) == 12 and third.counters["cuts_decided"] + third.counters["truncations_recomputed"]
+    )
+
+
+def test_without_room_to_look_the_first_are_chosen_and_it_goes_on(
+    model: LlamaForCausalLM, store: FakeStore, engines: Make
+) -> None:
+    engine = engines(model, store, chunk_tokens=T, pool_chunks=17, truncation=DEVIATING)
+    chat = Chat(engine)
+    for number in range(12):
+        assert len(chat.turn(number).tokens) == 12
+        assert engine.flush(30)
+    assert engine.counters["requests_cut"] > 3
+
+
+def test_deviating_requests_share_steps_are_preempted_and_aborted(
+    model: LlamaForCausalLM, store: FakeStore, engines: Make
+) -> None:
+    options: dict[str, Any] = {"chunk_tokens": T, "truncation": DEVIATING}
+    alone = engines(model, store, pool_chunks=64, **options)
+    chats = [Chat(alone, session=f"s{number}") for number in range(3)]
+    for number in range(8):
+        for offset, chat in enumerate(chats):
+            chat.turn(100 * offset + number, answer=1)
+            assert alone.flush(30)
+    turns = Turns(20, (*chats[0].begins, len(chats[0].tokens)), (*chats[0].ends, len(chats[0].tokens) + 30))
+    prompts = [[*chat.tokens, *text(30, seed=7)] for chat in chats]
+    wanted = [alone.turn("", prompt, 20, turns=turns).tokens for prompt in prompts]
+    assert alone.flush(30) and alone.counters["cuts_decided"] >= 3
+    for late in (False, True):
+        device = EmulatedDevice() if late else None
+        engine = engines(model, store, pool_chunks=64, device=device, **options)
+        numbers = [engine.add(prompt, 20, turns=turns) for prompt in prompts]
+        dropped = engine.add(prompts[0], 20, turns=turns)
+        got: dict[int, list[int]] = {number: [] for number in (*numbers, dropped)}
+        steps = 0
+        while engine.live:
+            for output in engine.step():
+                got[output.request].append(output.token)
+            engine.check_integrity()
+            steps += 1
+            if steps == 2:
+                engine.abort(dropped)
+            if steps in (3, 9) and engine.running > 1:
+                newest = engine._scheduler.running[-1]
+                engine._scheduler.stop(newest)
+                engine._scheduler.waiting.appendleft(newest)
+                engine.check_integrity()
+        assert [tuple(got[number]) for number in numbers] == wanted
+        assert engine.counters["truncations_recomputed"] == 0
+        assert device is None or not device.races
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, DEVIATING], ids=["place", "deviating"])
+def test_ten_cuts_drift_no_further_than_two(
+    model: LlamaForCausalLM, store: FakeStore, engines: Make, settings: Truncation
+) -> None:
+    """How far an answer is from what a model makes of the text that remains: reuse costs something, and no more the
+    tenth time."""
+    engine = engines(model, store, chunk_tokens=T, pool_chunks=64, truncation=settings)
+    chat = Chat(engine)
+    apart: list[float] = []
+    number = cuts = 0
+    while cuts < 10:
+        with recorded_logits(model) as seen:
+            chat.turn(number, answer=2)
+        assert engine.flush(30)
+        turns = Turns(20, tuple(chat.begins), tuple(chat.ends))
+        kept = view(chat.tokens[:-2], settings, turns, chunk_tokens=T, choices=engine._choices)
+        if kept.cuts > cuts:
+            cuts = kept.cuts
+            mine = seen[-2][0, -1].log_softmax(-1)
+            wanted = logits_of(model, list(kept.remaining)).log_softmax(-1)
+            apart.append(float((wanted.exp() * (wanted - mine)).sum()))
+        number += 1
+    assert engine.counters["truncations_recomputed"] == 0
+    assert sum(apart[-3:]) <= 2 * sum(apart[:3]), apart
+
+
 def test_models_whose_keys_cannot_be_moved_are_refused(engines: Make) -> None:
     model = tiny_llama(layers=2)
     model.config.rope_parameters = {**model.config.rope_parameters, "mrope_section": [4, 4]}
     with pytest.raises(Unsupported, match="M-RoPE"):
         engines(model, None, chunk_tokens=T, truncation=SETTINGS)
+    for config, says in (
+        (GptOssConfig(), "config.model_type=gpt_oss.*sinks are learned"),
+        (MistralConfig(sliding_window=4096), "config.sliding_window=4096.*a sliding window"),
+        (Gemma3TextConfig(), "config.layer_types"),
+        (Llama4TextConfig(), "attention_chunk_size"),
+    ):
+        with pytest.raises(Unsupported, match=says):
+            check_cuttable(config)
+    for fine in (LlamaConfig(), MistralConfig(sliding_window=None), Qwen2Config(), Qwen3Config()):
+        check_cuttable(fine)
+    window = LlamaForCausalLM(tiny_llama(layers=2).config)
+    window.config.sliding_window = 64
+    with pytest.raises(Unsupported, match=r"config.sliding_window=64"):
+        engines(window, None, chunk_tokens=T, truncation=SETTINGS)
     with pytest.raises(ValueError, match=r"truncation.window is 4096"):
         engines(tiny_llama(layers=2), None, chunk_tokens=T, truncation=Truncation(4096))
 
@@ -452,7 +652,7 @@ def test_a_tail_of_a_cut_conversation_is_nobody_elses(model: LlamaForCausalLM, e
     """Behind the same full chunk and with the same tokens: one saw what was kept of a conversation, the other not."""
     engine = engines(model, None, chunk_tokens=T, pool_chunks=128, retain=True, truncation=SETTINGS)
     prompt = text(200)
-    turns = Turns(T, (T, 100, 192), (90, 180, 200))
+    turns = Turns(T, (T, 100, 193), (90, 180, 200))
     engine.turn("", prompt[:192], 1, turns=Turns(T, turns.begins[:2], turns.ends[:2]))
     cut = engine.turn("", prompt, 1, turns=turns)
     assert cut.cut_tokens > 0 and engine.counters["truncations_recomputed"] == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ NAN = float("nan")
 FEW = 256
 """Numbers of which the plain result may be closer than usual."""
 Attend = Callable[..., torch.Tensor]
+New = Mapping[int, int | Sequence[int]]
 
 
 @dataclass
@@ -155,16 +156,25 @@ class Case:
         lengths = {row: self.sequences[row][1] for row in rows}
         return {row: self.random.choice((1, self.random.randint(1, n), n)) for row, n in lengths.items()}
 
-    def queries(self, new: dict[int, int], dtype: torch.dtype, size: float = 1.0) -> torch.Tensor:
+    def scattered(self) -> dict[int, int | list[int]]:
+        """As `new_tokens`; of some rows any of their tokens are new."""
+        new: dict[int, int | list[int]] = dict(self.new_tokens())
+        for row in self.random.sample(list(new), self.random.randint(0, len(new))):
+            tokens = self.sequences[row][1]
+            new[row] = sorted(self.random.sample(range(tokens), self.random.randint(1, tokens)))
+        return new
+
+    def queries(self, new: New, dtype: torch.dtype, size: float = 1.0) -> torch.Tensor:
         draw = torch.Generator().manual_seed(self.seed + 1)
-        shape = (sum(new.values()), self.kv_heads * self.group, self.head_dim)
+        count = sum(one if isinstance(one, int) else len(one) for one in new.values())
+        shape = (count, self.kv_heads * self.group, self.head_dim)
         return (torch.randn(shape, generator=draw) * size).to(dtype)
 
     def check_prefill(
         self,
         attend: Attend,
         dtype: torch.dtype,
-        new: dict[int, int],
+        new: New,
         *,
         size: float = 1.0,
         tile_queries: int | None = None,

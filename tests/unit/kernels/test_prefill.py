@@ -78,7 +78,7 @@ def test_any_forest_gives_the_exact_result_but_for_rounding(
 ) -> None:
     case = Case(seed=seed, **shape).fill(sequences)
     case.check_prefill(
-        *(prefill_attention, dtype, case.new_tokens()),
+        *(prefill_attention, dtype, case.scattered()),
         tile_queries=tile_queries,
         split_tokens=split_chunks and split_chunks * case.chunk_tokens,
         soft_cap=soft_cap,
@@ -308,6 +308,14 @@ def test_at_its_real_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({0: 0}, {}, "row 0 has 0 new tokens: must be at least 1 and at most its 20"),
         ({0: 21}, {}, "row 0 has 21 new tokens"),
+        (
+            {0: [3, 3]},
+            {},
+            r"row 0 has these new tokens: \[3, 3\]: their numbers must rise, and be below its 20",
+        ),
+        ({0: [-1, 3]}, {}, "row 0 has these new tokens"),
+        ({0: [3, 20]}, {}, "row 0 has these new tokens"),
+        ({0: []}, {}, "row 0 has these new tokens"),
         ({1: 1}, {}, "row 1 has no sequence"),
         ({0: 1}, {"tile_queries": 0}, "tile_queries is 0: must be at least 1"),
         ({0: 1}, {"split_tokens": 0}, "split_tokens is 0"),

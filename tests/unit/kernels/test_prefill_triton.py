@@ -92,7 +92,7 @@ def test_interpreter_gives_the_exact_result_but_for_rounding(
 def test_interpreter_on_random_forests(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "TABLE_CHUNKS", 4)  # so that several parts are needed
     case = Case(seed=seed, head_dim=64, group=2, chunks=32).fill(6)
-    case.check_prefill(attend, torch.float16, case.new_tokens(), tile_queries=24)
+    case.check_prefill(attend, torch.float16, case.scattered(), tile_queries=24)
 
 
 @interpreted

@@ -66,7 +66,7 @@ def test_prefill_sees_stretches_from_a_token_on(
 ) -> None:
     case = Case(seed=seed, **shape).fill(sequences).scatter()
     case.check_prefill(
-        prefill_attention, dtype, case.new_tokens(), tile_queries=tile_queries, soft_cap=soft_cap
+        prefill_attention, dtype, case.scattered(), tile_queries=tile_queries, soft_cap=soft_cap
     )
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from kvstore.promptcache import ByteTokenizer, Encoding, Layout, PmlError, parse_prompt, parse_schema
 from kvstore.promptcache.layout import Source
 from kvstore.promptcache.markup import escape, resolve_entities
-from kvstore.promptcache.prompt import FreeText, Import, Prompt
-from kvstore.promptcache.schema import Module, Parameter, Role, Schema, Text, Union
+from kvstore.promptcache.prompt import Documents, FreeText, Import, Prompt
+from kvstore.promptcache.schema import Collection, Module, Parameter, Role, Schema, Text, Union
 
 LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0\r")
 TEXT = st.one_of(
@@ -36,7 +36,9 @@ def joined(nodes: list) -> tuple:
 def children(draw, depth: int, names: set[str], parameters: set[str]) -> tuple:
     found: list = []
     for kind in draw(
-        st.lists(st.sampled_from(["text", "parameter", "module", "anonymous", "union"]), max_size=4)
+        st.lists(
+            st.sampled_from(["text", "parameter", "module", "anonymous", "union", "collection"]), max_size=4
+        )
     ):
         if kind == "text" or depth == 0:
             found.append(Text(draw(TEXT)))
@@ -47,6 +49,10 @@ def children(draw, depth: int, names: set[str], parameters: set[str]) -> tuple:
             found.append(Parameter(name, draw(st.integers(9, 20)), scaffold))
         elif kind == "module":
             found.append(draw(module(depth, names)))
+        elif kind == "collection":
+            name = draw(NAME.filter(lambda name: name not in names))
+            names.add(name)
+            found.append(Collection(name, draw(st.none() | st.integers(150, 200))))
         elif kind == "anonymous":
             inner = draw(children(depth - 1, names, parameters))
             found.append(Module("", inner, draw(st.booleans())))
@@ -113,6 +119,9 @@ def prompts(draw) -> Prompt:
             if draw(st.booleans()) and not (found and isinstance(found[-1], FreeText)):
                 found.append(FreeText(draw(TEXT)))
             found.append(Import(inner, scope.modules[name], arguments(inner), items(inner)))
+        for name in [name for name in scope.collections if draw(st.booleans())]:
+            texts = draw(st.lists(st.text(LETTERS, min_size=1, max_size=12), max_size=3))
+            found.append(Documents((*path, name), tuple(texts)))
         if not path and draw(st.booleans()):
             found.append(FreeText("question", (1, "user")))
         return tuple(found)
@@ -146,7 +155,7 @@ def test_a_prompt_is_read_back_and_placed(prompt: Prompt) -> None:
     used = layout.used(prompt)
     assert () in used
     for run in placement.runs:
-        assert run.path in used or run.source is Source.TEXT
+        assert run.path in used or run.source is Source.TEXT or run.document
     encoding = Encoding(layout, b"s" * 32, chunk_tokens=8)
     for run, entries in encoding.entries(placement):
         assert [token for entry in entries for token in entry.chunk.tokens] == list(run.tokens)

@@ -1,0 +1,327 @@
+"""What is forgotten on one node is forgotten on all: telling the others, and heeding what they tell.
+
+    here       doomed, noted -> ForgetChunks to each channel -> ChunksForgotten -> the answer of the Forget or Recall
+    elsewhere  ForgottenElsewhere -> what this node has of it is a miss, whoever made it
+
+A *channel* is a place where nodes leave tombstones for each other (`tiers/remote/tombstones.py`): the REMOTE store, the
+registry of the fleet. It counts its forgets; `State.applied` is the count up to which this node has dropped everything.
+What this node writes to the REMOTE store, or gives to a peer, says that count, and a reader refuses what was forgotten
+at a higher one. So what was forgotten cannot come back through a node that has not heard of it yet.
+
+What came from other nodes is served only while this node hears of forgets: if it could read no channel for
+`forget_within_ms`, all that came from others goes. What its own workers made stays, and goes when it hears.
+
+The answer to a Forget or Recall waits until each channel knows, `HOLD_MS` at most; what a channel could not take is
+noted at the edge, and is told when it is back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kvstore.core import events as ev
+from kvstore.core.chunks import DOOMED, FETCHING, FOREIGN, NONE
+from kvstore.core.namespaces import Namespace
+from kvstore.core.remote.saves import RemoteSaves
+from kvstore.core.remote.sources import Sources
+from kvstore.core.state import State
+from kvstore.errors import Unavailable
+from kvstore.types import ChunkKey, Millis, NamespaceId, OpId, Reason
+
+FORGOTTEN_PER_OP_MAX = 1_024
+FORGETS_MAX = 64
+"""Under way at one channel; the rest waits here."""
+HOLD_MS = 2_000
+"""How long an answer waits for the channels to know what was forgotten."""
+KEYS_PER_STEP_MAX = 4_096
+"""Of what others have forgotten; the rest comes when nothing waits, or with the next tick."""
+ROWS_LOOKED_AT_MS = 1_000
+"""Between two searches for chunks of other nodes, while none may be served."""
+EVERYTHING = (b"", ChunkKey(b""), b"")
+"""A channel lost count of what this node has missed."""
+
+
+@dataclass(slots=True)
+class Channel:
+    """One place where forgets are told, and read."""
+
+    name: str
+    untold: deque[tuple[bytes, ChunkKey, bytes]] = field(default_factory=deque)
+    under_way: dict[OpId, int] = field(default_factory=dict)
+    """How many forgets each op tells of."""
+    noted: int = 0
+    told: int = 0
+    trouble: str = ""
+    heard: Millis | None = None
+    """When it was read last."""
+
+    @property
+    def what(self) -> str:
+        return "the REMOTE store" if self.name == "remote" else "the other nodes"
+
+
+@dataclass(slots=True)
+class Held:
+    """An answer that waits until the channels know what was forgotten before it."""
+
+    ticket: ev.Ticket
+    answer: object
+    numbers: dict[str, int]
+    until: Millis
+
+
+@dataclass(slots=True)
+class Learned:
+    channel: Channel
+    keys: deque[tuple[bytes, ChunkKey, bytes]]
+    count: int
+    rows: deque[tuple[int, ChunkKey]] = field(default_factory=deque)
+    """Of a namespace that was forgotten as a whole."""
+
+
+class Forgets:
+    def __init__(self, state: State, sources: Sources, saves: RemoteSaves) -> None:
+        self.state = state
+        self._sources = sources
+        self._saves = saves
+        self.channels = {name: Channel(name) for name in state.limits.forgets_told}
+        self.held: deque[Held] = deque()
+        self._learned: deque[Learned] = deque()
+        self.makers: deque[bytes] = deque()
+        """That were recalled elsewhere; the store hands them on."""
+        self._searched_at: Millis | None = None
+
+    def __repr__(self) -> str:
+        return f"Forgets({list(self.channels)}, {len(self.held)} answers held, {len(self._learned)} to heed)"
+
+    @property
+    def active(self) -> bool:
+        return bool(self.channels)
+
+    # ------------------------------------------------------------------------------------------------------ telling
+
+    def pump(self) -> None:
+        """After every step."""
+        if not self.channels:
+            return
+        if self.state.forgotten:
+            gone, self.state.forgotten = self.state.forgotten, []
+            self._forget(gone)
+        for channel in self.channels.values():
+            while channel.untold and len(channel.under_way) < FORGETS_MAX:
+                self._tell(channel)
+        if self.held:
+            self._release()
+
+    def _forget(self, gone: Iterable[tuple[NamespaceId, ChunkKey]]) -> None:
+        for namespace_id, key in gone:
+            namespace = self.state.namespaces.get(namespace_id)
+            self._is_gone((namespace_id, key))
+            if namespace is not None:
+                self._note(namespace.salt, key, b"")
+            else:
+                for channel in self.channels.values():
+                    channel.noted, channel.told = channel.noted + 1, channel.told + 1
+
+    def _is_gone(self, name: tuple[NamespaceId, ChunkKey]) -> None:
+        self._saves.was_forgotten(name)
+        for source in self._sources.by_name:
+            self._sources.is_gone(name, source)
+
+    def forget_keys(self, namespace: Namespace, keys: Iterable[ChunkKey]) -> None:
+        """Those that this node knows nothing of (`State.doom` notes the others): another node may have them."""
+        if self.channels:
+            self._forget((namespace.id, key) for key in dict.fromkeys(keys) if key not in namespace.index)
+
+    def forget_namespace(self, namespace: Namespace) -> None:
+        """All of it, whoever has it."""
+        if self.channels:
+            self._note(namespace.salt, ChunkKey(b""), b"")
+
+    def forget_maker(self, maker: bytes) -> None:
+        if self.channels:
+            self._note(b"", ChunkKey(b""), maker)
+
+    def _note(self, digest: bytes, key: ChunkKey, maker: bytes) -> None:
+        for channel in self.channels.values():
+            channel.untold.append((digest, key, maker))
+            channel.noted += 1
+
+    def _tell(self, channel: Channel) -> None:
+        count = min(len(channel.untold), FORGOTTEN_PER_OP_MAX)
+        told = tuple(channel.untold.popleft() for _ in range(count))
+        op = self.state.new_op()
+        channel.under_way[op] = count
+        self.state.effects.append(ev.ForgetChunks(op, channel.name, told))
+
+    def forgotten(self, event: ev.ChunksForgotten) -> None:
+        channel = next(each for each in self.channels.values() if event.op in each.under_way)
+        channel.told += channel.under_way.pop(event.op)
+        channel.trouble = event.why
+        self.state.counters["remote_forgets"] += 1
+        if event.why:
+            self.state.counters["remote_forgets_postponed"] += 1
+
+    def hold(self, ticket: ev.Ticket, answer: object) -> bool:
+        """True: this answer waits until the channels know what was forgotten until now."""
+        coming = len(self.state.forgotten)
+        numbers = {name: channel.noted + coming for name, channel in self.channels.items()}
+        if all(self.channels[name].told >= number for name, number in numbers.items()):
+            return False
+        self.held.append(Held(ticket, answer, numbers, self.state.now + HOLD_MS))
+        return True
+
+    def _release(self) -> None:
+        state = self.state
+        while self.held:
+            held = self.held[0]
+            behind = [self.channels[name] for name, n in held.numbers.items() if n > self.channels[name].told]
+            if behind and held.until > state.now:
+                return
+            self.held.popleft()
+            troubled = behind + [c for c in self.channels.values() if c.trouble and c not in behind]
+            answer = self._not_durable(held.answer, troubled[0]) if troubled else held.answer
+            state.release(held.ticket, answer)
+
+    @staticmethod
+    def _not_durable(answer: object, channel: Channel) -> object:
+        why = channel.trouble or "it did not answer in time"
+        trouble = f"{channel.what} does not know it yet ({why}); it is told when it is back"
+        if channel.name != "remote":
+            trouble = f"{channel.what} do not know it yet ({why}); they are told when the registry is back"
+        match answer:
+            case ev.Done():
+                return replace(answer, not_durable=answer.not_durable or trouble)
+            case ev.Recalled():
+                return Unavailable(
+                    f"{answer.chunks} chunks are misses now, but {trouble}",
+                    field="recall",
+                    remedy=f"ask again when {channel.what} can be reached",
+                )
+        return answer
+
+    # ------------------------------------------------------------------------------------------------------- heeding
+
+    def elsewhere(self, event: ev.ForgottenElsewhere) -> None:
+        """A channel was read, and this is new; or nothing is."""
+        channel = self.channels[event.source]
+        channel.heard = max(channel.heard or 0, self.state.now - event.age_ms)
+        if not event.forgotten and not self._learned:
+            self._applied(channel, event.count)
+            return
+        self._learned.append(Learned(channel, deque(event.forgotten), event.count))
+        self.go_on()
+
+    @property
+    def going(self) -> bool:
+        return bool(self._learned)
+
+    def go_on(self) -> None:
+        """One step more of what others have forgotten, in the order in which it was read."""
+        left = KEYS_PER_STEP_MAX
+        by_digest = {each.salt: each for each in self.state.namespaces.values()} if self._learned else {}
+        while self._learned and left > 0:
+            learned = self._learned[0]
+            while learned.rows and left > 0:
+                left -= 1
+                self._drop(learned, *learned.rows.popleft())
+            while learned.keys and not learned.rows and left > 0:
+                left -= 1
+                self._heed(learned, learned.keys.popleft(), by_digest)
+            if not learned.keys and not learned.rows:
+                self._learned.popleft()
+                self._applied(learned.channel, learned.count)
+
+    def _applied(self, channel: Channel, count: int) -> None:
+        self.state.applied[channel.name] = max(count, self.state.applied.get(channel.name, 0))
+
+    def _heed(
+        self,
+        learned: Learned,
+        forgotten: tuple[bytes, ChunkKey, bytes],
+        by_digest: Mapping[bytes, Namespace],
+    ) -> None:
+        digest, key, maker = forgotten
+        self.state.counters["forgets_from_elsewhere"] += 1
+        if forgotten == EVERYTHING:
+            for namespace in by_digest.values():
+                learned.rows.extend((row, key) for key, row in namespace.index.items())
+            return
+        if maker:
+            self.makers.append(maker)
+            return
+        found = by_digest.get(digest)
+        if found is None:
+            return
+        if not key:
+            learned.rows.extend((row, key) for key, row in found.index.items())
+            return
+        self._is_gone((found.id, key))
+        row = found.index.get(key, NONE)
+        if row != NONE:
+            self._drop(learned, row, key)
+
+    def _drop(self, learned: Learned, row: int, key: ChunkKey) -> None:
+        """A miss from now on, which nobody has to be told of."""
+        state = self.state
+        if state.chunks.key[row] != key:
+            return
+        if state.chunks.flags[row] & FETCHING:
+            self._sources.was_forgotten(row, learned.channel.name, learned.count)
+            return
+        noted = len(state.forgotten)
+        self._is_gone((NamespaceId(state.chunks.namespace[row]), key))
+        if state.doom(row, Reason.FORGOTTEN):
+            state.counters["chunks_forgotten_elsewhere"] += 1
+        del state.forgotten[noted:]
+
+    def expire(self) -> None:
+        """Before every step: what came from others is served only while this node hears of forgets."""
+        within = self.state.limits.forget_within_ms
+        if not self.channels or not within:
+            return
+        now = self.state.now
+        heard = None
+        for channel in self.channels.values():
+            if channel.heard is None:
+                channel.heard = now  # this node has just begun
+            heard = channel.heard if heard is None else max(heard, channel.heard)
+        if heard is None or now - heard < within:
+            self._searched_at = None
+            return
+        if self._searched_at is not None and now - self._searched_at < ROWS_LOOKED_AT_MS:
+            return
+        self._searched_at = now
+        chunks = self.state.chunks
+        view = chunks.views
+        used = slice(0, chunks.rows_ever)
+        foreign = (view.flags[used] & FOREIGN != 0) & (view.flags[used] & DOOMED == 0)
+        dropped = 0
+        for row in np.flatnonzero(foreign & (view.shard0[used] != NONE)).tolist():
+            if chunks.flags[row] & FOREIGN and chunks.shard0[row] != NONE:
+                dropped += self.state.doom(row, Reason.EXPIRED)
+        self.state.counters["chunks_of_others_expired"] += dropped
+
+    # -------------------------------------------------------------------------------------------------------- shown
+
+    def gauges(self) -> dict[str, float]:
+        """For admins; none without a channel."""
+        if not self.channels:
+            return {}
+        now = self.state.now
+        told = {
+            f"{name}_forgets_read_ms_ago": float(now - channel.heard if channel.heard is not None else -1)
+            for name, channel in self.channels.items()
+        }
+        waiting = sum(channel.noted - channel.told for channel in self.channels.values())
+        return {"remote_forgets_waiting": float(waiting), **told}
+
+    @property
+    def behind(self) -> bool:
+        """Whether something of this node is on its way to the others that is about to be taken, or is to be dropped."""
+        told = any(channel.under_way or channel.untold for channel in self.channels.values())
+        return bool(told or self.held or self._learned)

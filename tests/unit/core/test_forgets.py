@@ -1,0 +1,183 @@
+"""What other nodes have forgotten is a miss here; what came from others goes when nobody can be heard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.core import events as ev
+from kvstore.sim.remote_world import RemoteWorld
+from kvstore.sim.world import PAGE, chain, spec
+from kvstore.types import ChunkKey, NamespaceId, WorkerId
+
+KEYS = chain("k", 4)
+NOTHING = (b"", ChunkKey(b""), b"")
+
+
+def start(**limits: Any) -> tuple[RemoteWorld, WorkerId, NamespaceId]:
+    defaults: dict[str, Any] = {"segments": 2, "segment_bytes": 8 * PAGE, "reserve_share_max": 1.0}
+    remote = {"remote_store": "remote", "remote_writes": "write-through", "forget_within_ms": 60_000}
+    world = RemoteWorld(**{**defaults, **remote, **limits})
+    worker = world.join()
+    return world, worker, world.open(spec(), worker)
+
+
+def digest(world: RemoteWorld, namespace: NamespaceId) -> bytes:
+    return world.store.state.namespaces[namespace].salt
+
+
+def heard(world: RemoteWorld, *forgotten: tuple[bytes, ChunkKey, bytes], count: int, age_ms: int = 0) -> None:
+    world.step(ev.ForgottenElsewhere("remote", forgotten, count, age_ms))
+
+
+def fetch(world: RemoteWorld, worker: WorkerId, namespace: NamespaceId) -> None:
+    world.put_elsewhere(namespace, KEYS)
+    world.ask(ev.Acquire, worker, namespace, KEYS, wait_ms=1_000)
+    assert world.outcomes(worker, namespace, KEYS) == ["HIT"] * 4
+    for lease in list(world.store.state.leases.leases):
+        world.ask(ev.Release, worker, (lease,))
+
+
+@pytest.mark.parametrize("fetched", [True, False])
+def test_a_key_that_another_node_forgot_is_a_miss_here(fetched: bool) -> None:
+    world, worker, namespace = start()
+    if fetched:
+        fetch(world, worker, namespace)
+    else:
+        world.save(worker, namespace, KEYS)
+    heard(world, (digest(world, namespace), KEYS[1], b""), count=5)
+    assert world.outcomes(worker, namespace, KEYS) == ["HIT", "FORGOTTEN", "HIT", "HIT"]
+    assert world.store.state.applied == {"remote": 5}
+    assert not world.tombstones, "a node that heard of a forget tells of it again"
+
+
+def test_on_ssd_too_and_for_good() -> None:
+    world, worker, namespace = start(slabs=1, slab_slots=8)
+    world.save(worker, namespace, KEYS)
+    world.tick(10_000)
+    heard(world, (digest(world, namespace), KEYS[0], b""), count=1)
+    world.tick(10_000)
+    assert world.outcomes(worker, namespace, KEYS)[0] == "FORGOTTEN"
+    assert (namespace, KEYS[0]) not in world.platter.chunks and (namespace, KEYS[1]) in world.platter.chunks
+
+
+def test_a_namespace_a_maker_and_everything() -> None:
+    world, worker, namespace = start()
+    world.save(worker, namespace, KEYS)
+    heard(world, (b"of a namespace that is not open here" * 1, ChunkKey(b""), b""), count=1)
+    assert world.outcomes(worker, namespace, KEYS) == ["HIT"] * 4
+    heard(world, (digest(world, namespace), ChunkKey(b""), b""), count=2)
+    assert "HIT" not in world.outcomes(worker, namespace, KEYS)
+    others = chain("o", 2)
+    world.save(worker, namespace, others, maker=b"m" * 16)
+    heard(world, (b"", ChunkKey(b""), b"m" * 16), count=3)
+    assert world.outcomes(worker, namespace, others) == ["RECALLED"] * 2
+    with pytest.raises(Exception, match="was recalled"):
+        world.save(worker, namespace, chain("p", 1), maker=b"m" * 16)
+    more = chain("q", 2)
+    world.save(worker, namespace, more)
+    heard(world, NOTHING, count=9)
+    assert "HIT" not in world.outcomes(worker, namespace, more)
+
+
+def test_what_was_on_its_way_when_it_was_forgotten_does_not_arrive() -> None:
+    world, worker, namespace = start()
+    world.put_elsewhere(namespace, KEYS)
+    world.hold = {ev.FetchChunks}
+    world.ask(ev.Acquire, worker, namespace, KEYS, wait_ms=1_000)
+    heard(world, (digest(world, namespace), KEYS[0], b""), count=1)
+    world.finish()
+    assert world.outcomes(worker, namespace, KEYS[:1]) != ["HIT"]
+    assert world.outcomes(worker, namespace, KEYS[1:]) == ["HIT"] * 3
+
+
+def test_what_came_and_is_newer_than_the_forget_is_served() -> None:
+    """A node reads of the forget and of what was written after it in one call."""
+    world, worker, namespace = start()
+    world.put_elsewhere(namespace, KEYS)
+    world.hold = {ev.FetchChunks}
+    world.ask(ev.Acquire, worker, namespace, KEYS, wait_ms=1_000)
+    world.count = 2
+    heard(world, (digest(world, namespace), KEYS[0], b""), (b"", ChunkKey(b""), b"m" * 16), count=2)
+    world.finish()
+    assert world.outcomes(worker, namespace, KEYS) == ["HIT"] * 4
+
+
+def test_what_is_saved_after_it_stays_and_says_which_forgets_it_is_newer_than() -> None:
+    world, worker, namespace = start()
+    world.save(worker, namespace, KEYS)
+    heard(world, (digest(world, namespace), KEYS[0], b""), count=7)
+    world.hold = {ev.StoreChunks}
+    world.save(worker, namespace, KEYS[:1])
+    assert world.outcomes(worker, namespace, KEYS) == ["HIT"] * 4
+    assert {effect.generation for effect in world.held} == {7}
+
+
+def test_many_are_heeded_in_parts_and_counted_when_all_are() -> None:
+    world, worker, namespace = start()
+    world.save(worker, namespace, KEYS)
+    salt = digest(world, namespace)
+    unknown = [(salt, ChunkKey(n.to_bytes(32, "little")), b"") for n in range(5_000)]
+    heard(world, *unknown, (salt, KEYS[0], b""), count=3)
+    assert not world.store.state.applied and world.store.has_ahead()
+    heard(world, count=4)
+    world.step(ev.Idle())
+    assert world.store.state.applied == {"remote": 4}
+    assert world.outcomes(worker, namespace, KEYS[:1]) == ["FORGOTTEN"]
+
+
+def test_what_came_from_others_goes_when_nobody_is_heard_and_what_is_ours_stays() -> None:
+    world, worker, namespace = start()
+    own = chain("own", 2)
+    heard(world, count=1)
+    fetch(world, worker, namespace)
+    world.save(worker, namespace, own)
+    world.tick(59_000)
+    assert world.outcomes(worker, namespace, [*KEYS, *own]) == ["HIT"] * 6
+    heard(world, count=1, age_ms=30_000)
+    world.tick(29_000)
+    assert world.outcomes(worker, namespace, KEYS) == ["HIT"] * 4
+    world.elsewhere["remote"].clear()
+    world.tick(1_000)
+    assert "HIT" not in world.outcomes(worker, namespace, KEYS)
+    assert world.outcomes(worker, namespace, own) == ["HIT"] * 2
+    heard(world, count=1)
+    world.tick(2_000)
+    fetch(world, worker, namespace)
+
+
+def test_without_a_bound_it_stays() -> None:
+    world, worker, namespace = start(forget_within_ms=0)
+    fetch(world, worker, namespace)
+    world.tick(10_000_000)
+    assert world.outcomes(worker, namespace, KEYS) == ["HIT"] * 4
+
+
+def test_a_node_that_stood_still_serves_nothing_of_others_before_it_has_heard() -> None:
+    """The first request after a standstill comes before any tick."""
+    world, worker, namespace = start(remote_writes="off")
+    heard(world, count=1)
+    fetch(world, worker, namespace)
+    world.elsewhere["remote"].clear()
+    world.now += 61_000
+    assert "HIT" not in world.outcomes(worker, namespace, KEYS)
+
+
+def test_two_channels_both_know_before_it_is_answered_and_either_is_enough_to_hear() -> None:
+    world, worker, namespace = start(sources=("peers", "remote"), forgets_told=("peers", "remote"))
+    fetch(world, worker, namespace)
+    world.hold = {ev.ForgetChunks}
+    assert world.ask(ev.Forget, worker, namespace, b"", KEYS[:1]) is None
+    first, second = world.held
+    assert {first.source, second.source} == {"peers", "remote"}
+    world.finish(first)
+    assert not [reply for reply in world.replies if isinstance(reply.answer, ev.Done)]
+    world.finish(second, fails="it is away")
+    (reply,) = [reply for reply in world.replies if isinstance(reply.answer, ev.Done)]
+    assert "it is away" in reply.answer.not_durable
+    world.hold = set()
+    world.tick(50_000)
+    heard(world, count=1)
+    world.tick(50_000)
+    assert world.outcomes(worker, namespace, KEYS[1:]) == ["HIT"] * 3
