@@ -17,6 +17,7 @@ from kvstore.core.cold_tier import ColdTier, Restored
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
+from kvstore.core.remote.ahead import Ahead
 from kvstore.core.remote.forgets import Forgets
 from kvstore.core.remote.saves import RemoteSaves
 from kvstore.core.remote.sources import Sources
@@ -97,6 +98,7 @@ class Store:
             lambda maker: self.recalls.is_barred(maker),
         )
         self.sources.resume = self._resume
+        self.ahead = Ahead(self.state, self.sources)
         self.remote = RemoteSaves(self.state, self.sources)
         self.forgets = Forgets(self.state, self.sources, self.remote)
         self.state.hold = self.forgets.hold
@@ -559,6 +561,7 @@ class Store:
         self.segments.tick()
         self.transfers.tick()
         self.sources.tick()
+        self.ahead.tick()
         self.remote.tick()
         self.forgets.go_on()
         self.actions.tick()

@@ -16,6 +16,7 @@ from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, QUEUED, STORED
 from kvstore.core.ssd.slab_tier import SlabTier
 from kvstore.types import (
+    ChunkKey,
     DiskPlace,
     DiskResult,
     Extent,
@@ -81,6 +82,10 @@ class Cluster(DiskWorld):
         return super()._begin()
 
     # ------------------------------------------------------------------------------------------------------ events
+
+    def is_forgotten(self, namespace: NamespaceId, key: ChunkKey) -> bool:
+        """Whether a start may drop it, because some node forgot it once."""
+        return False
 
     def step(self, event: ev.Event) -> None:
         """One event, and all that is checked after it."""

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvstore.client import Hint
 from kvstore.tiers.remote import records
+from kvstore.types import Outcome
 
 from ..fleet_tools import RedisServer, needs_redis
 from .remote_tools import Node, starter
@@ -102,6 +104,19 @@ def test_a_copy_of_what_another_node_forgets_goes(start: Callable[..., Node]) ->
     assert b.read(own)[0] != "HIT" and b.read(own)[1:] == ["HIT"] * 3
     c = start("c")
     assert "HIT" not in c.read([*keys[:4], own[0]])
+
+
+@needs_redis
+def test_a_hint_brings_what_another_node_has_written(start: Callable[..., Node]) -> None:
+    """Before anybody asks for it."""
+    a, b = start("a"), start("b")
+    keys = a.keys(8)
+    a.save(keys)
+    a.stored_remotely(8)
+    b.space.publish_queue([Hint(b"turn", 1, keys=tuple(keys))])
+    eventually(lambda: all(o is Outcome.HIT for o in b.space.match(keys).outcomes), b.counters)
+    assert b.counter("remote_chunks_wanted_ahead") == 8
+    assert b.read(keys) == ["HIT"] * 8
 
 
 @needs_redis
