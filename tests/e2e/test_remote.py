@@ -15,7 +15,7 @@ from kvstore.types import Outcome
 
 from ..fleet_tools import RedisServer, needs_redis
 from .remote_tools import Node, starter
-from .ssd_tools import eventually
+from .ssd_tools import CHUNK, content, eventually
 
 
 @pytest.fixture
@@ -117,6 +117,47 @@ def test_a_hint_brings_what_another_node_has_written(start: Callable[..., Node])
     eventually(lambda: all(o is Outcome.HIT for o in b.space.match(keys).outcomes), b.counters)
     assert b.counter("remote_chunks_wanted_ahead") == 8
     assert b.read(keys) == ["HIT"] * 8
+
+
+@needs_redis
+def test_what_is_encrypted_is_read_with_its_key_alone(
+    start: Callable[..., Node], url: str, tmp_path: Path
+) -> None:
+    """Keys are rotated: the newest seals, all that are there open."""
+    pytest.importorskip("cryptography")
+
+    def key_file(name: str, *keys: str) -> Path:
+        path = tmp_path / name
+        path.write_text("\n".join(keys))
+        path.chmod(0o600)
+        return path
+
+    old, new = "11" * 32, "22" * 32
+    a = start("a", remote_key_file=key_file("old", old))
+    keys = a.keys(8)
+    a.save(keys)
+    a.stored_remotely(8)
+    told = stored_bytes(url)
+    assert len(told) > 8 * CHUNK and content(keys[0])[:64].tobytes() not in told, "KV can be read there"
+    both = start("both", remote_key_file=key_file("both", new, old))
+    assert both.read(keys) == ["HIT"] * 8
+    more = both.keys(4, chain=1)
+    both.save(more)
+    both.stored_remotely(4)
+    rotated = start("rotated", remote_key_file=key_file("new", new))
+    assert rotated.read(more) == ["HIT"] * 4
+    assert "HIT" not in rotated.read(keys)
+    assert "HIT" not in start("without").read([*keys, *more])
+
+
+def stored_bytes(url: str) -> bytes:
+    """All that is in the store."""
+    if url.startswith("file://"):
+        files = Path(url.removeprefix("file://")).rglob("*")
+        return b"".join(path.read_bytes() for path in files if path.is_file())
+    redis = pytest.importorskip("redis")
+    with redis.Redis.from_url(url) as client:
+        return b"".join(client.get(name) for name in client.scan_iter() if client.type(name) == b"string")
 
 
 @needs_redis
