@@ -436,7 +436,7 @@ class Store:
         return self.saves.reserve(worker, event)
 
     def _save(self, worker: Worker, event: ev.Save) -> ev.Saved | None:
-        self.recalls.check(event.reserve.maker)
+        self.recalls.check(worker.tenant, event.reserve.maker)
         return self.saves.save(worker, event)
 
     def _want_directory(self, worker: Worker, event: ev.WantDirectory) -> ev.DirectoryAllowed:
