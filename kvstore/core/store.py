@@ -17,6 +17,7 @@ from kvstore.core.cold_tier import ColdTier, Restored
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
+from kvstore.core.remote.ahead import Ahead
 from kvstore.core.remote.forgets import Forgets
 from kvstore.core.remote.saves import RemoteSaves
 from kvstore.core.remote.sources import Sources
@@ -97,6 +98,7 @@ class Store:
             lambda maker: self.recalls.is_barred(maker),
         )
         self.sources.resume = self._resume
+        self.ahead = Ahead(self.state, self.sources)
         self.remote = RemoteSaves(self.state, self.sources)
         self.forgets = Forgets(self.state, self.sources, self.remote)
         self.state.hold = self.forgets.hold
@@ -114,6 +116,7 @@ class Store:
             ev.Reserve: self._reserve,
             ev.Fill: self.saves.fill,
             ev.Commit: self.saves.commit,
+            ev.Save: self._save,
             ev.Abort: self.saves.abort,
             ev.ReportLoad: self.reads.report,
             ev.ReportDuplicates: self.duplicates.report,
@@ -427,6 +430,10 @@ class Store:
         self.recalls.check(event.maker)
         return self.saves.reserve(worker, event)
 
+    def _save(self, worker: Worker, event: ev.Save) -> ev.Saved | None:
+        self.recalls.check(event.reserve.maker)
+        return self.saves.save(worker, event)
+
     def _want_directory(self, worker: Worker, event: ev.WantDirectory) -> ev.DirectoryAllowed:
         """For those only who opened the namespace, as its segments are (invariant 9)."""
         namespace = self.state.own_namespace(worker, event.namespace)
@@ -554,6 +561,7 @@ class Store:
         self.segments.tick()
         self.transfers.tick()
         self.sources.tick()
+        self.ahead.tick()
         self.remote.tick()
         self.forgets.go_on()
         self.actions.tick()

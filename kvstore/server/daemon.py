@@ -570,7 +570,12 @@ class Daemon:
             await self._metrics.start(self.config.metrics_host, self.config.metrics_port)
 
     async def _start_grpc(self) -> None:
-        bytes_service = BytesService(self._service, self._numbers)
+        bytes_service = BytesService(
+            self._service,
+            self._numbers,
+            self._regions,
+            intake_bytes_max=self.config.staging_bytes_max,
+        )
         names = (
             STORE_SERVICE,
             HINTS_SERVICE,
