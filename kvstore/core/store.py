@@ -116,6 +116,7 @@ class Store:
             ev.Reserve: self._reserve,
             ev.Fill: self.saves.fill,
             ev.Commit: self.saves.commit,
+            ev.Save: self._save,
             ev.Abort: self.saves.abort,
             ev.ReportLoad: self.reads.report,
             ev.ReportDuplicates: self.duplicates.report,
@@ -428,6 +429,10 @@ class Store:
     def _reserve(self, worker: Worker, event: ev.Reserve) -> ev.Reserved:
         self.recalls.check(event.maker)
         return self.saves.reserve(worker, event)
+
+    def _save(self, worker: Worker, event: ev.Save) -> ev.Saved | None:
+        self.recalls.check(event.reserve.maker)
+        return self.saves.save(worker, event)
 
     def _want_directory(self, worker: Worker, event: ev.WantDirectory) -> ev.DirectoryAllowed:
         """For those only who opened the namespace, as its segments are (invariant 9)."""
