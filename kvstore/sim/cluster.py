@@ -162,6 +162,9 @@ class Cluster(DiskWorld):
                 self._check_matched(effect.ticket, effect.answer)
             case ev.Reserved():
                 self._check_granted(effect.ticket, effect.answer)
+            case ev.Saved():
+                granted = effect.answer.results.count(GrantResult.GRANTED)
+                assert len(effect.answer.committed) == granted, effect
             case ev.SessionInfo():
                 self._check_session(effect.ticket, effect.answer)
         self._listener.replied(ticket, effect.answer)
