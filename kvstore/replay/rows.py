@@ -71,12 +71,12 @@ class Decompressed(io.RawIOBase):
 
 @contextlib.contextmanager
 def opened(path: str | Path) -> Iterator[IO[str]]:
-    """The file as text. Raises OSError; BadRequest for what is neither UTF-8 nor whole zstd, also while it is read, and
-    where `zstandard` is missing."""
+    """The file as text. Raises BadRequest where it cannot be opened, for what is neither UTF-8 nor whole zstd, also
+    while it is read, and where `zstandard` is missing; OSError where a read fails."""
     try:
         if not str(path).endswith(".zst"):
-            with open(path, encoding="utf-8", newline="") as file:
-                yield file
+            with _open(path) as file, io.TextIOWrapper(file, "utf-8", newline="") as text:
+                yield text
             return
         try:
             import zstandard
@@ -88,13 +88,25 @@ def opened(path: str | Path) -> Iterator[IO[str]]:
                 remedy="pip install 'attnstore[simulate]', or decompress it first",
             ) from None
         decompressor = zstandard.ZstdDecompressor()
-        with open(path, "rb") as raw:
+        with _open(path) as raw:
             plain = Decompressed(raw, lambda: decompressor.decompressobj(), zstandard.ZstdError)
             yield io.TextIOWrapper(io.BufferedReader(plain, READ_BYTES), "utf-8", newline="")
     except UnicodeDecodeError as error:
         raise _unreadable(path, f"is no text in UTF-8 ({error.reason})") from None
     except ValueError as error:
         raise _unreadable(path, str(error)) from None
+
+
+def _open(path: str | Path) -> IO[bytes]:
+    try:
+        return open(path, "rb")
+    except OSError as problem:
+        raise BadRequest(
+            f"cannot be read: {problem.strerror}",
+            field="trace",
+            value=str(path),
+            remedy="name a file that can be read",
+        ) from None
 
 
 def _unreadable(path: str | Path, why: str) -> BadRequest:
