@@ -114,6 +114,16 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """Of a Save."""
+
+    results: tuple[GrantResult, ...]
+    """One per key."""
+    committed: tuple[CommitResult, ...]
+    """One per granted key."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionInfo:
     session: bytes
     version: int
@@ -355,6 +365,7 @@ Answer = (
     | Reserved
     | Filled
     | Committed
+    | Saved
     | SessionInfo
     | SessionList
     | Explained

@@ -93,6 +93,10 @@ class ByWorth(ByNeed):
     def unneeded(self) -> int:
         return self.row_count
 
+    @property
+    def count(self) -> int:
+        return self.row_count + len(self.ranked)
+
 
 class Expected(Hints):
     def __init__(self, chunks: ChunkTable, batch_min: int) -> None:

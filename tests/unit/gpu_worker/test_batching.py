@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BertConfig,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -50,6 +51,14 @@ SMALL: dict[str, Any] = {
     "eos_token_id": None,
 }
 FAMILIES = {
+    "gpt2": GPT2Config(
+        **{name: SMALL[name] for name in ("vocab_size", "hidden_size", "initializer_range", "eos_token_id")},
+        n_layer=3,
+        n_head=4,
+        n_positions=512,
+        resid_pdrop=0.0,
+        scale_attn_by_inverse_layer_idx=True,
+    ),
     "llama": LlamaConfig(**SMALL),
     "llama-mha": LlamaConfig(**SMALL | {"num_key_value_heads": 4}),
     "llama-yarn": LlamaConfig(

@@ -92,6 +92,26 @@ def test_the_ssd_serves_what_left_dram_and_takes_its_time() -> None:
     assert (ahead.hits_dram, ahead.hits_ssd, ahead.waited_ms) == (2, 0, 0)
 
 
+def test_lookups_without_a_message_are_told_with_the_next_request_or_soon() -> None:
+    """So a hot set that is only ever looked up there stays, as if it had been asked for: LRU says so."""
+    hot = (1, 2, 3)
+    chains = [hot, *[turn for n in range(40) for turn in (hot, (100 + 2 * n, 101 + 2 * n))]]
+    told = {
+        delay: replay(trace(*chains), dram_chunks=6, policy="lru", touched_ms=delay)
+        for delay in (None, 50.0, 900.0)
+    }
+    assert {result.hits for result in told.values()} == {3 * 40}
+    assert told[50.0].counters["lookups_without_message"] == len(chains)
+    assert not told[None].counters.get("lookups_without_message")
+
+
+def test_what_is_on_ssd_is_asked_for_though_there_is_a_directory() -> None:
+    chains = [(1, 2), (3, 4), (5, 6), (1, 2)]
+    named: dict[str, Any] = {"dram_chunks": 4, "ssd_chunks": 20, "ssd_bytes_per_s": 1e9}
+    result = replay(trace(*chains), policy="lru", touched_ms=50.0, **named)
+    assert (result.hits_ssd, result.hits) == (2, 2)
+
+
 def test_the_warm_up_is_served_and_not_counted() -> None:
     result = replay(trace((1, 2), (1, 2, 3)), dram_chunks=8, warm_up=1)
     assert (result.turns, result.chunks, result.hits) == (1, 3, 2)
