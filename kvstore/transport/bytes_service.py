@@ -4,20 +4,23 @@ A Get or Put is carried out by a *guest*: a worker of its own that the daemon ru
 as long as the call. So a stream that breaks is a worker that left, and the rules of leases, reservations, quotas and
 quarantine hold as for everybody. Before that, the caller's own identity must have opened the namespace.
 
-What a Put brings goes into its slots at once, under both protections: it is the daemon that writes, and it looks before
-each piece whether the slots are still reserved for it. So Commit has nothing to copy.
+No byte is copied or hashed on the loop's thread. What a Put brings is written, by threads of this service, into memory
+of the daemon's own (`_Intake`), which the guest lends as a region; a Fill has the copier bring each whole shard from
+there into its slots, so what becomes of slots whose reservation ends meanwhile is the core's business, as ever. While
+one shard is filled the next comes in.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-import numpy as np
 import xxhash
 
 from kvstore import memory, wire
@@ -25,6 +28,7 @@ from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.errors import BadRequest, DeadlineExceeded, Exhausted, Precondition
 from kvstore.layout import CHUNK_TOKENS_MAX
+from kvstore.tiers.regions import Regions
 from kvstore.transport import decoding, rpc
 from kvstore.transport.attach import REQUEST_TIMEOUT_S
 from kvstore.transport.rpc import Context, Handlers
@@ -32,15 +36,19 @@ from kvstore.transport.service import Service
 from kvstore.types import (
     GrantResult,
     NamespaceId,
+    RegionId,
     WorkerId,
 )
 from kvstore.v1 import bytes_pb2
+
+Result = TypeVar("Result")
 
 BYTES_SERVICE = "kvstore.v1.Bytes"
 
 FRAME_BYTES = 1 << 20
 FRAME_BYTES_MIN = 4 << 10
 FRAME_BYTES_MAX = 2 << 20
+THREADS = 2
 GUESTS_MAX = 32
 """Gets and Puts at one time."""
 PAYLOAD_TAG = bytes([15 << 3 | 2])
@@ -49,10 +57,27 @@ CALL_TIMEOUT_S = 600.0
 """How long a Get or Put may take in all, however steadily its frames trickle: 1 GiB at 1.8 MB/s."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Intake:
+    """Where the bytes of a Put come in: one half for each of two shards, in turn."""
+
+    fd: int
+    region: RegionId
+    """Of the guest: the same memory, as the copier reads it."""
+    shard_bytes: int
+
+
 class BytesService:
-    def __init__(self, service: Service, numbers: Iterator[int]) -> None:
-        """`numbers` gives ids for guests that no other worker has."""
+    def __init__(
+        self, service: Service, numbers: Iterator[int], regions: Regions, *, intake_bytes_max: int
+    ) -> None:
+        """`numbers` gives ids for guests that no other worker has; `intake_bytes_max`: of all Puts that run, but for a
+        single one."""
         self._service = service
+        self._regions = regions
+        self._intake_bytes_max = intake_bytes_max
+        self._intake_bytes = 0
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstored-bytes")
         self._loop = service.loop
         self._numbers = numbers
         self._guests = 0
@@ -102,7 +127,8 @@ class BytesService:
                     piece = self._loop.arena.view(
                         extent.segment, extent.offset + start, min(frame_bytes, extent.length - start)
                     )
-                    await rpc.write(context, payload_frame(piece.data), self._service.peer_timeout_s)
+                    frame = await self._in_thread(payload_frame, piece.data)
+                    await rpc.write(context, frame, self._service.peer_timeout_s)
 
     async def _renew(self, guest: WorkerId, lease: events.Acquired) -> None:
         renewed: events.Renewed = await self._ask(events.Renew(Ticket(guest), (lease.lease,)))
@@ -149,26 +175,69 @@ class BytesService:
     async def _fill(
         self, guest: WorkerId, reserved: events.Reserved, frames: AsyncIterator[memoryview]
     ) -> bytes:
-        """Receive the bytes into their slots, and commit."""
-        loop = self._loop
-        slots = [loop.arena.view(extent.segment, extent.offset, extent.length) for extent in reserved.extents]
-        sums = [xxhash.xxh3_64() for _ in slots]
-        async for index, offset, piece in pieces([slot.size for slot in slots], frames):
-            # No await between this and the copy: a reservation that has ended has given its slots away.
-            if reserved.reservation not in loop.store.state.reservations:
-                raise Precondition(
-                    "the reservation ended while the bytes came in", remedy="put again, faster"
-                )
-            part = slots[index][offset : offset + len(piece)]
-            memory.copy_in(part, np.frombuffer(piece, np.uint8))
-            sums[index].update(part.data)
-        committed: events.Committed = await self._ask(
-            events.Commit(
-                Ticket(guest), reserved.reservation, checksums=tuple(each.intdigest() for each in sums)
-            )
-        )
+        """Receive the bytes, have each shard filled when it is whole, and commit."""
+        sizes = [extent.length for extent in reserved.extents]
+        with self._intake(guest, max(sizes)) as intake:
+            filling: asyncio.Task[Any] | None = None
+            try:
+                async for index, offset, piece in pieces(sizes, frames):
+                    if reserved.reservation not in self._loop.store.state.reservations:
+                        raise Precondition(
+                            "the reservation ended while the bytes came in", remedy="put again, faster"
+                        )
+                    half = index % 2 * intake.shard_bytes
+                    await self._in_thread(write_all, intake.fd, piece, half + offset)
+                    if offset + len(piece) < sizes[index]:
+                        continue
+                    if filling is not None:
+                        await filling
+                    fill = events.Fill(
+                        Ticket(guest), reserved.reservation, intake.region, (half,), numbers=(index,)
+                    )
+                    filling = asyncio.create_task(self._ask(fill))
+                    filling.add_done_callback(_note_end)
+                if filling is not None:
+                    await filling
+            finally:
+                if filling is not None and not filling.done():
+                    filling.cancel()
+            committed: events.Committed = await self._ask(events.Commit(Ticket(guest), reserved.reservation))
         reply = bytes_pb2.PutReply(grant=GrantResult.GRANTED, result=committed.results[0])
         return reply.SerializeToString()
+
+    @contextlib.contextmanager
+    def _intake(self, guest: WorkerId, shard_bytes: int) -> Iterator[_Intake]:
+        """Memory for two shards, one that comes in and one that is filled. Raises Exhausted."""
+        size = 2 * shard_bytes
+        if self._intake_bytes + size > self._intake_bytes_max and self._intake_bytes:
+            raise Exhausted(
+                f"Puts that run have {self._intake_bytes} of {self._intake_bytes_max} bytes for what comes in",
+                remedy="try again later, or raise the daemon's staging_bytes_max",
+            )
+        self._intake_bytes += size
+        fd = -1
+        try:
+            try:
+                fd = memory.create_memfd(f"kvs-put-{guest}", size)
+                memory.add_seals(fd, memory.SEALS_RESIZE)
+                region = self._regions.adopt(guest, os.dup(fd), size)
+            except OSError as problem:
+                raise Exhausted(f"no memory for what comes in: {problem.strerror}") from None
+            yield _Intake(fd, region, shard_bytes)
+        finally:
+            self._regions.drop_all(guest)
+            if fd >= 0:
+                os.close(fd)
+            self._intake_bytes -= size
+
+    async def _in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Its end is waited for, whatever becomes of the call: nobody may reuse what it works on before."""
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise
 
     async def _differs(
         self, guest: WorkerId, event: events.Reserve, frames: AsyncIterator[memoryview]
@@ -182,7 +251,7 @@ class BytesService:
             return False
         sums = [xxhash.xxh3_64() for _ in sizes]
         async for index, _, piece in pieces(sizes, frames):
-            sums[index].update(piece)
+            await self._in_thread(sums[index].update, piece)
         return any(
             mine.intdigest() != extent.checksum for mine, extent in zip(sums, lease.extents, strict=True)
         )
@@ -226,6 +295,22 @@ class BytesService:
 
     async def _ask(self, event: Any) -> Any:
         return await self._loop.ask(event, REQUEST_TIMEOUT_S)
+
+
+def _note_end(task: asyncio.Task[Any]) -> None:
+    """Of a fill that nobody waits for any more: what it says matters to nobody."""
+    if not task.cancelled():
+        task.exception()
+
+
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Lets go of the interpreter's lock. Raises Exhausted."""
+    try:
+        while len(data):
+            done = os.pwrite(fd, data, offset)
+            data, offset = data[done:], offset + done
+    except OSError as problem:
+        raise Exhausted(f"no memory for what comes in: {problem.strerror}") from None
 
 
 async def pieces(

@@ -4,6 +4,7 @@ without its constructor, which wants a GPU's streams; the methods that are calle
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import os
 import queue
@@ -131,7 +132,7 @@ def pool_of(layout: str = "page_first") -> MHATokenToKVPoolHost:
 
 
 def config_of(
-    daemon: Daemon, *, rank: int = 0, ranks: int = 1, mla: bool = False, **more: Any
+    daemon: Daemon, *, rank: int = 0, ranks: int = 1, stages: int = 1, mla: bool = False, **more: Any
 ) -> HiCacheStorageConfig:
     extra = {
         "backend_name": "kvstore",
@@ -144,7 +145,7 @@ def config_of(
         tp_rank=rank,
         tp_size=ranks,
         pp_rank=0,
-        pp_size=1,
+        pp_size=stages,
         attn_cp_rank=0,
         attn_cp_size=1,
         is_mla_model=mla,
@@ -327,6 +328,72 @@ def test_a_rank_that_cannot_name_its_weights_stops_all(
         engines(ranks=2)
 
 
+def test_experts_on_other_ranks_are_part_of_the_weights(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DP attention: one rank has a replica's attention, all ranks together its experts."""
+    tokens = tokens_of(1)
+    for others, found in ((b"experts", 0), (b"other experts", 0), (b"experts", len(tokens))):
+        monkeypatch.setattr(
+            identity.find_owner, "__defaults__", (lambda mine, others=others: [mine, (others, bytes(16))],)
+        )
+        one = engines(arguments={"tp_size": 2})
+        assert one.found(tokens) == found
+        one.save(tokens)
+        assert one.found(tokens) == len(tokens)
+
+
+def test_code_that_is_not_sglangs_is_part(
+    engines: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = tokens_of(1)
+    source = tmp_path / "ours_for_a_test.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for code, found in (("", 0), ("# another", 0), ("", len(tokens))):
+        source.write_text(f"import torch\n\nclass Model(torch.nn.Linear):\n    pass\n{code}")
+        sys.modules.pop("ours_for_a_test", None)
+        importlib.invalidate_caches()
+        module = importlib.import_module("ours_for_a_test")
+        monkeypatch.setattr(f"{__name__}.model_of", lambda seed, module=module: _filled(module.Model(8, 8)))
+        one = engines()
+        assert one.found(tokens) == found
+        one.save(tokens)
+        monkeypatch.undo()
+        monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("ours_for_a_test", None)
+
+
+def _filled(model: torch.nn.Module) -> torch.nn.Module:
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.5)
+    return model
+
+
+def test_no_error_reaches_sglangs_threads(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that ends would be waited for by every request to come."""
+    one = engines()
+    tokens = tokens_of(1)
+    keys, where = one.hashes(tokens), one.pool.alloc(len(tokens))
+    strange = SimpleNamespace(prefix_keys=["no hash"])
+    assert one.backend.batch_set_v1(keys, where, strange) == [False] * len(keys)
+    assert one.backend.batch_get_v1(["no hash"], where[:PAGE]) == [False]
+    assert one.backend.batch_exists(["no hash"]) == 0
+    namespace, _ = one.backend._namespace(1_000)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a bug")
+
+    for name in ("match", "read", "write"):
+        monkeypatch.setattr(namespace, name, broken)
+    assert one.found(tokens) == 0
+    assert one.backend.batch_get_v1(keys, where) == [False] * len(keys)
+    assert one.backend.batch_set_v1(keys, where) == [False] * len(keys)
+    monkeypatch.undo()
+    assert one.backend.batch_set_v1(keys, where) == [True] * len(keys)
+
+
 def test_latent_kv_is_stored_once_for_all_ranks(
     engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,6 +547,8 @@ def test_metrics_are_those_that_sglang_asks_for(engines: Callable[..., Engine]) 
         ({"settings": {"load_ms": "5"}}, ConfigError, "load_ms"),
         ({"arguments": {"enable_lora": True}}, Unsupported, "--enable-lora"),
         ({"arguments": {"speculative_algorithm": "EAGLE"}}, Unsupported, "--speculative-algorithm"),
+        ({"arguments": {"nnodes": 2, "tp_size": 2}}, Unsupported, "--nnodes"),
+        ({"stages": 2}, Unsupported, "--pp-size"),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_name(

@@ -130,6 +130,27 @@ def test_reset_cache_begins_a_new_epoch(engine: Engine, same: Same) -> None:
     assert engine.counts()["hit_tokens"] == before["hit_tokens"] + 128
 
 
+def test_asleep_nothing_is_loaded_or_saved_and_awake_all_is_there(engine: Engine, same: Same) -> None:
+    """vLLM's CPU ranks ignore the calls, so the engine goes on computing; nobody can know that from the call."""
+    known, new = prompt(32, 129), prompt(33, 129)
+    engine.generate(known)
+    engine.forget()
+    assert engine.ask(rpc="sleep", kwargs={"level": 1})["called"]
+    before = engine.counts()
+    same([known, new], engine.generate(known, new))
+    after = engine.counts()
+    assert (after["hit_tokens"], after["blocks_saved"]) == (before["hit_tokens"], before["blocks_saved"])
+    assert engine.ask(rpc="wake_up")["called"]
+    engine.forget()
+    outputs = engine.generate(known, new)
+    same([known, new], outputs)
+    assert [output["cached"] for output in outputs] == [128, 0]
+    engine.forget()
+    outputs = engine.generate(known, new)
+    same([known, new], outputs)
+    assert [output["cached"] for output in outputs] == [128, 128]
+
+
 def test_daemon_restarted(engine: Engine, daemon: Daemon, same: Same, whole: None) -> None:
     tokens = prompt(40, 300)
     engine.generate(tokens)

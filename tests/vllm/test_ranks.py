@@ -1191,10 +1191,12 @@ def test_what_another_connector_failed_to_load_is_not_saved(
     assert not first.scheduler.connector.scheduler_side._doubtful
 
 
-def test_what_another_connector_loaded_before_the_step_is_saved(rig: Callable[..., Rig]) -> None:
-    """Its request was parked meanwhile: vLLM knows what failed, and computes that."""
-    tokens = prompt(90, 300)
-    first = rig(ranks=1)
+@pytest.mark.parametrize("trusted", [True, False])
+def test_what_another_connector_loaded_before_the_step(rig: Callable[..., Rig], trusted: bool) -> None:
+    """Its request was parked meanwhile: vLLM knows what failed, and computes that. But with which weights the rest was
+    computed, only the user can know."""
+    tokens = prompt(90 + trusted, 300)
+    first = rig(ranks=1, save_what_others_load=trusted)
     other = Beside(first, parked=True)
     (worker,) = first.workers
     results = worker.get_transfer_results
@@ -1215,4 +1217,8 @@ def test_what_another_connector_loaded_before_the_step_is_saved(rig: Callable[..
     worker.get_transfer_results = filled
     assert first.run(tokens) == 2 * BLOCK
     assert told
-    assert rig(ranks=1).run(tokens) == 288
+    second = rig(ranks=1)
+    assert second.run(tokens) == (288 if trusted else 0)
+    later = prompt(92 + trusted, 300)
+    assert first.run(later) == 0
+    assert second.run(later) == 288, "only what follows the other's blocks is not saved"

@@ -262,6 +262,61 @@ def test_rows_come_back_as_they_were(launch: Callable[..., Rig]) -> None:
         assert rig.tier.tally.total["bugs"] == rig.tier.tally.total["blocks_refused"] == 0
 
 
+def test_what_is_in_dram_is_known_at_once(
+    launch: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first call, without a thread and without asking vLLM to ask again; also that it is not there."""
+    keys = keys_of("at once", 4)
+    first = launch()
+    first.put(first.request("one", keys), {keys[0]: 51, keys[1]: 52, keys[2]: 53})
+    first.idle()
+    rig = launch()
+    rig.until(lambda: rig.tier._spec is not None and rig.tier._link.ready(rig.tier._spec))
+
+    def asked(*_: Any) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(rig.tier._lookups, "start", asked)
+    context = rig.request("two", keys)
+    rig.until(lambda: rig.tier._link.ready(rig.tier._spec).peek(keys) is not None)
+    answers = [rig.manager.lookup(key, context) for key in keys]
+    assert answers == [LookupResult.HIT_PENDING] * 3 + [LookupResult.MISS]
+    assert rig.find(context, keys) == [LookupResult.HIT] * 3 + [LookupResult.MISS]
+    assert [rig.value(key, context) for key in keys[:3]] == [51, 52, 53]
+    # Behind what vLLM has itself; and of a request that the store has nothing of.
+    rig.forget()
+    behind = rig.request("three", keys)
+    assert [rig.manager.lookup(key, behind) for key in keys[1:]] == [LookupResult.HIT_PENDING] * 2 + [
+        LookupResult.MISS
+    ]
+    assert rig.manager.lookup(keys_of("unseen", 1)[0], rig.request("four", keys_of("unseen", 1))) == (
+        LookupResult.MISS
+    )
+    counts = rig.tier.tally.total
+    assert (counts["hits"], counts["bugs"], counts["lookups_late"]) == (3, 0, 0)
+    rig.step()
+    rig.idle()
+
+
+def test_what_goes_between_the_look_and_the_load_is_computed(launch: Callable[..., Rig]) -> None:
+    """Nothing is pinned for an answer out of the directory."""
+    keys = keys_of("goes", 3)
+    first = launch()
+    first.put(first.request("one", keys), {keys[0]: 61, keys[1]: 62, keys[2]: 63})
+    first.idle()
+    rig = launch()
+    rig.until(lambda: rig.tier._spec is not None and rig.tier._link.ready(rig.tier._spec))
+    rig.until(lambda: rig.tier._link.ready(rig.tier._spec).peek(keys) is not None)
+    context = rig.request("two", keys)
+    assert [rig.manager.lookup(key, context) for key in keys] == [LookupResult.HIT_PENDING] * 3
+    assert first.tier._namespace(BOUND_S).forget(keys=keys[1:2]) == 1
+    rig.step()
+    rig.idle()
+    assert rig.find(context, keys) == [LookupResult.HIT, LookupResult.MISS]
+    assert rig.find(context, keys[2:]) == [LookupResult.HIT]
+    assert [rig.value(keys[number], context) for number in (0, 2)] == [61, 63]
+
+
 def test_how_long_a_request_waits_is_learnt_when_it_is_computed(launch: Callable[..., Rig]) -> None:
     """Of copies alone, what vLLM's steps make a request wait would cost nothing."""
     keys = keys_of("delay", 2)

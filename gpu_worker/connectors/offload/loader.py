@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
@@ -15,7 +16,10 @@ from kvstore.gpu_worker.connectors.offload.lookups import Hit, Opener, Question,
 from kvstore.gpu_worker.connectors.offload.rows import Rows
 from kvstore.gpu_worker.connectors.offload.tally import Tally
 from kvstore.gpu_worker.connectors.offload.transfers import Transfer, Transfers
-from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey
+from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome
+
+if TYPE_CHECKING:
+    from kvstore.client import Namespace
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +43,7 @@ class RowLoader:
             _end(questions)
 
     def _load(self, transfer: Transfer, hits: Sequence[Hit | None], questions: Sequence[Question]) -> None:
+        waited = False
         try:
             missing = [
                 number
@@ -46,14 +51,14 @@ class RowLoader:
                 if hit is None or not self._copy(transfer, number, hit)
             ]
             if missing and not transfer.over:
-                self._look_again(transfer, missing)
+                waited = self._look_again(transfer, missing)
         except StoreError as error:
             log.warning("not loaded: %s", error)
         finally:
             _end(questions)
             transfer.end()
         loaded = sum(transfer.done)
-        if loaded == len(transfer.keys) and None not in hits:
+        if loaded == len(transfer.keys) and not waited:
             self._copied.observe(loaded * self._rows.row_bytes, time.monotonic() - transfer.begun)
         self._tally.add(
             blocks_loaded=loaded,
@@ -61,24 +66,40 @@ class RowLoader:
             blocks_failed=len(transfer.keys) - loaded,
         )
 
-    def _look_again(self, transfer: Transfer, missing: Sequence[int]) -> None:
+    def _look_again(self, transfer: Transfer, missing: Sequence[int]) -> bool:
+        """At first for what is in DRAM, without a message; what is left may be on SSD by now. Whether it waited."""
         namespace = self._opener(transfer.left_s)
         if namespace is None:
-            return
+            return False
+        waited = False
         for start in range(0, len(missing), KEYS_PER_REQUEST_MAX):
             part = missing[start : start + KEYS_PER_REQUEST_MAX]
-            found: dict[ChunkKey, Hit] = {}
-            leases: list[ReadLease] = []
-            try:
-                keys = [transfer.keys[number] for number in part]
-                find(namespace, keys, time.monotonic() + transfer.left_s, found, leases, prefix=False)
-                for number in part:
-                    hit = found.get(transfer.keys[number])
-                    if hit is not None:
-                        self._copy(transfer, number, hit)
-            finally:
-                for lease in leases:
-                    lease.release()
+            keys = [transfer.keys[number] for number in part]
+            with namespace.read(keys, any_order=True, timeout_s=transfer.left_s) as lease:
+                left = [
+                    number
+                    for index, number in enumerate(part)
+                    if lease.outcomes[index] is not Outcome.HIT
+                    or not self._copy(transfer, number, Hit(lease, index))
+                ]
+            if left and not transfer.over:
+                waited = True
+                self._await(namespace, transfer, left)
+        return waited
+
+    def _await(self, namespace: Namespace, transfer: Transfer, missing: Sequence[int]) -> None:
+        found: dict[ChunkKey, Hit] = {}
+        leases: list[ReadLease] = []
+        try:
+            keys = [transfer.keys[number] for number in missing]
+            find(namespace, keys, time.monotonic() + transfer.left_s, found, leases, prefix=False)
+            for number in missing:
+                hit = found.get(transfer.keys[number])
+                if hit is not None:
+                    self._copy(transfer, number, hit)
+        finally:
+            for lease in leases:
+                lease.release()
 
     def _copy(self, transfer: Transfer, number: int, hit: Hit) -> bool:
         if not transfer.hold():

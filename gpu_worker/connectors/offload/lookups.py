@@ -1,7 +1,8 @@
 """What is in the store of the keys that a request asks about. The engine's thread only looks at answers.
 
-A lookup is a read without copies: it pins what is there and has what is on SSD promoted. The pins are kept for the load
-that follows, for at most `hold_s`.
+What the directory in shared memory says is known at once, and nothing is pinned for it: the load looks again. Else a
+lookup is a read without copies, on a thread of the crew: it pins what is there and has what is on SSD promoted. The
+pins are kept for the load that follows, for at most `hold_s`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Delay, Found
-from kvstore.gpu_worker.connectors.lookup import COLD, SAVING_SHARE
+from kvstore.gpu_worker.connectors.lookup import COLD, SAVING_SHARE, peek
 from kvstore.gpu_worker.connectors.offload.crew import Crew
 from kvstore.gpu_worker.connectors.offload.tally import Tally
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason, Tier
@@ -71,17 +72,18 @@ class Question:
         self.delay = Delay(busy_s=busy_s)
         self.bound_s = math.inf
         """A load of what is found that takes longer is of no use."""
-        self.found: dict[ChunkKey, Hit] = {}
+        self.found: dict[ChunkKey, Hit | None] = {}
+        """None: it is in DRAM and not pinned."""
         self._lock = threading.Lock()
         self._users = 1
         self._leases: list[ReadLease] = []
 
-    def settle(self, found: dict[ChunkKey, Hit], leases: list[ReadLease]) -> bool:
+    def settle(self, found: Mapping[ChunkKey, Hit | None], leases: list[ReadLease]) -> bool:
         """The store's answer. False: nobody waits for it any more, and it is given back at once."""
         with self._lock:
             taken = self._users > 0
             if taken:
-                self.found = found
+                self.found = dict(found)
                 self._leases, leases = leases, []
             self.done = True
         for lease in leases:
@@ -130,6 +132,24 @@ class Lookups:
             return
         self._tally.add(lookups_dropped=len(question.keys))
         question.settle({}, [])
+
+    def at_once(
+        self, namespace: Namespace, keys: Sequence[ChunkKey], now: float, *, hold_s: float, busy_s: float
+    ) -> Question | None:
+        """A question about leading keys that is answered already, by the directory in shared memory; None: it cannot
+        tell enough, or some of it is on SSD, and the daemon has to be asked."""
+        peeked = peek(namespace, keys)
+        if peeked is None or peeked.usable > peeked.hits:
+            return None
+        question = Question(keys, prefix=True, deadline=now, held_until=now + hold_s, busy_s=busy_s)
+        there = Found([True] * peeked.hits, self._tokens_of(keys) / len(keys), namespace.spec.chunk_bytes)
+        plan = self._choice.choose(there, now=now, wait_max_s=0.0)
+        question.bound_s = plan.bound_s
+        if plan.chunks:
+            question.delay.begin(plan, Tier.DRAM, now)
+        self._tally.add(computed=peeked.hits - plan.chunks)
+        question.settle(dict.fromkeys(keys[: plan.chunks]), [])
+        return question
 
     def _answer(self, question: Question) -> None:
         leases: list[ReadLease] = []
@@ -263,6 +283,11 @@ class Inquiry:
         return f"Inquiry({self.name}, {len(self._asked)} keys asked, {len(self._loaded)} loaded)"
 
     @property
+    def unasked(self) -> bool:
+        """Whether it has asked nothing since it waits, and had nothing loaded before."""
+        return self.begun is None and not self._loaded
+
+    @property
     def keys(self) -> tuple[ChunkKey, ...]:
         """Asked about since it waits; where it is known what of that the request needs, only that."""
         return tuple(
@@ -300,6 +325,20 @@ class Inquiry:
         if now < self.begun + self._lookup_s:
             return Verdict.WAIT
         return Verdict.MISS
+
+    def look(
+        self, namespace: Namespace, keys: Sequence[ChunkKey], now: float, *, busy_s: float = 0.0
+    ) -> None:
+        """Before the engine asks about the first of these leading keys: it will be answered at once, if the directory
+        knows. Does not wait."""
+        question = self._lookups.at_once(namespace, keys, now, hold_s=self._hold_s, busy_s=busy_s)
+        if question is None:
+            return
+        self.begun = now
+        self._delays.append(question.delay)
+        self._asked.update(dict.fromkeys(keys, question))
+        self._questions.append(question)
+        self._tally.add(lookups=len(keys))
 
     def ask(self, now: float, *, prefix: bool, needed: Needed | None = None, busy_s: float = 0.0) -> None:
         """Ask about what is new, all at once. `busy_s`: what the engine has computed (see `ComputeOrLoad.delayed`)."""

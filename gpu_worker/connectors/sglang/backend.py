@@ -142,8 +142,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not type
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         before = getattr(extra_info, "prefix_keys", None)
-        parent = _key(before[-1]) if before else ROOT
-        return self._safely("saved", [False] * len(keys), lambda: self._save(keys, host_indices, parent))
+        return self._safely("saved", [False] * len(keys), lambda: self._save(keys, host_indices, before))
 
     def get_stats(self) -> Any:
         return self._stats.take() if self._stats is not None else None
@@ -166,13 +165,15 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not type
     # ------------------------------------------------------------------------------------------------ how it is done
 
     def _safely(self, what: str, otherwise: Result, call: Callable[[], Result]) -> Result:
+        """An error would end SGLang's thread, and whoever waits for that would wait for ever."""
         try:
             return call()
-        except (StoreError, ValueError) as error:
+        except Exception as error:
             now = time.monotonic()
             if now - self._complained.get(what, -COMPLAIN_EVERY_S) >= COMPLAIN_EVERY_S:
                 self._complained[what] = now
-                log.warning("nothing is %s: %s", what, error)
+                expected = isinstance(error, (StoreError, ValueError))
+                log.warning("nothing is %s: %s", what, error, exc_info=not expected)
             return otherwise
 
     def _namespace(self, timeout_ms: int) -> tuple[Namespace, int] | None:
@@ -230,7 +231,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not type
             self._stats.loaded(loaded, loaded * sum(self._pieces), time.monotonic() - begun)
         return [True] * loaded + [False] * (len(keys) - loaded)
 
-    def _save(self, keys: Sequence[str], indices: Any, parent: ChunkKey) -> list[bool]:
+    def _save(self, keys: Sequence[str], indices: Any, before: Sequence[str] | None) -> list[bool]:
+        """`before`: the hashes of the pages in front of these, if SGLang tells them."""
+        parent = _key(before[-1]) if before else ROOT
         found = self._namespace(self._settings.lookup_ms)
         if found is None:
             return [False] * len(keys)

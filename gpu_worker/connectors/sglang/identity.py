@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -29,6 +30,8 @@ from kvstore.layout import GroupKind, GroupSpec, NamespaceSpec
 log = logging.getLogger(__name__)
 
 HASH_PROTOCOL = "sglang.sha256.v1"
+PACKAGES = ("sglang", "torch", "transformers")
+"""Whose code is known by their versions."""
 COMPUTING = (
     *("dtype", "kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args"),
     *("context_length", "attention_backend", "prefill_attention_backend", "decode_attention_backend"),
@@ -83,6 +86,26 @@ def check_arguments(arguments: Any) -> None:
             field="--enable-lora",
             value=True,
         )
+    nodes, width, stages = (
+        int(getattr(arguments, name, 1) or 1) for name in ("nnodes", "tp_size", "pp_size")
+    )
+    if width * stages // nodes < width:
+        raise Unsupported(
+            "each node's daemon would hold the pages of its own ranks only, so no page would ever be whole",
+            field="--nnodes",
+            value=nodes,
+        )
+
+
+def check_stages(config: Any) -> None:
+    """A stage's KV depends on the weights of the stages before it, which its ranks do not hold. Raises Unsupported."""
+    if config.pp_size > 1:
+        raise Unsupported(
+            "a stage's KV depends on weights that only other stages hold",
+            field="--pp-size",
+            value=config.pp_size,
+            remedy=f"set {WHERE}.kvstore.weights_digest to a name of all stages' weights",
+        )
 
 
 def check_drafter(arguments: Any) -> None:
@@ -103,6 +126,9 @@ def digest_of_model(model: torch.nn.Module) -> bytes:
     state = hashlib.blake2b(digest_size=32, person=b"kvs.sglang.wgts")
     for name, module in model.named_modules():
         absorb(state, name.encode(), f"{type(module).__module__}.{type(module).__qualname__}".encode())
+    for name in sorted({type(module).__module__ for module in model.modules()}):
+        if name.partition(".")[0] not in PACKAGES:
+            absorb(state, name.encode(), _code_of(name))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type == "meta":
             raise Unsupported(
@@ -111,6 +137,20 @@ def digest_of_model(model: torch.nn.Module) -> bytes:
         absorb(state, name.encode(), str((tensor.dtype, tuple(tensor.shape))).encode())
         absorb(state, digest_of_tensor(tensor.detach()))
     return state.digest()
+
+
+def _code_of(module: str) -> bytes:
+    """Of a model that neither SGLang nor its libraries have brought. Raises Unsupported."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    try:
+        return Path(file or "").read_bytes()
+    except OSError as error:
+        raise Unsupported(
+            f"nobody can tell what its code is: {error}",
+            field="model",
+            value=module,
+            remedy=f"set {WHERE}.kvstore.weights_digest",
+        ) from None
 
 
 def digest_of_arithmetic(arguments: Any, model: torch.nn.Module | None) -> bytes:
@@ -156,15 +196,20 @@ def find_owner(config: Any, settings: Settings, gather: Gather = gather_ranks) -
     """Of the engine that is being made. Raises ConfigError or Unsupported, with what to do; on all ranks where one of
     them has a reason."""
     scheduler = scheduler_under_construction()
+    check_arguments(getattr(scheduler, "server_args", None))  # the same on all ranks
+    if not settings.weights_digest:
+        check_stages(config)
+    # Of DP attention `config` counts the ranks that share one replica's attention; experts lie on all.
+    ranks = max(config.tp_size, int(getattr(getattr(scheduler, "server_args", None), "tp_size", 1) or 1))
     why, digest = "", b""
     try:
         digest = _digest_here(scheduler, settings)
     except (ConfigError, Unsupported) as error:
         why = str(error)
-        if config.tp_size == 1:
+        if ranks == 1:
             raise
     nonce = secrets.token_bytes(16)
-    if config.tp_size == 1:
+    if ranks == 1:
         return Owner(digest, nonce)
     found = gather((digest, nonce))
     if why or not all(digest for digest, _ in found):
@@ -181,7 +226,6 @@ def find_owner(config: Any, settings: Settings, gather: Gather = gather_ranks) -
 def _digest_here(scheduler: Any, settings: Settings) -> bytes:
     state = hashlib.blake2b(digest_size=32, person=b"kvs.sglang.owner")
     arguments = getattr(scheduler, "server_args", None)
-    check_arguments(arguments)
     model = scheduler.tp_worker.model_runner.model if scheduler is not None else None
     absorb(state, digest_of_arithmetic(arguments, model), settings.weights_digest.encode())
     if not settings.weights_digest:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -27,6 +29,20 @@ from kvstore.gpu_worker.connectors.vllm.stats import KVStorePromMetrics, KVStore
 from kvstore.gpu_worker.connectors.vllm.worker import WorkerSide
 
 STAGING_BYTES = 64 << 20
+
+
+def rank_layout(_: Any) -> tuple[tuple[int, int], RankLayout | None]:
+    """Run in each rank, by its executor: (pp, tp), and how it lays out its KV."""
+    worker = next(each for each in _connectors() if isinstance(each, KVStoreConnector)).worker_side
+    return worker.place, worker.layout
+
+
+def _connectors() -> list[Any]:
+    """Of this rank: the one that vLLM calls, or of a MultiConnector those that it has."""
+    if not has_kv_transfer_group():
+        return []
+    outer = get_kv_transfer_group()
+    return list(getattr(outer, "_connectors", (outer,)))
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -90,9 +106,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self.scheduler_side.meet_ranks(
-            {place: layout for place, layout in metadata.items() if isinstance(layout, RankLayout)}
-        )
+        layouts = {place: layout for place, layout in metadata.items() if isinstance(layout, RankLayout)}
+        self.scheduler_side.meet_ranks(layouts or self.scheduler_side.ask_ranks(rank_layout))
 
     def on_new_request(self, request: Any) -> None:
         self.scheduler_side.on_new_request(request)
@@ -145,6 +160,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.worker_side.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """None beside a connector that tells something itself: a MultiConnector hands what the first one says to all,
+        and vLLM's NIXL does not start with what is not its own. Then the scheduler's side asks (`rank_layout`)."""
+        others = (each for each in _connectors() if each is not self)
+        if any(each.get_handshake_metadata() is not None for each in others):
+            return None
         return self.worker_side.layout
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -202,3 +222,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         side = self._scheduler or self._worker
         assert side is not None
         side.close()
+
+
+# vLLM's MultiConnector looks the classes of its connectors up by name when it puts their statistics together, and ends
+# the engine if it does not find one.
+if KVStoreConnector.__name__ not in KVConnectorFactory._registry:
+    KVConnectorFactory.register_connector(KVStoreConnector.__name__, __name__, KVStoreConnector.__name__)

@@ -91,7 +91,8 @@ class Tracked:
     deferred: bool = False
     """It waited for another request's load."""
     own: int | None = None
-    """Leading tokens that vLLM has or we load, if that was asked since the last step."""
+    """Leading tokens that vLLM has or we load, as far as that was asked; under `save_what_others_load`, only if it was
+    asked since the last step."""
     position: int = 0
     """Requests came in this order."""
     arrived: float = field(default_factory=time.monotonic)
@@ -144,9 +145,10 @@ class SchedulerSide:
         self._shares = bool(config.cache_config.enable_prefix_caching)
         """What one request has loaded, vLLM gives to the others."""
         self._doubtful: set[int] = set()
-        """Blocks that another connector (beside ours, in a MultiConnector) filled within a step: that such a load
-        failed is known only after the step, when they would be saved. And those that other weights have filled, or
-        another adapter of the same name. Neither they are saved, nor what follows them."""
+        """Blocks that another connector (beside ours, in a MultiConnector) filled: nobody has compared the weights that
+        computed them with ours, and that a load within a step failed is known only after the step, when they would be
+        saved. And those that other weights have filled, or another adapter of the same name. Neither they are saved,
+        nor what follows them."""
         self._owner = secrets.token_bytes(16)
         self._resets = 0
         self._ranks: dict[tuple[int, int], RankLayout] = {}
@@ -178,6 +180,13 @@ class SchedulerSide:
         self._ranks = ranks
         self._name(bytes(32))  # whatever the weights are
         self._mind_weights()
+
+    def ask_ranks(
+        self, told: Callable[[Any], tuple[tuple[int, int], RankLayout | None]]
+    ) -> dict[tuple[int, int], RankLayout]:
+        """What vLLM's handshake did not bring."""
+        answers = self._watch.each(told) if self._watch is not None else []
+        return {place: layout for place, layout in answers if layout is not None}
 
     def _name(self, weights: bytes, scales: bytes = b"") -> NamespaceSpec:
         return namespace_of(
@@ -493,7 +502,8 @@ class SchedulerSide:
         self._idle_s = IDLE_S
         now = time.monotonic()
         for tracked in self._requests.values():
-            tracked.own = None
+            if self._settings.save_what_others_load:
+                tracked.own = None
             lookup = tracked.lookup
             if lookup is not None and lookup.done and now > lookup.held_until:
                 lookup.end()
@@ -523,7 +533,8 @@ class SchedulerSide:
 
     def _begin(self, tracked: Tracked, blocks: list[int], computed: int) -> list[int]:
         """A request that is scheduled, for the first time or again, with these blocks; returns those still to be
-        computed. One that was parked for a load has `own` no more: of that, vLLM knows by now what failed."""
+        computed. Between `own` and those, another connector has loaded. With `save_what_others_load` a request that
+        was parked for that has `own` no more: vLLM knows by now what failed."""
         tracked.blocks = blocks
         tracked.begun = True
         self._waits_no_more(tracked)

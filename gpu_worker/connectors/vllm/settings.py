@@ -32,6 +32,9 @@ class Settings(Daemon):
     """After that a save is dropped."""
     save_queue_bytes: int = 256 << 20
     """KV that may wait to be saved, in memory of its own, per rank. What does not fit is dropped and counted."""
+    save_what_others_load: bool = False
+    """Of a MultiConnector: also save what another connector loaded while its request was parked, and what is computed
+    behind it. Only where the engines that it loads from surely hold the same weights: nobody compares them."""
     drain_ms: int = 5_000
     """How long a rank that shuts down goes on saving what is queued."""
     connect_ms: int = 5_000

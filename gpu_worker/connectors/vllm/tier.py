@@ -3,7 +3,8 @@
 vLLM calls all of this on its scheduler's thread. Nothing here waits, asks the daemon or raises; threads of
 `connectors.offload` do the work. docs/vllm.md says when to choose the tier and when the connector.
 
-    lookup             from what the request's question found; "ask again" until it is answered or its time is up
+    lookup             at once by the directory in shared memory, if all of a prefix is in DRAM or nowhere; else from
+                       what the request's question found; "ask again" until it is answered or its time is up
     on_schedule_end    a request's new keys become one question
     submit_store       the daemon reads the rows; visible only if that ended while they were ours
     submit_load        leased slots are copied into the rows
@@ -363,13 +364,29 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         inquiry = self._inquiry(req_context.req_id)
         # Of several groups, what of all that is needed is decided once all was asked about.
         keys_max = self._rows.count * (1 if self._prefix else max(1, len(self._kinds)))
-        verdict = inquiry.verdict(ChunkKey(key), time.monotonic(), keys_max=keys_max)
+        now = time.monotonic()
+        if self._prefix and inquiry.unasked:
+            self._look(inquiry, key, req_context, now, keys_max)
+        verdict = inquiry.verdict(ChunkKey(key), now, keys_max=keys_max)
         if inquiry.begun is not None:
             self._waiting[inquiry.name] = inquiry
             self._contexts[inquiry.name] = req_context
         if verdict is Verdict.MISS:
             self._lost([key])
         return VERDICTS[verdict]
+
+    def _look(
+        self, inquiry: Inquiry, first: OffloadKey, context: ReqContext, now: float, keys_max: int
+    ) -> None:
+        """vLLM begins to ask about a request, with the first key that it does not have: about all that follow."""
+        assert self._spec is not None
+        namespace = self._link.ready(self._spec)
+        chain = _chain_of(context)
+        start = _position(context, first) // self._chunk_tokens[get_offload_group_idx(first)] - 1
+        if namespace is None or not 0 <= start < len(chain) or chain[start] != first:
+            return
+        busy_s = self._steps.busy_s if self._steps is not None else 0.0
+        inquiry.look(namespace, chain[start : start + keys_max], now, busy_s=busy_s)
 
     @harmless(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:

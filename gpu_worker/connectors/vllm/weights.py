@@ -17,7 +17,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -160,6 +160,10 @@ class Watch:
             self.moved = True
         else:
             self.verified_at = began - max(rank.unverified_s for rank in ranks)
+
+    def each(self, function: Callable[[Any], Any]) -> list[Any]:
+        """What all ranks answer to a function that leaves their weights alone."""
+        return list(self._call(function))
 
     def adapter(self, request: Any) -> tuple[bytes, dict[int, int]]:
         """Has the ranks hold the request's adapter. Its digest, b"" if it is not known or not the same everywhere, and

@@ -45,6 +45,12 @@ class WorkerSide:
         self.tally = Tally()
         self.changes = Changes(events_wanted(config))
         self.layout: RankLayout | None = None
+        parallel = config.parallel_config
+        self.place = divmod(
+            parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size),
+            parallel.tensor_parallel_size,
+        )
+        """(pp, tp)."""
         self._spec: NamespaceSpec | None = None
         self.blocks: PagedBlocks | None = None
         self._loader: Loader | None = None
@@ -77,9 +83,8 @@ class WorkerSide:
         self.layout = RankLayout(
             backend_of(self._config, self._kv_cache_config), tuple(self.blocks.shapes), replicas
         )
-        width = parallel.tensor_parallel_size
-        stage, rank = divmod(parallel.rank % (width * parallel.pipeline_parallel_size), width)
-        shard = stage * (width // replicas) + rank // replicas
+        stage, rank = self.place
+        shard = stage * (parallel.tensor_parallel_size // replicas) + rank // replicas
         settings = self._settings
         self._loader = Loader(
             self._link, self.blocks, shard, self.tally, self.changes, load_s=settings.load_ms / 1000

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,18 @@ def test_what_cannot_be_drawn_is_told_of_its_option(
         main(["simulate", str(trace), "--format", "mooncake", option, str(tmp_path / "out")])
     assert ended.value.code == 1
     assert f"{option}={tmp_path}/out: needs matplotlib (pip install" in capsys.readouterr().err
+
+
+def test_a_trace_may_come_through_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    row = '{"timestamp": 1, "input_length": 512, "output_length": 9, "hash_ids": [1]}\n'
+    writer = threading.Thread(target=pipe.write_text, args=(row * 2,))
+    writer.start()
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", str(pipe), "--format", "mooncake", "--dram", "1G"])
+    writer.join()
+    assert not ended.value.code, capsys.readouterr().err
 
 
 def test_a_prompt_without_a_chunk_has_no_routes() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.client import ActionKind, ActionsApplied, Backlog, Hint, HintAction, QueueAccepted
+from kvstore.client import ActionKind, ActionsApplied, Backlog, Hint, HintAction, Peeked, QueueAccepted
 from kvstore.errors import BadRequest, StoreError, Unavailable
 from kvstore.gpu_worker.compute_or_load import BOUND_MIN_S, ComputeOrLoad
 from kvstore.gpu_worker.connectors.offload import (
@@ -93,6 +93,12 @@ class Lease:
 
     def release(self) -> None:
         self.released = True
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class Batch:
@@ -177,6 +183,7 @@ class Store:
         self.ssd_bytes_per_s = 1 << 30
         self.promotions = 0
         """Reads that may have something promoted."""
+        self.directory = True
         self.void: set[ChunkKey] = set()
         self.full: set[ChunkKey] = set()
         self.staging = 99
@@ -202,6 +209,11 @@ class Store:
         self.filling = threading.Event()
         self.may_fill = _set()
         self._memory = memory
+
+    def peek(self, wanted: Sequence[ChunkKey]) -> Peeked | None:
+        usable = next((n for n, key in enumerate(wanted) if key not in self.chunks), len(wanted))
+        hits = next((n for n, key in enumerate(wanted) if key in self.promoting), usable)
+        return Peeked(usable, min(hits, usable)) if self.directory else None
 
     def match(self, wanted: Sequence[ChunkKey], *, timeout_s: float) -> Any:
         there = (Outcome.HIT if key in self.chunks else Outcome.MISS for key in wanted)
@@ -704,6 +716,64 @@ def test_a_store_that_went_away_fails_the_load(rig: Rig) -> None:
     rig.loader.start(transfer, *rig.inquiry().load(transfer.keys))
     assert transfer.ended.wait(BOUND_S)
     assert rig.loader.transfers.take(0.0) == [transfer] and not transfer.complete
+
+
+def test_what_the_directory_knows_is_answered_at_once(rig: Rig) -> None:
+    """Nobody is asked and nothing pinned, so the load looks; it tells how fast copies are all the same."""
+    rig.store.chunks.update(zip(keys("a", "b"), (b"\1" * ROW_BYTES, b"\2" * ROW_BYTES), strict=True))
+    wanted = keys("a", "b", "c")
+    inquiry = rig.inquiry(lookup_s=1.0)
+    for number in range(2):
+        inquiry.look(rig.store, wanted, 0.0, busy_s=3.0)
+        assert not rig.store.asked.is_set()
+        assert [inquiry.verdict(key, 0.0, keys_max=9) for key in wanted] == [HIT, HIT, MISS]
+        assert not inquiry.new
+        transfer = rig.transfer(wanted[:2], [3, 2])
+        rig.loader.start(transfer, *inquiry.load(transfer.keys))
+        assert transfer.ended.wait(BOUND_S)
+        assert transfer.complete and (rig.row(3), rig.row(2)) == (b"\1" * ROW_BYTES, b"\2" * ROW_BYTES)
+        rig.idle()
+        assert rig.choice.copy.known == bool(number), "the first pays for what is done once"
+        inquiry.again()
+        rig.store.asked.clear()
+    assert rig.tally.total["lookups"] == 6
+
+
+def test_what_the_directory_does_not_know_is_asked(rig: Rig) -> None:
+    wanted = keys("a", "b")
+    rig.store.chunks.update(dict.fromkeys(wanted, bytes(ROW_BYTES)))
+    inquiry = rig.inquiry()
+    rig.store.directory = False
+    inquiry.look(rig.store, wanted, 0.0)
+    assert inquiry.unasked
+    rig.store.directory = True
+    rig.store.promoting.add(wanted[1])  # it is on SSD
+    inquiry.look(rig.store, wanted, 0.0)
+    assert inquiry.unasked and inquiry.verdict(wanted[0], 0.0, keys_max=9) is Verdict.WAIT
+
+
+def test_what_the_directory_knew_may_be_gone_when_it_is_loaded(rig: Rig) -> None:
+    wanted = keys("a", "b", "c")
+    rig.store.chunks.update(dict.fromkeys(wanted, b"\1" * ROW_BYTES))
+    inquiry = rig.inquiry()
+    inquiry.look(rig.store, wanted, 0.0)
+    del rig.store.chunks[wanted[1]]
+    rig.store.promoting.add(wanted[2])  # it has gone to SSD: the load waits for it
+    transfer = rig.transfer(wanted, [0, 1, 2])
+    rig.loader.start(transfer, *inquiry.load(wanted))
+    assert transfer.ended.wait(BOUND_S)
+    assert transfer.done == [True, False, True] and rig.row(2) == b"\1" * ROW_BYTES
+    assert all(lease.released for lease in rig.store.leases)
+
+
+def test_what_is_slower_to_copy_than_to_compute_is_no_hit_at_once_either(rig: Rig) -> None:
+    wanted = keys("a", "b")
+    rig.store.chunks.update(dict.fromkeys(wanted, bytes(ROW_BYTES)))
+    learn(rig, tokens_per_s=1e9, copy_bytes_per_s=1.0)
+    inquiry = rig.inquiry()
+    inquiry.look(rig.store, wanted, time.monotonic())
+    assert inquiry.verdict(wanted[0], time.monotonic(), keys_max=9) is Verdict.MISS
+    assert rig.tally.total["computed"] == 2
 
 
 # --------------------------------------------------------------------------------------------------------------- hints
