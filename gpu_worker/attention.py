@@ -24,6 +24,7 @@ from kvstore.kernels.decode import decode_attention
 from kvstore.kernels.forest import Plan
 from kvstore.kernels.prefill import PrefillPlan, prefill_attention
 from kvstore.kernels.stretches import StretchPlan
+from kvstore.kernels.write import Slots, write_kv
 
 NAME = "kvstore_paged"
 """What the model's config calls this attention."""
@@ -45,10 +46,8 @@ class Step:
 
     layers: list[torch.Tensor]
     """The pool, of each layer [chunks, 2, kv_heads, chunk_tokens, head_dim]."""
-    chunks: torch.Tensor
-    """[tokens] int64: in which chunk the KV of each new token goes ..."""
-    places: torch.Tensor
-    """... and at which place in it."""
+    slots: Slots
+    """Where the KV of each new token goes."""
     rows: torch.Tensor
     """[decoding] int64: the row, in the decode plan, of each of the tokens that come first."""
     lines: torch.Tensor
@@ -70,8 +69,7 @@ class Step:
         }:  # autocast, or the model's new type: nothing is shared
             found = self.attend(layer, q.to(keys.dtype), k.to(keys.dtype), v.to(keys.dtype), scale)
             return found.to(q.dtype)
-        keys[self.chunks, :, self.places] = k
-        values[self.chunks, :, self.places] = v
+        write_kv(keys, values, self.slots, k, v)
         decoded = q[:0]
         if self.decode is not None:
             by_row = q.index_select(0, self.lines)
@@ -116,10 +114,10 @@ class Probe(Step):
     ) -> torch.Tensor:
         keys, values = self.layers[layer].unbind(1)
         if layer == 1:
-            there = values[self.chunks, :, self.places]
+            there = values[self.slots.chunks, :, self.slots.places]
             self.deviations.append((v.to(there.dtype).float() - there.float()).square().sum((1, 2)))
             raise Seen
-        chunks, places = self.chunks[self.absent], self.places[self.absent]
+        chunks, places = self.slots.chunks[self.absent], self.slots.places[self.absent]
         keys[chunks, :, places] = k[self.absent].to(keys.dtype)
         values[chunks, :, places] = v[self.absent].to(keys.dtype)
         assert self.prefill is not None

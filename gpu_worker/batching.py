@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from kvstore.errors import Exhausted, Unavailable, Unsupported
 from kvstore.gpu_worker.assembly import Assembly, most_deviating
 from kvstore.gpu_worker.attention import NAME, check_pageable
-from kvstore.gpu_worker.canary import TOKENS_MAX, SelfTest, differs, is_sampled
+from kvstore.gpu_worker.canary import TOKENS_MAX, SelfTest, differs, is_sampled, wrong_chunks
 from kvstore.gpu_worker.choices import Choices
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
 from kvstore.gpu_worker.device import Device
@@ -37,7 +37,7 @@ from kvstore.gpu_worker.loader import LoadFailed
 from kvstore.gpu_worker.pool_store import PoolStore
 from kvstore.gpu_worker.positions import check_movable
 from kvstore.gpu_worker.request import Request, Reused, check_request, is_session_name
-from kvstore.gpu_worker.sampling import GREEDY, NotNumbers, Sampler, Sampling
+from kvstore.gpu_worker.sampling import GREEDY, Choice, NotNumbers, Sampler, Sampling, choose_all
 from kvstore.gpu_worker.saver import QUEUE_BYTES_MAX
 from kvstore.gpu_worker.scheduling import Scheduler
 from kvstore.gpu_worker.truncation import Truncation, Turns, Undecided, View, check_cuttable, view
@@ -548,13 +548,13 @@ class BatchEngine:
             return []  # it changed on the way: what is full now would be shared and saved
         # All of them before anything changes: a step that breaks off is taken again
         chosen, failed = {}, []
-        for request, found in logits.items():
-            try:
-                chosen[request] = request.sampler.choose(found), _gap(found)
-            except NotNumbers as error:
-                log.warning("request %d: %s", request.number, error)
-                request.failure = str(error)
+        for request, choice in self._choose(logits).items():
+            if choice.failure:
+                log.warning("request %d: %s", request.number, choice.failure)
+                request.failure = choice.failure
                 failed.append(request)
+            else:
+                chosen[request] = choice
         outputs = []
         for request in failed:
             if request.reused.tokens and not request.alone:
@@ -569,9 +569,10 @@ class BatchEngine:
                 continue
             self._scheduler.computed(request, count)
             if request in chosen:
-                token, gap = chosen[request]
-                request.tokens.append(token)
-                outputs.append(Output(request.number, token, _finish(request), gap))
+                choice = chosen[request]
+                request.sampler.used()
+                request.tokens.append(choice.token)
+                outputs.append(Output(request.number, choice.token, _finish(request), choice.gap))
                 if outputs[-1].finish:
                     finished.append(request)
         self.counters["steps"] += 1
@@ -579,6 +580,20 @@ class BatchEngine:
         if finished:
             self._finish(*finished)
         return outputs
+
+    def _choose(self, logits: Mapping[Request, torch.Tensor]) -> dict[Request, Choice]:
+        """All at once, but for samplers that choose in their own way."""
+        alike = [request for request in logits if type(request.sampler) is Sampler]
+        rows = torch.stack([logits[request] for request in alike]) if alike else torch.empty(0)
+        chosen = dict(zip(alike, choose_all([request.sampler for request in alike], rows), strict=True))
+        for request in logits:
+            if request not in chosen:
+                try:
+                    token, failure = request.sampler.choose(logits[request]), ""
+                except NotNumbers as error:
+                    token, failure = NO_TOKEN, str(error)
+                chosen[request] = Choice(token, _gap(logits[request]), failure)
+        return {request: chosen[request] for request in logits}
 
     def _decide(self, request: Request) -> None:
         """Which of the tokens whose KV was loaded deviate most: they are computed in place."""
@@ -689,7 +704,7 @@ class BatchEngine:
         self.counters["canary_failures"] += 1
         healthy = self._self_test.passes(self._compute_once, tokens)
         self.alarm = f"KV from the store is not what this worker computes: {found}. Its self-test " + (
-            "passes: recall the maker of these chunks" if healthy else "FAILS: this worker is sick"
+            "passes: the maker of these chunks is quarantined" if healthy else "FAILS: this worker is sick"
         )
         log.error(
             "%s; nothing is loaded or saved any more. Key: %s",
@@ -697,7 +712,12 @@ class BatchEngine:
             request.store_keys[count - 1].hex(),
         )
         assert self._store is not None
+        # One chunk's bound is that of its own numbers: where only all together tell, the last one is meant
+        wrong = wrong_chunks(restored, computed) or [count - 1]
         self._store.saver.forget()
+        self._store.tell_wrong(
+            [request.store_keys[number] for number in wrong], request.store_keys[count:], healthy=healthy
+        )
         self._follow(self._verdict)  # without a namespace from now on
 
     def _compute_once(self, tokens: Sequence[int]) -> list[torch.Tensor] | None:

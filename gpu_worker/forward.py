@@ -16,12 +16,15 @@ from kvstore.gpu_worker.linear import turnable, turned
 from kvstore.gpu_worker.positions import Positions
 from kvstore.gpu_worker.request import Request
 from kvstore.kernels.forest import Forest, Plan
+from kvstore.kernels.launch import card_of, rows_max
 from kvstore.kernels.prefill import PrefillPlan
+from kvstore.kernels.warm_up import warm_up
+from kvstore.kernels.write import Slots
 
 SPLIT_TOKENS = 512
 """Tokens that one work item of attention covers at most."""
 TILE_ROWS = 64
-"""On a GPU: queries times heads of a group in one work item."""
+"""On a GPU: queries times heads of a group in one work item, at most."""
 
 
 class Forward:
@@ -48,19 +51,34 @@ class Forward:
         # sequences on its path; all together have no more items than that.
         group = model.config.num_attention_heads // pool.geometry.heads
         on_gpu = model.device.type != "cpu"
+        tile_rows = rows_max(pool.geometry.head_dim, most=TILE_ROWS, card=card_of(model.device))
         self._decoding, self._prefilling = (
             Forest(
                 chunk_tokens=self._chunk_tokens,
                 chunks=pool.chunks,
                 sequences_max=sequences_max,
                 split_tokens=split,
-                tile_sequences=max(1, TILE_ROWS // group) if on_gpu else sequences_max,
+                tile_sequences=max(1, tile_rows // group) if on_gpu else sequences_max,
                 items_max=sequences_max * (tokens_max // split + 1 + sequences_max),
                 partials_max=sequences_max * (tokens_max // split + 1 + sequences_max),
                 share=share,
                 device=model.device,
             )
             for _ in range(2)
+        )
+
+        if on_gpu:
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        """Compiles what steps will need of the kernels, so that none of them waits for a compiler."""
+        keys, values = self._pool.layers[0].unbind(1)
+        warm_up(
+            keys,
+            values,
+            heads=self.model.config.num_attention_heads,
+            split_tokens=self._decoding.split_tokens,
+            tile_sequences=self._decoding.tile_sequences,
         )
 
     def renew(self) -> None:
@@ -107,8 +125,7 @@ class Forward:
             lines[request.row] = line
         step = Step(
             layers=self._pool.layers,
-            chunks=self._tensor(chunks),
-            places=self._tensor(places),
+            slots=self._slots(chunks, places),
             rows=self._tensor([request.row for request in decoding]),
             lines=self._tensor(lines),
             decode=self._decode_plan(decoding),
@@ -149,8 +166,9 @@ class Forward:
             self._prefilling.leave(request.row)
         probe = Probe(
             layers=self._pool.layers,
-            chunks=self._tensor([request.chunks[number // size] for number in numbers]),
-            places=self._tensor([number % size for number in numbers]),
+            slots=self._slots(
+                [request.chunks[number // size] for number in numbers], [number % size for number in numbers]
+            ),
             rows=self._tensor([]),
             lines=self._tensor([]),
             decode=None,
@@ -205,6 +223,15 @@ class Forward:
     def _join(self, forest: Forest, request: Request, tokens: int, row: int) -> None:
         chunks = request.chunks[: -(-tokens // self._chunk_tokens)]
         forest.join(row, chunks, tokens, request.seen_before(tokens))
+
+    def _slots(self, chunks: Sequence[int], places: Sequence[int]) -> Slots:
+        return Slots.of(
+            chunks,
+            places,
+            pool_chunks=self._pool.chunks,
+            chunk_tokens=self._chunk_tokens,
+            device=self.model.device,
+        )
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.model.device)

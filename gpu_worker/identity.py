@@ -86,9 +86,10 @@ class Rules:
         "transformers.models.",
         "transformers.activations.",
         "transformers.modeling_layers.",
+        "transformers.pytorch_utils.Conv1D",
     )
     """Beginnings of `module.Class`, of modules that compute what their parameters and attributes say."""
-    packages: tuple[str, ...] = ("torch", "transformers")
+    packages: tuple[str, ...] = ("torch", "transformers", "safetensors")
     """Functions whose code lies in these are what they were when the package was installed."""
     opaque: tuple[str, ...] = ()
     """Beginnings of `module.Class`, of attribute values that decide nothing beyond their class."""
@@ -474,6 +475,8 @@ class _Scan:
 
     def _function(self, where: str, function: types.FunctionType, depth: int = 0) -> None:
         file = function.__code__.co_filename
+        if function is dataclass:  # a decorator, which had its say when the module was imported
+            return
         if not file.startswith(("<", *self._roots)) and file not in _WRAPPERS:
             self.reasons.append(f"{where} was replaced by {_name(function)}")
         elif depth < 8:

@@ -30,9 +30,19 @@ from kvstore.layout import GroupSpec, LayerSlice, NamespaceSpec
 
 GROUP = "kv"
 CHUNK_TOKENS = 64
-SUPPORTED_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED_MODELS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 """`config.model_type` of the families whose KV is known to be what the keys say: K and V of a token depend on its
 position, on the tokens before it, and on nothing else."""
+LEARNED_POSITIONS = ("gpt2",)
+"""Of these, those with a table of positions: their KV is that of the positions that it was computed at, for ever."""
+REASONS = {
+    "bloom": "ALiBi adds a bias by distance, for which the kernels take no positions",
+    "mpt": "ALiBi adds a bias by distance, for which the kernels take no positions",
+    "qwen2_vl": "M-RoPE gives the tokens of an image several positions each",
+    "qwen2_5_vl": "M-RoPE gives the tokens of an image several positions each",
+    "qwen3_vl": "M-RoPE gives the tokens of an image several positions each",
+}
+"""Why some families are refused, by `config.model_type`."""
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 """Rope types whose angles do not change with the length of the context ("dynamic" and "longrope" do)."""
 
@@ -62,7 +72,7 @@ class Geometry:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
             layers=config.num_hidden_layers,
-            heads=config.num_key_value_heads,
+            heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             head_dim=head_dim,
             dtype=model.dtype,
             chunk_tokens=chunk_tokens,
@@ -117,7 +127,11 @@ def check_supported(model: PreTrainedModel) -> None:
             remedy="give the model that is wrapped (model.module)",
         )
     _refuse_unless(
-        config.model_type in SUPPORTED_MODELS, "config.model_type", config.model_type, SUPPORTED_MODELS
+        config.model_type in SUPPORTED_MODELS,
+        "config.model_type",
+        config.model_type,
+        SUPPORTED_MODELS,
+        REASONS.get(config.model_type, ""),
     )
     _refuse_unless(not config.is_encoder_decoder, "config.is_encoder_decoder", True, ("decoders",))
     _refuse_unless(
@@ -130,7 +144,19 @@ def check_supported(model: PreTrainedModel) -> None:
         _refuse_unless(
             kind is DynamicLayer, f"config.layer_types[{number}]", kind.__name__, ("full attention",)
         )
+    if config.model_type in LEARNED_POSITIONS:
+        cross = getattr(config, "add_cross_attention", False)
+        _refuse_unless(not cross, "config.add_cross_attention", cross, ("decoders",))
+        return
     rope = getattr(config, "rope_parameters", None) or {}
+    mrope = rope.get("mrope_section")
+    _refuse_unless(
+        not mrope,
+        "config.rope_parameters.mrope_section",
+        mrope,
+        ("one position a token",),
+        REASONS["qwen2_vl"],
+    )
     _refuse_unless(rope.get("rope_type") in SUPPORTED_ROPE, "config.rope_parameters", rope, SUPPORTED_ROPE)
 
 
@@ -166,10 +192,10 @@ def model_name(model: PreTrainedModel) -> str:
     return Path(name).name if os.path.isdir(name) else name  # False for what can be no path at all
 
 
-def _refuse_unless(fine: bool, field: str, value: object, supported: Sequence[str]) -> None:
+def _refuse_unless(fine: bool, field: str, value: object, supported: Sequence[str], why: str = "") -> None:
     if not fine:
         raise Unsupported(
-            "this model's KV cannot be stored yet",
+            f"this model's KV cannot be stored yet{': ' * bool(why)}{why}",
             field=field,
             value=value,
             remedy="supported: " + ", ".join(supported),

@@ -13,6 +13,8 @@ DTYPES = {
     "cpu": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
     "cuda": (torch.float16, torch.bfloat16),
 }
+CHECKED_MAX = 64
+"""Kinds of arguments that a plan remembers."""
 
 
 def checked_scale(scale: float | None, soft_cap: float | None, head_dim: int) -> float:
@@ -36,8 +38,48 @@ def check_attention(
     chunks: int,
     chunk_tokens: int,
     plan_device: torch.device,
+    checked: set[object],
 ) -> None:
-    """Raise ValueError for what does not fit: q is to be [queries, heads, head_dim], the pool as the plan says."""
+    """Raise ValueError for what does not fit: q is to be [queries, heads, head_dim], the pool as the plan says.
+
+    `checked`: of the plan. What all layers of a step have in common is looked at once; that `out` is apart from what is
+    read, each time.
+    """
+    seen = tuple(
+        tensor if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        for tensor in (q, keys, values, out)
+    )
+    if seen not in checked:
+        _check_attention(
+            q,
+            keys,
+            values,
+            out,
+            queries=queries,
+            queries_are=queries_are,
+            chunks=chunks,
+            chunk_tokens=chunk_tokens,
+            plan_device=plan_device,
+        )
+        if len(checked) >= CHECKED_MAX:
+            checked.clear()
+        checked.add(seen)
+    if out is not None:
+        check_elsewhere("out", out, q=q, keys=keys, values=values)
+
+
+def _check_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor | None,
+    *,
+    queries: int,
+    queries_are: str,
+    chunks: int,
+    chunk_tokens: int,
+    plan_device: torch.device,
+) -> None:
     if q.dim() != 3 or q.shape[0] != queries:
         raise ValueError(f"q is {list(q.shape)}: must be [{queries} ({queries_are}), heads, head_dim]")
     for name, tensor in (("keys", keys), ("values", values)):
@@ -66,7 +108,6 @@ def check_attention(
             raise ValueError(f"{name} is {other.dtype} on {other.device}: q is {q.dtype} on {q.device}")
     if out is not None:
         check_apart("out", out)
-        check_elsewhere("out", out, q=q, keys=keys, values=values)
     if plan_device != q.device:
         raise ValueError(f"the plan is on {plan_device}, q on {q.device}: make the forest with device=")
 

@@ -14,7 +14,8 @@ of two-phase attention: many sequences over shared chunks, or one over private o
 for each piece of each of its runs, numbered in the order of its tokens; the kernels merge them.
 
 What changes does so in place: the arrays keep size and address, a token more is one length more, and a CUDA graph that
-was captured once over them can be replayed. A join or leave rebuilds the items of the runs on that sequence's path.
+was captured over them is replayed until a step needs more room (`Capacity`). A join or leave rebuilds the items of the
+runs on that sequence's path.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvstore.kernels.launch import Scratch
 from kvstore.kernels.prefill.plan import PrefillPlan, Row, plan_prefill
 from kvstore.kernels.stretches import Stretch, StretchPlan, Viewer, check_stretch, plan_stretches
 
@@ -39,13 +42,32 @@ LENGTH, PARTIALS, SLOT = range(3)
 """Columns of `Plan.rows`: tokens; partial results; where the first of them lies."""
 
 
+CAPACITY_MIN = 64
+"""The least that a step is given room for."""
+
+
+class Capacity(NamedTuple):
+    """What a step has room for: work items that programs are launched for, and slots for partial results. Both are
+    powers of two, or all that the forest has, so that there are few of them: a CUDA graph is captured for each. It is
+    right for every later state of its forest whose capacity is not larger in either."""
+
+    items: int
+    partials: int
+
+
+def room_for(needed: int, most: int) -> int:
+    """The least power of two, from CAPACITY_MIN on, that is enough; `most` at most."""
+    return min(most, max(CAPACITY_MIN, 1 << max(needed - 1, 0).bit_length()))
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a kernel reads: int32 arrays on the forest's device, and the numbers that they were made for.
 
     `items` [items_max, 5] and `item_chunks` [items_max, split_tokens / chunk_tokens] are in no order; `schedule`
     [items_max] names them longest first, unused ones (COUNT is 0) last. `order` [sequences_max] has the row at each
-    place. `rows` [sequences_max, 3] is all zero where a row is unused. Valid until the forest changes.
+    place. `rows` [sequences_max, 3] is all zero where a row is unused. Valid until the forest changes. A plan with
+    another `capacity` is another object over the same arrays.
     """
 
     items: torch.Tensor
@@ -57,12 +79,16 @@ class Plan:
     chunk_tokens: int
     split_tokens: int
     tile_sequences: int
-    partials_max: int
+    capacity: Capacity
+    scratch: Scratch = field(default_factory=Scratch, repr=False, compare=False)
+    """Of the forest: the same for all of its plans."""
     stretches: StretchPlan | None = None
     """Of what the sequences see elsewhere. It changes, and with it its arrays, when a sequence with stretches joins or
     leaves."""
     divisions: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
     """What the CPU path worked out from the arrays, kept for the other layers; `Forest.plan` empties it."""
+    checked: set[object] = field(default_factory=set, repr=False, compare=False)
+    """Shapes, strides and types of arguments that fit, see `arguments.check_attention`."""
 
     def arrays(self) -> tuple[torch.Tensor, ...]:
         return self.items, self.item_chunks, self.schedule, self.order, self.rows
@@ -90,8 +116,8 @@ class Forest:
     * `chunk_tokens`, `chunks`: tokens of a chunk, chunks of the pool.
     * `split_tokens`: tokens of an item at most, a multiple of `chunk_tokens`.
     * `tile_sequences`: sequences of an item at most; for a kernel with tiles of R rows, R // (heads / kv_heads).
-    * `items_max`, `partials_max`: capacities; by default, twice what sequences of `tokens_max` tokens need that share
-      nothing.
+    * `items_max`, `partials_max`: the most there can be; by default, twice what sequences of `tokens_max` tokens need
+      that share nothing.
     * `share=False`: all runs are private, to compare with.
 
     A change that is refused raises ValueError and leaves all as it was. The KV of a token is to be in the pool when a
@@ -161,7 +187,7 @@ class Forest:
             chunk_tokens=chunk_tokens,
             split_tokens=split_tokens,
             tile_sequences=tile_sequences,
-            partials_max=self.partials_max,
+            capacity=Capacity(*(room_for(0, most) for most in (self.items_max, self.partials_max))),
         )
         self._new_chunks: list[int] = []  # items whose chunks changed though nothing else did
 
@@ -307,6 +333,12 @@ class Forest:
         self._reordered = False
         self._new_chunks.clear()
         self._plan.divisions.clear()
+        capacity = Capacity(
+            room_for(self.items_max - len(self._free), self.items_max),
+            room_for(int(self._rows[:, PARTIALS].sum()), self.partials_max),
+        )
+        if capacity != self._plan.capacity:
+            self._plan = replace(self._plan, capacity=capacity)
         if self._restretched:
             self._plan = replace(self._plan, stretches=self._plan_stretches(), divisions={})
             self._restretched = False

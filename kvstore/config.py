@@ -193,6 +193,9 @@ class StoreConfig:
     remote_salt_file: str = ""
     """File with a secret of 16 bytes or more that all nodes of one cluster share: it signs records, and keys their
     names. Without it, whoever can write to the store can make a node serve KV of his own."""
+    remote_key_file: str = ""
+    """File with keys of 64 hexadecimal digits, the newest first, which all nodes of one cluster share: what is written
+    to the store is encrypted with the first (AES-256-GCM), what is read opens with any. Empty: it is not encrypted."""
     remote_lookup_ms: int = 50
     """How long a Match or an Acquire waits for what the look-up of its missing keys finds, at most."""
     remote_deadline_ms: int = 5_000

@@ -58,8 +58,8 @@ def chunk_key(name: str) -> Any:
 
 
 class Client(ByKey):
-    """A put is write + copy into the granted buffers + commit until visible; a get is read + copy + release; a fill is
-    write + fill out of a region that was adopted + commit: the daemon copies."""
+    """A put makes its batch visible; a get is read + copy + release; a fill is write + fill out of a region that was
+    adopted + commit: the daemon copies."""
 
     FILLS_UP = 1.0
 
@@ -84,10 +84,8 @@ class Client(ByKey):
         return chunk_key(super().key(number))
 
     def put(self, plan: list[Item]) -> None:
-        with self._space.write([item.key for item in plan]) as batch:
-            assert len(batch.granted) == len(plan), (batch, batch.results[:1])
-            batch.copy_many([(index, 0, item.value) for index, item in enumerate(plan)])
-            assert batch.commit().ok
+        put = self._space.put([item.key for item in plan], [item.value for item in plan])
+        assert put.ok and len(put.committed) == len(plan), put
 
     def get(self, plan: list[Item]) -> None:
         with self._space.read([item.key for item in plan]) as lease:

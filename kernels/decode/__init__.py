@@ -51,6 +51,7 @@ def decode_attention(
         chunks=plan.chunks,
         chunk_tokens=plan.chunk_tokens,
         plan_device=plan.rows.device,
+        checked=plan.checked,
     )
     check_turned(turned, q, plan.stretches)
     scale = checked_scale(scale, soft_cap, q.shape[2])

@@ -4,7 +4,8 @@ A program does one item for one KV head. Its rows are the queries of the item's 
 so that a chunk is read once for all of them. The numbers of the item's chunks are loaded together before the loop: a
 look-up inside it makes Triton wait for each tile before it asks for the next (cp.async.wait_group 0). A sequence that
 has a single partial result gets its output at once; others are merged in fp32 in the order of their tokens, so the same
-plan gives the same bits. Unused items end at once: the grid has the plan's capacity and fits every later state of it.
+plan gives the same bits. Unused items end at once: the grid has the plan's capacity and fits every later state of it
+that needs no more. Items and KV heads are flattened on x, since a grid's y ends at 65,535.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -18,21 +19,22 @@ import triton.language as tl
 
 from kvstore.kernels import tiles
 from kvstore.kernels.forest import Plan
+from kvstore.kernels.launch import Card, card_of, unit_of
 from kvstore.kernels.stretches import kernel as stretches
 
 ROWS = (16, 32, 64, 128)
 """Of a tile: at least what `tile_sequences` sequences need. From 64 on, Hopper multiplies with wgmma."""
 CHUNK_TOKENS = (16, 32, 64, 128, 256)
 HEAD_DIM_MAX = 256
-ACCUMULATOR_MAX = 128 * 128
-"""Rows times head_dim: what is larger does not fit in registers."""
 TILE_BYTES = 32 << 10
 """Keys and values of one step of the loop; with 3 stages, two programs and more fit on one processor of an H100."""
 STAGES = 3
 LOG2_E = math.log2(math.e)
+STRIDES = ("q_row", "q_head", "k_chunk", "k_head", "v_chunk", "v_head", "out_row", "out_head")
+"""In units of UNIT elements."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*STRIDES, "scale", "soft_cap"])
 def _attend(
     q_ptr,
     keys_ptr,
@@ -69,9 +71,12 @@ def _attend(
     UPCAST: tl.constexpr,
     STRETCHES: tl.constexpr,
     STAGES: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
-    kv_head = tl.program_id(0).to(tl.int64)  # times a stride may pass 2^31
-    item = tl.load(schedule_ptr + tl.program_id(1))
+    kv_head = (tl.program_id(0) % (heads // GROUP)).to(tl.int64)  # times a stride may pass 2^31
+    item = tl.load(schedule_ptr + tl.program_id(0) // (heads // GROUP))
+    q_row, q_head, out_row, out_head = q_row * UNIT, q_head * UNIT, out_row * UNIT, out_head * UNIT
+    k_chunk, k_head, v_chunk, v_head = k_chunk * UNIT, k_head * UNIT, v_chunk * UNIT, v_head * UNIT
     begin = tl.load(items_ptr + item * 5)
     count = tl.load(items_ptr + item * 5 + 1)
     first = tl.load(items_ptr + item * 5 + 2)
@@ -151,7 +156,7 @@ def _attend(
         tl.store(stats_ptr + at * 2 + 1, total, mask=several)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["out_row", "out_head"])
 def _merge(
     out_ptr,
     partial_ptr,
@@ -166,9 +171,11 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STRETCHES: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
+    out_row, out_head = out_row * UNIT, out_head * UNIT
     results = tl.load(rows_ptr + row * 3 + 1)
     more = 0
     if STRETCHES:
@@ -206,14 +213,14 @@ def _merge(
         tl.store(out_at, (acc / total).to(out_ptr.dtype.element_ty), mask=in_head)
 
 
-def block_sizes(*, head_dim: int, group: int, plan: Plan, element_bytes: int) -> dict[str, int]:
+def block_sizes(*, head_dim: int, group: int, plan: Plan, element_bytes: int, card: Card) -> dict[str, int]:
     """The constants of `_attend` that follow from shapes, and how many warps. ValueError for what it cannot do."""
     if plan.chunk_tokens not in CHUNK_TOKENS:
         raise ValueError(f"chunk_tokens is {plan.chunk_tokens}: the kernel knows {CHUNK_TOKENS}")
     if head_dim > HEAD_DIM_MAX:
         raise ValueError(f"head_dim is {head_dim}: must be at most {HEAD_DIM_MAX}")
     block_d = max(16, triton.next_power_of_2(head_dim))
-    allowed = [rows for rows in ROWS if rows * block_d <= ACCUMULATOR_MAX]
+    allowed = [rows for rows in ROWS if rows * block_d <= card.accumulator_max]
     rows = next((rows for rows in allowed if rows >= plan.tile_sequences * group), None)
     if rows is None:
         raise ValueError(
@@ -224,6 +231,7 @@ def block_sizes(*, head_dim: int, group: int, plan: Plan, element_bytes: int) ->
     tile = tiles.DECODE.get(tiles.Key(rows, block_d, plan.chunk_tokens)) or tiles.Tile(
         max(16, min(64, TILE_BYTES // (2 * block_d * element_bytes))), warps_for(rows, block_d), STAGES
     )
+    tile = fitting(tile, rows=rows, block_d=block_d, element_bytes=element_bytes, card=card)
     return {
         "GROUP": group,
         "HEAD_DIM": head_dim,
@@ -238,9 +246,35 @@ def block_sizes(*, head_dim: int, group: int, plan: Plan, element_bytes: int) ->
     }
 
 
+def shared_bytes_needed(tile: tiles.Tile, *, rows: int, block_d: int, element_bytes: int, card: Card) -> int:
+    """At most: what compiled kernels have is held against it by the tests. Keys and values, the queries, the weights as
+    the second product reads them, and some for reductions."""
+    in_place = card.reads_in_place and rows >= 64
+    loaded = (tile.stages - (not in_place)) * 2 * tile.tokens * block_d * element_bytes
+    queries = (
+        (1 + in_place) * rows * block_d * element_bytes
+    )  # and as much again for results, where rows are many
+    return loaded + queries + rows * tile.tokens * element_bytes + (2 << 10)
+
+
+def fitting(tile: tiles.Tile, *, rows: int, block_d: int, element_bytes: int, card: Card) -> tiles.Tile:
+    """The tile itself, or one with fewer tokens or stages where a card has less shared memory: at first fewer tokens,
+    since without 3 stages nothing is fetched while another tile is computed."""
+    for tokens, stages in ((1, 0), (2, 0), (1, 1), (4, 0), (2, 1), (4, 1), (8, 0), (8, 1)):
+        smaller = tile._replace(tokens=max(16, tile.tokens // tokens), stages=max(2, tile.stages - stages))
+        needed = shared_bytes_needed(
+            smaller, rows=rows, block_d=block_d, element_bytes=element_bytes, card=card
+        )
+        if needed <= card.shared_bytes:
+            return smaller
+    raise ValueError(
+        f"a tile of {rows} rows of {block_d} does not fit in {card.shared_bytes} bytes of shared memory"
+    )
+
+
 def warps_for(rows: int, block_d: int) -> int:
     """Enough threads to keep the accumulator in registers."""
-    return 8 if rows * block_d >= ACCUMULATOR_MAX // 2 else 4
+    return 8 if rows * block_d >= 64 * 128 else 4
 
 
 def decode(
@@ -258,22 +292,28 @@ def decode(
 ) -> None:
     """See `decode_attention`, which checked the arguments. `partials`, `stats`: memory for intermediate results."""
     heads, kv_heads, head_dim = q.shape[1], keys.shape[1], q.shape[2]
-    sizes = block_sizes(head_dim=head_dim, group=heads // kv_heads, plan=plan, element_bytes=q.element_size())
-    if partials is None:
-        partials = torch.empty((plan.partials_max, heads, head_dim), dtype=torch.float32, device=q.device)
-    if stats is None:
-        stats = torch.empty((plan.partials_max, heads, 2), dtype=torch.float32, device=q.device)
+    sizes = block_sizes(
+        head_dim=head_dim,
+        group=heads // kv_heads,
+        plan=plan,
+        element_bytes=q.element_size(),
+        card=card_of(q.device),
+    )
+    if partials is None or stats is None:
+        partials, stats = plan.scratch.of(plan.capacity.partials, heads, head_dim, q.device)
     scale = scale * LOG2_E if soft_cap is None else scale / soft_cap
     soft_cap = None if soft_cap is None else soft_cap * LOG2_E
     elsewhere = None
     if plan.stretches is not None and turned is not None:
         elsewhere = stretches.attend(turned, keys, values, plan.stretches, scale=scale, soft_cap=soft_cap)
+    strides = [stride for tensor in (q, keys, values, out) for stride in tensor.stride()[:2]]
+    unit = unit_of(*strides)
+    strides = [stride // unit for stride in strides]
     with torch.cuda.device_of(q):  # does nothing where tensors of a CPU are interpreted
-        _attend[kv_heads, plan.items.shape[0]](
+        _attend[(plan.capacity.items * kv_heads,)](
             *(q, keys, values, out, partials, stats, *plan.arrays()),
             plan.rows if elsewhere is None else elsewhere.results,
-            *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
-            *(out.stride(0), out.stride(1)),
+            *strides,
             scale,
             0.0 if soft_cap is None else soft_cap,
             heads,
@@ -282,14 +322,17 @@ def decode(
             UPCAST=q.dtype is torch.bfloat16
             and triton.knobs.runtime.interpret,  # which knows no bf16 products
             STRETCHES=elsewhere is not None,
+            UNIT=unit,
             enable_fp_fusion=True,  # in every release
         )
         _merge[q.shape[0], heads](
             *(out, partials, stats, plan.rows, *(elsewhere or (partials, stats, plan.rows))),
-            *(out.stride(0), out.stride(1), heads),
+            *strides[-2:],
+            heads,
             HEAD_DIM=head_dim,
             BLOCK_D=sizes["BLOCK_D"],
             STRETCHES=elsewhere is not None,
+            UNIT=unit,
             num_warps=1,
             enable_fp_fusion=True,
         )

@@ -17,16 +17,18 @@ import triton.language as tl
 
 from kvstore.kernels import tiles
 from kvstore.kernels.decode.kernel import (
-    ACCUMULATOR_MAX,
     CHUNK_TOKENS,
     HEAD_DIM_MAX,
     LOG2_E,
     ROWS,
     STAGES,
+    STRIDES,
     TILE_BYTES,
     _merge,
+    fitting,
     warps_for,
 )
+from kvstore.kernels.launch import Card, card_of, unit_of
 from kvstore.kernels.prefill.plan import PrefillPlan
 from kvstore.kernels.stretches import kernel as stretches
 
@@ -100,7 +102,7 @@ def _step(
     return acc, larger, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", *STRIDES, "scale", "soft_cap"])
 def _attend(
     q_ptr,
     keys_ptr,
@@ -136,7 +138,10 @@ def _attend(
     UPCAST: tl.constexpr,
     STRETCHES: tl.constexpr,
     STAGES: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
+    q_row, q_head, out_row, out_head = q_row * UNIT, q_head * UNIT, out_row * UNIT, out_head * UNIT
+    k_chunk, k_head, v_chunk, v_head = k_chunk * UNIT, k_head * UNIT, v_chunk * UNIT, v_head * UNIT
     kv_head = tl.program_id(0) % (heads // GROUP)
     item = (tl.program_id(0) // (heads // GROUP)).to(tl.int64)
     begin = tl.load(items_ptr + item * 6)
@@ -212,20 +217,23 @@ def _attend(
         tl.store(stats_ptr + at * 2 + 1, total, mask=several)
 
 
-def block_sizes(*, head_dim: int, group: int, plan: PrefillPlan, element_bytes: int) -> dict[str, int]:
+def block_sizes(
+    *, head_dim: int, group: int, plan: PrefillPlan, element_bytes: int, card: Card
+) -> dict[str, int]:
     """The constants of `_attend` that follow from shapes, and how many warps. ValueError for what it cannot do."""
     if plan.chunk_tokens not in CHUNK_TOKENS:
         raise ValueError(f"chunk_tokens is {plan.chunk_tokens}: the kernel knows {CHUNK_TOKENS}")
     if head_dim > HEAD_DIM_MAX:
         raise ValueError(f"head_dim is {head_dim}: must be at most {HEAD_DIM_MAX}")
     block_d = max(16, triton.next_power_of_2(head_dim))
-    most = ACCUMULATOR_MAX // block_d
-    rows = next((rows for rows in ROWS if rows >= min(most, plan.tile_queries * group)), ROWS[-1])
+    most = min(ROWS[-1], card.accumulator_max // block_d)
+    rows = next(rows for rows in ROWS if rows >= min(most, plan.tile_queries * group))
     tile = tiles.PREFILL.get(tiles.Key(rows, block_d, plan.chunk_tokens)) or tiles.Tile(
         max(16, min(64, 2 * plan.chunk_tokens, TILE_BYTES // (2 * block_d * element_bytes))),
         warps_for(rows, block_d),
         STAGES,
     )
+    tile = fitting(tile, rows=rows, block_d=block_d, element_bytes=element_bytes, card=card)
     return {
         "GROUP": group,
         "HEAD_DIM": head_dim,
@@ -276,23 +284,29 @@ def prefill(
         q = q.contiguous()
     (tokens, heads, head_dim), kv_heads = q.shape, keys.shape[1]
     group = heads // kv_heads
-    sizes = block_sizes(head_dim=head_dim, group=group, plan=plan, element_bytes=q.element_size())
-    if partials is None:
-        partials = torch.empty((plan.partials, heads, head_dim), dtype=torch.float32, device=q.device)
-    if stats is None:
-        stats = torch.empty((plan.partials, heads, 2), dtype=torch.float32, device=q.device)
+    sizes = block_sizes(
+        head_dim=head_dim,
+        group=group,
+        plan=plan,
+        element_bytes=q.element_size(),
+        card=card_of(q.device),
+    )
+    if partials is None or stats is None:
+        partials, stats = plan.scratch.of(plan.partials, heads, head_dim, q.device)
     tiles = triton.cdiv(plan.tile_queries * group, sizes["BLOCK_M"])
     scale = scale * LOG2_E if soft_cap is None else scale / soft_cap
     soft_cap = None if soft_cap is None else soft_cap * LOG2_E
     elsewhere = None
     if plan.stretches is not None and turned is not None:
         elsewhere = stretches.attend(turned, keys, values, plan.stretches, scale=scale, soft_cap=soft_cap)
+    strides = [stride for tensor in (q, keys, values, out) for stride in tensor.stride()[:2]]
+    unit = unit_of(*strides)
+    strides = [stride // unit for stride in strides]
     with torch.cuda.device_of(q):  # does nothing where tensors of a CPU are interpreted
         _attend[plan.items.shape[0] * kv_heads, tiles](
             *(q, keys, values, out, partials, stats, *plan.arrays()),
             *(plan.queries if elsewhere is None else elsewhere.results, plan.tables.stride(0)),
-            *(q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
-            *(out.stride(0), out.stride(1)),
+            *strides,
             scale,
             0.0 if soft_cap is None else soft_cap,
             heads,
@@ -301,15 +315,17 @@ def prefill(
             UPCAST=q.dtype is torch.bfloat16
             and triton.knobs.runtime.interpret,  # which knows no bf16 products
             STRETCHES=elsewhere is not None,
+            UNIT=unit,
             enable_fp_fusion=True,
         )
         if plan.partials:
             _merge[tokens, heads](
                 *(out, partials, stats, plan.queries, *(elsewhere or (partials, stats, plan.queries))),
-                *(out.stride(0), out.stride(1), heads),
+                *(*strides[-2:], heads),
                 HEAD_DIM=head_dim,
                 BLOCK_D=sizes["BLOCK_D"],
                 STRETCHES=elsewhere is not None,
+                UNIT=unit,
                 num_warps=1,
                 enable_fp_fusion=True,
             )

@@ -14,12 +14,13 @@ query one partial result more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvstore.kernels.launch import Scratch
 from kvstore.kernels.stretches import StretchPlan
 
 Ints = NDArray[np.int32]
@@ -58,6 +59,9 @@ class PrefillPlan:
     partials: int
     stretches: StretchPlan | None = None
     """Of what the sequences see elsewhere."""
+    scratch: Scratch = field(default_factory=Scratch, repr=False, compare=False)
+    checked: set[object] = field(default_factory=set, repr=False, compare=False)
+    """Shapes, strides and types of arguments that fit, see `arguments.check_attention`."""
 
     def arrays(self) -> tuple[torch.Tensor, ...]:
         return self.items, self.tables, self.order, self.queries
@@ -208,9 +212,12 @@ def _arrays(
 
 
 def _moved(arrays: list[Ints], device: torch.device) -> list[torch.Tensor]:
-    """All in one copy, in stream order."""
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+    """All in one copy, in stream order, each at a multiple of 16 bytes: kernels are compiled for that."""
+    sizes = [-(-array.size // 4) * 4 for array in arrays]
+    flat = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    for part, array in zip(flat.split(sizes), arrays, strict=True):
+        part[: array.size] = torch.from_numpy(array.ravel())
     if device.type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
-    parts = flat.split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+        flat = flat.to(device, non_blocking=True)
+    parts = flat.split(sizes)
+    return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]

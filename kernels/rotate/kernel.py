@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvstore.kernels.launch import unit_of
+
 if TYPE_CHECKING:
     from kvstore.kernels.rotate import Rotation
 
@@ -74,7 +76,14 @@ def rotate_rows(
         copy_rows(source, target, used, source_step, target_step, 2 * PAIRS, HEAD_DIM - 2 * PAIRS, BLOCK_REST)
 
 
-@triton.jit
+VARYING = ("rows", "second", "third")
+STRIDES = ("key_0", "key_1", "key_2", "out_0", "out_1", "out_2")
+"""In units of UNIT elements."""
+TABLE_STRIDES = ("table_0", "table_1", "table_2")
+"""In units of TABLE_UNIT elements."""
+
+
+@triton.jit(do_not_specialize=[*VARYING, *STRIDES, *TABLE_STRIDES])
 def _rotate(
     keys_ptr,
     out_ptr,
@@ -100,10 +109,14 @@ def _rotate(
     BLOCK_REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+    TABLE_UNIT: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(
-        0, ROWS
-    )  # as 32 bits: dividing longer numbers would take most of the time
+    key_0, key_1, key_2 = key_0 * UNIT, key_1 * UNIT, key_2 * UNIT
+    out_0, out_1, out_2 = out_0 * UNIT, out_1 * UNIT, out_2 * UNIT
+    table_0, table_1, table_2 = table_0 * TABLE_UNIT, table_1 * TABLE_UNIT, table_2 * TABLE_UNIT
+    # As 32 bits: dividing longer numbers would take most of the time
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = (row // (second * third)).to(tl.int64)
     j = (row // third % second).to(tl.int64)
     k = (row % third).to(tl.int64)
@@ -146,13 +159,19 @@ def rotate(keys: torch.Tensor, by: Rotation, out: torch.Tensor) -> None:
     shape, rows = (first, second, third, cos.shape[-1]), first * second * third
     cos, sin = cos.expand(shape), sin.expand(shape)
     at_once = rows_of(head_dim)
+    strides, tables = [*keys.stride()[:3], *out.stride()[:3]], cos.stride()[:3]
+    unit, table_unit = unit_of(*strides), unit_of(*tables)
+    key_strides, out_strides = ([stride // unit for stride in of] for of in (strides[:3], strides[3:]))
     with torch.cuda.device_of(keys):  # does nothing where tensors of a CPU are interpreted
         _rotate[(triton.cdiv(rows, at_once),)](
             *(keys, out, cos, sin, rows, second, third),
-            *(*keys.stride(), *out.stride(), *cos.stride()[:3]),
+            *(*key_strides, keys.stride(3), *out_strides, out.stride(3)),
+            *(stride // table_unit for stride in tables),
             **block_sizes(head_dim=head_dim, pairs=cos.shape[-1]),
             INTERLEAVED=by.interleaved,
             ROWS=at_once,
+            UNIT=unit,
+            TABLE_UNIT=table_unit,
             num_warps=4,
             enable_fp_fusion=True,
         )

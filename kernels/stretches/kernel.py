@@ -14,11 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kvstore.kernels.launch import card_of, unit_of
 from kvstore.kernels.stretches.plan import StretchPlan
 
 HEAD_DIM_MAX = 256
-ACCUMULATOR_MAX = 128 * 128
-"""Rows times head_dim: what is larger does not fit in registers."""
 ROWS = (16, 32, 64, 128)
 BLOCK_TOKENS = 32
 
@@ -32,7 +31,9 @@ class Partials(NamedTuple):
     results: torch.Tensor
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["q_row", "q_head", "k_chunk", "k_head", "v_chunk", "v_head", "scale", "soft_cap"]
+)
 def _attend(
     q_ptr,  # turned queries
     keys_ptr,
@@ -42,7 +43,7 @@ def _attend(
     items_ptr,
     lines_ptr,
     parts_ptr,
-    q_row,
+    q_row,  # strides: in units of UNIT elements
     q_head,
     k_chunk,
     k_head,
@@ -58,7 +59,10 @@ def _attend(
     BLOCK_N: tl.constexpr,
     CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
+    q_row, q_head, k_chunk, k_head = q_row * UNIT, q_head * UNIT, k_chunk * UNIT, k_head * UNIT
+    v_chunk, v_head = v_chunk * UNIT, v_head * UNIT
     kv_head = (tl.program_id(0) % (heads // GROUP)).to(tl.int64)
     item = (tl.program_id(0) // (heads // GROUP)).to(tl.int64)
     begin = tl.load(items_ptr + item * 4)
@@ -133,16 +137,16 @@ def attend(
         raise ValueError(f"head_dim is {head_dim}: must be at most {HEAD_DIM_MAX}")
     group = heads // kv_heads
     block_d = max(16, triton.next_power_of_2(head_dim))
-    most = ACCUMULATOR_MAX // block_d
-    rows = next((rows for rows in ROWS if rows >= min(most, plan.tile_queries * group)), ROWS[-1])
-    outputs = torch.empty((plan.partials, heads, head_dim), dtype=torch.float32, device=turned.device)
-    stats = torch.empty((plan.partials, heads, 2), dtype=torch.float32, device=turned.device)
+    most = min(ROWS[-1], card_of(turned.device).accumulator_max // block_d)
+    rows = next(rows for rows in ROWS if rows >= min(most, plan.tile_queries * group))
+    outputs, stats = plan.scratch.of(plan.partials, heads, head_dim, turned.device)
+    strides = [stride for tensor in (turned, keys, values) for stride in tensor.stride()[:2]]
+    unit = unit_of(*strides)
     tiles = triton.cdiv(plan.tile_queries * group, rows)
     with torch.cuda.device_of(turned):  # does nothing where tensors of a CPU are interpreted
         _attend[plan.items.shape[0] * kv_heads, tiles](
             *(turned, keys, values, outputs, stats, plan.items, plan.lines, plan.parts),
-            *(turned.stride(0), turned.stride(1)),
-            *(keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
+            *(stride // unit for stride in strides),
             *(scale, 0.0 if soft_cap is None else soft_cap, heads),
             GROUP=group,
             HEAD_DIM=head_dim,
@@ -152,7 +156,8 @@ def attend(
             CAPPED=soft_cap is not None,
             UPCAST=turned.dtype is torch.bfloat16
             and triton.knobs.runtime.interpret,  # which knows no bf16 products
-            num_warps=8 if rows * block_d >= ACCUMULATOR_MAX // 2 else 4,
+            UNIT=unit,
+            num_warps=8 if rows * block_d >= 64 * 128 else 4,
             enable_fp_fusion=True,
         )
     return Partials(outputs, stats, plan.results)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvstore.kernels.launch import Scratch
 from kvstore.kernels.rotate import Rotation, rotate, rotation
 from kvstore.kernels.rotate.naive import naive_rotate
 
@@ -82,6 +83,7 @@ class StretchPlan:
     """Whether any delta is not 0."""
     rotations: dict[tuple[int, bool], tuple[torch.Tensor, Rotation]] = field(default_factory=dict, repr=False)
     """Kept for the other layers: by frequencies."""
+    scratch: Scratch = field(default_factory=Scratch, repr=False)
 
     def turn(
         self, q: torch.Tensor, inv_freq: torch.Tensor | None, *, interleaved: bool = False

@@ -147,7 +147,10 @@ def _standing(standing: stats_pb2.Standing) -> str:
     """What decides when it goes, with the figures that decide it."""
     match standing.rule:
         case "needed":
-            return f"queue: {standing.jobs_before} jobs before its own"
+            before = f"queue: {standing.jobs_before} jobs before its own"
+            if standing.jobs_before < standing.jobs_ahead:
+                return f"{before}; prefetch window: {standing.jobs_ahead} jobs, {size(standing.ahead_bytes)}"
+            return f"{before}; eviction window: {standing.jobs_kept} jobs, {size(standing.kept_bytes)}"
         case "worth":
             return f"{standing.worth:.3g} hits/h expected ({standing.kind}); next to go {standing.least_worth:.3g}"
         case "pinned":

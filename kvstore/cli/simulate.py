@@ -70,7 +70,7 @@ def option(text: str) -> tuple[str, Any]:
 
 
 def _trace_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", help="a trace file, .zst or not")
+    parser.add_argument("trace", metavar="TRACE", help="a trace file, plain or compressed with zstd or gzip")
     parser.add_argument(
         "--format",
         required=True,

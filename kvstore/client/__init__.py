@@ -22,7 +22,7 @@ from kvstore.client.aio import (
     AsyncWriteBatch,
     connect_async,
 )
-from kvstore.client.batch import CommitOutcome, WriteBatch
+from kvstore.client.batch import CommitOutcome, PutOutcome, WriteBatch
 from kvstore.client.lease import ReadLease
 from kvstore.client.namespace import Forgotten, Namespace
 from kvstore.client.region import Region
@@ -45,6 +45,7 @@ __all__ = [
     "Matched",
     "Namespace",
     "Peeked",
+    "PutOutcome",
     "QueueAccepted",
     "ReadLease",
     "Region",

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.answers import ActionsApplied, Matched, Peeked, QueueAccepted, SessionInfo
-from kvstore.client.batch import CommitOutcome, WriteBatch
-from kvstore.client.call import drive_async
+from kvstore.client.batch import CommitOutcome, PutOutcome, WriteBatch
+from kvstore.client.call import drive, drive_async
 from kvstore.client.lease import ReadLease
 from kvstore.client.namespace import Forgotten, Namespace
 from kvstore.client.region import Region
@@ -240,10 +240,36 @@ class AsyncNamespace:
         return AsyncWriteBatch(
             await drive_async(
                 self._namespace.writing(
-                    keys, parent, parents, token_counts, shards, derived, maker, transient, staged, timeout_s
+                    self._namespace.asked(
+                        keys, parent, parents, token_counts, shards, derived, maker, transient
+                    ),
+                    staged,
+                    timeout_s,
                 )
             )
         )
+
+    async def put(
+        self,
+        keys: Sequence[ChunkKey],
+        values: Sequence[Any] | npt.NDArray[Any],
+        *,
+        parent: ChunkKey = ROOT,
+        parents: Sequence[ChunkKey] = (),
+        token_counts: Sequence[int] = (),
+        shards: Sequence[int] = (),
+        derived: bool = False,
+        maker: bytes = b"",
+        transient: bool = False,
+        wait: Wait = Wait.VISIBLE,
+        timeout_s: float | None = None,
+    ) -> PutOutcome:
+        space = self._namespace
+        asked = space.asked(keys, parent, parents, token_counts, shards, derived, maker, transient)
+        operation = space.putting(asked, values, wait, timeout_s)
+        if sum(map(_size, values)) < COPY_INLINE_MAX:
+            return await drive_async(operation)
+        return await _in_thread(lambda: drive(operation))
 
     async def get_session(self, name: str | bytes, *, timeout_s: float | None = None) -> SessionInfo | None:
         return await drive_async(self._namespace.getting_session(name, timeout_s))
@@ -292,6 +318,11 @@ class AsyncNamespace:
         return await drive_async(
             self._namespace.reporting_duplicates(keys, checksums, shards, maker, timeout_s)
         )
+
+    async def report_wrong(
+        self, keys: Sequence[ChunkKey], *, healthy: bool, maker: bytes = b"", timeout_s: float | None = None
+    ) -> int:
+        return await drive_async(self._namespace.reporting_wrong(keys, healthy, maker, timeout_s))
 
     async def report_resident(
         self, keys: Sequence[ChunkKey], *, ttl_ms: int = 0, timeout_s: float | None = None

@@ -75,6 +75,7 @@ _EXPECTS = {
     "reserve": "reserve",
     "fill": "fill",
     "commit": "commit",
+    "save": "save",
     "abort": "done",
     "report_load": "done",
     "report_duplicates": "done",
@@ -113,6 +114,10 @@ Handler = Callable[[descriptor_pb2.DescriptorReply, list[int]], None]
 
 class _NotSent(Unavailable):
     """A request did not even get on the descriptor socket, so no reply to it will come."""
+
+
+class _NotSentInTime(DeadlineExceeded, _NotSent):
+    """Another thread had the descriptor socket, and waited for the daemon there."""
 
 
 class Owner(Protocol):
@@ -269,7 +274,7 @@ class Attachment:
             raise _NotSent(FORKED)
         try:
             if not self._socket_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                raise _NotSent("the descriptor socket is busy: the daemon does not answer")
+                raise _NotSentInTime("the descriptor socket is busy: the daemon does not answer")
             if len(self._awaited) >= AWAITED_MAX:
                 raise _NotSent(f"{AWAITED_MAX} requests on the descriptor socket are unanswered already")
             try:

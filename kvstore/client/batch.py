@@ -44,6 +44,21 @@ class CommitOutcome:
     error: StoreError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PutOutcome:
+    """`results` has one entry per key: GRANTED, its bytes were taken; ALREADY, the daemon has it; else why not.
+    `committed` has one entry per granted key. With an `error` nothing is known to have been taken; after a timeout it
+    may still appear."""
+
+    results: tuple[GrantResult, ...]
+    committed: tuple[CommitResult, ...] = ()
+    error: StoreError | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+
 class StagedPieces:
     """Staging memory of one batch, in pieces of one size, one for each chunk at most. A piece that the daemon has read
     serves the batch again at once, while it is in the cache still; when the batch ends each is given back, as soon as
@@ -324,7 +339,7 @@ class WriteBatch:
             numbers=[row * len(columns) + column for row in rows for column in columns],
         )
         limit = time.monotonic() + self._timeout_s
-        answered = partial(_were_read, pieces, starts)
+        answered = partial(were_read, pieces, starts)
         call = attachment.call("fill", body, limit, must_end=True, on_reply=answered)
         if call.request is not None:
             call.watch()  # the pieces are to serve again while they are in the cache
@@ -492,7 +507,7 @@ class WriteBatch:
         answered = partial(self._has_answered, attachment, pieces, starts)
         call = attachment.call("commit", body, limit, must_end=True, on_reply=answered)
         if call.request is None and os.getpid() == attachment.pid:  # it was never sent
-            _were_read(pieces, starts)
+            were_read(pieces, starts)
             _give_back(attachment, self.reservation_id, pieces)
         return call
 
@@ -513,7 +528,7 @@ class WriteBatch:
     def _has_answered(
         self, attachment: Line, pieces: StagedPieces | None, starts: Sequence[int], answer: Reply
     ) -> None:
-        _were_read(pieces, starts)
+        were_read(pieces, starts)
         # What the daemon has refused it still keeps for us; what is visible and not durable in time it has taken.
         if isinstance(answer, StoreError) and not isinstance(answer, DeadlineExceeded):
             attachment.notice("abort", [self.reservation_id])
@@ -535,7 +550,7 @@ def _checksum(shard: Bytes) -> int:
     return state.intdigest()
 
 
-def _were_read(pieces: StagedPieces | None, starts: Sequence[int], _: Reply | None = None) -> None:
+def were_read(pieces: StagedPieces | None, starts: Sequence[int], _: Reply | None = None) -> None:
     """The daemon has answered: it does not read these any more."""
     if pieces is not None:
         pieces.read(starts)

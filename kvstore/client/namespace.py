@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
 
 from kvstore import wire
 from kvstore.answers import (
@@ -19,7 +21,7 @@ from kvstore.answers import (
 )
 from kvstore.arguments import flag, whole, wholes
 from kvstore.client.attachment import Attachment
-from kvstore.client.batch import WriteBatch
+from kvstore.client.batch import PutOutcome, WriteBatch
 from kvstore.client.binding import Binding
 from kvstore.client.call import Operation, drive
 from kvstore.client.connection import Connection
@@ -46,6 +48,7 @@ from kvstore.types import (
     Hint,
     HintAction,
     SessionEntry,
+    Wait,
 )
 from kvstore.v1 import store_pb2
 
@@ -73,7 +76,7 @@ class Namespace:
     """Chunks of one model replica in one layout. Made by `Client.open`; survives restarts of the daemon, after which it
     is opened again in the background. Thread-safe.
 
-    `match`, `read` and `write` never raise because the daemon is away, late or refuses: then every key is a MISS
+    `match`, `read`, `write` and `put` never raise because the daemon is away, late or refuses: then every key is a MISS
     (UNAVAILABLE) or not granted. They raise BadRequest for what the caller got wrong. Timeouts are in seconds; None
     stands for the connection's.
     """
@@ -89,7 +92,9 @@ class Namespace:
         self._writer = Writer(self._binding, self._geometry)
         self.matching = self._reader.matching
         self.reading = self._reader.reading
+        self.asked = self._writer.asked
         self.writing = self._writer.writing
+        self.putting = self._writer.putting
 
     def __repr__(self) -> str:
         return f"Namespace({self.spec.model}, epoch {self.spec.weights_epoch}, {self._binding!r})"
@@ -184,11 +189,31 @@ class Namespace:
         `staged=False` none is used: the bytes come out of a region, by `WriteBatch.fill`. `transient` says that the
         caller keeps the bytes itself: the daemon drops them from DRAM once they are on SSD and nobody reads them.
         """
-        return drive(
-            self.writing(
-                keys, parent, parents, token_counts, shards, derived, maker, transient, staged, timeout_s
-            )
-        )
+        asked = self.asked(keys, parent, parents, token_counts, shards, derived, maker, transient)
+        return drive(self.writing(asked, staged, timeout_s))
+
+    def put(
+        self,
+        keys: Sequence[ChunkKey],
+        values: Sequence[Any] | npt.NDArray[Any],
+        *,
+        parent: ChunkKey = ROOT,
+        parents: Sequence[ChunkKey] = (),
+        token_counts: Sequence[int] = (),
+        shards: Sequence[int] = (),
+        derived: bool = False,
+        maker: bytes = b"",
+        transient: bool = False,
+        wait: Wait = Wait.VISIBLE,
+        timeout_s: float | None = None,
+    ) -> PutOutcome:
+        """`write`, copies and commit in one call, for bytes that are all there: `values` has a numpy array (any
+        strides), CPU tensor or other buffer for each key, then for each of `shards`.
+
+        Under protection `sealed`, what is new and no more than some MiB takes one message. Raises BadRequest.
+        """
+        asked = self.asked(keys, parent, parents, token_counts, shards, derived, maker, transient)
+        return drive(self.putting(asked, values, wait, timeout_s))
 
     # ---------------------------------------------------------------------------------------------- sessions
 
@@ -244,6 +269,15 @@ class Namespace:
         xxh3_64 per key and shard (of `shards`; none: all). It compares them with what it keeps, counts and logs; how
         many of the chunks differ. For a sample of chunks: an audit of engines and devices."""
         return drive(self.reporting_duplicates(keys, checksums, shards, maker, timeout_s))
+
+    def report_wrong(
+        self, keys: Sequence[ChunkKey], *, healthy: bool, maker: bytes = b"", timeout_s: float | None = None
+    ) -> int:
+        """Tell the daemon that the caller (`maker`) loaded these chunks, computed them again, and came to something
+        else than rounding explains. `healthy`: it computes the same twice, and what it computed when it began. Who made
+        them is quarantined for this tenant if the caller is healthy, or once a second engine group says the same: what
+        it made is purged, and it saves no more. Returns how many makers this report has sent there."""
+        return drive(self.reporting_wrong(keys, healthy, maker, timeout_s))
 
     def forget(
         self,
@@ -409,6 +443,15 @@ class Namespace:
             checksums=wholes("checksums", checksums, 0, CHECKSUM_MAX),
             shards=self._geometry.shards_of(tuple(wholes("shards", shards))),
             maker=check_maker(maker),
+        )
+        answer = yield from self._binding.asking("report_duplicates", body, timeout_s)
+        return answer.done.count
+
+    def reporting_wrong(
+        self, keys: Sequence[ChunkKey], healthy: bool, maker: bytes, timeout_s: float | None
+    ) -> Operation[int]:
+        body = store_pb2.ReportDuplicatesRequest(
+            keys=checked_keys("keys", keys), maker=check_maker(maker), wrong=True, healthy=healthy
         )
         answer = yield from self._binding.asking("report_duplicates", body, timeout_s)
         return answer.done.count

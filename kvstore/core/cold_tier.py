@@ -224,7 +224,11 @@ class ColdTier(ABC):
         return Restored()
 
     def await_durable(
-        self, ticket: ev.Ticket, namespace: Namespace, keys: Sequence[ChunkKey], answer: ev.Committed
+        self,
+        ticket: ev.Ticket,
+        namespace: Namespace,
+        keys: Sequence[ChunkKey],
+        answer: ev.Committed | ev.Saved,
     ) -> None:
         """Reply `answer` once these chunks survive a restart, within a bounded time, or `Unavailable` or
         `DeadlineExceeded` with the reason why they do not."""

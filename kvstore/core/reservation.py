@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.core.events import Ticket
-from kvstore.types import Millis, NamespaceId, OpId, ReservationId, Wait, WorkerId
+from kvstore.types import GrantResult, Millis, NamespaceId, OpId, ReservationId, Wait, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class Reservation:
     maker: bytes = b""
     ticket: Ticket | None = None
     """Of the commit, once it waits for its copies."""
+    grants: tuple[GrantResult, ...] = ()
+    """Of a Save, which is answered with them, too."""
     wait: Wait = Wait.VISIBLE
     failed: str = ""
     """Why the commit will fail when its last copy has returned."""

@@ -17,6 +17,7 @@ from kvstore.core.cold_tier import ColdTier, Restored
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import Namespace, chunk_salt
 from kvstore.core.pool import Phase
+from kvstore.core.remote.ahead import Ahead
 from kvstore.core.remote.forgets import Forgets
 from kvstore.core.remote.saves import RemoteSaves
 from kvstore.core.remote.sources import Sources
@@ -94,9 +95,10 @@ class Store:
         self.sources = Sources(
             self.state,
             lambda row, demanded: self.transfers.reserve_slots(row, demanded=demanded),
-            lambda maker: self.recalls.is_barred(maker),
+            lambda tenant, maker: self.recalls.is_barred(tenant, maker),
         )
         self.sources.resume = self._resume
+        self.ahead = Ahead(self.state, self.sources)
         self.remote = RemoteSaves(self.state, self.sources)
         self.forgets = Forgets(self.state, self.sources, self.remote)
         self.state.hold = self.forgets.hold
@@ -114,9 +116,10 @@ class Store:
             ev.Reserve: self._reserve,
             ev.Fill: self.saves.fill,
             ev.Commit: self.saves.commit,
+            ev.Save: self._save,
             ev.Abort: self.saves.abort,
             ev.ReportLoad: self.reads.report,
-            ev.ReportDuplicates: self.duplicates.report,
+            ev.ReportDuplicates: self._report_duplicates,
             ev.ReportResident: self.residents.report,
             ev.GetSession: self.sessions.get,
             ev.UpdateSession: self.sessions.update,
@@ -294,6 +297,11 @@ class Store:
         self.state.to_hold.discard(event.ticket)
         return None if self.forgets.hold(event.ticket, answer) else answer
 
+    def _report_duplicates(self, worker: Worker, event: ev.ReportDuplicates) -> ev.Done:
+        if event.wrong:
+            return self.recalls.report_wrong(worker, event)
+        return self.duplicates.report(worker, event)
+
     def _recall(self, worker: Worker, event: ev.Recall) -> ev.Recalled | None:
         """As `_forget`."""
         if self.forgets.active and not event.dry_run:
@@ -424,8 +432,12 @@ class Store:
         return namespace
 
     def _reserve(self, worker: Worker, event: ev.Reserve) -> ev.Reserved:
-        self.recalls.check(event.maker)
+        self.recalls.check(worker.tenant, event.maker)
         return self.saves.reserve(worker, event)
+
+    def _save(self, worker: Worker, event: ev.Save) -> ev.Saved | None:
+        self.recalls.check(worker.tenant, event.reserve.maker)
+        return self.saves.save(worker, event)
 
     def _want_directory(self, worker: Worker, event: ev.WantDirectory) -> ev.DirectoryAllowed:
         """For those only who opened the namespace, as its segments are (invariant 9)."""
@@ -554,6 +566,7 @@ class Store:
         self.segments.tick()
         self.transfers.tick()
         self.sources.tick()
+        self.ahead.tick()
         self.remote.tick()
         self.forgets.go_on()
         self.actions.tick()

@@ -31,7 +31,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from kvstore.promptcache.markup import ROLES, PmlError, escape
@@ -92,6 +92,13 @@ class PromptFunction:
         self.name = name
         self.lengths = dict(lengths)
         self.function = function
+        if not isinstance(function, FunctionType):
+            raise PmlError(
+                f"is a {type(function).__name__}, and no function",
+                document="prompt_function",
+                value=repr(function)[:80],
+                remedy="decorate a function that def defines",
+            )
         functools.update_wrapper(self, function)
         self._signature = inspect.signature(function)
         parameters = list(self._signature.parameters)
@@ -102,6 +109,14 @@ class PromptFunction:
                 0,
                 "takes no builder",
                 "give it a first parameter, as p",
+            )
+        if why := _no_plain_function(function, parameters):
+            raise _refused(
+                function.__code__,
+                function.__code__.co_firstlineno,
+                0,
+                why,
+                "write an ordinary function, def f(p, ...): p is the builder",
             )
         self._builder = parameters[0]
         for one in lengths:
@@ -168,7 +183,7 @@ def prompt_function(
     the most tokens that each may have; one with a default has it as its scaffold."""
 
     def decorate(function: Callable[..., Any]) -> PromptFunction:
-        return PromptFunction(function, name or function.__name__, lengths or {})
+        return PromptFunction(function, name or getattr(function, "__name__", ""), lengths or {})
 
     return decorate if function is None else decorate(function)
 
@@ -388,6 +403,19 @@ def _closure(function: Callable[..., Any]) -> dict[str, Any]:
         with contextlib.suppress(ValueError):  # not assigned yet
             found[name] = cell.cell_contents
     return found
+
+
+def _no_plain_function(function: FunctionType, parameters: Sequence[str]) -> str:
+    """Why it cannot be a schema, whatever is in it."""
+    if function.__name__ == "<lambda>":
+        return "a lambda has no statements"
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return "a coroutine waits, and a schema cannot"
+    if inspect.isgeneratorfunction(function):
+        return "a generator hands out values, which no schema has"
+    if parameters[:1] in (["self"], ["cls"]):
+        return f"a method's first parameter is {parameters[0]}, and not the builder"
+    return ""
 
 
 def _definition(code: CodeType) -> ast.FunctionDef:

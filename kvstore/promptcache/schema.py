@@ -283,12 +283,13 @@ class _Parser:
         """Where a name of a scope was given: (id of the scope, name, whether to a parameter)."""
         self.sets: list[tuple[Tag, tuple[Path, ...]]] = []
         self.root: Schema | None = None
+        self.collections_open = 0
 
     def error(self, tag: Tag, message: str, remedy: str) -> PmlError:
         return tag_error(self.document, tag, message, remedy=remedy)
 
     def parse(self) -> Schema:
-        for event in self.reader.events(_is_tag):
+        for event in self.reader.events(self._accept):
             if not isinstance(event, Tag):
                 self._text(event.text, event.offset)
                 continue
@@ -314,6 +315,12 @@ class _Parser:
                 remedy='write <schema name="..."> ... </schema>',
             )
         return self.root
+
+    def _accept(self, tag: Tag) -> bool:
+        """The end of a collection is one where one was begun; else it is text, as where programs write of their own."""
+        if tag.name == "collection" and tag.kind is Kind.CLOSE:
+            return self.collections_open > 0
+        return _is_tag(tag)
 
     # -------------------------------------------------------------------------------------------------- events
 
@@ -411,6 +418,7 @@ class _Parser:
             if other not in ("name", "length"):
                 self.warnings.add(tag, f"has an attribute {other}, which means nothing here")
         if tag.kind is not Kind.EMPTY:
+            self.collections_open += 1
             self.warnings.add(tag, "has no content: write <collection name=.../>")
         collection = Collection(name, length)
         opened.scope.collections[name] = collection
@@ -418,6 +426,7 @@ class _Parser:
 
     def _close(self, tag: Tag) -> None:
         if tag.name == "collection":
+            self.collections_open -= 1
             return  # told where it begins
         depth = next(
             (depth for depth in reversed(range(len(self.stack))) if self.stack[depth].tag.name == tag.name),
@@ -615,6 +624,8 @@ def _is_tag(tag: Tag) -> bool:
         return len(words) < len(tag.attributes) or _positional(tag) is not None
     if tag.name == "scaffold":
         return "modules" in tag.attributes
+    if tag.name == "collection":
+        return "name" in tag.attributes
     if tag.name in ROLES:
         return not tag.attributes
     return not words

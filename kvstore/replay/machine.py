@@ -17,6 +17,8 @@ from typing import Any
 
 from kvstore.core import events as ev
 from kvstore.core.limits import Limits
+from kvstore.core.requests.reads import lookup as lookup_of
+from kvstore.core.requests.touches import BEHIND, FOUND, MISSED
 from kvstore.core.store import Store
 from kvstore.errors import BadRequest
 from kvstore.layout import GroupSpec, NamespaceSpec
@@ -147,15 +149,18 @@ def replay(
     chunk_bytes: int = 1 << 20,
     ssd_bytes_per_s: float = math.inf,
     ssd_latency_ms: float = 0.0,
+    touched_ms: float | None = None,
     **limits: Any,
 ) -> Result:
     """Replay `trace` through a store of this size.
 
-    `look_ahead`: before each turn its job leaves the queue, where so many turns wait behind it; or how many, for each
-    turn. `hbm_chunks`: what the engine keeps itself, and does not ask the store for. `policy`: a name in
-    `core.policies.POLICIES`. `whole`: the last chunk of a prompt counts as whole, as in published figures. `warm_up`:
-    turns that are served, but not counted. `limits`: anything else of `core.limits.Limits`. Turns are served one
-    after the other, as fast as they come: what a turn waits for is the SSD. Raises BadRequest.
+    `look_ahead`: before each turn its job leaves the queue, where so many turns wait behind it; or how many, for
+    each turn. `hbm_chunks`: what the engine keeps itself, and does not ask the store for. `policy`: a name in
+    `core.policies.POLICIES`. `whole`: the last chunk of a prompt counts as whole, as in published figures.
+    `warm_up`: turns that are served, but not counted. `touched_ms`: what is all in DRAM is found without a message;
+    the store hears of it so much later, or with the engine's next request (None: it is asked for everything).
+    `limits`: anything else of `core.limits.Limits`. Turns are served one after the other, as fast as they come:
+    what a turn waits for is the SSD. Raises BadRequest.
     """
     machine = Machine(
         trace,
@@ -167,6 +172,7 @@ def replay(
         chunk_bytes=chunk_bytes,
         ssd_bytes_per_s=ssd_bytes_per_s,
         ssd_latency_ms=ssd_latency_ms,
+        touched_ms=touched_ms,
         **limits,
     )
     return machine.run(look_ahead=look_ahead, warm_up=warm_up)
@@ -203,12 +209,15 @@ class Machine:
         chunk_bytes: int,
         ssd_bytes_per_s: float,
         ssd_latency_ms: float,
+        touched_ms: float | None = None,
         **limits: Any,
     ) -> None:
         if dram_chunks < 1:
             raise BadRequest("must be at least 1", field="dram_chunks", value=dram_chunks)
         self.trace = trace
         self._whole = whole
+        self._touched_ms = touched_ms
+        self._untold: list[ev.Touched] = []
         self.chunk_bytes = chunk_bytes
         settings: dict[str, Any] = {
             "arena_bytes": dram_chunks * chunk_bytes,
@@ -321,7 +330,10 @@ class Machine:
             at, _, event = heapq.heappop(self._pending)
             self._tick(at)
             self.now = max(self.now, at)
-            self.apply(event)
+            if isinstance(event, ev.Touched):
+                self._tell_touched()
+            else:
+                self.apply(event)
         self._tick(until)
         self.now = max(self.now, until)
 
@@ -390,6 +402,10 @@ class Machine:
         asked = lookup.keys[lookup.in_hbm :]
         if not asked:
             return lookup
+        if self._touched_ms is not None and (found := self._in_directory(asked)) is not None:
+            lookup.outcomes = found
+            return lookup
+        self._tell_touched()
         got: ev.Acquired = self.ask(ev.Acquire(self.ticket, self.namespace, asked, wait_ms=FOREVER_MS))
         lookup.leases.append(got.lease)
         lookup.outcomes = got.outcomes
@@ -398,6 +414,30 @@ class Machine:
         }
         lookup.pending = bool(lookup.missing)
         return lookup
+
+    def _in_directory(self, asked: tuple[ChunkKey, ...]) -> tuple[Outcome, ...] | None:
+        """What a worker sees there, of which the store hears later; None: it has to ask, since some is on SSD."""
+        state = self.store.state
+        namespace = state.namespaces[self.namespace]
+        hits = 0
+        for key in asked:
+            _, outcome, _ = lookup_of(state, namespace, key)
+            if outcome is Outcome.PENDING:
+                return None
+            if outcome is not Outcome.HIT:
+                break
+            hits += 1
+        found = (bytes((FOUND,)) * hits + bytes((MISSED,))).ljust(len(asked), bytes((BEHIND,)))[: len(asked)]
+        touched = ev.Touched(self.ticket, self.namespace, asked, (len(asked),), found)
+        self._untold.append(touched)
+        self._later(self.now + (self._touched_ms or 0.0), touched)
+        return (Outcome.HIT,) * hits + (Outcome.MISS,) * (len(asked) - hits)
+
+    def _tell_touched(self) -> None:
+        """All at once, with the engine's next request at the latest."""
+        untold, self._untold = self._untold, []
+        for touched in untold:
+            self.ask(touched)
 
     def settle(self, lookup: Lookup) -> None:
         """Nothing is missing any more: how much of the prompt is there?"""
@@ -428,6 +468,7 @@ class Machine:
         new = lookup.keys[lookup.served :] + self.keys.of(turn.answer)
         if not new:
             return
+        self._tell_touched()
         parent = lookup.keys[lookup.served - 1] if lookup.served else ChunkKey(b"")
         got: ev.Reserved = self.ask(
             ev.Reserve(self.ticket, self.namespace, new, parent, token_counts=self._counts(turn, len(new)))

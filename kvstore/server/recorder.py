@@ -138,6 +138,8 @@ class Recorder:
             self._note(event, event.keys, None, now)
         elif isinstance(event, events.Reserve):
             self._note(event, event.keys, event.parent, now)
+        elif isinstance(event, events.Save):
+            self.observe(event.reserve, now)
 
     def _note(
         self,

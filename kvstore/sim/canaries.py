@@ -32,7 +32,7 @@ from kvstore.core.ssd.durability import Durability
 from kvstore.core.state import State
 from kvstore.core.transfers import Read, Transfers
 from kvstore.tiers.remote import records
-from kvstore.types import ChunkKey, DiskResult, DiskState, NamespaceId, OpId, Outcome, Reason
+from kvstore.types import ChunkKey, DiskResult, DiskState, NamespaceId, OpId, Outcome, Reason, StagedPiece
 
 Original = Callable[..., Any]
 
@@ -136,7 +136,7 @@ def _early(original: Original) -> Any:
         ticket: ev.Ticket,
         namespace: Namespace,
         keys: Sequence[ChunkKey],
-        answer: ev.Committed,
+        answer: ev.Committed | ev.Saved,
     ) -> None:
         durability.state.reply(ticket, answer)
 
@@ -378,6 +378,21 @@ def _open_while_off(original: Original) -> Any:
     return look
 
 
+def _first_pieces(original: Original) -> Any:
+    """A Save of which some is granted copies the first pieces, not those of what was granted."""
+
+    def save(saves: Saves, worker: Any, event: Any) -> Any:
+        answer = original(saves, worker, event)
+        copy = saves.state.effects[-1] if saves.state.effects else None
+        if answer is None and isinstance(copy, ev.CopyIn):
+            lengths = [target.length for target in copy.targets]
+            pieces = tuple(map(StagedPiece, event.offsets, lengths))
+            saves.state.effects[-1] = replace(copy, pieces=pieces)
+        return answer
+
+    return save
+
+
 def _any_record(original: Original) -> Any:
     """Whatever record is under a name is taken for the one that was asked for."""
     return lambda header, **wanted: ""
@@ -421,6 +436,7 @@ CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "serve-doomed": (reads, "lookup", _doomed),
     "serve-partial": (reads, "lookup", _partial),
     "leak-slot": (Saves, "_end", _leak),
+    "save-first-pieces": (Saves, "save", _first_pieces),
     "reuse-late-read": (Transfers, "_late_read", _late_read),
     "reuse-late-copy": (Saves, "_give_up_copies", _late_copy),
     "durable-too-early": (Durability, "await_durable", _early),

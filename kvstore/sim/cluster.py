@@ -16,6 +16,7 @@ from kvstore.core import events as ev
 from kvstore.core.chunks import DOOMED, NONE, QUEUED, STORED
 from kvstore.core.ssd.slab_tier import SlabTier
 from kvstore.types import (
+    ChunkKey,
     DiskPlace,
     DiskResult,
     Extent,
@@ -81,6 +82,10 @@ class Cluster(DiskWorld):
         return super()._begin()
 
     # ------------------------------------------------------------------------------------------------------ events
+
+    def is_forgotten(self, namespace: NamespaceId, key: ChunkKey) -> bool:
+        """Whether a start may drop it, because some node forgot it once."""
+        return False
 
     def step(self, event: ev.Event) -> None:
         """One event, and all that is checked after it."""
@@ -157,6 +162,9 @@ class Cluster(DiskWorld):
                 self._check_matched(effect.ticket, effect.answer)
             case ev.Reserved():
                 self._check_granted(effect.ticket, effect.answer)
+            case ev.Saved():
+                granted = effect.answer.results.count(GrantResult.GRANTED)
+                assert len(effect.answer.committed) == granted, effect
             case ev.SessionInfo():
                 self._check_session(effect.ticket, effect.answer)
         self._listener.replied(ticket, effect.answer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 from kvstore.core import events as ev
@@ -23,6 +24,7 @@ from kvstore.types import (
     DiskPlace,
     DiskResult,
     DiskState,
+    GrantResult,
     NamespaceId,
     OpId,
     Outcome,
@@ -494,14 +496,24 @@ class DiskWorld(World):
             if not event.age_ms_max and asked not in self._answered:
                 self._check_recalled(event.maker)
             self._answered.add(asked)
-        if isinstance(event, ev.Commit) and event.wait is Wait.DURABLE and asked not in self._answered:
+        if (
+            isinstance(event, (ev.Commit, ev.Save))
+            and event.wait is Wait.DURABLE
+            and asked not in self._answered
+        ):
             self._answered.add(asked)  # asked again, it gets the same answer, whatever happened since
-            if isinstance(effect.answer, ev.Committed):
-                for namespace, key, _ in self.savings[event.reservation].shards:
+            if isinstance(effect.answer, (ev.Committed, ev.Saved)):
+                for namespace, key in self._saved_by(event, effect.answer):
                     indexed = self.platter.chunks.get((namespace, key))
                     assert indexed is not None, f"{key!r} was answered as durable and is not in the index"
                     if not self.platter.is_rotten(indexed):
                         self.promised.add((namespace, key))
+
+    def _saved_by(self, event: ev.Commit | ev.Save, answer: Any) -> set[tuple[NamespaceId, ChunkKey]]:
+        if isinstance(event, ev.Commit):
+            return {(namespace, key) for namespace, key, _ in self.savings[event.reservation].shards}
+        granted = [result is GrantResult.GRANTED for result in answer.results]
+        return {(event.reserve.namespace, key) for key in compress(event.reserve.keys, granted)}
 
     def _note_committed(self, shard: Shard, what: int) -> None:
         super()._note_committed(shard, what)

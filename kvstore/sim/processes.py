@@ -328,6 +328,9 @@ class Process:
 
     def _save(self, task: SaveTask, shards: tuple[int, ...]) -> Program:
         chance, cluster = self.random, self.host.cluster
+        if cluster.limits.protection is Protection.SEALED and self.hints.random() < 0.25:
+            yield from self._save_at_once(task, shards)
+            return
         reserved: ev.Reserved = yield from self.ask(
             ev.Reserve,
             self.namespaces[task.namespace],
@@ -374,6 +377,33 @@ class Process:
             ms = 6_000 if wait is Wait.DURABLE else ANSWER_MS
             yield from self.ask(ev.Commit, reserved.reservation, staged, wait, told=told, ms=ms)
 
+    def _save_at_once(self, task: SaveTask, shards: tuple[int, ...]) -> Program:
+        """What it has written already, in one message."""
+        chance, namespace = self.hints, self.namespaces[task.namespace]
+        self.host.variant += 1
+        every = [
+            (namespace, key, shard) for key in task.keys for shard in shards or range(1 + task.namespace)
+        ]
+        offsets = self.host.cluster.stage(self.worker, every, self.host.variant)
+        wait = Wait.DURABLE if chance.random() < 0.2 else Wait.VISIBLE
+        transient, maker = chance.random() < 0.1, self.maker
+
+        def event(ticket: ev.Ticket) -> ev.Save:
+            reserve = ev.Reserve(
+                ticket,
+                namespace,
+                task.keys,
+                parent=task.parent,
+                token_counts=task.counts,
+                shards=shards,
+                derived=task.derived,
+                maker=maker,
+                transient=transient,
+            )
+            return ev.Save(ticket, reserve, offsets, wait)
+
+        yield from self.ask(event, ms=6_000 if wait is Wait.DURABLE else ANSWER_MS)
+
     @property
     def maker(self) -> bytes:
         """Another one after a while: one that was recalled is granted nothing any more."""
@@ -389,6 +419,18 @@ class Process:
         ]
         sums = tuple(committed.get((namespace, key, 0), 1) ^ (self.random.random() < 0.1) for key in keys)
         yield from self.ask(ev.ReportDuplicates, namespace, tuple(keys), sums, (0,), self.maker)
+        if keys and keys[0][0] % 4 == 0:  # it is or thinks that it is wrong
+            healthy = bool(keys[0][1] & 1)
+            yield from self.ask(
+                ev.ReportDuplicates,
+                namespace,
+                tuple(keys[:1]),
+                (),
+                (),
+                self.maker,
+                wrong=True,
+                healthy=healthy,
+            )
 
     def _report_resident(self, task: SaveTask) -> Program:
         """What of a conversation it keeps, in any order; also what was never saved."""

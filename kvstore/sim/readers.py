@@ -45,8 +45,8 @@ class Published:
     view: directory.View
     keys: dict[int, ChunkKey] = field(default_factory=dict)
     """By row, the last one."""
-    before: dict[int, list[int]] = field(default_factory=dict)
-    """What a row held before its last change."""
+    before: dict[int, tuple[list[int], ChunkKey]] = field(default_factory=dict)
+    """What a row held when it was last of use before its last change, and of which key."""
 
 
 @dataclass(slots=True)
@@ -133,7 +133,9 @@ class Directories:
 
     def _note_before(self, its: Published, rows: Sequence[int]) -> None:
         for row in rows:
-            its.before[row] = its.writer.rows[row].tolist()
+            words, key = its.writer.rows[row].tolist(), its.keys.get(row)
+            if key is not None and words[directory.ROW_WORDS + 1] and self._is(key, words[1:5]):
+                its.before[row] = (words, key)
 
     # ------------------------------------------------------------------------------------------------------- checks
 
@@ -201,8 +203,11 @@ class Directories:
         torn = before is not None and chance.random() < 0.5
         key = its.keys.get(row)
         if torn and before is not None:
-            mine, other = (words, before) if chance.random() < 0.5 else (before, words)
-            words = mine[: directory.ROW_WORDS] + other[directory.ROW_WORDS :]
+            old, old_key = before
+            if chance.random() < 0.5:
+                words = words[: directory.ROW_WORDS] + old[directory.ROW_WORDS :]
+            else:  # the key that the row had before stands beside the place of the one that it has
+                words, key = old[: directory.ROW_WORDS] + words[directory.ROW_WORDS :], old_key
         if key is None or words[directory.ROW_WORDS + 1] == 0 or not self._is(key, words[1:5]):
             return
         self._readers.append(Reader(number, key, row, words, torn))

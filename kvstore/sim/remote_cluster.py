@@ -215,6 +215,10 @@ class RemoteCluster(Cluster):
         about += [(b"", none, maker) for maker in d.makers]
         return any(one in self.pending for one in about)
 
+    def is_forgotten(self, namespace: NamespaceId, key: ChunkKey) -> bool:
+        digest = self.store.state.namespaces[namespace].salt
+        return any((digest, name, b"") in self.known.at for name in (key, ChunkKey(b"")))
+
     def _check_not_forgotten_before(self, digest: bytes, key: ChunkKey, record: bytes) -> None:
         forgotten = self._forgotten_at.get((digest, key), -1)
         if record not in self._of_others:

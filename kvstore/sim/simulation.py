@@ -595,6 +595,8 @@ class Simulation:
             for key in [key for of, key in cluster.platter.chunks if of == number]:
                 # What lay in the cache over a slot may have been lost since, and the old owner's bytes are back.
                 wanted = ["HIT"] if (number, key) in cluster.promised else ["HIT", "CORRUPT", "EVICTED"]
+                if cluster.is_forgotten(NamespaceId(number), key):
+                    wanted.append("FORGOTTEN")
                 found = cluster.fetch(worker, NamespaceId(number), (key,), tries=50)
                 assert found[0] in wanted, (number, key, found, cluster.store.transfers)
             cluster.kill(worker)

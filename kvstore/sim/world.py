@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from kvstore.types import (
     SegmentId,
     SlotState,
     StagedPiece,
+    Wait,
     WorkerId,
 )
 
@@ -127,6 +128,8 @@ class World:
         self._meant: dict[ReservationId, tuple[int, ...]] = {}
         """What they held then."""
         self._staging: dict[tuple[WorkerId, int], int] = {}
+        self._staged_for: dict[ReservationId, tuple[int, ...]] = {}
+        """What the pieces hold that a Save names for what it was granted."""
         self._copying: dict[OpId, tuple[ReservationId, tuple[Extent, ...]]] = {}
         """Of commits, and of fills ahead of them: what they write."""
         self._copied: dict[ReservationId, dict[tuple[SegmentId, int], int]] = {}
@@ -166,6 +169,8 @@ class World:
                 self._note_told(event)
             if committed:
                 self._note_all_committed(event)
+            if isinstance(event, ev.Save):
+                self._note_saving(event, effects)
             if isinstance(event, (ev.Commit, ev.Fill)):
                 for effect in effects:
                     if isinstance(effect, (ev.CopyIn, ev.Checksum)):
@@ -206,7 +211,12 @@ class World:
         self.step(ev.Tick())
 
     def ask(
-        self, kind: type, worker: WorkerId, *args: Any, request_id: int | None = None, **named: Any
+        self,
+        kind: Callable[..., Any],
+        worker: WorkerId,
+        *args: Any,
+        request_id: int | None = None,
+        **named: Any,
     ) -> Any:
         """The answer, raised if it is an error; None while there is none."""
         if request_id is None:
@@ -291,6 +301,36 @@ class World:
             self._staging[saving.worker, self._next_piece] = tag(shard, variant)
             pieces.append(StagedPiece(self._next_piece, 0))
         return tuple(pieces)
+
+    def stage(self, worker: WorkerId, shards: Sequence[Shard], variant: int = 0) -> tuple[int, ...]:
+        """The worker writes into its staging memory what it has been granted no slots for; where."""
+        offsets = []
+        for shard in shards:
+            self._next_piece += 1
+            self._staging[worker, self._next_piece] = tag(shard, variant)
+            offsets.append(self._next_piece)
+        return tuple(offsets)
+
+    def save_at_once(
+        self,
+        worker: WorkerId,
+        namespace: NamespaceId,
+        keys: Sequence[ChunkKey],
+        *,
+        shards: Sequence[int] = (0,),
+        variant: int = 0,
+        wait: Wait = Wait.VISIBLE,
+        **named: Any,
+    ) -> ev.Saved | None:
+        """By one Save; None while its copy runs."""
+        offsets = self.stage(worker, [(namespace, key, shard) for key in keys for shard in shards], variant)
+
+        def event(ticket: ev.Ticket) -> ev.Save:
+            reserve = ev.Reserve(ticket, namespace, tuple(keys), shards=tuple(shards), **named)
+            return ev.Save(ticket, reserve, offsets, wait)
+
+        saved: ev.Saved | None = self.ask(event, worker)
+        return saved
 
     def commit(self, worker: WorkerId, reserved: ev.Reserved, *, variant: int = 0) -> ev.Committed | None:
         staged = self.write(reserved, variant)
@@ -565,6 +605,28 @@ class World:
             for target, checksum in zip(targets, event.checksums, strict=True):
                 copied[target.segment, target.offset] = checksum
 
+    def _note_saving(self, event: ev.Save, effects: Sequence[ev.Effect]) -> None:
+        """A Save whose copy begins: which shards it saves, where, and what each is to hold."""
+        for effect in effects:
+            if not isinstance(effect, ev.CopyIn) or effect.op not in self.store.saves.copies:
+                continue
+            reservation, _ = self.store.saves.copies[effect.op]
+            if reservation.ticket != event.ticket:
+                continue
+            asked, chunks = event.reserve, self.store.state.chunks
+            numbers = asked.shards or range(self.store.state.namespaces[asked.namespace].shards)
+            keys = [chunks.key[row] for row in reservation.rows]
+            shards = tuple((asked.namespace, key, shard) for key in keys for shard in numbers)
+            targets = tuple(effect.targets)
+            self.savings[reservation.id] = Saving(event.ticket.worker, shards, effect.targets)
+            self._copying[effect.op] = (reservation.id, targets)
+            staged = dict(
+                zip(((key, shard) for key in asked.keys for shard in numbers), event.offsets, strict=True)
+            )
+            self._staged_for[reservation.id] = tuple(
+                self._staging[event.ticket.worker, staged[key, shard]] for _, key, shard in shards
+            )
+
     def _waits(self, commit: ev.Commit) -> bool:
         """It was accepted, and copies run."""
         reservation = self.store.state.reservations.get(commit.reservation)
@@ -589,6 +651,8 @@ class World:
             held = self._meant[reservation]
         else:
             held = tuple(copied[extent.segment, extent.offset] for extent in saving.extents)
+            meant = self._staged_for.pop(reservation, held)
+            assert held == meant, f"{saving} was saved out of other pieces: {held}, {meant}"
         for shard, what in zip(saving.shards, held, strict=True):
             self._note_committed(shard, what)
 

@@ -38,7 +38,7 @@ UNSENT_PAUSE_BYTES = 1 << 20
 UNSENT_BYTES_MAX = 32 << 20
 """With more, in answers to what it had asked before, the peer is cut off."""
 
-STARTS_SOMETHING = frozenset({events.Open, events.Match, events.Acquire, events.Reserve})
+STARTS_SOMETHING = frozenset({events.Open, events.Match, events.Acquire, events.Reserve, events.Save})
 """Refused while the daemon drains; whatever ends something goes on."""
 
 

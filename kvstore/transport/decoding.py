@@ -252,6 +252,18 @@ def _commit(message: store_pb2.CommitRequest, ticket: Ticket) -> events.Commit:
     )
 
 
+def _save(message: store_pb2.SaveRequest, ticket: Ticket) -> events.Save:
+    if not message.HasField("reserve"):
+        raise BadRequest("is missing", field="reserve", value="absent")
+    count("staging_offsets", message.staging_offsets, EXTENTS_PER_ANSWER_MAX)
+    return events.Save(
+        ticket,
+        _reserve(message.reserve, ticket),
+        _offsets("staging_offsets", message.staging_offsets),
+        wait=Wait(number("wait", message.wait, max(Wait))),
+    )
+
+
 def _offsets(field: str, offsets: Sequence[int]) -> tuple[int, ...]:
     found = tuple(offsets)
     number(field, max(found, default=0), NUMBER_MAX)
@@ -276,6 +288,8 @@ def _report_duplicates(message: store_pb2.ReportDuplicatesRequest, ticket: Ticke
         checksums=tuple(message.checksums),
         shards=shard_numbers(message.shards),
         maker=maker_id(message.maker),
+        wrong=message.wrong,
+        healthy=message.healthy,
     )
 
 
@@ -517,6 +531,7 @@ REQUESTS = (
     Call("Store", "Reserve", "reserve", store_pb2.ReserveRequest, _reserve, events.Reserved, extents=True),
     Call("Store", "Fill", "fill", store_pb2.FillRequest, _fill, events.Filled),
     Call("Store", "Commit", "commit", store_pb2.CommitRequest, _commit, events.Committed),
+    Call("Store", "Save", "save", store_pb2.SaveRequest, _save, events.Saved),
     Call("Store", "Abort", "abort", store_pb2.AbortRequest, _abort, events.Done),
     Call("Store", "ReportLoad", "report_load", store_pb2.ReportLoadRequest, _report_load, events.Done),
     Call(

@@ -37,6 +37,7 @@ ROLES: dict[str, frozenset[Role]] = {
     "Store/Reserve": _WRITES,
     "Store/Fill": _WRITES,
     "Store/Commit": _WRITES,
+    "Store/Save": _WRITES,
     "Store/Abort": _WRITES,
     "Store/ReportDuplicates": _WRITES,
     "Store/ReportResident": _READS,

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "open", "match", "acquire", "renew", "release", "reserve", "commit", "abort", "report_load", "get_session", "update_session", "truncate", "fork", "forget", "segments_unmapped", "heartbeat", "publish_queue", "fill", "report_duplicates", "touch", "apply_actions", "report_resident", "release_lease_ids", "touched")
+    __slots__ = ("hello", "open", "match", "acquire", "renew", "release", "reserve", "commit", "abort", "report_load", "get_session", "update_session", "truncate", "fork", "forget", "segments_unmapped", "heartbeat", "publish_queue", "fill", "report_duplicates", "touch", "apply_actions", "report_resident", "save", "release_lease_ids", "touched")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     MATCH_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class AttachRequest(_message.Message):
     TOUCH_FIELD_NUMBER: _ClassVar[int]
     APPLY_ACTIONS_FIELD_NUMBER: _ClassVar[int]
     REPORT_RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     TOUCHED_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
@@ -58,9 +59,10 @@ class AttachRequest(_message.Message):
     touch: TouchRequest
     apply_actions: _hints_pb2.ApplyActionsRequest
     report_resident: ReportResidentRequest
+    save: SaveRequest
     release_lease_ids: _containers.RepeatedScalarFieldContainer[int]
     touched: _containers.RepeatedCompositeFieldContainer[Touched]
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., renew: _Optional[_Union[RenewRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., report_load: _Optional[_Union[ReportLoadRequest, _Mapping]] = ..., get_session: _Optional[_Union[GetSessionRequest, _Mapping]] = ..., update_session: _Optional[_Union[UpdateSessionRequest, _Mapping]] = ..., truncate: _Optional[_Union[TruncateRequest, _Mapping]] = ..., fork: _Optional[_Union[ForkRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., segments_unmapped: _Optional[_Union[SegmentsUnmappedRequest, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., publish_queue: _Optional[_Union[_hints_pb2.PublishQueueRequest, _Mapping]] = ..., fill: _Optional[_Union[FillRequest, _Mapping]] = ..., report_duplicates: _Optional[_Union[ReportDuplicatesRequest, _Mapping]] = ..., touch: _Optional[_Union[TouchRequest, _Mapping]] = ..., apply_actions: _Optional[_Union[_hints_pb2.ApplyActionsRequest, _Mapping]] = ..., report_resident: _Optional[_Union[ReportResidentRequest, _Mapping]] = ..., release_lease_ids: _Optional[_Iterable[int]] = ..., touched: _Optional[_Iterable[_Union[Touched, _Mapping]]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., open: _Optional[_Union[OpenRequest, _Mapping]] = ..., match: _Optional[_Union[MatchRequest, _Mapping]] = ..., acquire: _Optional[_Union[AcquireRequest, _Mapping]] = ..., renew: _Optional[_Union[RenewRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., report_load: _Optional[_Union[ReportLoadRequest, _Mapping]] = ..., get_session: _Optional[_Union[GetSessionRequest, _Mapping]] = ..., update_session: _Optional[_Union[UpdateSessionRequest, _Mapping]] = ..., truncate: _Optional[_Union[TruncateRequest, _Mapping]] = ..., fork: _Optional[_Union[ForkRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., segments_unmapped: _Optional[_Union[SegmentsUnmappedRequest, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatRequest, _Mapping]] = ..., publish_queue: _Optional[_Union[_hints_pb2.PublishQueueRequest, _Mapping]] = ..., fill: _Optional[_Union[FillRequest, _Mapping]] = ..., report_duplicates: _Optional[_Union[ReportDuplicatesRequest, _Mapping]] = ..., touch: _Optional[_Union[TouchRequest, _Mapping]] = ..., apply_actions: _Optional[_Union[_hints_pb2.ApplyActionsRequest, _Mapping]] = ..., report_resident: _Optional[_Union[ReportResidentRequest, _Mapping]] = ..., save: _Optional[_Union[SaveRequest, _Mapping]] = ..., release_lease_ids: _Optional[_Iterable[int]] = ..., touched: _Optional[_Iterable[_Union[Touched, _Mapping]]] = ...) -> None: ...
 
 class Touched(_message.Message):
     __slots__ = ("namespace_id", "keys", "counts", "found")
@@ -75,7 +77,7 @@ class Touched(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., counts: _Optional[_Iterable[int]] = ..., found: _Optional[bytes] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("request_id", "welcome", "error", "open", "match", "acquire", "renew", "reserve", "commit", "session", "done", "queue", "fill", "actions", "resident", "chunks_settled", "segments_retired", "leases_revoked", "draining", "ended")
+    __slots__ = ("request_id", "welcome", "error", "open", "match", "acquire", "renew", "reserve", "commit", "session", "done", "queue", "fill", "actions", "resident", "save", "chunks_settled", "segments_retired", "leases_revoked", "draining", "ended")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +93,7 @@ class AttachReply(_message.Message):
     FILL_FIELD_NUMBER: _ClassVar[int]
     ACTIONS_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_SETTLED_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_RETIRED_FIELD_NUMBER: _ClassVar[int]
     LEASES_REVOKED_FIELD_NUMBER: _ClassVar[int]
@@ -111,12 +114,13 @@ class AttachReply(_message.Message):
     fill: FillReply
     actions: _hints_pb2.ActionsReply
     resident: ResidentReply
+    save: SaveReply
     chunks_settled: ChunksSettled
     segments_retired: SegmentsRetired
     leases_revoked: LeasesRevoked
     draining: Draining
     ended: _types_pb2.Error
-    def __init__(self, request_id: _Optional[int] = ..., welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., open: _Optional[_Union[OpenReply, _Mapping]] = ..., match: _Optional[_Union[MatchReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., renew: _Optional[_Union[RenewReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., session: _Optional[_Union[SessionReply, _Mapping]] = ..., done: _Optional[_Union[DoneReply, _Mapping]] = ..., queue: _Optional[_Union[_hints_pb2.QueueReply, _Mapping]] = ..., fill: _Optional[_Union[FillReply, _Mapping]] = ..., actions: _Optional[_Union[_hints_pb2.ActionsReply, _Mapping]] = ..., resident: _Optional[_Union[ResidentReply, _Mapping]] = ..., chunks_settled: _Optional[_Union[ChunksSettled, _Mapping]] = ..., segments_retired: _Optional[_Union[SegmentsRetired, _Mapping]] = ..., leases_revoked: _Optional[_Union[LeasesRevoked, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., ended: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[int] = ..., welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., open: _Optional[_Union[OpenReply, _Mapping]] = ..., match: _Optional[_Union[MatchReply, _Mapping]] = ..., acquire: _Optional[_Union[AcquireReply, _Mapping]] = ..., renew: _Optional[_Union[RenewReply, _Mapping]] = ..., reserve: _Optional[_Union[ReserveReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., session: _Optional[_Union[SessionReply, _Mapping]] = ..., done: _Optional[_Union[DoneReply, _Mapping]] = ..., queue: _Optional[_Union[_hints_pb2.QueueReply, _Mapping]] = ..., fill: _Optional[_Union[FillReply, _Mapping]] = ..., actions: _Optional[_Union[_hints_pb2.ActionsReply, _Mapping]] = ..., resident: _Optional[_Union[ResidentReply, _Mapping]] = ..., save: _Optional[_Union[SaveReply, _Mapping]] = ..., chunks_settled: _Optional[_Union[ChunksSettled, _Mapping]] = ..., segments_retired: _Optional[_Union[SegmentsRetired, _Mapping]] = ..., leases_revoked: _Optional[_Union[LeasesRevoked, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., ended: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
     __slots__ = ("request_id", "token", "boot_id")
@@ -348,6 +352,26 @@ class CommitReply(_message.Message):
     results: bytes
     def __init__(self, results: _Optional[bytes] = ...) -> None: ...
 
+class SaveRequest(_message.Message):
+    __slots__ = ("request_id", "reserve", "staging_offsets", "wait")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    STAGING_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    reserve: ReserveRequest
+    staging_offsets: _containers.RepeatedScalarFieldContainer[int]
+    wait: int
+    def __init__(self, request_id: _Optional[int] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., staging_offsets: _Optional[_Iterable[int]] = ..., wait: _Optional[int] = ...) -> None: ...
+
+class SaveReply(_message.Message):
+    __slots__ = ("results", "committed")
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    results: bytes
+    committed: bytes
+    def __init__(self, results: _Optional[bytes] = ..., committed: _Optional[bytes] = ...) -> None: ...
+
 class AbortRequest(_message.Message):
     __slots__ = ("request_id", "reservation_ids")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -357,20 +381,24 @@ class AbortRequest(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., reservation_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportDuplicatesRequest(_message.Message):
-    __slots__ = ("request_id", "namespace_id", "keys", "shards", "checksums", "maker")
+    __slots__ = ("request_id", "namespace_id", "keys", "shards", "checksums", "maker", "wrong", "healthy")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     MAKER_FIELD_NUMBER: _ClassVar[int]
+    WRONG_FIELD_NUMBER: _ClassVar[int]
+    HEALTHY_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     namespace_id: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     shards: _containers.RepeatedScalarFieldContainer[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
     maker: bytes
-    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., shards: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., maker: _Optional[bytes] = ...) -> None: ...
+    wrong: bool
+    healthy: bool
+    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., shards: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., maker: _Optional[bytes] = ..., wrong: bool = ..., healthy: bool = ...) -> None: ...
 
 class ReportResidentRequest(_message.Message):
     __slots__ = ("request_id", "namespace_id", "keys", "ttl_ms")

@@ -84,6 +84,11 @@ class StoreStub(object):
                 request_serializer=kvstore_dot_v1_dot_store__pb2.AbortRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_store__pb2.DoneReply.FromString,
                 _registered_method=True)
+        self.Save = channel.unary_unary(
+                '/kvstore.v1.Store/Save',
+                request_serializer=kvstore_dot_v1_dot_store__pb2.SaveRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_store__pb2.SaveReply.FromString,
+                _registered_method=True)
         self.ReportLoad = channel.unary_unary(
                 '/kvstore.v1.Store/ReportLoad',
                 request_serializer=kvstore_dot_v1_dot_store__pb2.ReportLoadRequest.SerializeToString,
@@ -191,6 +196,12 @@ class StoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Save(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -304,6 +315,11 @@ def add_StoreServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=kvstore_dot_v1_dot_store__pb2.AbortRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_store__pb2.DoneReply.SerializeToString,
+            ),
+            'Save': grpc.unary_unary_rpc_method_handler(
+                    servicer.Save,
+                    request_deserializer=kvstore_dot_v1_dot_store__pb2.SaveRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_store__pb2.SaveReply.SerializeToString,
             ),
             'ReportLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportLoad,
@@ -621,6 +637,33 @@ class Store(object):
             '/kvstore.v1.Store/Abort',
             kvstore_dot_v1_dot_store__pb2.AbortRequest.SerializeToString,
             kvstore_dot_v1_dot_store__pb2.DoneReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Save(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Store/Save',
+            kvstore_dot_v1_dot_store__pb2.SaveRequest.SerializeToString,
+            kvstore_dot_v1_dot_store__pb2.SaveReply.FromString,
             options,
             channel_credentials,
             insecure,

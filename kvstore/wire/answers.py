@@ -26,6 +26,7 @@ from kvstore.answers import (
     Renewed,
     Reserved,
     ResidentRanks,
+    Saved,
     Scrubbed,
     SessionInfo,
     SessionList,
@@ -212,6 +213,14 @@ def committed_from_proto(message: store_pb2.CommitReply) -> Committed:
     return Committed(results=commits_from_bytes(message.results))
 
 
+def saved_to_proto(answer: Saved) -> store_pb2.SaveReply:
+    return store_pb2.SaveReply(results=bytes(answer.results), committed=bytes(answer.committed))
+
+
+def saved_from_proto(message: store_pb2.SaveReply) -> Saved:
+    return Saved(results=grants_from_bytes(message.results), committed=commits_from_bytes(message.committed))
+
+
 def session_to_proto(
     answer: SessionInfo, reply: store_pb2.SessionReply | None = None
 ) -> store_pb2.SessionReply:
@@ -280,6 +289,10 @@ def _standing(standing: Standing | None) -> stats_pb2.Standing | None:
         worth=standing.worth,
         least_worth=standing.least_worth,
         kind=standing.kind,
+        jobs_ahead=standing.jobs_ahead,
+        jobs_kept=standing.jobs_kept,
+        ahead_bytes=standing.ahead_bytes,
+        kept_bytes=standing.kept_bytes,
     )
 
 
@@ -404,6 +417,7 @@ ANSWERS: dict[type[Any], AnswerKind] = {
     Reserved: AnswerKind(reserved_to_proto, "reserve", reserved_from_proto),
     Filled: AnswerKind(filled_to_proto, "fill", filled_from_proto),
     Committed: AnswerKind(committed_to_proto, "commit", committed_from_proto),
+    Saved: AnswerKind(saved_to_proto, "save", saved_from_proto),
     SessionInfo: AnswerKind(session_to_proto, "session", session_from_proto),
     ActionsApplied: AnswerKind(actions_to_proto, "actions", actions_from_proto),
     QueueAccepted: AnswerKind(queue_to_proto, "queue", queue_from_proto),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +60,45 @@ class Node:
 
     def close(self) -> None:
         self.client.close()
+
+
+class SlowLine:
+    """Between a node and a server on loopback: so many bytes a second each way, 0: as they come."""
+
+    def __init__(self, port: int) -> None:
+        self._server = port
+        self.bytes_per_s = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                here, _ = self._listener.accept()
+                there = socket.create_connection(("127.0.0.1", self._server))
+                self._open += (here, there)
+                for ends in ((here, there), (there, here)):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(64 << 10):
+                while data and self.bytes_per_s:
+                    target.sendall(data[: self.bytes_per_s // 10 or 1])
+                    data = data[self.bytes_per_s // 10 or 1 :]
+                    time.sleep(0.1)
+                target.sendall(data)
+        for each in (source, target):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for each in (self._listener, *self._open):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
 
 
 def starter(start_daemon: Callable[..., Any], run_dir: Path, **common: Any) -> Callable[..., Node]:

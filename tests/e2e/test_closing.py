@@ -122,33 +122,19 @@ def test_what_the_daemon_refuses_to_commit_is_given_back(client: Client, space: 
     assert len(space.write(keys).granted) == 3, "anybody may save them now"
 
 
-def test_what_was_read_ahead_is_given_back_with_the_client(
+def test_what_is_read_after_the_client_was_closed_is_a_miss(
     client: Client, space: Namespace, other: Client
 ) -> None:
     keys = saved(space, 4)
     kept = view(space, keys[0])
-    reads = space.reads([[key] for key in keys], ahead=2)
-    lease = next(reads)
-    eventually(lambda: pinned(other) == 3)
+    lease = space.read(keys[:3], pin=True)
+    assert pinned(other) == 3
     client.close()
-    assert pinned(other) == 0
-    reads.close()
-    lease.release()
-    assert next(reads, None) is None
+    assert pinned(other) == 0 and not lease.alive
+    for again in (space.read(keys), space.read(keys, pin=True)):
+        assert not again.alive and again.reasons == (Reason.UNAVAILABLE,) * 4
     assert kept[0] == 0
-
-
-def test_of_reads_that_go_on_after_the_client_was_closed_every_key_is_a_miss(
-    client: Client, space: Namespace, other: Client
-) -> None:
-    keys = saved(space, 4)
-    kept = view(space, keys[0])
-    reads = space.reads([[key] for key in keys], ahead=2)
-    with next(reads):
-        client.close()
-    for lease in reads:
-        assert not lease.alive and lease.reasons == (Reason.UNAVAILABLE,)
-    assert pinned(other) == 0 and kept[0] == 0
+    lease.release()
 
 
 def test_what_is_granted_while_the_client_closes_is_given_back(

@@ -283,3 +283,31 @@ def test_readers_under_full_churn_get_right_bytes_or_none() -> None:
 def test_wrong_words_about_lookups_are_refused(client: Client, space: Namespace) -> None:
     with pytest.raises(errors.BadRequest, match=r"keys\[0\]"):
         space.peek([ChunkKey(b"")])
+
+
+@pytest.mark.parametrize("eviction", ["lru", "expected"])
+def test_a_hot_set_that_nobody_asks_for_survives_ten_arenas_of_other_saves(
+    start_daemon: Callable[..., Any], eviction: str
+) -> None:
+    """It is looked up in shared memory alone, before each save: by the rule of LRU it never goes."""
+    daemon = start_daemon(eviction=eviction, **SETTINGS)
+    chunk_bytes = 2 * SHARD
+    hot, others = keys_of(0, 8), 10 * SETTINGS["dram_bytes"] // chunk_bytes
+    with connect(str(daemon.run_dir), timeout_s=BOUND_S, staging_bytes=4 << 20) as client:
+        eventually(lambda: client.stats().arena.ready_bytes == client.stats().arena.bytes)
+        space = client.open(SPEC)
+        save(space, hot)
+        saved = 0
+        while saved < others:
+            with space.read(hot) as lease:
+                assert lease.lease_id == 0, "without a message"
+                assert lease.hits == len(hot), f"gone after {saved} other chunks"
+                assert loaded(lease, hot)
+            keys = keys_of(1000 + saved, 8)
+            put = space.put(keys, [content(key, shard) for key in keys for shard in range(2)])
+            assert put.ok, put
+            saved += len(put.committed)
+        with space.read(hot) as lease:
+            assert lease.hits == len(hot) and loaded(lease, hot)
+        assert space.match(keys_of(1000, 8)).usable == 0, "what was saved first is gone"
+        assert client.counters["reads_pinned_late"] == 0

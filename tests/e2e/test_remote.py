@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from kvstore.client import Hint
 from kvstore.tiers.remote import records
+from kvstore.types import Outcome
 
 from ..fleet_tools import RedisServer, needs_redis
-from .remote_tools import Node, starter
-from .ssd_tools import eventually
+from .remote_tools import Node, SlowLine, starter
+from .ssd_tools import CHUNK, content, eventually
 
 
 @pytest.fixture
@@ -105,6 +107,60 @@ def test_a_copy_of_what_another_node_forgets_goes(start: Callable[..., Node]) ->
 
 
 @needs_redis
+def test_a_hint_brings_what_another_node_has_written(start: Callable[..., Node]) -> None:
+    """Before anybody asks for it."""
+    a, b = start("a"), start("b")
+    keys = a.keys(8)
+    a.save(keys)
+    a.stored_remotely(8)
+    b.space.publish_queue([Hint(b"turn", 1, keys=tuple(keys))])
+    eventually(lambda: all(o is Outcome.HIT for o in b.space.match(keys).outcomes), b.counters)
+    assert b.counter("remote_chunks_wanted_ahead") == 8
+    assert b.read(keys) == ["HIT"] * 8
+
+
+@needs_redis
+def test_what_is_encrypted_is_read_with_its_key_alone(
+    start: Callable[..., Node], url: str, tmp_path: Path
+) -> None:
+    """Keys are rotated: the newest seals, all that are there open."""
+    pytest.importorskip("cryptography")
+
+    def key_file(name: str, *keys: str) -> Path:
+        path = tmp_path / name
+        path.write_text("\n".join(keys))
+        path.chmod(0o600)
+        return path
+
+    old, new = "11" * 32, "22" * 32
+    a = start("a", remote_key_file=key_file("old", old))
+    keys = a.keys(8)
+    a.save(keys)
+    a.stored_remotely(8)
+    told = stored_bytes(url)
+    assert len(told) > 8 * CHUNK and content(keys[0])[:64].tobytes() not in told, "KV can be read there"
+    both = start("both", remote_key_file=key_file("both", new, old))
+    assert both.read(keys) == ["HIT"] * 8
+    more = both.keys(4, chain=1)
+    both.save(more)
+    both.stored_remotely(4)
+    rotated = start("rotated", remote_key_file=key_file("new", new))
+    assert rotated.read(more) == ["HIT"] * 4
+    assert "HIT" not in rotated.read(keys)
+    assert "HIT" not in start("without").read([*keys, *more])
+
+
+def stored_bytes(url: str) -> bytes:
+    """All that is in the store."""
+    if url.startswith("file://"):
+        files = Path(url.removeprefix("file://")).rglob("*")
+        return b"".join(path.read_bytes() for path in files if path.is_file())
+    redis = pytest.importorskip("redis")
+    with redis.Redis.from_url(url) as client:
+        return b"".join(client.get(name) for name in client.scan_iter() if client.type(name) == b"string")
+
+
+@needs_redis
 def test_nodes_with_different_salts_share_nothing(start: Callable[..., Node], tmp_path: Path) -> None:
     salts = []
     for name in ("one", "other"):
@@ -180,6 +236,69 @@ def test_a_store_that_stops_delays_no_hit_and_is_used_again_when_it_is_back(
     finally:
         os.kill(redis_server.pid, signal.SIGCONT)
     eventually(lambda: b.read(shared) == ["HIT"] * 4, b.counters)
+    a.close()
+    b.close()
+
+
+@needs_redis
+def test_a_store_at_a_kilobyte_a_second_costs_misses_until_it_is_fast_again(
+    start_daemon: Callable[..., Any], run_dir: Path, redis_server: RedisServer
+) -> None:
+    line = SlowLine(redis_server.port)
+    try:
+        start = starter(start_daemon, run_dir, remote_lookup_ms=200, remote_deadline_ms=600)
+        a = start("a", remote_url=redis_server.url)
+        b = start("b", remote_url=f"redis://127.0.0.1:{line.port}/0")
+        shared, own = a.keys(4, chain=1), b.keys(8, chain=2)
+        a.save(shared)
+        a.stored_remotely(4)
+        b.save(own)
+        b.stored_remotely(8)
+        line.bytes_per_s = 1_000
+        for _ in range(4):
+            assert b.read(own) == ["HIT"] * 8
+            assert "HIT" not in b.read(shared)
+        b.save(b.keys(4, chain=3))
+        assert b.read(b.keys(4, chain=3)) == ["HIT"] * 4
+        line.bytes_per_s = 0
+        eventually(lambda: b.read(shared) == ["HIT"] * 4, b.counters)
+        a.close()
+        b.close()
+    finally:
+        line.close()
+
+
+@needs_redis
+def test_a_store_that_is_full_is_read_and_written_again_when_it_has_room(
+    start_daemon: Callable[..., Any], run_dir: Path, redis_server: RedisServer
+) -> None:
+    start = starter(start_daemon, run_dir, remote_url=redis_server.url)
+    a = start("a")
+    keys = a.keys(4)
+    a.save(keys)
+    a.stored_remotely(4)
+    with redis_server.client() as client:
+        client.config_set("maxmemory", 1)  # noeviction: it takes nothing more
+        more = a.keys(4, chain=1)
+        a.save(more)
+        eventually(lambda: a.counter("remote_chunks_not_stored") >= 4, a.counters)
+        assert a.read([*keys, *more]) == ["HIT"] * 8
+        b = start("b")
+        eventually(lambda: b.read(keys) == ["HIT"] * 4, b.counters)  # what is there is served
+        assert "HIT" not in b.read(more)
+        assert "the REMOTE store does not know it yet" in a.space.forget(keys=keys[:1]).not_durable
+        client.config_set("maxmemory", 0)
+    eventually(lambda: "HIT" not in b.read(keys[:1]), b.counters)
+    later = a.keys(4, chain=2)
+
+    def is_written() -> bool:
+        a.save(
+            a.keys(1, chain=100 + a.counter("remote_chunks_stored") + a.counter("remote_chunks_not_stored"))
+        )
+        a.save(later)
+        return a.counter("remote_chunks_stored") >= 6
+
+    eventually(is_written, a.counters)
     a.close()
     b.close()
 

@@ -98,6 +98,7 @@ NEEDED = (
         "commits_failed",
         "fills",
         "fills_failed",
+        "saves_in_one_message",
     ),
     *("grants_already", "grants_busy", "grants_full", "segments_retired", "slots_quarantined"),
     *("index_errors", "ssd_reads_late", "ssd_read_errors", "ssd_write_errors", "ssd_healed"),

@@ -1330,6 +1330,30 @@ def test_loads_are_verified_on_a_sample(daemon: FakeDaemon, client: Client, spac
     assert list(daemon.requests("report_load")[0].keys) == KEYS[:1]
 
 
+def test_who_waits_for_the_descriptor_socket_until_its_time_is_over_is_told_so(client: Client) -> None:
+    """The housekeeping may have it: after a restart it maps the directory, and waits for the daemon."""
+    attachment = client._attachment
+    has_it, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with attachment._socket_lock:
+            has_it.set()
+            assert done.wait(BOUND_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert has_it.wait(BOUND_S)
+    fd = os.memfd_create("test-region")
+    os.ftruncate(fd, 4096)
+    try:
+        with pytest.raises(errors.DeadlineExceeded, match="busy"):
+            client.adopt(fd, 4096, timeout_s=0.05)
+    finally:
+        os.close(fd)
+        done.set()
+        thread.join(BOUND_S)
+
+
 def test_closing_tells_the_daemon(daemon: FakeDaemon, client: Client, space: Namespace) -> None:
     daemon.add_segment(1)
     daemon.script["acquire"] = lambda _: hit(5, extent(1, 0))

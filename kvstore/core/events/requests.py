@@ -176,6 +176,19 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Save:
+    """Reserve and Commit at once, of what stands in the worker's staging memory already (protection `sealed` alone).
+    What is granted becomes visible all together, or none of it."""
+
+    ticket: Ticket
+    reserve: Reserve
+    """With the same ticket; its `ttl_ms` means nothing, since the copy begins at once."""
+    offsets: tuple[int, ...]
+    """In staging memory, one per (key, shard) in request order. Those of what is not granted are not looked at."""
+    wait: Wait = Wait.VISIBLE
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     ticket: Ticket
     reservations: tuple[ReservationId, ...]
@@ -203,6 +216,10 @@ class ReportDuplicates:
     shards: tuple[int, ...] = ()
     """Of each key; empty: all."""
     maker: bytes = b""
+    wrong: bool = False
+    """Instead: the worker computed these again, and they are not what it computes. There are no checksums."""
+    healthy: bool = False
+    """With `wrong`: it passes its self-test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -591,6 +608,7 @@ Event = (
     | Reserve
     | Fill
     | Commit
+    | Save
     | Abort
     | ReportLoad
     | ReportDuplicates

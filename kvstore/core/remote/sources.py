@@ -55,6 +55,8 @@ CHUNKS_PER_OP_MAX = 32
 BYTES_PER_OP_MAX = 8 << 20
 FETCHES_MAX = 16
 """Under way at one source. What is late counts: a source that hangs holds no more DRAM than that."""
+AHEAD_SHARE = 2
+"""What nobody waits for takes such a part of what may be under way at most."""
 ERRORS_MAX = 3
 """Failures of a source in a row after which it is left alone."""
 ABSENT_AFTER_CORRUPT_MS = 60_000
@@ -186,10 +188,10 @@ class Sources:
         self,
         state: State,
         reserve: Callable[[int, bool], bool],
-        is_barred: Callable[[bytes], bool],
+        is_barred: Callable[[str, bytes], bool],
     ) -> None:
         """`reserve(row, demanded)` gives all shards of a chunk RESERVED slots, or none (`Transfers.reserve_slots`);
-        `is_barred(maker)`: what that maker made is not stored."""
+        `is_barred(tenant, maker)`: what that maker made is not stored."""
         self.state = state
         self._reserve = reserve
         self._is_barred = is_barred
@@ -242,7 +244,7 @@ class Sources:
         ops: set[OpId] = set()
         now = self.state.now
         for key in dict.fromkeys(keys):
-            if not self._is_missing(namespace, key):
+            if not self.is_missing(namespace, key):
                 continue
             answers = self.known.get((namespace.id, key), {})
             there = under_way = False
@@ -281,7 +283,7 @@ class Sources:
         source.lookups += 1
         self.state.effects.append(ev.LookUpChunks(op, source.name, NO_NAMESPACE, NO_DIGEST, (TRIAL_KEY,)))
 
-    def _is_missing(self, namespace: Namespace, key: ChunkKey) -> bool:
+    def is_missing(self, namespace: Namespace, key: ChunkKey) -> bool:
         """Nothing of it is here, nor on its way."""
         row = namespace.index.get(key, NONE)
         if row == NONE:
@@ -360,6 +362,23 @@ class Sources:
                 choices.append((source, answer.found))
         return sorted(choices, key=lambda choice: choice[1].cost_ms)
 
+    def lead_ms(self, namespace: Namespace, keys: Sequence[ChunkKey]) -> float:
+        """How long bringing these takes, as far as is known of each: of several sources the slowest counts."""
+        bytes_of: dict[str, int] = {}
+        latency_ms: dict[str, float] = {}
+        for key in keys:
+            choices = self._choices(namespace.id, key)
+            if choices:
+                source, found = choices[0]
+                bytes_of[source.name] = bytes_of.get(source.name, 0) + namespace.payload_bytes
+                latency_ms[source.name] = max(found.cost_ms, latency_ms.get(source.name, 0.0))
+        times = []
+        for name, size in bytes_of.items():
+            rate = self.by_name[name].rate.bytes_per_s
+            each_ms = 1_000 * size / rate if rate else latency_ms[name] * size / namespace.payload_bytes
+            times.append(latency_ms[name] + each_ms)
+        return max(times, default=0.0)
+
     def has(self, name: Name, source: str) -> bool:
         """Whether this source is known to have the chunk."""
         answer = self.known.get(name, {}).get(source)
@@ -405,7 +424,7 @@ class Sources:
             chunks.reason[row] = Reason.ON_REMOTE
             self._noted += 1
             state.remember_ghost(row)
-        elif self._is_missing(namespace, key):
+        elif self.is_missing(namespace, key):
             if not chunks.flags[row] & COMMITTED:
                 chunks.tokens[row] = tokens
             self._noted += chunks.reason[row] != Reason.ON_REMOTE
@@ -472,6 +491,8 @@ class Sources:
             and len(held) < CHUNKS_PER_OP_MAX  # those of a source that has enough to do
         ):
             queue = self.wanted or self._ahead
+            if not self.wanted and in_flight * AHEAD_SHARE >= state.limits.remote_bytes_in_flight_max:
+                break
             wanted = queue.popleft()
             row = wanted.row
             if not self._still_wanted(wanted):
@@ -576,7 +597,7 @@ class Sources:
             result, why = DiskResult.CORRUPT, "it is described otherwise than it was committed"
         if result is DiskResult.OK:
             source.recovers()
-            if any(map(self._is_barred, chunk.makers)):
+            if any(self._is_barred(namespace.tenant, maker) for maker in chunk.makers):
                 self._drop_targets(row)
                 self._failed(row, Reason.RECALLED)
                 return

@@ -1,10 +1,10 @@
-"""Writing shards: Reserve, Fill, Commit, Abort, and what becomes of them when time or a worker runs out.
+"""Writing shards: Reserve, Fill, Commit, Save, Abort, and what becomes of them when time or a worker runs out.
 
 A worker's bytes come from its staging memory, copied by Commit; or from a region of its own, copied by Fill and made
 visible by a Commit after it. The two phases are for a daemon that is stopped and goes on later: it reads rows that the
 worker may have used for something else, so a worker that gave up waiting for the Fill must be able to not commit.
 Parts of what Commit would copy can be filled ahead of it, while the worker still writes the rest; Commit need not wait
-for those, because it waits itself.
+for those, because it waits itself. Save is Reserve and Commit at once, of what stands in staging memory already.
 """
 
 from __future__ import annotations
@@ -450,7 +450,7 @@ class Saves:
 
     # ------------------------------------------------------------------------------------------------------ commit
 
-    def commit(self, worker: Worker, event: ev.Commit) -> ev.Committed | None:
+    def commit(self, worker: Worker, event: ev.Commit) -> ev.Committed | ev.Saved | None:
         """None: the copy runs, its end answers. Staged bytes are copied by the daemon, so that what is committed is out
         of everybody's reach; bytes written in place are checksummed where they are; those that a fill has put there
         need nothing more."""
@@ -466,13 +466,7 @@ class Saves:
         if reservation.expires_at <= state.now and not reservation.busy:
             self._end(reservation, "expired")
             return self._commit_of_ended(worker, event)
-        if event.wait is Wait.DURABLE and state.disk_state is DiskState.ABSENT:
-            raise Precondition(
-                "no SSD tier is configured",
-                field="wait",
-                value="DURABLE",
-                remedy="set ssd_dir, or wait for VISIBLE",
-            )
+        self._check_wait(event.wait)
         if event.checksums:
             assert len(event.checksums) == len(reservation.rows) * len(reservation.shards), event
             reservation.filled = dict(enumerate(event.checksums))
@@ -502,6 +496,48 @@ class Saves:
                 state.effects.append(ev.Checksum(op, targets, worker.id))
             self._copy(reservation, op, Copying(rest, ticket=None))
         return None
+
+    def save(self, worker: Worker, event: ev.Save) -> ev.Saved | None:
+        """`reserve` and `commit` of what is granted. None: the copy runs, its end answers."""
+        state = self.state
+        if state.limits.protection is Protection.GROUP:
+            raise BadRequest(
+                "is for protection sealed: in place nothing can be written before it is granted",
+                field="Save",
+                value="group",
+                remedy="reserve, write, commit",
+            )
+        self._check_wait(event.wait)
+        asked = event.reserve
+        each = len(wanted_shards(state.own_namespace(worker, asked.namespace), asked.shards))
+        if len(event.offsets) != len(asked.keys) * each:
+            raise BadRequest(
+                f"must name one piece of staging memory for each of {len(asked.keys)} keys and {each} shards",
+                field="staging_offsets",
+                value=len(event.offsets),
+            )
+        reserved = self.reserve(worker, asked)
+        state.counters["saves_in_one_message"] += 1
+        if not reserved.reservation:
+            return ev.Saved(reserved.results, ())
+        reservation = state.reservations[reserved.reservation]
+        reservation.ticket, reservation.wait, reservation.grants = event.ticket, event.wait, reserved.results
+        targets = reserved.extents
+        granted = [result is GrantResult.GRANTED for result in reserved.results for _ in range(each)]
+        pieces = tuple(map(StagedPiece, compress(event.offsets, granted), targets.length))
+        op = state.new_op()
+        state.effects.append(ev.CopyIn(op, worker.id, pieces, targets))
+        self._copy(reservation, op, Copying(range(len(targets)), ticket=None))
+        return None
+
+    def _check_wait(self, wait: Wait) -> None:
+        if wait is Wait.DURABLE and self.state.disk_state is DiskState.ABSENT:
+            raise Precondition(
+                "no SSD tier is configured",
+                field="wait",
+                value="DURABLE",
+                remedy="set ssd_dir, or wait for VISIBLE",
+            )
 
     def _check_told(self, reservation: Reservation, event: ev.Commit) -> None:
         """What the worker says of its bytes counts only where they are its own doing. Raises BadRequest."""
@@ -554,9 +590,14 @@ class Saves:
         raise self._has_ended(worker, event.reservation)
 
     def _await_durable(
-        self, ticket: ev.Ticket, namespace: Namespace, keys: Sequence[ChunkKey], answer: ev.Committed
+        self,
+        ticket: ev.Ticket,
+        namespace: Namespace,
+        keys: Sequence[ChunkKey],
+        answer: ev.Committed | ev.Saved,
     ) -> None:
         rows = (namespace.index.get(key, NONE) for key in keys)
+        self.state.write_at_once = True
         self.state.keep(row for row in rows if row != NONE and self.state.chunks.shard0[row] != NONE)
         self._tier.await_durable(ticket, namespace, keys, answer)
 
@@ -602,7 +643,9 @@ class Saves:
         if answer is not None:
             state.reply(reservation.ticket, answer)
 
-    def _is_committed(self, reservation: Reservation, ticket: ev.Ticket, wait: Wait) -> ev.Committed | None:
+    def _is_committed(
+        self, reservation: Reservation, ticket: ev.Ticket, wait: Wait
+    ) -> ev.Committed | ev.Saved | None:
         """Every byte is in: the chunks become visible. None: it is answered when they are durable."""
         state = self.state
         namespace = state.namespaces[reservation.namespace]
@@ -617,7 +660,9 @@ class Saves:
         state.counters["bytes_saved"] += each * len(reservation.rows)
         state.counters["chunks_saved"] += len(reservation.rows)
         self._forget(reservation, "committed", keys)
-        answer = ev.Committed(tuple(results))
+        answer: ev.Committed | ev.Saved = ev.Committed(tuple(results))
+        if reservation.grants:
+            answer = ev.Saved(reservation.grants, tuple(results))
         if wait is Wait.VISIBLE:
             return answer
         self._await_durable(ticket, namespace, keys, answer)

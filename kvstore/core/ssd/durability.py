@@ -69,7 +69,7 @@ class DurableWait:
     """A commit that is answered when all its chunks are durable."""
 
     ticket: ev.Ticket
-    answer: ev.Committed
+    answer: ev.Committed | ev.Saved
     chunks: tuple[tuple[NamespaceId, ChunkKey], ...]
     missing: set[tuple[NamespaceId, ChunkKey]]
     """Those that were never durable since."""
@@ -545,7 +545,11 @@ class Durability:
         return same and bool(chunks.flags[row] & STORED)
 
     def await_durable(
-        self, ticket: ev.Ticket, namespace: Namespace, keys: Sequence[ChunkKey], answer: ev.Committed
+        self,
+        ticket: ev.Ticket,
+        namespace: Namespace,
+        keys: Sequence[ChunkKey],
+        answer: ev.Committed | ev.Saved,
     ) -> None:
         """Answer `ticket` when the chunks are on SSD and indexed; at once, with an error, if that cannot be now."""
         state = self.state

@@ -241,7 +241,11 @@ class SlabTier(ColdTier):
         return restore(self.state, self.slabs, self.durability, snapshot)
 
     def await_durable(
-        self, ticket: ev.Ticket, namespace: Namespace, keys: Sequence[ChunkKey], answer: ev.Committed
+        self,
+        ticket: ev.Ticket,
+        namespace: Namespace,
+        keys: Sequence[ChunkKey],
+        answer: ev.Committed | ev.Saved,
     ) -> None:
         self.durability.await_durable(ticket, namespace, keys, answer)
 

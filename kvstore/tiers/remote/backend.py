@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +17,9 @@ import xxhash
 
 from kvstore.core.events import ChunkAbout, FetchChunks, FetchedChunk, LookUpChunks, StoreChunks
 from kvstore.tiers.base import SlotMemory
+from kvstore.tiers.disk_port import Buffer
 from kvstore.tiers.remote import records, tombstones
+from kvstore.tiers.remote.encryption import OVERHEAD, Cipher
 from kvstore.tiers.remote.tombstones import Forgotten, Tombstones
 from kvstore.types import ChunkKey, DiskResult, Extent, Found
 
@@ -192,8 +195,25 @@ Read = Callable[[int, int], bytes | memoryview | None]
 """The record of (number of the key, shard); None: it is not there."""
 
 
+def sealed(
+    about: records.Description, payload: npt.NDArray[np.uint8], salt: bytes, cipher: Cipher | None
+) -> tuple[bytes, Buffer]:
+    """Header and body of a record."""
+    body: Buffer = payload.data
+    if cipher is not None:
+        about = replace(about, encrypted=True)
+        body = cipher.seal(body, about)
+    return records.described(about, body, salt), body
+
+
 def judge(
-    effect: FetchChunks, number: int, read: Read, memory: SlotMemory, book: Book, salt: bytes
+    effect: FetchChunks,
+    number: int,
+    read: Read,
+    memory: SlotMemory,
+    book: Book,
+    salt: bytes,
+    cipher: Cipher | None = None,
 ) -> FetchedChunk:
     """Put the shards of one chunk into their slots, if they are what was asked for. The checksum is that of the slots'
     bytes, after the copy."""
@@ -218,10 +238,15 @@ def judge(
         if not why and (d.token_count, d.derived) != (first.token_count, first.derived):
             why = "its shards are described differently"
         payload = memoryview(data)[header.size :]
-        if not why and payload.nbytes != d.length:
+        if not why and payload.nbytes != d.length + OVERHEAD * d.encrypted:
             why = "the record is cut short"
-        if not why and salt:
-            why = records.refusal_of_payload(header, payload, salt)
+        why = why or records.refusal_of_signature(header, payload, salt)
+        if not why and d.encrypted:
+            if cipher is None or not cipher.has_key_of(payload):
+                return FetchedChunk(DiskResult.REUSED, why="it is encrypted with a key that is not here")
+            opened = cipher.open(payload, d)
+            why = "" if opened is not None else "the record does not open with the key that it names"
+            payload = memoryview(opened or b"")
         if not why:
             slot = view(memory, target)
             np.copyto(slot, np.frombuffer(payload, np.uint8))

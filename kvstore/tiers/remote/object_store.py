@@ -28,7 +28,8 @@ import obstore.store
 from kvstore.core.events import FetchChunks, FetchedChunk, LookUpChunks, StoreChunks
 from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.remote import packs, records, tombstones
-from kvstore.tiers.remote.backend import Book, StoreFull, StoreProblem, describe, judge, view
+from kvstore.tiers.remote.backend import Book, StoreFull, StoreProblem, describe, judge, sealed, view
+from kvstore.tiers.remote.encryption import Cipher
 from kvstore.tiers.remote.tombstones import Forgotten, Tombstones
 from kvstore.types import ChunkKey, Found
 
@@ -49,10 +50,19 @@ Where = tuple[str, tuple[tuple[int, int], ...]]
 
 class ObjectStore:
     def __init__(
-        self, url: str, book: Book, *, salt: bytes, ttl_s: int, timeout_s: float, store: Any = None
+        self,
+        url: str,
+        book: Book,
+        *,
+        salt: bytes,
+        ttl_s: int,
+        timeout_s: float,
+        store: Any = None,
+        cipher: Cipher | None = None,
     ) -> None:
         self._book = book
         self._salt = salt
+        self._cipher = cipher
         self._ttl_s = ttl_s
         self._timeout_s = timeout_s
         self._prefix = records.prefix_of(salt)
@@ -171,7 +181,8 @@ class ObjectStore:
 
         count = self._book.seen[0]
         chunks = [
-            judge(effect, number, read, memory, self._book, self._salt) for number in range(len(effect.keys))
+            judge(effect, number, read, memory, self._book, self._salt, self._cipher)
+            for number in range(len(effect.keys))
         ]
         took_ms = 1_000 * (time.monotonic() - began) / len(effect.keys)
         self._fetch_ms += 0.1 * (took_ms - self._fetch_ms)
@@ -234,12 +245,11 @@ class ObjectStore:
         for number in run:
             for shard in range(shards):
                 payload = view(memory, effect.sources[number * shards + shard])
-                head = records.described(
-                    describe(effect, number, shard, generation), payload.data, self._salt
-                )
+                about = describe(effect, number, shard, generation)
+                head, body = sealed(about, payload, self._salt, self._cipher)
                 heads.append(head)
-                payloads.append(payload)
-                lengths.append((effect.keys[number], shard, len(head) + len(payload)))
+                payloads.append(np.frombuffer(body, np.uint8))
+                lengths.append((effect.keys[number], shard, len(head) + len(body)))
         top, placed = packs.header(lengths)
         data = bytearray(placed[-1].start + placed[-1].length)
         data[: len(top)] = top

@@ -12,6 +12,7 @@ from kvstore.core.events import Event
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.remote.backend import Backend, Book
+from kvstore.tiers.remote.encryption import Cipher
 from kvstore.tiers.remote.tier import POLL_S, RemoteTier
 
 REDIS = ("redis", "rediss", "redis+cluster", "rediss+cluster")
@@ -39,6 +40,8 @@ def check(config: StoreConfig) -> bool:
         what = "a bucket or container" if parts.scheme in OBJECTS else "a host"
         raise ConfigError(f"names no {what}", field="remote_url", value=f"{parts.scheme}://")
     read_salt(config)
+    if config.remote_key_file:
+        Cipher.read(config.remote_key_file)
     try:
         if parts.scheme in REDIS:
             import redis  # noqa: F401
@@ -88,6 +91,7 @@ def open_remote(config: StoreConfig, memory: SlotMemory, done: Callable[[Event],
     ConfigError."""
     book = Book(journal_path(config))
     salt = read_salt(config)
+    cipher = Cipher.read(config.remote_key_file) if config.remote_key_file else None
     deadline_s = config.remote_deadline_ms / 1_000
     backend: Backend
     try:
@@ -95,13 +99,23 @@ def open_remote(config: StoreConfig, memory: SlotMemory, done: Callable[[Event],
             from kvstore.tiers.remote.redis_store import RedisStore
 
             backend = RedisStore(
-                config.remote_url, book, salt=salt, ttl_s=config.remote_ttl_s, timeout_s=deadline_s
+                config.remote_url,
+                book,
+                salt=salt,
+                ttl_s=config.remote_ttl_s,
+                timeout_s=deadline_s,
+                cipher=cipher,
             )
         else:
             from kvstore.tiers.remote.object_store import ObjectStore
 
             backend = ObjectStore(
-                config.remote_url, book, salt=salt, ttl_s=config.remote_ttl_s, timeout_s=deadline_s
+                config.remote_url,
+                book,
+                salt=salt,
+                ttl_s=config.remote_ttl_s,
+                timeout_s=deadline_s,
+                cipher=cipher,
             )
     except ValueError as problem:
         raise ConfigError(str(problem), field="remote_url", value="set") from None

@@ -5,7 +5,7 @@
       0   8  magic "KVSSHARE"
       8   2  format version
      10   2  header bytes: the payload follows them
-     12   4  flags: 1 derived
+     12   4  flags: 1 derived, 2 its payload is sealed (`encryption.py`)
      16   4  shard number
      20   4  shards that the chunk has
      24   4  tokens of the chunk
@@ -41,6 +41,7 @@ from kvstore.types import KEY_BYTES_MAX, MAKER_BYTES, ChunkKey
 FORMAT_VERSION = 1
 MAKERS_MAX = 64
 DERIVED = 1
+ENCRYPTED = 2
 MAGIC = b"KVSSHARE"
 MAC_BYTES = 32
 SEAL_BYTES = 8
@@ -67,6 +68,8 @@ class Description:
     """xxh3_64 of the payload."""
     generation: int = 0
     written_ms: int = 0
+    encrypted: bool = False
+    """What follows the header is the payload as `encryption.py` sealed it; `length` and `checksum` are of what was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ def described(description: Description, payload: Buffer, salt: bytes = b"") -> b
         MAGIC,
         FORMAT_VERSION,
         size,
-        DERIVED if d.derived else 0,
+        (DERIVED if d.derived else 0) | (ENCRYPTED if d.encrypted else 0),
         d.shard,
         d.shards,
         d.token_count,
@@ -134,7 +137,7 @@ def read_described(data: bytes | memoryview) -> Header | str:
         return "the record does not begin with its magic"
     if version != FORMAT_VERSION:
         return f"the record has format version {version}, and this daemon reads {FORMAT_VERSION}"
-    in_range = key_bytes <= KEY_BYTES_MAX and makers <= MAKERS_MAX and flags in (0, DERIVED)
+    in_range = key_bytes <= KEY_BYTES_MAX and makers <= MAKERS_MAX and flags <= DERIVED | ENCRYPTED
     if not in_range or size != FIXED_BYTES + MAKER_BYTES * makers + MAC_BYTES + SEAL_BYTES:
         return "the record's header holds a value out of range"
     if len(data) < size:
@@ -158,6 +161,7 @@ def read_described(data: bytes | memoryview) -> Header | str:
         checksum,
         generation,
         written_ms,
+        bool(flags & ENCRYPTED),
     )
     return Header(description, size, head[-MAC_BYTES:], signed)
 
@@ -199,7 +203,12 @@ def refusal_of_payload(header: Header, payload: Buffer, salt: bytes = b"") -> st
         return "the record is cut short"
     if checksum_of(payload) != header.description.checksum:
         return "the record's bytes do not match their checksum"
-    if salt and not hmac.compare_digest(_mac(header.signed, payload, salt), header.mac):
+    return refusal_of_signature(header, payload, salt)
+
+
+def refusal_of_signature(header: Header, stored: Buffer, salt: bytes) -> str:
+    """Why who wrote this did not know the salt; empty: he did, or there is none. `stored`: what follows the header."""
+    if salt and not hmac.compare_digest(_mac(header.signed, stored, salt), header.mac):
         return "the record is not signed with this salt"
     return ""
 

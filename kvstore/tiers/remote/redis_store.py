@@ -24,7 +24,8 @@ import redis.retry
 from kvstore.core.events import FetchChunks, FetchedChunk, LookUpChunks, StoreChunks
 from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.remote import records
-from kvstore.tiers.remote.backend import Book, StoreFull, StoreProblem, describe, judge, view
+from kvstore.tiers.remote.backend import Book, StoreFull, StoreProblem, describe, judge, sealed, view
+from kvstore.tiers.remote.encryption import Cipher
 from kvstore.tiers.remote.redis_tombstones import RedisTombstones
 from kvstore.tiers.remote.tombstones import Forgotten
 from kvstore.types import ChunkKey, Found
@@ -53,10 +54,20 @@ def one_host(url: str) -> tuple[str, list[tuple[str, int]]]:
 
 
 class RedisStore:
-    def __init__(self, url: str, book: Book, *, salt: bytes, ttl_s: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        book: Book,
+        *,
+        salt: bytes,
+        ttl_s: int,
+        timeout_s: float,
+        cipher: Cipher | None = None,
+    ) -> None:
         self._url, others = one_host(url)
         self._book = book
         self._salt = salt
+        self._cipher = cipher
         self._ttl_s = ttl_s
         self._timeout_s = timeout_s
         self._prefix = records.prefix_of(salt)
@@ -185,7 +196,8 @@ class RedisStore:
 
         held_against = self._book.seen[0]
         chunks = [
-            judge(effect, number, read, memory, self._book, self._salt) for number in range(len(effect.keys))
+            judge(effect, number, read, memory, self._book, self._salt, self._cipher)
+            for number in range(len(effect.keys))
         ]
         took_ms = 1_000 * (time.monotonic() - began) / len(effect.keys)
         self._fetch_ms += 0.1 * (took_ms - self._fetch_ms)
@@ -201,10 +213,10 @@ class RedisStore:
                 for shard in reversed(range(shards)):
                     payload = view(memory, effect.sources[number * shards + shard])
                     about = describe(effect, number, shard, generation)
-                    head = records.described(about, payload.data, self._salt)
-                    record = bytearray(len(head) + len(payload))
+                    head, body = sealed(about, payload, self._salt, self._cipher)
+                    record = bytearray(len(head) + len(body))
                     record[: len(head)] = head
-                    memoryview(record)[len(head) :] = payload.data
+                    memoryview(record)[len(head) :] = body
                     pipe.set(self._name(effect.digest, key, shard), memoryview(record), ex=self._ttl_s)
             self._run(pipe)
             self._tombstones.read(client)  # soon: what is forgotten is dropped here, too

@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BertConfig,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -29,6 +30,7 @@ from transformers import (
 )
 
 from kvstore.errors import Unavailable, Unsupported
+from kvstore.gpu_worker import batching
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.sampling import GREEDY, Sampler, Sampling
 
@@ -49,6 +51,14 @@ SMALL: dict[str, Any] = {
     "eos_token_id": None,
 }
 FAMILIES = {
+    "gpt2": GPT2Config(
+        **{name: SMALL[name] for name in ("vocab_size", "hidden_size", "initializer_range", "eos_token_id")},
+        n_layer=3,
+        n_head=4,
+        n_positions=512,
+        resid_pdrop=0.0,
+        scale_attn_by_inverse_layer_idx=True,
+    ),
     "llama": LlamaConfig(**SMALL),
     "llama-mha": LlamaConfig(**SMALL | {"num_key_value_heads": 4}),
     "llama-yarn": LlamaConfig(
@@ -349,10 +359,14 @@ def test_a_token_that_cannot_be_chosen_is_computed_again(
     one, plain = engine(), engine()
     for each in (one, plain):
         each.add(text(30), 8)
-        each.add(text(20, seed=4), 8)
+        each.add(text(20, seed=4), 8, sampling=Sampling(temperature=1.0, seed=5))
         each.step()
+
+    def broken(samplers: Sequence[Sampler], logits: torch.Tensor) -> None:
+        assert [sampler.draw() for sampler in samplers] and 1 / 0
+
     with monkeypatch.context() as patch:
-        patch.setattr(one._scheduler.running[1].sampler, "choose", lambda logits: 1 / 0)
+        patch.setattr(batching, "choose_all", broken)
         with pytest.raises(ZeroDivisionError):
             one.step()
     one.finish()

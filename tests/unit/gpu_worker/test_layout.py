@@ -9,12 +9,16 @@ import pytest
 import torch
 import transformers
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -137,8 +141,24 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     ),
     "latent": (lambda: llama(kv_lora_rank=16), "config.kv_lora_rank"),
     "another family": (
-        lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)),
-        "config.model_type=gpt2",
+        lambda: OPTForCausalLM(
+            OPTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, ffn_dim=32)
+        ),
+        "config.model_type=opt",
+    ),
+    "ALiBi": (
+        lambda: BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=64)),
+        "ALiBi adds a bias by distance",
+    ),
+    "several positions a token": (
+        lambda: llama(rope_parameters=DEFAULT_ROPE | {"mrope_section": [2, 3, 3]}),
+        "M-RoPE gives the tokens of an image several positions each",
+    ),
+    "attention to another text": (
+        lambda: GPT2LMHeadModel(
+            GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, add_cross_attention=True)
+        ),
+        "config.add_cross_attention",
     ),
 }
 

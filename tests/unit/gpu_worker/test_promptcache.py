@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.promptcache.plan import OWNER_PREFIX, Recipe, tenant_salt
@@ -373,3 +374,47 @@ def test_positions_beyond_those_of_the_model_are_refused(store: FakeStore, engin
         engine.add(assembly.tokens, 1024 - assembly.end + 1, assembly=assembly)
     with pytest.raises(ValueError, match="not the assembly's"):
         engine.add(assembly.tokens[1:], 1, assembly=assembly)
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=320,
+        n_positions=1024,
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe(share=0.2)], ids=str)
+def test_a_model_with_a_table_of_positions_is_served_at_the_schemas(
+    recipe: Recipe, store: FakeStore, engines: MakeEngine
+) -> None:
+    """What the prompt's own text moved is computed: there is nothing to turn."""
+    engine = engine_of(engines, store, model=gpt2())
+    assert not engine.moves
+    encoding = encoding_of(engine, TRIP)
+    plain = Plain(engine._model, encode_all(engine, encoding))
+    moved = f'<prompt schema="trip">{"Or is it not so at all? " * 4}<food/>Then what?</prompt>'
+    for text in (PROMPT, OTHER, moved):
+        assembly = assembly_of(engine, encoding, text, recipe)
+        assert not any(part.delta for part in assembly.parts)
+        before = engine.counters["restored_tokens"]
+        with recorded_logits(engine._model) as seen:
+            tokens = answer(engine, assembly, NEW)
+        found = torch.stack([logits[0, -1] for logits in seen[-NEW:]])
+        assert (found - plain.logits(assembly, tokens)).abs().max() < 1e-3
+        assert engine.counters["restored_tokens"] > before
+        food = {*encoding.units["food",].keys} & {part.key for part in assembly.parts}
+        assert bool(food) is (text is not moved)
+    full = assembly_of(engine, encoding, PROMPT, Recipe(deviating=1.0))
+    with recorded_logits(engine._model) as seen:
+        answer(engine, full, 1)
+    assert (seen[-1][0, -1] - Plain(engine._model, []).logits(full)[-1]).abs().max() < 1e-3
+    with pytest.raises(ValueError, match="the model has 1024 positions"):
+        engine.add(full.tokens, 1024 - full.end + 1, assembly=full)

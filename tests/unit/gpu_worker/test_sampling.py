@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from kvstore.gpu_worker.sampling import GREEDY, NotNumbers, Sampler, Sampling, probabilities
+from kvstore.gpu_worker import sampling as module
+from kvstore.gpu_worker.sampling import GREEDY, NotNumbers, Sampler, Sampling, choose_all, probabilities
 
 
 def logits(count: int = 200, seed: int = 0) -> torch.Tensor:
@@ -92,3 +94,89 @@ def test_tokens_that_are_ruled_out_are_never_chosen(sampling: Sampling) -> None:
     few[19] = -float("inf")
     with pytest.raises(NotNumbers, match="the largest logit is -inf"):
         Sampler(sampling).choose(few)
+
+
+MIXED = [
+    *(
+        GREEDY,
+        Sampling(1.0, seed=1),
+        Sampling(0.7, top_k=5, seed=2),
+        GREEDY,
+        Sampling(1.3, top_p=0.5, seed=3),
+    ),
+    *(Sampling(0.2, top_k=300, top_p=0.9, seed=4), Sampling(2.0, top_k=1, seed=5), Sampling(1e-300, seed=6)),
+    *(Sampling(1.0, top_k=3, top_p=0.4, seed=7), Sampling(1.0, top_k=20, seed=8)),
+]
+
+
+@pytest.mark.parametrize("rows_max", [1, 3, 32])
+def test_a_batch_gets_the_tokens_that_each_row_gets_alone(
+    rows_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ROWS_MAX", rows_max)
+    together, alone = ([Sampler(one) for one in MIXED] for _ in range(2))
+    for step in range(12):
+        rows = torch.stack([logits(seed=100 * step + number) for number in range(len(MIXED))])
+        rows[2, :150] = -float("inf")
+        choices = choose_all(together, rows)
+        assert choices == choose_all(together, rows), "a step that is taken again draws other numbers"
+        for number, (choice, sampler) in enumerate(zip(choices, alone, strict=True)):
+            assert choice.token == sampler.choose(rows[number]) and not choice.failure
+            best, second = rows[number].topk(2).values.tolist()
+            assert choice.gap == best - second
+            together[number].used()
+
+
+def test_in_a_batch_only_who_has_no_numbers_gets_no_token() -> None:
+    samplers = [Sampler(one) for one in MIXED]
+    rows = torch.stack([logits(seed=number) for number in range(len(MIXED))])
+    for number, broken in ((1, float("nan")), (4, float("inf")), (3, float("nan"))):
+        rows[number, 7] = broken
+    rows[6] = -float("inf")
+    drawn = samplers[1].draw()
+    choices = choose_all(samplers, rows)
+    assert {number for number, choice in enumerate(choices) if choice.failure} == {1, 3, 4, 6}
+    for number, choice in enumerate(choices):
+        if choice.failure:
+            with pytest.raises(NotNumbers) as raised:
+                Sampler(MIXED[number]).choose(rows[number])
+            assert choice.failure == str(raised.value) and choice.token == -1
+        else:
+            assert choice.token == Sampler(MIXED[number]).choose(rows[number])
+    assert samplers[1].draw() == drawn, "a number was drawn for no token"
+    assert choose_all([], rows[:0]) == []
+    assert choose_all(samplers[:2], torch.zeros(2, 1)) == [(0, 0.0, ""), (0, 0.0, "")]
+
+
+class _Asked(TorchFunctionMode):
+    """Counts what makes the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = getattr(func, "__name__", "")
+        if name in {
+            "item",
+            "tolist",
+            "cpu",
+            "numpy",
+            "nonzero",
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+        }:
+            self.times.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_batch_waits_for_the_device_once() -> None:
+    samplers = [Sampler(one) for one in MIXED]
+    for sampler in samplers:
+        sampler.draw()  # on the host
+    rows = torch.stack([logits(seed=number) for number in range(len(MIXED))])
+    with _Asked() as asked:
+        choose_all(samplers, rows)
+    assert asked.times == ["tolist"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 from kvstore.kernels.decode.naive import naive_decode_attention
@@ -15,6 +17,20 @@ from kvstore.kernels.prefill.naive import naive_prefill_attention
 from kvstore.kernels.stretches import Stretch
 
 NAN = float("nan")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is compiled once in a run is compiled; what an earlier run compiled proves nothing."""
+    before = os.environ.get("TRITON_CACHE_DIR")
+    os.environ["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    yield
+    if before is None:
+        del os.environ["TRITON_CACHE_DIR"]
+    else:
+        os.environ["TRITON_CACHE_DIR"] = before
+
+
 FEW = 256
 """Numbers of which the plain result may be closer than usual."""
 Attend = Callable[..., torch.Tensor]

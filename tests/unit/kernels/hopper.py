@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-SHARED_MEMORY_BYTES = 227 << 10
-"""That one program can have on sm_90."""
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+"""That one program can have, by compute capability."""
 
 
 def interpreted_passes(file: str) -> int:
@@ -30,10 +30,14 @@ def interpreted_passes(file: str) -> int:
 
 
 def compile_aligned(
-    function: Any, types: Mapping[str, str], constants: Mapping[str, Any], options: Mapping[str, Any]
+    function: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+    capability: int = 90,
 ) -> Any:
-    """As at a launch with whole tensors, whose addresses and strides are multiples of 16. Arguments that `types` does
-    not name are int32 or, with names that end in "_ptr", point at it."""
+    """As at a launch with whole tensors, whose addresses are multiples of 16, and so are numbers that the kernel is
+    compiled for. Arguments that `types` does not name are int32 or, with names that end in "_ptr", point at it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -44,12 +48,12 @@ def compile_aligned(
     signature = {name: types.get(name, kind(name)) for name in function.arg_names}
     aligned = {
         (number,): [["tt.divisibility", 16]]
-        for number, kind in enumerate(signature.values())
-        if kind[0] in "*i"
+        for number, (kind, parameter) in enumerate(zip(signature.values(), function.params, strict=True))
+        if kind[0] in "*i" and not parameter.do_not_specialize
     }
     places = {(list(signature).index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=function, signature=signature, constexprs=places, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options))
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
 
 
 def stack_bytes(binary: Any) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,12 +137,10 @@ def test_interpreter_rotates_what_it_scatters(layout: str, pairs: int, interleav
     [("fp16", 128, 64, False), ("bf16", 128, 64, True), ("bf16", 80, 16, False), ("fp32", 64, 32, False)],
 )
 @pytest.mark.timeout(300)
-def test_rotation_compiled_for_hopper(
-    dtype: str, head_dim: int, pairs: int, interleaved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def test_rotation_compiled_for_hopper(dtype: str, head_dim: int, pairs: int, interleaved: bool) -> None:
     constants = rotation_kernel.block_sizes(head_dim=head_dim, pairs=pairs)
     constants |= {"INTERLEAVED": interleaved, "ROWS": rotation_kernel.rows_of(head_dim)}
+    constants |= {"UNIT": 16, "TABLE_UNIT": 16}
     check_compiled(rotation_kernel._rotate, dtype, constants, ones=("key_step", "out_step"))
 
 
@@ -166,10 +163,7 @@ def test_copies_compiled_for_hopper(
     gather: bool,
     rotate: bool,
     interleaved: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = pages.constants(
         head_dim=head_dim, pairs=head_dim // 2, heads=8, block_tokens=16, chunk_tokens=64
     )

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from .conftest import NAN, Case
-from .hopper import SHARED_MEMORY_BYTES, compile_aligned, interpreted_passes, pipelined_waits, stack_bytes
+from .hopper import compile_aligned, interpreted_passes, pipelined_waits, stack_bytes
 
 triton = pytest.importorskip(
     "triton", reason="Triton is not installed: its kernels can be neither run nor compiled"
 )
 
+from kvstore.kernels.launch import HOPPER  # noqa: E402
 from kvstore.kernels.prefill import kernel  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -158,16 +158,15 @@ def test_compiled_for_hopper(
     shape: dict[str, int],
     tile_queries: int,
     capped: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing spills, tiles are fetched while others are computed, and large tiles use Hopper's own instructions."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     case = Case(**{"chunk_tokens": 64} | shape)
     case.add(0, more=400)
     plan = case.forest().prefill({0: tile_queries}, tile_queries=tile_queries)
-    sizes = kernel.block_sizes(head_dim=case.head_dim, group=case.group, plan=plan, element_bytes=2)
-    constants = sizes | {"heads": 8 * case.group, "CAPPED": capped, "UPCAST": False}
+    sizes = kernel.block_sizes(
+        head_dim=case.head_dim, group=case.group, plan=plan, element_bytes=2, card=HOPPER
+    )
+    constants = sizes | {"heads": 8 * case.group, "CAPPED": capped, "UPCAST": False, "UNIT": 16}
     options = {"num_warps": constants.pop("num_warps"), "enable_fp_fusion": True}
     types = dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "out_ptr"), f"*{dtype}")
     types |= {"partial_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32", "soft_cap": "fp32"}
@@ -176,7 +175,7 @@ def test_compiled_for_hopper(
     assert max(pipelined_waits(binary)) >= 2, "each tile is waited for before the next one is asked for"
     assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", code), "loads are not 16 bytes wide"
     assert ("wgmma.mma_async" in code) == (sizes["BLOCK_M"] >= 64)
-    assert binary.metadata.shared <= SHARED_MEMORY_BYTES
+    assert binary.metadata.shared <= HOPPER.shared_bytes
     assert stack_bytes(binary) == 0, "registers spill"
 
 
@@ -192,7 +191,11 @@ def test_what_the_kernel_cannot_do_is_refused(shape: dict[str, int], message: st
     case.add(0, more=20)
     with pytest.raises(ValueError, match=message):
         kernel.block_sizes(
-            head_dim=case.head_dim, group=1, plan=case.forest().prefill({0: 3}), element_bytes=2
+            head_dim=case.head_dim,
+            group=1,
+            plan=case.forest().prefill({0: 3}),
+            element_bytes=2,
+            card=HOPPER,
         )
 
 
@@ -201,7 +204,7 @@ def test_measured_tile_shapes_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     case.add(0, more=400)
     monkeypatch.setattr(kernel.tiles, "PREFILL", {(128, 128, 64): kernel.tiles.Tile(128, 4, 2)})
     plan = case.forest().prefill({0: 400}, tile_queries=128)
-    sizes = kernel.block_sizes(head_dim=128, group=1, plan=plan, element_bytes=2)
+    sizes = kernel.block_sizes(head_dim=128, group=1, plan=plan, element_bytes=2, card=HOPPER)
     assert (sizes["BLOCK_N"], sizes["num_warps"], sizes["STAGES"]) == (128, 4, 2)
-    sizes = kernel.block_sizes(head_dim=64, group=1, plan=plan, element_bytes=2)
+    sizes = kernel.block_sizes(head_dim=64, group=1, plan=plan, element_bytes=2, card=HOPPER)
     assert (sizes["BLOCK_N"], sizes["num_warps"], sizes["STAGES"]) == (64, 8, 3)

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from .conftest import NAN, Case
-from .hopper import SHARED_MEMORY_BYTES, compile_aligned, interpreted_passes, pipelined_waits, stack_bytes
+from .hopper import compile_aligned, interpreted_passes, pipelined_waits, stack_bytes
 
 triton = pytest.importorskip(
     "triton", reason="Triton is not installed: its kernels can be neither run nor compiled"
 )
 
 from kvstore.kernels.decode import kernel  # noqa: E402
+from kvstore.kernels.launch import HOPPER  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own, see below")
@@ -50,8 +50,8 @@ def attend(
         scale=q.shape[2] ** -0.5 if scale is None else scale,
         soft_cap=soft_cap,
         out=out,
-        partials=torch.full((plan.partials_max, *q.shape[1:]), NAN),
-        stats=torch.full((plan.partials_max, q.shape[1], 2), NAN),
+        partials=torch.full((plan.capacity.partials, *q.shape[1:]), NAN),
+        stats=torch.full((plan.capacity.partials, q.shape[1], 2), NAN),
     )
 
 
@@ -147,14 +147,11 @@ def test_interpreter_with_a_plan_that_grows_in_place() -> None:
     ],
 )
 @pytest.mark.timeout(300)
-def test_compiled_for_hopper(
-    dtype: str, shape: dict[str, int], capped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_for_hopper(dtype: str, shape: dict[str, int], capped: bool) -> None:
     """Nothing spills, tiles are fetched while others are computed, and large tiles use Hopper's own instructions."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     case = Case(**{"chunk_tokens": 64, "split_chunks": 8} | shape)
     sizes = kernel.block_sizes(
-        head_dim=case.head_dim, group=case.group, plan=case.forest().plan(), element_bytes=2
+        head_dim=case.head_dim, group=case.group, plan=case.forest().plan(), element_bytes=2, card=HOPPER
     )
     binary = compile_for_hopper(dtype, sizes, capped=capped)
     code = binary.asm["ptx"]
@@ -162,15 +159,14 @@ def test_compiled_for_hopper(
     assert re.search(r"cp\.async\.cg\.shared\.global .*0x10", code), "loads are not 16 bytes wide"
     assert ("wgmma.mma_async" in code) == (sizes["BLOCK_M"] >= 64)
     assert ("mma.sync" in code) == (sizes["BLOCK_M"] < 64)
-    assert binary.metadata.shared <= SHARED_MEMORY_BYTES
+    assert binary.metadata.shared <= HOPPER.shared_bytes
     assert stack_bytes(binary) == 0, "registers spill"
 
 
 @compiled
 @pytest.mark.parametrize("stretches", [False, True])
-def test_merge_compiled_for_hopper(stretches: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"heads": 32, "HEAD_DIM": 80, "BLOCK_D": 128, "STRETCHES": stretches}
+def test_merge_compiled_for_hopper(stretches: bool) -> None:
+    constants = {"heads": 32, "HEAD_DIM": 80, "BLOCK_D": 128, "STRETCHES": stretches, "UNIT": 16}
     types = dict.fromkeys(("partial_ptr", "stats_ptr", "more_ptr", "more_stats_ptr"), "*fp32")
     types["out_ptr"] = "*bf16"
     binary = compile_aligned(kernel._merge, types, constants, {"num_warps": 1, "enable_fp_fusion": True})
@@ -183,6 +179,7 @@ def compile_for_hopper(dtype: str, sizes: dict[str, int], *, capped: bool, stret
         "CAPPED": capped,
         "UPCAST": False,
         "STRETCHES": stretches,
+        "UNIT": 16,
     }
     options = {"num_warps": constants.pop("num_warps"), "enable_fp_fusion": True}
     types = dict.fromkeys(("q_ptr", "keys_ptr", "values_ptr", "out_ptr"), f"*{dtype}")
@@ -203,14 +200,14 @@ def test_what_the_kernel_cannot_do_is_refused(shape: dict[str, int], message: st
     case = Case(**shape)
     with pytest.raises(ValueError, match=message):
         kernel.block_sizes(
-            head_dim=case.head_dim, group=case.group, plan=case.forest().plan(), element_bytes=2
+            head_dim=case.head_dim, group=case.group, plan=case.forest().plan(), element_bytes=2, card=HOPPER
         )
 
 
 def test_measured_tile_shapes_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(chunk_tokens=64, tile_sequences=16, head_dim=128)
     monkeypatch.setattr(kernel.tiles, "DECODE", {(16, 128, 64): kernel.tiles.Tile(32, 2, 5)})
-    sizes = kernel.block_sizes(head_dim=128, group=1, plan=case.forest().plan(), element_bytes=2)
+    sizes = kernel.block_sizes(head_dim=128, group=1, plan=case.forest().plan(), element_bytes=2, card=HOPPER)
     assert (sizes["BLOCK_N"], sizes["num_warps"], sizes["STAGES"]) == (32, 2, 5)
-    sizes = kernel.block_sizes(head_dim=128, group=2, plan=case.forest().plan(), element_bytes=2)
+    sizes = kernel.block_sizes(head_dim=128, group=2, plan=case.forest().plan(), element_bytes=2, card=HOPPER)
     assert (sizes["BLOCK_N"], sizes["num_warps"], sizes["STAGES"]) == (64, 4, 3)

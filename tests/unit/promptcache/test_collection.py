@@ -153,7 +153,7 @@ def test_what_is_no_collection_is_refused(inner: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("inner", "says"),
     [
-        ("<collection/>", "has no name"),
+        ("<collection size='3'/>", "has no name"),
         ("<collection name=a/><module name=a>x</module>", "a is there already"),
         ("<module name=a>x</module><collection name=a/>", "a is there already"),
         ("<collection name=a length=x/>", "'x' is no number of tokens"),
@@ -165,6 +165,14 @@ def test_what_is_no_collection_is_refused(inner: str, says: str) -> None:
 def test_collections_that_cannot_be_are_refused(inner: str, says: str) -> None:
     with pytest.raises(PmlError, match=says):
         layout_of(inner)
+
+
+def test_what_programs_write_of_their_own_collections_is_text() -> None:
+    schema = parse_schema(
+        "<schema name=s space=preserve>List<Collection> a; <collection> </collection><collection name=c/></schema>"
+    )
+    assert schema.children[0].text == "List<Collection> a; <collection> </collection>"
+    assert not schema.warnings
 
 
 def test_what_is_written_around_is_told() -> None:

@@ -1,5 +1,7 @@
 """Python functions as schemas, and the same functions as prompts (section 3.2.4)."""
 
+import functools
+
 import pytest
 
 from kvstore.promptcache import Layout, PmlError, parse_prompt, parse_schema, prompt_function
@@ -205,7 +207,7 @@ def test_mistakes_of_the_decorator() -> None:
     with pytest.raises(PmlError, match="takes no builder"):
         prompt_function(lambda: None)
     with pytest.raises(PmlError, match="has no parameter x"):
-        prompt_function(lengths={"x": 1})(lambda p: None)
+        prompt_function(lengths={"x": 1})(food.function)
     with pytest.raises(TypeError, match=r"food\.prompt"):
         food("spicy")
 
@@ -215,3 +217,35 @@ def test_a_function_without_a_file_is_refused() -> None:
     exec("@prompt_function\ndef f(p):\n    p.text('a')\n", scope)
     with pytest.raises(PmlError, match="define it in a file"):
         _ = scope["f"].pml
+
+
+class Holder:
+    def method(self, p):
+        p.text("x")
+
+
+async def waits(p):
+    p.text("x")
+
+
+def hands_out(p):
+    p.text("x")
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda p: p.text("x"), "a lambda has no statements"),
+        (Holder.method, "a method's first parameter is self"),
+        (Holder().method, "is a method, and no function"),
+        (waits, "a coroutine waits"),
+        (hands_out, "a generator hands out values"),
+        (functools.partial(hands_out, 1), "is a partial, and no function"),
+        (print, "is a builtin_function_or_method, and no function"),
+        (Holder, "is a type, and no function"),
+    ],
+)
+def test_what_is_no_plain_function_is_refused(function, says: str) -> None:
+    with pytest.raises(PmlError, match=says):
+        prompt_function(function)

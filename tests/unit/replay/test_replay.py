@@ -1,7 +1,9 @@
 """The core replayed under a virtual clock: what a few turns get is known, and published figures come out again."""
 
+import gzip
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,26 @@ def test_the_ssd_serves_what_left_dram_and_takes_its_time() -> None:
     assert result.waited_ms == 20  # two chunks of 10 ms
     ahead = replay(turns, dram_chunks=4, ssd_chunks=16, ssd_bytes_per_s=1000 * mib / 10, look_ahead=1)
     assert (ahead.hits_dram, ahead.hits_ssd, ahead.waited_ms) == (2, 0, 0)
+
+
+def test_lookups_without_a_message_are_told_with_the_next_request_or_soon() -> None:
+    """So a hot set that is only ever looked up there stays, as if it had been asked for: LRU says so."""
+    hot = (1, 2, 3)
+    chains = [hot, *[turn for n in range(40) for turn in (hot, (100 + 2 * n, 101 + 2 * n))]]
+    told = {
+        delay: replay(trace(*chains), dram_chunks=6, policy="lru", touched_ms=delay)
+        for delay in (None, 50.0, 900.0)
+    }
+    assert {result.hits for result in told.values()} == {3 * 40}
+    assert told[50.0].counters["lookups_without_message"] == len(chains)
+    assert not told[None].counters.get("lookups_without_message")
+
+
+def test_what_is_on_ssd_is_asked_for_though_there_is_a_directory() -> None:
+    chains = [(1, 2), (3, 4), (5, 6), (1, 2)]
+    named: dict[str, Any] = {"dram_chunks": 4, "ssd_chunks": 20, "ssd_bytes_per_s": 1e9}
+    result = replay(trace(*chains), policy="lru", touched_ms=50.0, **named)
+    assert (result.hits_ssd, result.hits) == (2, 2)
 
 
 def test_the_warm_up_is_served_and_not_counted() -> None:
@@ -253,7 +275,7 @@ RECORDED = '{"t": 1, "w": 0, "n": 0, "c": %s, "b": 4096, "ask": %s}\n'
         ("recorded", RECORDED % (64, '["1"]'), "ask is no whole number"),
         ("recorded", '{"kvstore_trace": 1}\n', "holds no lookup"),
         ("recorded", "[]\n", "has no n"),
-        ("azure", "A,B\n1,2\n", "line 2"),
+        ("azure", "A,B\n1,2\n", "has no column TIMESTAMP, but: A, B"),
         ("azure", AZURE % "-1,2", "ContextTokens is no whole number"),
         ("azure", AZURE % "1", "GeneratedTokens is no whole number"),
         ("azure", AZURE % "99999999999,1", "ContextTokens is no count"),
@@ -326,3 +348,54 @@ def test_options_of_readers_are_checked(tmp_path: Path, name: str, value: object
     with pytest.raises(BadRequest, match=name):
         read_trace(path, "sharegpt", **{name: value})
     assert read_trace(path, "sharegpt", rate=2, invalidates="true", window=128)
+
+
+TABLE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,640,44\n2023-11-16 18:15:50.99,128,9\n"
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.encode(),
+        lambda text: b"\xef\xbb\xbf" + text.encode(),
+        lambda text: text.replace(",", ";").encode(),
+        lambda text: text.replace(",", "\t").encode(),
+        lambda text: text.replace("\n", "\r\n").encode(),
+        lambda text: (
+            text.replace("TIMESTAMP", " timestamp").replace("ContextTokens", '"contexttokens"').encode()
+        ),
+        lambda text: gzip.compress(text.encode()),
+        lambda text: gzip.compress(text[:50].encode()) + gzip.compress(text[50:].encode()),
+        lambda text: bytes(pytest.importorskip("zstandard").compress(text.encode())),
+    ],
+    ids=["plain", "marked", "semicolons", "tabs", "windows", "names", "gzip", "members", "zstd"],
+)
+def test_a_table_is_read_however_it_was_written(tmp_path: Path, change: Callable[[str], bytes]) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(change(TABLE))
+    trace = read_trace(path, "azure")
+    assert [(turn.at_ms, turn.input_tokens) for turn in trace] == [(0, 640), (4_310, 128)]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"time,prompt,answer\n1,2,3\n", "has no column TIMESTAMP, but: time, prompt, answer"),
+        (b"\n", "holds no turn"),
+        (b"", "holds no turn"),
+        (gzip.compress(TABLE.encode())[:-9], "is cut off within its gzip data"),
+        (gzip.compress(TABLE.encode()) + b"rest", "is no gzip file"),
+        (b"\x1f\x8bnothing", "is no gzip file"),
+        (TABLE.encode() + b"2023-11-16 18:15:50.99,many,9\n", "line 4"),
+        (b"x" * (1 << 20), "has no column TIMESTAMP"),
+    ],
+    ids=["columns", "line", "empty", "cut", "rest", "magic", "row", "long"],
+)
+def test_a_table_that_is_none_says_why(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(content)
+    with pytest.raises(BadRequest, match=says) as refused:
+        read_trace(path, "azure")
+    assert len(str(refused.value)) < 600, "nobody's terminal is flooded"

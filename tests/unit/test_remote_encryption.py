@@ -1,0 +1,83 @@
+"""What is sealed opens with its key, under its own header, unchanged; and never otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.errors import ConfigError
+from kvstore.tiers.remote.records import Description
+from kvstore.types import ChunkKey
+
+pytest.importorskip("cryptography")
+from kvstore.tiers.remote.encryption import OVERHEAD, Cipher
+
+OLD, NEW = b"o" * 32, b"n" * 32
+WHAT = Description(b"n" * 32, ChunkKey(b"k"), 1, 2, 64, False, (b"m" * 16,), 5, 7, 3, 0, True)
+
+
+@settings(deadline=None, max_examples=50)
+@given(payload=st.binary(max_size=200), at=st.integers(0, 10_000))
+def test_it_opens_as_it_was_and_not_if_a_bit_differs(payload: bytes, at: int) -> None:
+    cipher = Cipher([NEW])
+    sealed = cipher.seal(payload, WHAT)
+    assert len(sealed) == len(payload) + OVERHEAD
+    assert cipher.open(memoryview(sealed), WHAT) == payload
+    changed = bytearray(sealed)
+    changed[at % len(sealed)] ^= 1 << at % 8
+    assert cipher.open(memoryview(changed), WHAT) is None
+    assert cipher.open(memoryview(sealed)[: at % len(sealed)], WHAT) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(WHAT, namespace=b"x" * 32),
+        replace(WHAT, key=ChunkKey(b"other")),
+        replace(WHAT, shard=0),
+        replace(WHAT, shards=3),
+        replace(WHAT, token_count=63),
+        replace(WHAT, derived=True),
+        replace(WHAT, makers=()),
+        replace(WHAT, length=6),
+        replace(WHAT, checksum=8),
+        replace(WHAT, generation=4),
+    ],
+)
+def test_it_does_not_open_under_another_header(other: Description) -> None:
+    cipher = Cipher([NEW])
+    assert cipher.open(memoryview(cipher.seal(b"bytes", WHAT)), other) is None
+
+
+def test_keys_are_rotated() -> None:
+    before = Cipher([OLD]).seal(b"bytes", WHAT)
+    both = Cipher([NEW, OLD])
+    assert both.open(memoryview(before), WHAT) == b"bytes"
+    after = both.seal(b"bytes", WHAT)
+    assert Cipher([NEW]).open(memoryview(after), WHAT) == b"bytes"
+    assert Cipher([OLD]).open(memoryview(after), WHAT) is None
+    assert not Cipher([NEW]).has_key_of(memoryview(before))
+    assert both.seal(b"bytes", WHAT) != after, "a nonce is used twice"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "why"),
+    [
+        ("", 0o600, "must hold 1 to 16 keys of 64 hexadecimal digits"),
+        ("11" * 31, 0o600, "must hold 1 to 16 keys"),
+        ("xx" * 32, 0o600, "must hold 1 to 16 keys"),
+        ("11" * 32, 0o644, "can be read by other users"),
+    ],
+)
+def test_a_key_file_that_is_none_is_refused(tmp_path: Path, text: str, mode: int, why: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=why):
+        Cipher.read(str(path))
+    with pytest.raises(ConfigError, match="remote_key_file"):
+        Cipher.read(str(tmp_path / "absent"))
