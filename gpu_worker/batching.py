@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from kvstore.errors import Exhausted, Unavailable, Unsupported
 from kvstore.gpu_worker.assembly import Assembly, most_deviating
 from kvstore.gpu_worker.attention import NAME, check_pageable
-from kvstore.gpu_worker.canary import TOKENS_MAX, SelfTest, differs, is_sampled
+from kvstore.gpu_worker.canary import TOKENS_MAX, SelfTest, differs, is_sampled, wrong_chunks
 from kvstore.gpu_worker.choices import Choices
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
 from kvstore.gpu_worker.device import Device
@@ -704,7 +704,7 @@ class BatchEngine:
         self.counters["canary_failures"] += 1
         healthy = self._self_test.passes(self._compute_once, tokens)
         self.alarm = f"KV from the store is not what this worker computes: {found}. Its self-test " + (
-            "passes: recall the maker of these chunks" if healthy else "FAILS: this worker is sick"
+            "passes: the maker of these chunks is quarantined" if healthy else "FAILS: this worker is sick"
         )
         log.error(
             "%s; nothing is loaded or saved any more. Key: %s",
@@ -712,7 +712,12 @@ class BatchEngine:
             request.store_keys[count - 1].hex(),
         )
         assert self._store is not None
+        # One chunk's bound is that of its own numbers: where only all together tell, the last one is meant
+        wrong = wrong_chunks(restored, computed) or [count - 1]
         self._store.saver.forget()
+        self._store.tell_wrong(
+            [request.store_keys[number] for number in wrong], request.store_keys[count:], healthy=healthy
+        )
         self._follow(self._verdict)  # without a namespace from now on
 
     def _compute_once(self, tokens: Sequence[int]) -> list[torch.Tensor] | None:

@@ -1,9 +1,11 @@
 """A check on hits: of a sampled share, the KV that came from the store is computed once more, and both are compared.
 
 What differs by more than rounding was stored by a sick worker, damaged before its checksum was made, or this worker is
-sick itself. It cannot tell alone: so it stops to load and to save, says so, and says what speaks for its own health:
-whether it computes the same twice (a repeat), and whether a text that it computed when it began gives the same bits now
-(a golden test). Recalling a maker's chunks stays with an operator, and needs a worker whose self-test passes.
+sick itself. It cannot tell alone: so it stops to load and to save, says so, and tells the store of the first chunk that
+differs, and what speaks for its own health: whether it computes the same twice (a repeat), and whether a text that it
+computed when it began gives the same bits now (a golden test). The store quarantines the maker of that chunk if the
+test passes, or once a second worker agrees. What comes after the first such chunk may have been computed from it by
+somebody who is well: that is forgotten, and nobody blamed for it.
 """
 
 from __future__ import annotations
@@ -29,6 +31,18 @@ Compute = Callable[[Sequence[int]], list[torch.Tensor] | None]
 def is_sampled(key: ChunkKey, every: int) -> bool:
     """Whether the hit that ends with this chunk is checked: one of `every`, the same ones on all workers; 0: none."""
     return every > 0 and int.from_bytes(key[-4:], "little") % every == 0
+
+
+def wrong_chunks(restored: Sequence[torch.Tensor], computed: Sequence[torch.Tensor]) -> list[int]:
+    """The numbers of the chunks that are further apart than rounding explains."""
+    count = len(restored[0])
+    return [
+        number
+        for number in range(count)
+        if differs(
+            [each[number : number + 1] for each in restored], [each[number : number + 1] for each in computed]
+        )
+    ]
 
 
 def differs(restored: Sequence[torch.Tensor], computed: Sequence[torch.Tensor]) -> str:

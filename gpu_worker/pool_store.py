@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvstore.client import SessionEntry, SessionInfo
-from kvstore.errors import Unsupported
+from kvstore.errors import StoreError, Unsupported
 from kvstore.gpu_worker.assembly import Assembly, Part
 from kvstore.gpu_worker.choices import decode, encode, store_key
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Plan, Why
@@ -44,6 +44,7 @@ from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason
 if TYPE_CHECKING:
     from kvstore.client import Client, Namespace, ReadLease
 
+TELL_TIMEOUT_S = 5.0
 LOOKUP_THREADS = 8
 """A lookup waits for what is promoted from SSD: others go on beside it."""
 log = logging.getLogger(__name__)
@@ -492,6 +493,35 @@ class PoolStore:
         source = _Chunks(self._buffer, request.chunks, None)
         save = PartSave(namespace, assembly.owner, assembly.kept, first, count)
         self.saver.put_parts(save, lambda: source.snapshot(first, count))
+
+    def tell_wrong(self, keys: Sequence[ChunkKey], own: Sequence[ChunkKey], *, healthy: bool) -> None:
+        """The store hears, behind, that these are not what this worker computes, in the order of their tokens (see
+        `canary`); twice where nobody answers. `own`: what this worker may have saved since, computed from those."""
+        namespace, saver = self._store.namespace(), self.saver
+        if namespace is None:
+            return
+
+        def tell() -> None:
+            saver.flush(TELL_TIMEOUT_S)
+            for again in (True, False):
+                try:
+                    quarantined = namespace.report_wrong(
+                        keys[:1], healthy=healthy, maker=saver.maker, timeout_s=TELL_TIMEOUT_S
+                    )
+                    if follow := [*(keys[1:] if healthy else ()), *own]:
+                        namespace.forget(keys=follow, timeout_s=TELL_TIMEOUT_S)
+                except StoreError as error:
+                    log.log(
+                        logging.WARNING if again else logging.ERROR,
+                        "the store was not told of a wrong chunk: %s",
+                        error,
+                    )
+                    continue
+                if quarantined:
+                    log.error("the maker of chunk %s is quarantined", keys[0].hex())
+                return
+
+        self._lookups.submit(tell)
 
     def abandon(self, request: Request) -> None:
         """It ends before its prompt was read: what was queued of it is saved, and is nobody's manifest."""

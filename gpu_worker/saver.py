@@ -216,7 +216,7 @@ class Saver:
         self.counters: Counter[str] = Counter()
         self._queue_bytes_max = queue_bytes_max
         self._timeout_s = timeout_s
-        self._maker = maker
+        self.maker = maker
         self._audit_every = audit_every
         self._changed = threading.Condition()  # guards all below, and `counters`
         self._saves: deque[_Save | PartSave | ChoiceSave | None] = deque()
@@ -442,7 +442,7 @@ class Saver:
                 parent=parent,
                 token_counts=counts,
                 derived=save.derived,
-                maker=self._maker,
+                maker=self.maker,
                 timeout_s=self._timeout_s,
             ) as batch:
                 results = batch.results
@@ -489,7 +489,7 @@ class Saver:
                 checksums[key] = xxhash.xxh3_64_intdigest(self._shard(save, first_token).data)
         if checksums:
             differ = save.turn.namespace.report_duplicates(
-                list(checksums), list(checksums.values()), maker=self._maker, timeout_s=self._timeout_s
+                list(checksums), list(checksums.values()), maker=self.maker, timeout_s=self._timeout_s
             )
             with self._changed:
                 self.counters["chunks_compared"] += len(checksums)
@@ -506,7 +506,7 @@ class Saver:
                 [save.key],
                 token_counts=[self.geometry.chunk_tokens],
                 derived=True,
-                maker=self._maker,
+                maker=self.maker,
                 timeout_s=self._timeout_s,
             ) as batch:
                 for index in batch.granted:
@@ -550,7 +550,7 @@ class Saver:
                 parents=[one.parent for one in kept],
                 token_counts=[one.count for one in kept],
                 derived=not exact,
-                maker=self._maker,
+                maker=self.maker,
                 timeout_s=self._timeout_s,
             ) as batch:
                 for index in batch.granted:

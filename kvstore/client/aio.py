@@ -319,6 +319,11 @@ class AsyncNamespace:
             self._namespace.reporting_duplicates(keys, checksums, shards, maker, timeout_s)
         )
 
+    async def report_wrong(
+        self, keys: Sequence[ChunkKey], *, healthy: bool, maker: bytes = b"", timeout_s: float | None = None
+    ) -> int:
+        return await drive_async(self._namespace.reporting_wrong(keys, healthy, maker, timeout_s))
+
     async def report_resident(
         self, keys: Sequence[ChunkKey], *, ttl_ms: int = 0, timeout_s: float | None = None
     ) -> tuple[int, ...]:

@@ -270,6 +270,15 @@ class Namespace:
         many of the chunks differ. For a sample of chunks: an audit of engines and devices."""
         return drive(self.reporting_duplicates(keys, checksums, shards, maker, timeout_s))
 
+    def report_wrong(
+        self, keys: Sequence[ChunkKey], *, healthy: bool, maker: bytes = b"", timeout_s: float | None = None
+    ) -> int:
+        """Tell the daemon that the caller (`maker`) loaded these chunks, computed them again, and came to something
+        else than rounding explains. `healthy`: it computes the same twice, and what it computed when it began. Who made
+        them is quarantined for this tenant if the caller is healthy, or once a second engine group says the same: what
+        it made is purged, and it saves no more. Returns how many makers this report has sent there."""
+        return drive(self.reporting_wrong(keys, healthy, maker, timeout_s))
+
     def forget(
         self,
         name: str | bytes | None = None,
@@ -434,6 +443,15 @@ class Namespace:
             checksums=wholes("checksums", checksums, 0, CHECKSUM_MAX),
             shards=self._geometry.shards_of(tuple(wholes("shards", shards))),
             maker=check_maker(maker),
+        )
+        answer = yield from self._binding.asking("report_duplicates", body, timeout_s)
+        return answer.done.count
+
+    def reporting_wrong(
+        self, keys: Sequence[ChunkKey], healthy: bool, maker: bytes, timeout_s: float | None
+    ) -> Operation[int]:
+        body = store_pb2.ReportDuplicatesRequest(
+            keys=checked_keys("keys", keys), maker=check_maker(maker), wrong=True, healthy=healthy
         )
         answer = yield from self._binding.asking("report_duplicates", body, timeout_s)
         return answer.done.count

@@ -95,7 +95,7 @@ class Store:
         self.sources = Sources(
             self.state,
             lambda row, demanded: self.transfers.reserve_slots(row, demanded=demanded),
-            lambda maker: self.recalls.is_barred(maker),
+            lambda tenant, maker: self.recalls.is_barred(tenant, maker),
         )
         self.sources.resume = self._resume
         self.ahead = Ahead(self.state, self.sources)
@@ -119,7 +119,7 @@ class Store:
             ev.Save: self._save,
             ev.Abort: self.saves.abort,
             ev.ReportLoad: self.reads.report,
-            ev.ReportDuplicates: self.duplicates.report,
+            ev.ReportDuplicates: self._report_duplicates,
             ev.ReportResident: self.residents.report,
             ev.GetSession: self.sessions.get,
             ev.UpdateSession: self.sessions.update,
@@ -297,6 +297,11 @@ class Store:
         self.state.to_hold.discard(event.ticket)
         return None if self.forgets.hold(event.ticket, answer) else answer
 
+    def _report_duplicates(self, worker: Worker, event: ev.ReportDuplicates) -> ev.Done:
+        if event.wrong:
+            return self.recalls.report_wrong(worker, event)
+        return self.duplicates.report(worker, event)
+
     def _recall(self, worker: Worker, event: ev.Recall) -> ev.Recalled | None:
         """As `_forget`."""
         if self.forgets.active and not event.dry_run:
@@ -427,11 +432,11 @@ class Store:
         return namespace
 
     def _reserve(self, worker: Worker, event: ev.Reserve) -> ev.Reserved:
-        self.recalls.check(event.maker)
+        self.recalls.check(worker.tenant, event.maker)
         return self.saves.reserve(worker, event)
 
     def _save(self, worker: Worker, event: ev.Save) -> ev.Saved | None:
-        self.recalls.check(event.reserve.maker)
+        self.recalls.check(worker.tenant, event.reserve.maker)
         return self.saves.save(worker, event)
 
     def _want_directory(self, worker: Worker, event: ev.WantDirectory) -> ev.DirectoryAllowed:

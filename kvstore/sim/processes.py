@@ -419,6 +419,18 @@ class Process:
         ]
         sums = tuple(committed.get((namespace, key, 0), 1) ^ (self.random.random() < 0.1) for key in keys)
         yield from self.ask(ev.ReportDuplicates, namespace, tuple(keys), sums, (0,), self.maker)
+        if keys and keys[0][0] % 4 == 0:  # it is or thinks that it is wrong
+            healthy = bool(keys[0][1] & 1)
+            yield from self.ask(
+                ev.ReportDuplicates,
+                namespace,
+                tuple(keys[:1]),
+                (),
+                (),
+                self.maker,
+                wrong=True,
+                healthy=healthy,
+            )
 
     def _report_resident(self, task: SaveTask) -> Program:
         """What of a conversation it keeps, in any order; also what was never saved."""

@@ -288,6 +288,8 @@ def _report_duplicates(message: store_pb2.ReportDuplicatesRequest, ticket: Ticke
         checksums=tuple(message.checksums),
         shards=shard_numbers(message.shards),
         maker=maker_id(message.maker),
+        wrong=message.wrong,
+        healthy=message.healthy,
     )
 
 

@@ -381,20 +381,24 @@ class AbortRequest(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., reservation_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportDuplicatesRequest(_message.Message):
-    __slots__ = ("request_id", "namespace_id", "keys", "shards", "checksums", "maker")
+    __slots__ = ("request_id", "namespace_id", "keys", "shards", "checksums", "maker", "wrong", "healthy")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     MAKER_FIELD_NUMBER: _ClassVar[int]
+    WRONG_FIELD_NUMBER: _ClassVar[int]
+    HEALTHY_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     namespace_id: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     shards: _containers.RepeatedScalarFieldContainer[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
     maker: bytes
-    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., shards: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., maker: _Optional[bytes] = ...) -> None: ...
+    wrong: bool
+    healthy: bool
+    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., shards: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., maker: _Optional[bytes] = ..., wrong: bool = ..., healthy: bool = ...) -> None: ...
 
 class ReportResidentRequest(_message.Message):
     __slots__ = ("request_id", "namespace_id", "keys", "ttl_ms")

@@ -216,6 +216,10 @@ class ReportDuplicates:
     shards: tuple[int, ...] = ()
     """Of each key; empty: all."""
     maker: bytes = b""
+    wrong: bool = False
+    """Instead: the worker computed these again, and they are not what it computes. There are no checksums."""
+    healthy: bool = False
+    """With `wrong`: it passes its self-test."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,10 +188,10 @@ class Sources:
         self,
         state: State,
         reserve: Callable[[int, bool], bool],
-        is_barred: Callable[[bytes], bool],
+        is_barred: Callable[[str, bytes], bool],
     ) -> None:
         """`reserve(row, demanded)` gives all shards of a chunk RESERVED slots, or none (`Transfers.reserve_slots`);
-        `is_barred(maker)`: what that maker made is not stored."""
+        `is_barred(tenant, maker)`: what that maker made is not stored."""
         self.state = state
         self._reserve = reserve
         self._is_barred = is_barred
@@ -597,7 +597,7 @@ class Sources:
             result, why = DiskResult.CORRUPT, "it is described otherwise than it was committed"
         if result is DiskResult.OK:
             source.recovers()
-            if any(map(self._is_barred, chunk.makers)):
+            if any(self._is_barred(namespace.tenant, maker) for maker in chunk.makers):
                 self._drop_targets(row)
                 self._failed(row, Reason.RECALLED)
                 return

@@ -6,11 +6,16 @@
 
 Asked again it purges what is left, which is nothing unless the daemon was started anew in between; the sessions are
 listed again as long as they name the chunks. A chunk of several ranks goes if any of them is the maker.
+
+Workers have no such right, but say what they found wrong (`report_wrong`). A maker is *quarantined* for the tenant of
+who says so: the same purge, within that tenant alone, since callers name makers themselves. It takes a worker whose
+self-test passes, or two: one that is sick finds everything wrong, and must not purge what is good.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvstore.core import events as ev
@@ -20,7 +25,7 @@ from kvstore.core.remote.forgets import Forgets
 from kvstore.core.ssd.rewrites import check_admin
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
-from kvstore.errors import DeadlineExceeded, Denied, Exhausted, Unavailable
+from kvstore.errors import BadRequest, DeadlineExceeded, Denied, Exhausted, Unavailable
 from kvstore.types import Millis, NamespaceId, Reason, WorkerId
 
 ROWS_PER_STEP_MAX = 10_000
@@ -28,6 +33,9 @@ DROPS_PER_STEP_MAX = 500
 ENTRIES_PER_STEP_MAX = 20_000
 """What one step looks at: some ten milliseconds at most. The rest comes when nothing waits, or at ticks."""
 RECALLS_MAX = 16
+ACCUSED_MAX = 4_096
+"""Makers of which it is remembered who found what they made wrong, and as many that are quarantined."""
+ACCUSERS_MIN = 2
 PATIENCE_MS = 20_000
 """For the index; then the caller is told that it is not durable yet, and may ask again."""
 
@@ -35,10 +43,12 @@ PATIENCE_MS = 20_000
 @dataclass(slots=True)
 class Purge:
     ticket: ev.Ticket | None
-    """None: another node was asked."""
+    """None: nobody waits for an answer, since another node was asked, or a worker found something wrong."""
     event: ev.Recall
     born_since: Millis
     """What was born before is not meant; what was born in an earlier start of the daemon always is."""
+    tenant: str | None = None
+    """Of its chunks alone; None: of all."""
     row: int = 0
     """The next to be looked at."""
     sessions_left: list[tuple[NamespaceId, bytes]] | None = None
@@ -59,6 +69,9 @@ class Recalls:
         self._tier = tier
         self.purges: list[Purge] = []
         self._barred: set[bytes] = set()
+        self._accused: OrderedDict[tuple[str, bytes], set[str]] = OrderedDict()
+        """Of a tenant's makers: which engine groups found something wrong that they had made."""
+        self._quarantined: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"Recalls({len(self.purges)} under way, {len(self._barred)} makers barred)"
@@ -95,16 +108,59 @@ class Recalls:
         self._guard()
         self._step(purge)
 
-    def _end_reservations(self, maker: bytes) -> None:
+    def _end_reservations(self, maker: bytes, tenant: str | None = None) -> None:
         """A chunk that another rank began is lost with this one's part of it."""
         for reservation in self.state.reservations.values():
             if reservation.maker == maker:
                 for row in reservation.rows:
-                    self.state.doom(row, Reason.RECALLED)
+                    if tenant in (None, self.state.namespace_of(row).tenant):
+                        self.state.doom(row, Reason.RECALLED)
 
-    def check(self, maker: bytes) -> None:
-        """Raises Denied for the reservation of a maker that was recalled."""
-        if maker in self._barred:
+    def report_wrong(self, worker: Worker, event: ev.ReportDuplicates) -> ev.Done:
+        """How many makers are quarantined by that. What is not there any more proves nothing."""
+        state = self.state
+        namespace = state.own_namespace(worker, event.namespace)
+        if event.checksums:
+            raise BadRequest("has none where chunks are wrong", field="checksums", value=len(event.checksums))
+        state.counters["chunks_reported_wrong"] += len(event.keys)
+        makers: set[bytes] = set()
+        for key in event.keys:
+            row = namespace.index.get(key, NONE)
+            if row != NONE and state.chunks.shard0[row] != NONE and not state.chunks.flags[row] & DOOMED:
+                makers.update(state.makers_of(row))
+        return ev.Done(sum(self._accuse(worker, maker, event) for maker in sorted(makers)))
+
+    def _accuse(self, worker: Worker, maker: bytes, event: ev.ReportDuplicates) -> bool:
+        name = worker.tenant, maker
+        if self.is_barred(*name):
+            return False
+        accusers = self._accused.setdefault(name, set())
+        accusers.add(worker.group.name)
+        if len(self._accused) > ACCUSED_MAX:
+            self._accused.popitem(last=False)
+        if not event.healthy and len(accusers) < ACCUSERS_MIN:
+            return False
+        if len(self.purges) >= RECALLS_MAX:
+            return False  # who finds it wrong next says so again
+        self._accused.pop(name, None)
+        self._quarantine(worker.tenant, ev.Recall(event.ticket, maker))
+        return True
+
+    def _quarantine(self, tenant: str, event: ev.Recall) -> None:
+        state = self.state
+        maker = event.maker
+        self._quarantined[tenant, maker] = None
+        if len(self._quarantined) > ACCUSED_MAX:
+            self._quarantined.popitem(last=False)
+        self._end_reservations(maker, tenant)
+        state.counters["makers_quarantined"] += 1
+        purge = Purge(None, event, -1, tenant=tenant)
+        self.purges.append(purge)
+        self._step(purge)
+
+    def check(self, tenant: str, maker: bytes) -> None:
+        """Raises Denied for the reservation of a maker that was recalled, or quarantined for that tenant."""
+        if self.is_barred(tenant, maker):
             raise Denied(
                 "was recalled: what it makes is not stored",
                 field="maker",
@@ -112,8 +168,8 @@ class Recalls:
                 remedy="start that worker anew; it is another maker then",
             )
 
-    def is_barred(self, maker: bytes) -> bool:
-        return maker in self._barred
+    def is_barred(self, tenant: str, maker: bytes) -> bool:
+        return maker in self._barred or (tenant, maker) in self._quarantined
 
     def _bar(self, maker: bytes) -> None:
         """No maker is let in again to make room for another: one more than the bound is not recalled."""
@@ -164,7 +220,7 @@ class Recalls:
         """What is about to be doomed is a miss already."""
         recalling: dict[bytes, Millis] = {}
         for purge in self.purges:
-            if purge.dropped_at is None and not purge.event.dry_run:
+            if purge.dropped_at is None and not purge.event.dry_run and purge.tenant is None:
                 for maker in self.state.ids_of(purge.event.maker):
                     recalling[maker] = min(purge.born_since, recalling.get(maker, purge.born_since))
         self.state.recalling = recalling
@@ -178,6 +234,8 @@ class Recalls:
         made = (chunks.rows_of_maker(maker, purge.row, end) for maker in state.ids_of(purge.event.maker))
         for row in sorted(itertools.chain.from_iterable(made)):
             if chunks.shard0[row] == NONE or not state.made_since(row, purge.born_since):
+                continue
+            if purge.tenant not in (None, state.namespace_of(row).tenant):
                 continue
             if not drops:
                 purge.row = row
@@ -202,6 +260,8 @@ class Recalls:
     def _list_sessions(self, purge: Purge) -> bool:
         """True: all were looked at."""
         state = self.state
+        if purge.ticket is None:
+            return True
         if purge.sessions_left is None:
             purge.sessions_left = list(state.sessions.by_name)
         entries = 0

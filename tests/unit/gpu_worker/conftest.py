@@ -58,6 +58,7 @@ class FakeStore:
     closed: int = 0
     reads: list[list[ChunkKey]] = field(default_factory=list)
     makers: set[bytes] = field(default_factory=set)
+    found_wrong: list[tuple[list[ChunkKey], bool]] = field(default_factory=list)
     resident: dict[bytes, list[ChunkKey]] = field(default_factory=dict)
     """By namespace, what was reported last."""
     needed: list[ChunkKey] = field(default_factory=list)
@@ -122,6 +123,12 @@ class FakeNamespace:
     ) -> int:
         kept = [xxhash.xxh3_64_intdigest(self.store.chunks[self.salt, key].tobytes()) for key in keys]
         return sum(mine != theirs for mine, theirs in zip(checksums, kept, strict=True))
+
+    def report_wrong(
+        self, keys: Sequence[ChunkKey], *, healthy: bool, maker: bytes = b"", timeout_s: float | None = None
+    ) -> int:
+        self.store.found_wrong.append((list(keys), healthy))
+        return int(healthy)
 
     def report_resident(
         self, keys: Sequence[ChunkKey], *, ttl_ms: int = 0, timeout_s: float | None = None

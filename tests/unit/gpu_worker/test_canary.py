@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 from kvstore.gpu_worker.batching import BatchEngine
 from kvstore.gpu_worker.canary import SelfTest, differs, is_sampled
 from kvstore.keys import exact_chain
+from kvstore.types import ChunkKey
 
 from .conftest import FakeStore, text, tiny_llama
 
@@ -30,6 +31,11 @@ def saved(model: LlamaForCausalLM, store: FakeStore, engines: Make) -> list[int]
     engine.turn("s", prompt, 4)
     assert engine.flush(30)
     return [*prompt, *text(10, seed=3)]
+
+
+def keys_of(store: FakeStore, prompt: list[int]) -> list[ChunkKey]:
+    ((salt, _), *_) = store.chunks
+    return exact_chain(salt, prompt, T)
 
 
 def damage(store: FakeStore) -> None:
@@ -54,13 +60,22 @@ def test_wrong_kv_stops_loading_and_saving(
     model: LlamaForCausalLM, store: FakeStore, engines: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = saved(model, store, engines)
+    keys = keys_of(store, prompt)
     damage(store)
     engine = engines(model, store, chunk_tokens=T, canary_every=1, retain=True)
     with caplog.at_level(logging.ERROR):
         engine.turn("s", prompt, 5)
     assert engine.counters["canary_failures"] == 1
-    assert "self-test passes: recall the maker" in engine.alarm and engine.alarm in caplog.text
+    assert (
+        "self-test passes: the maker of these chunks is quarantined" in engine.alarm
+        and engine.alarm in caplog.text
+    )
     engine.check_integrity()
+    engine._store._lookups.shutdown(wait=True)  # what tells the store
+    assert store.found_wrong == [(keys[:1], True)], "the first chunk that differs, and no other"
+    there = {key for _, key in store.chunks}
+    assert not there & {*keys[1:4]}, "what somebody computed from it is still there"
+    assert not there & {*keys[4:]}, "what this worker computed from it is still there"
     before, reads = set(store.chunks), len(store.reads)
     wanted = engines(model, None, chunk_tokens=T).turn("", prompt, 5).tokens
     assert engine.turn("s", prompt, 5).tokens == wanted, "what was loaded is still used"
@@ -88,6 +103,20 @@ def test_others_that_run_are_computed_again(model: LlamaForCausalLM, store: Fake
         engine.check_integrity()
     plain = engines(model, None, chunk_tokens=T)
     assert engine.alarm and tuple(got[other]) == plain.turn("", text(40, seed=9), 12).tokens
+
+
+def test_a_worker_that_fails_its_self_test_blames_nobody(
+    model: LlamaForCausalLM, store: FakeStore, engines: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = saved(model, store, engines)
+    before = set(store.chunks)
+    damage(store)
+    monkeypatch.setattr(SelfTest, "passes", lambda *_: False)
+    engine = engines(model, store, chunk_tokens=T, canary_every=1)
+    engine.turn("s", prompt, 5)
+    engine._store._lookups.shutdown(wait=True)
+    assert "FAILS: this worker is sick" in engine.alarm
+    assert store.found_wrong == [(keys_of(store, prompt)[:1], False)] and set(store.chunks) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
