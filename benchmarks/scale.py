@@ -39,7 +39,7 @@ import numpy as np
 import xxhash
 from harness import Goal, arguments, connected, finish, heading, keep
 
-from kvstore.client import Namespace
+from kvstore.client import Namespace, connect
 from kvstore.core import events as ev
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import chunk_salt
@@ -321,6 +321,9 @@ ASKED_EVERY = 50_000
 GENERATION = 1 << 32
 BOUND_S = 120.0
 ROUNDS = 300
+LOOKED_UP, ASKED = "match of 512 in DRAM, looked up", "match of 512 in DRAM, asked"
+LOOKED_UP_SHARE = 0.2
+BYTES_WITH_DIRECTORY = 400
 
 
 def key_of(number: int) -> ChunkKey:
@@ -419,11 +422,23 @@ def daemon(chunks: int, folder: Path) -> list[Row]:
             rows.append(of | hit | {"cpu_s": cpu_seconds(process.pid)})
             rss = rss_anon_bytes(process.pid)
             rows.append(of | {"what": "memory", "p50": rss / chunks, "unit": "bytes per chunk", "bytes": rss})
-            rows += [of | row for row in round_trips(space, chunks)]
+            with connect(str(folder / "run"), timeout_s=BOUND_S, directory=False) as asking:
+                rows += [of | row for row in round_trips(space, asking.open(SPEC), chunks)]
+            size = directory_bytes(process.pid)
+            rows.append(
+                of | {"what": "directory", "p50": size / chunks, "unit": "bytes per chunk", "bytes": size}
+            )
     finally:
         process.kill()
         process.wait(30)
     return rows
+
+
+def directory_bytes(pid: int) -> int:
+    """Pages of the directories in shared memory that were touched."""
+    folder = Path(f"/proc/{pid}/fd")
+    names = [fd for fd in folder.iterdir() if "kvs-directory" in os.readlink(fd)]
+    return sum(fd.stat().st_blocks * 512 for fd in names)
 
 
 def first_hit(space: Namespace, asked: int) -> None:
@@ -438,8 +453,8 @@ def first_hit(space: Namespace, asked: int) -> None:
     assert out.tobytes() == content(asked), "wrong bytes"
 
 
-def round_trips(space: Namespace, chunks: int) -> Iterator[Row]:
-    """512 keys that are anywhere on SSD; 512 that are in DRAM."""
+def round_trips(space: Namespace, asking: Namespace, chunks: int) -> Iterator[Row]:
+    """512 keys that are anywhere on SSD; 512 that are in DRAM, of which `asking` asks and `space` looks them up."""
     dice = random.Random(1)
 
     def anywhere() -> list[ChunkKey]:
@@ -459,9 +474,19 @@ def round_trips(space: Namespace, chunks: int) -> Iterator[Row]:
             assert batch.commit().ok
 
     def read(keys: list[ChunkKey]) -> None:
-        with space.read(keys) as lease:
+        with asking.read(keys) as lease:
             assert lease.hits == BATCH, lease
 
+    def resident_match(by: Namespace) -> Callable[[list[ChunkKey]], None]:
+        def match(keys: list[ChunkKey]) -> None:
+            assert by.match(keys).usable == BATCH
+
+        return match
+
+    for what, by in ((LOOKED_UP, space), (ASKED, asking)):
+        yield {"what": what} | spread(
+            times(resident_match(by), lambda: dice.choice(resident), ROUNDS), 1, "ms"
+        )
     reads = times(read, lambda: dice.choice(resident), ROUNDS)
     yield {"what": "acquire + release of 512"} | spread(reads, 1, "ms")
 
@@ -497,6 +522,20 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
         at_most(f"match of 512 keys: {with_}", ("daemon", chunks, None, "match of 512"), MATCH_MS, "ms")
         key = ("daemon", chunks, None, "acquire + release of 512")
         at_most(f"acquire + release of 512 chunks: {with_}", key, LEASE_MS, "ms")
+    for chunks in sorted(sizes["daemon"]):
+        looked, asked = (found.get(("daemon", chunks, None, what)) for what in (LOOKED_UP, ASKED))
+        if looked and asked:
+            share = looked["p50"] / asked["p50"]
+            goals.append(
+                Goal(f"{LOOKED_UP} over {ASKED}, {chunks:,} chunks", share, "x", LOOKED_UP_SHARE, "<=")
+            )
+    one, its = (
+        found.get((part, BYTES_AT, None, what))
+        for part, what in (("core", "memory"), ("daemon", "directory"))
+    )
+    if one and its:
+        name = f"memory with the directory at {BYTES_AT:,} chunks"
+        goals.append(Goal(name, one["p50"] + its["p50"], "bytes per chunk", BYTES_WITH_DIRECTORY, "<="))
     key = ("daemon", 1_000_000, None, "start to first hit")
     at_most("restart with 1,000,000 chunks: start to first hit", key, RESTART_S, "s")
     at_most(

@@ -182,6 +182,14 @@ class Standing:
     """The same of what goes next from the tier that it is in."""
     kind: str = ""
     """What its past makes of it."""
+    jobs_ahead: int = 0
+    """Needed: queued jobs in the tenant's prefetch window,"""
+    jobs_kept: int = 0
+    """and in its eviction window;"""
+    ahead_bytes: int = 0
+    """how much of DRAM the former may take now,"""
+    kept_bytes: int = 0
+    """and how much of all tiers the latter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,10 @@ def _standing(standing: stats_pb2.Standing) -> str:
     """What decides when it goes, with the figures that decide it."""
     match standing.rule:
         case "needed":
-            return f"queue: {standing.jobs_before} jobs before its own"
+            before = f"queue: {standing.jobs_before} jobs before its own"
+            if standing.jobs_before < standing.jobs_ahead:
+                return f"{before}; prefetch window: {standing.jobs_ahead} jobs, {size(standing.ahead_bytes)}"
+            return f"{before}; eviction window: {standing.jobs_kept} jobs, {size(standing.kept_bytes)}"
         case "worth":
             return f"{standing.worth:.3g} hits/h expected ({standing.kind}); next to go {standing.least_worth:.3g}"
         case "pinned":
@@ -223,7 +226,12 @@ def listed(client: Client, namespace: int, limit: int) -> stats_pb2.ListSessions
 def _where(client: Client, options: argparse.Namespace, *, missing_ok: bool = False) -> list[int]:
     """The namespaces that are meant: the one that was named, else those that have the session, else (keys) all."""
     if bool(options.session) == bool(options.key):
-        raise BadRequest("name either a session or --key", field="SESSION", value=options.session or "")
+        raise BadRequest(
+            "name either a session or --key",
+            field="SESSION",
+            value=name(options.session) if options.session else "",
+            remedy="kvctl sessions lists sessions" if not options.session else "leave one of them away",
+        )
     if options.namespace:
         return [options.namespace]
     if options.session:

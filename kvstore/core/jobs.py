@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from kvstore.types import ChunkKey, HintAction, Millis, NamespaceId, WorkerId
+from kvstore.types import ActionKind, ChunkKey, HintAction, Millis, NamespaceId, WorkerId
 
 PLACE_BITS = 17
 """Of a rank: a job has fewer chunks."""
@@ -77,6 +77,10 @@ class Job:
         self.line = line
         self.label = line << PLACE_BITS
 
+    @property
+    def is_pin(self) -> bool:
+        return self.action is not None and self.action.kind is ActionKind.PIN
+
     def __repr__(self) -> str:
         return f"Job({self.name!r} at {self.position}, {len(self.rows)} chunks, {self.owned} its own)"
 
@@ -95,7 +99,20 @@ MANY = 16
 class Window:
     """Jobs of one tenant, and how far the memory reaches."""
 
-    __slots__ = ("ahead", "ahead_bytes", "bytes", "edge", "handed_over", "labels", "looked_at", "of", "reach")
+    __slots__ = (
+        "ahead",
+        "ahead_bytes",
+        "ahead_bytes_max",
+        "bytes",
+        "edge",
+        "handed_over",
+        "kept_bytes_max",
+        "labels",
+        "looked_at",
+        "of",
+        "pinned_bytes",
+        "reach",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.labels: list[int] = []
@@ -106,6 +123,8 @@ class Window:
         """So many jobs, from the first, have been looked up: those whose chunks fit, and the first that does not."""
         self.bytes = 0
         """Of the chunks of these."""
+        self.pinned_bytes = 0
+        """Of these, the ones that pins keep: they have a bound of their own, and take no queued job's place."""
         self.looked_at = 0
         """Chunks that were looked at for these."""
         self.edge: Job | None = None
@@ -113,6 +132,8 @@ class Window:
         self.ahead = 0
         """So many jobs, from the first, are in the prefetch window."""
         self.ahead_bytes = 0
+        self.ahead_bytes_max = self.kept_bytes_max = 0
+        """What the windows might hold when they were moved last."""
         self.handed_over = 0
         """So many jobs, from the first, left their queues and have not asked yet."""
 
@@ -128,11 +149,23 @@ class Window:
         return self.of[self.labels[number]]
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all jobs are in reach: what they need is known."""
+        return self.reach == len(self.labels)
+
+    @property
     def queued(self) -> range:
         """The numbers of the queued jobs; those that left their queues and pins stand before them, other actions
         behind."""
         labels = self.labels
         return range(bisect_left(labels, _QUEUED_FROM), bisect_left(labels, _QUEUED_TO))
+
+    @property
+    def reaches(self) -> tuple[int, int]:
+        """How far the prefetch and the eviction window reach, in queued jobs."""
+        queued = self.queued
+        ahead, kept = (min(max(end, queued.start), queued.stop) for end in (self.ahead, self.kept))
+        return ahead - queued.start, kept - queued.start
 
     def queued_before(self, rank: int) -> int:
         """How many queued jobs come before the one whose chunk has this rank."""
@@ -439,6 +472,8 @@ class JobBook:
     def _resize(self, window: Window, job: Job, chunks: int) -> None:
         job.owned += chunks
         window.bytes += chunks * job.chunk_bytes
+        if job.is_pin:
+            window.pinned_bytes += chunks * job.chunk_bytes
         if window.is_ahead(job):
             window.ahead_bytes += chunks * job.chunk_bytes
 
@@ -485,9 +520,9 @@ class JobBook:
             ranks.update((row, None) for row in edge.rows if self.owner(row) is edge)
 
     def set_ahead(self, window: Window, bytes_max: int) -> None:
-        """As many of the kept jobs, from the first, as have no more bytes; those that were handed over on top."""
+        """As many of the kept jobs, from the first, as have no more bytes, handed over ones and pins aside."""
         kept = window.kept
-        bytes_max += window.handed_over_bytes()
+        bytes_max += window.handed_over_bytes() + window.pinned_bytes
         while window.ahead and (window.ahead > kept or window.ahead_bytes > bytes_max):
             job = window.job(window.ahead - 1)
             window.ahead_bytes -= job.owned * job.chunk_bytes
@@ -523,6 +558,8 @@ class JobBook:
                 window,
             )
             assert window.bytes == sum(job.owned * job.chunk_bytes for job in jobs), (tenant, window)
+            pinned = sum(job.owned * job.chunk_bytes for job in jobs if job.is_pin)
+            assert window.pinned_bytes == pinned, (tenant, window)
             assert window.looked_at == sum(job.looked_at for job in jobs), (tenant, window)
             for job in jobs[: window.reach]:
                 for row in job.rows:

@@ -120,6 +120,8 @@ class State:
     room: int = 0
     """Counts whatever may give a chunk the DRAM slot that it did not get before: slots that become free, chunks that
     may go, memory that comes, a disk that heals."""
+    write_at_once: bool = False
+    """Somebody waits until what is queued here is durable:"""
     to_store: deque[tuple[int, ChunkKey]] = field(default_factory=deque)
     """Resident chunks that are not on SSD yet, in the order of their commits; entries may be stale."""
     dirty_chunks: dict[tuple[NamespaceId, ChunkKey], Millis] = field(default_factory=dict)

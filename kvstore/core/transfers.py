@@ -47,6 +47,10 @@ from kvstore.types import (
 
 CHUNKS_PER_OP_MAX = 64
 EXPLORE = 100
+PUT_OFF_SHARE = 4
+"""Writes wait for reads for such a part of `durable_within_ms`,"""
+WAITING_SHARE = 16
+"""and until what waits takes such a part of the arena."""
 USED_MIN = 0.25
 """A write that is read again more seldom than this, before the SSD has been written over, is one too many,"""
 SAVES_AVERAGED = 4_096
@@ -111,6 +115,8 @@ class Transfers:
         """Asked for by an Acquire, or (below) by a hint. `state.wanted_bytes` is the sum of the former."""
         self.foreseen: list[tuple[int, Wanted]] = []
         """A heap by rank, the soonest first: a chunk may be there more than once, and need not be read any more."""
+        self._writes_put_off_at: Millis = -1
+        """Since when writes have been waiting for reads; -1: they do not."""
         self._without_slot: list[Wanted] = []
         """Demanded chunks whose namespace waits for a segment; tried again when it has come, and with each tick."""
         self._read_errors = 0
@@ -170,6 +176,7 @@ class Transfers:
             tier.pump()
             if state.to_store and not state.disk_full:
                 self._start_writes()
+            state.write_at_once &= bool(state.to_store)
         tier.persist()
         if self.demanded or self.foreseen:
             self._start_reads()
@@ -223,6 +230,8 @@ class Transfers:
         state = self.state
         in_flight = sum(write.bytes for write in self.writes.values())
         looked_at = 0
+        if self._reads_come_first():
+            return
         while state.to_store and in_flight < state.limits.disk_bytes_in_flight_max:
             rows: list[int] = []
             size = 0
@@ -250,6 +259,24 @@ class Transfers:
                 return
             self._write(rows, size)
             in_flight += size
+
+    def _reads_come_first(self) -> bool:
+        """Somebody waits for a read, or will soon: an SSD shares its bandwidth among all that it was asked for, and a
+        write can wait where a job cannot. Not for long: what waits is lost in a power cut, and has to be in DRAM."""
+        state = self.state
+        if state.write_at_once or not (self.reads or self.demanded or self.foreseen) or not state.to_store:
+            self._writes_put_off_at = -1
+            return False
+        if self._writes_put_off_at < 0:
+            self._writes_put_off_at = state.now
+        waited_ms = state.now - self._writes_put_off_at
+        if waited_ms >= state.limits.durable_within_ms // PUT_OFF_SHARE:
+            return False
+        row, _ = state.to_store[0]
+        if state.chunks.namespace[row] < 0:  # a stale entry
+            return False
+        waiting = len(state.to_store) * state.namespace_of(row).chunk_bytes
+        return waiting <= state.limits.arena_bytes // WAITING_SHARE
 
     def _storable(self, row: int, key: ChunkKey) -> bool:
         state = self.state

@@ -1,4 +1,4 @@
-"""Readers of published trace formats. Each takes a path, compressed with zstd (`.zst`) or not, and gives a `Trace`.
+"""Readers of published trace formats. Each takes a path, plain or compressed with zstd or gzip, and gives a `Trace`.
 
     mooncake  JSON lines: timestamp (ms), input_length, output_length, hash_ids (prefix-chained blocks of 512 tokens)
     agentic   JSON lines, a session each: requests with t (s), in, out and h = [[first block, count], ...], blocks local

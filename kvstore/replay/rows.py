@@ -7,6 +7,7 @@ import contextlib
 import csv
 import io
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -22,8 +23,14 @@ RUN_BLOCKS_MAX = 1 << 19
 READ_BYTES = 1 << 18
 
 
+GZIP_WINDOW = 31
+"""What zlib takes for: with a header of gzip."""
+HEAD_MAX = 1 << 16
+COLUMNS_SHOWN_MAX = 8
+
+
 class Frames(Protocol):
-    """As zstandard's ZstdDecompressionObj."""
+    """As zstandard's ZstdDecompressionObj and zlib's decompressobj."""
 
     @property
     def eof(self) -> bool: ...
@@ -35,11 +42,14 @@ class Frames(Protocol):
 
 
 class Decompressed(io.RawIOBase):
-    """What zstd frames hold. The library's own reader takes a file that was cut off for its end. Reads raise ValueError
-    for a frame that is cut off or broken."""
+    """What zstd frames hold, or members of a gzip file. The libraries' own readers take a file that was cut off for its
+    end. Reads raise ValueError for a frame that is cut off or broken."""
 
-    def __init__(self, raw: IO[bytes], start: Callable[[], Frames], broken: type[Exception]) -> None:
+    def __init__(
+        self, raw: IO[bytes], name: str, start: Callable[[], Frames], broken: type[Exception]
+    ) -> None:
         self._raw = raw
+        self._name = name
         self._start = start
         self._broken = broken
         self._frame: Frames | None = None
@@ -55,50 +65,73 @@ class Decompressed(io.RawIOBase):
             data = left or self._raw.read(READ_BYTES)
             if not data:
                 if self._frame is not None and not self._frame.eof:
-                    raise ValueError("is cut off within its zstd data")
+                    raise ValueError(f"is cut off within its {self._name} data")
                 return 0
             if self._frame is None or self._frame.eof:
                 self._frame = self._start()
             try:
                 self._rest = self._frame.decompress(data)
             except self._broken as error:
-                raise ValueError(f"is no zstd file: {error}") from None
+                raise ValueError(f"is no {self._name} file: {error}") from None
         taken = min(len(into), len(self._rest))
         into[:taken] = self._rest[:taken]
         self._rest = self._rest[taken:]
         return taken
 
 
+ZSTD_MAGIC, GZIP_MAGIC = b"\x28\xb5\x2f\xfd", b"\x1f\x8b"
+
+
 @contextlib.contextmanager
 def opened(path: str | Path) -> Iterator[IO[str]]:
-    """The file as text. Raises OSError; BadRequest for what is neither UTF-8 nor whole zstd, also while it is read, and
-    where `zstandard` is missing."""
+    """The file as text, decompressed if it begins as zstd or gzip does, whatever its name. Raises BadRequest where
+    it cannot be opened, for what is neither UTF-8 nor whole, also while it is read, and where `zstandard` is missing;
+    OSError where a read fails."""
     try:
-        if not str(path).endswith(".zst"):
-            with open(path, encoding="utf-8", newline="") as file:
-                yield file
-            return
-        try:
-            import zstandard
-        except ImportError:
-            raise BadRequest(
-                "is compressed with zstd",
-                field="trace",
-                value=str(path),
-                remedy="pip install 'attnstore[simulate]', or decompress it first",
-            ) from None
-        decompressor = zstandard.ZstdDecompressor()
-        with open(path, "rb") as raw:
-            plain = Decompressed(raw, lambda: decompressor.decompressobj(), zstandard.ZstdError)
-            yield io.TextIOWrapper(io.BufferedReader(plain, READ_BYTES), "utf-8", newline="")
+        with _open(path) as raw:
+            begins = raw.peek(len(ZSTD_MAGIC))[: len(ZSTD_MAGIC)]  # a pipe cannot seek
+            yield io.TextIOWrapper(_plain(raw, path, begins), "utf-8-sig", newline="")
     except UnicodeDecodeError as error:
         raise _unreadable(path, f"is no text in UTF-8 ({error.reason})") from None
     except ValueError as error:
         raise _unreadable(path, str(error)) from None
 
 
+def _plain(raw: IO[bytes], path: str | Path, begins: bytes) -> io.BufferedReader:
+    if begins.startswith(GZIP_MAGIC):
+        gzip = Decompressed(raw, "gzip", lambda: zlib.decompressobj(GZIP_WINDOW), zlib.error)
+        return io.BufferedReader(gzip, READ_BYTES)
+    if begins != ZSTD_MAGIC and not str(path).endswith(".zst"):
+        assert isinstance(raw, io.BufferedReader)
+        return raw
+    try:
+        import zstandard
+    except ImportError:
+        raise BadRequest(
+            "is compressed with zstd",
+            field="trace",
+            value=str(path),
+            remedy="pip install 'attnstore[simulate]', or decompress it first",
+        ) from None
+    decompressor = zstandard.ZstdDecompressor()
+    zstd = Decompressed(raw, "zstd", lambda: decompressor.decompressobj(), zstandard.ZstdError)
+    return io.BufferedReader(zstd, READ_BYTES)
+
+
+def _open(path: str | Path) -> io.BufferedReader:
+    try:
+        return open(path, "rb")
+    except OSError as problem:
+        raise BadRequest(
+            f"cannot be read: {problem.strerror}",
+            field="trace",
+            value=str(path),
+            remedy="name a file that can be read",
+        ) from None
+
+
 def _unreadable(path: str | Path, why: str) -> BadRequest:
-    remedy = "fetch it anew; a file that zstd compressed ends with .zst"
+    remedy = "fetch it anew; text, plain or compressed with zstd or gzip, can be read"
     return BadRequest(why, field="trace", value=str(path), remedy=remedy)
 
 
@@ -218,9 +251,23 @@ def lines(
 
 
 def table(path: str | Path, kinds: Mapping[str, Kind]) -> Iterator[dict[str, Any]]:
-    """Rows of a CSV file with a head, as `lines`."""
+    """Rows of a CSV file with a head, as `lines`. Columns are known by their names, in capitals or not, and stand apart
+    by commas, semicolons or tabs."""
     with opened(path) as file:
-        rows = csv.DictReader(file, strict=True)
+        head = file.readline(HEAD_MAX)
+        apart = max(",;\t", key=head.count)
+        there = [name.strip().strip('"') for name in head.strip().split(apart)]
+        if not any(there):  # an empty file
+            return
+        small = [name.casefold() for name in there]
+        missing = [name for name in kinds if name.casefold() not in small]
+        if missing:
+            columns = ", ".join(name[:20] or "(no name)" for name in there[:COLUMNS_SHOWN_MAX])
+            raise malformed(path, 1, f"has no column {missing[0]}, but: {columns}")
+        names = {name.casefold(): name for name in kinds}
+        rows = csv.DictReader(
+            file, fieldnames=[names.get(name, name) for name in small], delimiter=apart, strict=True
+        )
         while True:
             try:
                 row = next(rows)
@@ -230,7 +277,7 @@ def table(path: str | Path, kinds: Mapping[str, Kind]) -> Iterator[dict[str, Any
             except UnicodeDecodeError:
                 raise
             except (csv.Error, ValueError) as error:
-                raise malformed(path, rows.line_num, str(error)) from None
+                raise malformed(path, rows.line_num + 1, str(error)) from None
             yield found
 
 

@@ -36,7 +36,7 @@ import grpc.aio
 from prometheus_client.core import Metric
 
 from kvstore import __version__
-from kvstore.config import MORE_SEGMENTS, ONE_SEGMENT, PEERS, REMOTE_STORE, StoreConfig
+from kvstore.config import MORE_SEGMENTS, ONE_SEGMENT, PEERS, REMOTE_STORE, StoreConfig, address_remedy
 from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.core.store import Store
@@ -49,6 +49,7 @@ from kvstore.memory import fix_mmap_threshold, keep_freed_memory, memory_limit_b
 from kvstore.server.garbage import ShortSearches, no_searches
 from kvstore.server.health import NOT_SERVING, SERVING, SSD, Health
 from kvstore.server.health import SERVICE as HEALTH_SERVICE
+from kvstore.server.learned import LearnedFile
 from kvstore.server.logs import fields, leave, timestamp
 from kvstore.server.loop import Loop, monotonic_ms
 from kvstore.server.metrics import MetricsServer, families
@@ -317,7 +318,7 @@ def check_port_is_free(field: str, host: str, port: int) -> None:
                 f"cannot be used: {problem.strerror}",
                 field=field,
                 value=f"{host}:{port}",
-                remedy="stop what listens there (ss -ltnp), or choose another",
+                remedy=address_remedy(problem),
             ) from None
 
 
@@ -426,6 +427,7 @@ class Daemon:
             status = await self._stop
             if status != EXIT_BUG:
                 await self._drain()
+                await self._learned.save(self.loop.store.state.policy.learned())
                 if self._at_end is not None:
                     self._at_end(self.loop.store)
             return status
@@ -456,6 +458,8 @@ class Daemon:
         self._searches = ShortSearches()
         with no_searches():
             store, tier = self._open_ssd() if config.ssd_dir else (Store(config.limits), None)
+        self._learned = LearnedFile(config.ssd_dir or config.run_dir, config.eviction)
+        self._learned.load(store.state.policy.recall)
         self._tier = tier
         self._remote = self._open_remote() if self._has_remote else None
         self._fleet = (
@@ -559,7 +563,8 @@ class Daemon:
         await self._descriptors.start()
         for path in (self.config.descriptor_socket, self.config.stream_socket):
             self._directory.opened(path)
-        self._watching = [asyncio.create_task(self._watch_directory())]
+        learned = self._learned.run(self.loop.store.state.policy.learned)
+        self._watching = [asyncio.create_task(self._watch_directory()), asyncio.create_task(learned)]
         if self._door is not None:
             self._watching.append(asyncio.create_task(self._door.watch()))
         if self._remote is not None:

@@ -301,18 +301,26 @@ class ChunkHistory(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., outcome: _Optional[int] = ..., reason: _Optional[int] = ..., token_count: _Optional[int] = ..., shards_ready: _Optional[int] = ..., shards: _Optional[int] = ..., pins: _Optional[int] = ..., hits: _Optional[int] = ..., age_ms: _Optional[int] = ..., idle_ms: _Optional[int] = ..., manifests: _Optional[int] = ..., derived: bool = ..., maker: _Optional[bytes] = ..., bytes: _Optional[int] = ..., tiers: _Optional[int] = ..., moving: bool = ..., durable: bool = ..., needed: bool = ..., hints: _Optional[_Iterable[_Union[_hints_pb2.HintState, _Mapping]]] = ..., resident_in: _Optional[_Iterable[str]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
 
 class Standing(_message.Message):
-    __slots__ = ("rule", "jobs_before", "worth", "least_worth", "kind")
+    __slots__ = ("rule", "jobs_before", "worth", "least_worth", "kind", "jobs_ahead", "jobs_kept", "ahead_bytes", "kept_bytes")
     RULE_FIELD_NUMBER: _ClassVar[int]
     JOBS_BEFORE_FIELD_NUMBER: _ClassVar[int]
     WORTH_FIELD_NUMBER: _ClassVar[int]
     LEAST_WORTH_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
+    JOBS_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    JOBS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
     rule: str
     jobs_before: int
     worth: float
     least_worth: float
     kind: str
-    def __init__(self, rule: _Optional[str] = ..., jobs_before: _Optional[int] = ..., worth: _Optional[float] = ..., least_worth: _Optional[float] = ..., kind: _Optional[str] = ...) -> None: ...
+    jobs_ahead: int
+    jobs_kept: int
+    ahead_bytes: int
+    kept_bytes: int
+    def __init__(self, rule: _Optional[str] = ..., jobs_before: _Optional[int] = ..., worth: _Optional[float] = ..., least_worth: _Optional[float] = ..., kind: _Optional[str] = ..., jobs_ahead: _Optional[int] = ..., jobs_kept: _Optional[int] = ..., ahead_bytes: _Optional[int] = ..., kept_bytes: _Optional[int] = ...) -> None: ...
 
 class ExplainReply(_message.Message):
     __slots__ = ("version", "chunks")

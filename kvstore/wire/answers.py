@@ -289,6 +289,10 @@ def _standing(standing: Standing | None) -> stats_pb2.Standing | None:
         worth=standing.worth,
         least_worth=standing.least_worth,
         kind=standing.kind,
+        jobs_ahead=standing.jobs_ahead,
+        jobs_kept=standing.jobs_kept,
+        ahead_bytes=standing.ahead_bytes,
+        kept_bytes=standing.kept_bytes,
     )
 
 

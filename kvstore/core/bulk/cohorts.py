@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 @equals("policies.expected.Expected.used_each")
-def used(policy: Expected, chunks: ChunkTable, rows: Sequence[int]) -> None:
+def used(policy: Expected, chunks: ChunkTable, rows: Sequence[int], behind: int) -> None:
     view = chunks.views
     which = batch.as_rows(rows)
     past, used_at = view.history[which], view.used_at[which]
     for start, end in _runs((past[1:] != past[:-1]) | (used_at[1:] != used_at[:-1]), len(rows)):
-        new = policy.end_lives(rows[start], int(past[start]), int(used_at[start]), end - start)
+        new = policy.end_lives(rows[start], int(past[start]), int(used_at[start]), end - start, behind)
         view.history[which[start:end]] = new
 
 

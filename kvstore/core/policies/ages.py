@@ -26,32 +26,44 @@ FIRST_MS = 500
 MERGED_SHARE = 0.1
 """Lives that began within such a part of their age count as of one time."""
 
-USES_MAX = 4
 GAPS_S = (10, 60, 300)
 """Of chunks that were used before: the time between their last two uses has one of four sizes."""
+USES = (3, 5)
+"""They were used twice, or at least so often."""
+BEHIND_FEW = 2_048
+"""The request that used them last had to compute so many tokens behind them, or fewer: it went on where they end; else
+it left what they belong to."""
 LENGTHS = (2_048, 8_192, 32_768)
 """Of what a first turn adds, in tokens."""
-FEW_LATER, MANY_LATER = 2, 4
-"""A dialogue's turns: the second; up to the fourth; later ones."""
+LATER_LENGTHS = (2_048, 8_192)
+"""Of what a later turn adds."""
 PART = 0
 FIRST_TURN = 1
-LATER_TURN = 5
-USED = 8
-USED_OFTEN = 12
-UNKNOWN = 16
-"""Kinds: the last, partial chunk of a request; of a first turn, by its length; of a later turn, by the depth of the
-dialogue; used two or three times, and more often, by the time between the last two uses; and what nobody knows of."""
-KINDS = 17
-_GAPS = ("under 10 s", "10 s to 1 min", "1 to 5 min", "over 5 min")
+LATER_TURN = FIRST_TURN + len(LENGTHS) + 1
+USED = LATER_TURN + 2 * (len(LATER_LENGTHS) + 1)
+_GAP_COUNT = len(GAPS_S) + 1
+UNKNOWN = USED + 2 * (len(USES) + 1) * _GAP_COUNT
+"""Kinds: the last, partial chunk of a request; of a first turn, by what it adds; of the second turn of a dialogue and
+of later ones, by what they add; used before, by the number of uses, by what the last request computed behind it, and by
+the time between the last two uses; and what nobody knows of."""
+KINDS = UNKNOWN + 1
+_ADDED = ("under 2k", "2k to 8k", "8k to 32k", "over 32k")
+_ADDED_LATER = ("under 2k", "2k to 8k", "over 8k")
 NAMES = (
     "last part of a request",
-    *(f"first turn, {length} tokens" for length in ("under 2k", "2k to 8k", "8k to 32k", "over 32k")),
-    *(f"turn {turn}" for turn in ("2", "3 or 4", "5 or later")),
-    *(f"used {uses}, last {gap} apart" for uses in ("2 or 3 times", "4 times or more") for gap in _GAPS),
+    *(f"first turn, {length} tokens" for length in _ADDED),
+    *(f"{turn} turn, {length} tokens" for turn in ("second", "later") for length in _ADDED_LATER),
+    *(
+        f"used {uses}, {behind} behind it, last {gap} apart"
+        for uses in ("twice", "3 or 4 times", "5 times or more")
+        for behind in ("little", "much")
+        for gap in ("under 10 s", "10 s to 1 min", "1 to 5 min", "over 5 min")
+    ),
     "unknown",
 )
 """Of the kinds, for people."""
-_COARSE = np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 9, 9, 9, 9, 10])
+_COARSE = np.array([*range(USED), *(USED + (kind - USED) // _GAP_COUNT for kind in range(USED, KINDS))])
+"""What a kind is where the time between uses does not count."""
 
 LIVES_MIN = 5_000
 """A book that knows fewer says that what was used longer ago is worth less."""
@@ -69,6 +81,11 @@ KEPT_LIVES = 200_000
 KEPT_MS = 600_000
 """After so many lives, and as long a time, what was counted counts half."""
 
+COUNT_MAX = 1e12
+"""Of lives: no honest count is larger."""
+
+Learned = dict[str, tuple[list[float], list[float]]]
+"""By kind (NAMES): lives that ended at each age, and those that came through."""
 Table = npt.NDArray[np.float64]
 
 EDGES: tuple[Millis, ...] = (0, *(round(FIRST_MS * BASE**number) for number in range(BUCKETS)))
@@ -92,18 +109,21 @@ def bucket_of(age: Millis) -> int:
 
 def kind_of_new(*, partial: bool, turn: int, tokens: int) -> int:
     """Of a chunk that was just computed: whether it is a request's last, partial one; which turn of a dialogue computed
-    it (1: the first); how many tokens the first turn added."""
+    it (1: the first); how many tokens the turn added."""
     if partial:
         return PART
-    if turn > 1:
-        return LATER_TURN + (0 if turn <= FEW_LATER else 1 if turn <= MANY_LATER else 2)
-    return FIRST_TURN + sum(tokens > length for length in LENGTHS)
+    if turn <= 1:
+        return FIRST_TURN + sum(tokens > length for length in LENGTHS)
+    lengths = len(LATER_LENGTHS) + 1
+    return LATER_TURN + (turn > 2) * lengths + sum(tokens > length for length in LATER_LENGTHS)
 
 
-def kind_of_used(uses: int, gap_ms: Millis) -> int:
-    """Of a chunk that was used `uses` times, the last two of them `gap_ms` apart."""
+def kind_of_used(uses: int, gap_ms: Millis, behind: int) -> int:
+    """Of a chunk that was used `uses` times, the last two of them `gap_ms` apart, the last one by a request that had to
+    compute so many tokens behind it."""
+    often = sum(uses >= count for count in USES)
     gap = sum(gap_ms >= 1_000 * size for size in GAPS_S)
-    return (USED_OFTEN if uses >= USES_MAX else USED) + gap
+    return USED + (2 * often + (behind > BEHIND_FEW)) * _GAP_COUNT + gap
 
 
 def worths(chance: Table, after: Millis = 0) -> Table:
@@ -138,6 +158,24 @@ def _worths_after(alive: Table, ends: Table, after: Millis) -> Table:
         held += alive[:, first + 1 :] * (_UPPER[first:] - _LOWER[age])
         best[:, age] = (found / np.maximum(held, 1e-300)).max(axis=1)
     return best
+
+
+def as_learned(value: object) -> Learned:
+    """What was written down and read again. Raises ValueError for what is no `Learned`."""
+    if not isinstance(value, dict):
+        raise ValueError("what was learned of a tenant is no table")
+    found: Learned = {}
+    for name, counts in value.items():
+        if not (
+            isinstance(name, str)
+            and isinstance(counts, list | tuple)
+            and len(counts) == 2
+            and all(isinstance(each, list) for each in counts)
+            and all(isinstance(count, int | float) for each in counts for count in each)
+        ):
+            raise ValueError(f"what was learned of {name!r} is no pair of lists of numbers")
+        found[name] = ([*map(float, counts[0])], [*map(float, counts[1])])
+    return found
 
 
 class Ages:
@@ -259,6 +297,33 @@ class Book:
     def knows(self) -> bool:
         """Whether kinds are told apart: enough was seen."""
         return self.version > 0
+
+    def learned(self) -> Learned:
+        """What a later start of the daemon may begin with: how many lives of a kind ended at which age, and came
+        through."""
+        return {
+            name: (list(ages.ended), list(ages.passed))
+            for name, ages in zip(NAMES, self.ages, strict=True)
+            if any(ages.ended) or any(ages.passed)
+        }
+
+    def recall(self, learned: Learned) -> None:
+        """Begin with what an earlier start learned; it counts half, for much may have changed meanwhile. Kinds that
+        nobody knows any more are left out. Raises ValueError, and then nothing was taken."""
+        taken = []
+        for name, counts in learned.items():
+            ended, passed = counts
+            if len(ended) != BUCKETS or len(passed) != BUCKETS:
+                raise ValueError(f"{name!r} has {len(ended)} and {len(passed)} ages, not {BUCKETS}")
+            if not all(math.isfinite(count) and 0 <= count <= COUNT_MAX for count in (*ended, *passed)):
+                raise ValueError(f"{name!r} has a count that is none")
+            if name in NAMES:
+                taken.append((NAMES.index(name), ended, passed))
+        for kind, ended, passed in taken:
+            ages = self.ages[kind]
+            ages.ended = [count + half / 2 for count, half in zip(ages.ended, ended, strict=True)]
+            ages.passed = [count + half / 2 for count, half in zip(ages.passed, passed, strict=True)]
+            self.lives += int(sum(ended) + passed[0]) // 2
 
     def begin(self, kind: int, now: Millis, count: int) -> None:
         self.ages[kind].begin(now, count)

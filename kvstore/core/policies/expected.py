@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from operator import itemgetter
 from typing import cast
@@ -21,7 +21,7 @@ from kvstore.core.bulk import batch, cohorts
 from kvstore.core.chunks import LISTED, NONE, RANKED, TAIL, ChunkTable, LinkedRows
 from kvstore.core.namespaces import Namespace
 from kvstore.core.policies import ages
-from kvstore.core.policies.ages import BUCKETS, EDGES, KINDS, UNKNOWN, Book
+from kvstore.core.policies.ages import BUCKETS, EDGES, KINDS, UNKNOWN, Book, Learned
 from kvstore.core.policies.hints import ByNeed, Hints, ranked
 from kvstore.core.policies.interface import Rows
 from kvstore.core.policies.lists import Candidates, Ranked
@@ -34,7 +34,7 @@ SPARED = KINDS + 1
 SPARED_MS = 10_000
 """so long after it came last."""
 HOUR_MS = 3_600_000
-KINDS_MAX = 32
+KINDS_MAX = 64
 CELLS_MAX = KINDS_MAX * BUCKETS
 AGED_EVERY_MS = 100
 """Cohorts change their cells at most so often."""
@@ -43,11 +43,18 @@ RESTING = 64
 EXPLORE = 100
 """One of so many saves that are not worth a slot gets one."""
 
-KIND_BITS, USES_BITS, TURN_BITS = 5, 3, 3
+TENANTS_LEARNED_MAX = 64
+"""So many tenants' statistics survive a restart, those first that know most: some 20 KB each."""
+
+KIND_BITS, USES_BITS, TURN_BITS = 6, 3, 3
 USES_SHIFT, TURN_SHIFT = KIND_BITS, KIND_BITS + USES_BITS
 KIND_MASK, USES_MASK, TURN_MASK = (1 << KIND_BITS) - 1, (1 << USES_BITS) - 1, (1 << TURN_BITS) - 1
 """What is known of a chunk's past is one number (`ChunkTable.history`): its kind since its last use, its uses, and the
 turn of the dialogue that computed it. 0: nothing is known."""
+
+
+def _lives(learned: Learned) -> float:
+    return sum(sum(ended) + passed[0] for ended, passed in learned.values())
 
 
 def history_of(kind: int, uses: int, turn: int) -> int:
@@ -110,6 +117,23 @@ class Expected(Hints):
         self._free_numbers: deque[int] = deque()
         """The oldest is used again, once there are more than RESTING: who watches rows sees that they moved."""
         self._refused = 0
+        self._recalled: dict[str, Learned] = {}
+        """Of tenants that have opened nothing since the start."""
+
+    def learned(self) -> dict[str, object]:
+        known: dict[str, Learned] = dict(self._recalled)
+        for tenant, number in self._book_of_tenant.items():
+            known[tenant] = self.books[number].learned()
+        by_lives = sorted(known.items(), key=lambda item: -_lives(item[1]))
+        return dict(by_lives[:TENANTS_LEARNED_MAX])
+
+    def recall(self, learned: Mapping[str, object]) -> None:
+        for tenant, of_tenant in learned.items():
+            checked = ages.as_learned(of_tenant)
+            number = self._book_of_tenant.get(tenant)
+            (Book() if number is None else self.books[number]).recall(checked)
+            if number is None:
+                self._recalled[tenant] = checked
 
     def candidates(self) -> ByWorth:
         return ByWorth()
@@ -118,7 +142,9 @@ class Expected(Hints):
         number = self._book_of_tenant.get(namespace.tenant)
         if number is None:
             number = self._book_of_tenant[namespace.tenant] = len(self.books)
-            self.books.append(Book(self.lives_min))
+            book = Book(self.lives_min)
+            book.recall(self._recalled.pop(namespace.tenant, {}))
+            self.books.append(book)
         self._book_of[namespace.id] = number
 
     def closed(self, namespace: NamespaceId) -> None:
@@ -126,26 +152,26 @@ class Expected(Hints):
 
     # -------------------------------------------------------------------------------------------------- observation
 
-    def used(self, rows: Sequence[int]) -> None:
+    def used(self, rows: Sequence[int], behind: int = 0) -> None:
         """Their lives end, and others begin."""
         if len(rows) >= self._batch_min:
-            cohorts.used(self, self._chunks, rows)
+            cohorts.used(self, self._chunks, rows, behind)
         else:
-            self.used_each(rows)
+            self.used_each(rows, behind)
 
-    def used_each(self, rows: Sequence[int]) -> None:
+    def used_each(self, rows: Sequence[int], behind: int) -> None:
         """`used`, one by one."""
         history, used_at = self._chunks.history, self._chunks.used_at
         for row in rows:
-            history[row] = self.end_lives(row, history[row], used_at[row], 1)
+            history[row] = self.end_lives(row, history[row], used_at[row], 1, behind)
 
-    def end_lives(self, row: int, past: int, used_at: Millis, count: int) -> int:
+    def end_lives(self, row: int, past: int, used_at: Millis, count: int, behind: int) -> int:
         """So many chunks with one past, `row` among them, are used now; what their past is from now on."""
         book = self.book(row)
         uses = max(1, past >> USES_SHIFT & USES_MASK) + 1
         if past:
             book.end(past & KIND_MASK, used_at, self.now, count)
-        kind = ages.kind_of_used(uses, self.now - used_at)
+        kind = ages.kind_of_used(uses, self.now - used_at, behind)
         book.begin(kind, self.now, count)
         return history_of(kind, uses, past >> TURN_SHIFT & TURN_MASK)
 
@@ -282,7 +308,7 @@ class Expected(Hints):
             past = chunks.history[row] if row != NONE else 0
             if past:
                 uses = max(1, past >> USES_SHIFT & USES_MASK) + 1
-                kind = ages.kind_of_used(uses, self.now - chunks.used_at[row])
+                kind = ages.kind_of_used(uses, self.now - chunks.used_at[row], 0)
             else:
                 turn = turn or self._turn(row, parent)
                 kind = ages.kind_of_new(partial=count < full, turn=turn, tokens=size)

@@ -91,15 +91,23 @@ class Policy(ABC):
         self.remove(candidates, row)
         self.add_last(candidates, row)
 
+    def learned(self) -> Mapping[str, object]:
+        """By tenant: what a later start of the daemon may begin with, made of lists, numbers and text alone."""
+        return {}
+
+    def recall(self, learned: Mapping[str, object]) -> None:  # noqa: B027  # who learns nothing has nothing to recall
+        """Begin with what an earlier start learned, before the first request. Raises ValueError for what
+        is none of `learned`; the tenants before it are taken all the same."""
+
     def opened(self, namespace: Namespace) -> None:  # noqa: B027
         """A namespace is new."""
 
     def closed(self, namespace: NamespaceId) -> None:  # noqa: B027
         """It holds nothing any more, and its number is not used again."""
 
-    def used(self, rows: Sequence[int]) -> None:  # noqa: B027
+    def used(self, rows: Sequence[int], behind: int = 0) -> None:  # noqa: B027
         """Somebody uses these rows of one namespace now, which the store has; `used_at` still says when they were used
-        before."""
+        before. Who uses them asked for `behind` tokens more behind them, which are not there."""
 
     def came_back(self, row: int) -> None:  # noqa: B027  # who has nothing to learn from it, says nothing
         """The bytes of a ghost are about to be written again: `reason` still says why they went, and

@@ -72,7 +72,9 @@ class Credit:
     def __init__(self, state: State) -> None:
         self._state = state
         self.records: dict[str, Record] = {}
-        """By tenant, of those that ever had a job judged."""
+        """By tenant, of those that ever had a job judged,"""
+        self.of_actions: dict[str, Record] = {}
+        """and of those that ever had a hint action judged which says what comes (PREFETCH, EXPECT)."""
         self._marks: dict[Job, Mark] = {}
         self._ended: deque[tuple[Millis, str, NamespaceId, Mark]] = deque()
         self._looked_at: Millis = -LOOK_MS
@@ -103,6 +105,41 @@ class Credit:
     def dropped(self, job: Job) -> None:
         """Its scheduler is gone: nobody knows what became of it."""
         self._marks.pop(job, None)
+
+    # ------------------------------------------------------------------------------------------------- hint actions
+
+    def share_of_actions(self, tenant: str) -> float:
+        """Of what a tenant's hint actions may bring and keep, its record leaves it so much."""
+        record = self.of_actions.get(tenant)
+        return 1.0 if record is None else record.share
+
+    def note_action(self, job: Job) -> Mark | None:
+        """Of an action that says what comes, how often its last chunk was hit until now; None: it is not there."""
+        return self._marked(job, self._asked[job.tenant], used=False) if job.rows else None
+
+    def action_ended(self, job: Job, mark: Mark) -> None:
+        """It is over; did somebody ask for what it named?"""
+        hit = None if mark.used else self.was_asked_for(job.namespace, mark)
+        if hit is not None:
+            self._judge_action(job.tenant, true=hit)
+
+    def overdue_action(self, job: Job, mark: Mark) -> Mark | None:
+        """Its tenant asked for so much that two arenas would have been filled anew: whatever is said of a time to come,
+        what did not come until then kept others out for nothing. It is judged, and noted anew; None: not yet."""
+        chunks = self._state.limits.arena_bytes // max(1, job.chunk_bytes)
+        asked = self._asked[job.tenant]
+        if asked - mark.asked < PATIENCE_MIN + PATIENCE * chunks or not job.rows:
+            return None
+        hit = self.was_asked_for(job.namespace, mark)
+        if hit is not None and not mark.used:
+            self._judge_action(job.tenant, true=hit)
+        return self._marked(job, asked, used=bool(hit))
+
+    def _judge_action(self, tenant: str, *, true: bool) -> None:
+        self.of_actions.setdefault(tenant, Record()).add(true=true)
+        self._state.counters["hint_actions_came_true" if true else "hint_actions_came_to_nothing"] += 1
+
+    # ------------------------------------------------------------------------------------------------------ in time
 
     def tick(self) -> None:
         state = self._state
@@ -153,9 +190,13 @@ class Credit:
     def _mark(self, job: Job, asked: int, *, used: bool = False) -> None:
         self._marks.pop(job, None)
         if job.rows:
-            chunks, row = self._state.chunks, job.rows[-1]
-            used = used or chunks.born_at[row] >= job.since
-            self._marks[job] = Mark(chunks.key[row], chunks.hits[row], chunks.used_at[row], asked, used)
+            self._marks[job] = self._marked(job, asked, used=used)
+
+    def _marked(self, job: Job, asked: int, *, used: bool) -> Mark:
+        """Of a job that has chunks."""
+        chunks, row = self._state.chunks, job.rows[-1]
+        used = used or chunks.born_at[row] >= job.since
+        return Mark(chunks.key[row], chunks.hits[row], chunks.used_at[row], asked, used)
 
     def was_asked_for(self, namespace_id: NamespaceId, mark: Mark) -> bool | None:
         """Since it was noted. None: the chunk is gone, so that nobody knows."""

@@ -10,9 +10,10 @@ for all that is known of the future:
 
 DEMOTE is none: the chunks leave DRAM at once, or as soon as the tier below has them and no lease pins them.
 
-Whatever is asked for, an action never makes a miss of a hit, never refuses an eviction, and ends by itself: after its
-time, with its worker, or when its name is cancelled. Pins and retained chunks are bounded by shares of the memory, of
-which each tenant that has any gets an equal part.
+What PREFETCH and EXPECT say is judged like a queue's hints (`credit.py`): whose actions come to nothing may have the
+less of them. Whatever is asked for, an action never makes a miss of a hit, never refuses an eviction, and ends by
+itself: after its time, with its worker, or when its name is cancelled. Pins and retained chunks are bounded by shares
+of the memory, of which each tenant that has any gets an equal part.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvstore.core.chunks import NONE, STORED, STORING
 from kvstore.core.cold_tier import ColdTier
 from kvstore.core.jobs import BEHIND, FIRST, LAST, Job
 from kvstore.core.namespaces import Namespace
+from kvstore.core.requests.credit import Mark
 from kvstore.core.requests.queue import KEYS_PER_WORKER_MAX, NEVER, Queue
 from kvstore.core.requests.reads import clip_ttl
 from kvstore.core.state import State
@@ -56,6 +58,13 @@ DEMOTED_PER_TICK = 1_024
 SHOWN_KEYS_MAX = 200_000
 """Keys of actions that one Explain compares: some ten milliseconds of work."""
 KEEPING = (ActionKind.PIN, ActionKind.RETAIN)
+FORESEEING = (ActionKind.PREFETCH, ActionKind.EXPECT)
+"""They say what comes, and share one bound, which is counted under EXPECT."""
+
+
+def _bound(kind: ActionKind) -> ActionKind:
+    """Under which kind its bytes count."""
+    return ActionKind.EXPECT if kind in FORESEEING else kind
 
 
 class Place(NamedTuple):
@@ -116,7 +125,11 @@ class HintActions:
         self.kept: dict[Place, Kept] = {}
         """In the order in which the actions came."""
         self.demotions: dict[Place, Demotion] = {}
-        self.kept_bytes: dict[ActionKind, Counter[str]] = {kind: Counter() for kind in KEEPING}
+        self._marks: dict[Place, Mark] = {}
+        """Of FORESEEING actions whose chunks are there."""
+        self.kept_bytes: dict[ActionKind, Counter[str]] = {
+            kind: Counter() for kind in (*KEEPING, ActionKind.EXPECT)
+        }
         """By tenant, of those that have any. What two actions name counts twice."""
 
     def __repr__(self) -> str:
@@ -130,7 +143,12 @@ class HintActions:
         for index, action in enumerate(event.actions):
             if action.eta_ms < 0:
                 raise BadRequest("is a time to come", field=f"actions[{index}].eta_ms", value=action.eta_ms)
-        for name in (*event.cancelled, *(action.name for action in event.actions)):
+        renewed = {action.name: action for action in event.actions}
+        marks: dict[bytes, Mark] = {}
+        for name in (*event.cancelled, *renewed):
+            mark = self._take_mark(Place(worker.id, namespace.id, name), renewed.get(name))
+            if mark is not None:
+                marks[name] = mark
             self._end(Place(worker.id, namespace.id, name))
         left = self._left(worker.id)
         results = []
@@ -138,6 +156,8 @@ class HintActions:
             place = Place(worker.id, namespace.id, action.name)
             self._end(place)
             results.append(self._apply(worker, namespace, place, action, left))
+            if action.name in marks and place in self.kept:
+                self._marks[place] = marks[action.name]
         state.counters["hint_actions"] += len(results)
         state.counters["hint_actions_rejected"] += sum(result is HintResult.REJECTED for result, _ in results)
         return ev.ActionsApplied(tuple(one.result for one in results), tuple(one.chunks for one in results))
@@ -155,15 +175,11 @@ class HintActions:
         keys = tuple(dict.fromkeys(keys))
         if action.kind is ActionKind.DEMOTE:
             return self._demote(namespace, place, action, keys, left)
-        if action.kind in KEEPING:
-            fitting = keys[: self._room(worker.tenant, action.kind) // namespace.chunk_bytes]
-        else:
-            fitting = keys
+        fitting = keys[: self._room(worker.tenant, action.kind) // namespace.chunk_bytes]
         if not fitting or not left.take(len(fitting)):
             return REJECTED
         self._keep(worker.tenant, namespace, place, action, fitting)
-        if action.kind in KEEPING:
-            self._share(action.kind)
+        self._share(action.kind)
         if len(fitting) < len(keys):
             return Result(HintResult.CLIPPED, len(fitting))
         return self._result(namespace, action, fitting)
@@ -194,7 +210,7 @@ class HintActions:
         else:
             lead_ms = LEAD_MS + len(keys) * namespace.payload_bytes // LEAD_BYTES_PER_MS
             position, promote_at, until = BEHIND + due, due - lead_ms, due + ttl_ms
-        named = keys if action.kind in KEEPING or action.keys else ()
+        named = keys if action.kind in KEEPING or action.keys else ()  # of a session, all that it will have
         job = Job(
             place.worker,
             tenant,
@@ -210,9 +226,8 @@ class HintActions:
             promote_at,
             action,
         )
-        kept = self.kept[place] = Kept(job, action, tenant, len(named) * namespace.chunk_bytes)
-        if action.kind in KEEPING:
-            self.kept_bytes[action.kind][tenant] += kept.bytes
+        kept = self.kept[place] = Kept(job, action, tenant, len(keys) * namespace.chunk_bytes)
+        self.kept_bytes[_bound(action.kind)][tenant] += kept.bytes
         self._queue.put(job)
 
     def _left(self, worker: WorkerId) -> Left:
@@ -230,22 +245,60 @@ class HintActions:
         limits = self._state.limits
         if kind is ActionKind.PIN:
             return int(limits.arena_bytes * limits.hint_pin_share_max)
-        return int((limits.arena_bytes + self._tier.bytes_max) * limits.hint_retain_share_max)
+        everywhere = limits.arena_bytes + self._tier.bytes_max
+        return everywhere if kind is ActionKind.EXPECT else int(everywhere * limits.hint_retain_share_max)
+
+    def _part(self, tenant: str, kind: ActionKind, tenants: int) -> int:
+        """What one of so many tenants may have."""
+        part = self._bytes_max(kind) // max(1, tenants)
+        if kind is ActionKind.EXPECT:
+            share = self._queue.credit.share_of_actions(tenant)
+            return part if share >= 1.0 else min(part, int(self._state.limits.arena_bytes * share))
+        return part
 
     def _room(self, tenant: str, kind: ActionKind) -> int:
-        held = self.kept_bytes[kind]
-        return max(0, self._bytes_max(kind) // len(held.keys() | {tenant}) - held[tenant])
+        held = self.kept_bytes[_bound(kind)]
+        return max(0, self._part(tenant, _bound(kind), len(held.keys() | {tenant})) - held[tenant])
 
     def _share(self, kind: ActionKind) -> None:
-        """A tenant more has some: the others' parts are smaller, and what exceeds them goes, the newest first."""
-        held = self.kept_bytes[kind]
-        part = self._bytes_max(kind) // max(1, len(held))
-        if max(held.values(), default=0) <= part:
+        """A tenant more has some, or a record got worse: parts are smaller, and what exceeds them goes, the newest
+        first."""
+        bound = _bound(kind)
+        held = self.kept_bytes[bound]
+        part = {tenant: self._part(tenant, bound, len(held)) for tenant in held}
+        if all(held[tenant] <= part[tenant] for tenant in part):
             return
         for place, kept in reversed(list(self.kept.items())):
-            if kept.action.kind is kind and held[kept.tenant] > part:
+            if _bound(kept.action.kind) is bound and held[kept.tenant] > part[kept.tenant]:
+                self._marks.pop(place, None)  # that it was cut says nothing of it
                 self._end(place)
                 self._state.counters["hint_actions_cut"] += 1
+
+    # ----------------------------------------------------------------------------------------------------- judging
+
+    def _take_mark(self, place: Place, new: HintAction | None) -> Mark | None:
+        """Of an action that another one renews which names the same: it is judged when that is over. One that came true
+        is judged now."""
+        kept, mark = self.kept.get(place), self._marks.get(place)
+        if kept is None or mark is None or new is None or new.kind not in FORESEEING:
+            return None
+        if (new.session, new.keys) != (kept.action.session, kept.action.keys):
+            return None
+        if mark.used or self._queue.credit.was_asked_for(place.namespace, mark):
+            return None
+        return self._marks.pop(place)
+
+    def _judge(self) -> None:
+        credit = self._queue.credit
+        for place, kept in self.kept.items():
+            if kept.action.kind not in FORESEEING:
+                continue
+            mark = self._marks.get(place)
+            new = credit.note_action(kept.job) if mark is None else credit.overdue_action(kept.job, mark)
+            if new is not None:
+                self._marks[place] = new
+        if credit.of_actions:
+            self._share(ActionKind.EXPECT)
 
     # ---------------------------------------------------------------------------------------------------- demoting
 
@@ -297,17 +350,20 @@ class HintActions:
         kept = self.kept.pop(place, None)
         if kept is None:
             return
+        mark = self._marks.pop(place, None)
+        if mark is not None:
+            self._queue.credit.action_ended(kept.job, mark)
         dropped = self._queue.drop(place.worker, place.namespace, place.name + JOB_NAME_SUFFIX)
         assert dropped, place
-        held = self.kept_bytes.get(kept.action.kind)
-        if held is not None:
-            held[kept.tenant] -= kept.bytes
-            if not held[kept.tenant]:
-                del held[kept.tenant]
+        held = self.kept_bytes[_bound(kept.action.kind)]
+        held[kept.tenant] -= kept.bytes
+        if not held[kept.tenant]:
+            del held[kept.tenant]
 
     def forget(self, worker: WorkerId) -> None:
         """It is gone, or nobody will take its hints back."""
         for place in [place for place in (*self.kept, *self.demotions) if place.worker == worker]:
+            self._marks.pop(place, None)  # nobody knows what would have become of it
             self._end(place)
 
     def tick(self) -> None:
@@ -316,6 +372,7 @@ class HintActions:
         for place in ended:
             self._end(place)
         state.counters["hint_actions_ended"] += len(ended)
+        self._judge()
         looked_at = 0
         for place, demotion in list(self.demotions.items()):
             namespace = state.namespaces.get(place.namespace)
@@ -385,12 +442,11 @@ class HintActions:
         }
         assert in_queue == self.kept.keys(), (in_queue ^ self.kept.keys(), self)
         assert {place.worker for place in (*self.kept, *self.demotions)} <= state.workers.keys(), self
-        held: dict[ActionKind, Counter[str]] = {kind: Counter() for kind in KEEPING}
+        held: dict[ActionKind, Counter[str]] = {kind: Counter() for kind in self.kept_bytes}
         for place, kept in self.kept.items():
             assert kept.job.until <= state.now + 2 * limits.hint_ttl_max_ms, kept
             assert kept.tenant == state.workers[place.worker].tenant, kept
-            if kept.action.kind in KEEPING:
-                held[kept.action.kind][kept.tenant] += kept.bytes
+            held[_bound(kept.action.kind)][kept.tenant] += kept.bytes
         assert held == self.kept_bytes, (held, self.kept_bytes)
         for kind in KEEPING:
             assert held[kind].total() <= self._bytes_max(kind), (kind, held)

@@ -16,12 +16,19 @@ from kvstore.core.cold_tier import ColdTier
 from kvstore.core.jobs import PLACE_MAX, Job, Window
 from kvstore.core.manifests import Manifest
 from kvstore.core.namespaces import Namespace
+from kvstore.core.pool import Phase
 from kvstore.core.state import State
-from kvstore.types import ChunkKey, DiskState
+from kvstore.types import ChunkKey, DiskState, Millis, SlotState
 
 PLAN_ROWS_MAX = 1 << 19
 """Chunks of queued jobs that are kept in order, of all tenants: each takes some 500 bytes. Those of one manifest count
 once, however many jobs name it."""
+
+
+MEMORY_STEPS = 16
+"""What leases pin counts in such parts of the arena,"""
+MEASURE_MS: Millis = 100
+"""and is looked up at most so often."""
 
 
 @dataclass(slots=True)
@@ -37,12 +44,30 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """What one tenant's windows may hold."""
+class Memory:
+    """What windows may hold, of all tenants together, in bytes."""
 
-    ahead_bytes: int
-    kept_bytes: int
-    looked_at: int
+    ahead: int
+    """Of DRAM: what no lease pins and nobody writes or reads now, in steps, as far as prefetches may fill it."""
+    kept: int
+    """Of all tiers; what is in DRAM and on SSD both counts once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Tenants share memory as equally as they can use it: who needs less than its part lends the rest to those who need
+    more. A level is what each of these may have."""
+
+    bytes: int
+    caps: dict[str, int]
+    """Of tenants whose record takes something from them: at most such a part of an equal share."""
+
+    def of(self, tenant: str) -> int:
+        return min(self.bytes, self.caps.get(tenant, self.bytes))
+
+
+ENDLESS = 1 << 62
+"""What a window needs whose jobs have not all been looked at."""
 
 
 class Planner:
@@ -51,12 +76,20 @@ class Planner:
         self._tier = tier
         self._off = False
         """What was on SSD alone could not be had when it was last looked at."""
+        self._memory = Memory(0, 0)
+        self._measured_at: Millis = -MEASURE_MS
 
     @property
     def is_due(self) -> bool:
         """Whether an update would find something to do."""
         jobs, off = self._state.jobs, self._state.disk_state is DiskState.OFF
-        return bool(jobs.stale) or jobs.changed or (bool(jobs.windows) and (off or self._off))
+        if jobs.stale or jobs.changed:
+            return True
+        return bool(jobs.windows) and (off or self._off or (self._is_old and self._has_other_memory()))
+
+    @property
+    def memory(self) -> Memory:
+        return self._memory
 
     def update(self) -> None:
         state, jobs = self._state, self._state.jobs
@@ -65,26 +98,86 @@ class Planner:
             jobs.doubt_all()
         self._off = off
         jobs.changed = False
+        if self._is_old:
+            self._memory, self._measured_at = self._measured(), state.now
         self._look_again()
-        windows = list(jobs.windows.values())
+        windows = jobs.windows
+        looked_at_max = PLAN_ROWS_MAX // max(1, len(windows))
         while True:
-            sharing = _sharing(windows)
-            for tenant, window in jobs.windows.items():
-                self._reach(window, self._shares(tenant, sharing, len(windows)))
-            # A share has room for one job's chunks at least: that a tenant has any does not depend on its size.
-            if sharing == _sharing(windows):
-                return
-
-    def _shares(self, tenant: str, sharing: int, tenants: int) -> Shares:
-        """Tenants with jobs that have chunks have equal parts of the memory: neither a long queue of one nor an empty
-        one shortens another's windows. What a tenant's record takes from it, others do not get as a window."""
-        limits = self._state.limits
-        share = self._state.jobs.shares.get(tenant, 1.0) / max(1, sharing)
-        return Shares(
-            int(limits.arena_bytes * limits.prefetch_share_max * share),
-            int((limits.arena_bytes + self._tier.bytes_max) * share),
-            PLAN_ROWS_MAX // max(1, tenants),
+            kept = self._level(
+                self._memory.kept, {name: _needs(one, looked_at_max) for name, one in windows.items()}
+            )
+            for tenant, window in windows.items():
+                self._reach(window, kept.of(tenant), looked_at_max)
+            needs = {name: _needs(one, looked_at_max) for name, one in windows.items()}
+            if kept == self._level(self._memory.kept, needs):
+                break
+        for tenant, window in windows.items():
+            over = _is_over(window, kept.of(tenant), looked_at_max)
+            jobs.set_edge(window, window.job(window.reach - 1) if over else None)
+        ahead = self._level(
+            self._memory.ahead, {name: _needs_ahead(one, looked_at_max) for name, one in windows.items()}
         )
+        for tenant, window in windows.items():
+            jobs.set_ahead(window, ahead.of(tenant))
+            window.ahead_bytes_max, window.kept_bytes_max = ahead.of(tenant), kept.of(tenant)
+
+    # --------------------------------------------------------------------------------------------------- memory
+
+    @property
+    def _is_old(self) -> bool:
+        return self._state.now - self._measured_at >= MEASURE_MS
+
+    def _has_other_memory(self) -> bool:
+        """Whether the ends of some window may move, because there is more memory now, or less."""
+        measured = self._measured()
+        if measured == self._memory:
+            return False
+        windows = self._state.jobs.windows.values()
+        if any(window.ahead < len(window.labels) for window in windows):
+            return True
+        return sum(window.ahead_bytes for window in windows) > measured.ahead
+
+    def _measured(self) -> Memory:
+        """In steps, or every lease would move the ends of all windows. Something is left for windows at any time: pins
+        go, and whoever waits is worth being ready for."""
+        state, limits = self._state, self._state.limits
+        step = max(1, limits.arena_bytes // MEMORY_STEPS)
+        taken = sum(
+            (segment.pinned + segment.counts[SlotState.RESERVED] + segment.counts[SlotState.QUARANTINED])
+            * segment.slot_bytes
+            for segment in state.pool.segments
+            if segment.phase is Phase.ASSIGNED
+        )
+        unpinned = max(step, limits.arena_bytes - taken // step * step)
+        pins = sum(window.pinned_bytes for window in state.jobs.windows.values()) // step * step
+        ahead = min(int(limits.arena_bytes * limits.prefetch_share_max), unpinned)
+        below = 0 if state.disk_state is DiskState.OFF else self._tier.bytes_max
+        twice = 0
+        if below:
+            # What jobs need and DRAM has is always written below it too.
+            in_dram = sum(window.ahead_bytes for window in state.jobs.windows.values())
+            twice = min(in_dram, below) // step * step
+        kept = limits.arena_bytes + below - twice
+        return Memory(max(step, ahead - pins), max(step, kept - pins))
+
+    def _level(self, total: int, needs: dict[str, int]) -> Level:
+        """Who needs nothing, or has no job left in a queue, takes nobody's part."""
+        sharing = {tenant: need for tenant, need in needs.items() if need}
+        caps = {}
+        for tenant in sharing:
+            share = self._state.jobs.shares.get(tenant, 1.0)
+            if share < 1.0:
+                caps[tenant] = int(total * share / len(sharing))
+        left, tenants = total, len(sharing)
+        most = 0
+        for need in sorted(min(need, caps.get(tenant, need)) for tenant, need in sharing.items()):
+            if need > left // tenants:
+                return Level(left // tenants, caps)
+            left -= need
+            tenants -= 1
+            most = need
+        return Level(left + most, caps)
 
     def _look_again(self) -> None:
         jobs = self._state.jobs
@@ -107,22 +200,20 @@ class Planner:
         if manifest is None or jobs.join_manifest(job, manifest):
             jobs.fill(job, *look_up(state, namespace, job, manifest))
 
-    def _reach(self, window: Window, shares: Shares) -> None:
-        """What does not fit ends the window: a job behind it must not push out one that is nearer."""
+    def _reach(self, window: Window, kept_bytes: int, looked_at_max: int) -> None:
+        """What does not fit ends the window: a job behind it must not push out one that is nearer. A pin ends none."""
         jobs = self._state.jobs
         while window.reach:
             last = window.job(window.reach - 1)
-            size = last.owned * last.chunk_bytes
+            size = 0 if last.is_pin else last.owned * last.chunk_bytes
             if (
-                window.bytes - size <= shares.kept_bytes
-                and window.looked_at - last.looked_at <= shares.looked_at
+                window.bytes - window.pinned_bytes - size <= kept_bytes
+                and window.looked_at - last.looked_at <= looked_at_max
             ):
                 break
             jobs.cut(window)
-        while not _is_over(window, shares) and window.reach < len(window.labels):
+        while not _is_over(window, kept_bytes, looked_at_max) and not window.is_whole:
             self._fill(jobs.enter(window))
-        jobs.set_edge(window, window.job(window.reach - 1) if _is_over(window, shares) else None)
-        jobs.set_ahead(window, shares.ahead_bytes)
 
     def check(self) -> None:
         """If nothing changed since the last update: that it is what a plan anew would be. Raises AssertionError."""
@@ -141,36 +232,37 @@ class Planner:
     # ------------------------------------------------------------------------------------------------------ in full
 
     def anew(self) -> Plan:
-        state = self._state
-        windows = state.jobs.windows
+        windows = self._state.jobs.windows
         found = {tenant: self._chunks_of(window) for tenant, window in windows.items()}
-        looked_at_max = self._shares("", 1, len(windows)).looked_at
-        sharing = 0
+        looked_at_max = PLAN_ROWS_MAX // max(1, len(windows))
+        needs, handed_over = {}, {}
         for tenant, jobs in found.items():
-            looked_at = 0
-            if windows[tenant].is_empty:
-                continue
-            for _, rows, looked in jobs:
-                looked_at += looked
-                if rows:
-                    sharing += 1
-                if rows or looked_at > looked_at_max:
-                    break
+            needs[tenant], handed_over[tenant] = _needs_of(jobs, looked_at_max)
+        empty = {tenant for tenant, window in windows.items() if window.is_empty}
+        kept = self._level(
+            self._memory.kept, {name: 0 if name in empty else need for name, need in needs.items()}
+        )
+        needs_ahead = {
+            name: 0 if name in empty else need - handed_over[name] if need <= kept.of(name) else ENDLESS
+            for name, need in needs.items()
+        }
+        ahead = self._level(self._memory.ahead, needs_ahead)
         plan = Plan()
         for tenant, jobs in found.items():
-            shares = self._shares(tenant, sharing, len(windows))
-            used = handed_over = looked_at = ahead = kept = 0
+            used = on_top = pinned = looked_at = reached = fitting = 0
             for job, rows, looked in jobs:
                 new = {row: job.label + place for place, row in enumerate(rows) if row not in plan.rank}
-                used += len(new) * job.chunk_bytes
-                handed_over += len(new) * job.chunk_bytes * job.handed_over
+                size = len(new) * job.chunk_bytes
+                used += size
+                pinned += size * job.is_pin
+                on_top += size * (job.is_pin or job.handed_over)
                 looked_at += looked
-                if used > shares.kept_bytes or looked_at > shares.looked_at:
+                if used - pinned > kept.of(tenant) or looked_at > looked_at_max:
                     break
                 plan.rank.update(new)
-                kept += 1
-                ahead += used - handed_over <= shares.ahead_bytes
-            plan.kept[tenant], plan.ahead[tenant] = kept, ahead
+                reached += 1
+                fitting += used - on_top <= ahead.of(tenant)
+            plan.kept[tenant], plan.ahead[tenant] = reached, fitting
         return plan
 
     def _chunks_of(self, window: Window) -> list[tuple[Job, list[int], int]]:
@@ -192,13 +284,41 @@ class Planner:
         return found
 
 
-def _sharing(windows: Sequence[Window]) -> int:
-    """Of how many tenants some job has a chunk that can be had. Who has no job left in a queue takes nobody's share."""
-    return sum(window.bytes > 0 and not window.is_empty for window in windows)
+def _needs(window: Window, looked_at_max: int) -> int:
+    """What all jobs of a window need, pins aside, as far as that is known: ENDLESS, if they were not all looked at.
+    Nothing, if no job has a chunk that can be had, or all have left their queues."""
+    need = window.bytes - window.pinned_bytes
+    if window.is_empty or not need:
+        return 0
+    return need if window.is_whole and window.looked_at <= looked_at_max else ENDLESS
 
 
-def _is_over(window: Window, shares: Shares) -> bool:
-    return window.bytes > shares.kept_bytes or window.looked_at > shares.looked_at
+def _needs_ahead(window: Window, looked_at_max: int) -> int:
+    """The same of the prefetch window, on top of which is what was handed over."""
+    need = _needs(window, looked_at_max)
+    if not need or window.edge is not None:
+        return ENDLESS if need else 0
+    return need - window.handed_over_bytes()
+
+
+def _needs_of(jobs: Sequence[tuple[Job, list[int], int]], looked_at_max: int) -> tuple[int, int]:
+    """`_needs` of all jobs, one after the other, and what of it was handed over."""
+    seen: set[int] = set()
+    need = handed_over = looked_at = 0
+    for job, rows, looked in jobs:
+        new = len(set(rows) - seen)
+        seen.update(rows)
+        looked_at += looked
+        if not job.is_pin:
+            need += new * job.chunk_bytes
+            handed_over += new * job.chunk_bytes * job.handed_over
+        if looked_at > looked_at_max:
+            return (ENDLESS if need else 0), 0
+    return need, handed_over
+
+
+def _is_over(window: Window, kept_bytes: int, looked_at_max: int) -> bool:
+    return window.bytes - window.pinned_bytes > kept_bytes or window.looked_at > looked_at_max
 
 
 def _manifest(state: State, job: Job) -> Manifest | None:

@@ -123,11 +123,7 @@ class Queue:
     def reach(self, tenant: str) -> tuple[int, int]:
         """How far the prefetch and the eviction window of a tenant reach, in queued jobs."""
         window = self.state.jobs.windows.get(tenant)
-        if window is None:
-            return 0, 0
-        queued = window.queued
-        ahead, kept = (min(max(end, queued.start), queued.stop) for end in (window.ahead, window.kept))
-        return ahead - queued.start, kept - queued.start
+        return (0, 0) if window is None else window.reaches
 
     # ------------------------------------------------------------------------------------------------- hint actions
 

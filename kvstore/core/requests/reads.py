@@ -197,13 +197,14 @@ class Reads:
         if not hits:
             return ev.Acquired(LeaseId(0), 0, outcomes, tuple(reasons), NO_EXTENTS, backlog)
         state.pin_all(namespace, hits)
-        self.note_used(namespace, hits)
+        self.note_used(namespace, hits, rows.count(NONE) * namespace.spec.chunk_tokens)
         lease = state.leases.open(worker.group, worker.id, namespace.id, state.now + ttl_ms)
         lease.rows.extend(hits)
         extents = state.extents(namespace, hits, shards)
         return ev.Acquired(lease.id, ttl_ms, outcomes, tuple(reasons), extents, backlog)
 
-    def note_used(self, namespace: Namespace, rows: Sequence[int]) -> None:
+    def note_used(self, namespace: Namespace, rows: Sequence[int], behind: int = 0) -> None:
+        """`behind`: how many tokens were asked for behind the first miss."""
         state = self.state
         many = len(rows) >= state.batch_min and batch.distinct(rows)
         new = rows if many else list(dict.fromkeys(rows))
@@ -217,7 +218,7 @@ class Reads:
             found = state.fetched.intersection(rows)
             state.fetched -= found
             namespace.remote_hits += len(found)
-        state.policy.used(new)
+        state.policy.used(new, behind)
         if state.prefetched:
             found = state.prefetched.intersection(rows)
             state.prefetched -= found

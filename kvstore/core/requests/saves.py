@@ -597,6 +597,7 @@ class Saves:
         answer: ev.Committed | ev.Saved,
     ) -> None:
         rows = (namespace.index.get(key, NONE) for key in keys)
+        self.state.write_at_once = True
         self.state.keep(row for row in rows if row != NONE and self.state.chunks.shard0[row] != NONE)
         self._tier.await_durable(ticket, namespace, keys, answer)
 

@@ -476,6 +476,16 @@ class Sessions:
         rank = state.policy.rank.get(row)
         if rank is not None:
             window = state.jobs.windows.get(namespace.tenant)
-            return ev.Standing("needed", jobs_before=window.queued_before(rank) if window is not None else 0)
+            if window is None:
+                return ev.Standing("needed")
+            ahead, kept = window.reaches
+            return ev.Standing(
+                "needed",
+                jobs_before=window.queued_before(rank),
+                jobs_ahead=ahead,
+                jobs_kept=kept,
+                ahead_bytes=window.ahead_bytes_max,
+                kept_bytes=window.kept_bytes_max,
+            )
         resident = state.chunks.ready[row] == namespace.shards
         return state.policy.standing(namespace.dram if resident else namespace.ssd, row)

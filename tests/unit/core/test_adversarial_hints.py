@@ -15,7 +15,7 @@ from kvstore.core.limits import Limits
 from kvstore.core.requests.credit import LEAST_SHARE
 from kvstore.core.store import Store
 from kvstore.layout import GroupSpec, NamespaceSpec
-from kvstore.types import ChunkKey, Outcome, StagedPiece, WorkerId
+from kvstore.types import ActionKind, ChunkKey, HintAction, Outcome, StagedPiece, WorkerId
 
 CHUNK = 4096
 DRAM_CHUNKS = 512
@@ -166,6 +166,27 @@ def replay(adversary: Adversary | None, seed: int = 1) -> float:
     return engine.rate
 
 
+def replay_actions(adversary: Adversary, kind: ActionKind, *, cancels: bool, seed: int = 1) -> float:
+    """The same, told as hint actions: each names what comes, and when. `cancels`: what is not said again ends."""
+    engine = Engine(store("hints"), 1, "alice")
+    work, dice = turns(seed), random.Random(2)
+    told: set[bytes] = set()
+    for at, keys in enumerate(work):
+        if at % 4 == 0:
+            jobs = adversary(work, at, dice)
+            actions = tuple(
+                HintAction(name, kind, keys=of, ttl_ms=20_000, eta_ms=100 * place) for name, place, of in jobs
+            )
+            names = {action.name for action in actions}
+            gone = tuple(sorted(told - names)) if cancels else ()
+            engine.ask(ev.ApplyActions, engine.namespace, actions, gone)
+            told = names
+        engine.turn(keys, 100 * (at + 1))
+        if at == TURNS // 3:
+            engine.hits = engine.asked = 0
+    return engine.rate
+
+
 @cache
 def lru() -> float:
     return replay(None)
@@ -175,6 +196,25 @@ def lru() -> float:
 def test_no_hints_make_it_much_worse_than_lru(adversary: Adversary) -> None:
     rate = replay(adversary)
     assert rate >= lru() - WORSE_MAX, (rate, lru())
+
+
+@pytest.mark.parametrize(
+    ("adversary", "kind", "cancels"),
+    [
+        *((adversary, ActionKind.EXPECT, True) for adversary in (late, wrong, standing, opposite, doubled)),
+        *((adversary, ActionKind.PREFETCH, False) for adversary in (standing, opposite)),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_no_actions_make_it_much_worse_than_lru(
+    adversary: Adversary, kind: ActionKind, cancels: bool
+) -> None:
+    rate = replay_actions(adversary, kind, cancels=cancels)
+    assert rate >= lru() - WORSE_MAX, (rate, lru())
+
+
+def test_true_expectations_make_it_better() -> None:
+    assert replay_actions(true, ActionKind.EXPECT, cancels=True) > lru() + 0.02
 
 
 def test_true_hints_make_it_better() -> None:

@@ -837,3 +837,52 @@ def test_what_finds_no_place_on_a_full_ssd_does_not_hold_its_dram_slot() -> None
         world.tick(10)
     assert world.store.state.disk_full
     assert world.where(wide, chain("9", 1)) == ["dram"]
+
+
+def reading(**limits: Any) -> tuple[DiskWorld, WorkerId, NamespaceId]:
+    """A world in which somebody waits for a read, and then saves."""
+    world, worker, namespace = start(segments=2, segment_bytes=64 * PAGE, slabs=40, **limits)
+    world.save(worker, namespace, chain("k", 4))
+    world.tick(1)
+    index = world.store.state.namespaces[namespace].index
+    for key in reversed(chain("k", 4)):
+        world.store.state.demote(index[key])
+    world.hold = {ev.ReadRecords, ev.WriteRecords}
+    world.acquire(worker, namespace, chain("k", 4))
+    assert world.of(ev.ReadRecords)
+    return world, worker, namespace
+
+
+def test_writes_wait_for_reads_but_not_for_ever() -> None:
+    world, worker, namespace = reading(durable_within_ms=4_000)
+    world.save(worker, namespace, chain("new", 2))
+    world.tick(500)
+    assert not world.of(ev.WriteRecords)
+    world.tick(500)
+    assert world.of(ev.WriteRecords), "the read may hang"
+
+
+def test_writes_begin_when_the_reads_have_ended() -> None:
+    world, worker, namespace = reading(durable_within_ms=4_000)
+    world.save(worker, namespace, chain("new", 2))
+    assert not world.of(ev.WriteRecords)
+    world.finish()
+    assert world.of(ev.WriteRecords) and not world.of(ev.ReadRecords)
+
+
+def test_writes_do_not_wait_when_they_take_too_much_of_dram() -> None:
+    world, worker, namespace = reading(durable_within_ms=4_000)
+    world.save(worker, namespace, chain("new", 8))
+    assert not world.of(ev.WriteRecords)
+    world.save(worker, namespace, chain("more", 1))
+    assert world.of(ev.WriteRecords)
+
+
+def test_a_durable_commit_does_not_wait_for_reads() -> None:
+    world, worker, namespace = reading(durable_within_ms=4_000)
+    world.save(worker, namespace, chain("before", 2))
+    assert not world.of(ev.WriteRecords)
+    world.save_durably(worker, namespace, chain("new", 2))
+    assert len(world.of(ev.WriteRecords)) == 1
+    world.save(worker, namespace, chain("after", 2))
+    assert len(world.of(ev.WriteRecords)) == 1, "for this write alone"

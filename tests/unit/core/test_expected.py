@@ -378,8 +378,11 @@ def test_a_chunk_says_by_which_rule_it_goes_and_with_what_figures() -> None:
     by_worth, by_queue, by_pin, gone = standing(reads, used, needed, pinned, ChunkKey(b"never saved"))
     assert by_worth is not None and by_worth.rule == "worth"
     assert by_worth.worth >= by_worth.least_worth > 0
-    assert by_worth.kind.startswith("used 4 times or more")
-    assert by_queue == ev.Standing("needed", jobs_before=1)
+    assert by_worth.kind.startswith("used 5 times or more")
+    arena = 64 * PAGE
+    assert by_queue == ev.Standing(
+        "needed", jobs_before=1, jobs_ahead=2, jobs_kept=2, ahead_bytes=int(0.8 * arena), kept_bytes=arena
+    )
     assert by_pin == ev.Standing("pinned")
     assert gone is None
 

@@ -130,13 +130,13 @@ def test_what_is_kept_up_to_date_is_what_is_made_anew(
 ) -> None:
     """`share` of the memory is for the windows, so that they end within the queue."""
     monkeypatch.setattr(plan, "PLAN_ROWS_MAX", rows_max)
-    shares = plan.Planner._shares
+    measured = plan.Planner._measured
 
-    def narrow(planner: plan.Planner, tenant: str, sharing: int, tenants: int) -> plan.Shares:
-        found = shares(planner, tenant, sharing, tenants)
-        return plan.Shares(int(found.ahead_bytes * share), int(found.kept_bytes * share), found.looked_at)
+    def narrow(planner: plan.Planner) -> plan.Memory:
+        found = measured(planner)
+        return plan.Memory(int(found.ahead * share), int(found.kept * share))
 
-    monkeypatch.setattr(plan.Planner, "_shares", narrow)
+    monkeypatch.setattr(plan.Planner, "_measured", narrow)
     life = Life(seed)
     ranked = kept = before = behind = 0
     for _ in range(400):

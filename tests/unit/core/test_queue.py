@@ -238,7 +238,8 @@ def test_queues_of_a_tenants_workers_and_namespaces_are_one_queue() -> None:
 
 
 def test_a_tenants_long_queue_does_not_shorten_anothers_windows() -> None:
-    """Two tenants with jobs: each has half, 2 of the 4 chunks in DRAM and 6 of the 13 in all."""
+    """Two tenants with jobs: each has half, 2 of the 4 chunks in DRAM and 6 of the 13 in all; who needs less than that
+    lends the rest."""
     world, worker, namespace = start(segments=2, segment_bytes=4 * PAGE)
     bob = world.join("bob")
     bobs = world.open(spec(shard_bytes=100), bob)
@@ -253,8 +254,14 @@ def test_a_tenants_long_queue_does_not_shorten_anothers_windows() -> None:
     assert late.results == (ACCEPTED, ACCEPTED)
     assert (late.prefetch_window, late.eviction_window) == (2, 2)
     again = publish(world, worker, namespace, hint("all", 0, chain("c", 7)), hint("more", 1, chain("a", 3)))
+    assert again.results == (DEFERRED, DEFERRED)
+    assert (again.prefetch_window, again.eviction_window) == (0, 2)
+    assert world.store.queue.reach("bob") == (2, 2)
+    world.store.state.jobs.shares["alice"] = 0.5  # a record that leaves her 3 of the 6
+    again = publish(world, worker, namespace, hint("all", 0, chain("c", 7)), hint("some", 1, chain("a", 3)))
     assert again.results == (CLIPPED, CLIPPED)
     assert (again.prefetch_window, again.eviction_window) == (0, 0)
+    del world.store.state.jobs.shares["alice"]
     publish(world, bob, bobs)
     assert publish(world, worker, namespace, hint("all", 0, chain("c", 7))).results == (DEFERRED,)
 
@@ -582,7 +589,9 @@ def test_what_is_in_dram_already_counts_for_the_window() -> None:
     assert world.where(namespace, names("a")) == ["ssd"]
 
 
-def test_a_prefetch_takes_no_slot_of_what_an_earlier_job_needs() -> None:
+def test_a_prefetch_takes_no_slot_of_what_an_earlier_job_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the lease the windows have not heard yet."""
+    monkeypatch.setattr("kvstore.core.requests.plan.MEMORY_STEPS", 1)
     world, worker, namespace = filled(prefetch_share_max=1.0)
     lease = world.acquire(worker, namespace, names("ijkl"), prefix_only=False).lease
     accepted = publish(

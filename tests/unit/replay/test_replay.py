@@ -1,7 +1,9 @@
 """The core replayed under a virtual clock: what a few turns get is known, and published figures come out again."""
 
+import gzip
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -273,7 +275,7 @@ RECORDED = '{"t": 1, "w": 0, "n": 0, "c": %s, "b": 4096, "ask": %s}\n'
         ("recorded", RECORDED % (64, '["1"]'), "ask is no whole number"),
         ("recorded", '{"kvstore_trace": 1}\n', "holds no lookup"),
         ("recorded", "[]\n", "has no n"),
-        ("azure", "A,B\n1,2\n", "line 2"),
+        ("azure", "A,B\n1,2\n", "has no column TIMESTAMP, but: A, B"),
         ("azure", AZURE % "-1,2", "ContextTokens is no whole number"),
         ("azure", AZURE % "1", "GeneratedTokens is no whole number"),
         ("azure", AZURE % "99999999999,1", "ContextTokens is no count"),
@@ -346,3 +348,54 @@ def test_options_of_readers_are_checked(tmp_path: Path, name: str, value: object
     with pytest.raises(BadRequest, match=name):
         read_trace(path, "sharegpt", **{name: value})
     assert read_trace(path, "sharegpt", rate=2, invalidates="true", window=128)
+
+
+TABLE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,640,44\n2023-11-16 18:15:50.99,128,9\n"
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.encode(),
+        lambda text: b"\xef\xbb\xbf" + text.encode(),
+        lambda text: text.replace(",", ";").encode(),
+        lambda text: text.replace(",", "\t").encode(),
+        lambda text: text.replace("\n", "\r\n").encode(),
+        lambda text: (
+            text.replace("TIMESTAMP", " timestamp").replace("ContextTokens", '"contexttokens"').encode()
+        ),
+        lambda text: gzip.compress(text.encode()),
+        lambda text: gzip.compress(text[:50].encode()) + gzip.compress(text[50:].encode()),
+        lambda text: bytes(pytest.importorskip("zstandard").compress(text.encode())),
+    ],
+    ids=["plain", "marked", "semicolons", "tabs", "windows", "names", "gzip", "members", "zstd"],
+)
+def test_a_table_is_read_however_it_was_written(tmp_path: Path, change: Callable[[str], bytes]) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(change(TABLE))
+    trace = read_trace(path, "azure")
+    assert [(turn.at_ms, turn.input_tokens) for turn in trace] == [(0, 640), (4_310, 128)]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"time,prompt,answer\n1,2,3\n", "has no column TIMESTAMP, but: time, prompt, answer"),
+        (b"\n", "holds no turn"),
+        (b"", "holds no turn"),
+        (gzip.compress(TABLE.encode())[:-9], "is cut off within its gzip data"),
+        (gzip.compress(TABLE.encode()) + b"rest", "is no gzip file"),
+        (b"\x1f\x8bnothing", "is no gzip file"),
+        (TABLE.encode() + b"2023-11-16 18:15:50.99,many,9\n", "line 4"),
+        (b"x" * (1 << 20), "has no column TIMESTAMP"),
+    ],
+    ids=["columns", "line", "empty", "cut", "rest", "magic", "row", "long"],
+)
+def test_a_table_that_is_none_says_why(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(content)
+    with pytest.raises(BadRequest, match=says) as refused:
+        read_trace(path, "azure")
+    assert len(str(refused.value)) < 600, "nobody's terminal is flooded"
