@@ -18,6 +18,7 @@ from kvstore.gpu_worker.request import Request
 from kvstore.kernels.forest import Forest, Plan
 from kvstore.kernels.launch import card_of, rows_max
 from kvstore.kernels.prefill import PrefillPlan
+from kvstore.kernels.warm_up import warm_up
 from kvstore.kernels.write import Slots
 
 SPLIT_TOKENS = 512
@@ -64,6 +65,20 @@ class Forward:
                 device=model.device,
             )
             for _ in range(2)
+        )
+
+        if on_gpu:
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        """Compiles what steps will need of the kernels, so that none of them waits for a compiler."""
+        keys, values = self._pool.layers[0].unbind(1)
+        warm_up(
+            keys,
+            values,
+            heads=self.model.config.num_attention_heads,
+            split_tokens=self._decoding.split_tokens,
+            tile_sequences=self._decoding.tile_sequences,
         )
 
     def renew(self) -> None:

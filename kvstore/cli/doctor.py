@@ -37,7 +37,8 @@ CHUNKS = 3
 SHARD_BYTES = 256 << 10
 CHUNK_TOKENS = 16
 ROUND_TRIPS = 50
-VLLM_DOCTOR = "kvstore.gpu_worker.connectors.vllm.doctor"
+DOCTORS = {"vllm": "kvstore.gpu_worker.connectors.vllm.doctor", "gpu": "kvstore.gpu_worker.self_check"}
+"""Programs that ask what only their own libraries know."""
 FORGETTING_LATE_MS = 60_000
 """What was dropped leaves the index within seconds."""
 TEXT_LETTERS = 200
@@ -88,7 +89,7 @@ def run(run_dir: str, options: argparse.Namespace) -> int:
 def _findings(run_dir: str, options: argparse.Namespace) -> Generator[Finding, None, None]:
     yield from examine(run_dir, options.timeout)
     if options.engine:
-        yield from ask_engine(run_dir, options.timeout, options.arguments)
+        yield from ask_engine(options.engine, run_dir, options.timeout, options.arguments)
 
 
 def examine(run_dir: str, timeout_s: float) -> Iterator[Finding]:
@@ -120,9 +121,10 @@ def examine(run_dir: str, timeout_s: float) -> Iterator[Finding]:
             patient.clean_up()
 
 
-def ask_engine(run_dir: str, timeout_s: float, arguments: Sequence[str]) -> Iterator[Finding]:
-    """Findings about vLLM with these arguments, from a process of its own: only that one loads vLLM."""
-    command = [sys.executable, "-P", "-m", VLLM_DOCTOR, f"--run-dir={run_dir}", f"--timeout={timeout_s}"]
+def ask_engine(engine: str, run_dir: str, timeout_s: float, arguments: Sequence[str]) -> Iterator[Finding]:
+    """Findings about vLLM with these arguments, or about the devices that there are, from a process of its own: only
+    that one loads vLLM, or torch."""
+    command = [sys.executable, "-P", "-m", DOCTORS[engine], f"--run-dir={run_dir}", f"--timeout={timeout_s}"]
     process = subprocess.Popen(
         [*command, "--", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -132,14 +134,17 @@ def ask_engine(run_dir: str, timeout_s: float, arguments: Sequence[str]) -> Iter
         process.kill()
         process.communicate()
         yield Finding(
-            "vllm", False, f"its doctor did not end within {ENGINE_S:.0f} s", "is the machine overloaded?"
+            engine, False, f"its doctor did not end within {ENGINE_S:.0f} s", "is the machine overloaded?"
         )
         return
     for line in output.splitlines():
         yield Finding(**json.loads(line))
     if not output:
         why = errors.strip().splitlines()[-1:] or [f"its doctor ended with {process.returncode}"]
-        yield Finding("vllm", False, why[0], f"run kvctl where vLLM is installed; this is {sys.executable}")
+        needed = {"vllm": "vLLM", "gpu": "the worker"}[engine]
+        yield Finding(
+            engine, False, why[0], f"run kvctl where {needed} is installed; this is {sys.executable}"
+        )
 
 
 def _look_at(run_dir: str) -> str:
@@ -370,8 +375,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "engine",
         nargs="?",
-        choices=["vllm"],
-        help="look at an engine's arguments too, in the engine's environment",
+        choices=[*DOCTORS],
+        help="vllm: look at an engine's arguments too, in the engine's environment; gpu: random bits from each device "
+        "through the store and back, compared byte by byte",
     )
     parser.add_argument(
         "arguments", nargs="*", metavar="-- ARGUMENTS", help="what `vllm serve` is given, behind --"

@@ -259,6 +259,17 @@ def test_doctor_finds_nothing_and_leaves_nothing(daemon, kvctl):
     assert after["gauges"]["leases"] == before["gauges"]["leases"] == 0
 
 
+def test_doctor_of_the_devices(daemon, kvctl):
+    """Random bits from each device through the store and back, in a process of its own."""
+    pytest.importorskip("torch", reason="torch is not installed: there is no device")
+    findings = [json.loads(line) for line in kvctl("doctor", "gpu", "--json").splitlines()]
+    assert all(finding["ok"] for finding in findings)
+    assert findings[-1]["check"] == "cpu" and "in 3 shapes, no byte differs" in findings[-1]["detail"]
+    after = json.loads(kvctl("stats", "--json"))
+    assert sum(pool["ready"] + pool["reserved"] + pool["quarantined"] for pool in after["pools"]) == 0
+    assert after["gauges"]["leases"] == 0
+
+
 def test_doctor_of_an_arena_with_one_segment(start_daemon, kvctl):
     daemon = start_daemon(dram_bytes=16 << 20)
     warning = daemon.wait_for(f"the arena is {ONE_SEGMENT}")
@@ -326,7 +337,10 @@ def test_errors_are_one_line(kvctl, arguments, status, why):
 
 MISSING = [
     (["explain"], "name either a session or --key"),
-    (["explain", "talk", "--key", "61"], "name either a session or --key"),
+    (
+        ["explain", "talk", "--key", "61"],
+        "SESSION=talk: name either a session or --key (leave one of them away)",
+    ),
     (["explain", "nobody"], "SESSION=nobody: no such session (see kvctl sessions)"),
     (["explain", "--key", "61", "--namespace", "99"], "no such namespace of this tenant"),
     (["forget", "talk", "--file", "00" * 16], "name one of SESSION, --key and --file"),

@@ -14,6 +14,7 @@ from kvstore.gpu_worker.request import Request
 from kvstore.gpu_worker.sampling import GREEDY, Sampler
 from kvstore.kernels.stretches import Stretch
 
+from ..kernels.launches import bound
 from .conftest import text, tiny_llama
 
 SIZE = 16
@@ -194,3 +195,17 @@ def test_what_comes_in_later_is_seen_from_there_on() -> None:
     deep = machine.pool.layers[-1]
     assert not torch.allclose(deep[late.chunks[0]], deep[seen.chunks[0]], atol=1e-2)
     assert not torch.allclose(deep[late.chunks[2], :, :, :8], deep[plain.chunks[1], :, :, :8], atol=1e-2)
+
+
+def test_kernels_are_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; here it is looked at what would be launched."""
+    pytest.importorskip("triton", reason="Triton is not installed: nothing can be bound")
+    model = tiny_llama()
+    forward = Forward(model, HbmPool(Geometry.of(model, 16), 4), sequences_max=4, tokens_max=64, share=True)
+    with bound(monkeypatch) as launches:
+        forward.warm_up()
+    kernels = {name.removeprefix("kvstore.kernels.") for name, *_ in launches.keys}
+    assert kernels == {
+        *("decode.kernel._attend", "decode.kernel._merge", "prefill.kernel._attend"),
+        *("stretches.kernel._attend", "write.kernel._write"),
+    }
