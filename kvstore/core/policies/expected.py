@@ -159,7 +159,7 @@ class Expected(Hints):
         else:
             self.used_each(rows, behind)
 
-    def used_each(self, rows: Sequence[int], behind: int) -> None:
+    def used_each(self, rows: Sequence[int], behind: int = 0) -> None:
         """`used`, one by one."""
         history, used_at = self._chunks.history, self._chunks.used_at
         for row in rows:

@@ -447,12 +447,12 @@ def _(life: Life, bulk: bool) -> Any:
     policy.opened(life.space)
     rows = life.rows()
     policy.now = life.state.now
-    policy.used_each(rows[::2])
+    policy.used_each(rows[::2], 9_000)
     policy.now += 100
     if bulk:
-        cohorts.used(policy, life.chunks, rows)
+        cohorts.used(policy, life.chunks, rows, 100)
     else:
-        policy.used_each(rows)
+        policy.used_each(rows, 100)
     (book,) = policy.books
     return book.lives, [(each.ended, [list(young) for young in each.young]) for each in book.ages]
 
