@@ -5,8 +5,8 @@ is restored comes from the store.
 Lengths are a few tokens more than multiples of 256, so that all but those can be restored with any chunk size. Between
 two requests there is a pause in which what is to be saved is saved. The arms take turns within each round, in an order
 that rotates; figures are medians. CPU seconds are those of the engine's and the store's processes, for one phase of one
-round. Answers must be the same tokens in all arms. What connectors do on the scheduler's thread is timed call by call,
-and summed up by request.
+round. Answers must be the same tokens in all arms. What connectors do on the threads of the scheduler and of the rank
+is timed call by call, and summed up by request.
 
 With `--part ssd` each store's memory is small and its disk reads 200 MB/s. Before prompts are asked again,
 others push them out to it. The model is random, and about as fast to compute as to load: what matters is that nobody is
@@ -53,6 +53,19 @@ TIMED = (
     *("get_kv_connector_stats", "has_pending_push_work", "has_pending_block_frees"),
 )
 """What vLLM calls of a connector on its scheduler's thread."""
+TIMED_IN_RANKS = (
+    *(
+        "handle_preemptions",
+        "bind_connector_metadata",
+        "start_load_kv",
+        "wait_for_layer_load",
+        "save_kv_layer",
+    ),
+    *("wait_for_save", "finish_forward", "get_transfer_results", "get_finished"),
+    *("get_block_ids_with_load_errors", "get_kv_connector_stats", "build_connector_worker_meta"),
+    "clear_connector_metadata",
+)
+"""And in a rank, within or between its steps: what is copied to be saved, too."""
 ANSWER_TOKENS = 8
 BLOCK = 32
 PAUSE_S = 0.5
@@ -166,7 +179,10 @@ def serve(model: str, connector: str) -> None:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
-    clock = Clock(llm.llm_engine.engine_core.engine_core.scheduler.connector)
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    clock = Clock(llm.llm_engine.engine_core.engine_core.scheduler.connector, TIMED)
+    in_rank = Clock(get_kv_transfer_group() if has_kv_transfer_group() else None, TIMED_IN_RANKS)
 
     def generate(tokens: list[int], count: int, handed: dict[str, Any] | None = None) -> Any:
         parameters = SamplingParams(
@@ -183,8 +199,10 @@ def serve(model: str, connector: str) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         clock.take()
+        in_rank.take()
         output = generate(asked["tokens"], asked.get("count", ANSWER_TOKENS), asked.get("handed"))
         cpu_us, wall_us = clock.take()
+        rank_cpu_us, rank_wall_us = in_rank.take()
         time.sleep(asked.get("pause_s", PAUSE_S))
         generate([5, 6, 7], 1)  # connectors report with a step, and may hold blocks until then
         say(
@@ -194,25 +212,32 @@ def serve(model: str, connector: str) -> None:
                 "ttft_ms": 1e3 * output.metrics.first_token_latency,
                 "cpu_us": cpu_us,
                 "wall_us": wall_us,
+                "rank_cpu_us": rank_cpu_us,
+                "rank_wall_us": rank_wall_us,
                 "handed": output.kv_transfer_params,
             }
         )
 
 
 class Clock:
-    """What a connector's calls on the scheduler's thread take: of the CPU, and in all."""
+    """What a connector's calls take of the thread that makes them: of the CPU, and in all."""
 
-    def __init__(self, connector: Any) -> None:
+    def __init__(self, connector: Any, names: Sequence[str]) -> None:
         self._spent = [0, 0]
-        for name in TIMED if connector is not None else ():
+        self._inside = False
+        for name in names if connector is not None else ():
             setattr(connector, name, self._timed(getattr(connector, name)))
 
     def _timed(self, call: Any) -> Any:
         def timed(*arguments: Any, **named: Any) -> Any:
+            if self._inside:  # one of them calls another
+                return call(*arguments, **named)
+            self._inside = True
             began = time.thread_time_ns(), time.perf_counter_ns()
             try:
                 return call(*arguments, **named)
             finally:
+                self._inside = False
                 self._spent[0] += time.thread_time_ns() - began[0]
                 self._spent[1] += time.perf_counter_ns() - began[1]
 
@@ -363,6 +388,8 @@ def measure(
                         "tokens": [answer["tokens"] for answer in answers],
                         "cpu_us": [answer["cpu_us"] for answer in answers],
                         "wall_us": [answer["wall_us"] for answer in answers],
+                        "rank_cpu_us": [answer["rank_cpu_us"] for answer in answers],
+                        "rank_wall_us": [answer["rank_wall_us"] for answer in answers],
                     }
                 )
     return rows
@@ -391,9 +418,14 @@ def summed_up(rows: list[dict[str, Any]], lengths: Sequence[int]) -> list[dict[s
                     for arm in ARMS
                 }
             )
-    for what, field in (("of the CPU", "cpu_us"), ("in all", "wall_us")):
+    for what, field in (
+        ("scheduler's thread of the CPU", "cpu_us"),
+        ("scheduler's thread in all", "wall_us"),
+        ("rank's thread of the CPU", "rank_cpu_us"),
+        ("rank's thread in all", "rank_wall_us"),
+    ):
         table.append(
-            {"what": f"on the scheduler's thread {what}, p99 of requests", "unit": "us", "better": "<="}
+            {"what": f"on the {what}, p99 of requests", "unit": "us", "better": "<="}
             | {
                 arm: sorted(us for row in rows if row["arm"] == arm for us in row[field])[
                     -1 - len(rows) * len(lengths) // len(ARMS) // 100

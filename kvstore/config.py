@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import mmap
 import os
@@ -342,7 +343,10 @@ class StoreConfig:
         for uid, tenant in self.tenants.items():
             if not (uid.isascii() and uid.isdigit()) or not isinstance(tenant, str) or not tenant:
                 raise ConfigError(
-                    "maps a numeric user id to a tenant's name", field="tenants", value=f"{uid}={tenant}"
+                    "maps a numeric user id to a tenant's name",
+                    field="tenants",
+                    value=f"{uid}={tenant}",
+                    remedy="write 1000=alice; `id -u USER` prints the number",
                 )
         for path in (self.descriptor_socket, self.stream_socket, self.grpc_socket):
             length = len(os.fsencode(path))
@@ -438,6 +442,15 @@ WANTED: Mapping[type, str] = {
     str: "text",
     dict: 'tenants by user id: 1000=alice,1001=bob, or in a file [tenants] with 1000 = "alice"',
 }
+
+
+def address_remedy(problem: OSError) -> str:
+    """What to do about an address that the system refused to listen at."""
+    if problem.errno == errno.EADDRINUSE:
+        return "stop what listens there (ss -ltnp), or choose another"
+    if problem.errno == errno.EADDRNOTAVAIL:
+        return "choose an address of this machine (ip addr)"
+    return "choose a port from 1024 on" if problem.errno == errno.EACCES else "choose another"
 
 
 def parse_setting(name: str, text: str) -> Any:

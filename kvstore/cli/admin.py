@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from kvstore.cli.command import Command, number
+from kvstore.cli.command import Command, byte_size, number
 from kvstore.cli.output import note, say, say_json
 from kvstore.cli.tables import age, name, peer_text, plain, size, table
 from kvstore.client import Client
@@ -199,7 +199,11 @@ def _record_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seconds", type=number, default=0, metavar="N", help="how long (default: an hour)")
     parser.add_argument(
-        "--bytes-max", type=number, default=0, metavar="N", help="how large it may become (default: 1 GiB)"
+        "--bytes-max",
+        type=byte_size,
+        default=0,
+        metavar="SIZE",
+        help="how large it may become (default: 1 GiB)",
     )
     parser.add_argument("--background", action="store_true", help="do not wait for its end")
     parser.add_argument("--status", action="store_true", help="how far it is")

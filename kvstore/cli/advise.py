@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvstore.cli.admin import ask_admin
-from kvstore.cli.command import Command, number
+from kvstore.cli.command import Command, byte_size, number
 from kvstore.cli.output import note, say, say_json
-from kvstore.cli.simulate import byte_size, share_of, some_bytes
+from kvstore.cli.simulate import share_of, some_bytes
 from kvstore.cli.tables import share, size, table
 from kvstore.client import Client
 from kvstore.errors import BadRequest, Unavailable

@@ -14,11 +14,11 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstore.cli.command import Command
+from kvstore.cli.command import Command, byte_size
 from kvstore.cli.output import OutputClosed, note, say, say_json
 from kvstore.cli.tables import plain, size, table
 from kvstore.client import Client, connect
-from kvstore.config import StoreConfig, load, parse_setting
+from kvstore.config import StoreConfig, load
 from kvstore.errors import BadRequest, ConfigError, DeadlineExceeded, StoreError
 from kvstore.tiers.disk_port import RealDisk
 from kvstore.v1 import admin_pb2, admin_pb2_grpc
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ssd-bytes",
-        type=_size,
+        type=byte_size,
         default=0,
         metavar="SIZE",
         help="the cap of the directory (default: not judged)",
@@ -52,25 +52,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fix", action="store_true", help="remove exactly what is wrong; with --ssd-dir or --config"
     )
     parser.add_argument(
-        "--rate", type=_size, default=0, metavar="SIZE", help="bytes a second that a running daemon verifies"
+        "--rate",
+        type=byte_size,
+        default=0,
+        metavar="SIZE",
+        help="bytes a second that a running daemon verifies",
     )
     parser.add_argument(
-        "--wait", type=_patience, default=WAIT_S, metavar="SECONDS", help="longest wait for a running daemon"
+        "--wait", type=_wait, default=WAIT_S, metavar="SECONDS", help="longest wait for a running daemon"
     )
 
 
-def _patience(text: str) -> float:
-    value = float(text)
+def _wait(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds") from None
     if not 0 <= value <= WAIT_MAX_S:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and {WAIT_MAX_S:.0f} seconds")
     return value
-
-
-def _size(text: str) -> int:
-    try:
-        return int(parse_setting("ssd_bytes", text))
-    except StoreError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(run_dir: str, options: argparse.Namespace) -> int:

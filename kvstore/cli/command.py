@@ -16,9 +16,12 @@ from google.protobuf.message import Message
 from kvstore.cli.output import say, say_json
 from kvstore.cli.tables import plain
 from kvstore.client import Client
+from kvstore.config import parse_setting
+from kvstore.errors import ConfigError
 from kvstore.types import KEY_BYTES_MAX, SESSION_NAME_BYTES_MAX
 from kvstore.v1 import stats_pb2_grpc
 
+BYTES_MAX = 1 << 60
 EXIT_NOT_DURABLE = 3
 """What was asked for is done, but a restart of the daemon now could undo it."""
 
@@ -56,6 +59,16 @@ def number(text: str) -> int:
     value = int(text)
     if not 0 <= value < 1 << 63:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and {(1 << 63) - 1}")
+    return value
+
+
+def byte_size(text: str) -> int:
+    try:
+        value = int(parse_setting("dram_bytes", text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{text} {error.message} ({error.remedy})") from None
+    if not 0 <= value <= BYTES_MAX:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 2^60 bytes")
     return value
 
 

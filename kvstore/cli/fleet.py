@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from kvstore.cli.command import Command, key, number, seconds, session_name, show
+from kvstore.cli.command import Command, byte_size, key, number, seconds, session_name, show
 from kvstore.cli.output import note, say, say_json
 from kvstore.cli.tables import peer_text, plain, size, table
 from kvstore.client import Client
@@ -59,6 +59,8 @@ def _routes(reply: fleet_pb2.RouteReply) -> str:
         )
         for row in reply.nodes
     ]
+    if not reply.keys:
+        return "no chunk to look for: fewer tokens than a chunk has, or a session without chunks"
     return f"{table(head, rows)}\n{reply.keys:,} keys; registry: {reply.registry}"
 
 
@@ -179,9 +181,9 @@ def _fleet_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wait", action="store_true", help="drain: until all was offered")
     parser.add_argument(
         "--bytes-max",
-        type=number,
+        type=byte_size,
         default=0,
-        metavar="N",
+        metavar="SIZE",
         help="drain: offered at most (default: all of DRAM)",
     )
 

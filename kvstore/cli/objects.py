@@ -82,7 +82,20 @@ def put(client: Client, data: bytes) -> bytes:
             outcome = batch.commit()
             if outcome.error is not None:
                 raise outcome.error
+    _check_it_stayed(namespace, keys, len(data))
     return name
+
+
+def _check_it_stayed(namespace: Namespace, keys: Sequence[ChunkKey], size: int) -> None:
+    """A file larger than the store pushes its own pieces out, and its name would be of no use."""
+    gone = sum(reason is Reason.EVICTED for reason in namespace.match(keys).reasons)
+    if gone:
+        raise Exhausted(
+            f"{gone:,} of its {len(keys):,} pieces were evicted before all were saved: the store is too small",
+            field="FILE",
+            value=f"{size:,} bytes",
+            remedy="raise dram_bytes, or give the daemon an ssd_dir",
+        )
 
 
 def granted(namespace: Namespace, keys: Sequence[ChunkKey], parent: ChunkKey = ROOT) -> WriteBatch:

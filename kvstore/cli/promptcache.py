@@ -41,12 +41,20 @@ def _digest(text: str) -> bytes:
     return data
 
 
-def _read(path: str) -> bytes:
+def _read(path: str, field: str = "FILE") -> bytes:
     """A file, or standard input for "-"; at most one byte more than a document may have."""
     if path == "-":
         return sys.stdin.buffer.read(DOCUMENT_BYTES_MAX + 1)
-    with open(path, "rb") as file:
-        return file.read(DOCUMENT_BYTES_MAX + 1)
+    try:
+        with open(path, "rb") as file:
+            return file.read(DOCUMENT_BYTES_MAX + 1)
+    except OSError as problem:
+        raise BadRequest(
+            f"cannot be read: {problem.strerror}",
+            field=field,
+            value=path,
+            remedy="name a file that can be read, or -",
+        ) from None
 
 
 # ---------------------------------------------------------------------------------------------------------- schemas
@@ -116,10 +124,17 @@ def _check(options: argparse.Namespace) -> int:
 def _render(client: Client | None, options: argparse.Namespace) -> int:
     found: dict[str, Schema] = {}
     if options.schema:
-        schema = parse_schema(_read(options.schema), document=Path(options.schema).name)
+        schema = parse_schema(_read(options.schema, "--schema"), document=Path(options.schema).name)
         found[schema.name] = schema
 
     def find(name: str) -> Schema | None:
+        if client is None and name not in found:
+            raise BadRequest(
+                f"is schema {', '.join(found)}, and the prompt is of schema {name[:80]}",
+                field="--schema",
+                value=options.schema,
+                remedy=f"name the file of schema {name[:80]}, or leave --schema away for the daemon's",
+            )
         if client is not None and name not in found:
             try:
                 found[name] = parse_schema(get_schema(client, name).text, document=name)

@@ -226,7 +226,12 @@ def listed(client: Client, namespace: int, limit: int) -> stats_pb2.ListSessions
 def _where(client: Client, options: argparse.Namespace, *, missing_ok: bool = False) -> list[int]:
     """The namespaces that are meant: the one that was named, else those that have the session, else (keys) all."""
     if bool(options.session) == bool(options.key):
-        raise BadRequest("name either a session or --key", field="SESSION", value=options.session or "")
+        raise BadRequest(
+            "name either a session or --key",
+            field="SESSION",
+            value=name(options.session) if options.session else "",
+            remedy="kvctl sessions lists sessions" if not options.session else "leave one of them away",
+        )
     if options.namespace:
         return [options.namespace]
     if options.session:

@@ -8,11 +8,10 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvstore.cli.command import Command, number
+from kvstore.cli.command import Command, byte_size, number
 from kvstore.cli.output import note, say, say_json
 from kvstore.cli.tables import share, size, table
-from kvstore.config import parse_setting
-from kvstore.errors import BadRequest, ConfigError
+from kvstore.errors import BadRequest
 from kvstore.layout import SHARD_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -21,19 +20,6 @@ if TYPE_CHECKING:
 
 COMPUTED_ANEW = "recompute"
 """In place of a policy, with --model: no store at all."""
-
-
-BYTES_MAX = 1 << 60
-
-
-def byte_size(text: str) -> int:
-    try:
-        value = int(parse_setting("dram_bytes", text))
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(f"{text} {error.message}") from None
-    if not 0 <= value <= BYTES_MAX:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 2^60 bytes")
-    return value
 
 
 def some_bytes(text: str) -> int:
@@ -188,12 +174,14 @@ def _check_chunk(model: Model, trace: Trace, dram: Sequence[int]) -> int:
     return chunk_bytes
 
 
-def _check_outputs(*paths: str | None) -> None:
+def _check_outputs(**paths: str | None) -> None:
     """What cannot be written or drawn is told before the hours that lead there. Raises OSError, BadRequest."""
-    for path in filter(None, paths):
+    for option, path in paths.items():
+        if not path:
+            continue
         from kvstore.replay.report import check_plots
 
-        check_plots()
+        check_plots(option, path)
         existed = os.path.exists(path)
         with open(path, "ab"):
             pass
@@ -228,7 +216,7 @@ def simulate(_: str, options: argparse.Namespace) -> int:
             value=" ".join(options.policy),
             remedy="leave --engine out" if options.engine else "add --engine",
         )
-    _check_outputs(options.plot, options.html)
+    _check_outputs(plot=options.plot, html=options.html)
     trace, model, hardware = _read(options)
     chunk_bytes = _check_chunk(model, trace, options.dram)
     rows: list[dict[str, Any]] = []
@@ -353,7 +341,7 @@ def plan(_: str, options: argparse.Namespace) -> int:
         raise BadRequest(
             "no such policy", field="--policy", value=options.policy, remedy="known: " + ", ".join(POLICIES)
         )
-    _check_outputs(options.plot)
+    _check_outputs(plot=options.plot)
     trace, model, hardware = _read(options)
     _check_chunk(model, trace, ())
     made = make_plan(

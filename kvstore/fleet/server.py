@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvstore.config import PEERS
+from kvstore.config import PEERS, address_remedy
 from kvstore.core import events
 from kvstore.core.chunks import DERIVED
 from kvstore.core.events import Ticket
@@ -167,7 +167,7 @@ class PeerServer:
                 f"cannot be used: {problem.strerror}",
                 field="peer_address",
                 value=f"{host}:{port}",
-                remedy="stop what listens there (ss -ltnp), or choose another",
+                remedy=address_remedy(problem),
             ) from None
         threading.Thread(target=self._accept, name="kvstored-peers", daemon=True).start()
 

@@ -72,6 +72,15 @@ class FileTokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Raises BadRequest: no such files; Unsupported: a package is missing."""
+        if not (
+            folder / "tokenizer.json"
+        ).exists():  # a misspelt folder, told before a package that it does not need
+            raise BadRequest(
+                "has no tokenizer.json",
+                field="--tokenizer",
+                value=str(folder),
+                remedy="name a folder with tokenizer.json and tokenizer_config.json, or the tokenizer `bytes`",
+            )
         try:
             from jinja2 import StrictUndefined, TemplateError, Undefined  # noqa: F401
             from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -62,9 +62,12 @@ def _share(part: float, whole: float) -> float:
 # ------------------------------------------------------------------------------------------------------------- plots
 
 
-def check_plots() -> None:
-    """Raises BadRequest where nothing can be drawn."""
-    _figure(1.0, 1.0)
+def check_plots(option: str, path: str) -> None:
+    """Raises BadRequest, which names the option, where nothing can be drawn."""
+    try:
+        _figure(1.0, 1.0)
+    except BadRequest as problem:
+        raise BadRequest(problem.message, field=f"--{option}", value=path, remedy=problem.remedy) from None
 
 
 def _figure(width: float, height: float) -> Figure:

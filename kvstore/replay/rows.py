@@ -84,12 +84,12 @@ ZSTD_MAGIC, GZIP_MAGIC = b"\x28\xb5\x2f\xfd", b"\x1f\x8b"
 
 @contextlib.contextmanager
 def opened(path: str | Path) -> Iterator[IO[str]]:
-    """The file as text, decompressed if it begins as zstd or gzip does, whatever its name. Raises OSError; BadRequest
-    for what is neither UTF-8 nor whole, also while it is read, and where `zstandard` is missing."""
+    """The file as text, decompressed if it begins as zstd or gzip does, whatever its name. Raises BadRequest where
+    it cannot be opened, for what is neither UTF-8 nor whole, also while it is read, and where `zstandard` is missing;
+    OSError where a read fails."""
     try:
-        with open(path, "rb") as raw:
-            begins = raw.read(len(ZSTD_MAGIC))
-            raw.seek(0)
+        with _open(path) as raw:
+            begins = raw.peek(len(ZSTD_MAGIC))[: len(ZSTD_MAGIC)]  # a pipe cannot seek
             yield io.TextIOWrapper(_plain(raw, path, begins), "utf-8-sig", newline="")
     except UnicodeDecodeError as error:
         raise _unreadable(path, f"is no text in UTF-8 ({error.reason})") from None
@@ -116,6 +116,18 @@ def _plain(raw: IO[bytes], path: str | Path, begins: bytes) -> io.BufferedReader
     decompressor = zstandard.ZstdDecompressor()
     zstd = Decompressed(raw, "zstd", lambda: decompressor.decompressobj(), zstandard.ZstdError)
     return io.BufferedReader(zstd, READ_BYTES)
+
+
+def _open(path: str | Path) -> io.BufferedReader:
+    try:
+        return open(path, "rb")
+    except OSError as problem:
+        raise BadRequest(
+            f"cannot be read: {problem.strerror}",
+            field="trace",
+            value=str(path),
+            remedy="name a file that can be read",
+        ) from None
 
 
 def _unreadable(path: str | Path, why: str) -> BadRequest:

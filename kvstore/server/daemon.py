@@ -36,7 +36,7 @@ import grpc.aio
 from prometheus_client.core import Metric
 
 from kvstore import __version__
-from kvstore.config import MORE_SEGMENTS, ONE_SEGMENT, PEERS, REMOTE_STORE, StoreConfig
+from kvstore.config import MORE_SEGMENTS, ONE_SEGMENT, PEERS, REMOTE_STORE, StoreConfig, address_remedy
 from kvstore.core import events
 from kvstore.core.events import Ticket
 from kvstore.core.store import Store
@@ -318,7 +318,7 @@ def check_port_is_free(field: str, host: str, port: int) -> None:
                 f"cannot be used: {problem.strerror}",
                 field=field,
                 value=f"{host}:{port}",
-                remedy="stop what listens there (ss -ltnp), or choose another",
+                remedy=address_remedy(problem),
             ) from None
 
 

@@ -337,7 +337,10 @@ def test_errors_are_one_line(kvctl, arguments, status, why):
 
 MISSING = [
     (["explain"], "name either a session or --key"),
-    (["explain", "talk", "--key", "61"], "name either a session or --key"),
+    (
+        ["explain", "talk", "--key", "61"],
+        "SESSION=talk: name either a session or --key (leave one of them away)",
+    ),
     (["explain", "nobody"], "SESSION=nobody: no such session (see kvctl sessions)"),
     (["explain", "--key", "61", "--namespace", "99"], "no such namespace of this tenant"),
     (["forget", "talk", "--file", "00" * 16], "name one of SESSION, --key and --file"),

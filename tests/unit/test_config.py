@@ -155,6 +155,7 @@ def test_a_size_of_segments_that_is_named_stays(source, tmp_path):
         (["--dram-bytes=0"], {}, "dram_bytes=0: must be above 0"),
         (["--dram-bytes=16M"], {}, "dram_bytes=16777216: is smaller than one segment of 33554432 bytes"),
         (["--tenants", "alice"], {}, "tenants=alice: is not tenants by user id: 1000=alice"),
+        (["--tenants", "bob=alice"], {}, r"tenants=bob=alice: .* \(write 1000=alice; `id -u USER` prints"),
         (
             ["--ssd-bytes", "much"],
             {},

@@ -210,6 +210,14 @@ def daemon(folder: Path) -> Iterator[Daemon]:
     daemon.stop()
 
 
+@pytest.fixture(scope="module")
+def in_memory(folder: Path) -> Iterator[dict[str, Any]]:
+    """Settings of a tier whose daemon has no SSD: what is saved stays in DRAM."""
+    daemon = Daemon(folder / "in memory")
+    yield {"run_dir": str(daemon.run_dir)}
+    daemon.stop()
+
+
 @pytest.fixture
 def launch(config: Any, daemon: Daemon) -> Iterator[Callable[..., Rig]]:
     """launch(rows=..., **tier settings) -> Rig"""
@@ -263,14 +271,14 @@ def test_rows_come_back_as_they_were(launch: Callable[..., Rig]) -> None:
 
 
 def test_what_is_in_dram_is_known_at_once(
-    launch: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+    launch: Callable[..., Rig], in_memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the first call, without a thread and without asking vLLM to ask again; also that it is not there."""
     keys = keys_of("at once", 4)
-    first = launch()
+    first = launch(**in_memory)
     first.put(first.request("one", keys), {keys[0]: 51, keys[1]: 52, keys[2]: 53})
     first.idle()
-    rig = launch()
+    rig = launch(**in_memory)
     rig.until(lambda: rig.tier._spec is not None and rig.tier._link.ready(rig.tier._spec))
 
     def asked(*_: Any) -> None:
@@ -298,13 +306,15 @@ def test_what_is_in_dram_is_known_at_once(
     rig.idle()
 
 
-def test_what_goes_between_the_look_and_the_load_is_computed(launch: Callable[..., Rig]) -> None:
+def test_what_goes_between_the_look_and_the_load_is_computed(
+    launch: Callable[..., Rig], in_memory: dict[str, Any]
+) -> None:
     """Nothing is pinned for an answer out of the directory."""
     keys = keys_of("goes", 3)
-    first = launch()
+    first = launch(**in_memory)
     first.put(first.request("one", keys), {keys[0]: 61, keys[1]: 62, keys[2]: 63})
     first.idle()
-    rig = launch()
+    rig = launch(**in_memory)
     rig.until(lambda: rig.tier._spec is not None and rig.tier._link.ready(rig.tier._spec))
     rig.until(lambda: rig.tier._link.ready(rig.tier._spec).peek(keys) is not None)
     context = rig.request("two", keys)
@@ -317,10 +327,12 @@ def test_what_goes_between_the_look_and_the_load_is_computed(launch: Callable[..
     assert [rig.value(keys[number], context) for number in (0, 2)] == [61, 63]
 
 
-def test_how_long_a_request_waits_is_learnt_when_it_is_computed(launch: Callable[..., Rig]) -> None:
+def test_how_long_a_request_waits_is_learnt_when_it_is_computed(
+    launch: Callable[..., Rig], in_memory: dict[str, Any]
+) -> None:
     """Of copies alone, what vLLM's steps make a request wait would cost nothing."""
     keys = keys_of("delay", 2)
-    rig = launch()
+    rig = launch(**in_memory)
     rig.put(rig.request("one", keys), dict.fromkeys(keys, 1))
     rig.forget()
     choice = rig.tier.choice

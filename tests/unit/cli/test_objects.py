@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.cli import objects
-from kvstore.types import GrantResult
+from kvstore.errors import Exhausted
+from kvstore.types import GrantResult, Reason
 
 FULL, GRANTED, BUSY = GrantResult.FULL, GrantResult.GRANTED, GrantResult.BUSY
 
@@ -43,8 +44,8 @@ def test_what_does_not_come_is_told(monkeypatch, patience_s, answer):
     assert granted(Store(answer)).results == answer
 
 
-def test_a_piece_is_no_copy_of_all_that_follows(monkeypatch):
-    """A file of a thousand pieces would be copied five hundred times."""
+def put(monkeypatch, reason):
+    """Seven pieces; the store says `reason` of the third when all are saved. What was written, piece by piece."""
     pieces = []
 
     class Batch:
@@ -69,7 +70,20 @@ def test_a_piece_is_no_copy_of_all_that_follows(monkeypatch):
 
     monkeypatch.setattr(objects, "PIECE_BYTES", 16)
     monkeypatch.setattr(objects, "granted", lambda namespace, keys, parent: Batch(keys))
-    client = SimpleNamespace(open=lambda spec: SimpleNamespace(salt=bytes(32)))
+    matched = SimpleNamespace(reasons=[Reason.NONE, Reason.NONE, reason, *[Reason.NONE] * 4])
+    client = SimpleNamespace(open=lambda spec: SimpleNamespace(salt=bytes(32), match=lambda keys: matched))
     objects.put(client, b"x" * 100)
+    return pieces
+
+
+@pytest.mark.parametrize("reason", [Reason.NONE, Reason.ON_SSD])
+def test_a_piece_is_no_copy_of_all_that_follows(monkeypatch, reason):
+    """A file of a thousand pieces would be copied five hundred times."""
+    pieces = put(monkeypatch, reason)
     assert len(pieces) == 7
     assert len({id(piece.obj) for piece in pieces}) == 1
+
+
+def test_a_file_that_the_store_cannot_hold_is_told(monkeypatch):
+    with pytest.raises(Exhausted, match=r"FILE=100 bytes: 1 of its 7 pieces were evicted .*raise dram_bytes"):
+        put(monkeypatch, Reason.EVICTED)
