@@ -7,6 +7,7 @@ killed, stopped or cut off between any two of them.
 from __future__ import annotations
 
 import random
+import zlib
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -419,8 +420,9 @@ class Process:
         ]
         sums = tuple(committed.get((namespace, key, 0), 1) ^ (self.random.random() < 0.1) for key in keys)
         yield from self.ask(ev.ReportDuplicates, namespace, tuple(keys), sums, (0,), self.maker)
-        if keys and keys[0][0] % 4 == 0:  # it is or thinks that it is wrong
-            healthy = bool(keys[0][1] & 1)
+        chance = zlib.crc32(keys[0]) if keys else 1
+        if chance % 4 == 0:  # it is wrong, or thinks so
+            healthy = bool(chance & 4)
             yield from self.ask(
                 ev.ReportDuplicates,
                 namespace,

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import argparse
 import logging
+from urllib.parse import urlsplit
 
 import uvicorn
 
 from kvstore.scheduler.gateway.app import Settings, create_app
 
 
+def _server(text: str) -> tuple[str, str]:
+    url, _, node = text.partition("=")
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such a port cannot be
+        is_address = False
+    if not is_address:
+        raise argparse.ArgumentTypeError(f"{url} is no address of a server (as http://127.0.0.1:8000)")
+    return url, node
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvstore.scheduler.gateway")
     parser.add_argument(
         "--server",
+        type=_server,
         action="append",
         required=True,
         metavar="URL[=NODE]",
@@ -29,12 +43,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8080)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    named = [server.partition("=") for server in options.server]
-    nodes = tuple(node for _, _, node in named)
+    nodes = tuple(node for _, node in options.server)
     if any(nodes) and not (all(nodes) and options.run_dir):
         parser.error("name the node of each --server, and a --run-dir of any of them")
     settings = Settings(
-        tuple(url for url, _, _ in named),
+        tuple(url for url, _ in options.server),
         options.run_dir,
         options.model,
         options.slots,

@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from kvstore.client import ActionKind, Client, Namespace
+from kvstore.scheduler.gateway import __main__ as gateway_program
 from kvstore.scheduler.gateway.app import Settings, create_app
 from kvstore.v1 import stats_pb2, stats_pb2_grpc
 
@@ -357,3 +358,14 @@ def test_without_a_daemon_everything_is_answered(
     assert {each.result().status_code for each in asking} == {200}
     answer = httpx.post(f"{url}/v1/kv/presence", content=json.dumps({"prompt": "x"}))
     assert answer.json()["result"] == "rejected"
+
+
+@pytest.mark.parametrize("url", ["nonsense", "127.0.0.1:8000", "http://", "http://host:99999", "ftp://host"])
+def test_a_server_without_an_address_is_refused(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gateway", "--server", f"{url}=gpu-1", "--run-dir", "/nowhere"])
+    with pytest.raises(SystemExit) as ended:
+        gateway_program.main()
+    assert ended.value.code == 2
+    assert f"argument --server: {url} is no address of a server (as http://" in capsys.readouterr().err

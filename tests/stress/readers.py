@@ -79,6 +79,14 @@ def write(run_dir: str, seed: int, ends: float) -> None:
         with suppress(StoreError):
             if chance.random() < 0.05:
                 space.forget(keys=[key_of(number) for number in numbers], timeout_s=2.0)
+            if chance.random() < 0.5:
+                made_of = [
+                    np.full(SHARD // 8, word_of(number, shard), np.uint64)
+                    for number in numbers
+                    for shard in (0, 1)
+                ]
+                space.put([key_of(number) for number in numbers], made_of, timeout_s=2.0)
+                continue
             with space.write([key_of(number) for number in numbers], timeout_s=2.0) as batch:
                 for index in batch.granted:
                     for shard in range(2):

@@ -315,6 +315,13 @@ def full_of_pins(**limits: Any) -> tuple[DiskWorld, WorkerId, NamespaceId, Any]:
     return world, worker, namespace, held.lease
 
 
+@pytest.fixture
+def coarse_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not hear what leases pin, so that promotions begin and find no slot."""
+    monkeypatch.setattr("kvstore.core.requests.plan.MEMORY_STEPS", 1)
+
+
+@pytest.mark.usefixtures("coarse_windows")
 def test_a_promotion_that_finds_no_slot_waits_until_something_happened() -> None:
     world, worker, namespace, lease = full_of_pins()
     assert need(world, worker, namespace, chain("a", 6)).results == (ACCEPTED,)
@@ -328,6 +335,7 @@ def test_a_promotion_that_finds_no_slot_waits_until_something_happened() -> None
     assert world.counters["promotions_without_slot"] == 6
 
 
+@pytest.mark.usefixtures("coarse_windows")
 @pytest.mark.parametrize("what", ["expiry", "forget", "ranks"])
 def test_what_may_give_it_one(what: str) -> None:
     world, worker, namespace, lease = full_of_pins(lease_ttl_max_ms=1_000, revoke_grace_ms=100)
