@@ -229,7 +229,9 @@ def block_sizes(*, head_dim: int, group: int, plan: Plan, element_bytes: int, ca
         )
     item_chunks = plan.split_tokens // plan.chunk_tokens
     tile = tiles.DECODE.get(tiles.Key(rows, block_d, plan.chunk_tokens)) or tiles.Tile(
-        max(16, min(64, TILE_BYTES // (2 * block_d * element_bytes))), warps_for(rows, block_d), STAGES
+        max(16, min(64, TILE_BYTES // (2 * block_d * element_bytes))),
+        warps_for(rows, block_d) if rows >= 64 else 4,  # 8 spill on sm_100 with 32 rows of 256
+        STAGES,
     )
     tile = fitting(tile, rows=rows, block_d=block_d, element_bytes=element_bytes, card=card)
     return {
