@@ -66,7 +66,7 @@ def decode(record: npt.NDArray[np.uint8]) -> tuple[int, ...] | None:
     """None for bytes that are no choice."""
     if len(record) < HEADER.size:
         return None
-    magic, count = HEADER.unpack_from(record)
+    magic, count = HEADER.unpack_from(record.data)
     if magic != MAGIC or count > (len(record) - HEADER.size) // 4:
         return None
     return tuple(np.frombuffer(record, "<u4", count, HEADER.size).tolist())

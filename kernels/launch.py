@@ -50,7 +50,7 @@ def card_of(device: torch.device) -> Card:
 @cache
 def _card(number: int) -> Card:
     properties = torch.cuda.get_device_properties(number)
-    return card((properties.major, properties.minor), properties.shared_memory_per_block_optin)
+    return card((properties.major, properties.minor), properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # torch has no types for it
 
 
 def card(capability: tuple[int, int], shared_bytes: int) -> Card:
