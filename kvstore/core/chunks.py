@@ -244,6 +244,7 @@ class ChunkTable:
             self.shard0,
             self._maker,
             self.directory,
+            self.cohort,
         ):
             none.extend(array("i", [NONE]) * more)
         for zero in (
@@ -252,7 +253,6 @@ class ChunkTable:
             self.pins,
             self.refs,
             self.hits,
-            self.cohort,
             self.history,
             self.tokens,
             self.ready,

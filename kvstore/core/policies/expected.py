@@ -1,5 +1,6 @@
 """What queued jobs do not need goes in the order of the hits that a slot may expect of it (`ages.py`), the least first;
-of chunks that were used together descendants go before their ancestors. What jobs need goes last, as with `Hints`.
+descendants go before their ancestors, be they worth more by their kinds: nobody finds them without. What jobs need goes
+last, as with `Hints`.
 
 Chunks of one kind that were used at one time are a cohort: linked rows, which leave from the end of their chain.
 Cohorts of one kind and one bucket of ages are a cell, the oldest first, and cells stand in the order of their worth: to
@@ -12,6 +13,7 @@ import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from math import inf
 from operator import itemgetter
 from typing import cast
@@ -42,6 +44,8 @@ RESTING = 64
 """Numbers of cohorts that ended rest before they are used again."""
 EXPLORE = 100
 """One of so many saves that are not worth a slot gets one."""
+CHILDREN_MAX = 64
+"""Of a chunk that is to go, so many are looked at: a beginning that many requests share has thousands."""
 
 TENANTS_LEARNED_MAX = 64
 """So many tenants' statistics survive a restart, those first that know most: some 20 KB each."""
@@ -376,6 +380,7 @@ class Expected(Hints):
         cohort = self.cohorts[self._chunks.cohort[row]]
         assert cohort is not None, self._chunks.describe(row)
         self._chunks.unlink(cohort, row)
+        self._chunks.cohort[row] = NONE
         cast("ByWorth", candidates).row_count -= 1
 
     def unlink_many(self, candidates: Candidates, rows: Rows) -> None:
@@ -383,6 +388,7 @@ class Expected(Hints):
             cohort = self.cohorts[number]
             assert cohort is not None, number
             batch.unlink(self._chunks, cohort, mine)
+        self._chunks.views.cohort[rows] = NONE
         cast("ByWorth", candidates).row_count -= len(rows)
 
     def _file(self, candidates: ByWorth, rows: Sequence[int], *, behind: bool = False) -> None:
@@ -473,6 +479,7 @@ class Expected(Hints):
         """(worth, row), the least worth first."""
         self._age(candidates)
         newer = self._chunks.newer
+        given: set[int] = set()
         for worth, _, number in list(candidates.in_order):
             cell = candidates.by_worth.get(number, ())
             while cell and not cell[0].count:
@@ -482,9 +489,37 @@ class Expected(Hints):
                 row = cell[at].oldest
                 while row != NONE:
                     following = newer[row]
-                    yield worth, row
+                    if row not in given:
+                        for each in self._ends_first(candidates, row, given):
+                            yield worth, each
+                        if following in given:  # and gone with its ancestor, perhaps
+                            following = cell[at].oldest
                     row = following
                 at += 1
+
+    def _ends_first(self, candidates: ByWorth, row: int, given: set[int]) -> Iterator[int]:
+        """`row`, and before it what it is the beginning of: without it that is of no use, whatever its kind is worth.
+        All that is yielded joins `given`, which is left out."""
+        children = self._chunks.children
+        path = [row]
+        while path:
+            last = path[-1]
+            for child in islice(children(last), CHILDREN_MAX):
+                if child not in given and self._may_go(candidates, child):
+                    path.append(child)
+                    break
+            else:
+                path.pop()
+                given.add(last)
+                yield last
+
+    def _may_go(self, candidates: ByWorth, row: int) -> bool:
+        """Whether a row is among those that go by worth, and was not passed over."""
+        number = self._chunks.cohort[row]
+        cohort = self.cohorts[number] if number != NONE else None
+        if cohort is None or cohort.cell // BUCKETS % KINDS_MAX == SPARED:
+            return False
+        return candidates.by_use.get((cohort.cell // BUCKETS, cohort.since)) is cohort
 
     def _drop(self, candidates: ByWorth, cohort: Cohort) -> None:
         """An empty cohort ends."""

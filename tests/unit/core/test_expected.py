@@ -410,3 +410,25 @@ def test_the_worth_that_is_told_is_that_by_which_chunks_go() -> None:
     told = [each for each in standing(reads, *keys) if each is not None and each.rule == "worth"]
     assert len(told) > 20
     assert {each.least_worth for each in told} == {min(each.worth for each in told)}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_goes_before_what_can_only_be_found_behind_it(seed: int) -> None:
+    """Whatever kinds are worth: dialogues of many lengths branch off each other, and are used at different depths."""
+    draw = random.Random(seed)
+    reads = Reads(eviction="expected")
+    for _ in range(120):
+        reads.ask(f"chain {draw.randrange(8)} ", 1 + draw.randrange(9))
+    state = reads.world.store.state
+    policy, chunks = state.policy, state.chunks
+    (dram,) = (namespace.dram for namespace in state.namespaces.values())
+    before = [list(kind) for kind in policy.books[0].worth]
+    policy.books[0].worth = [[draw.random() for _ in kind] for kind in before]
+    policy.books[0].version += 1
+    dram.aged_at = 0  # cells are put in order anew
+    order = list(policy.unneeded(dram))
+    assert len(order) == len(set(order)) == dram.unneeded > 40
+    place = {row: number for number, row in enumerate(order)}
+    pairs = [(row, chunks.parent[row]) for row in order if chunks.parent[row] in place]
+    assert len(pairs) > 20
+    assert all(place[row] < place[parent] for row, parent in pairs)
