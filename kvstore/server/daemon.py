@@ -458,7 +458,11 @@ class Daemon:
         self._searches = ShortSearches()
         with no_searches():
             store, tier = self._open_ssd() if config.ssd_dir else (Store(config.limits), None)
-        self._learned = LearnedFile(config.ssd_dir or config.run_dir, config.eviction)
+        self._learned = LearnedFile(
+            config.ssd_dir or config.run_dir,
+            config.eviction,
+            is_ours=lambda: bool(config.ssd_dir) or self._directory.holds,
+        )
         self._learned.load(store.state.policy.recall)
         self._tier = tier
         self._remote = self._open_remote() if self._has_remote else None

@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.config import LOCK_FILE
+from kvstore.config import LEARNED_FILE, LOCK_FILE
 from kvstore.core.events import IndexUsage, NamespaceRecord
 from kvstore.core.namespaces import chunk_salt
 from kvstore.core.ssd.index_room import NEARLY_FULL
@@ -68,6 +68,8 @@ REBUILD_ROWS = 10_000
 META = ("format", "boot_count", "next_slab", "direct", "slab_bytes")
 ROW = "row deleted"
 REUSED = "reused"
+LEARNED_FILES = {LEARNED_FILE, LEARNED_FILE + ".new"}
+"""Of the daemon, not of the tier: advice, and no bytes of `ssd_bytes`."""
 """No problem: see `_check_record`."""
 
 
@@ -630,7 +632,7 @@ class Check:
     def _check_files(self) -> None:
         mine = {format.slab_name(number) for number in (*self._slabs, *self._closed)} | set(self._files)
         known = {LOCK_FILE, PROBE_FILE, INDEX_DIR, SCHEMAS_DIR}
-        for name in sorted(self._disk.names(self._directory)):
+        for name in sorted(set(self._disk.names(self._directory)) - LEARNED_FILES):
             status = os.lstat(os.path.join(self._directory, name))
             if stat.S_ISREG(status.st_mode):
                 self.found.bytes_used += status.st_size

@@ -166,7 +166,7 @@ def test_kvctl_needs_no_daemon_for_files(run_kvctl: Callable[..., str], files: P
     assert "prompt.xml:1:23=<oslo/>" in said and "<plan><oslo/></plan>" in said
     (files / "other.xml").write_text("<schema name='other'/>")
     said = run_kvctl(*render, "--schema", str(files / "other.xml"), status=1)
-    assert "other.xml: is schema other, and the prompt is of schema trip" in said
+    assert "--schema=" in said and "is schema other, and the prompt is of schema trip" in said
 
 
 def test_render_shows_what_the_store_has(daemon: Any, run_kvctl: Callable[..., str], files: Path) -> None:

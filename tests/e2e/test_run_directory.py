@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from kvstore.config import LEARNED_FILE
 from kvstore.types import GrantResult
 
 from .ssd_tools import SMALL_SSD, SPEC, client_of, keys_of, save
@@ -14,6 +15,8 @@ from .test_daemon_start_stop import SERVING, health
 MADE_AGAIN = "the run directory was cleaned under the daemon: made again"
 LOST = "the run directory is lost: stopping"
 FILES = {"kvstored.sock", "stream.sock", "grpc.sock", "lock"}
+LEFT = {"lock", LEARNED_FILE}
+"""By a daemon that ended in good order and has no ssd_dir."""
 
 
 def names(run_dir) -> set[str]:
@@ -53,7 +56,7 @@ def test_what_was_cleaned_away_is_made_again(start_daemon, launch, run_dir, gone
         assert second.exit_status() == 2
         assert f"another daemon uses this directory (pid {daemon.pid})" in second.refusals[0]
     assert daemon.stop() == 0
-    assert names(run_dir) == {"lock"}
+    assert names(run_dir) == LEFT
 
 
 def test_it_is_made_again_as_often_as_it_is_cleaned(start_daemon, run_dir):
@@ -105,7 +108,7 @@ def test_a_daemon_whose_directory_another_one_has_stops_and_leaves_it_alone(
         space = client.open(SPEC)
         assert space.match(keys).usable == len(keys), "nothing that was saved is lost"
     assert second.stop() == 0
-    assert names(run_dir) == {"lock"}
+    assert names(run_dir) == LEFT
 
 
 def test_a_directory_that_cannot_be_made_again_is_complained_of_and_who_is_in_is_served(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.config import LEARNED_FILE
 from kvstore.core.policies import ages
 from kvstore.core.policies.ages import BUCKETS, Book
 from kvstore.core.policies.expected import Expected
-from kvstore.server.learned import FILE, LearnedFile
+from kvstore.server import learned as learned_file
+from kvstore.server.learned import LearnedFile
 from kvstore.sim.world import PAGE, World, chain, spec
 
 KIND = ages.NAMES.index("second turn, under 2k tokens")
@@ -121,7 +125,7 @@ def test_tenants_begin_where_they_left_off(tmp_path: Path) -> None:
 def test_a_file_that_is_none_is_told_and_left_out(
     tmp_path: Path, text: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / FILE).write_bytes(text)
+    (tmp_path / LEARNED_FILE).write_bytes(text)
     policy = policy_of(World(segments=1, segment_bytes=16 * PAGE))
     LearnedFile(str(tmp_path), "expected").load(policy.recall)
     assert "cannot be read" in caplog.text
@@ -161,3 +165,30 @@ def test_nothing_that_a_file_may_say_is_taken_for_counts(value: object) -> None:
     known = policy.learned().get("tenant", {})
     assert isinstance(known, dict)
     assert all(len(counts) == 2 for counts in known.values())
+
+
+def test_another_daemons_directory_is_left_alone(tmp_path: Path) -> None:
+    file = LearnedFile(str(tmp_path), "expected", is_ours=lambda: False)
+    asyncio.run(file.save({"a": 1}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, reached, real = threading.Event(), threading.Event(), os.fsync
+
+    def hang(fd: int) -> None:
+        reached.set()
+        assert gate.wait(60)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", hang)
+    monkeypatch.setattr(learned_file, "SAVE_MAX_S", 0.1)
+    file = LearnedFile(str(tmp_path), "expected")
+    asyncio.run(file.save({"a": 1}))  # comes back, and the loop ends
+    assert reached.wait(60)
+    asyncio.run(file.save({"a": 2}))
+    writing = file._thread
+    assert writing is not None and writing.is_alive(), "no second one while the first hangs"
+    gate.set()
+    writing.join(60)
+    assert json.loads((tmp_path / LEARNED_FILE).read_text())["tenants"] == {"a": 1}

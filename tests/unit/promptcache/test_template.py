@@ -180,7 +180,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, content: str | None) -> None:
     pytest.importorskip("tokenizers", reason="the package tokenizers is not installed")
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(BadRequest, match="cannot be read"):
+    with pytest.raises(BadRequest, match="has no tokenizer.json" if content is None else "cannot be read"):
         load_tokenizer(str(tmp_path))
 
 
