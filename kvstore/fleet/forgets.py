@@ -18,7 +18,6 @@ from kvstore.tiers.remote.records import Description
 from kvstore.tiers.remote.redis_tombstones import RedisTombstones
 from kvstore.tiers.remote.tombstones import Forgotten
 
-JOURNAL = "peers.forgotten"
 KEPT_S = 30 * 24 * 3_600
 """A node that was away for longer takes all that it has for forgotten."""
 TIDY_S = 600.0

@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvstore.config import PEERS, StoreConfig
+from kvstore.config import PEERS, PEERS_JOURNAL, StoreConfig
 from kvstore.core.events import ForgottenElsewhere
 from kvstore.errors import ConfigError
 from kvstore.fleet.client import PeerReads
 from kvstore.fleet.door import PeerDoor, PeerTls
 from kvstore.fleet.drain import TAKE_S, Drain, take
-from kvstore.fleet.forgets import JOURNAL, FleetForgets
+from kvstore.fleet.forgets import FleetForgets
 from kvstore.fleet.held import Where
 from kvstore.fleet.kv_events import KvEvents
 from kvstore.fleet.registry import Node, Registry, check_url
@@ -179,7 +179,7 @@ class FleetNode:
         if config.registry_url:
             self.forgets = FleetForgets(
                 self.secret,
-                os.path.join(config.ssd_dir or config.run_dir, JOURNAL),
+                os.path.join(config.ssd_dir or config.run_dir, PEERS_JOURNAL),
                 news=self._heard,
                 done=lambda event: loop().post_threadsafe(event),
                 within_s=config.forget_within_s,

@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.config import LEARNED_FILE, LOCK_FILE
+from kvstore.config import LEARNED_FILE, LOCK_FILE, PEERS_JOURNAL, REMOTE_JOURNAL
 from kvstore.core.events import IndexUsage, NamespaceRecord
 from kvstore.core.namespaces import chunk_salt
 from kvstore.core.ssd.index_room import NEARLY_FULL
@@ -68,8 +68,15 @@ REBUILD_ROWS = 10_000
 META = ("format", "boot_count", "next_slab", "direct", "slab_bytes")
 ROW = "row deleted"
 REUSED = "reused"
-LEARNED_FILES = {LEARNED_FILE, LEARNED_FILE + ".new"}
-"""Of the daemon, not of the tier: advice, and no bytes of `ssd_bytes`."""
+BESIDE = {
+    *(LEARNED_FILE, LEARNED_FILE + ".new"),
+    *(
+        os.path.splitext(name)[0] + end
+        for name in (REMOTE_JOURNAL, PEERS_JOURNAL)
+        for end in (".forgotten", ".new")
+    ),
+}
+"""Files of the daemon beside the tier's, no bytes of `ssd_bytes`; they are written as NAME.new, and renamed."""
 """No problem: see `_check_record`."""
 
 
@@ -632,7 +639,7 @@ class Check:
     def _check_files(self) -> None:
         mine = {format.slab_name(number) for number in (*self._slabs, *self._closed)} | set(self._files)
         known = {LOCK_FILE, PROBE_FILE, INDEX_DIR, SCHEMAS_DIR}
-        for name in sorted(set(self._disk.names(self._directory)) - LEARNED_FILES):
+        for name in sorted(set(self._disk.names(self._directory)) - BESIDE):
             status = os.lstat(os.path.join(self._directory, name))
             if stat.S_ISREG(status.st_mode):
                 self.found.bytes_used += status.st_size

@@ -483,6 +483,26 @@ def test_an_index_without_room_for_many_deletions_is_written_anew(left: Left) ->
     assert "800 rows of table sessions deleted" in fixed and done.kinds == {"session": 800}
 
 
+def test_what_the_daemon_keeps_beside_the_tier_is_no_stranger(left: Left) -> None:
+    before = check(left.ssd)
+    for name in (
+        "learned.json",
+        "learned.json.new",
+        "remote.forgotten",
+        "remote.new",
+        "peers.forgotten",
+        "peers.new",
+    ):
+        (left.ssd / name).write_bytes(b"x" * (1 << 20))
+    (left.ssd / "learned.txt").write_text("somebody's")
+    done = check(left.ssd)
+    assert done.status == 0 and done.found["notes"] == [
+        *before.found["notes"],
+        "learned.txt is not of the SSD tier",
+    ]
+    assert done.found["bytes_used"] - before.found["bytes_used"] < 1 << 20
+
+
 def test_sessions(left: Left) -> None:
     """Damaged pages are a problem; chunks that a session names and nobody has any more are what time brings."""
     (head, page) = sorted(left.rows("sessions"))

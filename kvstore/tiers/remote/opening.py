@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvstore.config import StoreConfig
+from kvstore.config import REMOTE_JOURNAL, StoreConfig
 from kvstore.core.events import Event
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import SlotMemory
@@ -18,7 +18,6 @@ from kvstore.tiers.remote.tier import POLL_S, RemoteTier
 REDIS = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 OBJECTS = ("s3", "gs", "az", "file")
 SALT_BYTES_MIN = 16
-JOURNAL = "remote.forgotten"
 OBJECTS_POLL_S = 5.0
 """Two requests each: about a million a month and node."""
 
@@ -83,7 +82,7 @@ def read_salt(config: StoreConfig) -> bytes:
 
 def journal_path(config: StoreConfig) -> str:
     """On the SSD, where a restart finds it; else beside the sockets."""
-    return os.path.join(config.ssd_dir or config.run_dir, JOURNAL)
+    return os.path.join(config.ssd_dir or config.run_dir, REMOTE_JOURNAL)
 
 
 def open_remote(config: StoreConfig, memory: SlotMemory, done: Callable[[Event], None]) -> RemoteTier:
