@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.server.learned import FILE
+from kvstore.config import LEARNED_FILE
 from kvstore.types import Outcome
 
 from .ssd_tools import SMALL_SSD, SPEC, client_of, keys_of, look, save
@@ -17,7 +17,7 @@ from .ssd_tools import SMALL_SSD, SPEC, client_of, keys_of, look, save
 
 def learned_in(folder: Path) -> float:
     """Lives whose end the daemon saw, of all its tenants."""
-    found = json.loads((folder / FILE).read_text())
+    found = json.loads((folder / LEARNED_FILE).read_text())
     return sum(sum(ended) for kinds in found["tenants"].values() for ended, _ in kinds.values())
 
 
@@ -42,7 +42,7 @@ def test_what_was_learned_outlives_the_daemon(
     assert not [line for line in daemon.lines if "learned" in line["message"]], daemon.lines
     assert daemon.stop() == 0
     assert before / 2 - 0.5 <= learned_in(folder) <= before, "whole, until its tenant has opened something"
-    (folder / FILE).write_text('{"kvstored_learned": 1, "tenants"')
+    (folder / LEARNED_FILE).write_text('{"kvstored_learned": 1, "tenants"')
     daemon = start_daemon(**settings)
     daemon.wait_for("what was learned of reuse cannot be read, and is learned anew")
     assert daemon.stop() == 0
