@@ -152,12 +152,38 @@ def _unwind(number: int, _: FrameType | None) -> NoReturn:
 
 
 @contextmanager
-def directory() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="kvdemo-"))  # short: the path of a unix socket is bounded
+def ends_later() -> Iterator[None]:
+    """What asks the process to end, does so when this is over: nothing is made that nobody knows of."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {
+        number: handler
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+        if callable(handler := signal.getsignal(number))
+    }
+    for number in before:
+        signal.signal(number, lambda number, _: came.append(number))
     try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in came[:1]:
+            signal.raise_signal(late)
+
+
+@contextmanager
+def directory() -> Iterator[Path]:
+    folder: Path | None = None
+    try:
+        with ends_later():
+            folder = Path(tempfile.mkdtemp(prefix="kvdemo-"))  # short: the path of a unix socket is bounded
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Demo:
@@ -284,7 +310,7 @@ class Demo:
 
     def _start(self) -> None:
         log = self._folder / "log"
-        with log.open("ab") as errors:
+        with log.open("ab") as errors, ends_later():
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "kvstore", f"--run-dir={self._run_dir}"),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +41,27 @@ def test_who_ends_it_finds_nothing_left(number: signal.Signals, tmp_path: Path) 
         assert process.stdout.readline()  # it has its directory, and starts its daemon
         process.send_signal(number)
         assert process.wait(60) == 128 + number
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_who_ends_it_while_the_daemon_is_being_started_leaves_none(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The process is there, and nobody has heard of it yet."""
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(real(*args, **options))
+        signal.raise_signal(number)
+        return started[-1]
+
+    monkeypatch.setattr(demo.subprocess, "Popen", start)
+    monkeypatch.setattr(demo.tempfile, "tempdir", str(tmp_path))
+    with pytest.raises((SystemExit, KeyboardInterrupt)), demo.tidy_end(), demo.directory() as folder:
+        demo.Demo(folder, as_json=True).run()
+    assert [process.poll() is not None for process in started] == [True]
     assert list(tmp_path.iterdir()) == []
 
 
