@@ -486,14 +486,15 @@ class Expected(Hints):
                 self._drop(candidates, cell.popleft())
             at = 0
             while at < len(cell):
-                row = cell[at].oldest
+                cohort = cell[at]
+                row = cohort.oldest
                 while row != NONE:
                     following = newer[row]
                     if row not in given:
                         for each in self._ends_first(candidates, row, given):
                             yield worth, each
                         if following in given:  # and gone with its ancestor, perhaps
-                            following = cell[at].oldest
+                            following = cohort.oldest
                     row = following
                 at += 1
 
