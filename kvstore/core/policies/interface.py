@@ -45,6 +45,8 @@ class Policy(ABC):
         `set_ranks` and `change_ranks` alone change it."""
         self.now: Millis = 0
         """Of the step that is going on."""
+        self.awaited: tuple[set[int], ...] = ()
+        """Rows that came to DRAM because somebody asked for them, until they are taken."""
         self.lives_min = 0
         """A policy that learns goes by recency until it has seen so many chunks being saved or used."""
 
