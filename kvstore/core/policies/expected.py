@@ -25,7 +25,7 @@ from kvstore.core.namespaces import Namespace
 from kvstore.core.policies import ages
 from kvstore.core.policies.ages import BUCKETS, EDGES, KINDS, UNKNOWN, Book, Learned
 from kvstore.core.policies.hints import ByNeed, Hints, ranked
-from kvstore.core.policies.interface import Rows
+from kvstore.core.policies.interface import AWAITED_MS, Rows
 from kvstore.core.policies.lists import Candidates, Ranked
 from kvstore.types import Millis, NamespaceId
 
@@ -33,7 +33,7 @@ UNNAMED = KINDS
 """A kind of its own: tails that no manifest names, which go before everything;"""
 SPARED = KINDS + 1
 """and what was passed over, or is about to be taken by who asked for it, which goes after everything, until"""
-SPARED_MS = 10_000
+SPARED_MS = AWAITED_MS
 """so long after that."""
 HOUR_MS = 3_600_000
 KINDS_MAX = 64
@@ -398,9 +398,8 @@ class Expected(Hints):
     def _without_awaited(self, candidates: Candidates, rows: Sequence[int]) -> Sequence[int]:
         """Spare those of `rows` that came because somebody waits for them, who is about to take them: else what comes
         for one turn would push each other out. The others."""
-        awaited = [row for rows_awaited in self.awaited for row in rows_awaited.intersection(rows)]
-        used_at = self._chunks.used_at
-        spared = {row for row in awaited if self.now - used_at[row] < SPARED_MS}
+        came = set().union(*(each.intersection(rows) for each in self.awaited))
+        spared = set(filter(self.is_awaited, came))
         if not spared:
             return rows
         self._spare(candidates, [row for row in rows if row in spared])

@@ -28,6 +28,8 @@ from kvstore.core.policies.lists import Candidates, Ranked
 from kvstore.types import Millis, NamespaceId
 
 Rows = npt.NDArray[np.intp]
+AWAITED_MS: Millis = 10_000
+"""So long what came to DRAM because somebody asked for it is kept for that."""
 
 
 class Policy(ABC):
@@ -52,6 +54,12 @@ class Policy(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.rank)} chunks ranked)"
+
+    def is_awaited(self, row: int) -> bool:
+        """Whether a chunk came because somebody asked for it, who is about to take it."""
+        if not any(row in rows for rows in self.awaited):
+            return False
+        return self.now - self._chunks.used_at[row] < AWAITED_MS
 
     @abstractmethod
     def candidates(self) -> Candidates:
