@@ -75,7 +75,9 @@ class Watched:
         with suppress(StoreError):
             self.perform(op, name, count, other)
         gone = before - self.resident()
-        if gone & awaited and "unpin" not in op:  # what somebody asked for and is about to take goes last of all
+        if (
+            gone & awaited and "unpin" not in op
+        ):  # what somebody asked for and is about to take goes last of all
             left = self.resident() & before & may_go
             assert not left - awaited, (op, gone, left)
         pinned = {key for keys in self.held.values() for key in keys}
