@@ -33,6 +33,7 @@ def start(folder: Path, room_bytes: int, protection: str = "sealed") -> Server:
             f"--tcp-address={tcp}",
             "--tcp-unauthenticated",
             "--staging-bytes=128M",
+            "--eviction=lru",
         ),
     ]
     address = {"run_dir": str(run_dir), "tcp": tcp}
