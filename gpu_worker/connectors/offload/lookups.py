@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Delay, Found
-from kvstore.gpu_worker.connectors.lookup import COLD, SAVING_SHARE, peek
+from kvstore.gpu_worker.connectors.lookup import COLD, SAVING_SHARE, note, peek
 from kvstore.gpu_worker.connectors.offload.crew import Crew
 from kvstore.gpu_worker.connectors.offload.tally import Tally
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason, Tier
@@ -149,6 +149,7 @@ class Lookups:
             question.delay.begin(plan, Tier.DRAM, now)
         self._tally.add(computed=peeked.hits - plan.chunks)
         question.settle(dict.fromkeys(keys[: plan.chunks]), [])
+        note(namespace, keys, peeked.usable)
         return question
 
     def _answer(self, question: Question) -> None:

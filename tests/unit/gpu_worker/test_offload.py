@@ -184,6 +184,8 @@ class Store:
         self.promotions = 0
         """Reads that may have something promoted."""
         self.directory = True
+        self.noted: list[tuple[list[ChunkKey], int]] = []
+        """Lookups that the directory answered."""
         self.void: set[ChunkKey] = set()
         self.full: set[ChunkKey] = set()
         self.staging = 99
@@ -214,6 +216,9 @@ class Store:
         usable = next((n for n, key in enumerate(wanted) if key not in self.chunks), len(wanted))
         hits = next((n for n, key in enumerate(wanted) if key in self.promoting), usable)
         return Peeked(usable, min(hits, usable)) if self.directory else None
+
+    def note_lookup(self, wanted: Sequence[ChunkKey], peeked: Peeked) -> None:
+        self.noted.append((list(wanted), peeked.usable))
 
     def match(self, wanted: Sequence[ChunkKey], *, timeout_s: float) -> Any:
         there = (Outcome.HIT if key in self.chunks else Outcome.MISS for key in wanted)
@@ -737,6 +742,7 @@ def test_what_the_directory_knows_is_answered_at_once(rig: Rig) -> None:
         inquiry.again()
         rig.store.asked.clear()
     assert rig.tally.total["lookups"] == 6
+    assert rig.store.noted == [(wanted, 2)] * 2, "the daemon hears of the miss too, once for each request"
 
 
 def test_what_the_directory_does_not_know_is_asked(rig: Rig) -> None:
@@ -750,6 +756,7 @@ def test_what_the_directory_does_not_know_is_asked(rig: Rig) -> None:
     rig.store.promoting.add(wanted[1])  # it is on SSD
     inquiry.look(rig.store, wanted, 0.0)
     assert inquiry.unasked and inquiry.verdict(wanted[0], 0.0, keys_max=9) is Verdict.WAIT
+    assert not rig.store.noted
 
 
 def test_what_the_directory_knew_may_be_gone_when_it_is_loaded(rig: Rig) -> None:
