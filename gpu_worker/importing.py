@@ -1,5 +1,5 @@
-"""Bringing together the modules that a prompt imports: each part of one lies in a chunk of the pool of its own, as it was
-encoded, and all requests that have it read it there, wherever it stands in each. What is nowhere is computed."""
+"""Bringing together the modules that a prompt imports: each part of one lies in a chunk of the pool of its own, as it
+was encoded, and all requests that have it read it there, wherever it stands in each. What is nowhere is computed."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -230,20 +230,11 @@ class Prompts:
             except PmlError as error:
                 log.warning("nothing is kept of an earlier version of %s: %s", schema.name, error)
         found = {path: units for path, units in encoding.moved_from(before).items() if path in used}
-        there = self._there(
-            namespace,
-            (
-                key
-                for path, units in found.items()
-                for one in (encoding.units[path], *units)
-                for key in one.keys
-            ),
-        )
         taken: dict[Path, Unit] = {}
         for path, units in found.items():
-            if there.issuperset(encoding.units[path].keys):
+            if self._has(namespace, encoding.units[path].keys):
                 continue
-            old = next((one for one in units if there.issuperset(one.keys)), None)
+            old = next((one for one in units if self._has(namespace, one.keys)), None)
             if old is not None:
                 taken[path] = old
         return encoding.replaced(taken) if taken else encoding
@@ -251,26 +242,19 @@ class Prompts:
     def _is_there(self, namespace: Namespace, planned: Planned) -> bool:
         """Whether the store has all parts, as far as it can be asked at once."""
         assert planned.assembly is not None
-        keys = list(dict.fromkeys(part.key for part in planned.assembly.parts))[:KEYS_PER_REQUEST_MAX]
-        try:
-            return len(self._matched(namespace, keys)) == len(keys)
-        except StoreError as error:
-            log.warning("cannot ask what is there of schema %s: %s", planned.schema, error)
-            return True
+        keys = list(dict.fromkeys(part.key for part in planned.assembly.parts))
+        return self._has(namespace, keys, else_=True)
 
-    def _there(self, namespace: Namespace, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Which of these the store has, as far as it can be asked at once; none if it cannot be asked."""
+    def _has(self, namespace: Namespace, keys: Sequence[ChunkKey], *, else_: bool = False) -> bool:
+        """Whether the store has all of these, as far as it can be asked at once; `else_`: if it cannot be asked."""
+        if not keys:
+            return True
         try:
-            return self._matched(namespace, list(dict.fromkeys(keys))[:KEYS_PER_REQUEST_MAX])
+            outcomes = namespace.match(keys[:KEYS_PER_REQUEST_MAX]).outcomes
         except StoreError as error:
             log.warning("cannot ask which modules are there: %s", error)
-            return set()
-
-    def _matched(self, namespace: Namespace, keys: Sequence[ChunkKey]) -> set[ChunkKey]:
-        if not keys:
-            return set()
-        outcomes = namespace.match(keys).outcomes
-        return {key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not Outcome.MISS}
+            return else_
+        return all(outcome is not Outcome.MISS for outcome in outcomes)
 
 
 class _Kept(OrderedDict[Hashable, T]):

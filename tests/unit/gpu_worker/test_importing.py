@@ -147,7 +147,8 @@ def test_both_ways_say_the_same(recipe: Recipe, store: FakeStore, engines: MakeE
 
 def test_the_same_document_twice_is_one_in_the_pool(store: FakeStore, engines: MakeEngine) -> None:
     schema = '<schema name="s">Read: <collection name="docs"/></schema>'
-    text = f'<prompt schema="s"><docs><document>{LONG}</document><document>Short.</document><document>{LONG}</document></docs>Why?</prompt>'
+    one_, two = f"<document>{LONG}</document>", "<document>Short.</document>"
+    text = f'<prompt schema="s"><docs>{one_}{two}{one_}</docs>Why?</prompt>'
     one, other = engine_of(engines, store), engine_of(engines, store, share=False)
     encoding = encoding_of(one, schema)
     encode_documents(one, encoding, text)
@@ -208,13 +209,10 @@ def test_a_load_that_fails_is_computed_and_the_next_one_tries_again(
     fails = [True]
     store.on_copy = lambda number: number != layer or not fails or not fails.pop()
     asked = [assembly_of(engine, encoding, prompt(number)) for number in (0, 1)]
-    got = run(engine, asked)
+    first, second = run(engine, asked).values()
     assert engine.counters["load_failures"] == 1 and not fails
-    assert (
-        list(got.values())[0]
-        == Plain(engine._model, []).logits(asked[0], list(got.values())[0]).argmax(1).tolist()
-    )
-    assert list(got.values())[1] == plain.logits(asked[1], list(got.values())[1]).argmax(1).tolist()
+    assert first == Plain(engine._model, []).logits(asked[0], first).argmax(1).tolist()
+    assert second == plain.logits(asked[1], second).argmax(1).tolist()
 
 
 def test_a_request_that_ends_while_it_loads_leaves_the_module_to_the_next(
