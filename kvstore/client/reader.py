@@ -30,6 +30,8 @@ GROUP_VERIFY_EVERY = 64
 
 _OUTCOMES = (Outcome.MISS, Outcome.HIT)
 """By the state of a row: 0, or HIT."""
+_PEEKED = (Outcome.MISS, Outcome.HIT, Outcome.PENDING)
+"""By the state of a row: 0, HIT, or ON_SSD."""
 
 
 class MatchedHere(Matched):
@@ -86,7 +88,7 @@ class Reader:
         if found.usable < len(keys) and directory.view.ask_for_others:
             return None
         usable = _usable(found, token_count)
-        return Peeked(usable, min(usable, found.hits))
+        return Peeked(usable, min(usable, found.hits), tuple(map(_PEEKED.__getitem__, found.states)))
 
     @staticmethod
     def _is_for_the_daemon(directory: Directory, found: Found, *, all_keys: bool) -> bool:
