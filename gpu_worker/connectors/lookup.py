@@ -76,6 +76,14 @@ def peek(namespace: Namespace, keys: Sequence[ChunkKey], *, any_order: bool = Fa
     return Peeked(usable, hits, tuple(outcomes))
 
 
+def note(namespace: Namespace, keys: Sequence[ChunkKey], usable: int) -> None:
+    """Tell the daemon what a request was answered by `peek`: so many leading keys of these."""
+    for start in range(0, min(len(keys), usable + 1), KEYS_PER_REQUEST_MAX):
+        part = keys[start : start + KEYS_PER_REQUEST_MAX]
+        here = min(len(part), usable - start)
+        namespace.note_lookup(part, Peeked(here, here))
+
+
 def look_up(
     namespace: Namespace,
     keys: Sequence[ChunkKey],

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Delay, Found, Plan, Why
-from kvstore.gpu_worker.connectors.lookup import COLD, LAST_LOOK_S, SAVING_SHARE, peek
+from kvstore.gpu_worker.connectors.lookup import COLD, LAST_LOOK_S, SAVING_SHARE, note, peek
 from kvstore.gpu_worker.connectors.offload.crew import Crew
 from kvstore.gpu_worker.connectors.offload.tally import Tally
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason, Tier
@@ -177,6 +177,10 @@ class Lookups:
             question.delay.begin(plan, Tier.SSD if question.cold else Tier.DRAM, now)
         self._tally.add(computed=there_max - len(chosen))
         question.settle(dict.fromkeys(chosen), [])
+        if prefix or not chosen:
+            note(namespace, keys, peeked.usable)
+        else:
+            note(namespace, chosen, len(chosen))  # of several groups, nobody knows which key was missed
         return question
 
     def _choose(

@@ -186,6 +186,8 @@ class Store:
         self.promotions = 0
         """Reads that may have something promoted."""
         self.directory = True
+        self.noted: list[tuple[list[ChunkKey], int]] = []
+        """Lookups that the directory answered."""
         self.void: set[ChunkKey] = set()
         self.full: set[ChunkKey] = set()
         self.staging = 99
@@ -224,6 +226,9 @@ class Store:
             for key in wanted
         )
         return Peeked(usable, min(hits, usable), tuple(outcomes)) if self.directory else None
+
+    def note_lookup(self, wanted: Sequence[ChunkKey], peeked: Peeked) -> None:
+        self.noted.append((list(wanted), peeked.usable))
 
     def match(self, wanted: Sequence[ChunkKey], *, timeout_s: float) -> Any:
         there = (Outcome.HIT if key in self.chunks else Outcome.MISS for key in wanted)
@@ -748,6 +753,7 @@ def test_what_the_directory_knows_is_answered_at_once(rig: Rig) -> None:
         inquiry.again()
         rig.store.asked.clear()
     assert rig.tally.total["lookups"] == 6
+    assert rig.store.noted == [(wanted, 2)] * 2, "the daemon hears of the miss too, once for each request"
 
 
 def test_what_the_directory_does_not_know_is_asked(rig: Rig) -> None:
@@ -762,6 +768,7 @@ def test_what_the_directory_does_not_know_is_asked(rig: Rig) -> None:
     learn(rig)
     inquiry.look(rig.store, wanted, 0.0)
     assert inquiry.unasked and inquiry.verdict(wanted[0], 0.0, keys_max=9) is Verdict.WAIT
+    assert not rig.store.noted
     inquiry.ask(0.0, prefix=True)
     rig.idle()
     assert rig.choice.ssd_bytes_per_s == rig.store.ssd_bytes_per_s, "now it has"
@@ -812,6 +819,7 @@ def test_of_several_groups_only_what_is_needed_is_found_at_once(rig: Rig) -> Non
     inquiry = rig.inquiry()
     inquiry.look(rig.store, wanted, 0.0, needed=lambda there: sorted(there)[1:])
     assert [inquiry.verdict(key, 0.0, keys_max=9) for key in wanted] == [MISS, MISS, HIT, HIT]
+    assert rig.store.noted == [(wanted[2:], 2)], "which of the others was missed nobody knows"
     transfer = rig.transfer(wanted[2:], [0, 1])
     rig.loader.start(transfer, *inquiry.load(transfer.keys))
     assert transfer.ended.wait(BOUND_S)
