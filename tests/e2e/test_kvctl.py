@@ -336,14 +336,8 @@ def test_errors_are_one_line(kvctl, arguments, status, why):
 
 
 MISSING = [
-    (["explain"], "name either a session or --key"),
-    (
-        ["explain", "talk", "--key", "61"],
-        "SESSION=talk: name either a session or --key (leave one of them away)",
-    ),
     (["explain", "nobody"], "SESSION=nobody: no such session (see kvctl sessions)"),
     (["explain", "--key", "61", "--namespace", "99"], "no such namespace of this tenant"),
-    (["forget", "talk", "--file", "00" * 16], "name one of SESSION, --key and --file"),
     (["get", "00"], "KEY=00: a key of put has 16 bytes (give the key as kvctl put printed it)"),
     (["get", "ab" * 16], f"KEY={'ab' * 16}: a piece of it is not there: NEVER_SEEN"),
     (["put", "/nowhere"], "FILE=/nowhere: cannot be read: No such file or directory"),
