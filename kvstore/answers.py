@@ -71,6 +71,8 @@ class Peeked:
     """Leading keys whose bytes can be had, those on SSD included; as `Matched.usable`."""
     hits: int
     """Of them, the leading ones that are in DRAM."""
+    outcomes: tuple[Outcome, ...] = ()
+    """Of each key, whatever is missing before it: HIT in DRAM, PENDING on SSD alone, else MISS."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import ipaddress
 import mmap
@@ -464,13 +465,21 @@ def address_remedy(problem: OSError) -> str:
     return "choose a port from 1024 on" if problem.errno == errno.EACCES else "choose another"
 
 
+def _meant(name: str) -> str:
+    """What to do about a setting that does not exist."""
+    alike = difflib.get_close_matches(name, _kinds(), n=3)
+    return (
+        "did you mean " + " or ".join(alike) + "? " if alike else ""
+    ) + "kvstored --help lists all settings"
+
+
 def parse_setting(name: str, text: str) -> Any:
     """A setting given as text (flag or environment): sizes take K, M, G, T (powers of 1024), switches true or false,
     `tenants` "1000=alice,1001=bob"."""
     kind = _kinds().get(name)
     is_size = name.endswith(("_bytes", "_bytes_max", "_bytes_per_s"))
     if kind is None:
-        raise ConfigError("no such setting", field=name, value=text, remedy="known: " + ", ".join(_kinds()))
+        raise ConfigError("no such setting", field=name, value=text, remedy=_meant(name))
     try:
         if kind is bool:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[
@@ -492,13 +501,11 @@ def parse_setting(name: str, text: str) -> Any:
 
 
 def load(toml: Mapping[str, Any], environment: Mapping[str, str], flags: Mapping[str, Any]) -> StoreConfig:
-    """Flags over environment over TOML over defaults; an unknown key anywhere is refused with the known ones."""
+    """Flags over environment over TOML over defaults; an unknown key anywhere is refused."""
     values: dict[str, Any] = {}
     for key, value in toml.items():
         if key not in _kinds():
-            raise ConfigError(
-                "unknown key in the TOML file", field=key, value=value, remedy="known: " + ", ".join(_kinds())
-            )
+            raise ConfigError("unknown key in the TOML file", field=key, value=value, remedy=_meant(key))
         values[key] = (
             parse_setting(key, value) if isinstance(value, str) and _kinds()[key] is not str else value
         )

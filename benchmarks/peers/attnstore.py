@@ -33,6 +33,9 @@ def start(folder: Path, room_bytes: int, protection: str = "sealed") -> Server:
             f"--tcp-address={tcp}",
             "--tcp-unauthenticated",
             "--staging-bytes=128M",
+            # What gets read stays and every put is stored, as in the other stores: the default policy may hold what is
+            # there for worth more than a put that nobody reads again.
+            "--eviction=lru",
         ),
     ]
     address = {"run_dir": str(run_dir), "tcp": tcp}

@@ -92,6 +92,9 @@ class PromptCache:
         found = job.request.found
         if planned.assembly is None:
             return
+        if job.request.absent is not None:
+            self.encoder.want(planned.missing(job.request.absent), root)
+            return
         asked = found is not None and found.lease is not None
         here = frozenset(part.key for part in planned.assembly.parts if part.end <= job.request.reused.hbm)
         missing = found.missing if asked and found is not None else None

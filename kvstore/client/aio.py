@@ -202,6 +202,9 @@ class AsyncNamespace:
     def peek(self, keys: Sequence[ChunkKey], *, token_count: int = 0) -> Peeked | None:
         return self._namespace.peek(keys, token_count=token_count)
 
+    def note_lookup(self, keys: Sequence[ChunkKey], peeked: Peeked) -> None:
+        self._namespace.note_lookup(keys, peeked)
+
     async def read(
         self,
         keys: Sequence[ChunkKey],

@@ -140,6 +140,12 @@ class Namespace:
         lacks may be beyond this node), and `match` asks the daemon."""
         return self._reader.peek(keys, token_count=token_count)
 
+    def note_lookup(self, keys: Sequence[ChunkKey], peeked: Peeked) -> None:
+        """Tell the daemon that a request was answered with what `peek` said of these keys: for statistics, recordings
+        and what is learned of misses, since no other message may come of it. Once for each request; what is found is
+        counted when it is read. Waits for nothing."""
+        self._reader.note_lookup(keys, peeked)
+
     def read(
         self,
         keys: Sequence[ChunkKey],

@@ -344,7 +344,8 @@ def test_an_unknown_flag(launch):
 
 def test_an_unknown_variable(launch):
     refused(
-        launch(environment={"KVSTORED_DRAMS": "1"}), "drams=1: no such setting (known: run_dir, dram_bytes"
+        launch(environment={"KVSTORED_DRAMS": "1"}),
+        "drams=1: no such setting (did you mean drain_ms or dram_bytes? kvstored --help",
     )
 
 
@@ -352,7 +353,7 @@ def test_an_unknown_toml_key(launch, run_dir):
     (run_dir.parent / "kvstored.toml").write_text("dram_byte = 1\n")
     refused(
         launch(f"--config={run_dir.parent}/kvstored.toml"),
-        "dram_byte=1: unknown key in the TOML file (known: run_dir,",
+        "dram_byte=1: unknown key in the TOML file (did you mean dram_bytes",
     )
 
 

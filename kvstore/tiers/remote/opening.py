@@ -65,7 +65,7 @@ def read_salt(config: StoreConfig) -> bytes:
         salt = Path(path).read_bytes().strip()
         others = os.stat(path).st_mode & 0o077
     except OSError as problem:
-        raise ConfigError(str(problem.strerror), field="remote_salt_file", value=path) from None
+        raise ConfigError.unreadable(problem, field="remote_salt_file", path=path) from None
     if len(salt) < SALT_BYTES_MIN:
         raise ConfigError(
             f"holds fewer than {SALT_BYTES_MIN} bytes",
