@@ -32,6 +32,8 @@ MISSED, BEHIND = b"\0", b"\2"
 """What the daemon is told of a key that was looked up in the directory."""
 _OUTCOMES = (Outcome.MISS, Outcome.HIT)
 """By the state of a row: 0, or HIT."""
+_PEEKED = (Outcome.MISS, Outcome.HIT, Outcome.PENDING)
+"""By the state of a row: 0, HIT, or ON_SSD."""
 
 
 class MatchedHere(Matched):
@@ -88,7 +90,7 @@ class Reader:
         if found.usable < len(keys) and directory.view.ask_for_others:
             return None
         usable = _usable(found, token_count)
-        return Peeked(usable, min(usable, found.hits))
+        return Peeked(usable, min(usable, found.hits), tuple(map(_PEEKED.__getitem__, found.states)))
 
     def note_lookup(self, keys: Sequence[ChunkKey], peeked: Peeked) -> None:
         keys = checked_keys("keys", keys)

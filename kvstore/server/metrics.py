@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from kvstore import measures
 from kvstore.errors import StoreError, shorten
 from kvstore.server.logs import fields
 from kvstore.tiers.ssd import SsdStats
@@ -208,11 +209,11 @@ def families(
         ),
         *_ssd(values["ssd"], values["counters"], disk),
         *(
-            _gauge(name, "See proto/kvstore/v1/stats.proto.", (), {(): value})
+            _gauge(name, measures.meaning(name), (), {(): value})
             for name, value in sorted(values["gauges"].items())
         ),
         *(
-            _counter(name, "See proto/kvstore/v1/stats.proto.", (), {(): value})
+            _counter(name, measures.meaning(name), (), {(): value})
             for name, value in sorted(values["counters"].items())
             if name not in LABELLED
         ),

@@ -16,7 +16,8 @@ from vllm.v1.request import RequestStatus
 from kvstore.client import connect
 from kvstore.gpu_worker.compute_or_load import BOUND_MIN_S, VAIN_MAX, ComputeOrLoad, Computing, Line
 from kvstore.gpu_worker.connectors.vllm import lookups, scheduler
-from kvstore.gpu_worker.connectors.vllm.steps import Steps, tokens_of_step
+from kvstore.gpu_worker.connectors.vllm.callers import tokens_of_step
+from kvstore.gpu_worker.connectors.vllm.steps import Steps
 from kvstore.types import Tier
 
 from .conftest import BLOCK, BOUND_S, Daemon, prompt
