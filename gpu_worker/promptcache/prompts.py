@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from kvstore.client import Client, Namespace
     from kvstore.gpu_worker.batching import BatchEngine
 
+SIBLINGS_MAX = 512
+"""Chunks of the members of unions that a prompt did not choose, which are told the daemon."""
 KEPT_MAX = 64
 """Schemas, layouts and encodings that are kept, each."""
 T = TypeVar("T")
@@ -99,6 +101,8 @@ class Planned:
     """It is of an earlier version, since what it needs of the current one is not encoded yet."""
     wanted: tuple[Job, ...] = ()
     """What would have to be encoded for it to be a hit, of the current version. Those that are there are among them."""
+    siblings: tuple[ChunkKey, ...] = ()
+    """Of the other members of unions that it has a member of."""
 
     def missing(self, keys: frozenset[ChunkKey] | None) -> list[Job]:
         """What of it is to be encoded, if the store did not have these; None: it was not asked."""
@@ -166,7 +170,9 @@ class Prompts:
     ) -> Planned:
         """Of the first of these versions; the others came before it, the newest first."""
         schema = versions[0]
-        placement = self._layout(schema).place(parse_prompt(text, schema))
+        prompt = parse_prompt(text, schema)
+        layout = self._layout(schema)
+        placement = layout.place(prompt)
         salt = namespace.salt if namespace is not None else bytes(32)
         encoding, all_jobs = self._encode(schema, salt, root, recipe)
         if namespace is not None and len(versions) > 1 and self._engine.moves:
@@ -185,6 +191,12 @@ class Prompts:
                 for job in (*all_jobs, *document_jobs(encoding, placement, salt=salt, root=root))
                 if not needed.isdisjoint(job.keys)
             ),
+            siblings=tuple(
+                key
+                for path in _siblings(schema, layout.used(prompt))
+                if path in encoding.units
+                for key in encoding.units[path].keys
+            )[:SIBLINGS_MAX],
         )
 
     def _layout(self, schema: Schema) -> Layout:
@@ -255,6 +267,18 @@ class Prompts:
             log.warning("cannot ask which modules are there: %s", error)
             return else_
         return all(outcome is not Outcome.MISS for outcome in outcomes)
+
+
+def _siblings(schema: Schema, used: set[Path]) -> Iterator[Path]:
+    """The members of unions that are in no prompt with those that it uses."""
+    for path in sorted(used):
+        scope = schema.scopes[path]
+        chosen = {union for name, union in scope.unions.items() if (*path, name) in used}
+        yield from (
+            (*path, name)
+            for name, union in scope.unions.items()
+            if union in chosen and (*path, name) not in used
+        )
 
 
 class _Kept(OrderedDict[Hashable, T]):

@@ -501,8 +501,10 @@ class Process:
 
     def _update(self, namespace: NamespaceId, conversation: Conversation) -> Program:
         """Let the session name what was saved; what is not there yet, or not any more, another time."""
-        info: ev.SessionInfo = yield from self.ask(ev.GetSession, namespace, conversation.name)
         keys = conversation.keys
+        info: ev.SessionInfo = yield from self.ask(
+            ev.GetSession, namespace, conversation.name, len(keys) % 2 == 0
+        )
         keep = 0
         while keep < min(len(keys), len(info.entries)) and info.entries[keep].key == keys[keep]:
             keep += 1

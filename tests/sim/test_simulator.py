@@ -58,6 +58,8 @@ def test_a_seed_that_failed_once(seed: str, protection: str, steps: str) -> None
         ("any-record", "remote"),
         ("forgotten-elsewhere", "remote"),
         ("record-too-new", "remote"),
+        ("overwrite-newer-session", "remote"),
+        ("tell-derived-session", "remote"),
     ],
 )
 def test_a_planted_bug_is_found(name: str, tier: str) -> None:

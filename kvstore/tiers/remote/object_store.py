@@ -338,8 +338,8 @@ class ObjectStore:
 
     def _tell_again(self, known: int, deadline: float) -> None:
         """The store was wiped, an older copy was put back, or this node was away for longer than forgets are kept."""
-        ours = self._book.everything()
         oldest = self._run(deadline, self._list_forgotten)
+        ours = self._book.everything()  # also what stood there at a count that records have passed meanwhile
         if oldest > known + 1:
             self._book.learn([(tombstones.EVERYTHING, oldest)], *self._book.seen)
         count = self._book.seen[0] + 1
