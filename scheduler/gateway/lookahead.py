@@ -147,8 +147,9 @@ class LookAhead:
                 found = answer.json().get("tokens") if answer.status_code == 200 else None
             except (httpx.HTTPError, ValueError, RecursionError, AttributeError):
                 continue  # a text that is no Unicode, or an answer that is none
-            are_ids = isinstance(found, list) and all(type(token) is int for token in found)
-            return found if are_ids else []
+            if isinstance(found, list) and all(type(token) is int for token in found):
+                return found
+            return []
         return []
 
     async def _keys_of(self, tokens: list[int]) -> list[ChunkKey]:
