@@ -922,6 +922,7 @@ class Daemon:
             "uptime_seconds": time.monotonic() - self._started_at,
             "attach_streams": float(self._service.streams),
             "staging_bytes": float(self._staging.bytes_granted),
+            "directory_bytes": float(self._directories.memory_bytes),
             "regions": float(lent.regions),
             "region_bytes": float(lent.bytes),
             "tcp_refused": float(self._access.refused if self._access is not None else 0),
