@@ -51,7 +51,8 @@ def prefill(
     turned: torch.Tensor | None = None,
 ) -> None:
     """See `prefill_attention`, which checked the arguments."""
-    if turned is None and soft_cap is None and is_torchs(plan, q.dtype):
+    # With another scale torch's masks, which are -inf before it is multiplied, mask nothing
+    if turned is None and soft_cap is None and scale > 0 and is_torchs(plan, q.dtype):
         by_torch(q.detach(), keys.detach(), values.detach(), plan, scale=scale, out=out.detach())
         return
     work = _Work(q.detach(), keys.detach(), values.detach(), plan, scale, soft_cap)
