@@ -92,7 +92,7 @@ soak: venv  ## a daemon under full load for MINUTES: does anything grow or break
 	$(PY) tests/stress/soak.py --json --minutes $(MINUTES) $(ARGS)
 
 .PHONY: mutants
-mutants: venv  ## plant the bugs of tests/mutants/mutants.toml one by one: are all caught? (ARGS='lease index')
+mutants: venv  ## plant the bugs of tests/mutants/bugs one by one: are all caught? (ARGS='lease index')
 	$(PY) tests/mutants/run.py $(ARGS)
 
 # What guides the fuzzer has an environment of its own, on top of ours

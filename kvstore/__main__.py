@@ -120,9 +120,14 @@ def read_toml(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text("utf-8"))
     except OSError as problem:
-        raise ConfigError(f"cannot be read: {problem.strerror}", field="config", value=path) from None
+        raise ConfigError.unreadable(problem, field="config", path=path) from None
     except (ValueError, RecursionError) as problem:
-        raise ConfigError(f"is not TOML: {problem}", field="config", value=path) from None
+        raise ConfigError(
+            f"is not TOML: {problem}",
+            field="config",
+            value=path,
+            remedy="mend that place; deploy/kvstored.toml has every setting as it is written",
+        ) from None
 
 
 def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:

@@ -71,6 +71,8 @@ class Peeked:
     """Leading keys whose bytes can be had, those on SSD included; as `Matched.usable`."""
     hits: int
     """Of them, the leading ones that are in DRAM."""
+    outcomes: tuple[Outcome, ...] = ()
+    """Of each key, whatever is missing before it: HIT in DRAM, PENDING on SSD alone, else MISS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,24 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedManifest:
+    """What a node told the others of one of its sessions: which keys to look for, not that they are anywhere."""
+
+    head: bytes
+    """Tells it from every other one that was told: made of node, boot and version."""
+    count: int
+    """Higher than those that its writer had seen."""
+    node: str
+    version: int
+    """Of the session at that node."""
+    keys: tuple[ChunkKey, ...] = ()
+    """None: the session is that node's own, or was forgotten."""
+    token_counts: tuple[int, ...] = ()
+    ours: bool = False
+    """This start of this node told it."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionInfo:
     session: bytes
     version: int
@@ -136,6 +156,8 @@ class SessionInfo:
     entries_forgotten: bool = False
     """Of a repeated request: it was carried out, as `version`, but the session has moved on since, and what it held at
     that version is not remembered."""
+    elsewhere: SharedManifest | None = None
+    """What another node told of it last, where that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import ipaddress
 import mmap
@@ -156,6 +157,10 @@ class StoreConfig:
     """A node that was silent for so long has gone. Ten heartbeats in that time."""
     registry_pages_per_s: int = 16
     """How many pages, of 4,096 chunks and at most 32 KiB each, this node writes to the registry a second."""
+    registry_sessions_max: int = 10_000
+    """Sessions of which this node tells the others there, those that changed last; 0: sessions are this node's own."""
+    registry_session_ttl_s: int = 86_400
+    """A session that nobody went on with for so long is told no more."""
     fleet_secret_file: str = ""
     """File with the secret that all nodes of a fleet share, and nobody else has. Names and hashes in the registry, and
     the proofs of peers, are derived from it."""
@@ -259,6 +264,7 @@ class StoreConfig:
             "peer_timeout_ms",
             "registry_ttl_ms",
             "registry_pages_per_s",
+            "registry_session_ttl_s",
             "peer_deadline_ms",
             "peer_threads",
         ):
@@ -426,6 +432,8 @@ class StoreConfig:
             directory=self.directory,
             remote_store=REMOTE_STORE if self.remote_url else "",
             forgets_told=self.sources,
+            sessions_told=PEERS if self.registry_url and self.registry_sessions_max else "",
+            sessions_told_max=self.registry_sessions_max,
             forget_within_ms=1_000 * self.forget_within_s,
             remote_writes=self.remote_writes if self.remote_url else "off",
             remote_bytes_max=self.remote_bytes,
@@ -457,13 +465,21 @@ def address_remedy(problem: OSError) -> str:
     return "choose a port from 1024 on" if problem.errno == errno.EACCES else "choose another"
 
 
+def _meant(name: str) -> str:
+    """What to do about a setting that does not exist."""
+    alike = difflib.get_close_matches(name, _kinds(), n=3)
+    return (
+        "did you mean " + " or ".join(alike) + "? " if alike else ""
+    ) + "kvstored --help lists all settings"
+
+
 def parse_setting(name: str, text: str) -> Any:
     """A setting given as text (flag or environment): sizes take K, M, G, T (powers of 1024), switches true or false,
     `tenants` "1000=alice,1001=bob"."""
     kind = _kinds().get(name)
     is_size = name.endswith(("_bytes", "_bytes_max", "_bytes_per_s"))
     if kind is None:
-        raise ConfigError("no such setting", field=name, value=text, remedy="known: " + ", ".join(_kinds()))
+        raise ConfigError("no such setting", field=name, value=text, remedy=_meant(name))
     try:
         if kind is bool:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[
@@ -485,13 +501,11 @@ def parse_setting(name: str, text: str) -> Any:
 
 
 def load(toml: Mapping[str, Any], environment: Mapping[str, str], flags: Mapping[str, Any]) -> StoreConfig:
-    """Flags over environment over TOML over defaults; an unknown key anywhere is refused with the known ones."""
+    """Flags over environment over TOML over defaults; an unknown key anywhere is refused."""
     values: dict[str, Any] = {}
     for key, value in toml.items():
         if key not in _kinds():
-            raise ConfigError(
-                "unknown key in the TOML file", field=key, value=value, remedy="known: " + ", ".join(_kinds())
-            )
+            raise ConfigError("unknown key in the TOML file", field=key, value=value, remedy=_meant(key))
         values[key] = (
             parse_setting(key, value) if isinstance(value, str) and _kinds()[key] is not str else value
         )

@@ -98,6 +98,26 @@ class ConfigError(StoreError):
 
     code = Code.INVALID_ARGUMENT
 
+    @classmethod
+    def unreadable(cls, problem: OSError, *, field: str, path: str) -> ConfigError:
+        """Of a file that a setting names."""
+        return cls(
+            f"cannot be read: {problem.strerror}",
+            field=field,
+            value=path,
+            remedy="name a file that the user who runs this may read",
+        )
+
+    @classmethod
+    def unbound(cls, problem: Exception, *, field: str, address: str) -> ConfigError:
+        """Of an address at which nothing can listen."""
+        return cls(
+            f"cannot be bound: {problem}",
+            field=field,
+            value=address,
+            remedy="choose an address of this machine and a free port, or end what listens there",
+        )
+
 
 BY_CODE: dict[int, type[StoreError]] = {
     cls.code.value: cls

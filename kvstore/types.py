@@ -123,7 +123,8 @@ class GrantResult(enum.IntEnum):
     BUSY = 2
     """Another worker holds a reservation of the same shard; it will appear, or be free again, by itself."""
     FULL = 3
-    """No slot can be freed now. The save is dropped by the caller and counted; it may try again."""
+    """No slot can be freed now, or the policy holds what is there for worth more (counter `saves_refused`). The save is
+    dropped by the caller and counted; it may try again."""
     QUOTA = 4
     """The worker has too many bytes reserved already, or this reservation as many shards as one may have."""
 

@@ -431,3 +431,15 @@ def test_no_circles_are_hidden_behind_type_checking() -> None:
         if within(target, "kvstore")
     }
     assert found == set(LATER)
+
+
+def test_each_planted_bug_is_listed_beside_the_name_of_its_source() -> None:
+    lists = ROOT / "tests" / "mutants"
+    for path in lists.rglob("*.toml"):
+        named = path.relative_to(lists).as_posix()
+        assert named.startswith("bugs/"), (
+            f"tests/mutants/{named}: move each bug to tests/mutants/bugs/PATH_OF_ITS_SOURCE.toml, without its "
+            "`file` line, for example to tests/mutants/bugs/kvstore/core/state.py.toml"
+        )
+        source = named.removeprefix("bugs/").removesuffix(".toml")
+        assert (ROOT / source).is_file(), f"tests/mutants/{named}: there is no {source}"

@@ -59,19 +59,29 @@ def lost_key(lease: ReadLease) -> ChunkKey | None:
     return lease.keys[lease.hits] if gone else None
 
 
-def peek(namespace: Namespace, keys: Sequence[ChunkKey]) -> Peeked | None:
-    """As the namespace's own, of any number of keys."""
+def peek(namespace: Namespace, keys: Sequence[ChunkKey], *, any_order: bool = False) -> Peeked | None:
+    """As the namespace's own, of any number of keys; unless `any_order`, of those before the first that is missing."""
     usable = hits = 0
+    outcomes: list[Outcome] = []
     for start in range(0, len(keys), KEYS_PER_REQUEST_MAX):
         part = keys[start : start + KEYS_PER_REQUEST_MAX]
         peeked = namespace.peek(part)
         if peeked is None:
             return None
         hits += peeked.hits if hits == start else 0
-        usable += peeked.usable
-        if peeked.usable < len(part):
+        usable += peeked.usable if usable == start else 0
+        outcomes += peeked.outcomes
+        if peeked.usable < len(part) and not any_order:
             break
-    return Peeked(usable, hits)
+    return Peeked(usable, hits, tuple(outcomes))
+
+
+def note(namespace: Namespace, keys: Sequence[ChunkKey], usable: int) -> None:
+    """Tell the daemon what a request was answered by `peek`: so many leading keys of these."""
+    for start in range(0, min(len(keys), usable + 1), KEYS_PER_REQUEST_MAX):
+        part = keys[start : start + KEYS_PER_REQUEST_MAX]
+        here = min(len(part), usable - start)
+        namespace.note_lookup(part, Peeked(here, here))
 
 
 def look_up(

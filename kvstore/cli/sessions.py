@@ -10,7 +10,7 @@ from kvstore.cli.command import EXIT_NOT_DURABLE, Command, ask_stats, key, numbe
 from kvstore.cli.output import say, say_json
 from kvstore.cli.tables import age, name, peer_text, plain, size, table, word
 from kvstore.client import Client
-from kvstore.errors import BadRequest, NotFound
+from kvstore.errors import NotFound
 from kvstore.types import MAKER_BYTES, ActionKind, Outcome, Reason, Tier
 from kvstore.v1 import hints_pb2, stats_pb2, store_pb2, store_pb2_grpc
 
@@ -173,8 +173,6 @@ def _hints(states: Sequence[hints_pb2.HintState]) -> str:
 
 def forget(client: Client, options: argparse.Namespace) -> int:
     if options.file is not None:
-        if options.session or options.key:
-            raise BadRequest("name one of SESSION, --key and --file", field="--file", value=options.file)
         forgotten = objects.forget(client, options.file)
         count, why = int(forgotten), forgotten.not_durable
     else:
@@ -225,13 +223,6 @@ def listed(client: Client, namespace: int, limit: int) -> stats_pb2.ListSessions
 
 def _where(client: Client, options: argparse.Namespace, *, missing_ok: bool = False) -> list[int]:
     """The namespaces that are meant: the one that was named, else those that have the session, else (keys) all."""
-    if bool(options.session) == bool(options.key):
-        raise BadRequest(
-            "name either a session or --key",
-            field="SESSION",
-            value=name(options.session) if options.session else "",
-            remedy="kvctl sessions lists sessions" if not options.session else "leave one of them away",
-        )
     if options.namespace:
         return [options.namespace]
     if options.session:
@@ -262,17 +253,25 @@ def _sessions_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=number, default=1000, metavar="N")
 
 
-def _chunks_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("session", nargs="?", type=session_name, help="its name, or hex:...")
-    parser.add_argument(
+def _chunks_arguments(parser: argparse.ArgumentParser, *, file: bool = False) -> None:
+    parser.add_argument("--namespace", type=number, default=0, metavar="ID")
+    one = parser.add_mutually_exclusive_group(required=True)
+    one.add_argument(
+        "session",
+        nargs="?",
+        type=session_name,
+        metavar="SESSION",
+        help="its name, or hex:...; see kvctl sessions",
+    )
+    one.add_argument(
         "--key", action="append", type=key, default=[], metavar="HEX", help="of a chunk; may be given again"
     )
-    parser.add_argument("--namespace", type=number, default=0, metavar="ID")
+    if file:
+        one.add_argument("--file", type=key, metavar="KEY", help="as put printed it")
 
 
 def _forget_arguments(parser: argparse.ArgumentParser) -> None:
-    _chunks_arguments(parser)
-    parser.add_argument("--file", type=key, metavar="KEY", help="as put printed it")
+    _chunks_arguments(parser, file=True)
 
 
 COMMANDS = (

@@ -202,6 +202,9 @@ class AsyncNamespace:
     def peek(self, keys: Sequence[ChunkKey], *, token_count: int = 0) -> Peeked | None:
         return self._namespace.peek(keys, token_count=token_count)
 
+    def note_lookup(self, keys: Sequence[ChunkKey], peeked: Peeked) -> None:
+        self._namespace.note_lookup(keys, peeked)
+
     async def read(
         self,
         keys: Sequence[ChunkKey],
@@ -273,6 +276,9 @@ class AsyncNamespace:
 
     async def get_session(self, name: str | bytes, *, timeout_s: float | None = None) -> SessionInfo | None:
         return await drive_async(self._namespace.getting_session(name, timeout_s))
+
+    async def find_session(self, name: str | bytes, *, timeout_s: float | None = None) -> SessionInfo | None:
+        return await drive_async(self._namespace.finding_session(name, timeout_s))
 
     async def update_session(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvstore import wire
 from kvstore.answers import NO_BACKLOG, Acquired, Matched, Peeked
-from kvstore.arguments import flag, whole, wholes
+from kvstore.arguments import flag, one_of, whole, wholes
 from kvstore.client.attachment import Attachment
 from kvstore.client.binding import Binding
 from kvstore.client.call import Operation, drive
@@ -28,8 +28,12 @@ log = logging.getLogger(__name__)
 GROUP_VERIFY_EVERY = 64
 """Under protection `group` other workers can write what we read: one load in so many is compared with its checksum."""
 
+MISSED, BEHIND = b"\0", b"\2"
+"""What the daemon is told of a key that was looked up in the directory."""
 _OUTCOMES = (Outcome.MISS, Outcome.HIT)
 """By the state of a row: 0, or HIT."""
+_PEEKED = (Outcome.MISS, Outcome.HIT, Outcome.PENDING)
+"""By the state of a row: 0, HIT, or ON_SSD."""
 
 
 class MatchedHere(Matched):
@@ -86,7 +90,16 @@ class Reader:
         if found.usable < len(keys) and directory.view.ask_for_others:
             return None
         usable = _usable(found, token_count)
-        return Peeked(usable, min(usable, found.hits))
+        return Peeked(usable, min(usable, found.hits), tuple(map(_PEEKED.__getitem__, found.states)))
+
+    def note_lookup(self, keys: Sequence[ChunkKey], peeked: Peeked) -> None:
+        keys = checked_keys("keys", keys)
+        one_of("peeked", peeked, Peeked)
+        usable = whole("peeked.usable", peeked.usable, 0, len(keys))
+        binding = self._binding.now()
+        if binding is not None and keys:
+            found = BEHIND * usable + MISSED + BEHIND * (len(keys) - usable)
+            binding[0].touched(binding[1], keys, found[: len(keys)])
 
     @staticmethod
     def _is_for_the_daemon(directory: Directory, found: Found, *, all_keys: bool) -> bool:
@@ -278,7 +291,7 @@ class Reader:
                 return None
         first_miss = len(hits) if isinstance(hits, range) else len(keys)
         if first_miss < len(keys) and not any_order:
-            told = states[:first_miss] + b"\0" + b"\2" * (len(keys) - first_miss - 1)
+            told = states[:first_miss] + MISSED + BEHIND * (len(keys) - first_miss - 1)
         else:
             told = states
         attachment.touched(number, keys, told)

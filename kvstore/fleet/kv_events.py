@@ -60,9 +60,7 @@ class KvEvents:
             self._socket.bind(endpoint)
         except zmq.ZMQError as problem:
             self._context.destroy(linger=0)
-            raise ConfigError(
-                f"cannot be bound: {problem}", field="kv_events_endpoint", value=endpoint
-            ) from None
+            raise ConfigError.unbound(problem, field="kv_events_endpoint", address=endpoint) from None
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._told: dict[int, tuple[NamespaceId, ChunkKey, Where]] = {}
         """By row: what subscribers believe."""

@@ -43,9 +43,7 @@ class FleetSecret:
                 mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
                 secret = file.read(SECRET_BYTES_MAX + 1).strip()
         except OSError as problem:
-            raise ConfigError(
-                f"cannot be read: {problem.strerror}", field="fleet_secret_file", value=path
-            ) from None
+            raise ConfigError.unreadable(problem, field="fleet_secret_file", path=path) from None
         if mode & 0o007:
             raise ConfigError(
                 "other users can read it", field="fleet_secret_file", value=path, remedy="chmod o-rwx"

@@ -35,6 +35,10 @@ SECONDS_PER_OUTPUT_TOKEN = 0.03
 THINK_MEDIAN_S = 40.0
 THINK_SIGMA = 1.0
 """Of the logarithm: two thirds of all think times are between 0.37 and 2.7 times the median."""
+OPEN_MAX = 16
+LOAD_MS = 60_000
+ORDER_MS = 1_000
+"""Of a recording; see `Recorded`."""
 BYTES_PER_TOKEN = 4
 """Of text of which nobody says how it is cut into tokens."""
 
@@ -295,40 +299,115 @@ def lmcache(path: str | Path, *, chunk_tokens: int = 16) -> Trace:
     return trace
 
 
+class _Open:
+    """A turn that may go on."""
+
+    __slots__ = ("_chunks", "_named", "turn")
+
+    def __init__(self, turn: Turn, worker: int) -> None:
+        """`worker` began it."""
+        self.turn = turn
+        self._chunks = {*turn.chunks}
+        """And its answer's."""
+        self._named: dict[int, set[int]] = {worker: {*turn.chunks}}
+        """What each worker has asked for of its prompt: it asks again in another turn only."""
+
+    def widened(self, turn: Turn, worker: int) -> _Open | None:
+        """The same, as far as its prompt is `turn`'s; None: `worker` had its say, or it is another prompt."""
+        if worker in self._named or not _is_part(self.turn.chunks, turn.chunks):
+            return None
+        wider = _Open(turn, worker)
+        wider.answer(self.turn.answer)
+        wider._named |= self._named
+        return wider
+
+    def goes_on(self, chunks: Sequence[int], worker: int) -> bool:
+        """Whether these are some of its prompt, one after the other, that the worker has yet to ask for."""
+        named = self._named.get(worker, set())
+        if chunks[0] not in self._chunks or chunks[0] in named or not _is_part(chunks, self.turn.chunks):
+            return False
+        self._named[worker] = named.union(chunks)
+        return True
+
+    def has(self, chunks: Sequence[int]) -> bool:
+        """Any of them."""
+        return not self._chunks.isdisjoint(chunks)
+
+    def answer(self, saved: Sequence[int]) -> None:
+        new = [chunk for chunk in saved if chunk not in self._chunks]
+        if new:
+            self._chunks.update(new)
+            self.turn.answer = numbers([*self.turn.answer, *new])
+
+
 class Recorded:
-    """Turns out of the lines of a recording, of one namespace, as they come. A turn is whole when its worker begins the
-    next: what it saved in between, and did not ask for, is its answer."""
+    """Turns out of the lines of a recording, of one namespace, as they come. A turn is whole when its engine has begun
+    OPEN_MAX others; what was saved behind its chunks, and not asked for, is its answer.
+
+    Of one engine, a process may look a prompt up and others load it: what another worker of the group asks for, and is
+    part of a prompt of the last LOAD_MS, is no turn. Nor is it when it is told first, within ORDER_MS."""
 
     def __init__(self) -> None:
         self.chunk_tokens = self.chunk_bytes = 0
         """As of the last line."""
-        self._open: dict[int, Turn] = {}
+        self._open: dict[tuple[str, int], list[_Open]] = {}
+        """By group; in recordings that know none, by worker. The oldest first."""
         self._count = 0
         self._sessions = Continued()
 
     def take(self, line: Mapping[str, Any]) -> Turn | None:
         """The turn that this line ends, if it ends one."""
         self.chunk_tokens, self.chunk_bytes = int(line["c"]), int(line["b"])
-        before = self._open.get(line["w"])
+        worker = int(line["w"])
+        mine = self._open.setdefault(("g", int(line["g"])) if "g" in line else ("w", worker), [])
         if "ask" not in line:
-            if before is not None:
-                known = {*before.chunks, *before.answer}
-                new = (chunk for chunk in line["save"] if chunk not in known)
-                before.answer = numbers([*before.answer, *new])
+            self._save(mine, line["save"], line.get("after", 0))
             return None
-        chunks = line["ask"]
+        now, chunks = int(line["t"]), line["ask"]
+        if not chunks or any(now <= one.turn.at_ms + LOAD_MS and one.goes_on(chunks, worker) for one in mine):
+            return None
+        for place, one in enumerate(mine):
+            before = one.turn
+            if now > before.at_ms + ORDER_MS:
+                continue
+            wider = one.widened(self._turn(before.at_ms, chunks, before.session, before.number), worker)
+            if wider is not None:
+                self._sessions.of(before.session, chunks, chunks)
+                mine[place] = wider
+                return None
         session, number = self._sessions.of(self._count, chunks, chunks)
-        self._open[line["w"]] = Turn(
-            int(line["t"]), numbers(chunks), len(chunks) * self.chunk_tokens, 0, (), session, number
-        )
+        mine.append(_Open(self._turn(now, chunks, session, number), worker))
         self._count += 1
-        return before
+        return mine.pop(0).turn if len(mine) > OPEN_MAX else None
+
+    def _turn(self, at_ms: int, chunks: Sequence[int], session: int, number: int) -> Turn:
+        return Turn(at_ms, numbers(chunks), len(chunks) * self.chunk_tokens, 0, (), session, number)
+
+    @staticmethod
+    def _save(mine: Sequence[_Open], saved: Sequence[int], after: int) -> None:
+        """Of the newest turn that has some of it, or what it follows; else of the newest."""
+        newest = mine[::-1]
+        for wanted in (saved, (after,)):
+            for one in newest:
+                if one.has(wanted):
+                    one.answer(saved)
+                    return
+        if newest:
+            newest[0].answer(saved)
 
     def rest(self) -> list[Turn]:
         """Those that nothing has ended."""
-        left = list(self._open.values())
+        left = [one.turn for mine in self._open.values() for one in mine]
         self._open.clear()
         return left
+
+
+def _is_part(chunks: Sequence[int], of: Sequence[int]) -> bool:
+    """Whether these are some of the others, one after the other."""
+    if chunks[0] not in of:
+        return False
+    start = of.index(chunks[0])
+    return list(of[start : start + len(chunks)]) == list(chunks)
 
 
 def recorded(path: str | Path, *, namespace: int = -1) -> Trace:
@@ -336,6 +415,7 @@ def recorded(path: str | Path, *, namespace: int = -1) -> Trace:
     as whole chunks."""
     needed = {"n": rows.number, "w": rows.number, "c": rows.counted, "b": rows.counted}
     either = {"ask": (rows.numbers, None), "save": (rows.numbers, None)}
+    either |= {"g": (rows.number, None), "after": (rows.number, None)}
     found = rows.lines(path, needed | {"t": rows.time}, either, if_has=("ask", "save"))
     lines = [{name: value for name, value in line.items() if value is not None} for line in found]
     counts = Counter(line["n"] for line in lines if "ask" in line)

@@ -178,7 +178,9 @@ class RunDirectory:
                     path, stat.S_IMODE(status.st_mode) | 0o055
                 )  # it may be from before there were tenants
             if not stat.S_ISDIR(status.st_mode):
-                raise ConfigError("is not a directory", field="run_dir", value=path)
+                raise ConfigError(
+                    "is not a directory", field="run_dir", value=path, remedy="choose a directory"
+                )
             if status.st_mode & 0o022:
                 raise ConfigError(
                     "can be written to by other users, who could replace the sockets",
@@ -630,7 +632,10 @@ class Daemon:
             self._directory.opened(self.config.grpc_socket)
         except OSError as problem:
             raise ConfigError(
-                f"cannot be used: {problem.strerror}", field="run_dir", value=self.config.run_dir
+                f"cannot be used: {problem.strerror}",
+                field="run_dir",
+                value=self.config.run_dir,
+                remedy="choose a directory in which the daemon's user may write",
             ) from None
         if tcp is not None:
             tls = tcp.tls.credentials() if tcp.tls is not None else None
@@ -673,7 +678,7 @@ class Daemon:
             else:
                 server.add_secure_port(address, tls)
         except RuntimeError as problem:
-            raise ConfigError(f"cannot be bound: {problem}", field=field, value=address) from None
+            raise ConfigError.unbound(problem, field=field, address=address) from None
 
     def _observe(self, observer: Callable[[events.Event, int], None] | None) -> None:
         self.loop.observer = observer
@@ -901,6 +906,7 @@ class Daemon:
             "uptime_seconds": time.monotonic() - self._started_at,
             "attach_streams": float(self._service.streams),
             "staging_bytes": float(self._staging.bytes_granted),
+            "directory_bytes": float(self._directories.memory_bytes),
             "regions": float(lent.regions),
             "region_bytes": float(lent.bytes),
             "tcp_refused": float(self._access.refused if self._access is not None else 0),

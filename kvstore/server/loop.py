@@ -149,6 +149,8 @@ class Loop:
             events.RewriteRecords: self._disk,
             events.RewriteSlots: self._copy,
             events.LookUpChunks: self._ask_source,
+            events.LookUpSessions: self._ask_source,
+            events.ShareSessions: self._ask_source,
             events.FetchChunks: self._ask_source,
             events.StoreChunks: self._ask_source,
             events.DropChunks: self._ask_source,

@@ -4,12 +4,12 @@ The loop hands over events as they are, into a bounded buffer; hashing and forma
 through aiofiles. What finds the buffer full is dropped and counted: the loop never waits.
 
     {"kvstore_trace": 1, "started": "2026-01-31T12:00:00Z"}
-    {"t": 12, "w": 0, "n": 0, "c": 64, "b": 1048576, "ask": [17, ...]}
-    {"t": 40, "w": 0, "n": 0, "c": 64, "b": 1048576, "save": [93, ...], "after": 17}
+    {"t": 12, "w": 0, "g": 0, "n": 0, "c": 64, "b": 1048576, "ask": [17, ...]}
+    {"t": 40, "w": 0, "g": 0, "n": 0, "c": 64, "b": 1048576, "save": [93, ...], "after": 17}
 
-t: ms; w: worker; n: namespace; c: tokens of a chunk; b: bytes of a chunk; ask: the keys of an Acquire, or of a lookup
-in the directory, in their order; save: those of a Reserve, and the key that they follow (0: none). A number stands for
-one key of one namespace.
+t: ms; w: worker; g: its engine group, of which one may look up what another loads and saves; n: namespace; c: tokens of
+a chunk; b: bytes of a chunk; ask: the keys of an Acquire, or of a lookup in the directory, in their order; save: those
+of a Reserve, and the key that they follow (0: none). A number stands for one key of one namespace.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Recording:
 class Noted:
     at: Millis
     worker: int
+    group: tuple[str, str]
     namespace: int
     chunk_tokens: int
     chunk_bytes: int
@@ -151,7 +152,8 @@ class Recorder:
         if not keys:
             return
         namespace = self._state.namespaces.get(event.namespace)
-        if namespace is None or self.last is None:
+        worker = self._state.workers.get(event.ticket.worker)
+        if namespace is None or worker is None or self.last is None:
             return
         if len(self._buffer) >= EVENTS_MAX or self._keys + len(keys) > KEYS_MAX:
             self.last.dropped += 1
@@ -161,6 +163,7 @@ class Recorder:
             Noted(
                 now,
                 event.ticket.worker,
+                (worker.group.tenant, worker.group.name),
                 namespace.id,
                 namespace.spec.chunk_tokens,
                 namespace.payload_bytes,
@@ -216,6 +219,7 @@ class Lines:
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
         self._workers: dict[int, int] = {}
+        self._groups: dict[tuple[str, str], int] = {}
         self._namespaces: dict[int, int] = {}
         self._began: Millis | None = None
 
@@ -233,6 +237,7 @@ class Lines:
         what: dict[str, object] = {
             "t": one.at - self._began,
             "w": self._workers.setdefault(one.worker, len(self._workers)),
+            "g": self._groups.setdefault(one.group, len(self._groups)),
             "n": self._namespaces.setdefault(one.namespace, len(self._namespaces)),
             "c": one.chunk_tokens,
             "b": one.chunk_bytes,

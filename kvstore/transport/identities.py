@@ -371,7 +371,7 @@ def read_file(path: str, where: str) -> bytes:
         with open(path, "rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
     except OSError as problem:
-        raise ConfigError(f"cannot be read: {problem.strerror}", field=where, value=path) from None
+        raise ConfigError.unreadable(problem, field=where, path=path) from None
     except ValueError as problem:  # a NUL in it
         raise ConfigError(f"is no path: {problem}", field=where, value=path) from None
     if len(data) > FILE_BYTES_MAX:
@@ -402,7 +402,12 @@ def _table(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(read_file(path, "access_file").decode())
     except (ValueError, RecursionError) as problem:
-        raise ConfigError(f"is not TOML: {problem}", field="access_file", value=path) from None
+        raise ConfigError(
+            f"is not TOML: {problem}",
+            field="access_file",
+            value=path,
+            remedy="mend that place; docs/security.md shows such a file",
+        ) from None
 
 
 def _known(table: dict[str, Any], known: set[str], where: str, value: Any) -> None:

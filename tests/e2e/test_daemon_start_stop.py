@@ -344,7 +344,8 @@ def test_an_unknown_flag(launch):
 
 def test_an_unknown_variable(launch):
     refused(
-        launch(environment={"KVSTORED_DRAMS": "1"}), "drams=1: no such setting (known: run_dir, dram_bytes"
+        launch(environment={"KVSTORED_DRAMS": "1"}),
+        "drams=1: no such setting (did you mean drain_ms or dram_bytes? kvstored --help",
     )
 
 
@@ -352,7 +353,7 @@ def test_an_unknown_toml_key(launch, run_dir):
     (run_dir.parent / "kvstored.toml").write_text("dram_byte = 1\n")
     refused(
         launch(f"--config={run_dir.parent}/kvstored.toml"),
-        "dram_byte=1: unknown key in the TOML file (known: run_dir,",
+        "dram_byte=1: unknown key in the TOML file (did you mean dram_bytes",
     )
 
 
@@ -551,6 +552,8 @@ def test_metrics(start_daemon, connect, spec, port):
     assert 'kvstored_lookups_total{outcome="miss",reason="never_seen",tenant="default"} 1.0' in lines
     assert 'kvstored_namespace_info{model="tiny",namespace="1",tenant="default"} 1.0' in lines
     assert "kvstored_grants_granted_total 1.0" in lines
+    (touched,) = [float(line.split()[1]) for line in lines if line.startswith("kvstored_directory_bytes ")]
+    assert 4096 <= touched < 1 << 20, "its head, and no more: it is sparse"
 
 
 def test_metrics_at_an_address_that_is_not_loopbacks_default(start_daemon, port):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvstore import wire
+from kvstore import measures, wire
 from kvstore.cli.objects import granted
 from kvstore.client import connect as client_of
 from kvstore.config import ONE_SEGMENT
@@ -83,6 +83,13 @@ def test_stats_for_people(daemon, kvctl, session):
     assert "arena 64.0 MiB (sealed): ready" in text
     assert "tiny" in text
     assert "quarantined" in text
+    assert "chunks_saved: Chunks committed" not in text
+    assert "chunks_saved: Chunks committed with all their shards." in kvctl("stats", "--long").decode()
+
+
+def test_every_number_of_stats_has_a_meaning(daemon, kvctl, session):
+    reply = json.loads(kvctl("stats", "--json"))
+    assert [name for name in (*reply["gauges"], *reply["counters"]) if not measures.meaning(name)] == []
 
 
 def test_watch(daemon, kvctl):
@@ -336,14 +343,8 @@ def test_errors_are_one_line(kvctl, arguments, status, why):
 
 
 MISSING = [
-    (["explain"], "name either a session or --key"),
-    (
-        ["explain", "talk", "--key", "61"],
-        "SESSION=talk: name either a session or --key (leave one of them away)",
-    ),
     (["explain", "nobody"], "SESSION=nobody: no such session (see kvctl sessions)"),
     (["explain", "--key", "61", "--namespace", "99"], "no such namespace of this tenant"),
-    (["forget", "talk", "--file", "00" * 16], "name one of SESSION, --key and --file"),
     (["get", "00"], "KEY=00: a key of put has 16 bytes (give the key as kvctl put printed it)"),
     (["get", "ab" * 16], f"KEY={'ab' * 16}: a piece of it is not there: NEVER_SEEN"),
     (["put", "/nowhere"], "FILE=/nowhere: cannot be read: No such file or directory"),

@@ -60,6 +60,44 @@ def test_what_engines_do_is_written_and_can_be_replayed(daemon: Any, run_dir: Pa
     assert replay(trace, dram_chunks=64).hits == sum(met)
 
 
+def engine_turn(scheduler: Any, rank: Any, tokens: range) -> int:
+    """As vLLM does: one process looks into the directory and says how much is to be loaded, another loads and saves;
+    the daemon has heard of the one before the other begins."""
+    keys = scheduler.keys(tokens)
+    peeked = scheduler.peek(keys)
+    assert peeked is not None, "it is in the directory, or nowhere"
+    scheduler.note_lookup(keys, peeked)
+    scheduler.client._connection.attachment.tell_touched()
+    scheduler.client.stats()
+    hits: int = peeked.hits
+    if hits:
+        with rank.read(keys[:hits]) as lease:
+            assert lease.hits == hits
+    rank.put(keys[hits:], [bytes(4096)] * (len(keys) - hits), parent=keys[hits - 1] if hits else b"")
+    return hits
+
+
+def test_what_an_engine_looks_up_without_a_message_is_written_misses_and_all(
+    daemon: Any, run_dir: Path
+) -> None:
+    path = run_dir.parent / "trace.jsonl"
+    prompts = [range(16), range(32), range(100, 112), range(40)]
+    with (
+        connect(str(run_dir), engine_group="engine") as scheduler,
+        connect(str(run_dir), engine_group="engine") as rank,
+    ):
+        spaces = scheduler.open(SPEC), rank.open(SPEC)
+        kvctl_(run_dir, "record", str(path), "--background")
+        met = [engine_turn(*spaces, tokens) for tokens in prompts]
+        stats = rank.stats().namespaces[0]
+        kvctl_(run_dir, "record", "--stop")
+    assert met == [0, 4, 0, 8]
+    trace = read_trace(path, "recorded")
+    assert [len(turn.chunks) for turn in trace] == [4, 8, 3, 10]
+    assert replay(trace, dram_chunks=64).hits == sum(met)
+    assert (stats.lookups, stats.hits) == (12 + 4, 12), "a miss for each prompt, and each hit once"
+
+
 def test_one_at_a_time_and_never_over_a_file(daemon: Any, run_dir: Path) -> None:
     there = run_dir.parent / "there"
     there.write_text("mine")

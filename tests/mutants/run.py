@@ -4,8 +4,8 @@
     make mutants ARGS='lease index'     those whose name contains one of the words
     make mutants ARGS=--list
 
-The .toml files here list them, one file for each folder of the sources: `file`, the text `old` that occurs once in it,
-what it becomes, and the tests that are asked.
+Each source file has a list of its own, `bugs/PATH_OF_THE_SOURCE.toml`, so that two changes of different sources never
+meet in one list: a name, the text `old` that occurs once in the source, what it becomes, and the tests that are asked.
 First all of these tests must pass as things are. Then a bug is caught when pytest reports failed tests, or runs into
 the time limit: a hang is noticed too. The exit status is 0 if all were caught.
 """
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LISTS = sorted(Path(__file__).parent.glob("*.toml"))
+BUGS = Path(__file__).resolve().parent / "bugs"
 INSIDE = ("gpu_worker", "scheduler", "kernels")
 """Folders that are packages inside of `kvstore`."""
 COPIED = ("kvstore", *INSIDE, "proto", "tests", "examples", "deploy", "docs")
@@ -54,8 +54,14 @@ class Mutant:
 
 
 def mutants() -> list[Mutant]:
-    rows = [row for file in LISTS for row in tomllib.loads(file.read_text())["mutant"]]
-    return [Mutant(row["name"], row["file"], row["old"], row["new"], tuple(row["tests"])) for row in rows]
+    found = []
+    for path in sorted(BUGS.rglob("*.toml")):
+        source = path.relative_to(BUGS).as_posix().removesuffix(".toml")
+        for row in tomllib.loads(path.read_text())["mutant"]:
+            if "file" in row:
+                raise SystemExit(f"{path}: {row['name']}: remove `file`: the list's path says {source}")
+            found.append(Mutant(row["name"], source, row["old"], row["new"], tuple(row["tests"])))
+    return found
 
 
 def copy_sources(to: Path) -> None:

@@ -161,7 +161,13 @@ def test_a_size_of_segments_that_is_named_stays(source, tmp_path):
             {},
             r"ssd_bytes=much: is not a size \(bytes, or a whole number with K, M, G or T",
         ),
-        ([], {"KVSTORED_CONFIG": "/nowhere"}, "config=/nowhere: cannot be read: No such file"),
+        (
+            [],
+            {"KVSTORED_CONFIG": "/nowhere"},
+            r"config=/nowhere: cannot be read: No such file or directory \(name a file that the user who runs",
+        ),
+        ([], {"KVSTORED_DRAM_BYTE": "1G"}, r"dram_byte=1G: no such setting \(did you mean dram_bytes or "),
+        ([], {"KVSTORED_QQQQ": "1"}, r"qqqq=1: no such setting \(kvstored --help lists all settings\)"),
     ],
 )
 def test_what_is_refused(arguments, environment, why):

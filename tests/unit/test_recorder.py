@@ -16,12 +16,14 @@ from kvstore.server.recorder import Recorder
 from kvstore.types import ChunkKey, NamespaceId, WorkerId
 
 pytest.importorskip("aiofiles", reason="aiofiles is not installed: the daemon cannot record")
+WORKER = SimpleNamespace(group=SimpleNamespace(tenant="default", name="engine"))
 NAMESPACE = SimpleNamespace(id=7, spec=SimpleNamespace(chunk_tokens=64), payload_bytes=1 << 20)
 
 
 def recorder() -> tuple[Recorder, list[Any]]:
     taps: list[Any] = []
-    return Recorder(SimpleNamespace(namespaces={7: NAMESPACE}), taps.append), taps  # type: ignore[arg-type]
+    state = SimpleNamespace(namespaces={7: NAMESPACE}, workers=dict.fromkeys((3, 4), WORKER))
+    return Recorder(state, taps.append), taps  # type: ignore[arg-type]
 
 
 def ask(*keys: bytes, namespace: int = 7) -> ev.Acquire:

@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from kvstore.errors import Unsupported
 from kvstore.gpu_worker.connectors.offload import Group, needed
+from kvstore.gpu_worker.connectors.vllm.callers import asked, range_asked
 from kvstore.gpu_worker.connectors.vllm.connector import KVStoreConnector
 from kvstore.gpu_worker.connectors.vllm.cpu_spec import CPUTieringSpec
 from kvstore.gpu_worker.connectors.vllm.groups import groups_of, tp_replicas
@@ -183,6 +184,60 @@ def test_what_is_needed_is_what_vllm_loads(config: Any, name: str) -> None:
         expected = resumed(config, cache, whole, tokens, computed)
         assert resumed(config, cache, part, tokens, computed) == expected, (tokens, computed, share)
         assert part.told <= whole.told
+
+
+class AtOnce(Store):
+    """Answers each key the first time, by what the tier takes vLLM to be about to ask."""
+
+    def __init__(self, groups: list[Group], there: Callable[[bytes], bool]) -> None:
+        super().__init__(lambda *_: [])
+        self._groups = groups
+        self._there = there
+        self.expected: set[bytes] = set()
+
+    def lookup(self, key: bytes, context: ReqContext) -> LookupResult:
+        if not self.answered:
+            asks = range_asked()
+            assert asks is not None, "vLLM has changed"
+            known = places(context, context._offload_key_positions)
+            wanted = asked(self._groups, known, asks)
+            self.expected = set(wanted)
+            present = [ChunkKey(each) for each in wanted if self._there(each)]
+            chosen = needed(self._groups, wanted, present, keys_max=10_000)
+            self.told += len(chosen)
+            self.answered.update({each: each in chosen for each in wanted})
+            assert key in wanted or not wanted
+        return LookupResult.HIT if self.answered.get(key) else LookupResult.MISS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_vllm_will_ask_is_known_at_its_first_question(config: Any, name: str) -> None:
+    """All that it asks if it is told to ask again; and it loads as much as if it had been."""
+    cache, chosen = MODELS[name], random.Random(name)
+    groups = groups_of(cache)
+    for number in range(60):
+        tokens = (64, 97, 128, 129, 200, 320, 321)[number % 7]
+        computed = chosen.choice((0, 0, 64, 128)) if name != "state" else 0
+        computed = computed if computed < tokens else 0
+        share, gone = chosen.choice((0.0, 0.5, 0.8, 0.95, 1.0)), dict[bytes, bool]()
+
+        def there(key: bytes, gone: dict[bytes, bool] = gone, share: float = share) -> bool:
+            return gone.setdefault(key, chosen.random() < share)
+
+        first: list[set[bytes]] = []
+
+        def ours(context: ReqContext, keys: list[bytes], first: list[set[bytes]] = first) -> list[ChunkKey]:
+            first.append(set(keys))
+            present = {ChunkKey(key) for key in keys if there(key)}
+            return needed(groups, places(context, keys), present, keys_max=10_000)
+
+        expected = resumed(config, cache, Store(ours), tokens, computed)
+        store = AtOnce(groups, there)
+        assert resumed(config, cache, store, tokens, computed) == expected, (tokens, computed, share)
+        if first and store.expected:
+            assert store.expected == first[0], (tokens, computed)
+        else:
+            assert expected == 0
 
 
 def test_a_window_of_a_long_prompt_needs_only_its_end(config: Any) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
+from kvstore.client import connect
 from kvstore.gpu_worker.compute_or_load import BOUND_MIN_S, VAIN_MAX, ComputeOrLoad, Computing, Line
 from kvstore.gpu_worker.connectors.vllm import lookups, scheduler
-from kvstore.gpu_worker.connectors.vllm.steps import Steps, tokens_of_step
+from kvstore.gpu_worker.connectors.vllm.callers import tokens_of_step
+from kvstore.gpu_worker.connectors.vllm.steps import Steps
 from kvstore.types import Tier
 
 from .conftest import BLOCK, BOUND_S, Daemon, prompt
@@ -86,6 +88,28 @@ def test_speeds_are_learnt_from_steps_and_loads(rig: Callable[..., Rig]) -> None
     off = rig(compute_or_load=False)
     off.run(prompt(21, 300))
     assert not side(off).choice.compute.known
+
+
+def test_the_daemon_hears_of_what_the_directory_answered(rig: Callable[..., Rig], daemon: Daemon) -> None:
+    """Misses too, of which no load tells; once for each request, however often vLLM asks."""
+    engine = ready(rig(compute_or_load=False))
+    tokens = prompt(31, 300)
+    assert engine.run(tokens) == 0
+
+    def counts() -> tuple[int, int]:
+        with connect(str(daemon.run_dir)) as client:
+            for each in (engine.scheduler.connector.scheduler_side, *(w.worker_side for w in engine.workers)):
+                if (its := each._link.ready(side(engine)._spec)) is not None:
+                    its.client._attachment.tell_touched()
+                    its.client.stats()
+            spaces = client.stats().namespaces
+            return sum(space.lookups for space in spaces), sum(space.hits for space in spaces)
+
+    assert engine.run(tokens) == 288, "vLLM's own, which the directory knows too"
+    lookups, hits = counts()
+    assert lookups > hits
+    assert engine.run(prompt(32, 300)) == 0
+    assert counts() == (lookups + 1, hits)
 
 
 def test_what_is_slower_to_load_than_to_compute_is_computed(rig: Callable[..., Rig], answered: None) -> None:

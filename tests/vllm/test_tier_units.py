@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ from kvstore.gpu_worker.connectors.vllm.tier_identity import (
     row_layout,
 )
 from kvstore.layout import NamespaceSpec
-from kvstore.types import ActionKind, ChunkKey
+from kvstore.types import ActionKind, ChunkKey, Outcome
 from kvstore.v1 import stats_pb2, stats_pb2_grpc
 
 from .conftest import BLOCK, Daemon, Executor, transfer_config
@@ -66,6 +67,7 @@ FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=t
 WINDOW = SlidingWindowSpec(
     block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=64
 )
+STATE = MambaSpec(block_size=BLOCK, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
 BOUND_S = 30.0
 
 
@@ -304,6 +306,77 @@ def test_what_is_in_dram_is_known_at_once(
     assert (counts["hits"], counts["bugs"], counts["lookups_late"]) == (3, 0, 0)
     rig.step()
     rig.idle()
+
+
+@pytest.mark.parametrize("tier", ["DRAM", "SSD"])
+def test_groups_and_what_is_on_ssd_are_known_at_once(
+    launch: Callable[..., Rig],
+    in_memory: dict[str, Any],
+    daemon: Daemon,
+    monkeypatch: pytest.MonkeyPatch,
+    tier: str,
+) -> None:
+    """As vLLM's scheduler asks: all chunks of the full group, then those of the window from the end on. Of a window of
+    64 tokens the last two are needed."""
+    where = in_memory if tier == "DRAM" else {}
+    full, window = keys_of(f"groups {tier}", 4), keys_of(f"groups {tier}", 4, group=1)
+    first = launch(FULL, WINDOW, rows=12, **where)
+    chunks = {key: 70 + number for number, key in enumerate((*full, *window))}
+    context = first.request("one", full)
+    first.know(context, window)
+    first.put(context, chunks)
+    first.idle()
+    rig = launch(FULL, WINDOW, rows=12, **where)
+    rig.until(lambda: rig.tier._spec is not None and rig.tier._link.ready(rig.tier._spec))
+    wanted = Outcome.HIT if tier == "DRAM" else Outcome.PENDING
+    namespace = rig.tier._link.ready(rig.tier._spec)
+    rig.until(
+        lambda: (peeked := namespace.peek(list(chunks))) is not None and set(peeked.outcomes) == {wanted}
+    )
+    monkeypatch.setattr(rig.tier._lookups, "start", lambda *_: pytest.fail("asked"))
+    context = rig.request("two", full)
+    rig.know(context, window)
+
+    def ask(num_computed_tokens: int, max_hit_size_tokens: int, req_status: Any) -> list[list[LookupResult]]:
+        """Named as the variables of vLLM's `_lookup_complete_chunks`."""
+        return [[rig.manager.lookup(key, context) for key in keys] for keys in (full, window[::-1])]
+
+    pending, miss = LookupResult.HIT_PENDING, LookupResult.MISS
+    all_of_it = SimpleNamespace(max_load_tokens=None)
+    assert ask(0, 4 * BLOCK, all_of_it) == [[pending] * 4, [pending, pending, miss, miss]]
+    rig.step()
+    rig.idle()
+    assert ask(0, 4 * BLOCK, all_of_it) == [[LookupResult.HIT] * 4, [LookupResult.HIT] * 2 + [miss] * 2]
+    for key in (*full, *window[2:]):
+        assert rig.value(key, context) == chunks[key]
+    counts = rig.tier.tally.total
+    assert (counts["hits"], counts["blocks_failed"], counts["bugs"]) == (6, 0, 0)
+
+
+def test_tails_are_known_at_once(
+    launch: Callable[..., Rig], in_memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that end inside a block: vLLM asks about them once it knows of the complete ones, one after the other."""
+    rig = launch(FULL, STATE, **in_memory)
+    tails = [make_offload_key(b"tails".ljust(32), group) for group in (0, 1)]
+    context = rig.request("one")
+    for key in tails:
+        context.set_offload_key_position(key, BLOCK // 2)
+    rig.put(context, {tails[0]: 81, tails[1]: 82})
+    rig.idle()
+    rig.forget()
+    namespace = rig.tier._link.ready(rig.tier._spec)
+    rig.until(lambda: (peeked := namespace.peek(tails)) is not None and peeked.hits == 2)
+    monkeypatch.setattr(rig.tier._lookups, "start", lambda *_: pytest.fail("asked"))
+    context = rig.request("two")
+    unseen = make_offload_key(b"unseen".ljust(32), 0)
+    for key in (*tails, unseen):
+        context.set_offload_key_position(key, BLOCK // 2)
+    answers = [rig.manager.lookup(key, context) for key in (unseen, *tails)]
+    assert answers == [LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.HIT_PENDING]
+    rig.step()
+    rig.idle()
+    assert [rig.value(key, context) for key in tails] == [81, 82]
 
 
 def test_what_goes_between_the_look_and_the_load_is_computed(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
-from kvstore.gpu_worker.compute_or_load import Line
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad
 from kvstore.gpu_worker.connectors.offload.crew import Crew
 from kvstore.gpu_worker.connectors.offload.lookups import Hit, Opener, Question, find
 from kvstore.gpu_worker.connectors.offload.rows import Rows
@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 
 
 class RowLoader:
-    def __init__(self, rows: Rows, crew: Crew, opener: Opener, tally: Tally, copy: Line) -> None:
-        """`copy` learns how fast it is."""
-        self._copied = copy
+    def __init__(self, rows: Rows, crew: Crew, opener: Opener, tally: Tally, choice: ComputeOrLoad) -> None:
+        """`choice` learns how fast copies and reads are."""
+        self._choice = choice
         self._rows = rows
         self._opener = opener
         self._tally = tally
@@ -37,6 +37,8 @@ class RowLoader:
         """Copy each key of the transfer from its hit; look those up again that have none. Ends the questions. It is
         late once computing would have been faster, by what they say."""
         bound_s = max((question.bound_s for question in questions), default=math.inf)
+        cold = frozenset[ChunkKey]().union(*(question.cold for question in questions))
+        transfer.cold = sum(key in cold for key in transfer.keys)
         transfer.deadline = min(transfer.deadline, transfer.begun + bound_s)
         if not self.transfers.start(transfer, lambda: self._load(transfer, hits, questions)):
             self._tally.add(loads_dropped=1)
@@ -44,6 +46,7 @@ class RowLoader:
 
     def _load(self, transfer: Transfer, hits: Sequence[Hit | None], questions: Sequence[Question]) -> None:
         waited = False
+        wait_s = min((question.wait_s for question in questions if question.cold), default=math.inf)
         try:
             missing = [
                 number
@@ -51,7 +54,7 @@ class RowLoader:
                 if hit is None or not self._copy(transfer, number, hit)
             ]
             if missing and not transfer.over:
-                waited = self._look_again(transfer, missing)
+                waited = self._look_again(transfer, missing, wait_s)
         except StoreError as error:
             log.warning("not loaded: %s", error)
         finally:
@@ -59,15 +62,16 @@ class RowLoader:
             transfer.end()
         loaded = sum(transfer.done)
         if loaded == len(transfer.keys) and not waited:
-            self._copied.observe(loaded * self._rows.row_bytes, time.monotonic() - transfer.begun)
+            self._choice.copy.observe(loaded * self._rows.row_bytes, time.monotonic() - transfer.begun)
         self._tally.add(
             blocks_loaded=loaded,
             bytes_loaded=loaded * self._rows.chunk_bytes,
             blocks_failed=len(transfer.keys) - loaded,
         )
 
-    def _look_again(self, transfer: Transfer, missing: Sequence[int]) -> bool:
-        """At first for what is in DRAM, without a message; what is left may be on SSD by now. Whether it waited."""
+    def _look_again(self, transfer: Transfer, missing: Sequence[int], wait_s: float) -> bool:
+        """At first for what is in DRAM, without a message; what is left is on SSD, or may be by now, and is waited for
+        until `wait_s` after the transfer began. Whether it waited."""
         namespace = self._opener(transfer.left_s)
         if namespace is None:
             return False
@@ -84,21 +88,22 @@ class RowLoader:
                 ]
             if left and not transfer.over:
                 waited = True
-                self._await(namespace, transfer, left)
+                self._await(namespace, transfer, left, min(transfer.deadline, transfer.begun + wait_s))
         return waited
 
-    def _await(self, namespace: Namespace, transfer: Transfer, missing: Sequence[int]) -> None:
+    def _await(self, namespace: Namespace, transfer: Transfer, missing: Sequence[int], until: float) -> None:
         found: dict[ChunkKey, Hit] = {}
         leases: list[ReadLease] = []
         try:
             keys = [transfer.keys[number] for number in missing]
-            find(namespace, keys, time.monotonic() + transfer.left_s, found, leases, prefix=False)
+            find(namespace, keys, until, found, leases, prefix=False)
             for number in missing:
                 hit = found.get(transfer.keys[number])
                 if hit is not None:
                     self._copy(transfer, number, hit)
         finally:
             for lease in leases:
+                self._choice.reads_from_ssd(lease.backlog.ssd_bytes_per_s)
                 lease.release()
 
     def _copy(self, transfer: Transfer, number: int, hit: Hit) -> bool:

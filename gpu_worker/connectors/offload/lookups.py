@@ -1,8 +1,8 @@
 """What is in the store of the keys that a request asks about. The engine's thread only looks at answers.
 
-What the directory in shared memory says is known at once, and nothing is pinned for it: the load looks again. Else a
-lookup is a read without copies, on a thread of the crew: it pins what is there and has what is on SSD promoted. The
-pins are kept for the load that follows, for at most `hold_s`.
+What the directory in shared memory says is known at once, and nothing is pinned or promoted for it: the load looks
+again, and waits for what is on SSD. Else a lookup is a read without copies, on a thread of the crew: it pins what is
+there and has what is on SSD promoted. The pins are kept for the load that follows, for at most `hold_s`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
-from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Delay, Found
-from kvstore.gpu_worker.connectors.lookup import COLD, SAVING_SHARE, peek
+from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Delay, Found, Plan, Why
+from kvstore.gpu_worker.connectors.lookup import COLD, LAST_LOOK_S, SAVING_SHARE, note, peek
 from kvstore.gpu_worker.connectors.offload.crew import Crew
 from kvstore.gpu_worker.connectors.offload.tally import Tally
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome, Reason, Tier
@@ -73,7 +73,11 @@ class Question:
         self.bound_s = math.inf
         """A load of what is found that takes longer is of no use."""
         self.found: dict[ChunkKey, Hit | None] = {}
-        """None: it is in DRAM and not pinned."""
+        """None: it is there and not pinned."""
+        self.cold: frozenset[ChunkKey] = frozenset()
+        """Of those that are not pinned: they are on SSD, and the load waits for them ..."""
+        self.wait_s = math.inf
+        """... for so long at most."""
         self._lock = threading.Lock()
         self._users = 1
         self._leases: list[ReadLease] = []
@@ -134,22 +138,67 @@ class Lookups:
         question.settle({}, [])
 
     def at_once(
-        self, namespace: Namespace, keys: Sequence[ChunkKey], now: float, *, hold_s: float, busy_s: float
+        self,
+        namespace: Namespace,
+        keys: Sequence[ChunkKey],
+        now: float,
+        *,
+        needed: Needed | None,
+        wait_s: float,
+        hold_s: float,
+        ahead: int,
+        busy_s: float,
     ) -> Question | None:
-        """A question about leading keys that is answered already, by the directory in shared memory; None: it cannot
-        tell enough, or some of it is on SSD, and the daemon has to be asked."""
-        peeked = peek(namespace, keys)
-        if peeked is None or peeked.usable > peeked.hits:
+        """A question that is answered already, by the directory in shared memory; None: it cannot tell enough, and
+        the daemon has to be asked. `needed`: as of a question; None: these are leading keys. `wait_s`: how long the
+        load may wait for what is on SSD; `ahead`: chunks that other loads wait for."""
+        prefix = needed is None
+        peeked = peek(namespace, keys, any_order=not prefix)
+        if peeked is None:
             return None
-        question = Question(keys, prefix=True, deadline=now, held_until=now + hold_s, busy_s=busy_s)
-        there = Found([True] * peeked.hits, self._tokens_of(keys) / len(keys), namespace.spec.chunk_bytes)
-        plan = self._choice.choose(there, now=now, wait_max_s=0.0)
+        where = dict(zip(keys, peeked.outcomes, strict=False))
+        there = [key for key in keys if where.get(key, Outcome.MISS) in THERE]
+        wanted = keys[: peeked.usable] if needed is None else needed(frozenset(there))
+        on_ssd = {key for key in wanted if where[key] is not Outcome.HIT}
+        if on_ssd and self._choice.compute.known and not self._choice.ssd_bytes_per_s:
+            return None  # nobody has told yet how fast it reads
+        plan, chosen = self._choose(namespace, wanted, on_ssd, now, wait_s, ahead)
+        there_max = len(wanted)
+        if needed is not None and 0 < len(chosen) < len(wanted) and plan.why is not Why.EXPLORE:
+            # Some of what a boundary needs is of no use alone. There may be one for which what is in DRAM is enough.
+            wanted = needed(frozenset(key for key in there if where[key] is Outcome.HIT))
+            plan, chosen = self._choose(namespace, wanted, set(), now, wait_s, ahead)
+        question = Question(keys, prefix=prefix, deadline=now, held_until=now + hold_s, busy_s=busy_s)
         question.bound_s = plan.bound_s
-        if plan.chunks:
-            question.delay.begin(plan, Tier.DRAM, now)
-        self._tally.add(computed=peeked.hits - plan.chunks)
-        question.settle(dict.fromkeys(keys[: plan.chunks]), [])
+        question.cold = frozenset(on_ssd.intersection(chosen))
+        if question.cold:
+            question.wait_s = plan.wait_s
+        if chosen:
+            question.delay.begin(plan, Tier.SSD if question.cold else Tier.DRAM, now)
+        self._tally.add(computed=there_max - len(chosen))
+        question.settle(dict.fromkeys(chosen), [])
+        if prefix or not chosen:
+            note(namespace, keys, peeked.usable)
+        else:
+            note(namespace, chosen, len(chosen))  # of several groups, nobody knows which key was missed
         return question
+
+    def _choose(
+        self,
+        namespace: Namespace,
+        wanted: Sequence[ChunkKey],
+        on_ssd: Collection[ChunkKey],
+        now: float,
+        wait_s: float,
+        ahead: int,
+    ) -> tuple[Plan, Sequence[ChunkKey]]:
+        """Which of the keys, all of them there, are worth loading."""
+        size = namespace.spec.chunk_bytes
+        tokens = self._tokens_of(wanted) / len(wanted) if wanted else 0.0
+        in_dram = [key not in on_ssd for key in wanted]
+        there = Found(in_dram, tokens, size, ahead * size, self._choice.ssd_bytes_per_s)
+        plan = self._choice.choose(there, now=now, wait_max_s=wait_s)
+        return plan, wanted[: plan.chunks]
 
     def _answer(self, question: Question) -> None:
         leases: list[ReadLease] = []
@@ -202,6 +251,7 @@ class Lookups:
             now=now,
             wait_max_s=left_s,
         )
+        self._choice.reads_from_ssd(lease.backlog.ssd_bytes_per_s)
         question.bound_s = max(plan.bound_s, question.bound_s if found else 0.0)
         self._tally.add(computed=len(there) - plan.chunks)
         chosen = there[: plan.chunks]
@@ -235,7 +285,8 @@ def find(
     *,
     prefix: bool,
 ) -> None:
-    """Adds to `found` what is there of `keys`, pinned by `leases`; waits until the deadline for what is on SSD.
+    """Adds to `found` what is there of `keys`, pinned by `leases`; waits until the deadline for what is on SSD, and
+    finds what has come by then.
 
     What was pinned first stays pinned while the rest is waited for: a chunk that was saved as transient would sink
     again.
@@ -243,7 +294,9 @@ def find(
     wanted = list(keys)
     while wanted:
         left_s = max(0.0, deadline - time.monotonic())
-        lease = namespace.read(wanted, any_order=not prefix, wait_ms=int(1000 * left_s), timeout_s=left_s)
+        lease = namespace.read(
+            wanted, any_order=not prefix, wait_ms=int(1000 * left_s), timeout_s=max(left_s, LAST_LOOK_S)
+        )
         leases.append(lease)
         found.update(
             (wanted[number], Hit(lease, number))
@@ -306,6 +359,10 @@ class Inquiry:
         """Whether some of what was found was loaded, or is being."""
         return bool(self._loaded)
 
+    def knows(self, key: ChunkKey) -> bool:
+        """Whether the key was asked about since it waits, or loaded before."""
+        return key in self._asked or key in self._loaded
+
     def verdict(self, key: ChunkKey, now: float, *, keys_max: int) -> Verdict:
         """Of more than `keys_max` keys nothing is asked: no memory could hold what was found."""
         if key in self._loaded:
@@ -327,14 +384,31 @@ class Inquiry:
         return Verdict.MISS
 
     def look(
-        self, namespace: Namespace, keys: Sequence[ChunkKey], now: float, *, busy_s: float = 0.0
+        self,
+        namespace: Namespace,
+        keys: Sequence[ChunkKey],
+        now: float,
+        *,
+        needed: Needed | None = None,
+        ahead: int = 0,
+        busy_s: float = 0.0,
     ) -> None:
-        """Before the engine asks about the first of these leading keys: it will be answered at once, if the directory
-        knows. Does not wait."""
-        question = self._lookups.at_once(namespace, keys, now, hold_s=self._hold_s, busy_s=busy_s)
+        """Before the engine asks about the first of these keys: it will be answered at once, if the directory knows.
+        Does not wait. `needed`, `ahead`: see `Lookups.at_once`."""
+        question = self._lookups.at_once(
+            namespace,
+            keys,
+            now,
+            needed=needed,
+            wait_s=self._lookup_s,
+            hold_s=self._hold_s,
+            ahead=ahead,
+            busy_s=busy_s,
+        )
         if question is None:
             return
-        self.begun = now
+        if self.begun is None:
+            self.begun = now
         self._delays.append(question.delay)
         self._asked.update(dict.fromkeys(keys, question))
         self._questions.append(question)

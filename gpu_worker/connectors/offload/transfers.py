@@ -26,6 +26,8 @@ class Transfer:
         self.begun = time.monotonic()
         self.done = [False] * len(keys)
         """Which of the keys were saved or loaded; written by the thread that works on it."""
+        self.cold = 0
+        """Of the keys: so many were on SSD when the engine was told of them."""
         self.ended = threading.Event()
         """The thread has finished with it, or it was refused."""
         self.late = False
@@ -94,6 +96,11 @@ class Transfers:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def cold(self) -> int:
+        """Chunks that open transfers wait for."""
+        return sum(transfer.cold for transfer in self._open.values())
 
     def start(self, transfer: Transfer, work: Callable[[], None] | None) -> bool:
         """Give it to the crew. False: refused (no room, or nothing to be done); it fails at the next `take`."""

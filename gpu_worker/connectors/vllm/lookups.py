@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvstore.client import ReadLease
 from kvstore.errors import StoreError
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Delay, Found
-from kvstore.gpu_worker.connectors.lookup import LAST_LOOK_S, look_up, peek
+from kvstore.gpu_worker.connectors.lookup import LAST_LOOK_S, look_up, note, peek
 from kvstore.types import ChunkKey, Tier
 
 if TYPE_CHECKING:
@@ -201,6 +201,12 @@ class Lookups:
         lost = keys[found.usable] if found.usable < len(keys) else None
         lookup.settle([], found.usable, keys, adapter, lost, load=plan.chunks, bound_s=plan.bound_s)
         return lookup
+
+    def note(self, spec: NamespaceSpec, lookup: Lookup) -> None:
+        """The daemon is told of a request that `at_once` has answered."""
+        namespace = self._link.ready(spec)
+        if namespace is not None:
+            note(namespace, lookup.keys, lookup.hits)
 
     def await_answer(self, timeout_s: float) -> None:
         """Until an answer is there that no earlier call waited for; not when none is under way."""

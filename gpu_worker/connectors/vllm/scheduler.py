@@ -102,6 +102,8 @@ class Tracked:
     """vLLM has computed some of it."""
     looks: int = 0
     """How often the daemon was asked about it."""
+    noted: int = -1
+    """Number of preemptions when the daemon was told that the directory had answered."""
 
 
 class SchedulerSide:
@@ -352,8 +354,13 @@ class SchedulerSide:
                 hashes = []
             digest = self._digest_of(request.lora_request)
             lookup = self._lookups.start(self._spec, hashes, digest, _key, promised=_promised(request))
-        elif before is not None and before.done and before.hits == lookup.hits:
-            lookup.told, lookup.counted = before.told, before.counted
+        else:
+            if before is not None and before.done and before.hits == lookup.hits:
+                lookup.told, lookup.counted = before.told, before.counted
+            if local is not None and tracked.noted != request.num_preemptions:
+                tracked.noted = request.num_preemptions
+                assert self._spec is not None
+                self._lookups.note(self._spec, lookup)
         tracked.lookup = lookup
         lookup.preemptions = request.num_preemptions
         lookup.delay.busy_s = self._busy_s

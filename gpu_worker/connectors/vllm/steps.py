@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Mapping
-from types import FrameType
 
 from kvstore.gpu_worker.compute_or_load import Line
 
@@ -13,7 +11,6 @@ DECODED_MAX = 16
 """A request with more tokens than that in a step has its prompt computed: decoding, also with drafts, has fewer."""
 OPEN_MAX = 64
 """Steps that vLLM has begun and not ended; it has a few at most."""
-CALLERS_MAX = 8
 
 
 class Steps:
@@ -43,18 +40,3 @@ class Steps:
         if tokens:
             self._compute.observe(tokens, seconds)
         self._ended_at = now
-
-
-def tokens_of_step() -> Mapping[str, int]:
-    """Of each request in the step that is being scheduled; empty if nobody among the callers knows. vLLM does not tell
-    a tier: its caller's caller has it in hand."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(CALLERS_MAX):
-        if frame is None:
-            break
-        if "scheduler_output" in frame.f_code.co_varnames:
-            tokens = getattr(frame.f_locals.get("scheduler_output"), "num_scheduled_tokens", None)
-            if isinstance(tokens, Mapping):
-                return tokens
-        frame = frame.f_back
-    return {}

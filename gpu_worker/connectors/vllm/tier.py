@@ -3,8 +3,8 @@
 vLLM calls all of this on its scheduler's thread. Nothing here waits, asks the daemon or raises; threads of
 `connectors.offload` do the work. docs/vllm.md says when to choose the tier and when the connector.
 
-    lookup             at once by the directory in shared memory, if all of a prefix is in DRAM or nowhere; else from
-                       what the request's question found; "ask again" until it is answered or its time is up
+    lookup             at once by the directory in shared memory, where that knows; else from what the request's
+                       question found; "ask again" until it is answered or its time is up
     on_schedule_end    a request's new keys become one question
     submit_store       the daemon reads the rows; visible only if that ended while they were ours
     submit_load        leased slots are copied into the rows
@@ -57,13 +57,14 @@ from kvstore.gpu_worker.connectors.offload import (
     Verdict,
     needed,
 )
+from kvstore.gpu_worker.connectors.vllm.callers import asked, range_asked, tokens_of_step
 from kvstore.gpu_worker.connectors.vllm.groups import groups_of
 from kvstore.gpu_worker.connectors.vllm.hint_desk import HintDesk, session_of
 from kvstore.gpu_worker.connectors.vllm.identity import reset_spec
 from kvstore.gpu_worker.connectors.vllm.interface import check_interface
 from kvstore.gpu_worker.connectors.vllm.kv_hints import hints_of
 from kvstore.gpu_worker.connectors.vllm.settings import TierSettings
-from kvstore.gpu_worker.connectors.vllm.steps import Steps, tokens_of_step
+from kvstore.gpu_worker.connectors.vllm.steps import Steps
 from kvstore.gpu_worker.connectors.vllm.tier_identity import (
     engine_under_construction,
     is_prefix_only,
@@ -262,7 +263,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._board = HintBoard(self._askers, self._namespace, self.tally)
         self._orders = Orders(self._askers, self._namespace, self.tally)
         self._desk = HintDesk(self._orders, self.tally, self._groups)
-        self._loader = RowLoader(self._rows, self._loaders, self._namespace, self.tally, self.choice.copy)
+        self._loader = RowLoader(self._rows, self._loaders, self._namespace, self.tally, self.choice)
         self._saver = RowSaver(
             self._rows,
             self._savers,
@@ -365,8 +366,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         # Of several groups, what of all that is needed is decided once all was asked about.
         keys_max = self._rows.count * (1 if self._prefix else max(1, len(self._kinds)))
         now = time.monotonic()
-        if self._prefix and inquiry.unasked:
-            self._look(inquiry, key, req_context, now, keys_max)
+        self._look(inquiry, key, req_context, now, keys_max)
         verdict = inquiry.verdict(ChunkKey(key), now, keys_max=keys_max)
         if inquiry.begun is not None:
             self._waiting[inquiry.name] = inquiry
@@ -378,15 +378,44 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def _look(
         self, inquiry: Inquiry, first: OffloadKey, context: ReqContext, now: float, keys_max: int
     ) -> None:
-        """vLLM begins to ask about a request, with the first key that it does not have: about all that follow."""
+        """vLLM begins to ask about a request, with this key: about all that it will ask, the directory is looked up."""
+        tail = _position(context, first) % self._chunk_tokens.get(get_offload_group_idx(first), 1)
+        if inquiry.knows(ChunkKey(first)) if tail else not inquiry.unasked:
+            return
         assert self._spec is not None
         namespace = self._link.ready(self._spec)
+        if namespace is None:
+            return
+        choose: Needed | None = None
+        if tail:
+            keys, choose = [ChunkKey(first)], list
+        elif self._prefix:
+            keys = self._behind(first, context)[:keys_max]
+        else:
+            keys, choose = self._of_groups(context)
+        if keys and len(keys) <= keys_max:
+            busy_s = self._steps.busy_s if self._steps is not None else 0.0
+            ahead = self._loader.transfers.cold
+            inquiry.look(namespace, keys, now, needed=choose, ahead=ahead, busy_s=busy_s)
+
+    def _behind(self, first: OffloadKey, context: ReqContext) -> list[ChunkKey]:
+        """The request's chunks from this one on."""
         chain = _chain_of(context)
         start = _position(context, first) // self._chunk_tokens[get_offload_group_idx(first)] - 1
-        if namespace is None or not 0 <= start < len(chain) or chain[start] != first:
-            return
-        busy_s = self._steps.busy_s if self._steps is not None else 0.0
-        inquiry.look(namespace, chain[start : start + keys_max], now, busy_s=busy_s)
+        return chain[start:] if 0 <= start < len(chain) and chain[start] == first else []
+
+    def _of_groups(self, context: ReqContext) -> tuple[list[ChunkKey], Needed | None]:
+        """The keys that vLLM is about to ask for, and which of those that are there the request needs."""
+        asks = range_asked()
+        if asks is None or not self._kinds:
+            return [], None
+        places: dict[bytes, tuple[int, int]] = {}
+        for key in _chain_of(context):
+            number, end = get_offload_group_idx(OffloadKey(key)), _position(context, OffloadKey(key))
+            if end % self._chunk_tokens.get(number, 1) == 0:
+                places[key] = (number, end)
+        wanted = {ChunkKey(key): place for key, place in asked(self._kinds, places, asks).items()}
+        return list(wanted), functools.partial(needed, self._kinds, wanted, keys_max=self._rows.count)
 
     @harmless(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.answers import SharedManifest
 from kvstore.layout import NamespaceSpec
 from kvstore.types import (
     ChunkKey,
@@ -239,6 +240,8 @@ class GetSession:
     ticket: Ticket
     namespace: NamespaceId
     session: bytes
+    elsewhere: bool = False
+    """Also what other nodes told of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -587,6 +590,32 @@ class ForgottenElsewhere:
 
 
 @dataclass(frozen=True, slots=True)
+class ToldResult:
+    done: bool
+    """False: another node had told what this one had not seen."""
+    there: SharedManifest | None
+    """What is told now."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsShared:
+    """A ShareSessions has ended, with a result for each; or failed, and nobody knows what came of it."""
+
+    op: OpId
+    results: tuple[ToldResult, ...] = ()
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsLookedUp:
+    """A LookUpSessions has ended, with what is told of each; or failed."""
+
+    op: OpId
+    found: tuple[SharedManifest | None, ...] = ()
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: expiry, compaction, bounds."""
 
@@ -643,6 +672,8 @@ Event = (
     | ChunksStored
     | ChunksForgotten
     | ForgottenElsewhere
+    | SessionsShared
+    | SessionsLookedUp
     | Tick
     | Idle
 )

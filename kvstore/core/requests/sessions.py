@@ -228,6 +228,8 @@ class Sessions:
         sessions.put(session, old)
         if old is not None:
             references.drop(state, old.manifest.rows[same:], Reason.TRUNCATED)
+        if state.limits.sessions_told:
+            state.changed_sessions.setdefault((namespace.id, name), False)
         if state.disk_state is not DiskState.ABSENT and self._tier.persistent:
             state.dirty_sessions.setdefault((namespace.id, name), state.now)
         while sessions.entries > state.limits.manifest_entries_max and sessions.oldest() is not session:
@@ -290,6 +292,8 @@ class Sessions:
             )
         job = Forgetting(namespace, Reason.FORGOTTEN, named=list(reversed(event.keys)))
         session = state.sessions.get(namespace.id, event.session, state.now) if event.session else None
+        if event.session and state.limits.sessions_told:
+            state.changed_sessions[namespace.id, event.session] = True
         if session is not None:
             self._take_session(job, session)
             job.count = 1

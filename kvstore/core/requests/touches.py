@@ -17,10 +17,10 @@ from kvstore.core.namespaces import Namespace
 from kvstore.core.requests.reads import Reads, lookup
 from kvstore.core.state import State
 from kvstore.core.workers import Worker
-from kvstore.types import Outcome, Reason
+from kvstore.types import ChunkKey, Outcome, Reason
 
 MISSED, FOUND, BEHIND = range(3)
-"""What `Touched.found` says of a key."""
+"""What `Touched.found` says of a key. BEHIND: it was named, and neither counts as a hit nor as a miss."""
 
 
 class Touches:
@@ -60,26 +60,40 @@ class Touches:
         state = self._state
         namespace = state.own_namespace(worker, event.namespace)
         used: dict[int, None] = {}
-        hits = 0
-        for key, found in zip(event.keys, event.found, strict=True):
-            if found == BEHIND:
-                continue
-            row, outcome, reason = lookup(state, namespace, key)
-            if found == MISSED:
-                namespace.lookups[Reason.BEING_SAVED if reason is Reason.NONE else reason] += 1
-                continue
-            hits += 1
-            if outcome is Outcome.HIT:
-                used[row] = None
-        namespace.lookups[Reason.NONE] += hits
+        start = 0
+        for count in event.counts:
+            end = start + count
+            self._note_lookup(namespace, event.keys[start:end], event.found[start:end], used)
+            start = end
         rows = list(used)
         if rows:
-            self._reads.note_used(namespace, rows)
             self._renew_resident(namespace, rows)
             state.store_used(rows)
             state.drop_transient(rows)
         state.counters["lookups_without_message"] += len(event.counts)
         return ev.Done(len(rows))
+
+    def _note_lookup(
+        self, namespace: Namespace, keys: Sequence[ChunkKey], found: bytes, used: dict[int, None]
+    ) -> None:
+        """One of them. Adds to `used` what it found that is in DRAM still."""
+        state = self._state
+        rows: list[int] = []
+        unknown = 0
+        for key, what in zip(keys, found, strict=True):
+            if what == BEHIND:
+                unknown += key not in namespace.index
+                continue
+            row, outcome, reason = lookup(state, namespace, key)
+            unknown += row == NONE
+            if what == MISSED:
+                namespace.lookups[Reason.BEING_SAVED if reason is Reason.NONE else reason] += 1
+            elif outcome is Outcome.HIT and row not in used:
+                used[row] = None
+                rows.append(row)
+        namespace.lookups[Reason.NONE] += found.count(FOUND)
+        if rows:
+            self._reads.note_used(namespace, rows, unknown * namespace.spec.chunk_tokens)
 
     def _renew_resident(self, namespace: Namespace, rows: Sequence[int]) -> None:
         """Those without a pin go to where a lease that ends now would put them."""

@@ -45,7 +45,7 @@ class Cipher:
             lines = Path(path).read_text("ascii", "replace").split()
             others = os.stat(path).st_mode & 0o077
         except OSError as problem:
-            raise ConfigError(str(problem.strerror), field="remote_key_file", value=path) from None
+            raise ConfigError.unreadable(problem, field="remote_key_file", path=path) from None
         if others:
             raise ConfigError(
                 "can be read by other users", field="remote_key_file", value=path, remedy="chmod 600"

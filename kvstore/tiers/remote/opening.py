@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from kvstore.config import REMOTE_JOURNAL, StoreConfig
 from kvstore.core.events import Event
 from kvstore.errors import ConfigError
+from kvstore.fleet.registry import check_database
 from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.remote.backend import Backend, Book
 from kvstore.tiers.remote.encryption import Cipher
@@ -36,8 +37,17 @@ def check(config: StoreConfig) -> bool:
     if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/") or parts.path == "/"):
         raise ConfigError("must be file:///absolute/folder", field="remote_url", value=url)
     if parts.scheme != "file" and not parts.netloc:
-        what = "a bucket or container" if parts.scheme in OBJECTS else "a host"
-        raise ConfigError(f"names no {what}", field="remote_url", value=f"{parts.scheme}://")
+        what, example = (
+            ("bucket or container", "bucket/path") if parts.scheme in OBJECTS else ("host", "host:6379/0")
+        )
+        raise ConfigError(
+            f"names no {what}",
+            field="remote_url",
+            value=f"{parts.scheme}://",
+            remedy=f"{parts.scheme}://{example}",
+        )
+    if parts.scheme in REDIS:
+        check_database(url, "remote_url")
     read_salt(config)
     if config.remote_key_file:
         Cipher.read(config.remote_key_file)
@@ -65,7 +75,7 @@ def read_salt(config: StoreConfig) -> bytes:
         salt = Path(path).read_bytes().strip()
         others = os.stat(path).st_mode & 0o077
     except OSError as problem:
-        raise ConfigError(str(problem.strerror), field="remote_salt_file", value=path) from None
+        raise ConfigError.unreadable(problem, field="remote_salt_file", path=path) from None
     if len(salt) < SALT_BYTES_MIN:
         raise ConfigError(
             f"holds fewer than {SALT_BYTES_MIN} bytes",

@@ -38,6 +38,10 @@ TRAVEL = ("--schema", str(EXAMPLES / "travel.xml"))
             (*RENDER, "bytes", "--schema", str(EXAMPLES / "code.xml")),
             "code.xml: is schema queue-code, and the prompt is of schema journey (name the file of schema journey",
         ),
+        (("explain",), "one of the arguments SESSION --key is required"),
+        (("forget",), "one of the arguments SESSION --key --file is required"),
+        (("explain", "a", "--key", "00"), "argument --key: not allowed with argument SESSION"),
+        (("forget", "--key", "00", "--file", "00"), "argument --file: not allowed with argument --key"),
         ((*RENDER, "bites", *TRAVEL), "--tokenizer=bites: has no tokenizer.json (name a folder with"),
     ],
 )

@@ -60,6 +60,33 @@ def test_a_lookup_without_a_message_counts_like_one_with() -> None:
     assert world.store.state.counters["lookups_without_message"] == 1
 
 
+@pytest.mark.parametrize("behind", [0, 600])
+def test_what_was_named_behind_a_lookup_is_learned_as_by_a_request(behind: int) -> None:
+    """A chunk of a request that goes on for long behind its hits is of another kind than one of a request that ends
+    there, whichever way it was found. Several lookups come in one message: each has its own end."""
+    told = []
+    for asks in (True, False):
+        world = World(segments=2)
+        worker = world.join()
+        space = world.open(spec(), worker)
+        keys = chain("a", 4)
+        world.save(worker, space, keys)
+        world.now += 1_000
+        first, more = keys[:2], (*keys[2:], *chain("new", behind))
+        if asks:
+            for named in (first, more):
+                world.ask(ev.Release, worker, (world.acquire(worker, space, named).lease,))
+        else:
+            found = FOUND * 4 + (b"\0" + BEHIND * (behind - 1) if behind else b"")
+            world.ask(ev.Touched, worker, space, (*first, *more), (len(first), len(more)), found)
+        namespace = world.store.state.namespaces[space]
+        history = [world.store.state.chunks.history[namespace.index[key]] for key in keys]
+        assert history[0] == history[1] and history[2] == history[3]
+        assert (history[1] != history[2]) == bool(behind)
+        told.append(history)
+    assert told[0] == told[1]
+
+
 def test_a_transient_chunk_leaves_dram_when_it_was_read_without_a_message() -> None:
     world = DiskWorld(segments=4, slabs=4)
     worker = world.join()

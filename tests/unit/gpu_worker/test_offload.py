@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 
 from kvstore.client import ActionKind, ActionsApplied, Backlog, Hint, HintAction, Peeked, QueueAccepted
 from kvstore.errors import BadRequest, StoreError, Unavailable
-from kvstore.gpu_worker.compute_or_load import BOUND_MIN_S, ComputeOrLoad
+from kvstore.gpu_worker.compute_or_load import BOUND_MIN_S, SLACK_S, ComputeOrLoad
 from kvstore.gpu_worker.connectors.offload import (
     Chains,
     Crew,
@@ -181,9 +181,13 @@ class Store:
         """PENDING at the first read, there at the next."""
         self.spec = SimpleNamespace(chunk_bytes=ROW_BYTES)
         self.ssd_bytes_per_s = 1 << 30
+        self.waits_ms: list[int] = []
+        """Of each read."""
         self.promotions = 0
         """Reads that may have something promoted."""
         self.directory = True
+        self.noted: list[tuple[list[ChunkKey], int]] = []
+        """Lookups that the directory answered."""
         self.void: set[ChunkKey] = set()
         self.full: set[ChunkKey] = set()
         self.staging = 99
@@ -213,7 +217,18 @@ class Store:
     def peek(self, wanted: Sequence[ChunkKey]) -> Peeked | None:
         usable = next((n for n, key in enumerate(wanted) if key not in self.chunks), len(wanted))
         hits = next((n for n, key in enumerate(wanted) if key in self.promoting), usable)
-        return Peeked(usable, min(hits, usable)) if self.directory else None
+        outcomes = (
+            Outcome.MISS
+            if key not in self.chunks
+            else Outcome.PENDING
+            if key in self.promoting
+            else Outcome.HIT
+            for key in wanted
+        )
+        return Peeked(usable, min(hits, usable), tuple(outcomes)) if self.directory else None
+
+    def note_lookup(self, wanted: Sequence[ChunkKey], peeked: Peeked) -> None:
+        self.noted.append((list(wanted), peeked.usable))
 
     def match(self, wanted: Sequence[ChunkKey], *, timeout_s: float) -> Any:
         there = (Outcome.HIT if key in self.chunks else Outcome.MISS for key in wanted)
@@ -231,6 +246,7 @@ class Store:
     ) -> Lease:
         self.asked.set()
         self.promotions += promote
+        self.waits_ms.append(wait_ms)
         assert self.may_read.wait(BOUND_S)
         outcomes = []
         for key in wanted:
@@ -304,7 +320,7 @@ class Rig:
         self.lookups = Lookups(
             self.crew, self.opener, self.tally, self.choice, lambda wanted: TOKENS * len(wanted)
         )
-        self.loader = RowLoader(self.rows, self.crew, self.opener, self.tally, self.choice.copy)
+        self.loader = RowLoader(self.rows, self.crew, self.opener, self.tally, self.choice)
         self.saver = RowSaver(self.rows, self.crew, self.opener, self.tally, rows_max=4, maker=MAKER)
         self.board = HintBoard(self.crew, self.opener, self.tally)
         self.orders = Orders(self.crew, self.opener, self.tally)
@@ -737,6 +753,7 @@ def test_what_the_directory_knows_is_answered_at_once(rig: Rig) -> None:
         inquiry.again()
         rig.store.asked.clear()
     assert rig.tally.total["lookups"] == 6
+    assert rig.store.noted == [(wanted, 2)] * 2, "the daemon hears of the miss too, once for each request"
 
 
 def test_what_the_directory_does_not_know_is_asked(rig: Rig) -> None:
@@ -747,9 +764,83 @@ def test_what_the_directory_does_not_know_is_asked(rig: Rig) -> None:
     inquiry.look(rig.store, wanted, 0.0)
     assert inquiry.unasked
     rig.store.directory = True
-    rig.store.promoting.add(wanted[1])  # it is on SSD
+    rig.store.promoting.add(wanted[1])  # it is on SSD, and nobody has told how fast that is
+    learn(rig)
     inquiry.look(rig.store, wanted, 0.0)
     assert inquiry.unasked and inquiry.verdict(wanted[0], 0.0, keys_max=9) is Verdict.WAIT
+    assert not rig.store.noted
+    inquiry.ask(0.0, prefix=True)
+    rig.idle()
+    assert rig.choice.ssd_bytes_per_s == rig.store.ssd_bytes_per_s, "now it has"
+
+
+def test_what_is_on_ssd_is_answered_at_once_and_the_load_waits_for_it(rig: Rig) -> None:
+    """Of a prefix in both tiers; and what it waits for counts for who asks next."""
+    wanted = keys("a", "b", "c", "d")
+    rig.store.chunks.update(dict.fromkeys(wanted, b"\1" * ROW_BYTES))
+    rig.store.promoting.update((wanted[1], wanted[3]))
+    learn(rig)
+    rig.choice.reads_from_ssd(1e9)
+    inquiry = rig.inquiry()
+    inquiry.look(rig.store, wanted, 0.0)
+    assert [inquiry.verdict(key, 0.0, keys_max=9) for key in wanted] == [HIT] * 4
+    assert not rig.store.asked.is_set() and not rig.store.promotions and not inquiry.new
+    rig.store.may_read.clear()
+    transfer = rig.transfer(wanted, [0, 1, 2, 3])
+    rig.loader.start(transfer, *inquiry.load(wanted))
+    assert rig.loader.transfers.cold == 2
+    rig.store.may_read.set()
+    assert transfer.ended.wait(BOUND_S)
+    assert transfer.complete and rig.row(3) == b"\1" * ROW_BYTES
+    assert all(lease.released for lease in rig.store.leases)
+    # Reading 2 of them takes 2 x 64 ns; the load may take half as long again, and some time to be looked at.
+    assert 0 < max(rig.store.waits_ms) <= 1000 * SLACK_S
+    assert rig.loader.transfers.take(0.0) == [transfer] and not rig.loader.transfers.cold
+
+
+def test_what_comes_from_ssd_too_late_is_computed_at_once(rig: Rig) -> None:
+    """Because it is far, or because others are read before."""
+    wanted = keys("a", "b")
+    rig.store.chunks.update(dict.fromkeys(wanted, bytes(ROW_BYTES)))
+    rig.store.promoting.add(wanted[1])
+    learn(rig)
+    for speed, ahead, second in ((1e9, 0, HIT), (1.0, 0, MISS), (1e9, 1 << 30, MISS)):
+        rig.choice.reads_from_ssd(speed)
+        inquiry = rig.inquiry()
+        rig.choice._patience[Tier.SSD].lose(0.0)  # it was tried just now
+        inquiry.look(rig.store, wanted, 0.0, ahead=ahead)
+        assert [inquiry.verdict(key, 0.0, keys_max=9) for key in wanted] == [HIT, second]
+        inquiry.again()
+
+
+def test_of_several_groups_only_what_is_needed_is_found_at_once(rig: Rig) -> None:
+    wanted = keys("a", "b", "c", "d")
+    rig.store.chunks.update(dict.fromkeys(wanted[1:], b"\2" * ROW_BYTES))
+    inquiry = rig.inquiry()
+    inquiry.look(rig.store, wanted, 0.0, needed=lambda there: sorted(there)[1:])
+    assert [inquiry.verdict(key, 0.0, keys_max=9) for key in wanted] == [MISS, MISS, HIT, HIT]
+    assert rig.store.noted == [(wanted[2:], 2)], "which of the others was missed nobody knows"
+    transfer = rig.transfer(wanted[2:], [0, 1])
+    rig.loader.start(transfer, *inquiry.load(transfer.keys))
+    assert transfer.ended.wait(BOUND_S)
+    assert transfer.complete and rig.row(1) == b"\2" * ROW_BYTES
+
+
+def test_where_the_ssd_is_too_slow_a_nearer_boundary_is_taken(rig: Rig) -> None:
+    """A part of what a boundary needs is of no use: what is in DRAM alone may be enough for one before it."""
+    wanted = keys("a", "b", "c")
+    rig.store.chunks.update(dict.fromkeys(wanted, bytes(ROW_BYTES)))
+    rig.store.promoting.add(wanted[2])
+    learn(rig)
+    rig.choice.reads_from_ssd(1.0)
+    rig.choice._patience[Tier.SSD].lose(0.0)
+
+    def needed(there: Collection[ChunkKey]) -> list[ChunkKey]:
+        return wanted[1:] if wanted[2] in there else wanted[:1]
+
+    inquiry = rig.inquiry()
+    inquiry.look(rig.store, wanted, 0.0, needed=needed)
+    assert [inquiry.verdict(key, 0.0, keys_max=9) for key in wanted] == [HIT, MISS, MISS]
 
 
 def test_what_the_directory_knew_may_be_gone_when_it_is_loaded(rig: Rig) -> None:

@@ -129,6 +129,73 @@ def test_no_dram_is_refused() -> None:
         replay(trace((1,)), dram_chunks=0)
 
 
+def recording(tmp_path: Path, *lines: dict[str, Any]) -> Trace:
+    path = tmp_path / "trace"
+    path.write_text("".join(json.dumps({"n": 0, "c": 64, "b": 4096, **line}) + "\n" for line in lines))
+    return read_trace(path, "recorded")
+
+
+def test_of_an_engine_what_one_looks_up_and_another_loads_is_one_turn(tmp_path: Path) -> None:
+    """A scheduler (worker 0) looks prompts up, the ranks (1, 2) load and save; another engine does the same."""
+    one, two = {"g": 0}, {"g": 1}
+    trace = recording(
+        tmp_path,
+        {"t": 0, "w": 0, "ask": [1, 2, 3], **one},
+        {"t": 5, "w": 0, "ask": [1, 2, 8, 9], **one},
+        {"t": 6, "w": 3, "ask": [1, 2], **two},
+        {"t": 9, "w": 1, "ask": [1, 2], **one},
+        {"t": 10, "w": 2, "ask": [1, 2], **one},
+        {"t": 20, "w": 1, "save": [3, 4], "after": 2, **one},
+        {"t": 21, "w": 2, "save": [3, 4], "after": 2, **one},
+        {"t": 22, "w": 1, "save": [8, 9, 10], "after": 2, **one},
+        {"t": 30, "w": 1, "save": [5], "after": 4, **one},
+        {"t": 70_000, "w": 1, "ask": [1, 2], **one},
+    )
+    assert [(turn.at_ms, [*turn.chunks], [*turn.answer]) for turn in trace] == [
+        (0, [1, 2, 3], [4, 5]),
+        (5, [1, 2, 8, 9], [10]),
+        (6, [1, 2], []),
+        (70_000, [1, 2], []),
+    ]
+
+
+def test_what_a_rank_loads_may_be_told_before_what_its_scheduler_looked_up(tmp_path: Path) -> None:
+    of = {"g": 0}
+    trace = recording(
+        tmp_path,
+        {"t": 0, "w": 1, "ask": [1, 2], **of},
+        {"t": 40, "w": 0, "ask": [1, 2, 3], **of},
+        {"t": 50, "w": 1, "save": [3, 4], "after": 2, **of},
+        {"t": 3_000, "w": 0, "ask": [1, 2, 3, 4, 5], **of},
+        {"t": 3_001, "w": 0, "ask": [1, 2, 3], **of},
+    )
+    assert [(turn.at_ms, [*turn.chunks], [*turn.answer]) for turn in trace] == [
+        (0, [1, 2, 3], [4]),
+        (3_000, [1, 2, 3, 4, 5], []),
+        (3_001, [1, 2, 3], []),
+    ]
+    assert [turn.session for turn in trace] == [0, 0, 0]
+
+
+def test_one_prompt_again_and_again_is_a_turn_each_time(tmp_path: Path) -> None:
+    """Whoever is heard first; a rank may load it in parts."""
+    of = {"g": 0}
+    asks = [(0, 0, [1, 2]), (1, 1, [1]), (2, 1, [2]), (10, 1, [1, 2]), (11, 0, [1, 2]), (20, 0, [1, 2])]
+    trace = recording(tmp_path, *({"t": t, "w": w, "ask": ask, **of} for t, w, ask in asks))
+    assert [(turn.at_ms, [*turn.chunks]) for turn in trace] == [(0, [1, 2]), (10, [1, 2]), (20, [1, 2])]
+
+
+def test_a_recording_that_knows_no_groups_has_a_turn_for_each_lookup(tmp_path: Path) -> None:
+    trace = recording(
+        tmp_path,
+        {"t": 0, "w": 0, "ask": [1, 2]},
+        {"t": 1, "w": 1, "ask": [1, 2]},
+        {"t": 2, "w": 1, "save": [3]},
+        {"t": 2, "w": 0, "save": [4]},
+    )
+    assert [([*turn.chunks], [*turn.answer]) for turn in trace] == [([1, 2], [4]), ([1, 2], [3])]
+
+
 @pytest.mark.parametrize(
     ("dram_chunks", "look_ahead", "hit_rate"),
     [
