@@ -7,6 +7,9 @@ its own. What the store does not have, and what is to be computed although it ha
     slots      0 ......... 63 64 .. 79 80 ........ 120 121 ....... 150
     positions  0 ......... 63 64 .. 79 95 ........ 135 200 ....... 229
                part           hole     part            hole, which has the last token
+
+Parts are copied into the prompt's own chunks, in between; or, with `by_part`, each lies in a chunk of its own, once for
+all prompts that have it, wherever it stands in each, and only the holes are the prompt's own (`Assembly.split`).
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.keys import derived_key, exact_chain, manifest_digest
+from kvstore.gpu_worker.chain import Chain, Imported
+from kvstore.keys import ROOT, derived_key, exact_chain, manifest_digest
 from kvstore.types import ChunkKey
 
 Span = tuple[int, int]
 """[first, end) of slots."""
+METHOD = b"promptcache 1"
+"""By what the own tokens of a prompt that sees modules were computed, in their keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,8 @@ class Assembly:
     """... and the session whose manifest it becomes."""
     salt: bytes = field(default=b"", repr=False)
     """Of the namespace that the keys belong to."""
+    by_part: bool = False
+    """All prompts that have a part read it in one place, where the engine can."""
 
     def __post_init__(self) -> None:
         count = len(self.tokens)
@@ -121,6 +129,29 @@ class Assembly:
             parent = derived_key(salt, manifest_digest(entries), self.tokens[begin:end])
             keys.append(parent)
         return keys
+
+    def split(self, there: Iterable[Part], root: ChunkKey = ROOT) -> Chain:
+        """What is computed, as tokens that see the parts `there` in chunks of their own."""
+        parts = sorted(there, key=lambda part: part.first)
+        own = self.holes(len(self.tokens), parts)
+        slots = [slot for begin, end in own for slot in range(begin, end)]
+        stand = [*(self.positions[slot] for slot in slots), self.end]
+        jumps = [(n, at) for n, at in enumerate(stand) if not n or at != stand[n - 1] + 1]
+        seen = []
+        for part in parts:
+            begin = part.first
+            for low, high in (*own, (part.end, part.end)):
+                low, high = min(max(low, begin), part.end), min(high, part.end)
+                if low > begin:
+                    inside = begin - part.first
+                    at = bisect_left(slots, begin)
+                    seen.append(
+                        Imported(
+                            part.key, inside, inside + low - begin, self.positions[begin], at, part.delta
+                        )
+                    )
+                begin = max(begin, high)
+        return Chain(tuple(self.tokens[slot] for slot in slots), root, tuple(jumps), tuple(seen), METHOD)
 
     def candidates(self, loaded: Iterable[Part], first: int = 0) -> list[Span]:
         """Of which slots those that deviate most are chosen, if the parts `loaded` are there, and the KV of the first

@@ -72,6 +72,25 @@ class Seen:
             begin, position = begin + count, position + count
 
 
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """Tokens [begin, end) of a chunk that a module of Prompt Cache has in the store: what `Seen` is of a chain."""
+
+    key: ChunkKey
+    begin: int
+    end: int
+    position: int
+    at: int
+    delta: int = 0
+    """How far they stand from where they were encoded."""
+    maker: bytes = b""
+
+    def parts(self, salt: bytes, size: int) -> Iterator[Part]:
+        """All of it, with its one key: that of the store."""
+        count = self.end - self.begin
+        yield Part(self.key, 0, self.begin, count, self.position - self.delta, self.position, self.at)
+
+
 @dataclass(frozen=True, eq=False)
 class Chain:
     """`tokens` may be the first of more: keys are asked for with those that there are."""
@@ -79,7 +98,7 @@ class Chain:
     tokens: tuple[int, ...] = field(repr=False)
     root: ChunkKey = ROOT
     jumps: tuple[Jump, ...] = ((0, 0),)
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[Seen | Imported, ...] = ()
     method: bytes = b""
     _known: dict[tuple[bytes, int], list[ChunkKey]] = field(default_factory=dict, repr=False)
 

@@ -15,7 +15,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -176,7 +176,8 @@ class PoolStore:
         if namespace is None or len(request.tokens) < 2 or time.monotonic() < self._no_lookup_before:
             return None
         if request.assembly is not None:
-            return self._look_up_parts(namespace, request.assembly, request.computed)
+            parts = [part for part in request.assembly.parts if part.end > request.computed]
+            return self._look_up_parts(namespace, request.assembly, parts)
         # As many as the store takes at once, the tail included: of a longer prompt the rest is computed
         whole = min((len(request.tokens) - 1) // self._chunk_tokens, KEYS_PER_REQUEST_MAX - 1)
         if not whole and not request.session:
@@ -195,11 +196,18 @@ class PoolStore:
 
         return self._ask(find)
 
-    def _look_up_parts(self, namespace: Namespace, assembly: Assembly, first: int) -> Future[Found] | None:
-        """Of the parts that reach beyond slot `first`, whichever are there. Those of another namespace than the one of
-        now are not: their keys are others."""
-        wanted = [part for part in assembly.parts if part.end > first and (self.moves or not part.delta)]
-        del wanted[KEYS_PER_REQUEST_MAX:]
+    def look_up_parts(self, assembly: Assembly, parts: Sequence[Part]) -> Future[Found] | None:
+        """Of these parts of an assembly, whichever are there; None if the store is not there."""
+        namespace = self._store.namespace()
+        if namespace is None or time.monotonic() < self._no_lookup_before:
+            return None
+        return self._look_up_parts(namespace, assembly, parts)
+
+    def _look_up_parts(
+        self, namespace: Namespace, assembly: Assembly, parts: Iterable[Part]
+    ) -> Future[Found] | None:
+        """Those of another namespace than the one of now are not there: their keys are others."""
+        wanted = [part for part in parts if self.moves or not part.delta][:KEYS_PER_REQUEST_MAX]
         if not wanted or assembly.salt != namespace.salt:
             return None
 
@@ -340,6 +348,24 @@ class PoolStore:
         return self._loader.start(
             found.lease,
             pieces,
+            place,
+            deadline_s=float("inf"),
+            after=self._before_overwriting(chunks),
+            regions=lambda layer: regions(layer, chunks),
+        )
+
+    def load_apart(self, found: Found, chunks: Sequence[int]) -> Load:
+        """The parts that are there, each as it is into one of these chunks. Takes over the lease."""
+        assert found.lease is not None and len(chunks) == len(found.parts)
+        into = {number: chunk for (number, _), chunk in zip(found.parts, chunks, strict=True)}
+        layers = self._buffer.layers or self._pool.layers
+
+        def place(layer: int, piece: Piece) -> Any:
+            return layers[layer][into[piece.index]][:, :, : piece.token_count]
+
+        return self._loader.start(
+            found.lease,
+            [Piece(number, 0, part.count) for number, part in found.parts],
             place,
             deadline_s=float("inf"),
             after=self._before_overwriting(chunks),

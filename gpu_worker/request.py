@@ -18,6 +18,7 @@ from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
 if TYPE_CHECKING:
     from kvstore.gpu_worker.chain import Chain
     from kvstore.gpu_worker.gathering import Gathering
+    from kvstore.gpu_worker.importing import Importing
     from kvstore.gpu_worker.loader import Load
     from kvstore.gpu_worker.pool_store import Found
     from kvstore.gpu_worker.saver import TurnSave
@@ -64,7 +65,7 @@ class Request:
     """What its own tokens are, if they see others (`stretches`, once these are there) or leave gaps."""
     remaining: tuple[int, ...] = ()
     """What it computes instead, as an ordinary prompt, if that cannot be had."""
-    gathering: Gathering | None = None
+    gathering: Gathering | Importing | None = None
     """While it is on its way to `stretches`."""
     cut_tokens: int = 0
     """Of its conversation, so many are not there any more."""
@@ -109,6 +110,8 @@ class Request:
     `tokens` from `computed` on is."""
     undecided: bool = False
     """Its parts are loaded, and it is to be decided which of its tokens deviate most: those are computed, too."""
+    absent: frozenset[ChunkKey] | None = None
+    """Keys of parts that were nowhere, and are computed; None: it was not asked, or `found` says it."""
     unplanned: bool = False
     """Some of its parts are not there and are computed: its KV is not that of a prompt of the same parts."""
 
@@ -142,7 +145,8 @@ class Request:
         return self.prompt_tokens + seen
 
     def see(self, chain: Chain, open_cut: Undecided | None) -> None:
-        """From now on this is what its own tokens are. Nothing is held, but what `held` says."""
+        """From now on this is what its own tokens are. Nothing is held, but what `held` says. Undone by `fall_back`, or
+        by `put_together`."""
         assert not self.chunks and self.save is None
         said = self.tokens[self.prompt_tokens :]
         room = self.tokens_max - self.prompt_tokens
@@ -164,6 +168,19 @@ class Request:
         self.choices = self.open_cut = None
         self.keys, self.store_keys, self.save, self.reused = [], [], None, Reused()
 
+    def put_together(self) -> None:
+        """Its assembly is all that it computes, as if no part had been found. Nothing is held."""
+        assert self.assembly is not None and not self.chunks and not self.held
+        if self.chain is None:
+            return
+        said = self.tokens[self.prompt_tokens :]
+        room = self.tokens_max - self.prompt_tokens
+        self.tokens = [*self.assembly.tokens, *said]
+        self.prompt_tokens = len(self.assembly.tokens)
+        self.tokens_max = self.prompt_tokens + room
+        self.chain, self.jumps, self.stretches = None, self.assembly.jumps, []
+        self.keys, self.store_keys, self.absent = [], [], None
+
     @property
     def missing(self) -> int:
         """Tokens that are to be computed."""
@@ -174,7 +191,7 @@ class Request:
     @property
     def shared_tokens(self) -> int:
         """Leading tokens whose KV is what the keys of its chunks say: what others may share."""
-        if self.assembly is None:
+        if self.assembly is None or self.chain is not None:
             return len(self.tokens)
         mine = self.unplanned or self.assembly.deviating
         return self.assembly.exact if mine else len(self.assembly.tokens)

@@ -20,6 +20,7 @@ from kvstore.gpu_worker.assembly import Assembly, Span
 from kvstore.gpu_worker.compute_or_load import ComputeOrLoad, Computing, read_buffer_layers
 from kvstore.gpu_worker.gathering import Gathering
 from kvstore.gpu_worker.hbm_pool import HbmPool
+from kvstore.gpu_worker.importing import Importing
 from kvstore.gpu_worker.loader import Load, LoadFailed
 from kvstore.gpu_worker.request import Request, Reused
 from kvstore.keys import SALT_BYTES, exact_chain
@@ -223,7 +224,9 @@ class Scheduler:
             self._pool.drop(chunks)
         request.chunks, request.held, request.computed, request.alone = [], [], 0, True
         request.holes, request.undecided = [], False
-        if request.chain is not None:
+        if request.assembly is not None:
+            request.put_together()
+        elif request.chain is not None:
             request.fall_back()
         request.save, request.reused = None, Reused()
         request.load_failures += 1
@@ -274,6 +277,8 @@ class Scheduler:
         request.chunks, request.computed, request.asked, request.holes = [], 0, False, []
         request.held, request.stretches, request.undecided = [], [], False
         request.lookup = request.load = request.gathering = None
+        if request.assembly is not None:
+            request.put_together()
 
     def check_integrity(self) -> None:
         """Assert what only a bug could break; for tests."""
@@ -310,8 +315,13 @@ class Scheduler:
                 return  # what it computes is not known yet
             # Chunks that are here, and idle, are no longer available once it holds them
             own = len(request.chunks)
-            shared = self._pool.held(self._pool.find(self._adoptable(request)[own:]))
-            needed += self._chunks(len(request.tokens)) - own - shared
+            imports = self._imports(request)
+            shared = self._pool.held(self._pool.find(self._adoptable(request)[own:])) if not imports else 0
+            if imports:
+                needed += imports.chunks_needed(self._pool, len(request.tokens))
+                request.gathering = imports
+            else:
+                needed += self._chunks(len(request.tokens)) - own - shared
             if request.chain is not None and request.chain.seen:
                 gathering = Gathering(request.chain, _SALT)
                 # As if none of them was held already
@@ -326,7 +336,7 @@ class Scheduler:
             needed += 1 + shared - adopted
             if request.lookup is not None or request.load is not None:
                 continue  # it was loaded ahead
-            if request.open_cut is not None:
+            if request.open_cut is not None or imports:
                 continue  # what it computes is not known yet
             if self._store is not None and not request.alone and not self._is_here(request):
                 request.lookup = self._store.look_up(request)
@@ -335,7 +345,26 @@ class Scheduler:
 
     def _needed(self) -> int:
         """Chunks that those who run have still to get for their tokens, and one more for each."""
-        return sum(self._chunks(len(one.tokens)) - len(one.chunks) + 1 for one in self.running)
+        return sum(self._still(one) + 1 for one in self.running)
+
+    def _still(self, request: Request) -> int:
+        """Chunks that it has to get for its tokens and for what it sees."""
+        if isinstance(request.gathering, Importing):
+            return request.gathering.chunks_needed(self._pool, len(request.tokens))
+        return self._chunks(len(request.tokens)) - len(request.chunks)
+
+    def _imports(self, request: Request) -> Importing | None:
+        """For a prompt whose parts are read where all have them. Its own tokens and all parts must find room at once,
+        even if none of it lies together."""
+        assembly = request.assembly
+        if assembly is None or not assembly.by_part or not assembly.parts or assembly.kept:
+            return None
+        if self._store is None or not self._share or request.alone:
+            return None
+        imports = Importing(assembly)
+        if len(imports.keys) + self._chunks(request.tokens_max) > self._pool.chunks:
+            return None
+        return imports
 
     def _make_room(self, request: Request, tokens: int, pieces: dict[Request, int]) -> bool:
         """Chunks for so many tokens, taken from the newest if none is free. False if it is the newest itself, or if
@@ -397,9 +426,13 @@ class Scheduler:
         request.reused.hbm += tokens
         self._counters["adopted_tokens"] += tokens
 
-    def _gathering(self, request: Request, gathering: Gathering, pieces: dict[Request, int]) -> bool:
+    def _gathering(
+        self, request: Request, gathering: Gathering | Importing, pieces: dict[Request, int]
+    ) -> bool:
         """Whether it has to wait for what it sees beside its own tokens. If that cannot be had, all that remains is
         computed."""
+        if isinstance(gathering, Importing):
+            return self._importing(request, gathering, pieces)
         if not gathering.begun and (
             request.alone or not self._share or not gathering.begin(self._pool, self._store)
         ):
@@ -433,6 +466,55 @@ class Scheduler:
         request.gathering = None
         return False
 
+    def _importing(self, request: Request, imports: Importing, pieces: dict[Request, int]) -> bool:
+        """Whether it has to wait for the modules that it imports. What an older request is about to load is loaded
+        once."""
+        assert self._store is not None and request.assembly is not None
+        if not imports.begun:
+            if not self._brought_by_others(imports).isdisjoint(imports.keys):
+                return True
+            imports.begin(self._pool, self._store)
+        if not imports.arrived():
+            return True
+        if imports.coming:
+            if imports.load is None:
+                taken = self._take(request, len(imports.coming), pieces)
+                if taken is not None:
+                    imports.start(self._store, taken)
+                return True
+            if not imports.load.ended.done():
+                return True
+            if not imports.loaded(self._pool):
+                self._counters["load_failures"] += 1
+                request.load_failures += 1
+        chain = imports.split(request.root, moves=self._store.moves)
+        request.gathering, request.absent = None, imports.absent
+        request.see(chain, None)
+        request.held, request.stretches = list(imports.chunks.values()), imports.stretches(chain)
+        for part in (part for one in chain.seen for part in one.parts(_SALT, self._chunk_tokens)):
+            if part.key not in imports.restored:
+                self._counters["adopted_tokens"] += part.count
+                request.reused.hbm += part.count
+                continue
+            self._counters["restored_tokens"] += part.count
+            if part.key in imports.from_ssd:
+                self._counters["restored_ssd_tokens"] += part.count
+                request.reused.ssd += part.count
+            else:
+                request.reused.dram += part.count
+        self._adopt(request)
+        return False
+
+    def _brought_by_others(self, imports: Importing) -> set[ChunkKey]:
+        """Keys of parts that other requests have asked for, or load."""
+        others = (one.gathering for one in self.running if one.gathering is not imports)
+        return {
+            part.key
+            for other in others
+            if isinstance(other, Importing) and other.begun
+            for part in other.missing
+        }
+
     def _in_vain(self, request: Request, gathering: Gathering) -> bool:
         """It computes what remains as an ordinary prompt; it waits for what the store has of that."""
         self._leave(gathering)
@@ -448,7 +530,7 @@ class Scheduler:
             request.lookup = self._store.look_up(request)
         return request.lookup is not None
 
-    def _leave(self, gathering: Gathering) -> None:
+    def _leave(self, gathering: Gathering | Importing) -> None:
         """Nobody wants what was gathered."""
         gathering.release()
         self._pool.drop(list(gathering.chunks.values()))
@@ -478,14 +560,15 @@ class Scheduler:
 
     def _adoptable(self, request: Request) -> list[ChunkKey]:
         """Keys of the chunks that it may take from others."""
-        if not self._share or request.alone or request.open_cut is not None:
+        unknown = request.open_cut is not None or isinstance(request.gathering, Importing)
+        if not self._share or request.alone or unknown:
             return []
         most = min(len(request.tokens) - 1, request.shared_tokens)
         return self._keys(request)[: most // self._chunk_tokens]
 
     def _keys(self, request: Request) -> list[ChunkKey]:
         """Of all its full chunks."""
-        if request.assembly is not None:
+        if request.assembly is not None and request.chain is None:
             if not request.keys:
                 request.keys = request.assembly.chain(self._chunk_tokens, _SALT, request.root)
             return request.keys

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from kvstore.gpu_worker.assembly import Assembly, Kept, Part
 from kvstore.keys import ROOT
 from kvstore.promptcache.encoding import Chunk, Encoding, Entry, Method, Unit
-from kvstore.promptcache.layout import Placement, Source
+from kvstore.promptcache.layout import Placement, Run, Source
 from kvstore.promptcache.schema import Path
 from kvstore.types import SESSION_NAME_BYTES_MAX, ChunkKey
 
@@ -118,6 +118,10 @@ def assemble(
         if block.computed:
             recomputed.append((first, first + block.computed))
         first = end
+    # In one piece from the beginning on: as chunks of the prompt's own, it has the bits of full attention
+    stored = parts[-1].end if parts else 0
+    whole = sum(part.count for part in parts) == stored and positions[:stored] == list(range(stored))
+    whole = whole and not any(part.delta for part in parts)
     return Assembly(
         tuple(token for block in blocks for token in block.tokens),
         tuple(positions),
@@ -127,6 +131,16 @@ def assemble(
         recipe.deviating,
         exact,
         salt=salt,
+        by_part=not recipe.deviating and not (whole and _encoded_together(encoding, found)),
+    )
+
+
+def _encoded_together(encoding: Encoding, found: Sequence[tuple[Run, Sequence[Entry]]]) -> bool:
+    """Whether what is not exact of a prompt is one module, or one scaffold."""
+    paths = {run.path for run, entries in found if not all(entry.exact for entry in entries)}
+    used = {run.path for run, _ in found}
+    return len(paths) <= 1 or any(
+        paths <= {*unit.paths} and used.issuperset(unit.paths) for unit in encoding.scaffolds
     )
 
 

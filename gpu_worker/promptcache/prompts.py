@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -27,12 +27,17 @@ from kvstore.gpu_worker.promptcache.plan import (
 )
 from kvstore.keys import ROOT
 from kvstore.promptcache import Encoding, Layout, PmlError, Schema, Tokenizer, parse_prompt, parse_schema
+from kvstore.promptcache.encoding import Unit
+from kvstore.promptcache.layout import Placement, Source
+from kvstore.promptcache.schema import Path
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey, Outcome
 
 if TYPE_CHECKING:
     from kvstore.client import Client, Namespace
     from kvstore.gpu_worker.batching import BatchEngine
 
+SIBLINGS_MAX = 512
+"""Chunks of the members of unions that a prompt did not choose, which are told the daemon."""
 KEPT_MAX = 64
 """Schemas, layouts and encodings that are kept, each."""
 T = TypeVar("T")
@@ -96,6 +101,8 @@ class Planned:
     """It is of an earlier version, since what it needs of the current one is not encoded yet."""
     wanted: tuple[Job, ...] = ()
     """What would have to be encoded for it to be a hit, of the current version. Those that are there are among them."""
+    siblings: tuple[ChunkKey, ...] = ()
+    """Of the other members of unions that it has a member of."""
 
     def missing(self, keys: frozenset[ChunkKey] | None) -> list[Job]:
         """What of it is to be encoded, if the store did not have these; None: it was not asked."""
@@ -128,16 +135,16 @@ class Prompts:
             found[:] = self._library.versions(name)
             return found[0] if found else None
 
-        prompt = parse_prompt(text, find)
+        parse_prompt(text, find)
         namespace = self._engine.namespace
-        current = self._planned(text, prompt.schema, namespace, recipe, root)
+        current = self._planned(text, found, namespace, recipe, root)
         if len(found) < 2 or current.assembly is None or namespace is None:
             return current
         if self._beginning(found[0]) == self._beginning(found[1]) or self._is_there(namespace, current):
             return current
-        for earlier in found[1:]:
+        for number in range(1, len(found)):
             try:
-                planned = self._planned(text, earlier, namespace, recipe, root)
+                planned = self._planned(text, found[number:], namespace, recipe, root)
             except PmlError:
                 continue  # it has no such module yet
             if planned.assembly is not None and self._is_there(namespace, planned):
@@ -154,14 +161,22 @@ class Prompts:
         return current
 
     def _planned(
-        self, text: str, schema: Schema, namespace: Namespace | None, recipe: Recipe, root: ChunkKey
+        self,
+        text: str,
+        versions: Sequence[Schema],
+        namespace: Namespace | None,
+        recipe: Recipe,
+        root: ChunkKey,
     ) -> Planned:
+        """Of the first of these versions; the others came before it, the newest first."""
+        schema = versions[0]
+        prompt = parse_prompt(text, schema)
         layout = self._layout(schema)
-        placement = layout.place(parse_prompt(text, schema))
+        placement = layout.place(prompt)
         salt = namespace.salt if namespace is not None else bytes(32)
-        encoding, all_jobs = self._encodings.get(
-            (schema.digest, salt, root, recipe.method), lambda: self._encode(layout, salt, root, recipe)
-        )
+        encoding, all_jobs = self._encode(schema, salt, root, recipe)
+        if namespace is not None and len(versions) > 1 and self._engine.moves:
+            encoding = self._moved(encoding, placement, versions[1:], namespace, root, recipe)
         assembly = assemble(encoding, placement, salt=salt, moves=self._engine.moves, recipe=recipe)
         needed = {part.key for part in assembly.parts} if assembly is not None else set()
         return Planned(
@@ -176,6 +191,12 @@ class Prompts:
                 for job in (*all_jobs, *document_jobs(encoding, placement, salt=salt, root=root))
                 if not needed.isdisjoint(job.keys)
             ),
+            siblings=tuple(
+                key
+                for path in _siblings(schema, layout.used(prompt))
+                if path in encoding.units
+                for key in encoding.units[path].keys
+            )[:SIBLINGS_MAX],
         )
 
     def _layout(self, schema: Schema) -> Layout:
@@ -191,24 +212,73 @@ class Prompts:
         return layout.segments[0].tokens if layout.beginning else ()
 
     def _encode(
-        self, layout: Layout, salt: bytes, root: ChunkKey, recipe: Recipe
+        self, schema: Schema, salt: bytes, root: ChunkKey, recipe: Recipe
     ) -> tuple[Encoding, tuple[Job, ...]]:
-        size = self._engine.pool.geometry.chunk_tokens
-        encoding = Encoding(layout, tenant_salt(salt, root), chunk_tokens=size, method=recipe.method)
-        return encoding, tuple(jobs(encoding, salt=salt, root=root))
+        def make() -> tuple[Encoding, tuple[Job, ...]]:
+            size = self._engine.pool.geometry.chunk_tokens
+            encoding = Encoding(
+                self._layout(schema), tenant_salt(salt, root), chunk_tokens=size, method=recipe.method
+            )
+            return encoding, tuple(jobs(encoding, salt=salt, root=root))
+
+        return self._encodings.get((schema.digest, salt, root, recipe.method), make)
+
+    def _moved(
+        self,
+        encoding: Encoding,
+        placement: Placement,
+        earlier: Sequence[Schema],
+        namespace: Namespace,
+        root: ChunkKey,
+        recipe: Recipe,
+    ) -> Encoding:
+        """What an edit only moved is not encoded again: of a prompt's modules that are not in the store, those take the
+        KV that they had in an earlier version of which it is there."""
+        used = {run.path for run in placement.runs if run.source is Source.STORED}
+        before = []
+        for schema in earlier:
+            try:
+                before.append(self._encode(schema, namespace.salt, root, recipe)[0])
+            except PmlError as error:
+                log.warning("nothing is kept of an earlier version of %s: %s", schema.name, error)
+        found = {path: units for path, units in encoding.moved_from(before).items() if path in used}
+        taken: dict[Path, Unit] = {}
+        for path, units in found.items():
+            if self._has(namespace, encoding.units[path].keys):
+                continue
+            old = next((one for one in units if self._has(namespace, one.keys)), None)
+            if old is not None:
+                taken[path] = old
+        return encoding.replaced(taken) if taken else encoding
 
     def _is_there(self, namespace: Namespace, planned: Planned) -> bool:
         """Whether the store has all parts, as far as it can be asked at once."""
         assert planned.assembly is not None
-        keys = list(dict.fromkeys(part.key for part in planned.assembly.parts))[:KEYS_PER_REQUEST_MAX]
+        keys = list(dict.fromkeys(part.key for part in planned.assembly.parts))
+        return self._has(namespace, keys, else_=True)
+
+    def _has(self, namespace: Namespace, keys: Sequence[ChunkKey], *, else_: bool = False) -> bool:
+        """Whether the store has all of these, as far as it can be asked at once; `else_`: if it cannot be asked."""
         if not keys:
             return True
         try:
-            outcomes = namespace.match(keys).outcomes
+            outcomes = namespace.match(keys[:KEYS_PER_REQUEST_MAX]).outcomes
         except StoreError as error:
-            log.warning("cannot ask what is there of schema %s: %s", planned.schema, error)
-            return True
+            log.warning("cannot ask which modules are there: %s", error)
+            return else_
         return all(outcome is not Outcome.MISS for outcome in outcomes)
+
+
+def _siblings(schema: Schema, used: set[Path]) -> Iterator[Path]:
+    """The members of unions that are in no prompt with those that it uses."""
+    for path in sorted(used):
+        scope = schema.scopes[path]
+        chosen = {union for name, union in scope.unions.items() if (*path, name) in used}
+        yield from (
+            (*path, name)
+            for name, union in scope.unions.items()
+            if union in chosen and (*path, name) not in used
+        )
 
 
 class _Kept(OrderedDict[Hashable, T]):

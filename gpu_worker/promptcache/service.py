@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvstore.gpu_worker.promptcache.ahead import Ahead
 from kvstore.gpu_worker.promptcache.encoder import Encoder
 from kvstore.gpu_worker.promptcache.plan import Recipe
 from kvstore.gpu_worker.promptcache.prompts import DaemonLibrary, Library, Planned, Prompts
@@ -36,6 +37,7 @@ class PromptCache:
         it was found with."""
         self.prompts = Prompts(service.engine, tokenizer, library)
         self.encoder = Encoder(service)
+        self.ahead = Ahead(lambda: service.engine.namespace, service.is_live)
         self._service = service
         self._tokenizer = tokenizer
         self._library = library
@@ -81,16 +83,22 @@ class PromptCache:
 
     def start(self) -> None:
         self.encoder.start()
+        self.ahead.start()
 
     async def close(self) -> None:
+        await self.ahead.close()
         await self.encoder.close()
         if isinstance(self._library, DaemonLibrary):
             self._library.close()
 
     def served(self, planned: Planned, job: Job, root: ChunkKey = ROOT) -> None:
         """Its first token is there: what it had to compute is encoded, for the next one."""
+        self.ahead.left(job)
         found = job.request.found
         if planned.assembly is None:
+            return
+        if job.request.absent is not None:
+            self.encoder.want(planned.missing(job.request.absent), root)
             return
         asked = found is not None and found.lease is not None
         here = frozenset(part.key for part in planned.assembly.parts if part.end <= job.request.reused.hbm)

@@ -338,6 +338,8 @@ class Api:
         except Exhausted as error:
             after = {"Retry-After": str(self._service.retry_after_s)}
             raise Refused(429, str(error), headers=after) from None
+        if planned is not None and self._prompt_cache is not None:
+            self._prompt_cache.ahead.queued(planned, job)
         geometry = engine.pool.geometry
         token_bytes = geometry.token_bytes * geometry.layers
         words = _Words(self._model, job, wish, chat=chat, token_bytes=token_bytes, planned=planned)
@@ -370,6 +372,8 @@ class Api:
                     if finish:
                         return
         finally:
+            if self._prompt_cache is not None:
+                self._prompt_cache.ahead.left(job)
             self._service.abort(job)
 
     # ------------------------------------------------------------------------------------------------------ callers

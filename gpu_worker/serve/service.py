@@ -152,6 +152,10 @@ class Service:
             self._end(job, "abort")
             self._commands.put(partial(self.engine.abort, job.request.number))
 
+    def is_live(self, job: Job) -> bool:
+        """Whether it gets tokens yet."""
+        return self._jobs.get(job.request.number) is job
+
     async def call(self, what: Callable[[BatchEngine], T]) -> T:
         """Between two steps."""
         self._check_open()

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 
+from kvstore import measures
 from kvstore.cli.command import Command, ask_stats, seconds, show
 from kvstore.cli.output import say, say_json
 from kvstore.cli.rates import Rates, rates
@@ -26,7 +27,7 @@ def stats(client: Client, options: argparse.Namespace) -> int:
     if options.watch:
         return _watch(client, options)
     reply = _get(client)
-    return show(options, reply, lambda: stats_text(reply))
+    return show(options, reply, lambda: stats_text(reply, long=options.long))
 
 
 def _get(client: Client) -> stats_pb2.StatsReply:
@@ -90,7 +91,8 @@ def _cells(texts: Sequence[str]) -> str:
     return " ".join(text.rjust(width) for text, width in zip(texts, WATCH_WIDTHS, strict=True))
 
 
-def stats_text(reply: stats_pb2.StatsReply) -> str:
+def stats_text(reply: stats_pb2.StatsReply, *, long: bool = False) -> str:
+    """`long`: with what each number counts."""
     arena = reply.arena
     parts = [
         f"kvstored {peer_text(reply.version)}, up {age(reply.uptime_ms)}, boot {reply.boot_id.hex()[:8]}",
@@ -122,7 +124,8 @@ def stats_text(reply: stats_pb2.StatsReply) -> str:
         *((counter, value) for counter, value in sorted(reply.counters.items()) if "{" not in counter),
     ]
     if numbers:
-        parts += ["", "\n".join(f"{number:>12,.0f}  {what}" for what, number in numbers)]
+        meanings = {what: f": {measures.meaning(what)}" if long else "" for what, _ in numbers}
+        parts += ["", "\n".join(f"{number:>12,.0f}  {what}{meanings[what]}" for what, number in numbers)]
     return "\n".join(parts)
 
 
@@ -300,6 +303,7 @@ def _stats_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="again and again, a line each time (default: 1)",
     )
+    parser.add_argument("--long", action="store_true", help="with what each counter and gauge means")
 
 
 def _namespaces_arguments(parser: argparse.ArgumentParser) -> None:

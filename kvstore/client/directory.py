@@ -85,7 +85,8 @@ class PublishedExtents(MappedExtents):
         self._view = own.view
         self._each = len(lengths)
         self._tags = found.tags(numbers)
-        self._rows = [found.numbers[number] for number in numbers]
+        rows = found.numbers
+        self._rows = [rows[number] for number in numbers]
         self._firsts = found.firsts(numbers)
 
     def intact(self, rows: Iterable[int]) -> bool:

@@ -227,6 +227,11 @@ class Namespace:
         """None: no such session, or the daemon could not be asked."""
         return drive(self.getting_session(name, timeout_s))
 
+    def find_session(self, name: str | bytes, *, timeout_s: float | None = None) -> SessionInfo | None:
+        """As `get_session`, and in `elsewhere` what another node of the fleet told of it last: the keys of its chunks.
+        Its version is 0 if this node has no such session. None: nobody has, or the daemon could not be asked."""
+        return drive(self.finding_session(name, timeout_s))
+
     def update_session(
         self,
         name: str | bytes,
@@ -377,6 +382,15 @@ class Namespace:
             return None
         info = wire.session_from_proto(answer.session)
         return info if info.version else None
+
+    def finding_session(self, name: str | bytes, timeout_s: float | None) -> Operation[SessionInfo | None]:
+        request = store_pb2.GetSessionRequest(session=session_name(name), elsewhere=True)
+        try:
+            answer = yield from self._binding.asking("get_session", request, timeout_s)
+        except (NotFound, Unavailable, DeadlineExceeded):
+            return None
+        info = wire.session_from_proto(answer.session)
+        return info if info.version or info.elsewhere is not None else None
 
     def updating_session(
         self,

@@ -16,9 +16,10 @@ moved has other keys and the same `content`.
 
 from __future__ import annotations
 
+import copy
 import enum
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.keys import ROOT, derived_key, exact_key, manifest_digest
@@ -78,6 +79,12 @@ class Unit:
     def keys(self) -> list[ChunkKey]:
         return [chunk.key for chunks in self.chunks.values() for chunk in chunks]
 
+    def encoded_as(self, other: Unit) -> Unit:
+        """Itself, with the KV of one that has the same `content`: its own segments, the other's chunks and place."""
+        there = iter([chunk for chunks in other.chunks.values() for chunk in chunks])
+        chunks = {segment: tuple(next(there) for _ in own) for segment, own in self.chunks.items()}
+        return Unit(self.paths, chunks, self.content, other.start, other.after, other.pieces)
+
 
 class Encoding:
     """The chunks of one schema in one namespace, whose salt is `salt`."""
@@ -121,6 +128,23 @@ class Encoding:
         yield from (chunk.key for chunk in self.beginning)
         for unit in (*self.units.values(), *self.scaffolds):
             yield from unit.keys
+
+    def moved_from(self, earlier: Iterable[Encoding]) -> dict[Path, list[Unit]]:
+        """Of each module that has the same text behind the same beginning in encodings of earlier versions, but stood
+        elsewhere there: what it was, in the order of `earlier`. Scaffolds are not among them."""
+        found: dict[Path, list[Unit]] = {}
+        for one in earlier:
+            for path, unit in self.units.items():
+                old = one.units.get(path)
+                if old is not None and old.content == unit.content and old.keys != unit.keys:
+                    found.setdefault(path, []).append(old)
+        return found
+
+    def replaced(self, units: Mapping[Path, Unit]) -> Encoding:
+        """With the KV of these in place of that of its own: prompts have it moved."""
+        made = copy.copy(self)
+        made.units = self.units | {path: self.units[path].encoded_as(unit) for path, unit in units.items()}
+        return made
 
     # ------------------------------------------------------------------------------------------------- prompts
 

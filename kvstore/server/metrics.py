@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from kvstore import measures
 from kvstore.errors import StoreError, shorten
 from kvstore.server.logs import fields
 from kvstore.tiers.ssd import SsdStats
@@ -126,6 +127,7 @@ PROCESS = {
     "uptime_seconds": "Time since the daemon started.",
     "attach_streams": "Workers with an open Attach stream.",
     "staging_bytes": "Staging memory of all workers.",
+    "directory_bytes": "Memory of the directories in which workers look chunks up without a message.",
     "regions": "Regions that workers lent the daemon.",
     "region_bytes": "Size of those regions; their memory is the workers'.",
     "tcp_refused": "Calls over TCP without a valid identity, since the start.",
@@ -208,11 +210,11 @@ def families(
         ),
         *_ssd(values["ssd"], values["counters"], disk),
         *(
-            _gauge(name, "See proto/kvstore/v1/stats.proto.", (), {(): value})
+            _gauge(name, measures.meaning(name), (), {(): value})
             for name, value in sorted(values["gauges"].items())
         ),
         *(
-            _counter(name, "See proto/kvstore/v1/stats.proto.", (), {(): value})
+            _counter(name, measures.meaning(name), (), {(): value})
             for name, value in sorted(values["counters"].items())
             if name not in LABELLED
         ),

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvstore import wire
+from kvstore import measures, wire
 from kvstore.cli.objects import granted
 from kvstore.client import connect as client_of
 from kvstore.config import ONE_SEGMENT
@@ -83,6 +83,13 @@ def test_stats_for_people(daemon, kvctl, session):
     assert "arena 64.0 MiB (sealed): ready" in text
     assert "tiny" in text
     assert "quarantined" in text
+    assert "chunks_saved: Chunks committed" not in text
+    assert "chunks_saved: Chunks committed with all their shards." in kvctl("stats", "--long").decode()
+
+
+def test_every_number_of_stats_has_a_meaning(daemon, kvctl, session):
+    reply = json.loads(kvctl("stats", "--json"))
+    assert [name for name in (*reply["gauges"], *reply["counters"]) if not measures.meaning(name)] == []
 
 
 def test_watch(daemon, kvctl):

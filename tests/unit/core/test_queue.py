@@ -13,7 +13,7 @@ from kvstore.core.requests.credit import GRACE_MS
 from kvstore.errors import BadRequest, NotFound
 from kvstore.sim.disk import DiskWorld
 from kvstore.sim.world import PAGE, World, chain, spec
-from kvstore.types import ChunkKey, HintResult, NamespaceId, Outcome, WorkerId
+from kvstore.types import ActionKind, ChunkKey, HintResult, NamespaceId, Outcome, WorkerId
 
 HIT, PENDING, MISS = Outcome
 ACCEPTED, DEFERRED, CLIPPED, REJECTED = HintResult
@@ -664,6 +664,24 @@ def test_the_read_that_is_needed_soonest_goes_first(monkeypatch: pytest.MonkeyPa
         order.append(read.records[0].key)
         world.finish()
     assert order == names("adcb"), "the first was under way"
+
+
+def test_siblings_of_a_union_rise_in_what_bandwidth_the_queue_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker tells them of prompts in its queue: the member that a prompt has as a job, the others as PREFETCH."""
+    monkeypatch.setattr("kvstore.core.transfers.CHUNKS_PER_OP_MAX", 1)
+    world, worker, namespace = filled(disk_bytes_in_flight_max=1, prefetch_share_max=1.0)
+    world.hold = {ev.ReadRecords}
+    siblings = ev.HintAction(b"siblings", ActionKind.PREFETCH, keys=tuple(names("abc")))
+    world.ask(ev.ApplyActions, worker, namespace, (siblings,), ())
+    world.tick(30)
+    publish(world, worker, namespace, hint("first", 0, names("de")), hint("second", 1, names("f")))
+    world.acquire(worker, namespace, names("h"), wait_ms=5_000)
+    order = []
+    while world.held:
+        (read,) = world.of(ev.ReadRecords)
+        order.append(read.records[0].key)
+        world.finish()
+    assert order == names("ahdefbc"), "the first was under way"
 
 
 def test_a_job_that_left_its_queue_keeps_its_chunks_until_it_asks() -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvstore.gpu_worker.assembly import Assembly, Part, missing_spans
 from kvstore.gpu_worker.promptcache.plan import OWNER_PREFIX, Recipe, assemble, jobs, owner_name
@@ -229,3 +231,49 @@ def test_the_pool_calls_equal_kv_alike_and_no_other() -> None:
     whole = replace(one, exact=16)
     assert chain(whole)[:2] == exact_chain(salt, one.tokens[:16], 8)
     assert one.chain(8, salt, ChunkKey(b"x" * 32))[0] != chain(one)[0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_each_token_that_is_computed_sees_every_slot_before_its_own_once(data: st.DataObject) -> None:
+    """Whatever of the parts is there, and whatever of them is computed all the same."""
+    at, parts = 0, []
+    for number in range(data.draw(st.integers(1, 6))):
+        at += data.draw(st.integers(0, 3))
+        parts.append(
+            Part(
+                ChunkKey(bytes([number]) * 32),
+                at,
+                data.draw(st.integers(1, 6)),
+                data.draw(st.integers(-2, 2)),
+            )
+        )
+        at = parts[-1].end
+    count = at + data.draw(st.integers(0, 3))
+    positions, position = [], 0
+    for _ in range(count):
+        position += data.draw(st.integers(0, 2))
+        positions.append(position)
+        position += 1
+    spans = sorted(data.draw(st.sets(st.tuples(st.integers(0, count - 1), st.integers(1, 3)), max_size=3)))
+    recomputed, end = [], 0
+    for begin, size in spans:
+        if begin >= end:
+            end = min(count, begin + size)
+            recomputed.append((begin, end))
+    end = position + data.draw(st.integers(0, 2))
+    assembly = Assembly(tuple(range(count)), tuple(positions), end, tuple(parts), tuple(recomputed))
+    there = [part for part in parts if data.draw(st.booleans())]
+    chain = assembly.split(there)
+    own = list(chain.tokens)  # a token is its slot
+    assert [chain.position(number) for number in range(len(own) + 1)] == [*(positions[s] for s in own), end]
+    part_of = {part.key: part for part in parts}
+    for number, slot in enumerate(own):
+        seen = own[: number + 1]
+        for one in chain.seen:
+            part = part_of[one.key]
+            if one.at <= number:
+                seen += range(part.first + one.begin, part.first + one.end)
+            assert one.position == positions[part.first + one.begin] and one.delta == part.delta
+        assert sorted(seen) == list(range(slot + 1))
+    assert own == [slot for begin, end in assembly.holes(count, there) for slot in range(begin, end)]

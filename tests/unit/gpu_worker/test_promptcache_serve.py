@@ -212,6 +212,37 @@ def test_an_edited_module_is_served_as_it_is_now(store: FakeStore, serve: Callab
     assert not after["stale"] and after["version"] != before["kvstore"]["promptcache"]["version"]
 
 
+def test_a_module_that_only_moved_is_no_new_one(store: FakeStore, serve: Callable[..., Cached]) -> None:
+    """A longer `plan` moves `food` and the text behind it: they are found where they were encoded, at their new place,
+    and only `plan` is encoded again. With the first version put back, all is there as it was."""
+    cached = serve(store)
+    cached.shelf.put(TRIP)
+    cached.ask(ASK)
+    cached.encoded()
+    before = cached.cache.encoder.encoded
+    cached.shelf.put(TRIP.replace("For <param", "For no more than <param"))
+    edited = cached.ask(ASK)
+    kept = edited["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert kept > 80
+    cached.encoded()
+    names = [name for (_, name) in store.sessions]
+    again = cached.ask(ASK)
+    assert (
+        again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        == again["kvstore"]["promptcache"]["stored_tokens"]
+    )
+    cached.encoded()
+    plan_and_scaffold = 3  # plan, plan/oslo inside of it has moved, and both together
+    assert cached.cache.encoder.encoded - before <= plan_and_scaffold, names
+    assert [name for (_, name) in store.sessions] == names
+    cached.shelf.put(TRIP)
+    back = cached.ask(ASK)
+    assert (
+        back["usage"]["prompt_tokens_details"]["cached_tokens"]
+        == back["kvstore"]["promptcache"]["stored_tokens"]
+    )
+
+
 def test_a_module_that_only_the_new_version_has_is_computed(
     store: FakeStore, serve: Callable[..., Cached]
 ) -> None:

@@ -150,3 +150,38 @@ def test_modules_that_are_not_cached_have_no_chunks() -> None:
     assert list(made.units) == []
     prompt = parse_prompt("<prompt schema=s><a/></prompt>", made.layout.schema)
     assert len(made.entries(made.layout.place(prompt))) == 1
+
+
+def test_a_module_that_only_moved_can_be_served_with_the_kv_it_had() -> None:
+    old, new = encoding(BASE), encoding(BASE.replace("a6", "a6 a7"))
+    moved = new.moved_from([old])
+    assert moved == {("b",): [old.units["b",]], (): [old.units[()]]}
+    made = new.replaced({path: units[0] for path, units in moved.items()})
+    prompt = parse_prompt("<prompt schema=s><a p=x/><b/></prompt>", new.layout.schema)
+    found = [entry for _, entries in made.entries(made.layout.place(prompt)) for entry in entries]
+    own = [entry for _, entries in new.entries(new.layout.place(prompt)) for entry in entries]
+    assert [entry.chunk.tokens for entry in found] == [entry.chunk.tokens for entry in own]
+    assert [entry.chunk.position + entry.delta for entry in found] == [
+        entry.chunk.position + entry.delta for entry in own
+    ]
+    assert [entry.delta for entry in found] == [0] * 5 + [1, 1]
+    assert [entry.delta for entry in own] == [0] * 7
+    assert new.units["b",].keys != old.units["b",].keys  # and what `replaced` was asked of is as it was
+
+
+def test_segments_of_a_module_that_moved_may_be_others() -> None:
+    """An empty module within cuts its text in two, at the end of a chunk: the chunks are the same."""
+    old = encoding("c <module name=a>a1 a2 a3 a4 a5 a6</module>")
+    new = encoding(
+        "c <union><module name=x>x1</module></union><module name=a>a1 a2 a3 a4<module name=e></module>a5 a6</module>"
+    )
+    assert len(new.units["a",].chunks) == 2 and len(old.units["a",].chunks) == 1
+    (unit,) = new.moved_from([old])["a",]
+    made = new.units["a",].encoded_as(unit)
+    assert made.keys == old.units["a",].keys and made.start == old.units["a",].start
+    assert [len(chunks) for chunks in made.chunks.values()] == [1, 1]
+
+
+def test_an_edited_text_or_beginning_has_no_earlier_kv() -> None:
+    for edited in (BASE.replace("a1", "x1"), BASE.replace("c3", "x3"), BASE):
+        assert ("a",) not in encoding(edited).moved_from([encoding(BASE)])
