@@ -49,7 +49,9 @@ def test_a_batch_that_comes_back(daemon: Daemon) -> None:
         assert first.save_counters["chunks_saved"] == 169 // T + 109 // T
     with StoredGenerator(model, run_dir, chunk_tokens=T) as second:
         assert torch.equal(second.generate(**inputs, max_new_tokens=20), expected)
-        assert second.counters["loaded_tokens"] == 140 + 80, "up to where the short row's last whole chunk ends"
+        assert second.counters["loaded_tokens"] == 140 + 80, (
+            "up to where the short row's last whole chunk ends"
+        )
         daemon.process.send_signal(signal.SIGSTOP)
         try:
             assert torch.equal(second.generate(**inputs, max_new_tokens=20), expected)
