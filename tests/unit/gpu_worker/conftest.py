@@ -317,9 +317,8 @@ class FakeLease:
         for index, shard, offset, out in pieces:
             assert shard == 0 and self.outcomes[index] is Outcome.HIT
             piece = self.shards[index][offset : offset + out.nbytes]
-            out[...] = (
-                piece.view(out.dtype).reshape(out.shape) if whole else 0x5A
-            )  # void: whatever lies there
+            void = np.full_like(out, 0xA5 if out.dtype == np.uint8 else -1)  # whatever lies there
+            out[...] = piece.view(out.dtype).reshape(out.shape) if whole else void
         return whole
 
     def unsafe_views(self, pieces: Sequence[tuple[int, int, int, int]]) -> list[np.ndarray] | None:
