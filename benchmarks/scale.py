@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
 import xxhash
-from harness import Goal, arguments, connected, finish, heading, keep
+from harness import Goal, arguments, connect_asking, connected, finish, heading, keep
 
-from kvstore.client import Namespace, connect
+from kvstore.client import Namespace
+from kvstore.config import StoreConfig
 from kvstore.core import events as ev
 from kvstore.core.limits import Limits
 from kvstore.core.namespaces import chunk_salt
@@ -324,6 +326,8 @@ ROUNDS = 300
 LOOKED_UP, ASKED = "match of 512 in DRAM, looked up", "match of 512 in DRAM, asked"
 LOOKED_UP_SHARE = 0.2
 BYTES_WITH_DIRECTORY = 400
+NO_DIRECTORY, RESTART_SHARE = ", no directory", 1.2
+"""Of a start without a directory: what the directory may take of one."""
 
 
 def key_of(number: int) -> ChunkKey:
@@ -401,7 +405,36 @@ def daemon(chunks: int, folder: Path) -> list[Row]:
     rows: list[Row] = []
     if made is not None:
         rows.append(of | {"what": "index", "p50": made, "unit": "bytes per chunk"})
+    if chunks == BYTES_AT and "directory" in {field.name for field in fields(StoreConfig)}:
+        rows.append(
+            of
+            | {"what": f"start to first hit{NO_DIRECTORY}", "unit": "s"}
+            | without_directory(chunks, folder)
+        )
+        forget_pages(folder / "ssd" / "index" / "data.mdb")
     began = time.perf_counter()
+    process = start(chunks, folder)
+    try:
+        with connected(folder / "run", process) as client:
+            space = client.open(SPEC)
+            first_hit(space, random.Random().randrange(-(-chunks // ASKED_EVERY)) * ASKED_EVERY)
+            hit = {"what": "start to first hit", "p50": time.perf_counter() - began, "unit": "s"}
+            rows.append(of | hit | {"cpu_s": cpu_seconds(process.pid)})
+            rss = rss_anon_bytes(process.pid)
+            rows.append(of | {"what": "memory", "p50": rss / chunks, "unit": "bytes per chunk", "bytes": rss})
+            with connect_asking(folder / "run", timeout_s=BOUND_S) as asking:
+                rows += [of | row for row in round_trips(space, asking.open(SPEC), chunks)]
+            size = directory_bytes(process.pid)
+            rows.append(
+                of | {"what": "directory", "p50": size / chunks, "unit": "bytes per chunk", "bytes": size}
+            )
+    finally:
+        process.kill()
+        process.wait(30)
+    return rows
+
+
+def start(chunks: int, folder: Path, *more: str) -> subprocess.Popen[bytes]:
     command = (
         *(sys.executable, "-P", "-m", "kvstore"),
         *(f"--run-dir={folder}/run", "--dram-bytes=256M", "--segment-bytes=64M", "--log-level=warning"),
@@ -412,26 +445,22 @@ def daemon(chunks: int, folder: Path) -> list[Row]:
         ),
         f"--ssd-bytes={index_bytes(chunks) + (-(-chunks // SLOTS) + 4) * SLAB_BYTES}",
         "--scrub-bytes-per-s=0",  # only the records that are asked for have bytes
+        *more,
     )
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def without_directory(chunks: int, folder: Path) -> Row:
+    """Start to first hit of a daemon that tells nobody where its chunks are."""
+    began = time.perf_counter()
+    process = start(chunks, folder, "--directory=false")
     try:
         with connected(folder / "run", process) as client:
-            space = client.open(SPEC)
-            first_hit(space, random.Random().randrange(-(-chunks // ASKED_EVERY)) * ASKED_EVERY)
-            hit = {"what": "start to first hit", "p50": time.perf_counter() - began, "unit": "s"}
-            rows.append(of | hit | {"cpu_s": cpu_seconds(process.pid)})
-            rss = rss_anon_bytes(process.pid)
-            rows.append(of | {"what": "memory", "p50": rss / chunks, "unit": "bytes per chunk", "bytes": rss})
-            with connect(str(folder / "run"), timeout_s=BOUND_S, directory=False) as asking:
-                rows += [of | row for row in round_trips(space, asking.open(SPEC), chunks)]
-            size = directory_bytes(process.pid)
-            rows.append(
-                of | {"what": "directory", "p50": size / chunks, "unit": "bytes per chunk", "bytes": size}
-            )
+            first_hit(client.open(SPEC), random.Random().randrange(-(-chunks // ASKED_EVERY)) * ASKED_EVERY)
+            return {"p50": time.perf_counter() - began, "cpu_s": cpu_seconds(process.pid)}
     finally:
         process.kill()
         process.wait(30)
-    return rows
 
 
 def directory_bytes(pid: int) -> int:
@@ -538,6 +567,12 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
         goals.append(Goal(name, one["p50"] + its["p50"], "bytes per chunk", BYTES_WITH_DIRECTORY, "<="))
     key = ("daemon", 1_000_000, None, "start to first hit")
     at_most("restart with 1,000,000 chunks: start to first hit", key, RESTART_S, "s")
+    with_it, without = (
+        found.get(("daemon", BYTES_AT, None, f"start to first hit{how}")) for how in ("", NO_DIRECTORY)
+    )
+    if with_it and without:
+        name = f"restart with {BYTES_AT:,} chunks: with the directory over without"
+        goals.append(Goal(name, with_it["p50"] / without["p50"], "x", RESTART_SHARE, "<="))
     at_most(
         f"memory of the core at {BYTES_AT:,} chunks",
         ("core", BYTES_AT, None, "memory"),

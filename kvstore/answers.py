@@ -126,6 +126,24 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedManifest:
+    """What a node told the others of one of its sessions: which keys to look for, not that they are anywhere."""
+
+    head: bytes
+    """Tells it from every other one that was told: made of node, boot and version."""
+    count: int
+    """Higher than those that its writer had seen."""
+    node: str
+    version: int
+    """Of the session at that node."""
+    keys: tuple[ChunkKey, ...] = ()
+    """None: the session is that node's own, or was forgotten."""
+    token_counts: tuple[int, ...] = ()
+    ours: bool = False
+    """This start of this node told it."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionInfo:
     session: bytes
     version: int
@@ -138,6 +156,8 @@ class SessionInfo:
     entries_forgotten: bool = False
     """Of a repeated request: it was carried out, as `version`, but the session has moved on since, and what it held at
     that version is not remembered."""
+    elsewhere: SharedManifest | None = None
+    """What another node told of it last, where that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +371,17 @@ class Recalled:
 
 
 @dataclass(frozen=True, slots=True)
+class Purged:
+    """Of a PurgeTenant, at this node."""
+
+    chunks: int
+    bytes: int
+    pinned: int
+    """Of the chunks: a lease still reads them, and they go with it."""
+    sessions: int
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentsAllowed:
     segments: tuple[SegmentId, ...]
 
@@ -386,6 +417,7 @@ Answer = (
     | Scrubbed
     | QuarantineList
     | Recalled
+    | Purged
     | SegmentsAllowed
     | DirectoryAllowed
     | Stats

@@ -157,6 +157,10 @@ class StoreConfig:
     """A node that was silent for so long has gone. Ten heartbeats in that time."""
     registry_pages_per_s: int = 16
     """How many pages, of 4,096 chunks and at most 32 KiB each, this node writes to the registry a second."""
+    registry_sessions_max: int = 10_000
+    """Sessions of which this node tells the others there, those that changed last; 0: sessions are this node's own."""
+    registry_session_ttl_s: int = 86_400
+    """A session that nobody went on with for so long is told no more."""
     fleet_secret_file: str = ""
     """File with the secret that all nodes of a fleet share, and nobody else has. Names and hashes in the registry, and
     the proofs of peers, are derived from it."""
@@ -260,6 +264,7 @@ class StoreConfig:
             "peer_timeout_ms",
             "registry_ttl_ms",
             "registry_pages_per_s",
+            "registry_session_ttl_s",
             "peer_deadline_ms",
             "peer_threads",
         ):
@@ -427,6 +432,8 @@ class StoreConfig:
             directory=self.directory,
             remote_store=REMOTE_STORE if self.remote_url else "",
             forgets_told=self.sources,
+            sessions_told=PEERS if self.registry_url and self.registry_sessions_max else "",
+            sessions_told_max=self.registry_sessions_max,
             forget_within_ms=1_000 * self.forget_within_s,
             remote_writes=self.remote_writes if self.remote_url else "off",
             remote_bytes_max=self.remote_bytes,

@@ -131,8 +131,7 @@ def hash_of(key: bytes) -> int:
 
 def hashes_of(keys: Words) -> Words:
     """The same for each row of four words."""
-    a, b, c, d = (keys[:, n] * factor for n, factor in enumerate(_FACTOR_WORDS))
-    h: Words = a + b + c + d
+    h: Words = np.einsum("ij,j->i", keys, _FACTOR_WORDS)  # a third of the time of four products and their sum
     h ^= h >> _U(32)
     h *= _U(_LAST)
     h ^= h >> _U(29)
@@ -195,31 +194,33 @@ class _Memory:
 class Found:
     """What a look at many keys found: one entry for each key, in their order."""
 
-    __slots__ = ("_hashed", "_words", "hits", "numbers", "states")
+    __slots__ = ("_hashed", "_rows", "_words", "hits", "states", "usable")
 
     def __init__(
         self,
         states: bytes,
-        rows: list[int],
+        rows: list[int] | npt.NDArray[np.intp],
         words: list[Sequence[int]] | Words,
         hashed: list[int] | Words,
     ) -> None:
         self.states = states
         """HIT, ON_SSD or 0 of each key."""
-        self.numbers = rows
-        """Of the rows, -1 for none."""
+        self._rows = rows
         self._words = words
         self._hashed = hashed
-        found = states.find(0) if 0 in states else len(states)
+        first = states.find(0)
+        self.usable = len(states) if first < 0 else first
+        """Leading keys whose bytes can be had, those on SSD included."""
         first_cold = states.find(ON_SSD)
-        self.hits = found if first_cold < 0 else min(found, first_cold)
+        self.hits = self.usable if first_cold < 0 else min(self.usable, first_cold)
         """Leading keys that are in DRAM."""
 
     @property
-    def usable(self) -> int:
-        """Leading keys whose bytes can be had, those on SSD included."""
-        first = self.states.find(0)
-        return len(self.states) if first < 0 else first
+    def numbers(self) -> list[int]:
+        """Of the rows, -1 for none."""
+        if isinstance(self._rows, np.ndarray):
+            self._rows = self._rows.tolist()
+        return self._rows
 
     def tokens(self) -> list[int]:
         """Of each key; 0 of one that is not there."""
@@ -306,6 +307,13 @@ class View(_Memory):
                 return None
         return None if self.word[_CLOSED] else found
 
+    def rows_in_use(self) -> npt.NDArray[np.intp]:
+        """That the buckets name at this moment. (Others may have no page yet, and would get one by being read.)"""
+        entries = self.buckets[: self.buckets_in_use, :ENTRIES].ravel()
+        rows: npt.NDArray[np.intp] = (entries[entries != 0] & _U(_LOW)).astype(np.intp) - 1
+        found: npt.NDArray[np.intp] = rows[rows < self.rows_max]
+        return found
+
     def sequences(self, rows: Sequence[int]) -> list[int]:
         """The first words of these rows, as they are now."""
         word, at, stride = self.word, self.rows_at, self.stride
@@ -385,13 +393,15 @@ class View(_Memory):
         column = same.argmax(axis=1)
         everybody = np.arange(len(keys))
         row = (lines[everybody, column] & _U(_LOW)).astype(np.intp) - 1
-        row[~same[everybody, column] | (row >= self.rows_max)] = -1
+        none = ~same[everybody, column]
+        none |= row >= self.rows_max
+        row[none] = -1
         words, good = self._rows(row, four, mapped)
         # Another key's entry may look the same; the row may change at this moment; others stand elsewhere.
         if not good.all():
             self._look_on(shorts, mapped, hashed, buckets, row, words, good, lines)
         states = ((words[:, 0] >> _U(24)) & _U(0xFF & ~MAPPED)).astype(np.uint8)
-        return Found(states.tobytes(), row.tolist(), words, hashed)
+        return Found(states.tobytes(), row, words, hashed)
 
     def _look_on(
         self,
@@ -427,8 +437,9 @@ class View(_Memory):
         fence()
         after = self.rows[row, 0]
         good = (row >= 0) & (before == after) & (words[:, 0] == before) & (before & _U(_ODD) == 0)
-        for number in range(4):
-            good &= words[:, 1 + number] == four[:, number]
+        same = words[:, 1:5] == four
+        if not same.all():
+            good &= same.all(axis=1)
         good &= (before & _U(_STATES & ~(MAPPED << 24))) != 0
         good &= (before & _U(MAPPED << 24)) == (np.array(mapped, np.uint64) << _U(24) if mapped else _U(0))
         return words, good

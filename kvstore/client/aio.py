@@ -277,6 +277,9 @@ class AsyncNamespace:
     async def get_session(self, name: str | bytes, *, timeout_s: float | None = None) -> SessionInfo | None:
         return await drive_async(self._namespace.getting_session(name, timeout_s))
 
+    async def find_session(self, name: str | bytes, *, timeout_s: float | None = None) -> SessionInfo | None:
+        return await drive_async(self._namespace.finding_session(name, timeout_s))
+
     async def update_session(
         self,
         name: str | bytes,

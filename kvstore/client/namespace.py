@@ -174,6 +174,19 @@ class Namespace:
             self.reading(keys, shards, wait_ms, any_order, ttl_ms, verify, timeout_s, promote, pin=pin)
         )
 
+    def map_segments(self, *, shards: Sequence[int] = (), timeout_s: float | None = None) -> int:
+        """Maps the segments that have chunks of these `shards` now (none: all), for an engine whose device takes long
+        to register memory; others are mapped when they are first read. Returns how many it found: 0 where the
+        namespace has no directory. Raises BadRequest for shards that there are not."""
+        numbers = self._geometry.shards_of(tuple(shards))
+        published, binding = self._binding.published, self._binding.now()
+        if published is None or binding is None or published[0] is not binding[0]:
+            return 0
+        attachment, directory = published
+        segments = directory.segments(numbers)
+        attachment.map_segments(segments, self._connection.deadline(timeout_s))
+        return len(segments)
+
     def write(
         self,
         keys: Sequence[ChunkKey],
@@ -226,6 +239,11 @@ class Namespace:
     def get_session(self, name: str | bytes, *, timeout_s: float | None = None) -> SessionInfo | None:
         """None: no such session, or the daemon could not be asked."""
         return drive(self.getting_session(name, timeout_s))
+
+    def find_session(self, name: str | bytes, *, timeout_s: float | None = None) -> SessionInfo | None:
+        """As `get_session`, and in `elsewhere` what another node of the fleet told of it last: the keys of its chunks.
+        Its version is 0 if this node has no such session. None: nobody has, or the daemon could not be asked."""
+        return drive(self.finding_session(name, timeout_s))
 
     def update_session(
         self,
@@ -377,6 +395,15 @@ class Namespace:
             return None
         info = wire.session_from_proto(answer.session)
         return info if info.version else None
+
+    def finding_session(self, name: str | bytes, timeout_s: float | None) -> Operation[SessionInfo | None]:
+        request = store_pb2.GetSessionRequest(session=session_name(name), elsewhere=True)
+        try:
+            answer = yield from self._binding.asking("get_session", request, timeout_s)
+        except (NotFound, Unavailable, DeadlineExceeded):
+            return None
+        info = wire.session_from_proto(answer.session)
+        return info if info.version or info.elsewhere is not None else None
 
     def updating_session(
         self,

@@ -106,6 +106,12 @@ class Limits:
     """Which of the sources are told what is forgotten here, and tell what is elsewhere (`remote/forgets.py`)."""
     forget_within_ms: int = 300_000
     """What came from other nodes goes when this node could read none of them for so long; 0: never."""
+    sessions_told: str = ""
+    """Which of the sources is told of sessions, and asked what others told of them (`remote/sessions.py`); empty:
+    none."""
+    sessions_told_per_s: int = 100
+    sessions_told_max: int = 10_000
+    """Of this node; what was told longest ago goes."""
     remote_writes: str = "off"
     """What is written there: "off"; "write-through": all, soon; "on-evict": what is about to leave DRAM."""
     remote_bytes_max: int = 1 << 50

@@ -73,6 +73,7 @@ from kvstore.types import (
     WorkerId,
 )
 
+SessionName = tuple[NamespaceId, bytes]
 DISK = NamespaceId(0)
 """The one owner of all slabs in the disk pool; namespaces of users start at 1."""
 DISK_SLAB_HEADER_BYTES = 4096
@@ -146,6 +147,10 @@ class State:
     """Rows that became resident since the last step, where somebody wants to know (`remote/saves.py`)."""
     forgotten: list[tuple[NamespaceId, ChunkKey]] = field(default_factory=list)
     """Chunks that were forgotten since, likewise."""
+    changed_sessions: dict[SessionName, bool] = field(default_factory=dict)
+    """Sessions with another manifest, where other nodes are told of it (`remote/sessions.py`); True: forgotten."""
+    keys_elsewhere: Callable[[SessionName], Sequence[ChunkKey]] = field(default=lambda name: ())
+    """What another node told of a session; set by the store."""
     to_hold: set[Ticket] = field(default_factory=set)
     """Requests whose answers wait until the other nodes are told what they have forgotten."""
     applied: dict[str, int] = field(default_factory=dict)
@@ -192,6 +197,7 @@ class State:
         self.batch_min = limits.batch_min
         self.policy = POLICIES[limits.eviction](self.chunks, limits.batch_min)
         self.policy.lives_min = limits.lives_min
+        self.policy.awaited = self.demanded, self.fetched
         self._ghosts_max = limits.ghost_rows_max
         self.cold = Cold(self.policy.candidates)
         self.ssd_slots = Pool(

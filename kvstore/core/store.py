@@ -20,6 +20,7 @@ from kvstore.core.pool import Phase
 from kvstore.core.remote.ahead import Ahead
 from kvstore.core.remote.forgets import Forgets
 from kvstore.core.remote.saves import RemoteSaves
+from kvstore.core.remote.sessions import SharedSessions
 from kvstore.core.remote.sources import Sources
 from kvstore.core.requests import repeats
 from kvstore.core.requests.duplicates import Duplicates
@@ -98,11 +99,17 @@ class Store:
             lambda tenant, maker: self.recalls.is_barred(tenant, maker),
         )
         self.sources.resume = self._resume
-        self.ahead = Ahead(self.state, self.sources)
+        self.shared_sessions = SharedSessions(self.state)
+        self.shared_sessions.answer = self._answer_session
+        self.state.keys_elsewhere = self.shared_sessions.keys
+        self.queue.is_unknown = self.shared_sessions.is_unknown
+        self.ahead = Ahead(self.state, self.sources, self.shared_sessions)
         self.remote = RemoteSaves(self.state, self.sources)
         self.forgets = Forgets(self.state, self.sources, self.remote)
         self.state.hold = self.forgets.hold
         self.recalls = Recalls(self.state, self.cold_tier, self.forgets)
+        self.recalls.drop_session = self.sessions.purge
+        self.forgets.purge_sessions = self.shared_sessions.purge
         self.scrub = Scrubber(self.state, self.cold_tier, self.transfers)
         self.reads.promote = self._bring
         self.reads.look = self.sources.look
@@ -121,7 +128,7 @@ class Store:
             ev.ReportLoad: self.reads.report,
             ev.ReportDuplicates: self._report_duplicates,
             ev.ReportResident: self.residents.report,
-            ev.GetSession: self.sessions.get,
+            ev.GetSession: self._get_session,
             ev.UpdateSession: self.sessions.update,
             ev.Truncate: self.sessions.truncate,
             ev.Fork: self.sessions.fork,
@@ -136,6 +143,7 @@ class Store:
             ev.Scrub: self.scrub.ask,
             ev.ListQuarantine: self.rewrites.list,
             ev.Recall: self._recall,
+            ev.PurgeTenant: self._purge_tenant,
             ev.WantSegments: self.segments.want,
             ev.WantDirectory: self._want_directory,
             ev.SegmentsUnmapped: self._unmapped,
@@ -155,6 +163,8 @@ class Store:
             ev.ChunksStored: self.remote.ended,
             ev.ChunksForgotten: self.forgets.forgotten,
             ev.ForgottenElsewhere: self.forgets.elsewhere,
+            ev.SessionsShared: self.shared_sessions.shared,
+            ev.SessionsLookedUp: self.shared_sessions.looked_up,
             ev.Tick: lambda _: self._tick(),
             ev.Idle: lambda _: self._idle(),
             **self.cold_tier.facts(),
@@ -198,6 +208,7 @@ class Store:
             self.recalls.elsewhere(self.forgets.makers.popleft())
         self.remote.pump()
         self.forgets.pump()
+        self.shared_sessions.pump()
         self.scrub.pump()
         self.recalls.pump()
         self.cold_tier.tell_gone()
@@ -281,6 +292,32 @@ class Store:
             worker.memory.forget(number)
         return answer
 
+    def _get_session(self, worker: Worker, event: ev.GetSession) -> ev.SessionInfo | None:
+        """None: it is answered when it is known what others told of it, or when its time is up."""
+        info = self.sessions.get(worker, event)
+        if not event.elsewhere:
+            return info
+        if self.shared_sessions.find(self.state.namespaces[event.namespace], event):
+            return None
+        return self._with_elsewhere(info, event)
+
+    def _with_elsewhere(self, info: ev.SessionInfo, event: ev.GetSession) -> ev.SessionInfo:
+        known = self.shared_sessions.known.get((event.namespace, event.session))
+        there = known.there if known is not None else None
+        return info if there is None or there.ours else replace(info, elsewhere=there)
+
+    def _answer_session(self, event: ev.GetSession) -> None:
+        """A request that waited for what others told. Nobody is left to answer if its worker has gone."""
+        worker = self.state.workers.get(event.ticket.worker)
+        if worker is None:
+            return
+        answer: ev.Answer
+        try:
+            answer = self._with_elsewhere(self.sessions.get(worker, event), event)
+        except StoreError as error:
+            answer = error
+        self.state.effects.append(ev.Reply(event.ticket, answer))
+
     def _forget(self, worker: Worker, event: ev.Forget) -> ev.Done | None:
         """None: answered when nothing can bring back what was forgotten, as far as that can be had in time."""
         if not self.forgets.active:
@@ -308,6 +345,16 @@ class Store:
             self.state.to_hold.add(event.ticket)
         try:
             return self.recalls.ask(worker, event)
+        except StoreError:
+            self.state.to_hold.discard(event.ticket)
+            raise
+
+    def _purge_tenant(self, worker: Worker, event: ev.PurgeTenant) -> ev.Purged | None:
+        """As `_forget`."""
+        if self.forgets.active and not event.dry_run:
+            self.state.to_hold.add(event.ticket)
+        try:
+            return self.recalls.ask_purge(worker, event)
         except StoreError:
             self.state.to_hold.discard(event.ticket)
             raise
@@ -347,6 +394,7 @@ class Store:
         if worker.admin:
             values["gauges"] |= traffic(self.queue, self.transfers) | self.actions.gauges()
             values["gauges"] |= self.sources.gauges() | self.remote.gauges() | self.forgets.gauges()
+            values["gauges"] |= self.shared_sessions.gauges()
         return ev.Stats(values)
 
     def _open(self, worker: Worker, event: ev.Open) -> ev.Opened:
@@ -566,6 +614,7 @@ class Store:
         self.segments.tick()
         self.transfers.tick()
         self.sources.tick()
+        self.shared_sessions.tick()
         self.ahead.tick()
         self.remote.tick()
         self.forgets.go_on()

@@ -29,9 +29,10 @@ from kvstore.fleet.drain import TAKE_S, Drain, take
 from kvstore.fleet.forgets import FleetForgets
 from kvstore.fleet.held import Where
 from kvstore.fleet.kv_events import KvEvents
-from kvstore.fleet.registry import Node, Registry, check_url
+from kvstore.fleet.registry import Node, Registry, check_url, connect
 from kvstore.fleet.secret import FleetSecret
 from kvstore.fleet.server import ANSWER_S, PeerServer
+from kvstore.fleet.sessions import FleetSessions
 from kvstore.fleet.source import PeerSource
 from kvstore.fleet.sweep import Change, Sweep
 from kvstore.server.logs import fields
@@ -145,8 +146,11 @@ class FleetNode:
         memory: SlotMemory,
         numbers: Iterator[int],
         boot: bytes,
+        *,
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`loop` is asked when the node has started. Raises ConfigError."""
+        """`loop` is asked when the node has started; `is_ours`: whether the folder of its journal still is this
+        daemon's. Raises ConfigError."""
         self.name = node_name(config)
         alone = not config.registry_url and not config.peer_address  # it publishes events alone
         self.secret = (
@@ -183,6 +187,7 @@ class FleetNode:
                 news=self._heard,
                 done=lambda event: loop().post_threadsafe(event),
                 within_s=config.forget_within_s,
+                is_ours=is_ours,
             )
         self.source = PeerSource(
             self.secret,
@@ -194,7 +199,9 @@ class FleetNode:
             post_threadsafe=lambda event: loop().post_threadsafe(event),
             deadline_s=config.peer_deadline_ms / 1000,
             forgets=self.forgets,
+            sessions=lambda: self.sessions,
         )
+        self.sessions: FleetSessions | None = None
         self._boot = boot
         self._numbers = numbers
         self._asyncio: asyncio.AbstractEventLoop | None = None
@@ -232,6 +239,7 @@ class FleetNode:
                 forgets=self.forgets,
             )
             self.registry.start()
+            self._share_sessions(self.registry)
         if self._config.kv_events_endpoint:
             self.events = KvEvents(
                 self._config.kv_events_endpoint, self.name, lambda: self._loop().store.state
@@ -242,6 +250,21 @@ class FleetNode:
             extra=fields(node=self.name, serves=advertised or "nobody", tls=self.door.encrypted),
         )
 
+    def _share_sessions(self, registry: Registry) -> None:
+        if not self._config.registry_sessions_max:
+            return
+        self.sessions = FleetSessions(
+            self._config.registry_url,
+            self.secret,
+            self.name,
+            self._boot,
+            ttl_s=self._config.registry_session_ttl_s,
+            connect=connect,
+            done=lambda event: self._loop().post_threadsafe(event),
+            refused=lambda: registry.why if registry.state == "refused" else "",
+        )
+        self.sessions.start()
+
     def close(self) -> None:
         if self._asyncio is not None and not self._asyncio.is_closed():
             self._asyncio.call_soon_threadsafe(self._cancel)
@@ -249,6 +272,8 @@ class FleetNode:
             self.server.close()
         if self.registry is not None:
             self.registry.close(CLOSE_S)
+        if self.sessions is not None:
+            self.sessions.close(CLOSE_S)
 
     async def _run(self) -> None:
         while True:

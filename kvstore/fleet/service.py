@@ -61,9 +61,11 @@ class FleetService:
         keys: tuple[ChunkKey, ...]
         if message.session:
             session: Any = await self._loop.ask(
-                events.GetSession(Ticket(caller), number, message.session), REQUEST_TIMEOUT_S
+                events.GetSession(Ticket(caller), number, message.session, elsewhere=True), REQUEST_TIMEOUT_S
             )
             keys = tuple(entry.key for entry in session.entries)
+            if session.elsewhere is not None and session.elsewhere.keys[: len(keys)] == keys:
+                keys = session.elsewhere.keys
         else:
             keys = decoding.chunk_keys("keys", message.keys)
         mine = np.zeros(len(keys), np.uint8)

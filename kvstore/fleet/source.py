@@ -23,6 +23,7 @@ from kvstore.fleet.forgets import FleetForgets
 from kvstore.fleet.held import Where
 from kvstore.fleet.registry import Node, Registry
 from kvstore.fleet.secret import FleetSecret
+from kvstore.fleet.sessions import FleetSessions
 from kvstore.tiers.base import SlotMemory
 from kvstore.types import ChunkKey, DiskResult, Found, NamespaceId
 
@@ -49,6 +50,7 @@ class PeerSource:
         post_threadsafe: Callable[[events.Event], None],
         deadline_s: float,
         forgets: FleetForgets | None = None,
+        sessions: Callable[[], FleetSessions | None] = lambda: None,
     ) -> None:
         """`namespaces` and `post` are called on the loop's thread."""
         self._secret = secret
@@ -60,8 +62,17 @@ class PeerSource:
         self.post_threadsafe = post_threadsafe
         self.deadline_s = deadline_s
         self.forgets = forgets
+        self._sessions = sessions
 
-    def submit(self, effect: events.LookUpChunks | events.FetchChunks | events.ForgetChunks) -> None:
+    def submit(
+        self,
+        effect: events.LookUpChunks
+        | events.FetchChunks
+        | events.ForgetChunks
+        | events.ShareSessions
+        | events.LookUpSessions
+        | events.ForgetSessions,
+    ) -> None:
         match effect:
             case events.LookUpChunks():
                 self._post(events.ChunksLookedUp(effect.op, self._found(effect)))
@@ -70,6 +81,10 @@ class PeerSource:
             case events.ForgetChunks():
                 assert self.forgets is not None, effect
                 self.forgets.submit(effect)
+            case events.ShareSessions() | events.LookUpSessions() | events.ForgetSessions():
+                sessions = self._sessions()
+                assert sessions is not None, effect
+                sessions.submit(effect)
 
     def close(self, timeout_s: float) -> None:
         self.reads.close(timeout_s)

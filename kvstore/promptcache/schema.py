@@ -339,9 +339,10 @@ class _Parser:
         elif text.strip():
             offset += len(text) - len(text.lstrip())
             what = "behind" if self.root is not None else "before"
-            raise self.reader.error(
-                f"text {what} the schema", offset, remedy="a file has one <schema>, and everything is in it"
-            )
+            remedy = "a file has one <schema>, and everything is in it"
+            if text.lstrip().startswith("<prompt"):
+                remedy = "this is a prompt: kvctl promptcache render --schema SCHEMA PROMPT shows it"
+            raise self.reader.error(f"text {what} the schema", offset, remedy=remedy)
 
     def _begin(self, tag: Tag) -> None:
         self.elements += 1

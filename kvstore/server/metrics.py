@@ -127,6 +127,7 @@ PROCESS = {
     "uptime_seconds": "Time since the daemon started.",
     "attach_streams": "Workers with an open Attach stream.",
     "staging_bytes": "Staging memory of all workers.",
+    "directory_bytes": "Memory of the directories in which workers look chunks up without a message.",
     "regions": "Regions that workers lent the daemon.",
     "region_bytes": "Size of those regions; their memory is the workers'.",
     "tcp_refused": "Calls over TCP without a valid identity, since the start.",

@@ -10,7 +10,7 @@ from collections import Counter
 
 from kvstore.types import Protection
 
-from .canaries import CANARIES, planted
+from .canaries import CANARIES, REMOTE_CANARIES, planted
 from .simulation import CLUSTERS, Simulation, SimulationFailed, shrink
 
 STEPS = 5_000
@@ -26,7 +26,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tier", choices=[*CLUSTERS], help="what is below DRAM; drawn if not given")
     parser.add_argument("--only", help="numbers of the faults that happen, or none")
     parser.add_argument(
-        "--canary", default="", choices=["", *CANARIES], help="plant a bug, which must be found"
+        "--canary",
+        default="",
+        choices=["", *CANARIES, *REMOTE_CANARIES],
+        help="plant a bug, which must be found",
     )
     parser.add_argument("--shrink", action="store_true", help="drop faults as long as the run fails")
     parser.add_argument("--stop", action="store_true", help="at the first failure")

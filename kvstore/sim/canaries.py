@@ -21,6 +21,7 @@ from kvstore.core.policies.hints import Hints
 from kvstore.core.pool import Pool, Segment
 from kvstore.core.remote.forgets import Forgets
 from kvstore.core.remote.saves import RemoteSaves
+from kvstore.core.remote.sessions import SharedSessions
 from kvstore.core.requests import reads
 from kvstore.core.requests.hint_actions import HintActions
 from kvstore.core.requests.queue import Queue
@@ -416,10 +417,33 @@ def _too_new(original: Original) -> Any:
     return store
 
 
+def _overwrites(original: Original) -> Any:
+    """Who is refused tries again with what it was shown, whatever is lost by that."""
+
+    def refused(sessions: SharedSessions, name: Any, kind: Any, there: Any) -> None:
+        original(sessions, name, kind, there)
+        if name in sessions.state.sessions.by_name:
+            sessions.changed[name] = False
+
+    return refused
+
+
+def _told_whole(original: Original) -> Any:
+    """What was cut is told as if it were exact."""
+
+    def manifest(sessions: SharedSessions, session: Any) -> Any:
+        rows = session.manifest.rows
+        return tuple(map(sessions.state.chunks.key.__getitem__, rows)), tuple(session.manifest.count)
+
+    return manifest
+
+
 REMOTE_CANARIES: dict[str, tuple[Any, str, Callable[[Original], Any]]] = {
     "any-record": (records, "refusal", _any_record),
     "forgotten-elsewhere": (Forgets, "_drop", _still_here),
     "record-too-new": (RemoteSaves, "_store", _too_new),
+    "overwrite-newer-session": (SharedSessions, "_was_refused", _overwrites),
+    "tell-derived-session": (SharedSessions, "_manifest", _told_whole),
 }
 """What only a run with a REMOTE store finds."""
 

@@ -259,6 +259,7 @@ class Watch:
         self._check_references()
         self._check_workers()
         self._store.sources.check_integrity()
+        self._store.shared_sessions.check_integrity()
         self._store.queue.planner.check()
         if self.looks == 0:
             self._check_all()

@@ -42,6 +42,8 @@ TRIES = 3
 """and how often it asks."""
 KEYS_MAX = 24
 """Chunks of a conversation, after which it begins anew."""
+GREED_MAX = 96
+"""Chunks that one order asks to keep."""
 SOLO, RANKED = 0, 1
 """Namespaces of each tenant: one shard a chunk, and two that are written by different ranks."""
 
@@ -134,6 +136,8 @@ class Process:
     requests: int = 0
     hints: Random = field(default_factory=Random)
     """What its orders beside the queue, and its touches, are drawn from."""
+    greed: Random = field(default_factory=Random)
+    """Whether it orders that all of its tenant's chunks be kept."""
     numbers_hints: bool = False
     queued: dict[NamespaceId, dict[bytes, ev.Hint]] = field(default_factory=dict)
     """A scheduler's queue, by job."""
@@ -501,8 +505,10 @@ class Process:
 
     def _update(self, namespace: NamespaceId, conversation: Conversation) -> Program:
         """Let the session name what was saved; what is not there yet, or not any more, another time."""
-        info: ev.SessionInfo = yield from self.ask(ev.GetSession, namespace, conversation.name)
         keys = conversation.keys
+        info: ev.SessionInfo = yield from self.ask(
+            ev.GetSession, namespace, conversation.name, len(keys) % 2 == 0
+        )
         keep = 0
         while keep < min(len(keys), len(info.entries)) and info.entries[keep].key == keys[keep]:
             keep += 1
@@ -666,6 +672,12 @@ class Process:
                 **named,
             )
             actions.append(action)
+        if self.greed.random() < 0.25:  # and all of them, for long: others come later and want some, too
+            everything = [key for conversation in self.conversations[number] for key in conversation.keys]
+            kind = self.greed.choice((ActionKind.PIN, ActionKind.RETAIN))
+            wanted = tuple(dict.fromkeys(everything))[:GREED_MAX]
+            if wanted:
+                actions.append(ev.HintAction(b"all of it", kind, ttl_ms=20_000, keys=wanted))
         cancelled = tuple(b"order %d" % chance.randrange(8) for _ in range(chance.randrange(2)))
         answer: ev.ActionsApplied = yield from self.ask(
             ev.ApplyActions, self.namespaces[number], tuple(actions), cancelled

@@ -21,9 +21,13 @@ from kvstore.types import ChunkKey, DiskResult, Found, NamespaceId, OpId, Tier
 
 from .cluster import OPS, Cluster
 from .disk import GARBAGE
+from .told_sessions import SESSION_OPS, ToldSessions
 from .world import tag
 
-REMOTE_OPS = (ev.LookUpChunks, ev.FetchChunks, ev.StoreChunks, ev.ForgetChunks, ev.DropChunks)
+REMOTE_OPS = (
+    *(ev.LookUpChunks, ev.FetchChunks, ev.StoreChunks, ev.ForgetChunks, ev.DropChunks),
+    *SESSION_OPS,
+)
 OTHER_NODE = 9
 """The variant of what another node computes."""
 SALT = b"salt of the simulation"
@@ -49,6 +53,8 @@ class RemoteCluster(Cluster):
         """and what it has noted and not told."""
         self._copy: tuple[dict[str, bytes], Tombstones] = ({}, Tombstones())
         self.weather = random.Random(f"remote {chance.random()}")
+        self.sessions = ToldSessions(random.Random(f"sessions {chance.random()}"))
+        self._sharing: dict[OpId, ev.ShareSessions] = {}
         self.calm = False
         """From now on nothing goes wrong."""
         self._emitted: dict[OpId, int] = {}
@@ -72,6 +78,9 @@ class RemoteCluster(Cluster):
             sources=("remote",),
             remote_store="remote",
             forgets_told=("remote",),
+            sessions_told="remote",
+            sessions_told_per_s=self.weather.choice((10, 1_000)),
+            sessions_told_max=self.weather.choice((3, 1_000)),
             remote_writes=self.weather.choice(("on-evict", "write-through")),
             remote_bytes_max=self.weather.choice((1 << 50, 40 * 4096)),
             remote_writes_in_flight_max=self.weather.choice((4, 64)) * 4096,
@@ -88,6 +97,8 @@ class RemoteCluster(Cluster):
     def _begin(self) -> list[ev.Effect]:
         effects = super()._begin()
         self.hold = {*OPS, *REMOTE_OPS}
+        self.sessions.begins()
+        self._sharing.clear()
         self._news = [*self.known.at]  # as the journal says it: it may not have left the index
         return effects
 
@@ -95,6 +106,9 @@ class RemoteCluster(Cluster):
         """Now and then beyond the deadline of the core."""
         self._orders += 1
         self._emitted[op.op] = self._orders
+        if isinstance(op, ev.ShareSessions):
+            self._sharing[op.op] = op
+            self.sessions.emitted(op, self.store)
         if isinstance(op, ev.ForgetChunks):
             padded = [(digest, key, maker and maker.ljust(16)) for digest, key, maker in op.forgotten]
             self.pending += [one for one in padded if one not in self.pending]
@@ -119,6 +133,10 @@ class RemoteCluster(Cluster):
                 self._inbox.append(self._store_away(effect, trouble))
             case ev.ForgetChunks():
                 self._inbox.append(ev.ChunksForgotten(effect.op, self._forget_away(trouble)))
+            case ev.ForgetSessions():
+                self.sessions.forget(effect)
+            case ev.ShareSessions() | ev.LookUpSessions():
+                self._inbox.append(self.sessions.perform(effect, trouble))
             case ev.DropChunks():
                 for key in effect.keys:
                     self.remote.pop(records.name_of(effect.digest, key, 0, SALT), None)
@@ -152,9 +170,11 @@ class RemoteCluster(Cluster):
         """As `backend.judge`, with memory of numbers."""
         if trouble == "wiped":
             self.remote, self.told = {}, Tombstones()
+            self._lose_unread()
         elif trouble == "older":
             kept, told = self._copy
             self.remote, self.told = dict(kept), replace(told, at=dict(told.at))
+            self._lose_unread()
         elif self.weather.random() < 0.1:
             self._copy = dict(self.remote), replace(self.told, at=dict(self.told.at))
         if trouble == "another node":
@@ -307,8 +327,15 @@ class RemoteCluster(Cluster):
         self._orders += 1
         self.told.count, self.told.head = count, f"{self._orders}"
 
+    def _lose_unread(self) -> None:
+        """What another node forgot, and nobody read, went with the store: that node will tell it again."""
+        there = {(digest, key) for digest, key, _ in (*self.told.at, *self.known.at)}
+        self._others_at = {name: count for name, count in self._others_at.items() if name in there}
+
     def step(self, event: ev.Event) -> None:
         super().step(event)
+        if isinstance(event, ev.SessionsShared):
+            self.sessions.applied(event, self._sharing.pop(event.op), self.store)
         if isinstance(event, ev.ForgottenElsewhere) and not self.store.forgets.going:
             self._check_heeded(event)
 
@@ -332,13 +359,12 @@ class RemoteCluster(Cluster):
         is_other = self.told.count < self.known.count or (
             self.told.count == self.known.count and self.told.head != self.known.head
         )
-        ours = dict(self.known.at)
         for forgotten, count in self.told.at.items():
             if self.known.at.get(forgotten, 0) < count:
                 self._news.append(forgotten)
             self.known.add(forgotten, count)
         if is_other:
-            self._tell(list(ours))
+            self._tell(list(self.known.at))
             return False
         self.known.count, self.known.head = self.told.count, self.told.head
         if self.pending:
@@ -399,7 +425,10 @@ class RemoteCluster(Cluster):
             super()._check_quarantined(effect)
 
     def _check_matched(self, ticket: ev.Ticket, answer: ev.Matched) -> None:
-        """As ever, but for what is elsewhere: the core says that it is usable."""
+        """As ever, but for what is elsewhere: the core says that it is usable; and for requests that waited until a
+        tick, which may forget in the same step what they were answered before."""
+        if isinstance(self.history[-1][2], ev.Tick):
+            return
         rest = [reason for reason in answer.reasons if reason.name == "ON_REMOTE"]
         if not rest:
             super()._check_matched(ticket, answer)
@@ -409,3 +438,5 @@ class RemoteCluster(Cluster):
         sources, remote, forgets = self.store.sources, self.store.remote, self.store.forgets
         assert not (sources.fetches or sources.parked or sources.wanted or sources._ahead), sources
         assert not remote.stores and not forgets.behind, (remote, forgets)
+        shared = self.store.shared_sessions
+        assert not (shared.telling or shared.asking or shared.changed or shared._wanted), shared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from kvstore.core import events as ev
 from kvstore.types import ChunkKey, DiskResult, Found, NamespaceId, OpId
 
 from .disk import GARBAGE, DiskWorld
+from .told_sessions import ToldSessions
 from .world import CHUNK_TOKENS, tag
 
 SOURCE = "remote"
@@ -39,6 +41,7 @@ class RemoteWorld(DiskWorld):
         """All that sources were asked for."""
         self.count = 0
         """Up to which count of forgets what comes is held against."""
+        self.sessions = ToldSessions(random.Random("sessions"))
         self.tombstones: set[tuple[bytes, ChunkKey, bytes]] = set()
         if "remote_store" in world:
             world.setdefault("forgets_told", (world["remote_store"],))
@@ -77,6 +80,10 @@ class RemoteWorld(DiskWorld):
                 if not fails:
                     self._forget_elsewhere(effect)
                 self._inbox.append(ev.ChunksForgotten(effect.op, fails))
+            case ev.ForgetSessions():
+                self.sessions.forget(effect)
+            case ev.ShareSessions() | ev.LookUpSessions():
+                self._inbox.append(self.sessions.perform(effect, "fails" if fails else ""))
             case _:
                 super()._perform_op(effect, fails=fails, spoil=spoil)
 

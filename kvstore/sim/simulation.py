@@ -165,6 +165,7 @@ class Simulation:
                 chance = random.Random(f"{name} {self.seed}")
                 members.append(Process(self, f"{tenant} {name}", tenant, group, rank, kind, chance, d))
                 members[-1].hints = random.Random(f"hints {tenant} {name} {self.seed}")
+                members[-1].greed = random.Random(f"greed {tenant} {name} {self.seed}")
                 return members[-1]
 
             if tenant == "carol":  # two engines that write all shards themselves

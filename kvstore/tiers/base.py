@@ -7,7 +7,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.core.events import DropChunks, FetchChunks, ForgetChunks, LookUpChunks, StoreChunks
+from kvstore.core.events import (
+    DropChunks,
+    FetchChunks,
+    ForgetChunks,
+    ForgetSessions,
+    LookUpChunks,
+    LookUpSessions,
+    ShareSessions,
+    StoreChunks,
+)
 from kvstore.types import SegmentId
 
 
@@ -16,7 +25,16 @@ class SlotMemory(Protocol):
         """Writable bytes, alive as long as the view. Raises NotFound or BadRequest."""
 
 
-SourceEffect = LookUpChunks | FetchChunks | StoreChunks | DropChunks | ForgetChunks
+SourceEffect = (
+    LookUpChunks
+    | FetchChunks
+    | StoreChunks
+    | DropChunks
+    | ForgetChunks
+    | ShareSessions
+    | LookUpSessions
+    | ForgetSessions
+)
 
 
 class ChunkSource(Protocol):

@@ -37,7 +37,7 @@ class _Made:
 
 
 class Directories:
-    """All methods but `descriptor` are called on one thread."""
+    """All but `descriptor` and `memory_bytes` are called on one thread."""
 
     def __init__(self, arena: Arena, *, boot_id: bytes) -> None:
         self._arena = arena
@@ -139,6 +139,12 @@ class Directories:
             if made is None:
                 raise NotFound("the namespace has no directory", field="namespace_id", value=namespace)
             return os.dup(made.fd), made.mapping.size_bytes, made.slot_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the pages that rows and buckets have touched."""
+        with self._lock:
+            return sum(512 * os.fstat(made.fd).st_blocks for made in self._made.values())
 
     def end(self) -> None:
         for namespace in list(self._made):

@@ -304,7 +304,10 @@ def _report_resident(message: store_pb2.ReportResidentRequest, ticket: Ticket) -
 
 def _get_session(message: store_pb2.GetSessionRequest, ticket: Ticket) -> events.GetSession:
     return events.GetSession(
-        ticket, namespace_id(message.namespace_id), session_name("session", message.session)
+        ticket,
+        namespace_id(message.namespace_id),
+        session_name("session", message.session),
+        elsewhere=message.elsewhere,
     )
 
 

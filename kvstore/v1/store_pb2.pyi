@@ -443,14 +443,16 @@ class SessionEntry(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., first_token: _Optional[int] = ..., token_count: _Optional[int] = ..., delta: _Optional[int] = ..., approximate: bool = ...) -> None: ...
 
 class GetSessionRequest(_message.Message):
-    __slots__ = ("request_id", "namespace_id", "session")
+    __slots__ = ("request_id", "namespace_id", "session", "elsewhere")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     namespace_id: int
     session: bytes
-    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., session: _Optional[bytes] = ...) -> None: ...
+    elsewhere: bool
+    def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., session: _Optional[bytes] = ..., elsewhere: bool = ...) -> None: ...
 
 class UpdateSessionRequest(_message.Message):
     __slots__ = ("request_id", "namespace_id", "session", "expected_version", "keep", "append")
@@ -511,20 +513,34 @@ class ForgetRequest(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., session: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class SessionReply(_message.Message):
-    __slots__ = ("session", "version", "entries", "usable", "usable_beyond", "entries_forgotten")
+    __slots__ = ("session", "version", "entries", "usable", "usable_beyond", "entries_forgotten", "elsewhere")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     USABLE_FIELD_NUMBER: _ClassVar[int]
     USABLE_BEYOND_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     version: int
     entries: _containers.RepeatedCompositeFieldContainer[SessionEntry]
     usable: int
     usable_beyond: bytes
     entries_forgotten: bool
-    def __init__(self, session: _Optional[bytes] = ..., version: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[SessionEntry, _Mapping]]] = ..., usable: _Optional[int] = ..., usable_beyond: _Optional[bytes] = ..., entries_forgotten: bool = ...) -> None: ...
+    elsewhere: SharedManifest
+    def __init__(self, session: _Optional[bytes] = ..., version: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[SessionEntry, _Mapping]]] = ..., usable: _Optional[int] = ..., usable_beyond: _Optional[bytes] = ..., entries_forgotten: bool = ..., elsewhere: _Optional[_Union[SharedManifest, _Mapping]] = ...) -> None: ...
+
+class SharedManifest(_message.Message):
+    __slots__ = ("node", "version", "keys", "token_counts")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    version: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    token_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., token_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DoneReply(_message.Message):
     __slots__ = ("count", "not_durable")

@@ -30,10 +30,12 @@ from kvstore.answers import (
     Scrubbed,
     SessionInfo,
     SessionList,
+    SharedManifest,
     Standing,
 )
 from kvstore.errors import StoreError
 from kvstore.types import (
+    ChunkKey,
     HintState,
     LeaseId,
     NamespaceId,
@@ -230,6 +232,10 @@ def session_to_proto(
     reply.session, reply.version, reply.usable = answer.session, answer.version, answer.usable
     reply.usable_beyond = answer.usable_beyond
     reply.entries_forgotten = answer.entries_forgotten
+    if answer.elsewhere is not None:
+        reply.elsewhere.node, reply.elsewhere.version = answer.elsewhere.node, answer.elsewhere.version
+        reply.elsewhere.keys.extend(answer.elsewhere.keys)
+        reply.elsewhere.token_counts.extend(answer.elsewhere.token_counts)
     if isinstance(answer.entries, SessionEntries) and len(answer.entries) >= ENTRIES_MIN:
         reply.MergeFromString(repeated.session_entries(answer.entries))
     else:
@@ -245,6 +251,16 @@ def session_from_proto(message: store_pb2.SessionReply) -> SessionInfo:
         usable=message.usable,
         usable_beyond=message.usable_beyond,
         entries_forgotten=message.entries_forgotten,
+        elsewhere=SharedManifest(
+            b"",
+            0,
+            message.elsewhere.node,
+            message.elsewhere.version,
+            tuple(map(ChunkKey, message.elsewhere.keys)),
+            tuple(message.elsewhere.token_counts),
+        )
+        if message.HasField("elsewhere")
+        else None,
     )
 
 

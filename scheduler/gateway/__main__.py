@@ -23,6 +23,13 @@ def _server(text: str) -> tuple[str, str]:
     return url, node
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvstore.scheduler.gateway")
     parser.add_argument(
@@ -37,8 +44,8 @@ def main() -> None:
     parser.add_argument(
         "--model", default="", help="as in `kvctl namespaces`; default: the only one there is"
     )
-    parser.add_argument("--slots", type=int, default=8, help="requests a server is given at a time (8)")
-    parser.add_argument("--waiting-max", type=int, default=4_096)
+    parser.add_argument("--slots", type=_count, default=8, help="requests a server is given at a time (8)")
+    parser.add_argument("--waiting-max", type=_count, default=4_096)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080)
     options = parser.parse_args()

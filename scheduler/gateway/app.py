@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 from collections.abc import AsyncIterator
@@ -21,11 +22,12 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvstore.scheduler.gateway.dispatch import Dispatcher, Full, Server, Ticket
+from kvstore.scheduler.gateway.dispatch import Asked, Dispatcher, Full, Server, Ticket
 from kvstore.scheduler.gateway.lookahead import LookAhead
+from kvstore.scheduler.gateway.metrics import CONTENT_TYPE, Metrics
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 BODY_BYTES_MAX = 32 << 20
@@ -34,6 +36,10 @@ PRESENCE_S_MAX = 3_600.0
 CLIENT_CLOSED = 499
 """Nobody reads it; logs do."""
 PASSED_ON = ("content-type", "x-request-id")
+"""Headers of answers that clients get,"""
+PASSED_DOWN = ("authorization", "content-type", "x-request-id", "traceparent", "tracestate")
+"""and of requests that servers get."""
+NO_BODY = f"the body is no JSON object of at most {BODY_BYTES_MAX} bytes"
 log = logging.getLogger(__name__)
 
 
@@ -99,18 +105,19 @@ class Gateway:
         self._routes = routes
         self.dispatcher = dispatcher
         self.ahead = ahead
+        self._metrics = Metrics(dispatcher, ahead.counters if ahead is not None else {})
 
     # ------------------------------------------------------------------------------------------------- generating
 
     async def generate(self, request: Request) -> Response:
-        body = await _body(request)
-        if body is None:
-            return _error(400, f"the body is no JSON object of at most {BODY_BYTES_MAX} bytes")
+        asked = await _read(request)
+        if asked is None:
+            return _error(400, NO_BODY)
         costs = None
         if self._routes and self.ahead is not None:
-            costs = await self.ahead.costs(request.url.path, body)
+            costs = await self.ahead.costs(asked)
         try:
-            ticket = self.dispatcher.enter(request.url.path, body, _session(request, body), costs)
+            ticket = self.dispatcher.enter(asked, _session(request, asked.body), costs)
         except Full:
             return _error(429, "too many requests wait", {"Retry-After": "1"})
         gone = asyncio.create_task(_gone(request))
@@ -131,7 +138,10 @@ class Gateway:
         """The beginning of an answer; None: no server is there. Raises _Gone when nobody waits for it any more."""
         while True:
             server = await _unless(gone, ticket.turn)
-            request = self._http.build_request("POST", server.url + ticket.path, json=ticket.body)
+            asked = ticket.asked
+            request = self._http.build_request(
+                "POST", server.url + asked.path, content=asked.data, headers=asked.headers
+            )
             try:
                 sent = asyncio.ensure_future(self._http.send(request, stream=True))
                 answer: httpx.Response = await _unless(gone, sent)
@@ -144,10 +154,10 @@ class Gateway:
     # ----------------------------------------------------------------------------------------------------- others
 
     async def presence(self, request: Request) -> Response:
-        body = await _body(request)
-        if body is None:
-            return _error(400, f"the body is no JSON object of at most {BODY_BYTES_MAX} bytes")
-        times = [body.get(field, 0) for field in ("eta_s", "ttl_s")]
+        asked = await _read(request)
+        if asked is None:
+            return _error(400, NO_BODY)
+        times = [asked.body.get(field, 0) for field in ("eta_s", "ttl_s")]
         for value in times:
             number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
             if not number or not 0 <= value <= PRESENCE_S_MAX:
@@ -155,12 +165,14 @@ class Gateway:
         if self.ahead is None:
             return _error(404, "there is no store: start the gateway with --run-dir")
         eta_s, ttl_s = times
-        return JSONResponse(await self.ahead.expect(body, int(1000 * eta_s), int(1000 * ttl_s)))
+        return JSONResponse(await self.ahead.expect(asked, int(1000 * eta_s), int(1000 * ttl_s)))
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
         for server in self.dispatcher.servers:
             try:
-                answer = await self._http.get(f"{server.url}/v1/models", timeout=CONNECT_S)
+                answer = await self._http.get(
+                    f"{server.url}/v1/models", headers=_passed_down(request), timeout=CONNECT_S
+                )
             except httpx.HTTPError:
                 continue
             return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
@@ -171,16 +183,7 @@ class Gateway:
         return JSONResponse({"up": up}, 200 if up else 503)
 
     async def metrics(self) -> Response:
-        dispatcher = self.dispatcher
-        lines = [f"attnstore_gateway_waiting {len(dispatcher)}"]
-        for server in dispatcher.servers:
-            label = f'{{server="{server.url}"}}'
-            lines.append(f"attnstore_gateway_running{label} {server.running}")
-            lines.append(f"attnstore_gateway_answered_total{label} {server.answered}")
-            lines.append(f"attnstore_gateway_failed_total{label} {server.failed}")
-        for name, count in (self.ahead.counters if self.ahead is not None else {}).items():
-            lines.append(f"attnstore_gateway_hints_{name}_total {count}")
-        return PlainTextResponse("\n".join(lines) + "\n")
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
 
 
 class _Relay(StreamingResponse):
@@ -237,18 +240,24 @@ async def _unless(gone: asyncio.Task[None], wanted: asyncio.Future[Any]) -> Any:
             wanted.cancel()
 
 
-async def _body(request: Request) -> dict[str, Any] | None:
-    """None: it is none, or too long."""
+def _passed_down(request: Request) -> dict[str, str]:
+    return {name: request.headers[name] for name in PASSED_DOWN if name in request.headers}
+
+
+async def _read(request: Request) -> Asked | None:
+    """None: its body is no JSON object, or too long."""
     data = bytearray()
     async for part in request.stream():
         data += part
         if len(data) > BODY_BYTES_MAX:
             return None
     try:
-        body = await asyncio.to_thread(httpx.Response(200, content=bytes(data)).json)
-    except ValueError:
+        body = await asyncio.to_thread(json.loads, data)
+    except (ValueError, RecursionError):
         return None
-    return body if isinstance(body, dict) else None
+    if not isinstance(body, dict):
+        return None
+    return Asked(request.url.path, bytes(data), body, _passed_down(request))
 
 
 def _session(request: Request, body: dict[str, Any]) -> str:

@@ -40,13 +40,25 @@ class Server:
         self.down_until = time.monotonic() + DOWN_S
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a client sent."""
+
+    path: str
+    data: bytes
+    """Its body, which the server gets as it is."""
+    body: dict[str, Any]
+    """The same, read."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Those that the server gets: who asks, and under which trace."""
+
+
 @dataclass(slots=True, eq=False)
 class Ticket:
     """One request, from its arrival to its end."""
 
     number: int
-    path: str
-    body: dict[str, Any]
+    asked: Asked
     session: str
     turn: asyncio.Future[Server]
     """Done with its first turn; a second one, elsewhere, is another future."""
@@ -91,14 +103,12 @@ class Dispatcher:
         """How many wait."""
         return len(self._waiting)
 
-    def enter(
-        self, path: str, body: dict[str, Any], session: str, costs: Mapping[str, float] | None = None
-    ) -> Ticket:
+    def enter(self, asked: Asked, session: str, costs: Mapping[str, float] | None = None) -> Ticket:
         """A request; its turn may have come already. Raises Full."""
         if len(self._waiting) >= self._waiting_max:
             raise Full
         turn: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
-        ticket = Ticket(next(self._numbers), path, body, session, turn, costs=costs or {})
+        ticket = Ticket(next(self._numbers), asked, session, turn, costs=costs or {})
         self._waiting.append(ticket)
         self._serve()
         if not turn.done():

@@ -19,7 +19,7 @@ import httpx
 
 from kvstore.client import ActionKind, AsyncClient, Hint, HintAction, connect_async
 from kvstore.errors import NotFound, StoreError, Unsupported
-from kvstore.scheduler.gateway.dispatch import Dispatcher, Ticket
+from kvstore.scheduler.gateway.dispatch import Asked, Dispatcher, Ticket
 from kvstore.types import KEYS_PER_REQUEST_MAX, ChunkKey
 
 TTL_MS = 30_000
@@ -101,7 +101,7 @@ class LookAhead:
             self._changed.set()
 
     async def _find_keys(self, ticket: Ticket) -> None:
-        keys = await self._keys_of(await self._tokens_of(ticket.path, ticket.body))
+        keys = await self._keys_of(await self._tokens_of(ticket.asked))
         if not keys:
             self.counters["unknown"] += 1
         elif ticket.number in self._keys:
@@ -114,7 +114,7 @@ class LookAhead:
             self._spawn(self._remember(ticket))
 
     async def _remember(self, ticket: Ticket) -> None:
-        tokens = await self._tokens_of(ticket.path, ticket.body)
+        tokens = await self._tokens_of(ticket.asked)
         if tokens:
             self._sessions[ticket.session] = tokens
             self._sessions.move_to_end(ticket.session)
@@ -123,8 +123,9 @@ class LookAhead:
 
     # ---------------------------------------------------------------------------------------------------- prompts
 
-    async def _tokens_of(self, path: str, body: dict[str, Any]) -> list[int]:
+    async def _tokens_of(self, asked: Asked) -> list[int]:
         """Empty: they are not to be had."""
+        body = asked.body
         prompt = body.get("prompt")
         if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             return prompt
@@ -140,11 +141,15 @@ class LookAhead:
                 continue
             try:
                 async with self._tokenizing:
-                    answer = await self._http.post(f"{server.url}/tokenize", json=ask, timeout=TOKENIZE_S)
+                    answer = await self._http.post(
+                        f"{server.url}/tokenize", json=ask, headers=asked.headers, timeout=TOKENIZE_S
+                    )
                 found = answer.json().get("tokens") if answer.status_code == 200 else None
-            except (httpx.HTTPError, ValueError):
-                continue
-            return found if isinstance(found, list) else []
+            except (httpx.HTTPError, ValueError, RecursionError, AttributeError):
+                continue  # a text that is no Unicode, or an answer that is none
+            if isinstance(found, list) and all(type(token) is int for token in found):
+                return found
+            return []
         return []
 
     async def _keys_of(self, tokens: list[int]) -> list[ChunkKey]:
@@ -158,12 +163,12 @@ class LookAhead:
             return []
         return keys[:KEYS_PER_REQUEST_MAX]
 
-    async def costs(self, path: str, body: dict[str, Any]) -> dict[str, float]:
+    async def costs(self, asked: Asked) -> dict[str, float]:
         """By node: what it costs to have there what any node holds of this prompt. Empty: that is not known within
         ROUTE_S, which is the longest that a request waits for it."""
         try:
             async with asyncio.timeout(ROUTE_S):
-                keys = await self._keys_of(await self._tokens_of(path, body))
+                keys = await self._keys_of(await self._tokens_of(asked))
                 client = self._client
                 if client is None or not keys:
                     return {}
@@ -191,10 +196,10 @@ class LookAhead:
 
     # --------------------------------------------------------------------------------------------------- presence
 
-    async def expect(self, body: dict[str, Any], eta_ms: int, ttl_ms: int) -> dict[str, Any]:
+    async def expect(self, asked: Asked, eta_ms: int, ttl_ms: int) -> dict[str, Any]:
         """Somebody types, or a tool runs: the session's chunks, or those of the prompt, are wanted in `eta_ms`."""
-        session = str(body.get("session_id") or "")
-        tokens = await self._tokens_of("", body) or self._sessions.get(session, [])
+        session = str(asked.body.get("session_id") or "")
+        tokens = await self._tokens_of(asked) or self._sessions.get(session, [])
         keys = await self._keys_of(tokens)
         client = self._client
         if client is None or not keys:

@@ -552,6 +552,8 @@ def test_metrics(start_daemon, connect, spec, port):
     assert 'kvstored_lookups_total{outcome="miss",reason="never_seen",tenant="default"} 1.0' in lines
     assert 'kvstored_namespace_info{model="tiny",namespace="1",tenant="default"} 1.0' in lines
     assert "kvstored_grants_granted_total 1.0" in lines
+    (touched,) = [float(line.split()[1]) for line in lines if line.startswith("kvstored_directory_bytes ")]
+    assert 4096 <= touched < 1 << 20, "its head, and no more: it is sparse"
 
 
 def test_metrics_at_an_address_that_is_not_loopbacks_default(start_daemon, port):

@@ -59,6 +59,9 @@ class OpenAi:
         self.asked: list[Any] = []
         self.aborted: list[Any] = []
         self.tokenized = 0
+        self.received: list[tuple[bytes, str]] = []
+        """Bodies, and who asked."""
+        self.tokenizers: list[str] = []
         self.go = threading.Event()
         app = FastAPI()
         app.add_api_route("/tokenize", self._tokenize, methods=["POST"], response_model=None)
@@ -71,12 +74,14 @@ class OpenAi:
 
     async def _tokenize(self, request: Request) -> JSONResponse:
         self.tokenized += 1
+        self.tokenizers.append(request.headers.get("authorization", ""))
         body = await request.json()
         text = body.get("prompt") or "".join(message["content"] for message in body["messages"])
         return JSONResponse({"tokens": token_ids(text)})
 
     async def _complete(self, request: Request) -> Any:
         body = await request.json()
+        self.received.append((await request.body(), request.headers.get("authorization", "")))
         self.asked.append(body.get("prompt") or body["messages"][0]["content"])
         if body.get("stream"):
             return StreamingResponse(self._pieces(body), media_type="text/event-stream")
@@ -132,7 +137,8 @@ class Asking:
         self._thread.start()
 
     def _ask(self, url: str, body: dict[str, Any]) -> None:
-        self.answer = httpx.post(url, json=body, timeout=BOUND_S)
+        headers = {"Authorization": "Bearer me"}
+        self.answer = httpx.post(url, json=body, headers=headers, timeout=BOUND_S)
 
     def result(self) -> Any:
         self._thread.join(BOUND_S)
@@ -153,7 +159,7 @@ def test_requests_are_spread_queued_and_answered_as_the_servers_answer(
     url = gateway()
     asking = [Asking(url, {"model": "tiny", "prompt": f"p{number}"}) for number in range(4)]
     eventually(lambda: figure(url, "attnstore_gateway_waiting") == 2)
-    assert [len(server.asked) for server in servers] == [1, 1]
+    eventually(lambda: [len(server.asked) for server in servers] == [1, 1])
     for server in servers:
         server.go.set()
     answers = [each.result() for each in asking]
@@ -239,7 +245,34 @@ def test_a_server_that_is_gone_costs_nobody_an_answer(
     assert httpx.get(f"{url}/health").status_code == 503
 
 
-@pytest.mark.parametrize("body", [b"no json", b"[1]", b""])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "\xc3\xa4",  "temperature": NaN, "seed": 1e999}',
+        b'{"prompt": "x", "stop": "\\ud800", "n":1}',
+    ],
+    ids=["no number", "half a letter"],
+)
+def test_a_server_gets_what_was_sent(servers: list[OpenAi], gateway: Callable[..., str], body: bytes) -> None:
+    """And judges it: the gateway only reads it."""
+    url = gateway()
+    for server in servers:
+        server.go.set()
+    answer = httpx.post(
+        f"{url}/v1/completions",
+        content=body,
+        headers={"Authorization": "Bearer me", "Content-Type": "application/json"},
+    )
+    assert answer.status_code == 200, answer.text
+    assert [each for server in servers for each in server.received] == [(body, "Bearer me")]
+
+
+NESTED = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    "body", [b"no json", b"[1]", b"", NESTED, b"\xff\xfe"], ids=lambda body: repr(body[:8])
+)
 def test_what_cannot_be_read_is_refused(gateway: Callable[..., str], body: bytes) -> None:
     answer = httpx.post(f"{gateway()}/v1/completions", content=body)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
@@ -297,6 +330,7 @@ def test_what_waits_is_in_dram_when_its_turn_comes(
         waits = Asking(url, {"prompt": PROMPT})
     eventually(lambda: space.match(keys).outcomes.count(0) == len(keys))  # though nobody has asked for it
     assert queued(client) == 1
+    assert {who for server in servers for who in server.tokenizers} == {"Bearer me"}
     for server in servers:
         server.go.set()
     assert waits.result().status_code == 200 and all(each.result().status_code == 200 for each in busy)
@@ -358,6 +392,17 @@ def test_without_a_daemon_everything_is_answered(
     assert {each.result().status_code for each in asking} == {200}
     answer = httpx.post(f"{url}/v1/kv/presence", content=json.dumps({"prompt": "x"}))
     assert answer.json()["result"] == "rejected"
+
+
+@pytest.mark.parametrize("option", ["--slots", "--waiting-max"])
+def test_room_for_nobody_is_refused(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gateway", "--server", "http://127.0.0.1:1", option, "0"])
+    with pytest.raises(SystemExit) as ended:
+        gateway_program.main()
+    assert ended.value.code == 2
+    assert f"argument {option}: 0 is not above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["nonsense", "127.0.0.1:8000", "http://", "http://host:99999", "ftp://host"])

@@ -262,7 +262,7 @@ def test_a_restarted_worker_has_lost_nothing(
     daemon: Any, start_worker: Callable[..., WorkerProcess], recomputed: Callable[..., list[int]]
 ) -> None:
     prompt = text(150)
-    for number in range(3):
+    for number in range(2):
         worker = start_worker()
         result = worker.turn(prompt)
         worker.kill()

@@ -277,6 +277,24 @@ def test_another_engine_loads_what_one_saved_bit_for_bit(engines: Callable[..., 
     assert other.load(tokens_of(2)) == []
 
 
+def test_the_daemon_hears_of_what_was_not_found(engines: Callable[..., Engine], daemon: Daemon) -> None:
+    """Of a look-up that finds nothing no read tells."""
+    one = engines()
+    tokens = tokens_of(1)
+    one.save(tokens[: 7 * PAGE])
+
+    def lookups() -> tuple[int, int]:
+        with connect(daemon.run_dir) as client:
+            (space,) = client.stats().namespaces
+            return space.lookups, space.hits
+
+    before = lookups()
+    assert one.found(tokens_of(2)) == 0
+    wait_until(lambda: lookups() == (before[0] + 1, before[1]))
+    assert one.found(tokens) == 7 * PAGE
+    wait_until(lambda: lookups() == (before[0] + 2, before[1]))
+
+
 def test_what_differs_in_weights_arithmetic_layout_or_salt_shares_nothing(
     engines: Callable[..., Engine],
 ) -> None:

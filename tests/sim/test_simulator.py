@@ -26,7 +26,7 @@ KEPT = [line.split("#")[0].split() for line in Path(__file__).with_name("seeds.t
 STEPS = 2_500
 FRESH = 3
 CANARY_RUNS_MAX = 12
-CANARY_SEEDS = {"reuse-late-read": 9, "failed-is-corrupt": 12, "evict-pinned": 9, "unshared-pins": 13}
+CANARY_SEEDS = {"reuse-late-read": 9, "failed-is-corrupt": 12, "evict-pinned": 9}
 """From where on, for bugs that two runs in five find: more than five of the runs that follow do, with either tier."""
 
 
@@ -58,6 +58,8 @@ def test_a_seed_that_failed_once(seed: str, protection: str, steps: str) -> None
         ("any-record", "remote"),
         ("forgotten-elsewhere", "remote"),
         ("record-too-new", "remote"),
+        ("overwrite-newer-session", "remote"),
+        ("tell-derived-session", "remote"),
     ],
 )
 def test_a_planted_bug_is_found(name: str, tier: str) -> None:

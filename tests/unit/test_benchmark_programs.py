@@ -128,7 +128,7 @@ def rows_of_goals(data_plane) -> list[dict]:
         }
         for part, stores in data_plane.QUICK.items()
         for store in stores
-        for action in ("get", "put")
+        for action in ("get", "put", *(["write"] if part == data_plane.ONE_MESSAGE else []))
     ]
 
 
@@ -136,7 +136,9 @@ def test_a_quick_run_has_every_goal():
     data_plane = load("data_plane")
     goals = data_plane.goals_of(rows_of_goals(data_plane))
     peers = sum(len(goals) for goals in data_plane.OVER_PEER_GOALS.values())
-    assert len(goals) == len({goal.name for goal in goals}) == len(data_plane.GOALS) + peers + 2 + 1 + 4
+    assert len(goals) == len({goal.name for goal in goals}) == len(data_plane.GOALS) + peers + 2 + 1 + 4, (
+        "TCP, put by one message, 4 clients"
+    )
     assert data_plane.goals_of([]) == []
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
+from kvstore.client import Peeked
 from kvstore.errors import BadRequest, StoreError, Unsupported
 from kvstore.gpu_worker.connectors.link import Link
 from kvstore.gpu_worker.connectors.sglang.identity import (
@@ -190,13 +191,16 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not type
         if found is None:
             return 0
         namespace, generation = found
-        matched = namespace.match(_keys(keys), timeout_s=self._settings.lookup_ms / 1000)
+        named = _keys(keys)
+        matched = namespace.match(named, timeout_s=self._settings.lookup_ms / 1000)
         if generation != self._generation:
             return 0
-        return next(
+        count = next(
             (number for number, outcome in enumerate(matched.outcomes) if outcome is Outcome.MISS),
             len(matched.outcomes),
         )
+        namespace.note_lookup(named, Peeked(count, count))  # only what is there will be read
+        return count
 
     def _load(self, keys: Sequence[str], indices: Any) -> list[bool]:
         found = self._namespace(self._settings.lookup_ms)

@@ -425,6 +425,62 @@ class ForgetChunks:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionTold:
+    """One session, as this node has it. It replaces what is told of it if that is `seen` (`seen_count`: its count, and
+    nothing is older than that), or if nothing is."""
+
+    digest: bytes
+    """Of its namespace, as in LookUpChunks."""
+    mark: bytes
+    """Of its tenant (`keys.tenant_mark`)."""
+    session: bytes
+    version: int
+    keys: tuple[ChunkKey, ...]
+    """None: there is nothing that other nodes could use."""
+    token_counts: tuple[int, ...]
+    seen: bytes = b""
+    """`SharedManifest.head`; empty: none."""
+    seen_count: int = 0
+    ends: bool = False
+    """What is told goes, if it is `seen`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShareSessions:
+    """Other nodes may hear of these. Answer: SessionsShared."""
+
+    op: OpId
+    source: str
+    sessions: tuple[SessionTold, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LookUpSessions:
+    """What other nodes told of these: (digest of the namespace, mark of its tenant, name). Answer: SessionsLookedUp."""
+
+    op: OpId
+    source: str
+    sessions: tuple[tuple[bytes, bytes, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetSessions:
+    """What was told of a tenant's sessions goes, whoever told it. No answer."""
+
+    op: OpId
+    source: str
+    mark: bytes
+    """`keys.tenant_mark`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantPurged:
+    """All that the core has of this tenant goes: what the edge keeps for it is to go, too."""
+
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
 class DropStaging:
     """This worker's connection has ended and nothing of its staging memory will be copied any more. Its process may
     live on and hold mappings for long; others need that memory."""
@@ -480,6 +536,10 @@ Effect = (
     | StoreChunks
     | DropChunks
     | ForgetChunks
+    | ShareSessions
+    | LookUpSessions
+    | ForgetSessions
+    | TenantPurged
     | Quarantined
     | DuplicateDiffers
     | DropStaging

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvstore.answers import SharedManifest
 from kvstore.layout import NamespaceSpec
 from kvstore.types import (
     ChunkKey,
@@ -239,6 +240,8 @@ class GetSession:
     ticket: Ticket
     namespace: NamespaceId
     session: bytes
+    elsewhere: bool = False
+    """Also what other nodes told of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +397,16 @@ class ListQuarantine:
     ticket: Ticket
     limit: int = 1000
     retry: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PurgeTenant:
+    """All that a tenant has goes, in every tier and at every node. For operators. Answer: Purged, when no restart can
+    bring it back and the other nodes are told."""
+
+    ticket: Ticket
+    tenant: str
+    dry_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -587,6 +600,32 @@ class ForgottenElsewhere:
 
 
 @dataclass(frozen=True, slots=True)
+class ToldResult:
+    done: bool
+    """False: another node had told what this one had not seen."""
+    there: SharedManifest | None
+    """What is told now."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsShared:
+    """A ShareSessions has ended, with a result for each; or failed, and nobody knows what came of it."""
+
+    op: OpId
+    results: tuple[ToldResult, ...] = ()
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsLookedUp:
+    """A LookUpSessions has ended, with what is told of each; or failed."""
+
+    op: OpId
+    found: tuple[SharedManifest | None, ...] = ()
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed: expiry, compaction, bounds."""
 
@@ -628,6 +667,7 @@ Event = (
     | Scrub
     | ListQuarantine
     | Recall
+    | PurgeTenant
     | SegmentsUnmapped
     | WantSegments
     | WantDirectory
@@ -643,6 +683,8 @@ Event = (
     | ChunksStored
     | ChunksForgotten
     | ForgottenElsewhere
+    | SessionsShared
+    | SessionsLookedUp
     | Tick
     | Idle
 )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from kvstore.core.chunks import DOOMED, FETCHING, NONE
 from kvstore.core.jobs import Job, Window
 from kvstore.core.namespaces import Namespace
+from kvstore.core.remote.sessions import SharedSessions
 from kvstore.core.remote.sources import Sources
 from kvstore.core.state import State
 from kvstore.types import ChunkKey, Millis, Reason
@@ -27,9 +28,10 @@ KEYS_MAX = 4_096
 
 
 class Ahead:
-    def __init__(self, state: State, sources: Sources) -> None:
+    def __init__(self, state: State, sources: Sources, sessions: SharedSessions) -> None:
         self.state = state
         self._sources = sources
+        self._sessions = sessions
         self._next: Millis = 0
         self._again: dict[int, Millis] = {}
         """By the job's label: when what it lacks is looked up again."""
@@ -80,11 +82,16 @@ class Ahead:
                 self._bring(namespace, missing)
 
     def _keys(self, job: Job) -> Sequence[ChunkKey]:
+        """Of a session also what another node went on with, where that is told."""
         state = self.state
         if job.keys:
             return job.keys
-        session = state.sessions.by_name.get((job.namespace, job.session))
-        return [state.chunks.key[row] for row in session.manifest.rows] if session is not None else ()
+        name = (job.namespace, job.session)
+        session = state.sessions.by_name.get(name)
+        here = [state.chunks.key[row] for row in session.manifest.rows] if session is not None else []
+        self._sessions.want(name)
+        elsewhere = self._sessions.keys(name)
+        return elsewhere if list(elsewhere[: len(here)]) == here else here
 
     def _missing(self, namespace: Namespace, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """From the first that is not here and not on its way; what is behind it and here is passed over."""

@@ -335,8 +335,9 @@ def look_up(
     """The chunks that the job will ask for and that can be had, each once: of a chain up to the first that cannot, of a
     manifest that is no chain all of them. How many were looked at; and those that are missed."""
     rows: Sequence[int]
-    if job.keys:
-        rows = list(map(namespace.index.get, job.keys, repeat(NONE)))
+    keys = job.keys or (state.keys_elsewhere((job.namespace, job.session)) if manifest is None else ())
+    if keys:
+        rows = list(map(namespace.index.get, keys, repeat(NONE)))
     elif manifest is not None:
         rows = manifest.rows
     else:
@@ -350,7 +351,7 @@ def look_up(
     usable = usable_leading(state, namespace, rows)
     awaits: Sequence[ChunkKey] = ()
     if usable < len(rows):
-        awaits = (job.keys[usable] if job.keys else state.chunks.key[rows[usable]],)
+        awaits = (keys[usable] if keys else state.chunks.key[rows[usable]],)
     found = list(dict.fromkeys(rows[:usable]))
     return found, usable + len(awaits), awaits
 

@@ -25,7 +25,7 @@ from kvstore.core.namespaces import Namespace
 from kvstore.core.requests.credit import GRACE_MS, Credit, Mark
 from kvstore.core.requests.plan import Planner
 from kvstore.core.requests.reads import clip_ttl
-from kvstore.core.state import State
+from kvstore.core.state import SessionName, State
 from kvstore.core.workers import Worker
 from kvstore.errors import BadRequest
 from kvstore.types import HintResult, Millis, NamespaceId, WorkerId
@@ -94,6 +94,8 @@ class Queue:
         self.state = state
         self.planner = Planner(state, tier)
         self.credit = Credit(state)
+        self.is_unknown: Callable[[SessionName], bool] = lambda name: True
+        """Whether other nodes told nothing of a session that is not here; set by the store."""
         self._promote = promote
         self._needed_sooner = needed_sooner
         self.feeds: dict[WorkerId, dict[NamespaceId, Feed]] = {}
@@ -237,7 +239,8 @@ class Queue:
         self._remove(feed, away)
         new: list[Job] = []
         for hint in wanted:
-            if not (hint.keys or (namespace.id, hint.session) in state.sessions.by_name):
+            name = (namespace.id, hint.session)
+            if not (hint.keys or name in state.sessions.by_name or not self.is_unknown(name)):
                 refused[hint.job] = HintResult.REJECTED
                 continue
             if (

@@ -228,6 +228,8 @@ class Sessions:
         sessions.put(session, old)
         if old is not None:
             references.drop(state, old.manifest.rows[same:], Reason.TRUNCATED)
+        if state.limits.sessions_told:
+            state.changed_sessions.setdefault((namespace.id, name), False)
         if state.disk_state is not DiskState.ABSENT and self._tier.persistent:
             state.dirty_sessions.setdefault((namespace.id, name), state.now)
         while sessions.entries > state.limits.manifest_entries_max and sessions.oldest() is not session:
@@ -252,6 +254,12 @@ class Sessions:
         state.cut_sessions.pop(name, None)
         state.namespaces[session.namespace].sessions -= 1
         references.drop(state, session.manifest.rows, reason)
+
+    def purge(self, session: Session) -> None:
+        """It goes with all of its tenant; what it names is looked at by whoever says so."""
+        self._unname(session, Reason.FORGOTTEN)
+        if session.indexed:
+            self._delete_record(session.namespace, session.name)
 
     def _delete_record(self, namespace: NamespaceId, name: bytes) -> None:
         """The index is to forget the session. If there is another of this name by now, it is written after that."""
@@ -290,6 +298,8 @@ class Sessions:
             )
         job = Forgetting(namespace, Reason.FORGOTTEN, named=list(reversed(event.keys)))
         session = state.sessions.get(namespace.id, event.session, state.now) if event.session else None
+        if event.session and state.limits.sessions_told:
+            state.changed_sessions[namespace.id, event.session] = True
         if session is not None:
             self._take_session(job, session)
             job.count = 1

@@ -106,10 +106,10 @@ class RedisTombstones:
         entries = self._decoded(rows)
         if has_missed:
             entries.insert(0, (EVERYTHING, floor))
-        ours = self._book.everything()
         self._book.learn(entries, count, head)
         if is_other:
-            self.add(client, ours)
+            # Also what it knew and this node did not: it stands at a count that records and peers may have passed.
+            self.add(client, self._book.everything())
             raise StoreProblem(
                 f"the store was wiped, or is an older copy: it has {count} forgets, this node knew {known}; told again"
             )

@@ -162,3 +162,25 @@ def test_nobody_else_can_tell_of_a_forget(redis: Any, tmp_path: Path) -> None:
     b.forgets.round(redis)
     assert b.heard() == [key(b"k")]
     assert SALT not in b"".join(redis.zrange(name, 0, -1)), "the namespace's salt is shown"
+
+
+def test_what_a_new_node_forgets_on_an_older_copy_holds_against_what_was_computed_before(
+    redis: Any, tmp_path: Path
+) -> None:
+    """It stands there at a count that others, and what they have written, have passed."""
+    a = Member(tmp_path / "a")
+    copy = {name: redis.dump(name) for name in list(redis.scan_iter())}
+    for number in range(5):
+        a.forget(b"%d" % number)
+        a.forgets.round(redis)
+    redis.flushall()
+    for name, value in copy.items():
+        redis.restore(name, 0, value)
+    new = Member(tmp_path / "new")
+    new.forget(b"k")
+    new.forgets.round(redis)
+    a.forgets.round(redis)
+    assert a.heard() == [key(b"k")] and a.count > 5
+    assert a.refuses(b"k", 5), "a peer that has not heard of it would bring it back"
+    new.forgets.round(redis)
+    assert new.refuses(b"k", 5)
