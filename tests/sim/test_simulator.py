@@ -26,7 +26,7 @@ KEPT = [line.split("#")[0].split() for line in Path(__file__).with_name("seeds.t
 STEPS = 2_500
 FRESH = 3
 CANARY_RUNS_MAX = 12
-CANARY_SEEDS = {"reuse-late-read": 9, "failed-is-corrupt": 12, "evict-pinned": 9}
+CANARY_SEEDS = {"reuse-late-read": 9, "evict-pinned": 9, "plan-old-session": 9, "forgotten-elsewhere": 4}
 """From where on, for bugs that two runs in five find: more than five of the runs that follow do, with either tier."""
 
 
