@@ -109,6 +109,7 @@ NEEDED = (
 )
 
 
+@pytest.mark.timeout(600)  # of a machine that does much else
 def test_the_runs_reach_what_they_are_for() -> None:
     """Runs in which nothing is stored, raised, lost, revoked or late find nothing; in a few all of it happens."""
     totals: Counter[str] = Counter()
@@ -133,6 +134,7 @@ NEEDED_OF_MEMORY = (
 )
 
 
+@pytest.mark.timeout(600)
 def test_the_runs_with_the_tier_in_memory_reach_what_they_are_for() -> None:
     totals: Counter[str] = Counter()
     for seed in range(100, 140):
