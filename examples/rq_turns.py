@@ -42,14 +42,16 @@ def answer(run_dir: str, chat: str, turn: int) -> tuple[int, int]:
     keys = store.keys(tokens[: TURN_TOKENS * (turn + 1)])
     out = bytearray(64 << 10)
     with store.read(keys, wait_ms=2_000) as lease:
-        lease.settled()
+        lease.settled()  # what is on SSD is in DRAM now, and the next read has it
+    with store.read(keys) as lease:
         loaded = sum(lease.copy_to(number, out) for number in range(lease.hits))
     with store.write(keys) as batch:  # what is there already is not granted
         batch.copy_many([(number, None, bytes([turn]) * (64 << 10)) for number in batch.granted])
         batch.commit()
+    there = store.match(keys).usable  # DRAM may have been FULL: a session names chunks that were committed
     known = store.get_session(chat)
-    entries = [SessionEntry(key, 64 * number, 64) for number, key in enumerate(keys)]
-    keep = min(loaded, len(known.entries)) if known else 0
+    entries = [SessionEntry(key, 64 * number, 64) for number, key in enumerate(keys[:there])]
+    keep = min(loaded, there, len(known.entries)) if known else 0
     store.update_session(
         chat, expected_version=known.version if known else 0, keep=keep, append=entries[keep:]
     )

@@ -41,6 +41,8 @@ DOCTORS = {"vllm": "kvstore.gpu_worker.connectors.vllm.doctor", "gpu": "kvstore.
 """Programs that ask what only their own libraries know."""
 FORGETTING_LATE_MS = 60_000
 """What was dropped leaves the index within seconds."""
+FORGETS_READ_MS_MAX = 30_000
+"""They are read once a second, from an object store each five."""
 TEXT_LETTERS = 200
 """Of what the daemon says of its disk."""
 ENGINE_S = 300.0
@@ -353,6 +355,14 @@ class Patient:
                 f"{', '.join(away)}: failing or late, and left alone for a while; this node serves from its own tiers",
                 "see the daemon's log for why; it tries again by itself",
             )
+        for name in ("remote", "peers"):
+            read_ms_ago = gauges.get(f"{name}_forgets_read_ms_ago", 0.0)
+            if read_ms_ago > FORGETS_READ_MS_MAX:
+                raise Failed(
+                    f"{peer_text(name)}: what others have forgotten was not read for {read_ms_ago / 1_000:,.0f} s",
+                    "see the daemon's log for why; of an object store there must be the bucket, and the rights to list,"
+                    " read, write and delete in it",
+                )
         waiting = int(gauges["remote_forgets_waiting"]) if "remote_forgets_waiting" in gauges else 0
         found = f"{', '.join(names)}: well"
         if waiting:

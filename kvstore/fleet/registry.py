@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -138,6 +139,20 @@ def check_url(url: str) -> None:
             "must be redis://, rediss://, redis+cluster://, rediss+cluster:// or unix://",
             field="registry_url",
             value=url.partition("://")[0],
+        )
+    check_database(url, "registry_url")
+
+
+def check_database(url: str, setting: str) -> None:
+    """The client takes a database that is no number for 0, which may be somebody else's. Raises ConfigError."""
+    parts = urlsplit(url)
+    database = parts.path.strip("/")
+    if parts.scheme != "unix" and database and not (database.isascii() and database.isdigit()):
+        raise ConfigError(
+            "names a database that is no number",
+            field=setting,
+            value=f"{parts.scheme}://.../{database}",
+            remedy=f"{parts.scheme}://host:6379/0",
         )
 
 
@@ -307,9 +322,9 @@ class Registry:
 
     @staticmethod
     def _errors() -> tuple[type[BaseException], ...]:
-        import redis
+        import redis.exceptions
 
-        return (redis.RedisError, OSError)
+        return (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
 
     def _run(self) -> None:
         while not self._ended:

@@ -146,6 +146,17 @@ def test_the_rules_are_rules_and_fire_when_they_should(tmp_path: Path) -> None:
         ('kvstored_prefetch_total{instance="a",result="late"}', "0+60x100"),
         ('kvstored_prefetch_total{instance="a",result="on_time"}', "0+60x100"),
         ('kvstored_prefetch_total{instance="b",result="on_time"}', "0+60x100"),
+        ('kvstored_source_remote_well{instance="a"}', "1x100"),
+        ('kvstored_source_remote_well{instance="b"}', "0x100"),
+        ('kvstored_source_remote_well{instance="c"}', "1x100"),
+        ('kvstored_source_peers_well{instance="c"}', "0x100"),
+        ('kvstored_remote_forgets_read_ms_ago{instance="a"}', "900x100"),
+        ('kvstored_remote_forgets_read_ms_ago{instance="b"}', "0+60000x100"),
+        ('kvstored_remote_forgets_read_ms_ago{instance="c"}', "900x100"),
+        ('kvstored_peers_forgets_read_ms_ago{instance="c"}', "0+60000x100"),
+        ('kvstored_remote_forgets_waiting{instance="a"}', "0x100"),
+        ('kvstored_remote_forgets_waiting{instance="b"}', "1x100"),
+        ('kvstored_registry_ok{instance="a"}', "0x100"),
     ]
     firing = {
         "KvstoredDown": ("5m", ["a"]),
@@ -157,6 +168,10 @@ def test_the_rules_are_rules_and_fire_when_they_should(tmp_path: Path) -> None:
         "KvstoredSlotsQuarantined": ("40m", ["a"]),
         "KvstoredStrangersRefused": ("20m", ["a"]),
         "KvstoredPrefetchesLate": ("60m", ["a"]),
+        "KvstoredBeyondLeftAlone": ("15m", ["b", "c"]),
+        "KvstoredForgetsUnread": ("15m", ["b", "c"]),
+        "KvstoredForgetsUntold": ("15m", ["b"]),
+        "KvstoredRegistryAway": ("15m", ["a"]),
         "KvstoredNotDurable": ("20m", []),
     }
     # Which alerts fire, and for whom; labels and texts are not compared.

@@ -21,7 +21,15 @@ def test_what_alerts_and_dashboard_ask_for_is_exported(start_daemon, tmp_path) -
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    start_daemon(metrics_port=port, ssd_dir=tmp_path / "ssd", ssd_bytes="64M", ssd_slab_bytes="4M")
+    secret = tmp_path / "secret"
+    secret.write_text("5" * 64)
+    secret.chmod(0o600)
+    settings = {
+        **{"ssd_dir": tmp_path / "ssd", "ssd_bytes": "64M", "ssd_slab_bytes": "4M"},
+        **{"remote_url": f"file://{tmp_path}/shared", "node_name": "a", "fleet_secret_file": secret},
+        **{"registry_url": "redis://127.0.0.1:1/0", "peer_address": "127.0.0.1:0", "peer_plaintext": True},
+    }
+    start_daemon(metrics_port=port, **settings)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
         exported = set(re.findall(r"^# TYPE (\w+)", answer.read().decode(), re.MULTILINE))
     # A counter that has not counted yet is not there; these come with the first save.

@@ -15,9 +15,11 @@ import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -66,7 +68,10 @@ class ObjectStore:
         self._ttl_s = ttl_s
         self._timeout_s = timeout_s
         self._prefix = records.prefix_of(salt)
-        self._store = store if store is not None else _open(url, timeout_s)
+        self._store = store if store is not None or url.startswith("file://") else _open(url, timeout_s)
+        self._url = url
+        self._opening = threading.Lock()
+        self._opened: Future[Any] | None = None
         self._mine = threading.local()
         self._listed = False
         self._checked_at = 0.0
@@ -80,6 +85,8 @@ class ObjectStore:
 
     def _run(self, deadline: float, work: Callable[[], Awaitable[T]]) -> T:
         """On this thread's own loop of asyncio, no longer than until the deadline. Raises StoreProblem."""
+        if self._store is None:
+            self._open_folder(deadline)
         runner: asyncio.Runner | None = getattr(self._mine, "runner", None)
         if runner is None:
             runner = self._mine.runner = asyncio.Runner()
@@ -96,6 +103,24 @@ class ObjectStore:
             if any(word in str(problem) for word in FULL):
                 raise StoreFull(text) from None
             raise StoreProblem(f"{type(problem).__name__}: {text}"[:500]) from None
+
+    def _open_folder(self, deadline: float) -> None:
+        """A file system may be away, or hang, when the daemon starts: its folder is opened when it is first used, by a
+        thread that may be left behind. Raises StoreProblem."""
+        with self._opening:
+            opened = self._opened
+            if opened is None or (opened.done() and opened.exception() is not None):
+                opened = self._opened = Future()
+                Thread(target=_open_into, args=(opened, self._url, self._timeout_s), daemon=True).start()
+        try:
+            self._store = opened.result(max(0.001, deadline - time.monotonic()))
+        except TimeoutError:
+            raise StoreProblem(
+                "its folder was not opened before the deadline: the file system hangs"
+            ) from None
+        except Exception as problem:
+            folder = self._url.removeprefix("file://")
+            raise StoreProblem(f"the folder {folder} cannot be used: {problem}") from None
 
     async def _all(self, work: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
         turns = asyncio.Semaphore(AT_ONCE)
@@ -413,6 +438,13 @@ class ObjectStore:
 
     def close(self) -> None:
         """Connections go with the store."""
+
+
+def _open_into(opened: Future[Any], url: str, timeout_s: float) -> None:
+    try:
+        opened.set_result(_open(url, timeout_s))
+    except Exception as problem:
+        opened.set_exception(problem)
 
 
 def _open(url: str, timeout_s: float) -> Any:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from kvstore.config import REMOTE_JOURNAL, StoreConfig
 from kvstore.core.events import Event
 from kvstore.errors import ConfigError
+from kvstore.fleet.registry import check_database
 from kvstore.tiers.base import SlotMemory
 from kvstore.tiers.remote.backend import Backend, Book
 from kvstore.tiers.remote.encryption import Cipher
@@ -36,8 +37,17 @@ def check(config: StoreConfig) -> bool:
     if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/") or parts.path == "/"):
         raise ConfigError("must be file:///absolute/folder", field="remote_url", value=url)
     if parts.scheme != "file" and not parts.netloc:
-        what = "a bucket or container" if parts.scheme in OBJECTS else "a host"
-        raise ConfigError(f"names no {what}", field="remote_url", value=f"{parts.scheme}://")
+        what, example = (
+            ("bucket or container", "bucket/path") if parts.scheme in OBJECTS else ("host", "host:6379/0")
+        )
+        raise ConfigError(
+            f"names no {what}",
+            field="remote_url",
+            value=f"{parts.scheme}://",
+            remedy=f"{parts.scheme}://{example}",
+        )
+    if parts.scheme in REDIS:
+        check_database(url, "remote_url")
     read_salt(config)
     if config.remote_key_file:
         Cipher.read(config.remote_key_file)
@@ -85,10 +95,16 @@ def journal_path(config: StoreConfig) -> str:
     return os.path.join(config.ssd_dir or config.run_dir, REMOTE_JOURNAL)
 
 
-def open_remote(config: StoreConfig, memory: SlotMemory, done: Callable[[Event], None]) -> RemoteTier:
-    """Nothing is connected to before it is used: a store that is away keeps no daemon from starting. Raises
-    ConfigError."""
-    book = Book(journal_path(config))
+def open_remote(
+    config: StoreConfig,
+    memory: SlotMemory,
+    done: Callable[[Event], None],
+    *,
+    is_ours: Callable[[], bool],
+) -> RemoteTier:
+    """Nothing is connected to before it is used: a store that is away keeps no daemon from starting. `is_ours`:
+    whether the folder of the journal is still this daemon's. Raises ConfigError."""
+    book = Book(journal_path(config), is_ours=is_ours)
     salt = read_salt(config)
     cipher = Cipher.read(config.remote_key_file) if config.remote_key_file else None
     deadline_s = config.remote_deadline_ms / 1_000

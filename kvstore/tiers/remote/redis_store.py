@@ -144,7 +144,13 @@ class RedisStore:
             if text.startswith(("OOM", "MISCONF", "NOREPLICAS", "READONLY")):
                 raise StoreFull(text) from None
             raise StoreProblem(text) from None
-        except (redis.RedisError, OSError, ValueError, IndexError, AttributeError, TypeError) as problem:
+        except (
+            *(
+                redis.RedisError,
+                redis.exceptions.RedisClusterException,
+            ),  # no cluster, or none of its nodes answers
+            *(OSError, ValueError, IndexError, AttributeError, TypeError),
+        ) as problem:
             # Beside its own errors, the client raises what parsing a torn answer happens to raise.
             self.drop_connections(thread)
             raise StoreProblem(f"{type(problem).__name__}: {problem}") from None

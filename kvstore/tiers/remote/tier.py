@@ -57,6 +57,7 @@ POLL_S = 1.0
 TIDY_S = 600.0
 QUEUED_MAX = 4_096
 TOLD_AGAIN_S = 60.0
+KIND_CHARACTERS = 60
 
 
 @dataclass(slots=True)
@@ -254,7 +255,9 @@ class RemoteTier:
         with self._counting:
             self._stats.errors += 1
             self._stats.full += isinstance(problem, StoreFull)
-            new = why != self._stats.why or now - self._told_at > TOLD_AGAIN_S
+            # Stores put numbers of requests and times into what they say: the beginning tells kinds of trouble apart.
+            new = why[:KIND_CHARACTERS] != self._stats.why[:KIND_CHARACTERS]
+            new = new or now - self._told_at > TOLD_AGAIN_S
             self._stats.why = why
             quiet = now - self._told_at < 1.0
             if new and not quiet:

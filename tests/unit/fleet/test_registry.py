@@ -302,7 +302,7 @@ def test_a_redis_that_is_gone_or_stands_still_holds_nobody_up(own: RedisServer) 
         b.close(20)
 
 
-@pytest.mark.parametrize("url", ["", "http://x", "x", "s3://bucket"])
+@pytest.mark.parametrize("url", ["", "http://x", "x", "s3://bucket", "redis://a:1/models"])
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="registry_url"):
         check_url(url)

@@ -1,0 +1,88 @@
+"""What `remote_url` may say, and stores that are away, are no cluster or have no bucket when the daemon starts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvstore.cli.doctor import Failed, Patient
+from kvstore.client import Client
+from kvstore.config import StoreConfig
+from kvstore.errors import ConfigError
+from kvstore.tiers.remote.backend import Book, StoreProblem
+from kvstore.tiers.remote.object_store import ObjectStore
+from kvstore.tiers.remote.opening import check
+
+from ..fleet_tools import needs_redis, redis_server
+
+
+@pytest.mark.parametrize(
+    ("url", "why", "remedy"),
+    [
+        ("redis://", "names no host", "redis://host:6379/0"),
+        ("s3:///path", "names no bucket or container", "s3://bucket/path"),
+        ("redis://a:6379/models", "a database that is no number", "redis://host:6379/0"),
+        ("redis+cluster://a:1,b:2/x", "a database that is no number", "redis+cluster://host:6379/0"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_remedy(url: str, why: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=why) as refused:
+        check(StoreConfig(remote_url=url))
+    assert refused.value.remedy == remedy
+
+
+def test_a_folder_that_is_away_at_the_start_is_used_when_it_is_there(tmp_path: Path) -> None:
+    mount = tmp_path / "mount"
+    mount.write_text("not mounted")  # so that no folder can be made below it
+    store = ObjectStore(f"file://{mount}/kv", Book(""), salt=b"", ttl_s=60, timeout_s=5)
+    with pytest.raises(StoreProblem, match=r"mount/kv cannot be used"):
+        store.catch_up(time.monotonic() + 30)
+    mount.unlink()
+    store.catch_up(time.monotonic() + 30)
+    store.close()
+
+
+def test_a_folder_whose_opening_hangs_costs_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[str] = []
+    over = threading.Event()
+
+    def hang(url: str, timeout_s: float) -> None:
+        began.append(url)
+        over.wait(60)
+
+    monkeypatch.setattr("kvstore.tiers.remote.object_store._open", hang)
+    store = ObjectStore(f"file://{tmp_path}", Book(""), salt=b"", ttl_s=60, timeout_s=5)
+    for _ in range(3):
+        with pytest.raises(StoreProblem, match="the file system hangs"):
+            store.catch_up(time.monotonic() + 0.05)
+    assert len(began) == 1  # not a thread more with each call
+    over.set()
+
+
+@needs_redis
+def test_a_redis_that_is_no_cluster_is_a_problem_of_the_store(tmp_path: Path) -> None:
+    redis_store = pytest.importorskip("kvstore.tiers.remote.redis_store", reason="needs attnstore[remote]")
+    with redis_server(tmp_path) as server:
+        url = server.url.replace("redis://", "redis+cluster://")
+        store = redis_store.RedisStore(url, Book(""), salt=b"", ttl_s=60, timeout_s=5)
+        with pytest.raises(StoreProblem, match="Cluster mode is not enabled"):
+            store.catch_up(time.monotonic() + 30)
+        store.close()
+
+
+def test_the_doctor_tells_that_forgets_cannot_be_read() -> None:
+    gauges: dict[str, Any] = {"source_remote_well": 1.0, "remote_forgets_read_ms_ago": 900.0}
+    client = SimpleNamespace(stats=lambda: SimpleNamespace(gauges=gauges))
+    patient = Patient(cast("Client", client))
+    assert patient.check_beyond() == "remote: well"
+    gauges["remote_forgets_read_ms_ago"] = 61_000.0
+    with pytest.raises(Failed, match="was not read for 61 s") as failed:
+        patient.check_beyond()
+    assert "bucket" in failed.value.remedy
