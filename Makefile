@@ -83,9 +83,12 @@ test-distributed: venv  ## stores that nodes share, on real servers: a Redis clu
 test-gpu: venv  ## loader, saver and pool on a device that is less forgiving than a GPU; and on a GPU, where there is one
 	$(PYTEST) $(JOBS) tests/unit/gpu_worker/test_{device,loader,overlap,pool_store}.py -k 'emulated or cuda' $(ARGS)
 
-.PHONY: crash soak
+.PHONY: crash fleet soak
 crash: venv  ## kill -9 of a daemon, ROUNDS times: is what was promised there, and nothing else? (ARGS='--seed 1')
 	$(PY) tests/stress/crash.py --json --rounds $(ROUNDS) $(ARGS)
+
+fleet: venv  ## nodes that share a store, ROUNDS of faults: wrong bytes, forgotten chunks, hangs? (ARGS='--seed 1')
+	$(PY) tests/stress/fleet.py --json --rounds $(ROUNDS) $(ARGS)
 
 soak: venv  ## a daemon under full load for MINUTES: does anything grow or break? (ARGS='--seed 1')
 	$(PY) tests/stress/soak.py --json --minutes $(MINUTES) $(ARGS)
