@@ -25,7 +25,7 @@ from kvstore.core.namespaces import Namespace
 from kvstore.core.policies import ages
 from kvstore.core.policies.ages import BUCKETS, EDGES, KINDS, UNKNOWN, Book, Learned
 from kvstore.core.policies.hints import ByNeed, Hints, ranked
-from kvstore.core.policies.interface import AWAITED_MS, Rows
+from kvstore.core.policies.interface import Rows
 from kvstore.core.policies.lists import Candidates, Ranked
 from kvstore.types import Millis, NamespaceId
 
@@ -33,7 +33,7 @@ UNNAMED = KINDS
 """A kind of its own: tails that no manifest names, which go before everything;"""
 SPARED = KINDS + 1
 """and what was passed over, or is about to be taken by who asked for it, which goes after everything, until"""
-SPARED_MS = AWAITED_MS
+SPARED_MS = 10_000
 """so long after that."""
 HOUR_MS = 3_600_000
 KINDS_MAX = 64

@@ -28,8 +28,9 @@ from kvstore.core.policies.lists import Candidates, Ranked
 from kvstore.types import Millis, NamespaceId
 
 Rows = npt.NDArray[np.intp]
-AWAITED_MS: Millis = 10_000
-"""So long what came to DRAM because somebody asked for it is kept for that."""
+AWAITED_MS: Millis = 60_000
+"""So long what came to DRAM because somebody asked for it is kept for that: nobody waits longer (`Limits.wait_max_ms`),
+and the last chunk of a turn comes when all are read."""
 
 
 class Policy(ABC):
